@@ -1,0 +1,125 @@
+# Every target sets up the virtual environment it needs, and reuses it until pyproject.toml or constraints.txt change.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+# candidates, the first that fits is used; `make test PYTHON=/somewhere/python3.12` names another
+PYTHON ?= python3 python3.11 python3.12 python3.13
+PYTHON312 ?= python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12)
+PYTEST_ARGS ?=
+RUN_DIR ?= runs/demo
+
+VENV := .venv
+VENV_312 := .venv-312
+VENV_CONVERT := .venv-convert
+INPUTS := pyproject.toml constraints.txt
+CODE := cheem_jax convert experiments tests
+
+.PHONY: help demo test test-slow test-convert test-312 lint format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/.base ## learn the bundled stream of small tasks on this machine, in minutes
+	@$(VENV)/bin/python -m cheem_jax demo --run-dir $(RUN_DIR)
+
+test: $(VENV)/.test ## the tests that need no torch, no TensorFlow, no network and no GPU
+	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.test ## the tests that take minutes or install packages
+	@$(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-convert: $(VENV_CONVERT)/.convert ## parity with timm, in an environment with torch
+	@$(VENV_CONVERT)/bin/python -m pytest -m convert $(PYTEST_ARGS)
+
+test-312: ## the tests on Python 3.12, where there is one
+	@$(call find_python,$(PYTHON312),0x30c0000 <= sys.hexversion < 0x30d0000)
+	if [ -z "$$python" ]; then
+	    echo "test-312: found no Python 3.12, so nothing was tested; name one with PYTHON312=/somewhere/python3.12"
+	else
+	    $(MAKE) $(VENV_312)/.test PYTHON="$$python"
+	    $(VENV_312)/bin/python -m pytest $(PYTEST_ARGS)
+	fi
+
+lint: $(VENV)/.dev ## formatting, lint and types
+	@$(VENV)/bin/python -m ruff format --check $(CODE)
+	$(VENV)/bin/python -m ruff check $(CODE)
+	$(VENV)/bin/python -m pyright --pythonpath $(VENV)/bin/python
+
+format: $(VENV)/.dev ## format the code and mend what the linter can
+	@$(VENV)/bin/python -m ruff format $(CODE)
+	$(VENV)/bin/python -m ruff check --fix $(CODE)
+
+clean: ## remove environments and caches; runs stay
+	@rm -rf $(VENV) $(VENV_312) $(VENV_CONVERT) .pytest_cache .ruff_cache .hypothesis dist
+	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
+
+# ---- environments: a marker file says that the extras of its name are installed; `base` is none of them
+
+$(VENV)/.base: $(INPUTS)
+	$(call install,$(VENV),.)
+	touch $@
+
+$(VENV)/.test: $(INPUTS)
+	$(call install,$(VENV),.[test])
+	touch $(VENV)/.base $@
+
+$(VENV)/.dev: $(INPUTS)
+	$(call install,$(VENV),.[dev])
+	touch $(VENV)/.base $(VENV)/.test $@
+
+$(VENV_312)/.test: $(INPUTS)
+	$(call install,$(VENV_312),.[test])
+	touch $@
+
+$(VENV_CONVERT)/.convert: $(INPUTS)
+	$(call install,$(VENV_CONVERT),.[test$(comma)convert])
+	touch $@
+
+# one shell per recipe
+.ONESHELL:
+comma := ,
+
+# an environment whose interpreter has gone is made again
+$(foreach venv,$(VENV) $(VENV_312) $(VENV_CONVERT),$(shell test -x $(venv)/bin/python || rm -f $(venv)/.[a-z]*))
+
+# $(call find_python,CANDIDATES,CONDITION ON sys): sets $python to the first that runs and fits, or to nothing.
+# A version manager's shim exists without running, so each candidate is tried.
+define find_python
+python=
+for candidate in $(1); do
+    if "$$candidate" -c 'import sys; sys.exit(not ($(2)))' 2>/dev/null; then python=$$candidate; break; fi
+done
+endef
+
+# $(call install,ENVIRONMENT,REQUIREMENT): makes the environment if need be, then installs the pinned versions.
+# Bytecode is left to the first import: most of what is installed is never imported.
+define install
+@SECONDS=0
+$(call find_python,$(PYTHON),sys.hexversion >= 0x30b0000)
+if [ -z "$$python" ]; then
+    echo "error: cheem_jax needs Python 3.11 or later, and none of these runs and is: $(PYTHON); name one with PYTHON=/somewhere/python3.11" >&2
+    exit 2
+fi
+echo "Setting up $(1) for $(2) with $$("$$python" --version), once; mostly downloads"
+if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then
+    rm -rf $(1)
+    if "$$python" -c 'import ensurepip' 2>/dev/null; then
+        "$$python" -m venv $(1)
+    elif "$$python" -m pip --version >/dev/null 2>&1; then
+        "$$python" -m venv --without-pip $(1)
+        "$$python" -m pip --python $(1)/bin/python install --quiet pip
+    else
+        echo "error: '$$python' can make no virtual environments; on Debian: apt-get install python3-venv" >&2
+        exit 2
+    fi
+fi
+$(1)/bin/python -m pip install --no-compile --prefer-binary --no-input --disable-pip-version-check \
+    --constraint constraints.txt --editable '$(2)' \
+    | sed -u -n -E -e 's/^ *Downloading ([^-]+)-([^-]+)-.*\(([0-9.]+ [MG]B)\).*/  \1 \2, \3/p' \
+                   -e 's/^Installing collected packages.*/  installing .../p'
+echo "Ready after $$SECONDS s"
+endef

@@ -1,0 +1,91 @@
+"""Shapes and constants of the Vision Transformers this library knows by name."""
+
+import dataclasses
+import difflib
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class ViTConfig:
+    """A plain pre-norm ViT: class token first, learned position embedding, no distillation token."""
+
+    name: str
+    width: int
+    depth: int
+    num_heads: int
+    image_size: int = 224
+    patch_size: int = 16
+    mlp_ratio: float = 4.0
+    layer_norm_eps: float = 1e-6
+    activation: Literal["gelu", "quick_gelu"] = "gelu"
+    norm_before_blocks: bool = False
+    """CLIP: a LayerNorm between embedding and first block."""
+    patch_bias: bool = True
+    num_classes: int = 1000
+    """Width of the pretrained head; 0 if the weights carry none that is used."""
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    timm_name: str | None = None
+    """Name under which timm and the hub's `timm/` repositories hold the weights."""
+
+    @property
+    def mlp_width(self) -> int:
+        return round(self.width * self.mlp_ratio)
+
+    @property
+    def num_patches(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches and the class token."""
+        return self.num_patches + 1
+
+
+_HALF = (0.5, 0.5, 0.5)
+
+CONFIGS: dict[str, ViTConfig] = {
+    config.name: config
+    for config in (
+        ViTConfig("deit_tiny", 192, 12, 3, timm_name="deit_tiny_patch16_224.fb_in1k"),
+        ViTConfig(
+            "vit_base", 768, 12, 12, mean=_HALF, std=_HALF,
+            timm_name="vit_base_patch16_224.augreg2_in21k_ft_in1k",
+        ),
+        ViTConfig(
+            "vit_base_augreg", 768, 12, 12, mean=_HALF, std=_HALF,
+            timm_name="vit_base_patch16_224.augreg_in21k_ft_in1k",
+        ),
+        ViTConfig(
+            "clip_vit_base", 768, 12, 12,
+            layer_norm_eps=1e-5, activation="quick_gelu", norm_before_blocks=True, patch_bias=False,
+            num_classes=0,  # its 768 -> 512 projection is no classifier and stays unused
+            mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711),
+            timm_name="vit_base_patch16_clip_quickgelu_224.openai",
+        ),
+        ViTConfig("vit_micro", 96, 8, 3, image_size=32, patch_size=8, num_classes=0, mean=_HALF, std=_HALF),
+        ViTConfig("vit_nano", 48, 6, 3, image_size=32, patch_size=8, num_classes=0, mean=_HALF, std=_HALF),
+    )
+}  # fmt: skip
+
+BUNDLED = ("vit_micro", "vit_nano")
+"""Backbones whose weights ship inside the package."""
+
+
+def config_of(name: str) -> ViTConfig:
+    """The named backbone's config; an unknown name is answered with the nearest valid ones."""
+    if name not in CONFIGS:
+        near = difflib.get_close_matches(name, CONFIGS, n=3) or sorted(CONFIGS)
+        raise ValueError(f"unknown backbone {name!r}; nearest: {', '.join(near)}")
+    return CONFIGS[name]
+
+
+def at_image_size(config: ViTConfig, image_size: int) -> ViTConfig:
+    """The same network for square images of another size in pixels."""
+    if image_size < config.patch_size or image_size % config.patch_size:
+        lower = max(image_size // config.patch_size, 1) * config.patch_size
+        raise ValueError(
+            f"image size {image_size} is no multiple of {config.name}'s patch size {config.patch_size}; "
+            f"try {lower} or {lower + config.patch_size}"
+        )
+    return dataclasses.replace(config, image_size=image_size)

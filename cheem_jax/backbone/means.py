@@ -1,0 +1,53 @@
+"""Mean class tokens of the backbone's own task: the mu of task 1 in the similarity of tasks."""
+
+import functools
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, PyTree, UInt8
+
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.ops import Reuse
+
+KEYS = ("mlp_down/component", "attn_proj/component", "mlp_down/block", "attn_proj/block")
+
+
+def base_means(
+    vit: ViT, images: UInt8[np.ndarray, "N H W 3"], *, batch_size: int = 64
+) -> dict[str, Float[np.ndarray, "L D"]]:
+    """Mean class tokens over `images` on the plain backbone, keyed `{image_size}/{placement}/{token}`.
+
+    `component` is the plastic layer's output before the residual sum, `block` the block's output (the same for both
+    placements, as the plain backbone skips nothing). Sums run in float64; one program serves all batches.
+    """
+    size = vit.config.image_size
+    if len(images) == 0 or images.shape[1:3] != (size, size):
+        raise ValueError(
+            f"base means of {vit.config.name!r} need images of {size}x{size} pixels, got {images.shape}"
+        )
+    graphdef, state = nnx.split(vit)
+    totals = np.zeros((3, vit.config.depth, vit.config.width))
+    for start in range(0, len(images), batch_size):
+        batch = images[start : start + batch_size]
+        padded = np.zeros((batch_size, size, size, 3), np.uint8)
+        padded[: len(batch)] = batch
+        totals += np.asarray(_class_tokens(graphdef, state, padded), np.float64)[: len(batch)].sum(axis=0)
+    down, proj, block = (totals / len(images)).astype(np.float32)
+    return {f"{size}/{key}": mean for key, mean in zip(KEYS, (down, proj, block, block), strict=True)}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _class_tokens(
+    graphdef: nnx.GraphDef, state: PyTree, images: UInt8[Array, "B H W 3"]
+) -> Float[Array, "B 3 L D"]:
+    """Class tokens after down-projection, attention projection and block, for each image and block."""
+    vit = nnx.merge(graphdef, state)
+    x = vit.embed(images)
+    tokens = []
+    for block in vit.blocks:
+        # XLA merges what the two runs share and drops the second half of this one.
+        _, proj = block.run(Reuse(block.expert("attn_proj")), x, placement="attn_proj")
+        x, down = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
+        tokens.append([down[:, 0], proj[:, 0], x[:, 0]])
+    return jax.numpy.stack([jax.numpy.stack(kinds, axis=1) for kinds in tokens], axis=2)

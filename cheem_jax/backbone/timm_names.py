@@ -1,0 +1,157 @@
+"""timm's names and PyTorch's layout on one side, ours on the other; and configs read off timm's tensors.
+
+timm keeps linear weights as `[out, in]` and the patch kernel as `[D, 3, height, width]`; ours are in `params.py`.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from cheem_jax.backbone.config import CONFIGS, ViTConfig
+from cheem_jax.backbone.params import mismatches, shapes_of
+
+_MODULES = {
+    "patch": "patch_embed.proj",
+    "norm_before": "norm_pre",
+    "qkv": "attn.qkv",
+    "proj": "attn.proj",
+    "up": "mlp.fc1",
+    "down": "mlp.fc2",
+}
+_PLAIN = re.compile(
+    r"cls_token|pos_embed|((patch_embed\.proj|norm_pre|norm|head|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj"
+    r"|mlp\.fc1|mlp\.fc2))\.(weight|bias))"
+)
+_HEADS = {"vit_huge_": 16, "vit_giant_": 16, "vit_gigantic_": 16}
+"""Families whose heads are not 64 wide."""
+
+
+def timm_name_of(name: str) -> str:
+    """timm's name of one of our parameters: `blocks.3.up.kernel` is `blocks.3.mlp.fc1.weight`."""
+    if name in ("class_token", "position"):
+        return {"class_token": "cls_token", "position": "pos_embed"}[name]
+    *modules, leaf = name.split(".")
+    leaf = {"kernel": "weight", "scale": "weight"}.get(leaf, leaf)
+    return ".".join([_MODULES.get(module, module) for module in modules] + [leaf])
+
+
+def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
+    """Our parameters in float32; one ValueError lists every missing, unexpected and misshapen tensor.
+
+    A config without classes knows no use for a head (CLIP's is its 768 -> 512 projection), so `head.*` is left out.
+    """
+    shapes = shapes_of(config)
+    wanted = {timm_name_of(name): _timm_shape(name, shape, config) for name, shape in shapes.items()}
+    unused = {"head.weight", "head.bias"} if config.num_classes == 0 else set()
+    complaint = mismatches(wanted, {name: value for name, value in tensors.items() if name not in unused})
+    if complaint:
+        raise ValueError(
+            f"timm weights do not fit backbone {config.name!r}: {complaint}; "
+            "were they made for another architecture?"
+        )
+    return {
+        name: _our_layout(name, tensors[timm_name_of(name)]).reshape(shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def _timm_shape(name: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[int, ...]:
+    if name == "patch.kernel":
+        return (config.width, 3, config.patch_size, config.patch_size)
+    if name.endswith(".kernel"):
+        return shape[::-1]
+    return {"class_token": (1, 1, *shape), "position": (1, *shape)}.get(name, shape)
+
+
+def _our_layout(name: str, tensor: np.ndarray) -> np.ndarray:
+    if name == "patch.kernel":
+        return tensor.transpose(2, 3, 1, 0)
+    return tensor.T if name.endswith(".kernel") else tensor
+
+
+def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict | None) -> ViTConfig:
+    """The config of any plain timm ViT, DeiT or DINO from its tensors, its name and the hub's `config.json`.
+
+    Sizes come from shapes, heads from the usual width of 64, the preprocessing from `pretrained_cfg`. What is not a
+    plain class-token ViT (layer scale, registers, distillation, gated MLPs, ...) is refused by its tensors' names.
+    """
+    hub_config = hub_config or {}
+    _refuse_unless_plain(name, tensors, hub_config)
+    width, channels, patch_size, _ = tensors["patch_embed.proj.weight"].shape
+    grid = math.isqrt(tensors["pos_embed"].shape[1])  # the class token completes no square
+    depth = 1 + max(int(key.split(".")[1]) for key in tensors if key.startswith("blocks."))
+    num_heads = next((heads for family, heads in _HEADS.items() if name.startswith(family)), width // 64)
+    if channels != 3 or num_heads == 0 or width % num_heads:
+        raise ValueError(f"{name!r}: no plain ViT has {channels} channels and a width of {width}")
+    clip = "norm_pre.weight" in tensors
+    projection = clip and "_ft_" not in name  # CLIP's image-text projection, no classifier
+    classes = 0 if projection or "head.weight" not in tensors else tensors["head.weight"].shape[0]
+    mean, std = _preprocessing(name, hub_config)
+    return ViTConfig(
+        name=name,
+        width=width,
+        depth=depth,
+        num_heads=num_heads,
+        image_size=grid * patch_size,
+        patch_size=patch_size,
+        mlp_ratio=tensors["blocks.0.mlp.fc1.weight"].shape[0] / width,
+        layer_norm_eps=1e-5 if clip else 1e-6,
+        activation="quick_gelu" if "quickgelu" in name else "gelu",
+        norm_before_blocks=clip,
+        patch_bias="patch_embed.proj.bias" in tensors,
+        num_classes=classes,
+        mean=mean,
+        std=std,
+        timm_name=name,
+    )
+
+
+def _refuse_unless_plain(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict) -> None:
+    reasons = []
+    foreign = sorted({re.sub(r"\.\d+\.", ".*.", key) for key in tensors if not _PLAIN.fullmatch(key)})
+    if foreign:
+        reasons.append(f"unknown tensors {foreign}")
+    needed = [
+        "cls_token",
+        "pos_embed",
+        "patch_embed.proj.weight",
+        "blocks.0.mlp.fc1.weight",
+        "blocks.0.mlp.fc2.weight",
+    ]
+    lacking = [key for key in needed if key not in tensors]
+    if lacking:
+        reasons.append(f"lacks {lacking}")
+    else:
+        position, patch = tensors["pos_embed"].shape, tensors["patch_embed.proj.weight"].shape
+        up, down = tensors["blocks.0.mlp.fc1.weight"].shape, tensors["blocks.0.mlp.fc2.weight"].shape
+        if len(position) != 3 or math.isqrt(position[1]) ** 2 + 1 != position[1]:
+            reasons.append(f"pos_embed {position} is not a class token and a square grid")
+        if len(patch) != 4 or patch[2] != patch[3]:
+            reasons.append(f"patch_embed.proj.weight {patch} has no square patches")
+        if up != down[::-1]:
+            reasons.append(f"blocks.0.mlp.fc1.weight {up} and fc2.weight {down} make a gated MLP")
+    if hub_config.get("global_pool", "token") != "token":
+        reasons.append(f"config.json pools with {hub_config['global_pool']!r}, not the class token")
+    if reasons:
+        raise ValueError(f"{name!r} is no plain timm ViT: {'; '.join(reasons)}")
+
+
+def _preprocessing(name: str, hub_config: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    pretrained = hub_config.get("pretrained_cfg", hub_config)
+    if "mean" in pretrained and "std" in pretrained:
+        return tuple(map(float, pretrained["mean"])), tuple(map(float, pretrained["std"]))
+    families = (
+        (".openai", "clip_vit_base"),
+        (".augreg", "vit_base"),
+        (".dino", "deit_tiny"),
+        ("deit_", "deit_tiny"),
+    )
+    for part, like in families:
+        if part in name:
+            return CONFIGS[like].mean, CONFIGS[like].std
+    raise ValueError(
+        f"the mean and std that {name!r} was trained with are unknown: put the model's config.json (from the hub's "
+        f"timm/{name}) beside the weights"
+    )

@@ -1,0 +1,55 @@
+"""External memory: task centroids of the frozen backbone's features name the task of a test image.
+
+The default is S-Prompts' router, which the paper adopts: L2-normalised features, k-means with K = 5 per task, nearest
+centroid in L1 distance, decided per image.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+from scipy.spatial.distance import cdist
+from sklearn.cluster import KMeans
+
+_SCIPY_METRICS = {"l1": "cityblock", "l2": "euclidean", "cosine": "cosine"}
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """How task centroids are made and compared."""
+
+    num_centroids: int = 5
+    """Centroids per task, K; clipped to the number of training images."""
+    metric: Literal["l1", "l2", "cosine"] = "l1"
+    """Distance between a test image's normalised feature and a centroid."""
+
+    def __post_init__(self) -> None:
+        if self.num_centroids < 1:
+            raise ValueError(f"num_centroids is {self.num_centroids}; a task needs at least 1 centroid")
+
+
+def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:
+    """Rows scaled to unit L2 norm; a zero row stays zero."""
+    return features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
+
+
+def fit_centroids(
+    features: Float[np.ndarray, "N E"], *, seed: int, config: RouterConfig
+) -> Float[np.ndarray, "K E"]:
+    """k-means centroids of one task's training features; not re-normalised."""
+    points = normalise(features)
+    distinct = len(np.unique(points, axis=0))
+    num = min(config.num_centroids, distinct)  # k-means cannot separate equal points
+    kmeans = KMeans(num, n_init=10, max_iter=300, tol=1e-4, random_state=seed)
+    return kmeans.fit(points).cluster_centers_.astype(np.float32)
+
+
+def route(
+    features: Float[np.ndarray, "N E"], centroids: Sequence[Float[np.ndarray, "_ E"]], config: RouterConfig
+) -> Int[np.ndarray, "N"]:
+    """The task of each image: that of the nearest centroid, ties to the lowest task."""
+    points = normalise(features)
+    per_task = [cdist(points, c, _SCIPY_METRICS[config.metric]).min(axis=1) for c in centroids]
+    return np.argmin(np.stack(per_task, axis=1), axis=1).astype(np.int32)

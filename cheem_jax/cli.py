@@ -1,0 +1,76 @@
+"""Command lines: the `cheem` command, and what every experiment's `main` shares."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from cheem_jax.backbone.weights import load_pretrained
+from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.data.demo import demo_stream
+from cheem_jax.methods.cheem import PRESETS
+from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.table import final_table, task_table
+
+Settings = TypeVar("Settings")
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """CHEEM learns six small tasks with the bundled vit_micro: no network, no data, minutes on a laptop."""
+
+    run_dir: Path = Path("runs/demo")
+    """Where the run is kept; an unfinished one is continued."""
+    seed: int = 0
+    """Root of every PRNG key in the run."""
+    upper_bound: bool = False
+    """Also fine-tune the whole backbone per task."""
+
+
+def demo(settings: Demo) -> None:
+    """Learn the demo stream and print its tables."""
+    progress = Progress()
+    progress.say("cheem_jax demo: making six tasks of 32x32 images")
+    stream = demo_stream()
+    bound = FullFinetuneConfig(epochs=8, learning_rates=(1e-4,)) if settings.upper_bound else None
+    config = RunConfig(PRESETS["quick"], "quick", settings.seed, bound)
+    results = run_stream(stream, load_pretrained("vit_micro"), config, settings.run_dir, progress)
+    show(progress, results, settings.run_dir)
+
+
+def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:
+    """The tables of a finished run, and where its files are."""
+    progress.console.print(task_table(results))
+    progress.console.print(final_table(results))
+    compiled = results["compile"]
+    progress.say(f"{compiled['programs']} programs compiled in {compiled['seconds']:.1f} s")
+    progress.say(f"report: {directory / 'report.md'}   numbers: {directory / 'results.json'}")
+
+
+def run_command(command: Callable[[Settings], None], settings: Settings, directory: Path | None = None) -> None:
+    """Run a command's main: bad input ends in one line and status 2, Ctrl-C in a line that says how to go on."""
+    try:
+        command(settings)
+    except (ValueError, OSError, FloatingPointError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from error
+    except KeyboardInterrupt:
+        where = f" Finished tasks are in {directory}; the same command goes on from there." if directory else ""
+        print(f"\nstopped.{where}", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def main() -> None:
+    """The `cheem` command."""
+    app = tyro.extras.SubcommandApp()
+
+    @app.command(name="demo")
+    def _(settings: Annotated[Demo, tyro.conf.arg(name="")]) -> None:
+        """CHEEM learns six small tasks with the bundled vit_micro: no network, no data, minutes on a laptop."""
+        run_command(demo, settings, settings.run_dir)
+
+    app.cli(prog="cheem")

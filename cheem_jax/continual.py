@@ -1,0 +1,270 @@
+"""The loop over a stream: learn a task, save it, measure every task so far from what was saved."""
+
+import dataclasses
+import hashlib
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import flax
+import jax
+import numpy as np
+
+from cheem_jax import metrics
+from cheem_jax.backbone.means import base_means
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.checkpoint import saved_tasks
+from cheem_jax.data.task import Stream, Task, fingerprint
+from cheem_jax.execution.compilation import compilations
+from cheem_jax.execution.stages import Stages
+from cheem_jax.flops import backbone_flops
+from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig
+from cheem_jax.methods.frozen_linear import FrozenLinear
+from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
+from cheem_jax.methods.method import FrozenFeatures, Method
+from cheem_jax.report.markdown import write_report
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import Record, read, write_atomically
+from cheem_jax.results import results_of
+from cheem_jax.run_directory import claim
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What a run learns and how; together with the data and the weights it decides every result."""
+
+    cheem: CheemConfig
+    preset: str
+    seed: int = 0
+    upper_bound: FullFinetuneConfig | None = None
+    """Also fine-tune the whole backbone per task, the true task given."""
+
+
+def run_stream(
+    stream: Stream,
+    pretrained: Pretrained,
+    config: RunConfig,
+    directory: Path,
+    progress: Progress,
+    *,
+    base_images: np.ndarray | None = None,
+    router: Pretrained | None = None,
+) -> dict[str, Any]:
+    """Learn the stream in `directory`, or go on where it stopped; returns what `results.json` holds.
+
+    `base_images` are pictures of the backbone's own task: uint8 `[N, S, S, 3]`. `router` is a lighter network that
+    names the task instead of the backbone (CHEEM-lite).
+    """
+    _check_sizes(stream, pretrained, router)
+    resumed = claim(directory, _identity(stream, pretrained, config, base_images, router))
+    vit = build(pretrained.config, pretrained.params)
+    stages = Stages(vit, config.cheem.placement, token=config.cheem.token)
+    features = FrozenFeatures(stages, config.cheem.batch_size)
+    router_features = features
+    if router is not None:
+        router_stages = Stages(build(router.config, router.params), config.cheem.placement)
+        router_features = FrozenFeatures(router_stages, config.cheem.batch_size)
+    means, known = _base_means(pretrained, config, vit, base_images)
+    key = jax.random.key(config.seed)
+    cheem = Cheem(stages, config.cheem, key, means, router_features)
+    frozen = FrozenLinear(key, features, router_features, config.cheem.router)
+    methods: tuple[Method, ...] = (cheem, frozen)
+
+    record = Record.open(directory)
+    finished = _restore(directory, methods, record) if resumed else 0
+    if not any(entry["event"] == "run" for entry in read(directory)):
+        record.write("run", **_setting(stream, pretrained, config, known, router))
+    if known == "neutral":
+        progress.say("base means unknown for this setting: similarity to the backbone's own task is neutral (0)")
+    if finished == len(stream.tasks):
+        progress.say(f"{directory} holds all {finished} tasks already; nothing to learn")
+    elif resumed:
+        progress.say(f"going on in {directory} with task {finished + 1} of {len(stream.tasks)}")
+    for index in range(finished, len(stream.tasks)):
+        _learn_and_measure(stream, index, methods, directory, record, progress)
+        features.forget(stream.tasks[index])
+        router_features.forget(stream.tasks[index])
+        _write_results(directory)
+    if config.upper_bound is not None:
+        _upper_bound(stream, FullFinetune(vit, config.upper_bound, key), directory, record, progress)
+    results = _write_results(directory)
+    write_report(directory, results)
+    return results
+
+
+def _learn_and_measure(
+    stream: Stream, index: int, methods: tuple[Method, ...], directory: Path, record: Record, progress: Progress
+) -> None:
+    task, start, compiled = stream.tasks[index], time.perf_counter(), compilations()
+    for method in methods:
+        root = directory / "checkpoints" / method.name
+        if len(saved_tasks(root)) > index:
+            continue  # learned and saved before the run stopped
+        report = method.learn(task, lambda phase, total: progress.phase(phase, task=task.name, total=total))
+        counts = {f"num_{name}": len(split.labels) for name, split in task.splits.items()}
+        record.write("learned", method=method.name, report={"index": index, **counts, **report})
+        method.save(root)
+        method.open(root)  # from here on everything comes from disk, as it will after a restart
+        if "architecture" in report:
+            progress.architecture(task.name, report["architecture"])
+    measured, seconds = {}, time.perf_counter()
+    learned = stream.tasks[: index + 1]
+    for method in methods:
+        total = sum(len(t.test.labels) for t in learned)
+        with progress.phase("evaluate", task=f"{task.name} ({method.name})", total=total) as advance:
+            rows = []
+            for i, t in enumerate(learned):
+                rows.append(_measure(method, i, t))
+                advance(len(t.test.labels), "")
+        measured[method.name] = {
+            "accuracy": [row["accuracy"] for row in rows],
+            "local_accuracy": [row["local_accuracy"] for row in rows],
+            "routing": metrics.routing_confusion(
+                np.repeat(np.arange(index + 1), [len(t.test.labels) for t in learned]),
+                np.concatenate([row["chosen"] for row in rows]),
+                index + 1,
+            ),
+        }
+    record.write(
+        "evaluated",
+        index=index,
+        methods=measured,
+        seconds=time.perf_counter() - start,
+        seconds_evaluation=time.perf_counter() - seconds,
+        compile=compilations().since(compiled)._asdict(),
+        peak_memory_bytes=peak_memory_bytes(),
+    )
+    last = measured[methods[0].name]
+    progress.say(
+        f"{task.name}: {100 * last['accuracy'][-1]:.1f} % ({100 * last['local_accuracy'][-1]:.1f} % with the task "
+        f"given); average over {index + 1} tasks {100 * float(np.mean(last['accuracy'])):.1f} %"
+    )
+
+
+def _measure(method: Method, index: int, task: Task) -> dict[str, Any]:
+    answers, labels = method.answers(index, task), task.test.labels
+    right = (answers.chosen_task == index) & (answers.chosen_class == labels)
+    return {
+        "accuracy": float(right.mean()),
+        "local_accuracy": float((answers.given_task == labels).mean()),
+        "chosen": answers.chosen_task,
+    }
+
+
+def _restore(directory: Path, methods: tuple[Method, ...], record: Record) -> int:
+    """Open what is saved and drop from the record what belongs to an unfinished task; returns finished tasks."""
+    saved = {m.name: len(saved_tasks(directory / "checkpoints" / m.name)) for m in methods}
+    for method in methods:
+        method.open(directory / "checkpoints" / method.name)
+    seen: set[tuple[str, int]] = set()
+
+    def belongs(entry: dict[str, Any]) -> bool:
+        if entry["event"] != "learned":
+            return True
+        place = (entry["method"], entry["report"]["index"])
+        if place[1] >= saved[place[0]] or place in seen:
+            return False
+        seen.add(place)
+        return True
+
+    record.keep(belongs)
+    return sum(entry["event"] == "evaluated" for entry in read(directory))
+
+
+def _upper_bound(
+    stream: Stream, bound: FullFinetune, directory: Path, record: Record, progress: Progress
+) -> None:
+    done = {entry["index"] for entry in read(directory) if entry["event"] == "upper_bound"}
+    config = bound.vit_config
+    for index, task in enumerate(stream.tasks):
+        if index in done:
+            continue
+        start = time.perf_counter()
+        with progress.phase("upper bound", task=task.name, total=bound.num_images(task)) as advance:
+            found = bound.learn(index, task, advance)
+        record.write(
+            "upper_bound",
+            index=index,
+            name=task.name,
+            **found._asdict(),
+            flops_paper=backbone_flops(config),
+            flops_executed=backbone_flops(config, count_attention=True),
+            seconds=time.perf_counter() - start,
+        )
+        progress.say(f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (true task given)")
+
+
+def _write_results(directory: Path) -> dict[str, Any]:
+    results = results_of(read(directory))
+    write_atomically(directory / "results.json", json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def _base_means(
+    pretrained: Pretrained, config: RunConfig, vit, base_images: np.ndarray | None
+) -> tuple[np.ndarray | None, Literal["known", "neutral"]]:
+    """mu of the backbone's own task: only an exact match of size, placement and token counts, else it is measured."""
+    place = f"{pretrained.config.image_size}/{config.cheem.placement}/{config.cheem.token}"
+    found = pretrained.base_means.get(place)
+    if found is None and base_images is not None:
+        found = base_means(vit, base_images, batch_size=config.cheem.batch_size)[place]
+    return found, "neutral" if found is None else "known"
+
+
+def _identity(stream, pretrained: Pretrained, config: RunConfig, base_images, router) -> dict[str, Any]:
+    """All that decides the results, as `config.json` holds it."""
+    return {
+        "format": "cheem_jax-run/1",
+        "stream": stream.name,
+        "backbone": pretrained.config.name,
+        "image_size": pretrained.config.image_size,
+        "settings": dataclasses.asdict(config),
+        "weights_sha256": pretrained.sha256,
+        "router_weights_sha256": None if router is None else router.sha256,
+        "base_data": None if base_images is None else array_hash(base_images),
+        "data": {task.name: fingerprint(task) for task in stream.tasks},
+    }
+
+
+def _setting(stream, pretrained: Pretrained, config: RunConfig, known: str, router) -> dict[str, Any]:
+    return {
+        "method": "cheem",
+        "backbone": pretrained.config.name,
+        "source": pretrained.source,
+        "stream": stream.name,
+        "seed": config.seed,
+        "placement": config.cheem.placement,
+        "preset": config.preset if PRESETS.get(config.preset) == config.cheem else f"{config.preset}, changed",
+        "image_size": pretrained.config.image_size,
+        "base_means": known,
+        "router": pretrained.config.name if router is None else router.config.name,
+        "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "flax": flax.__version__},
+        "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
+    }
+
+
+def _check_sizes(stream: Stream, pretrained: Pretrained, router: Pretrained | None) -> None:
+    shape = stream.tasks[0].train.images.shape[1:]
+    for network in filter(None, (pretrained, router)):
+        size = network.config.image_size
+        if shape != (size, size, 3):
+            raise ValueError(
+                f"stream {stream.name!r} holds images of shape {shape}, but {network.config.name} takes "
+                f"{(size, size, 3)}; load both with the same image size"
+            )
+
+
+def array_hash(array: np.ndarray) -> str:
+    """SHA-256 over shape, dtype and bytes."""
+    header = f"{array.shape} {array.dtype}".encode()
+    return hashlib.sha256(header + np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,0 +1,82 @@
+"""Image files to pixels: one decoder for every source, so that all paths see the same picture."""
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image, UnidentifiedImageError
+
+# Named, because Pillow would otherwise also start other programs (Ghostscript for EPS).
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF")
+MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+
+def decode_image(data: bytes, image_size: int, *, name: str = "image") -> UInt8[np.ndarray, "S S 3"]:
+    """Decodes to RGB and resizes to a square with Pillow's bicubic filter; the aspect ratio is not kept.
+
+    Palettes are looked up, grey is repeated, 16-bit grey is scaled by 255/65535, alpha is dropped (no
+    background is assumed), EXIF orientation is not applied, of an animation the first frame counts.
+    Raises ValueError naming the file for anything broken, truncated, huge or no image.
+    """
+    if image_size < 1:
+        raise ValueError(f"image_size must be at least 1, got {image_size}")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are accepted")
+            rgb = _to_rgb(image).resize((image_size, image_size), Image.Resampling.BICUBIC)
+    except UnidentifiedImageError:
+        raise ValueError(f"{name}: not an image file of a known format ({', '.join(FORMATS)})") from None
+    except Exception as error:  # Pillow's parsers raise almost anything on a broken file
+        raise ValueError(f"{name}: the image cannot be decoded: {error}") from error
+    return np.asarray(rgb)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "F":
+        raise ValueError("floating-point pixels have no known range; store 8 or 16 bits")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 65535:
+            raise ValueError(f"grey values {values.min()}..{values.max()} outside the 16-bit range")
+        # Pillow's own conversion clips at 255 instead of scaling.
+        image = Image.fromarray(np.round(values / 257).astype(np.uint8))
+    elif "transparency" in image.info:
+        image = image.convert("RGBA")  # a palette with transparency goes to RGB only with a warning
+    return image.convert("RGB")
+
+
+def decode_many(
+    items: Sequence[tuple[str, Callable[[], bytes]]], image_size: int, *, on_progress: Progress | None = None
+) -> UInt8[np.ndarray, "N S S 3"]:
+    """Decodes named files, each read by its function, in a few threads (Pillow releases the GIL).
+
+    All broken files are reported in one ValueError.
+    """
+    images = np.empty((len(items), image_size, image_size, 3), np.uint8)
+
+    def decode(index: int) -> str | None:
+        name, read = items[index]
+        try:
+            images[index] = decode_image(read(), image_size, name=name)
+        except (ValueError, OSError) as error:
+            return str(error)
+        return None
+
+    broken = []
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for done, error in enumerate(pool.map(decode, range(len(items))), start=1):
+            if error is not None:
+                broken.append(error)
+            if on_progress is not None:
+                on_progress(done, len(items))
+    if broken:
+        more = f"; and {len(broken) - 5} more" if len(broken) > 5 else ""
+        raise ValueError(f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}")
+    return images

@@ -1,0 +1,231 @@
+"""Tasks from image folders and zips laid out as `<split>/<class>/<image>`, streams from folders of them."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cheem_jax.data.decode import Progress, decode_many
+from cheem_jax.data.files import IMAGE_SUFFIXES, Reader, is_hidden, is_image, list_files
+from cheem_jax.data.splits import TEST_TENTHS, VAL_TENTHS, cut, tenths
+from cheem_jax.data.task import Split, Stream, Task, check_class_names, check_labels, check_names, repeats
+
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+LAYOUT = "<train|val|test>/<class>/<image>, or <class>/<image> without splits"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What a task will hold, known and checked before a single image is decoded."""
+
+    name: str
+    classes: tuple[str, ...]
+    files: dict[str, list[tuple[str, Reader]]]
+    labels: dict[str, np.ndarray]
+
+    @property
+    def num_images(self) -> int:
+        return sum(map(len, self.files.values()))
+
+
+def load_task(path: Path, *, image_size: int, seed: int = 0, on_progress: Progress | None = None) -> Task:
+    """Reads a folder or zip with `<split>/<class>/<image>`; one enclosing folder is looked through.
+
+    Classes are the sorted folders of train, or `classes` of a `meta.json` beside the splits, whose folders
+    bear the names or the label numbers. A missing validation part is cut from train: ceil(0.1 n) images, at
+    least one of each class; with train alone or `<class>/<image>` a test part of ceil(0.3 n) goes first.
+    `seed` draws these. Raises FileNotFoundError, or ValueError naming the offending file or folder.
+    """
+    with contextlib.ExitStack() as stack:
+        plan = _plan(path, list_files(path, stack), seed)
+        return _decode(plan, image_size, 0, plan.num_images, on_progress)
+
+
+def load_stream(
+    path: Path,
+    tasks: Sequence[str] | None = None,
+    *,
+    image_size: int,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+) -> Stream:
+    """A folder whose zips and folders are tasks, named after them; a single task is a stream of one.
+
+    `tasks` selects and orders; by default all are taken, sorted, except folders without any image.
+    Everything is checked before the first image is decoded. Raises as `load_task`.
+    """
+    with contextlib.ExitStack() as stack:
+        places = _find_tasks(path)
+        if tasks is not None:
+            check_names(tasks, sorted(places), f"stream {path}")
+        plans = []
+        for name in sorted(places) if tasks is None else tasks:
+            files = list_files(places[name], stack)
+            if tasks is not None or places[name].is_file() or any(map(is_image, files)):
+                plans.append(_plan(places[name], files, seed))
+        if not plans:
+            raise ValueError(f"{path}: no task found; expected zips or folders with {LAYOUT}")
+        total = sum(plan.num_images for plan in plans)
+        loaded: list[Task] = []
+        for i, plan in enumerate(plans):
+            before = sum(earlier.num_images for earlier in plans[:i])
+            loaded.append(_decode(plan, image_size, before, total, on_progress))
+    return Stream(_name(path), tuple(loaded))
+
+
+def _find_tasks(path: Path) -> dict[str, Path]:
+    if path.is_file():
+        return {_name(path): path}
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such folder or zip file")
+    entries = [entry for entry in path.iterdir() if not is_hidden(entry.name)]
+    if any(entry.is_dir() and entry.name.lower() == "train" for entry in entries):
+        return {_name(path): path}  # a task of its own
+    places = [entry for entry in entries if entry.is_dir() or entry.suffix.lower() == ".zip"]
+    if repeated := repeats(map(_name, places)):
+        raise ValueError(f"{path} holds a folder and a zip of the same name: {repeated}; keep one of each")
+    if not places:
+        raise ValueError(f"{path}: no task found; expected zips or folders with {LAYOUT}")
+    return {_name(place): place for place in places}
+
+
+def _name(path: Path) -> str:
+    path = path.resolve()
+    return path.stem if path.is_file() else path.name
+
+
+def _decode(plan: _Plan, image_size: int, before: int, total: int, on_progress: Progress | None) -> Task:
+    """Decodes all splits in one go; progress counts from `before` of `total`."""
+    shift = None if on_progress is None else lambda done, _: on_progress(before + done, total)
+    items = [item for files in plan.files.values() for item in files]
+    images = decode_many(items, image_size, on_progress=shift)
+    bounds = np.cumsum([len(files) for files in plan.files.values()])[:-1]
+    parts = dict(zip(plan.files, np.split(images, bounds), strict=True))
+    splits = {split: Split(parts[split], plan.labels[split]) for split in parts}
+    return Task(plan.name, plan.classes, **splits)
+
+
+def _plan(path: Path, files: Mapping[str, Reader], seed: int) -> _Plan:
+    name = _name(path)
+    root, grouped = _group(path, [file for file in files if is_image(file)])
+    if "train" not in grouped:
+        raise ValueError(f"{path}: no train folder among {sorted(grouped)}; expected {LAYOUT}")
+    if "val" in grouped and "test" not in grouped:
+        raise ValueError(f"{path}: train and val but no test folder; add one, or leave train alone to be cut")
+    folders = sorted({file.split("/")[-2] for file in grouped["train"]})
+    _refuse_folders_without_image(path, root, files, grouped["train"][0].count("/"))
+    meta = files.get(f"{root}meta.json")
+    classes, label_of = _label_folders(path, folders, _class_names(f"{path}/{root}meta.json", meta))
+    check_class_names(name, classes)
+    labels = {}
+    for split, members in grouped.items():
+        if unknown := sorted({file.split("/")[-2] for file in members} - set(label_of)):
+            raise ValueError(f"{path}: classes in {split} that train does not have: {unknown[:8]}")
+        labels[split] = np.array([label_of[file.split("/")[-2]] for file in members], np.int32)
+        check_labels(name, split, classes, labels[split])
+    _cut_missing(path, classes, grouped, labels, seed)
+    chosen = {split: [(f"{path}/{file}", files[file]) for file in grouped[split]] for split in grouped}
+    return _Plan(name, classes, chosen, labels)
+
+
+def _group(path: Path, images: list[str]) -> tuple[str, dict[str, list[str]]]:
+    """The enclosing folder ("" or "name/") and the images of each split, sorted."""
+    if not images:
+        raise ValueError(f"{path}: no images in it; expected {LAYOUT}")
+    parts = {file: file.split("/") for file in images}
+    depth = max(map(len, parts.values()))
+    tops = {names[0] for names in parts.values()}
+    root = ""
+    if depth > 2 and len(tops) == 1 and (depth > 3 or tops.isdisjoint(_split_folders(tops))):
+        root = f"{tops.pop()}/"
+        parts = {file: names[1:] for file, names in parts.items()}
+        depth -= 1
+    for file, names in parts.items():
+        if len(names) != depth or depth not in (2, 3):
+            raise ValueError(f"{path}: image {file!r} lies at an unexpected place; expected {LAYOUT}")
+    if depth == 2:
+        return root, {"train": images}
+    folders = sorted({names[0] for names in parts.values()})
+    if unknown := sorted(set(folders) - _split_folders(folders)):
+        raise ValueError(f"{path}: {unknown[:8]} are no splits; known are {', '.join(SPLITS)} ({LAYOUT})")
+    if doubled := repeats(SPLITS[folder.lower()] for folder in folders):
+        raise ValueError(f"{path}: several folders for one split {doubled}: {folders}")
+    grouped: dict[str, list[str]] = {}
+    for file, names in parts.items():
+        grouped.setdefault(SPLITS[names[0].lower()], []).append(file)
+    return root, grouped
+
+
+def _refuse_folders_without_image(path: Path, root: str, files: Mapping[str, Reader], depth: int) -> None:
+    """A class whose files all have unknown suffixes would otherwise vanish silently."""
+    folders: dict[str, list[str]] = {}
+    for file in files:
+        if file.startswith(root) and file.count("/") == depth:
+            folders.setdefault(file.rpartition("/")[0], []).append(file)
+    for folder, members in folders.items():
+        if not any(map(is_image, members)):
+            known = " ".join(sorted(IMAGE_SUFFIXES))
+            raise ValueError(f"{path}: {folder!r} holds files but no image ({known}), first {members[0]!r}")
+
+
+def _split_folders(folders: Iterable[str]) -> set[str]:
+    return {folder for folder in folders if folder.lower() in SPLITS}
+
+
+def _class_names(where: str, read: Reader | None) -> list[str] | None:
+    """`classes` of a meta.json, if there is one."""
+    if read is None:
+        return None
+    try:
+        meta = json.loads(read())
+    except ValueError as error:
+        raise ValueError(f"{where}: not readable as JSON: {error}") from error
+    names = meta.get("classes") if isinstance(meta, dict) else None
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"{where}: `classes` must be a list of names in label order, got {names!r:.80}")
+    return names
+
+
+def _label_folders(
+    path: Path, folders: list[str], names: list[str] | None
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Class names in label order, and the label of each class folder."""
+    if names is None:
+        return tuple(folders), {folder: label for label, folder in enumerate(folders)}
+    if set(folders) <= set(names):
+        return tuple(names), {name: label for label, name in enumerate(names)}
+    numbers = {folder: int(folder) for folder in folders if folder.isdecimal()}
+    wrong = [folder for folder in folders if numbers.get(folder, len(names)) >= len(names)]
+    if wrong or len(set(numbers.values())) != len(folders):
+        raise ValueError(
+            f"{path}: class folders {(wrong or folders)[:8]} are neither names nor label numbers "
+            f"of the {len(names)} classes in its meta.json"
+        )
+    return tuple(names), numbers
+
+
+def _cut_missing(
+    path: Path,
+    classes: Sequence[str],
+    grouped: dict[str, list[str]],
+    labels: dict[str, np.ndarray],
+    seed: int,
+) -> None:
+    """Adds the splits that are missing, in place, taking their images from train."""
+    rng = np.random.default_rng(seed)
+    missing = [split for split in ("test", "val") if split not in grouped]
+    sizes = np.bincount(labels["train"], minlength=len(classes))
+    if scarce := [name for name, size in zip(classes, sizes, strict=True) if size <= len(missing)]:
+        raise ValueError(
+            f"{path}: to cut {' and '.join(missing)} from train every class needs {len(missing) + 1} "
+            f"images or more; too few in {', '.join(map(repr, scarce[:8]))}"
+        )
+    for i, split in enumerate(missing, start=1):
+        train, members = labels["train"], np.array(grouped["train"], object)
+        num = tenths(len(train), TEST_TENTHS if split == "test" else VAL_TENTHS)
+        mask = cut(train, num, keep=len(missing) - i + 1, rng=rng)
+        grouped[split], labels[split] = members[mask].tolist(), train[mask]
+        grouped["train"], labels["train"] = members[~mask].tolist(), train[~mask]

@@ -1,0 +1,136 @@
+"""Tasks and streams: uint8 images with integer labels, checked once when they are made."""
+
+import collections
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """Labelled images; the task that holds it checks it."""
+
+    images: np.ndarray
+    """uint8 `[N, H, W, 3]`."""
+    labels: np.ndarray
+    """int32 `[N]`, positions in the task's `classes`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """One classification problem. Raises ValueError unless every split holds every class."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: Split
+    val: Split
+    test: Split
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        return {"train": self.train, "val": self.val, "test": self.test}
+
+    def __post_init__(self):
+        if not self.name:
+            raise ValueError("a task needs a name, got ''")
+        check_class_names(self.name, self.classes)
+        shapes = set()
+        for split_name, split in self.splits.items():
+            where = f"task {self.name!r}, split {split_name!r}"
+            _check_arrays(where, split)
+            check_labels(self.name, split_name, self.classes, split.labels)
+            shapes.add(split.images.shape[1:])
+        if len(shapes) > 1:
+            raise ValueError(f"task {self.name!r}: the splits' images differ in shape: {sorted(shapes)}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stream:
+    """Tasks in the order in which they are learned; names are unique and images of one size."""
+
+    name: str
+    tasks: tuple[Task, ...]
+
+    def __post_init__(self):
+        if not self.tasks:
+            raise ValueError(f"stream {self.name!r} holds no task")
+        if repeated := repeats(task.name for task in self.tasks):
+            raise ValueError(f"stream {self.name!r}: task names must be unique, repeated: {repeated}")
+        shapes = {task.name: task.train.images.shape[1:] for task in self.tasks}
+        if len(set(shapes.values())) > 1:
+            raise ValueError(f"stream {self.name!r}: all tasks need images of one shape, got {shapes}")
+
+
+def select(stream: Stream, names: Sequence[str]) -> Stream:
+    """The named tasks in the given order."""
+    check_names(names, [task.name for task in stream.tasks], f"stream {stream.name!r}")
+    by_name = {task.name: task for task in stream.tasks}
+    return dataclasses.replace(stream, tasks=tuple(by_name[name] for name in names))
+
+
+def fingerprint(task: Task) -> str:
+    """SHA-256 over names, shapes and raw pixels and labels: what a run has really seen."""
+    digest = hashlib.sha256()
+    shapes = {name: split.images.shape for name, split in task.splits.items()}
+    digest.update(json.dumps([task.name, task.classes, shapes]).encode())
+    for split in task.splits.values():
+        digest.update(split.images.tobytes())
+        digest.update(split.labels.astype("<i4").tobytes())
+    return digest.hexdigest()
+
+
+def check_names(names: Sequence[str], known: Sequence[str], where: str) -> None:
+    """ValueError for no, repeated or unknown task names; tells the nearest known ones."""
+    if not names:
+        raise ValueError(f"no task was named; {where} holds {', '.join(known)}")
+    if repeated := repeats(names):
+        raise ValueError(f"tasks named more than once: {repeated}")
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {', '.join(known)}"
+            raise ValueError(f"{where} has no task {name!r}; {hint}")
+
+
+def check_class_names(task: str, classes: Sequence[str]) -> None:
+    """ValueError unless there are at least two class names, all different."""
+    if len(classes) < 2:
+        raise ValueError(f"task {task!r} has {len(classes)} class(es) {list(classes)}; two are the least")
+    if repeated := repeats(classes):
+        raise ValueError(f"task {task!r}: class names must be unique, repeated: {repeated}")
+
+
+def check_labels(task: str, split: str, classes: Sequence[str], labels: np.ndarray) -> None:
+    """ValueError for labels out of range and for classes without an image."""
+    outside = np.unique(labels[(labels < 0) | (labels >= len(classes))])
+    if outside.size:
+        raise ValueError(
+            f"task {task!r}, split {split!r}: labels {outside[:5].tolist()} outside 0..{len(classes) - 1}"
+        )
+    empty = np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0)
+    if empty.size:
+        names = ", ".join(repr(classes[i]) for i in empty[:8]) + (", ..." if empty.size > 8 else "")
+        raise ValueError(
+            f"task {task!r}, split {split!r}: no image of {empty.size} of {len(classes)} classes: {names}"
+        )
+
+
+def repeats(names: Iterable[str]) -> list[str]:
+    """Names that occur more than once, sorted."""
+    return sorted(name for name, count in collections.Counter(names).items() if count > 1)
+
+
+def _check_arrays(where: str, split: Split) -> None:
+    images, labels = split.images, split.labels
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or 0 in images.shape[1:3]:
+        raise ValueError(
+            f"{where}: images must be uint8 [N, H, W, 3], got {images.dtype} {list(images.shape)}"
+        )
+    if labels.dtype != np.int32 or labels.shape != images.shape[:1]:
+        raise ValueError(
+            f"{where}: labels must be int32 [{len(images)}], got {labels.dtype} {list(labels.shape)}"
+        )

@@ -1,0 +1,183 @@
+"""Compute-aware evolutionary search (paper section 'Compute-Aware Target Network Selection').
+
+Pure over keys and integer arrays; the score is an argument, so the search runs as well on a toy landscape.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from cheem_jax.architecture import num_candidates
+from cheem_jax.hee import sample_mixed
+from cheem_jax.keys import key_at
+
+TRIES = 10
+"""Children drawn per wanted child before random ones fill up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchConfig:
+    """Settings of the evolutionary search."""
+
+    population: int = 50
+    """Architectures scored per generation."""
+    generations: int = 20
+    """Generations, the first included."""
+    num_parents: int = 10
+    """Best architectures of everything scored so far that have children (the paper's k)."""
+    mutation_rate: float = 0.1
+    """Probability that a mutation redraws a gene (paper: 'e.g., 0.1')."""
+    epsilon: float = 0.5
+    """eps2: probability that an individual, or a redrawn gene, is uniform instead of HEE (paper: 0.5)."""
+    tolerance: float = 0.02
+    """tau: accuracy that may be given up for fewer FLOPs (paper: 2 %, absolute)."""
+
+    def __post_init__(self) -> None:
+        for name in ("population", "generations", "num_parents"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"search {name} is {getattr(self, name)}; expected at least 1")
+        for name in ("mutation_rate", "epsilon", "tolerance"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"search {name} is {getattr(self, name)}; expected a number in [0, 1]")
+
+
+class Scored(NamedTuple):
+    """Everything a search has evaluated: genomes `[P, L]`, right answers `[P]` (NaN: failed) and FLOPs `[P]`."""
+
+    genomes: np.ndarray
+    correct: np.ndarray
+    flops: np.ndarray
+
+
+Score = Callable[[Int[np.ndarray, "P L"]], np.ndarray]
+
+
+def rank(scored: Scored, num_images: int, tolerance: float) -> np.ndarray:
+    """Indices from best to worst: tolerance groups below the best, then FLOPs, then right answers, then genome.
+
+    In integers, so that a drop of exactly the tolerance is group 1. An architecture without a score comes last.
+    """
+    valid = ~np.isnan(scored.correct)
+    best = int(scored.correct[valid].max()) if valid.any() else 0
+    step = Fraction(str(tolerance)) * num_images
+
+    def place(i: int):
+        if not valid[i]:
+            return (1, 0, 0, 0, tuple(scored.genomes[i]))
+        correct = int(scored.correct[i])
+        group = (best - correct) // step if step else best - correct
+        return (0, group, int(scored.flops[i]), -correct, tuple(scored.genomes[i]))
+
+    return np.array(sorted(range(len(scored.genomes)), key=place))
+
+
+def search(
+    key: jax.Array,
+    score: Score,
+    flops: Score,
+    exploit: Float[np.ndarray, "L C"],
+    uniform: Float[np.ndarray, "L C"],
+    sizes: Sequence[int],
+    num_images: int,
+    config: SearchConfig,
+    on_generation: Callable[[int, Scored], None] = lambda generation, scored: None,
+) -> tuple[np.ndarray, Scored]:
+    """The first in rank of all that was evaluated, and everything evaluated in order.
+
+    `score` maps genomes to right answers out of `num_images`, `flops` to their cost. No architecture is scored twice;
+    where the space holds no unseen ones the search stops.
+    """
+    seen: dict[tuple[int, ...], None] = {}
+    scored = Scored(np.zeros((0, len(sizes)), np.int32), np.zeros(0), np.zeros(0))
+    for generation in range(config.generations):
+        generation_key = key_at(key, generation)
+        fresh: list[tuple[int, ...]] = []
+        if generation == 0:
+            _take(fresh, seen, _draw(generation_key, 0, exploit, uniform, config), config.population)
+        else:
+            order = rank(scored, num_images, config.tolerance)[: config.num_parents]
+            parents = scored.genomes[np.resize(order, config.num_parents)]
+            half = config.population // 2
+            crossed = crossover(key_at(generation_key, 1), parents, num=TRIES * max(half, 1))
+            _take(fresh, seen, crossed, half)
+            mutated = mutate(
+                key_at(generation_key, 2), parents, exploit, uniform, config.epsilon, config.mutation_rate,
+                num=TRIES * config.population,
+            )  # fmt: skip
+            _take(fresh, seen, mutated, len(fresh) + config.population - half)
+        if len(fresh) < config.population:
+            _take(fresh, seen, _draw(generation_key, 3, uniform, uniform, config), config.population)
+        if len(fresh) < config.population:
+            _take(fresh, seen, _unseen(sizes, seen), config.population)
+        if not fresh:
+            break
+        genomes = np.array(fresh, np.int32)
+        scored = Scored(
+            np.concatenate([scored.genomes, genomes]),
+            np.concatenate([scored.correct, np.asarray(score(genomes), np.float64)]),
+            np.concatenate([scored.flops, np.asarray(flops(genomes), np.float64)]),
+        )
+        on_generation(generation, scored)
+    if np.isnan(scored.correct).all():
+        raise ValueError("the search found no architecture with a score: every one was NaN")
+    return scored.genomes[rank(scored, num_images, config.tolerance)[0]], scored
+
+
+@functools.partial(jax.jit, static_argnames="num")
+def crossover(key: jax.Array, parents: Int[Array, "k L"], *, num: int) -> Int[Array, "num L"]:
+    """Children whose every gene comes from either of two random parents."""
+    parent_key, gene_key = jax.random.split(key)
+    pair = jax.random.randint(parent_key, (2, num), 0, parents.shape[0])
+    from_first = jax.random.bernoulli(gene_key, 0.5, (num, parents.shape[1]))
+    return jnp.where(from_first, parents[pair[0]], parents[pair[1]])
+
+
+@functools.partial(jax.jit, static_argnames="num")
+def mutate(
+    key: jax.Array,
+    parents: Int[Array, "k L"],
+    exploit: Float[Array, "L C"],
+    uniform: Float[Array, "L C"],
+    epsilon: float,
+    rate: float,
+    *,
+    num: int,
+) -> Int[Array, "num L"]:
+    """Children of one random parent each, every gene redrawn with probability `rate`: uniform with `epsilon`, else HEE."""
+    parent_key, gene_key, draw_key = jax.random.split(key, 3)
+    chosen = parents[jax.random.randint(parent_key, (num,), 0, parents.shape[0])]
+    redraw = jax.random.bernoulli(gene_key, rate, chosen.shape)
+    mixture = jnp.log(epsilon * uniform + (1 - epsilon) * exploit)
+    return jnp.where(redraw, jax.random.categorical(draw_key, mixture, shape=chosen.shape), chosen)
+
+
+def _draw(key, place: int, exploit, uniform, config: SearchConfig) -> np.ndarray:
+    return np.asarray(
+        sample_mixed(key_at(key, place), exploit, uniform, config.epsilon, num=TRIES * config.population)
+    )
+
+
+def _take(fresh: list, seen: dict, candidates, total: int) -> None:
+    """Append unseen candidates until `fresh` holds `total`."""
+    for genome in candidates:
+        if len(fresh) >= total:
+            return
+        genome = tuple(int(gene) for gene in genome)
+        if genome not in seen:
+            seen[genome] = None
+            fresh.append(genome)
+
+
+def _unseen(sizes: Sequence[int], seen: dict):
+    """The rest of a small space in order; nothing where random draws are as good as sure to find unseen ones."""
+    space = np.prod([float(num_candidates(n)) for n in sizes])
+    if len(seen) < space <= 1e5:
+        yield from itertools.product(*(range(num_candidates(n)) for n in sizes))

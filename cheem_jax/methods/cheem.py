@@ -1,0 +1,286 @@
+"""CHEEM: continual learning by Reuse, New, Adapt and Skip, guided by hierarchical exploration and exploitation.
+
+For each task: similarity to all earlier networks, supernet training, evolutionary search, fine-tuning from scratch of
+the chosen network, growth of the pool, task centroids (paper section 'Our Proposed CHEEM').
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from cheem_jax.architecture import decode, to_strings
+from cheem_jax.centroids import RouterConfig, fit_centroids, route
+from cheem_jax.checkpoint import open_memory, save_memory_task
+from cheem_jax.data.task import Task
+from cheem_jax.evolution import Scored, SearchConfig, search
+from cheem_jax.execution.passes import answers, token_means
+from cheem_jax.execution.stages import Dense, Stages, Token
+from cheem_jax.flops import backbone_flops, backbone_params, executed_flops, network_flops
+from cheem_jax.hee import cosines, exploit_table, norm_cosine, uniform_table
+from cheem_jax.keys import Phase, key_at, next_power_of_two, seed_at
+from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Phases
+from cheem_jax.ops import Placement
+from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, pool_sizes
+from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.training import (
+    EpsilonConfig,
+    Examples,
+    FitConfig,
+    architecture_flops,
+    constant_draws,
+    fit,
+    prepare,
+    supernet_draws,
+    supernet_score,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheemConfig:
+    """Everything that decides what CHEEM learns."""
+
+    placement: Placement = "mlp_down"
+    """Component that holds the experts."""
+    token: Token = "component"
+    """Where mean class tokens are read: the component's output before the residual sum, or the block's output."""
+    ops: OpSettings = OpSettings()
+    supernet: FitConfig = FitConfig(epochs=50)
+    sampling: Literal["hee", "uniform"] = "hee"
+    """`uniform` is the paper's pure exploration: eps1 = eps2 = 1, mutation included."""
+    exploration: EpsilonConfig = EpsilonConfig()
+    search: SearchConfig = SearchConfig()
+    finetune: FitConfig = FitConfig(epochs=20)
+    router: RouterConfig = RouterConfig()
+    batch_size: int = 64
+    """Images per step; the last, partial batch is padded and masked."""
+    similarity_images: int = 0
+    """Training images that the similarity of tasks looks at, a seeded subsample; 0: all, as in the paper."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size is {self.batch_size}; expected at least 1")
+        if self.similarity_images < 0:
+            raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
+
+
+PAPER = CheemConfig(ops=OpSettings(rank=40))
+"""The paper's settings, and ours where it is silent."""
+
+QUICK = CheemConfig(
+    supernet=FitConfig(epochs=8),
+    search=SearchConfig(population=20, generations=8, num_parents=5),
+    finetune=FitConfig(epochs=12),
+    batch_size=32,
+)
+"""Every part switched on, sized for a CPU: 160 architectures scored per task."""
+
+PRESETS: dict[str, CheemConfig] = {"paper": PAPER, "quick": QUICK}
+
+
+class Cheem:
+    """A continual learner over one frozen backbone.
+
+    `base_means` are mu of the backbone's own task `[L, D]` at this placement, token and image size, or None (neutral).
+    `features` gives the router's features; pass the learner's own backbone or a lighter one.
+    """
+
+    name = "cheem"
+
+    def __init__(
+        self,
+        stages: Stages,
+        config: CheemConfig,
+        key: jax.Array,
+        base_means: np.ndarray | None,
+        features: FrozenFeatures,
+    ):
+        self.stages, self.config, self.key = stages, config, key
+        self.base_means, self.features = base_means, features
+        self.memory = Memory(stages.base_pool)
+
+    def learn(self, task: Task, phases: Phases) -> dict[str, Any]:
+        """Learn the next task of the stream; returns its report."""
+        config, stages, index = self.config, self.stages, len(self.memory.tasks)
+        key = key_at(self.key, index)
+        clock = Clock()
+        sizes = pool_sizes(self.memory.pool)
+        experts = [[dense_expert(block, i) for i in range(len(block))] for block in self.memory.pool]
+        earlier = [tuple(0 for _ in sizes), *(task.experts for task in self.memory.tasks)]
+        networks = [dense_task_network(experts, used) for used in earlier]
+
+        with clock("similarity"):
+            similarity = self._similarity(key, task, networks, earlier, phases)
+        exploit = exploit_table(similarity, earlier, sizes)
+        uniform = uniform_table(sizes, with_adapt=config.exploration.exploration == "uniform")
+        epsilon1, epsilon2 = config.exploration.epsilon, config.search.epsilon
+        if config.sampling == "uniform":
+            epsilon1 = epsilon2 = 1.0
+
+        num_classes = len(task.classes)
+        supernet = Supernet(
+            key_at(key, Phase.SUPERNET_INIT), self.memory.pool, num_classes, config.ops, experts
+        )
+        prepare(stages, supernet, config.batch_size)
+        with clock("supernet"), phases("supernet", config.supernet.epochs * len(task.train.labels)) as advance:
+            draws = supernet_draws(
+                key_at(key, Phase.SUPERNET_MODE), key_at(key, Phase.SUPERNET_DRAW), exploit, uniform, epsilon1
+            )
+            supernet_fit = fit(
+                key_at(key, Phase.SUPERNET_ORDER), stages, supernet, task.train, draws, config.supernet,
+                batch_size=config.batch_size, advance=advance,
+            )  # fmt: skip
+
+        search_config = dataclasses.replace(config.search, epsilon=epsilon2)
+        num_scores = search_config.population * search_config.generations
+        with clock("search"), phases("search", num_scores * len(task.val.labels)) as advance:
+            codes, scored = search(
+                key_at(key, Phase.SEARCH),
+                supernet_score(stages, supernet, task.val, batch_size=config.batch_size, advance=advance),
+                architecture_flops(stages, supernet),
+                exploit, uniform, sizes, len(task.val.labels), search_config,
+                lambda generation, so_far: advance(0, search_note(generation, so_far, len(task.val.labels))),
+            )  # fmt: skip
+        architecture = decode(codes, sizes)
+
+        with clock("finetune"), phases("finetune", config.finetune.epochs * len(task.train.labels)) as advance:
+            network = Supernet(
+                key_at(key, Phase.FINETUNE_INIT), self.memory.pool, num_classes, config.ops, experts
+            )
+            finetune_fit = fit(
+                key_at(key, Phase.FINETUNE_ORDER), stages, network, task.train, constant_draws(codes),
+                config.finetune, batch_size=config.batch_size, advance=advance,
+            )  # fmt: skip
+            pool, used = grow(self.memory.pool, architecture, network.learned(architecture), index)
+            finished = task_network(pool, used)
+            means = token_means(
+                stages, [finished], task.train.images, batch_size=config.batch_size, advance=lambda _: None
+            ).means[0]
+
+        with clock("router"):
+            centroids = fit_centroids(
+                self.features(task, "train"), seed=seed_at(key, Phase.CENTROIDS), config=config.router
+            )
+        learned = TaskMemory(task.name, task.classes, architecture, used, network.trained_head(), means, centroids)
+        self.memory = Memory(pool, (*self.memory.tasks, learned))
+        return {
+            **self.costs(index),
+            "pool": [[_describe(stored) for stored in block] for block in pool],
+            "similarity": [[None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity],
+            "supernet_losses": supernet_fit.losses,
+            "finetune_losses": finetune_fit.losses,
+            "searched": len(scored.genomes),
+            "validation_accuracy": float(scored.correct[(scored.genomes == codes).all(axis=1)][0])
+            / len(task.val.labels),
+            "best_validation_accuracy": float(np.nanmax(scored.correct)) / len(task.val.labels),
+            "seconds": clock.seconds,
+        }
+
+    def _similarity(self, key, task: Task, networks, earlier, phases: Phases) -> np.ndarray:
+        """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""
+        config, images = self.config, task.train.images
+        if 0 < config.similarity_images < len(images):
+            rng = np.random.default_rng(seed_at(key, Phase.SIMILARITY))
+            images = images[np.sort(rng.permutation(len(images))[: config.similarity_images])]
+        with phases("similarity", len(images) * len(networks)) as advance:
+            seen = token_means(self.stages, networks, images, batch_size=config.batch_size, advance=advance)
+        if len(images) == len(task.train.images) and self.features.stages is self.stages:
+            self.features.remember(task, "train", seen.features)
+        base = np.zeros_like(seen.means[0]) if self.base_means is None else self.base_means
+        known = np.stack([base, *(task.means for task in self.memory.tasks)])
+        present = np.array([[expert is not None for expert in used] for used in earlier])
+        neutral = np.zeros(len(known), bool)
+        neutral[0] = self.base_means is None
+        return norm_cosine(cosines(known, seen.means, present), neutral)
+
+    def costs(self, index: int) -> dict[str, Any]:
+        """What a learned task costs: FLOPs by both conventions and parameters."""
+        task, config, vit = self.memory.tasks[index], self.config, self.stages.config
+        own = [
+            stored.params
+            for block in self.memory.pool
+            for stored in block
+            if stored.origin == index
+        ]  # fmt: skip
+        added = sum(leaf.size for leaf in jax.tree.leaves(own))
+        router = self.features.stages.config
+        return {
+            "name": task.name,
+            "classes": list(task.classes),
+            "architecture": to_strings(task.architecture),
+            "experts": list(task.experts),
+            "flops": network_flops(vit, config.placement, task.architecture, config.ops.rank),
+            "flops_method": network_flops(vit, config.placement, task.architecture, config.ops.rank)
+            + backbone_flops(router),
+            "flops_executed": executed_flops(vit, config.placement, task.architecture, len(task.classes))
+            + backbone_flops(router, count_attention=True),
+            "params_added": added,
+            "params_added_percent": 100 * added / backbone_params(vit),
+            "head_params": sum(leaf.size for leaf in task.head),
+            "centroid_params": task.centroids.size,
+        }
+
+    def answers(self, index: int, task: Task) -> Answers:
+        """Answers to a learned task's test images."""
+        local = self.predict_given(index, task.test)
+        chosen = route(
+            self.features(task, "test"), [t.centroids for t in self.memory.tasks], self.config.router
+        )
+        return Answers(local, chosen, local)
+
+    def predict_given(self, index: int, examples: Examples) -> np.ndarray:
+        """Classes that task `index`'s network gives, the task being told."""
+        task = self.memory.tasks[index]
+        return answers(
+            self.stages, task_network(self.memory.pool, task.experts), padded_head(task.head), len(task.classes),
+            examples.images, batch_size=self.config.batch_size,
+        )  # fmt: skip
+
+    def save(self, root: Path) -> None:
+        """Save what the last task added."""
+        save_memory_task(root, self.memory, len(self.memory.tasks) - 1, self.config.ops.rank)
+
+    def open(self, root: Path) -> None:
+        """Replace the memory by the saved one."""
+        self.memory = open_memory(root, self.stages.base_pool)
+
+
+def _describe(stored: StoredExpert) -> dict[str, Any]:
+    """An expert's place in the pool's history."""
+    return {
+        "origin": "base" if stored.origin is None else stored.origin,
+        "kind": "full" if stored.parent is None else "adapted",
+        "parent": stored.parent,
+    }
+
+
+def dense_task_network(experts, used) -> list[Dense]:
+    """A finished network over dense experts; its codes are pool indices, so networks that share experts share work."""
+    return [
+        Dense(-1, None) if expert is None else Dense(expert, experts[block][expert])
+        for block, expert in enumerate(used)
+    ]
+
+
+def task_network(pool, used) -> list[Dense]:
+    """The same straight from the pool, merging what this network needs."""
+    return [
+        Dense(-1, None) if expert is None else Dense(expert, dense_expert(pool[block], expert))
+        for block, expert in enumerate(used)
+    ]
+
+
+def padded_head(head: Head) -> Head:
+    """A stored head at its padding bucket's width."""
+    num = head.bias.shape[0]
+    extra = next_power_of_two(num) - num
+    return Head(
+        np.pad(np.asarray(head.weight), ((0, 0), (0, extra))), np.pad(np.asarray(head.bias), (0, extra))
+    )  # type: ignore[arg-type]
+
+
+def search_note(generation: int, scored: Scored, num_images: int) -> str:
+    """What a search has found so far."""
+    return f"generation {generation + 1}: {len(scored.genomes)} networks, best {100 * np.nanmax(scored.correct) / num_images:.1f} %"

@@ -1,0 +1,109 @@
+"""The yardstick: a linear head per task on the frozen features, with CHEEM's router.
+
+Ridge regression on one-hot labels (scikit-learn's RidgeClassifier), its penalty chosen per task on the validation
+split. Whatever a method learns in the backbone has to beat this.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float
+from sklearn.linear_model import RidgeClassifier
+from sklearn.preprocessing import StandardScaler
+
+from cheem_jax.centroids import RouterConfig, fit_centroids, route
+from cheem_jax.checkpoint import load_task, save_task, saved_tasks, task_directory
+from cheem_jax.data.task import Task
+from cheem_jax.flops import backbone_flops
+from cheem_jax.keys import Phase, key_at, seed_at
+from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Phases
+
+PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
+
+
+class LinearTask(NamedTuple):
+    """A task's head on raw features, and its centroids."""
+
+    name: str
+    classes: tuple[str, ...]
+    weight: Float[np.ndarray, "D C"]
+    bias: Float[np.ndarray, "C"]
+    centroids: Float[np.ndarray, "K E"]
+
+
+class FrozenLinear:
+    """Ridge heads on frozen features; the task is found by the same centroids as CHEEM's."""
+
+    name = "frozen_linear"
+
+    def __init__(self, key: jax.Array, features: FrozenFeatures, router_features: FrozenFeatures, router: RouterConfig):
+        self.key, self.features, self.router_features, self.router = key, features, router_features, router
+        self.tasks: list[LinearTask] = []
+
+    def learn(self, task: Task, phases: Phases) -> dict[str, Any]:
+        """Fit the head and the centroids."""
+        clock, index = Clock(), len(self.tasks)
+        with clock("head"):
+            weight, bias, penalty = fit_head(
+                self.features(task, "train"), task.train.labels, self.features(task, "val"), task.val.labels
+            )
+        with clock("router"):
+            seed = seed_at(self.key, index, Phase.CENTROIDS)
+            centroids = fit_centroids(self.router_features(task, "train"), seed=seed, config=self.router)
+        self.tasks.append(LinearTask(task.name, task.classes, weight, bias, centroids))
+        features, router = self.features.stages.config, self.router_features.stages.config
+        shared = self.features.stages is self.router_features.stages
+        extra = 2 * features.width * len(task.classes)
+        return {
+            "name": task.name,
+            "penalty": penalty,
+            "flops_method": backbone_flops(features) + (0 if shared else backbone_flops(router)),
+            "flops_executed": backbone_flops(features, count_attention=True) + extra
+            + (0 if shared else backbone_flops(router, count_attention=True)),
+            "params_added_percent": 0.0,
+            "seconds": clock.seconds,
+        }  # fmt: skip
+
+    def answers(self, index: int, task: Task) -> Answers:
+        """Answers to a learned task's test images."""
+        learned = self.tasks[index]
+        local = (self.features(task, "test") @ learned.weight + learned.bias).argmax(axis=1).astype(np.int32)
+        centroids = [t.centroids for t in self.tasks]
+        chosen = route(self.router_features(task, "test"), centroids, self.router)
+        return Answers(local, chosen, local)
+
+    def save(self, root: Path) -> None:
+        """Save what the last task added."""
+        index, task = len(self.tasks) - 1, self.tasks[-1]
+        arrays = {"weight": task.weight, "bias": task.bias, "centroids": task.centroids}
+        meta = {"name": task.name, "classes": list(task.classes)}
+        save_task(task_directory(root, index, task.name), arrays, meta)
+
+    def open(self, root: Path) -> None:
+        """Replace the state by what is saved."""
+        self.tasks = []
+        for directory in saved_tasks(root):
+            arrays, meta = load_task(directory)
+            self.tasks.append(LinearTask(meta["name"], tuple(meta["classes"]), **arrays))
+
+
+def fit_head(
+    train: Float[np.ndarray, "N D"], labels: np.ndarray, val: Float[np.ndarray, "M D"], val_labels: np.ndarray
+) -> tuple[Float[np.ndarray, "D C"], Float[np.ndarray, "C"], float]:
+    """Weight and bias of the ridge head that is best on the validation split, and its penalty (ties: the largest)."""
+    scaler = StandardScaler().fit(train)
+
+    def accuracy(penalty: float) -> float:
+        return float(RidgeClassifier(alpha=penalty).fit(scaler.transform(train), labels)
+                     .score(scaler.transform(val), val_labels))  # fmt: skip
+
+    penalty = max(PENALTIES, key=lambda p: (accuracy(p), p))
+    ridge = RidgeClassifier(alpha=penalty).fit(scaler.transform(train), labels)
+    coefficients, intercept = np.atleast_2d(ridge.coef_), np.atleast_1d(ridge.intercept_)
+    if len(coefficients) == 1:  # scikit-learn keeps one row for two classes
+        coefficients, intercept = np.concatenate([-coefficients, coefficients]), np.concatenate([-intercept, intercept])
+    weight = (coefficients / scaler.scale_).T
+    bias = intercept - scaler.mean_ @ weight
+    return weight.astype(np.float32), bias.astype(np.float32), penalty

@@ -1,0 +1,100 @@
+"""What the loop over a stream asks of a method, and the frozen features that several methods share."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from cheem_jax.data.task import Task
+from cheem_jax.execution.passes import network_features
+from cheem_jax.execution.stages import Dense, Stages
+from cheem_jax.pool import dense_expert
+from cheem_jax.training import Progress
+
+Phases = Callable[[str, int], AbstractContextManager[Progress]]
+"""Opens a phase by its name and number of images; gives the function that reports work done."""
+
+
+class Answers(NamedTuple):
+    """One method's answers to images of one task, decided per image.
+
+    `given_task` is the class where the true task is told, `chosen_task` the task the method names by itself and
+    `chosen_class` the class it then gives. Where a method runs one network per task, `chosen_class` is only filled in
+    for images whose task was found: for the others the answer is wrong whatever the class.
+    """
+
+    given_task: Int[np.ndarray, "N"]
+    chosen_task: Int[np.ndarray, "N"]
+    chosen_class: Int[np.ndarray, "N"]
+
+
+class Method(Protocol):
+    """Learns tasks one after another and answers for all of them."""
+
+    name: str
+
+    def learn(self, task: Task, phases: Phases) -> dict[str, Any]:
+        """Learn the next task; returns its report: JSON values with `seconds` by phase."""
+        ...
+
+    def save(self, root: Path) -> None:
+        """Save what the last task added."""
+        ...
+
+    def open(self, root: Path) -> None:
+        """Replace the state by what is saved."""
+        ...
+
+    def answers(self, index: int, task: Task) -> Answers:
+        """Answers to the test images of a learned task."""
+        ...
+
+
+class Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str):
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+class FrozenFeatures:
+    """Features of the initial frozen backbone, computed once per image and run (deterministic: no augmentation)."""
+
+    def __init__(self, stages: Stages, batch_size: int):
+        self.stages, self.batch_size = stages, batch_size
+        self.network = base_network(stages)
+        self._known: dict[tuple[str, str], Float[np.ndarray, "N D"]] = {}
+
+    def __call__(self, task: Task, split: str) -> Float[np.ndarray, "N D"]:
+        """Features of one split of a task."""
+        place = (task.name, split)
+        if place not in self._known:
+            images = getattr(task, split).images
+            self._known[place] = network_features(
+                self.stages, self.network, images, batch_size=self.batch_size
+            )
+        return self._known[place]
+
+    def remember(self, task: Task, split: str, features: Float[np.ndarray, "N D"]) -> None:
+        """Take features that another pass computed anyway."""
+        self._known[task.name, split] = features
+
+    def forget(self, task: Task) -> None:
+        """Drop a learned task's training and validation features: no feature of an earlier task may be kept."""
+        for split in ("train", "val"):
+            self._known.pop((task.name, split), None)
+
+
+def base_network(stages: Stages) -> list[Dense]:
+    """The plain backbone as a forward-only network."""
+    return [Dense(0, dense_expert(block, 0)) for block in stages.base_pool]

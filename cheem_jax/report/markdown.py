@@ -1,0 +1,143 @@
+"""`report.md`: a run on one page, with its tables and figures."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cheem_jax.report import figures
+from cheem_jax.report.record import write_atomically
+from cheem_jax.report.table import Grid, method_grid, number, percent, task_grid
+
+Results = Mapping[str, Any]
+
+BASE_MEANS = {
+    "known": "the mean class tokens of the backbone's own task were measured on its images",
+    "neutral": "the mean class tokens of the backbone's own task are not known for this setting; its "
+    "similarity is taken as neutral, and convert/ with `--base-data` measures it",
+}
+
+
+def write_report(directory: Path, results: Results) -> Path:
+    """Draws the figures into `figures/`, writes `report.md` beside them and returns its file."""
+    draw = {
+        "architectures": figures.architecture_grid,
+        "accuracy": figures.accuracy_heatmap,
+        "similarity": figures.similarity_heatmap,
+    }
+    for name, function in draw.items():
+        function(results, directory / "figures" / f"{name}.png")
+    file = directory / "report.md"
+    write_atomically(file, report(results))
+    return file
+
+
+def report(results: Results) -> str:
+    """The text of `report.md`."""
+    methods, tasks = method_grid(results), task_grid(results)
+    parts = [
+        f"# {results['stream']} on {results['backbone']}",
+        _setting(results).to_markdown(),
+        "## Result",
+        methods.to_markdown(),
+        _lines(methods.caption),
+        "## Tasks",
+        tasks.to_markdown(),
+        _lines(tasks.caption),
+        "## Networks",
+        "![Op chosen at each block of each task](figures/architectures.png)",
+        _pool(results),
+        "## Accuracy after every task",
+        "![Accuracy after learning each task on each task](figures/accuracy.png)",
+        _just_trained(results),
+        "## Similarity of tasks",
+        "![Similarity of each task to the earlier ones at each block](figures/similarity.png)",
+        "## Routing",
+        "Where the router sent each task's test images after the last task, in % of the row.",
+        _routing(results).to_markdown(),
+        "## Time",
+        _seconds(results).to_markdown(),
+        _cost(results),
+        "## Notes",
+        _notes(results),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _setting(results: Results) -> Grid:
+    keys = ("backbone", "source", "stream", "preset", "placement", "image_size", "base_means", "seed")
+    rows = [(key.replace("_", " "), str(results[key])) for key in keys if results.get(key) is not None]
+    return Grid("setting", ("setting", "value"), tuple(rows), 2)
+
+
+def _pool(results: Results) -> str:
+    origins = Counter(expert["kind"] for block in results["pool"] for expert in block)
+    sizes = ", ".join(str(len(block)) for block in results["pool"])
+    return (
+        f"Experts per block, the base's included: {sizes}; "
+        f"{origins['full'] - len(results['pool'])} learned in full, {origins['adapted']} adapted."
+    )
+
+
+def _just_trained(results: Results) -> str:
+    values = ", ".join(percent(value) for value in results["just_trained"])
+    forgetting = results["local_average_forgetting"]
+    local = (
+        ""
+        if forgetting is None
+        else f" Average forgetting with the true task given: {100 * forgetting:.3g} points."
+    )
+    return f"Just trained, true task given, in task order: {values} %.{local}"
+
+
+def _routing(results: Results) -> Grid:
+    short = [f"T{index}" for index in range(len(results["tasks"]))]
+    rows = []
+    for name, task, row in zip(short, results["tasks"], results["routing"], strict=True):
+        rows.append((f"{name} {task['name']}", *map(percent, row)))
+    return Grid("routing", ("true task", *short), tuple(rows), 1)
+
+
+def _seconds(results: Results) -> Grid:
+    tasks = results["tasks"]
+    phases = list(dict.fromkeys(phase for task in tasks for phase in task["seconds"]))
+
+    def row(name: str, seconds: Sequence[float]) -> tuple[str, ...]:
+        return (name, *(number(value, 1) for value in (*seconds, sum(seconds))))
+
+    rows = [
+        row(f"T{index} {task['name']}", [task["seconds"].get(phase, 0.0) for phase in phases])
+        for index, task in enumerate(tasks)
+    ]
+    totals = [sum(task["seconds"].get(phase, 0.0) for task in tasks) for phase in phases]
+    return Grid(
+        "seconds", ("task", *(f"{phase} s" for phase in phases), "all s"), (*rows, row("all", totals)), 1
+    )
+
+
+def _cost(results: Results) -> str:
+    compiled = results["compile"]
+    text = (
+        f"The whole run: {number(results['seconds_total'], 0)} s. "
+        f"{compiled['programs']} programs compiled in {number(compiled['seconds'], 1)} s."
+    )
+    peak = results.get("peak_memory_bytes")
+    return text if peak is None else f"{text} Peak memory {peak / 1e9:.2f} GB."
+
+
+def _notes(results: Results) -> str:
+    base_means = BASE_MEANS.get(results["base_means"], "")
+    notes = [
+        "An answer counts as right only if task and class are right; `given` columns are told the true task.",
+        "Forgetting: best accuracy since learning minus that at the end, mean over all tasks but the last.",
+        "FLOPs are 2 x multiply-adds per image, router included. `paper`: patch embedding and linear layers, "
+        "no attention products, adapters un-merged. `executed`: every matrix product that ran.",
+        "Parameters added: learned experts in % of the backbone, mean over tasks, heads and centroids apart.",
+        f"Base means {results['base_means']}{': ' if base_means else ''}{base_means}.",
+    ]
+    return "\n".join(f"- {note}" for note in notes)
+
+
+def _lines(text: str) -> str:
+    """Keeps the caption's line breaks, which Markdown would join."""
+    return text.replace("\n", "  \n")

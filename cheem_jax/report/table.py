@@ -1,0 +1,185 @@
+"""The tables of a run, for the terminal and for the report, made from `results.json`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import rich.box
+import rich.table
+from rich.text import Text
+
+from cheem_jax.architecture import from_strings
+from cheem_jax.backbone.config import CONFIGS, at_image_size
+from cheem_jax.flops import backbone_flops
+
+METHODS = {
+    "cheem": "CHEEM",
+    "frozen_linear": "frozen, linear heads",
+    "full_finetune": "full fine-tuning",
+}
+EXPLAINED = {
+    "frozen_linear": "frozen, linear heads: on the pretrained backbone's features, with the same router",
+    "full_finetune": "full fine-tuning: a network of its own per task, true task given (the upper bound)",
+}
+SHORT = {"cheem": "CHEEM", "frozen_linear": "frozen", "full_finetune": "full FT"}
+NONE = "–"
+Results = Mapping[str, Any]
+
+
+class Grid(NamedTuple):
+    """A table as text; the first `num_left` columns are aligned to the left, the others to the right."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    num_left: int
+    caption: str = ""
+
+    def to_rich(self) -> rich.table.Table:
+        """For the terminal; moves the columns together where 100 characters would not do."""
+        widths = [
+            max(map(len, [*column.split("\n"), *cells]))
+            for column, *cells in zip(self.columns, *self.rows, strict=True)
+        ]
+        gap = 1 if sum(widths) + 2 * len(widths) <= 100 else 0  # beside the one that the box has
+        table = rich.table.Table(
+            title=Text(self.title), caption=Text(self.caption) if self.caption else None,
+            box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, gap, 0, 0),
+            title_justify="left", caption_justify="left",
+        )  # fmt: skip
+        for index, column in enumerate(self.columns):
+            is_left = index < self.num_left
+            table.add_column(
+                column,
+                justify="left" if is_left else "right",
+                overflow="fold",
+                no_wrap=index == 1 and is_left,
+            )
+        for row in self.rows:
+            table.add_row(*map(Text, row))  # a task's name may hold brackets
+        return table
+
+    def to_markdown(self) -> str:
+        """For the report; the title and caption are left to the text around it."""
+        aligns = ["---" if index < self.num_left else "---:" for index in range(len(self.columns))]
+        rows = ([column.replace("-\n", "").replace("\n", " ") for column in self.columns], aligns, *self.rows)
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+def final_table(results: Results) -> rich.table.Table:
+    """A row per method: accuracies, forgetting, cost."""
+    return method_grid(results).to_rich()
+
+
+def task_table(results: Results) -> rich.table.Table:
+    """A row per task: its size, what each method reaches on it, how it is routed and what network it got."""
+    return task_grid(results).to_rich()
+
+
+def method_grid(results: Results) -> Grid:
+    """CHEEM and the yardsticks that were run."""
+    columns = (
+        "method", "average\naccuracy\n%", "true task\ngiven\n%", "average\nforgetting\npoints",
+        "FLOPs/image\npaper", "FLOPs/image\nexecuted", "params\nadded/task\n%", "time\ns",
+    )  # fmt: skip
+    rows = []
+    for name, run in _runs(results).items():
+        is_bound = name == "full_finetune"  # it is given the true task, so it has no routed accuracy
+        local = run.get("local_average_accuracy", run.get("average_accuracy") if is_bound else None)
+        flops = run.get("flops") or {}
+        seconds = run.get("seconds")
+        if run is results:  # the total would count the yardsticks too
+            seconds = sum(sum(task["seconds"].values()) for task in results["tasks"])
+        rows.append((
+            METHODS.get(name, name),
+            NONE if is_bound else percent(run.get("average_accuracy")),
+            percent(local),
+            NONE if is_bound else percent(run.get("average_forgetting")),
+            format_flops(flops.get("paper")),
+            format_flops(flops.get("executed")),
+            number(run.get("params_added_percent"), 2),
+            number(seconds, 0),
+        ))  # fmt: skip
+    title = f"{results['stream']}: {len(results['tasks'])} tasks, {results['backbone']}"
+    explained = [EXPLAINED[name] for name in _runs(results) if name in EXPLAINED]
+    return Grid(title, columns, tuple(rows), 1, "\n".join(filter(None, [*explained, fom_line(results)])))
+
+
+def task_grid(results: Results) -> Grid:
+    """Accuracies after the last task, in %; `given` is with the true task given."""
+    runs = _runs(results)
+    columns = ["task", "archi-\ntecture", "classes", "train\nimages"]
+    accuracies = []
+    for name, run in runs.items():
+        short = SHORT.get(name, name)
+        for key, title in (("accuracy", f"{short}\n%"), ("local_accuracy", f"{short}\ngiven\n%")):
+            if run.get(key):
+                columns.append(title)
+                accuracies.append(last_row(run[key]))
+    columns += ["routed\nright\n%", "FLOPs\n% of\nbase"]
+    base = plain_flops(results)
+    rows = []
+    for index, task in enumerate(results["tasks"]):
+        flops = task.get("flops")
+        rows.append((
+            f"T{index} {task['name']}",
+            letters(task["architecture"]),
+            str(len(task["classes"])),
+            str(task["num_train"]),
+            *(percent(row[index]) for row in accuracies),
+            percent(results["routing"][index][index]),
+            number(100 * flops / base, 1) if base and flops is not None else format_flops(flops),
+        ))  # fmt: skip
+    caption = "R reuse, A adapt, N new, S skip, one per block; given: with the true task given\n"
+    caption += "FLOPs: the task's network by the paper's convention, router apart"
+    return Grid("per task, after the last one", tuple(columns), tuple(rows), 2, caption)
+
+
+def fom_line(results: Results) -> str:
+    """Figure of merit against each yardstick, a dash where undefined, with both gaps to the bound."""
+    fom, yardsticks = results.get("fom") or {}, results.get("yardsticks") or {}
+    upper = yardsticks.get("full_finetune", {}).get("average_accuracy")
+    if upper is None:
+        return ""
+    parts = []
+    for name, value in fom.items():
+        gaps = [100 * (upper - run["average_accuracy"]) for run in (results, yardsticks[name])]
+        short, text = SHORT.get(name, name), number(value, 2)
+        below = f"points below full FT: CHEEM {gaps[0]:.1f}, {short} {gaps[1]:.1f}"
+        parts.append(f"FoM against {short}: {text} ({below})")
+    return "\n".join(parts)
+
+
+def letters(architecture: Sequence[str]) -> str:
+    """R, A, N and S in block order."""
+    return "".join(choice.kind[0].upper() for choice in from_strings(architecture))
+
+
+def last_row(accuracy: Sequence[Any]) -> Sequence[int | float | None]:
+    """Accuracy per task after the last one, from a matrix or from a list that is that row already."""
+    return accuracy[-1] if isinstance(accuracy[-1], Sequence) else accuracy
+
+
+def plain_flops(results: Results) -> int | None:
+    """The plain backbone's FLOPs by the paper's convention; None where its config is not built in."""
+    config = CONFIGS.get(results["backbone"])
+    return backbone_flops(at_image_size(config, results["image_size"])) if config else None
+
+
+def percent(value: int | float | None) -> str:
+    """A fraction in percent with one decimal."""
+    return NONE if value is None else f"{100 * value:.1f}"
+
+
+def number(value: int | float | None, decimals: int) -> str:
+    return NONE if value is None else f"{value:,.{decimals}f}"
+
+
+def format_flops(value: int | float | None) -> str:
+    """Four digits with a unit: G, or M below one billion."""
+    if value is None:
+        return NONE
+    return f"{value / 1e9:.2f} G" if value >= 1e9 else f"{value / 1e6:.1f} M"
+
+
+def _runs(results: Results) -> dict[str, Results]:
+    return {results.get("method", "cheem"): results, **(results.get("yardsticks") or {})}

@@ -1,0 +1,118 @@
+"""`results.json` from the record of a run: everything a table or figure shows, and nothing that was not measured."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cheem_jax import metrics
+
+Entry = Mapping[str, Any]
+
+
+def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
+    """The results after the last evaluated task; methods beside CHEEM stand under `yardsticks`."""
+    setting = next(entry for entry in entries if entry["event"] == "run")
+    evaluated = [entry for entry in entries if entry["event"] == "evaluated"]
+    if not evaluated:
+        raise ValueError("the record holds no evaluated task yet")
+    num_tasks = len(evaluated)
+    methods = list(evaluated[0]["methods"])
+    learned = {method: _learned(entries, method)[:num_tasks] for method in methods}
+    main = learned["cheem"]
+    found = {method: _method(evaluated, learned[method], method) for method in methods}
+    yardsticks = {method: found[method] for method in methods if method != "cheem"}
+    bound = _upper_bound([e for e in entries if e["event"] == "upper_bound"], num_tasks)
+    if bound:
+        yardsticks["full_finetune"] = bound
+    result = {
+        **{key: setting[key] for key in SETTING},
+        **found["cheem"],
+        "peak_memory_bytes": max(entry["peak_memory_bytes"] for entry in evaluated),
+        "tasks": [_task(report, evaluated[i]["seconds_evaluation"]) for i, report in enumerate(main)],
+        "pool": main[-1]["pool"],
+        "similarity": [report["similarity"] for report in main],
+        "compile": {
+            "programs": sum(entry["compile"]["programs"] for entry in evaluated),
+            "seconds": sum(entry["compile"]["seconds"] for entry in evaluated),
+        },
+        "seconds_total": sum(entry["seconds"] for entry in evaluated),
+        "yardsticks": yardsticks,
+    }
+    result["fom"] = _figure_of_merit(result)
+    return result
+
+
+SETTING = (
+    "method", "backbone", "stream", "seed", "placement", "preset", "image_size", "base_means", "source", "router"
+)  # fmt: skip
+
+
+def _learned(entries: Sequence[Entry], method: str) -> list[dict[str, Any]]:
+    reports = [e["report"] for e in entries if e["event"] == "learned" and e["method"] == method]
+    return sorted(reports, key=lambda report: report["index"])
+
+
+def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -> dict[str, Any]:
+    num = len(evaluated)
+    accuracy, local = np.full((num, num), np.nan), np.full((num, num), np.nan)
+    for i, entry in enumerate(evaluated):
+        measured = entry["methods"][method]
+        accuracy[i, : i + 1], local[i, : i + 1] = measured["accuracy"], measured["local_accuracy"]
+    return {
+        "accuracy": metrics.matrix_to_json(accuracy),
+        "local_accuracy": metrics.matrix_to_json(local),
+        "average_accuracy": metrics.average_accuracy(accuracy),
+        "average_forgetting": metrics.average_forgetting(accuracy),
+        "local_average_accuracy": metrics.average_accuracy(local),
+        "local_average_forgetting": metrics.average_forgetting(local),
+        "just_trained": list(metrics.just_trained(local)),
+        "routing": evaluated[-1]["methods"][method]["routing"],
+        "flops": {
+            "paper": _mean(reports, "flops_method"),
+            "executed": _mean(reports, "flops_executed"),
+        },
+        "params_added_percent": _mean(reports, "params_added_percent"),
+        "seconds": sum(sum(report["seconds"].values()) for report in reports),
+    }
+
+
+def _task(report: Entry, seconds_evaluation: float) -> dict[str, Any]:
+    hidden = ("index", "pool", "similarity", "supernet_losses", "finetune_losses")
+    task = {key: value for key, value in report.items() if key not in hidden}
+    return {**task, "seconds": {**report["seconds"], "evaluation": seconds_evaluation}}
+
+
+def _upper_bound(entries: Sequence[Entry], num_tasks: int) -> dict[str, Any] | None:
+    """Only complete: an average over some of the tasks is no bound for all."""
+    if len(entries) < num_tasks:
+        return None
+    entries = sorted(entries, key=lambda entry: entry["index"])[:num_tasks]
+    local = [entry["test_accuracy"] for entry in entries]
+    return {
+        "local_accuracy": local,
+        "average_accuracy": float(np.mean(local)),
+        "learning_rates": [entry["learning_rate"] for entry in entries],
+        "flops": {"paper": entries[0]["flops_paper"], "executed": entries[0]["flops_executed"]},
+        "params_added_percent": 100.0,
+        "seconds": sum(entry["seconds"] for entry in entries),
+    }
+
+
+def _figure_of_merit(result: Mapping[str, Any]) -> dict[str, float | None] | None:
+    yardsticks = result["yardsticks"]
+    if "full_finetune" not in yardsticks:
+        return None
+    upper = yardsticks["full_finetune"]["average_accuracy"]
+    return {
+        name: metrics.figure_of_merit(
+            upper, result["average_accuracy"], result["flops"]["paper"],
+            other["average_accuracy"], other["flops"]["paper"],
+        )
+        for name, other in yardsticks.items()
+        if name != "full_finetune"
+    }  # fmt: skip
+
+
+def _mean(reports: Sequence[Entry], key: str) -> float:
+    return float(np.mean([report[key] for report in reports]))

@@ -1,0 +1,45 @@
+"""A run directory belongs to one configuration: `config.json` is its first file and is compared before going on."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from cheem_jax.report.record import to_json, write_atomically
+
+NAME = "config.json"
+
+
+def claim(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Write `config.json`, or check that the one there says the same; True if a run is to be continued.
+
+    Raises ValueError with every difference where the directory holds another run, or files of something else.
+    """
+    file = directory / NAME
+    config = to_json(config)
+    if file.exists():
+        try:
+            held = json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file} is no JSON ({error}); choose another run directory") from error
+        if differences := list(_differences(held, config)):
+            raise ValueError(
+                f"run directory {str(directory)!r} holds another run: {'; '.join(differences)}. "
+                f"Choose another --run-dir, or give the settings that it was begun with"
+            )
+        return True
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(
+            f"{str(directory)!r} is no run directory (it has no {NAME}) and is not empty; choose another --run-dir"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(config, indent=1) + "\n")
+    return False
+
+
+def _differences(held: Any, wanted: Any, place: str = "") -> Iterator[str]:
+    if isinstance(held, dict) and isinstance(wanted, dict):
+        for key in dict.fromkeys((*held, *wanted)):
+            yield from _differences(held.get(key), wanted.get(key), f"{place}.{key}" if place else key)
+    elif held != wanted:
+        yield f"{place} is {json.dumps(held)} there and {json.dumps(wanted)} here"

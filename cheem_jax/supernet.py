@@ -1,0 +1,140 @@
+"""The supernet of a new task: what can be drawn at each block, and the parameters behind it.
+
+A candidate's parameters (and its Adam moments) are made when it is first drawn, from a key that depends only on its
+position, so memory grows with what was explored and not with the pool.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from cheem_jax.architecture import Architecture, Choice, encode
+from cheem_jax.keys import key_at, next_power_of_two
+from cheem_jax.ops import Expert, LowRank, init_low_rank, init_new
+from cheem_jax.pool import Head, Pool, dense_expert, pool_sizes
+
+Learned = Expert | LowRank | Head
+
+_adam = optax.scale_by_adam()
+
+
+class Learner(NamedTuple):
+    """Parameters with Adam's moments and step count of their own (method: an op that was not drawn keeps all three)."""
+
+    params: Learned
+    adam: optax.OptState
+
+
+@dataclasses.dataclass(frozen=True)
+class OpSettings:
+    """How the learnable ops of a block begin."""
+
+    rank: int = 16
+    """Rank of Adapt's low-rank pair; 40 reproduces the paper's FLOPs."""
+    new_init: Literal["random", "copy", "zero"] = "random"
+    """Start of New: truncated normal 0.02, a copy of the base expert, or zeros."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}; a low-rank pair needs at least rank 1")
+
+
+class Supernet:
+    """Dense frozen experts and lazily made learners of one task.
+
+    `learners` maps (block, candidate index) to a `Learner`; `head` is shared by all architectures.
+    """
+
+    def __init__(
+        self,
+        key: jax.Array,
+        pool: Pool,
+        num_classes: int,
+        settings: OpSettings,
+        experts: Sequence[Sequence[Expert]] | None = None,
+    ):
+        self.key, self.pool, self.settings, self.num_classes = key, pool, settings, num_classes
+        self.sizes = pool_sizes(pool)
+        self.experts = experts or [[dense_expert(block, i) for i in range(len(block))] for block in pool]
+        self.learners: dict[tuple[int, int], Learner] = {}
+        width = self.experts[0][0].bias.shape[0]
+        # block index L is the head's place among the keys
+        self.head = init_head_learner(key_at(key, len(pool), 0), width, next_power_of_two(num_classes))
+
+    def untrained(self) -> "Supernet":
+        """A supernet like this one before its first step."""
+        return Supernet(self.key, self.pool, self.num_classes, self.settings, self.experts)
+
+    def frozen(self, block: int, choice: Choice) -> Expert | None:
+        """The frozen expert behind a choice; None for New and Skip."""
+        return None if choice.expert is None else self.experts[block][choice.expert]
+
+    def learner(self, block: int, choice: Choice) -> Learner | None:
+        """The learner behind Adapt and New, made now if this is its first draw; None for Reuse and Skip."""
+        if choice.kind not in ("adapt", "new"):
+            return None
+        place = (block, self.code(block, choice))
+        if place not in self.learners:
+            key, base = key_at(self.key, *place), self.experts[block][0]
+            if choice.kind == "adapt":
+                self.learners[place] = init_pair_learner(key, base.weight.shape, self.settings.rank)
+            else:
+                self.learners[place] = init_new_learner(key, base, self.settings.new_init)
+        return self.learners[place]
+
+    def store(self, block: int, choice: Choice, learner: Learner) -> None:
+        """Put back a learner after its update."""
+        self.learners[block, self.code(block, choice)] = learner
+
+    def code(self, block: int, choice: Choice) -> int:
+        """Candidate index of a choice at a block."""
+        return int(encode((choice,), self.sizes[block : block + 1])[0])
+
+    def learned(self, architecture: Architecture) -> dict[int, Expert | LowRank]:
+        """Per block the learned parameters of an architecture's Adapt and New."""
+        found = {}
+        for block, choice in enumerate(architecture):
+            learner = self.learner(block, choice)
+            if learner is not None:
+                found[block] = learner.params
+        return found
+
+    def trained_head(self) -> Head:
+        """The head without its padding."""
+        weight, bias = (np.asarray(leaf) for leaf in self.head.params)
+        return Head(jnp.asarray(weight[:, : self.num_classes]), jnp.asarray(bias[: self.num_classes]))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def init_pair_learner(key, shape: tuple[int, int], rank: int) -> Learner:
+    """A low-rank pair at its start with fresh moments."""
+    pair = init_low_rank(key, num_inputs=shape[0], width=shape[1], rank=rank)
+    return Learner(pair, _adam.init(pair))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def init_new_learner(key, base: Expert, how: Literal["random", "copy", "zero"]) -> Learner:
+    """A New expert at its start with fresh moments."""
+    expert = init_new(key, base, how=how)
+    return Learner(expert, _adam.init(expert))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def init_head_learner(key, width: int, num_outputs: int) -> Learner:
+    """A head (truncated normal 0.02, zero bias) padded to a power of two outputs, with fresh moments."""
+    weight = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, (width, num_outputs))
+    head = Head(weight, jnp.zeros(num_outputs))
+    return Learner(head, _adam.init(head))
+
+
+@jax.jit
+def adam_update(learner: Learner, grads: Learned, learning_rate) -> Learner:
+    """One Adam step (no weight decay); the bias correction counts this learner's own steps."""
+    steps, adam = _adam.update(grads, learner.adam)
+    return Learner(jax.tree.map(lambda p, s: p - learning_rate * s, learner.params, steps), adam)

@@ -1,0 +1,190 @@
+"""Converts a plain timm ViT, DeiT or DINO to this library's checkpoint, with the mean class tokens of its own task.
+
+    python convert/timm_vit.py --backbone deit_tiny --output deit_tiny.safetensors
+    python convert/timm_vit.py --backbone deit_tiny --weights FILE --output deit_tiny.safetensors \
+        --base-data DIR_OR_ZIP --image-size 96
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from cheem_jax.backbone.means import base_means
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.timm_names import from_timm, infer_config
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.backbone.weights import Pretrained, load_pretrained, named_config, resize, save_converted
+from cheem_jax.data.decode import decode_image
+from cheem_jax.data.folder import load_task
+
+_CHUNK = 2048
+"""Images decoded and held at a time from a TFDS source (309 MB at 224 pixels)."""
+_TFDS = re.compile(r"tfds:([^:\[]+(?::\d+\.\d+\.\d+)?):(.+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Convert timm weights; they keep their own image size, and resize when they are loaded."""
+
+    output: Path
+    """The .safetensors file to write."""
+    backbone: str = "deit_tiny"
+    """One of this library's backbones, or any other plain timm name such as vit_small_patch16_224.dino."""
+    weights: Path | None = None
+    """Local .safetensors or .npz under timm's names, or a converted file; without it the hub's timm/ repository."""
+    from_timm: bool = False
+    """Let the installed timm load (and download) the weights instead."""
+    base_data: str | None = None
+    """Training images of the backbone's own task: a folder, a zip, or tfds:NAME:SPLIT."""
+    image_size: int | None = None
+    """Side in pixels at which the means of --base-data are measured; default: the weights' own."""
+    overwrite: bool = False
+    """Replace an output that exists."""
+
+
+def convert(options: Convert) -> Pretrained:
+    """Everything the command line does; raises ValueError, OSError or ImportError with one clear message."""
+    if options.output.suffix != ".safetensors":
+        raise ValueError(f"--output must end in .safetensors, got {str(options.output)!r}")
+    if options.output.exists() and not options.overwrite:
+        raise ValueError(f"{options.output} exists; choose another --output or add --overwrite")
+    if options.from_timm and options.weights is not None:
+        raise ValueError("--weights and --from-timm name two sources; give one")
+    if options.image_size is not None and options.base_data is None:
+        raise ValueError("--image-size is the size at which --base-data is measured; give both or neither")
+    if options.from_timm:
+        pretrained = read_timm(options.backbone)
+    else:
+        pretrained = load_pretrained(options.backbone, weights=options.weights)
+    if options.base_data is not None:
+        sized = resize(pretrained, options.image_size or pretrained.config.image_size)
+        vit = build(sized.config, sized.params)
+        means = pooled_means(vit, base_images(options.base_data, sized.config.image_size))
+        pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **means})
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    save_converted(options.output, pretrained)
+    return pretrained
+
+
+def read_timm(backbone: str, *, pretrained: bool = True) -> Pretrained:
+    """The weights as the installed timm loads them; `pretrained=False` takes timm's random ones."""
+    known = named_config(backbone)
+    try:
+        import timm
+    except ImportError as error:
+        raise ImportError("--from-timm needs timm: `pip install cheem_jax[convert]`") from error
+    name = (known and known.timm_name) or backbone
+    if known is not None and known.timm_name is None:
+        raise ValueError(f"{backbone!r} is not timm's; leave out --from-timm")
+    try:
+        model: Any = timm.create_model(name, pretrained=pretrained)
+    except Exception as error:  # timm raises what its downloads raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"timm cannot make {name!r}: {reason}; pass a local file with --weights FILE"
+        ) from error
+    tensors = {key: value.detach().cpu().numpy() for key, value in model.state_dict().items()}
+    config = known or infer_config(
+        backbone, tensors, {"pretrained_cfg": model.pretrained_cfg, "global_pool": model.global_pool}
+    )
+    return Pretrained(config, from_timm(tensors, config), f"timm:{timm.__version__}:{name}", hash_of(tensors))
+
+
+def hash_of(tensors: dict[str, np.ndarray]) -> str:
+    """SHA-256 over sorted names, dtypes, shapes and bytes, for weights that come from no single file."""
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {value.shape} ".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()
+
+
+def base_images(base_data: str, image_size: int) -> Iterator[np.ndarray]:
+    """The training images in chunks, uint8 [N, S, S, 3]."""
+    if base_data.startswith("tfds:"):
+        yield from tfds_images(base_data, image_size)
+    else:
+        yield load_task(Path(base_data), image_size=image_size).train.images
+
+
+def tfds_images(base_data: str, image_size: int) -> Iterator[np.ndarray]:
+    """A prepared TFDS split in chunks, read without TensorFlow; `base_data` is `tfds:NAME:SPLIT`."""
+    spelled = _TFDS.fullmatch(base_data)
+    if not spelled:
+        raise ValueError(f"--base-data {base_data!r}: expected tfds:NAME:SPLIT, e.g. tfds:imagenet_v2:test")
+    name, split = spelled.groups()
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise ImportError(f"--base-data {base_data} needs TFDS: `pip install cheem_jax[datasets]`") from error
+    try:
+        builder = tfds.builder(name, file_format="array_record")
+        features = builder.info.features or {}
+        keys = [key for key, feature in features.items() if isinstance(feature, tfds.features.Image)]
+        if not keys:
+            raise ValueError(f"no image among its features {sorted(features)}")
+        source = builder.as_data_source(split=split, decoders={keys[0]: tfds.decode.SkipDecoding()})
+    except Exception as error:  # unknown names, unprepared data and unknown splits each raise something else
+        reason = textwrap.shorten(str(error), 200)
+        raise ValueError(
+            f"TFDS cannot read {name!r}, split {split!r}: {reason}; it must have been prepared in the format "
+            "array_record, in TFDS_DATA_DIR or ~/tensorflow_datasets"
+        ) from error
+    for start in range(0, len(source), _CHUNK):
+        rows = range(start, min(start + _CHUNK, len(source)))
+        yield np.stack(
+            [decode_image(source[row][keys[0]], image_size, name=f"{name} #{row}") for row in rows]
+        )
+
+
+def pooled_means(vit: ViT, chunks: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    """`base_means` over all chunks, each weighted by its number of images."""
+    totals: dict[str, np.ndarray] = {}
+    count = 0
+    for images in chunks:
+        count += len(images)
+        for key, mean in base_means(vit, images).items():
+            totals[key] = totals.get(key, 0.0) + mean.astype(np.float64) * len(images)
+    return {key: (total / count).astype(np.float32) for key, total in totals.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0, or 2 after one line `error: ...`."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            options = tyro.cli(Convert, args=arguments, description=__doc__)
+        pretrained = convert(options)
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            return 0
+        # tyro draws a titled box; this command line answers in one line
+        text = re.sub("╭.*╮|[╰╯│─]", " ", complaint.getvalue())
+        print(f"error: {' '.join(text.split())}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"stopped; {os.fspath(options.output)} was not written", file=sys.stderr)
+        return 130
+    numbers = sum(value.size for value in pretrained.params.values())
+    print(f"{options.output}: {pretrained.config.name}, {numbers:,} numbers from {pretrained.source}")
+    print(f"sha256 of the source: {pretrained.sha256}")
+    print(f"base means: {', '.join(pretrained.base_means) or 'none (give --base-data)'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,281 @@
+"""Pretrain the bundled backbones on formula images: `python experiments/pretrain_micro.py --backbone vit_micro`.
+
+Classifying 480 classes of images made by formulas (`formula_images.py`) teaches a small ViT features that carry over to
+digits, letters, shapes and textures, without one photograph and so without anybody's licence. The classifier is dropped;
+weights (float16) and mean class tokens (float32) go into one converted file. Stopped and started again with the same
+`--work-dir`, it continues where it was and ends with the same weights.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import tyro
+from flax import nnx
+from formula_images import NUM_CLASSES, formula_images
+from jaxtyping import Array, Float, Int32, UInt8
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from cheem_jax.backbone.config import ViTConfig, config_of
+from cheem_jax.backbone.params import Params, build, init_params, params_of
+
+BUNDLED = Path(__file__).parents[1] / "cheem_jax" / "backbone" / "bundled"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrain:
+    """Formula-driven pretraining of one of the small backbones."""
+
+    backbone: Literal["vit_micro", "vit_nano"] = "vit_micro"
+    """Network to train."""
+    output: Path | None = None
+    """Converted file to write; by default the one inside the package."""
+    work_dir: Path = Path("runs/pretrain")
+    """Where the state for resuming is kept, one file per backbone."""
+    seed: int = 0
+    """Root of every random choice: images, first weights, order, augmentation."""
+    steps: int = 2500
+    """Optimiser steps."""
+    batch_size: int = 128
+    """Images per step."""
+    per_class: int = 125
+    """Images made of each of the 480 classes."""
+    learning_rate: float = 0.02
+    """Peak of Muon's cosine schedule: the matrices inside the blocks."""
+    adam_learning_rate: float = 3e-3
+    """Peak of AdamW's: embedding, norms, biases and classifier."""
+    weight_decay: float = 0.01
+    """Decoupled decay of both."""
+    save_seconds: float = 120.0
+    """Time between two states on disk."""
+
+
+class Learned(NamedTuple):
+    """What the optimiser moves: the backbone's state and the classifier that is dropped in the end."""
+
+    vit: nnx.State
+    weight: Float[Array, "D classes"]
+    bias: Float[Array, "classes"]
+
+
+class Trainer(NamedTuple):
+    """The compiled step with the state it begins from."""
+
+    step: "jax.stages.Wrapped"
+    graphdef: nnx.GraphDef
+    learned: Learned
+    moments: optax.OptState
+
+
+def make_trainer(config: Pretrain, num_classes: int = NUM_CLASSES) -> Trainer:
+    """One jitted step `(learned, moments, step, images, labels) -> (learned, moments, loss, accuracy)`."""
+    vit_config = config_of(config.backbone)
+    init_key, augment_key = jax.random.split(jax.random.key(config.seed))
+    graphdef, state = nnx.split(build(vit_config, wide_init(vit_config, init_key)))
+    learned = Learned(state, jnp.zeros((vit_config.width, num_classes)), jnp.zeros(num_classes))
+    # Orthogonalised updates need about half the steps of AdamW here, and steps are what a CPU lacks.
+    names = jax.tree_util.tree_map_with_path(
+        lambda place, leaf: "muon" if "blocks" in jax.tree_util.keystr(place) and leaf.ndim == 2 else "adam", learned
+    )
+
+    def rate(peak: float) -> optax.Schedule:
+        return optax.warmup_cosine_decay_schedule(0.0, peak, max(config.steps // 40, 1), config.steps)
+
+    optimiser = optax.partition(
+        {
+            "muon": optax.contrib.muon(rate(config.learning_rate), weight_decay=config.weight_decay),
+            "adam": optax.adamw(rate(config.adam_learning_rate), b2=0.98, weight_decay=config.weight_decay),
+        },
+        names,
+    )
+
+    def loss_fn(learned: Learned, images, labels):
+        features = nnx.merge(graphdef, learned.vit)(images)
+        logits = features @ learned.weight + learned.bias
+        targets = optax.smooth_labels(jax.nn.one_hot(labels, num_classes), 0.1)
+        return optax.softmax_cross_entropy(logits, targets).mean(), (logits.argmax(-1) == labels).mean()
+
+    @jax.jit
+    def train_step(learned, moments, step, images, labels):
+        images = augment(jax.random.fold_in(augment_key, step), images)
+        (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(learned, images, labels)
+        updates, moments = optimiser.update(grads, moments, learned)
+        return optax.apply_updates(learned, updates), moments, loss, accuracy
+
+    return Trainer(train_step, graphdef, learned, optimiser.init(learned))
+
+
+def wide_init(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
+    """`init_params` with kernels of deviation 1/sqrt(inputs), half that at a branch's end: 0.02 starts too slowly."""
+    params = init_params(config, key)
+    for name, value in params.items():
+        if name.endswith("kernel"):
+            end = "proj" in name or "down" in name
+            params[name] = value * np.float32((0.5 if end else 1.0) / (0.02 * value.shape[0] ** 0.5))
+    return params
+
+
+def augment(key: jax.Array, images: UInt8[Array, "B H W 3"]) -> Float[Array, "B H W 3"]:
+    """Images in [-1, 1], moved by up to 3 pixels, with other contrast, lightness and tint."""
+    count, size = images.shape[:2]
+    move_key, contrast_key, light_key = jax.random.split(key, 3)
+    x = images.astype(jnp.float32) / 127.5 - 1.0
+    x = jnp.pad(x, ((0, 0), (3, 3), (3, 3), (0, 0)), mode="edge")
+    corners = jax.random.randint(move_key, (count, 2), 0, 7)
+    x = jax.vmap(lambda image, at: jax.lax.dynamic_slice(image, (at[0], at[1], 0), (size, size, 3)))(x, corners)
+    contrast = jax.random.uniform(contrast_key, (count, 1, 1, 1), minval=0.7, maxval=1.2)
+    return x * contrast + 0.08 * jax.random.normal(light_key, (count, 1, 1, 3))
+
+
+def batch_at(step: int, num_images: int, *, seed: int, batch_size: int) -> np.ndarray:
+    """Indices of one batch: a fresh order per epoch, derived from the position alone."""
+    epoch, place = divmod(step, num_images // batch_size)
+    order = np.random.default_rng([seed, epoch]).permutation(num_images)
+    return order[place * batch_size : (place + 1) * batch_size]
+
+
+def save_state(file: Path, config: Pretrain, state, step: int) -> None:
+    """The arrays of `state` in tree order, the step and the settings, written whole or not at all."""
+    leaves = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".tmp.npz")
+    np.savez(temporary, step=step, settings=json.dumps(_settings(config)), **leaves)
+    os.replace(temporary, file)
+
+
+def load_state(file: Path, config: Pretrain, state):
+    """The state and step saved under the same settings; other settings are refused."""
+    with np.load(file, allow_pickle=False) as saved:
+        before, now = json.loads(str(saved["settings"])), _settings(config)
+        differ = sorted(name for name in now if before.get(name) != now[name])
+        if differ:
+            raise ValueError(
+                f"{file} holds a run with other settings: "
+                + ", ".join(f"{name} {before.get(name)!r}, now {now[name]!r}" for name in differ)
+                + "; delete it or choose another --work-dir"
+            )
+        leaves = [jnp.asarray(saved[f"leaf_{i}"]) for i in range(len(jax.tree.leaves(state)))]
+        return jax.tree.unflatten(jax.tree.structure(state), leaves), int(saved["step"])
+
+
+def _settings(config: Pretrain) -> dict:
+    """What decides the result, as JSON values."""
+    settings = dataclasses.asdict(config)
+    return {name: settings[name] for name in settings if name not in ("output", "work_dir", "save_seconds")}
+
+
+def train(
+    config: Pretrain,
+    images: UInt8[np.ndarray, "N H W 3"],
+    labels: Int32[np.ndarray, "N"],
+    *,
+    until: int | None = None,
+    on_save=lambda vit, step: None,
+) -> nnx.Module:
+    """The backbone after `config.steps` steps, or after `until`; begins at the state in `work_dir` if there is one."""
+    trainer = make_trainer(config, int(labels.max()) + 1)
+    file = config.work_dir / f"{config.backbone}.npz"
+    state, first = (trainer.learned, trainer.moments), 0
+    if file.exists():
+        state, first = load_state(file, config, state)
+        print(f"continuing {file} at step {first}")
+    last = config.steps if until is None else min(until, config.steps)
+    began = saved = time.monotonic()
+    loss, accuracy = jnp.nan, jnp.nan
+    for step in range(first, last):
+        rows = batch_at(step, len(images), seed=config.seed, batch_size=config.batch_size)
+        learned, moments, loss, accuracy = trainer.step(*state, np.uint32(step), images[rows], labels[rows])
+        state = (learned, moments)
+        done = step + 1
+        if done % 25 == 0 or done == last:
+            loss.block_until_ready()
+            seconds = time.monotonic() - began
+            speed = (done - first) / seconds
+            print(
+                f"step {done}/{config.steps} loss {loss:.3f} accuracy {accuracy:.3f} "
+                f"{speed * config.batch_size:.0f} images/s, {(last - done) / speed:.0f} s left",
+                flush=True,
+            )
+        if time.monotonic() - saved > config.save_seconds or done == last:
+            save_state(file, config, state, done)
+            on_save(nnx.merge(trainer.graphdef, state[0].vit), done)
+            saved = time.monotonic()
+    return nnx.merge(trainer.graphdef, state[0].vit)
+
+
+def digits_probe(params: Params, backbone: str) -> dict[str, float]:
+    """Test accuracy of ridge on real digits (600 to learn from, 1000 to test): these features, and raw pixels."""
+    digits = load_digits()
+    pictures = np.stack([
+        np.asarray(Image.fromarray((image * 255 / 16).astype(np.uint8)).resize((32, 32), Image.Resampling.BICUBIC))
+        for image in digits.images
+    ])  # fmt: skip
+    graphdef, state = nnx.split(build(config_of(backbone), params))
+    features = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))(
+        state, np.repeat(pictures[..., None], 3, axis=-1)
+    )
+    order = np.random.default_rng(0).permutation(len(pictures))
+    fit, test = order[:600], order[600:1600]
+    return {
+        name: ridge_accuracy(x[fit], digits.target[fit], x[test], digits.target[test])
+        for name, x in (("features", np.asarray(features)), ("pixels", pictures.reshape(len(pictures), -1) / 255.0))
+    }
+
+
+def ridge_accuracy(x, y, x_test, y_test) -> float:
+    """Accuracy of ridge regression to one-hot labels, the best of four strengths."""
+    mean, std = x.mean(0), x.std(0) + 1e-3
+    x, x_test = (x - mean) / std, (x_test - mean) / std
+    targets = np.eye(y.max() + 1)[y]
+    gram = x @ x.T
+    scores = []
+    for strength in (1.0, 10.0, 100.0, 1000.0):
+        weight = x.T @ np.linalg.solve(gram + strength * np.eye(len(x)), targets - targets.mean(0))
+        scores.append(((x_test @ weight + targets.mean(0)).argmax(1) == y_test).mean())
+    return float(max(scores))
+
+
+def export(file: Path, config: Pretrain, vit, images: UInt8[np.ndarray, "N H W 3"], step: int) -> None:
+    """The converted file: float16 weights and the mean class tokens of the network that has them."""
+    from cheem_jax.backbone.means import base_means
+    from cheem_jax.backbone.weights import Pretrained, save_converted
+
+    params = {name: value.astype(np.float16) for name, value in params_of(vit).items()}
+    means = base_means(build(config_of(config.backbone), params), images[:: max(1, len(images) // 4800)])
+    source = (
+        f"formula-driven pretraining, seed {config.seed}: {NUM_CLASSES} classes, "
+        f"{config.per_class * NUM_CLASSES} images, {step * config.batch_size} seen in {step} steps"
+    )
+    sha256 = hashlib.sha256(b"".join(params[name].tobytes() for name in sorted(params))).hexdigest()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_converted(file, Pretrained(config_of(config.backbone), params, source, sha256, means))
+
+
+def main(config: Pretrain) -> None:
+    began = time.monotonic()
+    images, labels = formula_images(config.seed, config.per_class)
+    print(f"{len(images)} images of {NUM_CLASSES} classes in {time.monotonic() - began:.0f} s", flush=True)
+    file = config.output or BUNDLED / f"{config.backbone}.safetensors"
+    vit_config = config_of(config.backbone)
+    print("random features:", digits_probe(init_params(vit_config, jax.random.key(1)), config.backbone), flush=True)
+
+    def on_save(vit, step: int) -> None:
+        print("pretrained features:", digits_probe(params_of(vit), config.backbone), flush=True)
+        export(file, config, vit, images, step)
+
+    train(config, images, labels, on_save=on_save)
+    print(f"wrote {file} ({file.stat().st_size / 1e6:.2f} MB) after {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Pretrain))

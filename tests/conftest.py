@@ -1,0 +1,70 @@
+"""What every test runs under: shapes checked, reused PRNG keys refused, compiled programs counted."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+# Only what is imported from here on is checked, so nothing above may lead to these packages.
+# As pyright has it, an int will do for a float.
+_BEARTYPE = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+install_import_hook(["cheem_jax", "convert", "experiments"], _BEARTYPE)
+jax.config.update("jax_debug_key_reuse", True)
+# a first example compiles and the later ones do not, so a deadline per example says nothing
+hypothesis.settings.register_profile("cheem_jax", deadline=None)
+hypothesis.settings.load_profile("cheem_jax")
+
+
+class Compilations:
+    """`count` programs compiled by the XLA backend since the block was entered; final once it is left."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+_counting: list[Compilations] = []
+
+
+def _on_duration(event: str, duration: float, **_) -> None:
+    if event == "/jax/core/compile/backend_compile_duration":
+        for compilations in _counting:
+            compilations.count += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_duration)
+
+
+@contextlib.contextmanager
+def _count_compilations() -> Iterator[Compilations]:
+    compilations = Compilations()
+    _counting.append(compilations)
+    try:
+        yield compilations
+    finally:
+        _counting.remove(compilations)
+
+
+@pytest.fixture
+def compilations() -> Callable[[], contextlib.AbstractContextManager[Compilations]]:
+    """`with compilations() as programs: ...`, then `programs.count`; blocks may be nested."""
+    return _count_compilations
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real data and weights beside the project; a test without it is skipped, or fails in CI."""
+    directory = Path(os.environ.get("CHEEM_SHARED", "../shared")).resolve()
+    if not directory.is_dir():
+        reason = f"no folder {directory}: set CHEEM_SHARED to the one that holds the data and weights"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return directory

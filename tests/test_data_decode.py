@@ -1,0 +1,198 @@
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cheem_jax.data import decode, decode_image, decode_many
+
+
+def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def halves(mode: str, left, right, size=(8, 8)) -> Image.Image:
+    """Left half and right half of two values."""
+    image = Image.new(mode, size, left)
+    image.paste(right, (size[0] // 2, 0, *size))
+    return image
+
+
+def corners(data: bytes) -> tuple[list[int], list[int]]:
+    """Outer left and right pixels of the decoded 8x8 picture, out of reach of any mixing."""
+    pixels = decode_image(data, 8)
+    assert pixels.dtype == np.uint8 and pixels.shape == (8, 8, 3)
+    return pixels[0, 0].tolist(), pixels[-1, -1].tolist()
+
+
+def test_rgb_pixels_come_back_unchanged_at_their_own_size():
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    np.testing.assert_array_equal(decode_image(encode(Image.fromarray(pixels)), 8), pixels)
+
+
+def test_grey_is_repeated_to_three_channels():
+    assert corners(encode(halves("L", 10, 200))) == ([10, 10, 10], [200, 200, 200])
+
+
+def test_palette_colours_are_looked_up():
+    image = halves("P", 0, 1)
+    image.putpalette([255, 128, 0, 1, 2, 250])
+    assert corners(encode(image)) == ([255, 128, 0], [1, 2, 250])
+
+
+@pytest.mark.parametrize("transparency", [0, b"\x00\x80"])
+def test_a_transparent_palette_keeps_its_colours_without_warning(transparency):
+    image = halves("P", 0, 1)
+    image.putpalette([255, 128, 0, 1, 2, 250])
+    assert corners(encode(image, transparency=transparency)) == ([255, 128, 0], [1, 2, 250])
+
+
+def test_one_bit_pixels_become_0_and_255():
+    assert corners(encode(halves("1", 0, 1))) == ([0, 0, 0], [255, 255, 255])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bit_grey_is_scaled_and_not_clipped(kind):
+    values = np.repeat(np.array([[0, 257, 32896, 65535]], np.uint16), 4, axis=0)
+    grey = decode_image(encode(Image.fromarray(values), kind), 4)[0, :, 0]
+    assert grey.tolist() == [0, 1, 128, 255]  # v / 257
+
+
+def test_big_endian_sixteen_bit_tiff_reads_the_same():
+    values = np.full((4, 4), 32896, ">u2")
+    image = Image.frombytes("I;16B", (4, 4), values.tobytes())
+    assert (decode_image(encode(image, "TIFF"), 4) == 128).all()
+
+
+def test_alpha_is_dropped_and_no_background_assumed():
+    assert corners(encode(halves("RGBA", (200, 100, 50, 0), (1, 2, 3, 128)))) == ([200, 100, 50], [1, 2, 3])
+    assert corners(encode(halves("LA", (90, 0), (7, 255)))) == ([90, 90, 90], [7, 7, 7])
+
+
+def test_cmyk_jpeg_has_the_right_colours():
+    left, right = corners(
+        encode(halves("CMYK", (0, 255, 255, 0), (0, 0, 0, 255), (16, 16)), "JPEG", quality=100)
+    )
+    np.testing.assert_allclose(left, (255, 0, 0), atol=3)
+    np.testing.assert_allclose(right, (0, 0, 0), atol=3)
+
+
+def test_exif_orientation_is_not_applied():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a viewer would turn the picture by 90 degrees
+    data = encode(halves("RGB", (250, 0, 0), (0, 0, 250), (16, 16)), "JPEG", quality=100, exif=exif)
+    left, right = decode_image(data, 16)[[0, 15], [0, 15]].tolist()
+    assert left[0] > 200 > 50 > left[2] and right[2] > 200 > 50 > right[0]
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF"])
+def test_every_accepted_format_is_decoded(kind):
+    options = {"lossless": True} if kind == "WEBP" else {}
+    left, right = corners(encode(halves("RGB", (255, 255, 255), (0, 0, 0), (16, 16)), kind, **options))
+    assert min(left) > 250 and max(right) < 5
+
+
+def test_the_size_is_square_bicubic_and_does_not_keep_the_aspect():
+    wide = Image.fromarray(np.random.default_rng(1).integers(0, 256, (5, 17, 3), np.uint8))
+    want = np.asarray(wide.resize((12, 12), Image.Resampling.BICUBIC))
+    np.testing.assert_array_equal(decode_image(encode(wide), 12), want)
+
+
+def test_a_palette_is_looked_up_before_resizing():
+    image = halves("P", 0, 2, (4, 4))
+    image.putpalette([0, 0, 0, 255, 0, 0, 255, 255, 255])
+    pixels = decode_image(encode(image), 8)
+    assert len(np.unique(pixels)) > 2  # mixed greys at the edge, as nearest-neighbour indices would not give
+    assert (pixels[..., 0] == pixels[..., 1]).all()  # entry 1 lies between the indices but is no mixture
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "PPM", "WEBP", "TIFF", "GIF"])
+def test_a_file_cut_off_anywhere_is_refused_or_still_whole(kind):
+    pixels = np.random.default_rng(2).integers(0, 256, (16, 16, 3), np.uint8)
+    data = encode(Image.fromarray(pixels), kind)
+    whole, refused = decode_image(data, 16), 0
+    for length in range(0, len(data), 3):
+        try:
+            # A few formats end in checksums and markers that no pixel needs.
+            np.testing.assert_array_equal(decode_image(data[:length], 16, name="cats/7.img"), whole)
+        except ValueError as error:
+            assert str(error).startswith("cats/7.img: ")
+            refused += 1
+    assert refused > 0.9 * len(range(0, len(data), 3))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"hello", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0junk", b"%!PS-Adobe-3.0 EPSF-3.0\n"]
+)
+def test_files_that_are_no_images_are_refused_by_name(data):
+    with pytest.raises(ValueError, match=r"notes\.png: "):
+        decode_image(data, 8, name="notes.png")
+
+
+def test_damage_inside_a_png_is_noticed():
+    data = bytearray(encode(Image.fromarray(np.zeros((32, 32, 3), np.uint8))))
+    data[data.index(b"IDAT") + 6] ^= 0xFF
+    with pytest.raises(ValueError, match="x.png: the image cannot be decoded"):
+        decode_image(bytes(data), 8, name="x.png")
+
+
+def test_a_decompression_bomb_is_refused_before_its_pixels_are_read():
+    bomb = encode(Image.new("1", (10_000, 9_000)), "PNG")  # few bytes, 90 million pixels
+    assert len(bomb) < 50_000
+    with pytest.raises(ValueError, match="bomb.png: the image cannot be decoded"):
+        decode_image(bomb, 8, name="bomb.png")
+
+
+def test_pixels_beyond_the_limit_are_refused_by_number(monkeypatch):
+    monkeypatch.setattr(decode, "MAX_PIXELS", 63)
+    with pytest.raises(ValueError, match="8 x 8 pixels, at most 63"):
+        decode_image(encode(Image.new("L", (8, 8))), 8)
+
+
+def test_ranges_that_are_unknown_are_refused():
+    floats = Image.fromarray(np.full((4, 4), 0.5, np.float32))
+    with pytest.raises(ValueError, match="floating-point"):
+        decode_image(encode(floats, "TIFF"), 4)
+    wide = Image.fromarray(np.full((4, 4), 70_000, np.int32))
+    with pytest.raises(ValueError, match="outside the 16-bit range"):
+        decode_image(encode(wide, "TIFF"), 4)
+    with pytest.raises(ValueError, match="image_size must be at least 1"):
+        decode_image(encode(Image.new("L", (4, 4))), 0)
+
+
+def test_decode_many_keeps_the_order_and_reads_each_file_once():
+    reads = []
+
+    def reader(value):
+        def read():
+            reads.append(value)
+            return encode(Image.new("L", (4, 4), value))
+
+        return read
+
+    progress = []
+    items = [(f"{value}.png", reader(value)) for value in range(40)]
+    images = decode_many(items, 4, on_progress=lambda done, total: progress.append((done, total)))
+    assert images[:, 0, 0, 0].tolist() == list(range(40))
+    assert sorted(reads) == list(range(40))
+    assert progress == [(done, 40) for done in range(1, 41)]
+
+
+def test_decode_many_reports_all_broken_files_at_once():
+    good = encode(Image.new("L", (4, 4)))
+
+    def missing() -> bytes:
+        raise FileNotFoundError("c.png is gone")
+
+    items = [
+        ("a.png", lambda: good),
+        ("b.png", lambda: good[:40]),
+        ("c.png", missing),
+        ("d.png", lambda: b""),
+    ]
+    with pytest.raises(ValueError, match=r"3 image file.*b\.png: .*c\.png is gone.*d\.png: "):
+        decode_many(items, 4)
+    with pytest.raises(ValueError, match="9 image file.*and 4 more"):
+        decode_many([(f"{i}.png", lambda: b"") for i in range(9)], 4)

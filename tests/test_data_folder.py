@@ -1,0 +1,335 @@
+import contextlib
+import io
+import json
+import math
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from cheem_jax.data import fingerprint, load_stream, load_task
+from cheem_jax.data.files import list_files
+from cheem_jax.data.splits import cut, tenths
+
+
+def png(value: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("L", (4, 4), value).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    return root
+
+
+def write_zip(file: Path, files: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return file
+
+
+def layout(**splits: dict[str, int]) -> dict[str, bytes]:
+    """`layout(train={"cat": 3})`: files train/cat/00.png ..; each image of a class has its own grey."""
+    return {
+        f"{split}/{name}/{i:02d}.png": png(i)
+        for split, classes in splits.items()
+        for name, count in classes.items()
+        for i in range(count)
+    }
+
+
+FULL = layout(train={"cat": 3, "dog": 2}, val={"cat": 1, "dog": 1}, test={"cat": 1, "dog": 2})
+
+
+def values(split) -> list[tuple[int, int]]:
+    """(label, grey value) of each image."""
+    return list(zip(split.labels.tolist(), split.images[:, 0, 0, 0].tolist(), strict=True))
+
+
+def test_a_folder_and_a_zip_give_the_same_task(tmp_path):
+    folder = load_task(write(tmp_path / "pets", FULL), image_size=4)
+    zipped = load_task(write_zip(tmp_path / "pets.zip", FULL), image_size=4)
+    assert (folder.name, folder.classes) == ("pets", ("cat", "dog"))
+    assert values(folder.train) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert values(folder.test) == [(0, 0), (1, 0), (1, 1)]
+    assert fingerprint(folder) == fingerprint(zipped)
+
+
+@pytest.mark.parametrize("names", [("Train", "validation", "TEST"), ("train", "valid", "test")])
+def test_split_folders_may_bear_other_usual_names(tmp_path, names):
+    renamed = {
+        file.replace("train/", f"{names[0]}/")
+        .replace("val/", f"{names[1]}/")
+        .replace("test/", f"{names[2]}/"): data
+        for file, data in FULL.items()
+    }
+    want = load_task(write(tmp_path / "a" / "pets", FULL), image_size=4)
+    assert fingerprint(load_task(write(tmp_path / "b" / "pets", renamed), image_size=4)) == fingerprint(want)
+
+
+def test_an_enclosing_folder_and_hidden_files_are_looked_through(tmp_path):
+    files = {f"pets-main/{name}": data for name, data in FULL.items()}
+    files |= {"__MACOSX/pets-main/train/cat/._00.png": b"x", "pets-main/.git/a/b.png": b"x"}
+    files |= {"pets-main/train/cat/.hidden.png": b"x", "pets-main/README.md": b"hello"}
+    want = load_task(write_zip(tmp_path / "pets.zip", FULL), image_size=4)
+    (tmp_path / "b").mkdir()
+    for place in (write(tmp_path / "b" / "pets", files), write_zip(tmp_path / "b" / "pets.zip", files)):
+        assert fingerprint(load_task(place, image_size=4)) == fingerprint(want)
+
+
+def test_suffixes_count_in_either_case_and_other_files_are_left_out(tmp_path):
+    files = FULL | {"train/cat/A.PNG": png(9), "train/cat/notes.txt": b"x"}
+    task = load_task(write(tmp_path / "pets", files), image_size=4)
+    assert values(task.train)[:4] == [(0, 0), (0, 1), (0, 2), (0, 9)]
+
+
+def test_meta_json_names_the_classes_in_label_order(tmp_path):
+    numbered = layout(train={"0000": 2, "0001": 1}, val={"0000": 1, "0001": 1}, test={"0000": 1, "0001": 1})
+    meta = {"meta.json": json.dumps({"classes": ["zebra/1", "ant"]}).encode()}
+    assert load_task(write(tmp_path / "a", numbered | meta), image_size=4).classes == ("zebra/1", "ant")
+    meta = {"meta.json": json.dumps({"classes": ["dog", "cat"]}).encode()}
+    task = load_task(write(tmp_path / "b", FULL | meta), image_size=4)
+    assert task.classes == ("dog", "cat") and task.train.labels.tolist() == [1, 1, 1, 0, 0]
+    other = {"meta.json": b'{"made by": "a camera"}'}
+    assert load_task(write(tmp_path / "c", FULL | other), image_size=4).classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize(
+    ("meta", "complaint"),
+    [
+        (b"{", "meta.json: not readable as JSON"),
+        (b'{"classes": 3}', "meta.json: `classes` must be a list of names"),
+        (
+            b'{"classes": ["cat", "cow"]}',
+            r"\['dog'\] are neither names nor label numbers|\['cat', 'dog'\] are neither",
+        ),
+        (b'{"classes": ["cat", "dog", "eel"]}', "split 'test': no image of 1 of 3 classes: 'eel'"),
+    ],
+)
+def test_a_wrong_meta_json_is_refused(tmp_path, meta, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        load_task(write(tmp_path / "pets", FULL | {"meta.json": meta}), image_size=4)
+
+
+def test_missing_validation_takes_a_tenth_of_train_rounded_up(tmp_path):
+    files = layout(train={"cat": 20, "dog": 11}, test={"cat": 2, "dog": 1})
+    task = load_task(write(tmp_path / "pets", files), image_size=4)
+    assert [len(split.labels) for split in task.splits.values()] == [27, 4, 3]  # ceil(3.1) = 4
+    assert sorted(task.val.labels.tolist()) == [0, 0, 0, 1]  # 4 * 20/31 = 2.6 and 4 * 11/31 = 1.4
+    assert sorted(values(task.train) + values(task.val)) == sorted(
+        [(0, i) for i in range(20)] + [(1, i) for i in range(11)]
+    )
+
+
+@pytest.mark.parametrize("prefix", ["train/", "", "photos/"])
+def test_without_splits_test_takes_three_tenths_first(tmp_path, prefix):
+    files = {
+        f"{prefix}{name}/{i:02d}.png": png(i) for name, n in {"cat": 30, "dog": 11}.items() for i in range(n)
+    }
+    task = load_task(write(tmp_path / "pets", files), image_size=4)
+    assert [len(split.labels) for split in task.splits.values()] == [25, 3, 13]  # ceil(12.3), ceil(2.8)
+    everything = [pair for split in task.splits.values() for pair in values(split)]
+    assert sorted(everything) == [(0, i) for i in range(30)] + [(1, i) for i in range(11)]
+
+
+def test_the_cut_depends_on_the_seed_alone(tmp_path):
+    files = layout(train={"cat": 20, "dog": 20}, test={"cat": 1, "dog": 1})
+    folder = write(tmp_path / "pets", dict(reversed(files.items())))
+    zipped = write_zip(tmp_path / "pets.zip", files)
+    prints = [fingerprint(load_task(place, image_size=4, seed=7)) for place in (folder, folder, zipped)]
+    assert len(set(prints)) == 1
+    assert fingerprint(load_task(folder, image_size=4, seed=8)) != prints[0]
+
+
+def test_tenths_are_counted_in_integers_as_the_paper_rounds():
+    # Caltech-101 and EuroSAT, then the validation of what is left, MNIST and Cars.
+    counts = [
+        tenths(8677, 3),
+        tenths(6073, 1),
+        tenths(27000, 3),
+        tenths(18900, 1),
+        tenths(60000, 1),
+        tenths(8144, 1),
+    ]
+    assert counts == [2604, 608, 8100, 1890, 6000, 815]
+    assert tenths(10, 3) == 3 and tenths(11, 3) == 4
+
+
+@given(st.lists(st.integers(2, 30), min_size=2, max_size=6), st.floats(0, 1), st.integers(0, 1000))
+def test_a_cut_is_exact_and_leaves_every_class_on_both_sides(sizes, share, seed):
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    num = math.ceil(share * len(labels))
+    mask = cut(labels, num, keep=1, rng=np.random.default_rng(seed))
+    inside, outside = np.bincount(labels[mask]), np.bincount(labels[~mask])
+    assert len(inside) == len(outside) == len(sizes) and inside.min() >= 1 and outside.min() >= 1
+    assert mask.sum() == min(max(num, len(sizes)), len(labels) - len(sizes))
+
+
+def test_a_cut_follows_the_class_sizes():
+    labels = np.repeat([0, 1, 2], [50, 30, 20])
+    mask = cut(labels, 10, keep=1, rng=np.random.default_rng(0))
+    assert np.bincount(labels[mask]).tolist() == [5, 3, 2]
+
+
+def test_classes_too_small_to_be_cut_are_named(tmp_path):
+    files = layout(train={"cat": 4, "dog": 1}, test={"cat": 1, "dog": 1})
+    with pytest.raises(ValueError, match="to cut val from train every class needs 2 images or more.*'dog'"):
+        load_task(write(tmp_path / "pets", files), image_size=4)
+    files = layout(train={"cat": 2, "dog": 3})
+    with pytest.raises(ValueError, match="to cut test and val from train every class needs 3.*'cat'"):
+        load_task(write(tmp_path / "both", files), image_size=4)
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ({"readme.txt": b"x"}, "no images in it; expected <train"),
+        (layout(train={"cat": 3}), "has 1 class"),
+        ({"cat/1.png": png(), "cat/2.png": png()}, "has 1 class"),
+        (
+            layout(train={"cat": 3, "dog": 3}, test={"cat": 1}),
+            "split 'test': no image of 1 of 2 classes: 'dog'",
+        ),
+        (
+            layout(train={"cat": 3, "dog": 3}, test={"cat": 1, "dog": 1, "eel": 1}),
+            r"test.*train does not.*\['eel'\]",
+        ),
+        (layout(train={"cat": 3, "dog": 3}, val={"cat": 1, "dog": 1}), "train and val but no test folder"),
+        (
+            layout(val={"cat": 3, "dog": 3}, test={"cat": 1, "dog": 1}),
+            r"no train folder among \['test', 'val'\]",
+        ),
+        (FULL | layout(tset={"cat": 1}), r"\['tset'\] are no splits; known are train, val"),
+        (FULL | layout(valid={"cat": 1}), r"several folders for one split \['val'\]"),
+        (FULL | {"train/3.png": png()}, "image 'train/3.png' lies at an unexpected place"),
+        ({"1.png": png(), "2.png": png()}, "image '1.png' lies at an unexpected place"),
+        (
+            FULL | {"train/eel/1.heic": b"x"},
+            "'train/eel' holds files but no image .*first 'train/eel/1.heic'",
+        ),
+        (
+            FULL | {"val/dog/00.png": png()[:44]},
+            r"1 image file.*pets/val/dog/00\.png: the image cannot be decoded",
+        ),
+    ],
+)
+def test_unusable_folders_are_refused_by_name(tmp_path, files, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        load_task(write(tmp_path / "pets", files), image_size=4)
+
+
+def test_a_missing_path_and_a_file_that_is_no_zip_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder or zip file"):
+        load_task(tmp_path / "nowhere", image_size=4)
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder or zip file"):
+        load_stream(tmp_path / "nowhere", image_size=4)
+    (tmp_path / "fake.zip").write_bytes(b"PK but no zip")
+    with pytest.raises(ValueError, match="fake.zip is no readable zip file"):
+        load_task(tmp_path / "fake.zip", image_size=4)
+
+
+@pytest.mark.parametrize(
+    "name", ["../up.png", "/root.png", "a/../../b.png", "a//b.png", "C:/x.png", "./a.png"]
+)
+def test_zip_members_with_unsafe_names_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="its name is not a plain relative one"):
+        load_task(write_zip(tmp_path / "x.zip", FULL | {name: png()}), image_size=4)
+
+
+def test_absurd_zip_members_are_refused(tmp_path, monkeypatch):
+    doubled = tmp_path / "doubled.zip"
+    with zipfile.ZipFile(doubled, "w") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("train/cat/1.png", png())
+        archive.writestr("train/cat/1.png", png())
+    with pytest.raises(ValueError, match="'train/cat/1.png' occurs twice"):
+        load_task(doubled, image_size=4)
+    monkeypatch.setattr("cheem_jax.data.files.MAX_FILE_BYTES", 20)
+    with pytest.raises(ValueError, match="unpacks to .* bytes, at most 20"):
+        load_task(write_zip(tmp_path / "big.zip", FULL), image_size=4)
+    with pytest.raises(ValueError, match="00.png: .* bytes, at most 20"):
+        load_task(write(tmp_path / "big", FULL), image_size=4)
+
+
+def test_encrypted_and_damaged_zip_members_are_refused_by_name(tmp_path):
+    file = write_zip(tmp_path / "x.zip", FULL)
+    whole = file.read_bytes()
+    first = whole.index(
+        b"PK\x01\x02"
+    )  # the central directory's first entry; its flags are 8 bytes further on
+    file.write_bytes(whole[: first + 8] + b"\x01" + whole[first + 9 :])
+    with pytest.raises(ValueError, match="'train/cat/00.png': it is encrypted"):
+        load_task(file, image_size=4)
+    at = whole.index(b"IDAT")
+    file.write_bytes(whole[:at] + b"XXXX" + whole[at + 4 :])
+    with pytest.raises(ValueError, match="member 'train/cat/00.png' cannot be read: Bad CRC-32"):
+        load_task(file, image_size=4)
+
+
+def test_a_link_to_a_parent_folder_does_not_hang(tmp_path):
+    folder = write(tmp_path / "pets", FULL)
+    (folder / "loop").symlink_to(folder, target_is_directory=True)
+    with contextlib.ExitStack() as stack:
+        assert 0 < len(list_files(folder, stack)) < 200
+
+
+def test_a_stream_takes_all_tasks_sorted_or_the_named_ones_in_order(tmp_path):
+    for name in ("cars", "birds"):
+        write(tmp_path / name, FULL)
+    write_zip(tmp_path / "digits.zip", FULL)
+    write(tmp_path, {"README.md": b"x", "raw/data.bin": b"x", ".cache/x/1.png": b"x"})
+    stream = load_stream(tmp_path, image_size=4)
+    assert (stream.name, [task.name for task in stream.tasks]) == (tmp_path.name, ["birds", "cars", "digits"])
+    progress = []
+    stream = load_stream(
+        tmp_path,
+        ["digits", "birds"],
+        image_size=4,
+        on_progress=lambda done, total: progress.append((done, total)),
+    )
+    assert [task.name for task in stream.tasks] == ["digits", "birds"]
+    assert progress == [(done, 20) for done in range(1, 21)]
+
+
+def test_a_single_task_is_a_stream_of_one(tmp_path):
+    for place in (write(tmp_path / "pets", FULL), write_zip(tmp_path / "pets.zip", FULL)):
+        assert [task.name for task in load_stream(place, image_size=4).tasks] == ["pets"]
+
+
+def test_unusable_streams_are_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty: no task found"):
+        load_stream(tmp_path / "empty", image_size=4)
+    with pytest.raises(ValueError, match="no task found"):
+        load_stream(tmp_path, image_size=4)
+    write(tmp_path / "cars", FULL)
+    with pytest.raises(ValueError, match="has no task 'car'; did you mean cars?"):
+        load_stream(tmp_path, ["car"], image_size=4)
+    with pytest.raises(ValueError, match="empty: no images in it"):
+        load_stream(tmp_path, ["empty"], image_size=4)
+    write_zip(tmp_path / "cars.zip", FULL)
+    with pytest.raises(ValueError, match=r"a folder and a zip of the same name: \['cars'\]"):
+        load_stream(tmp_path, image_size=4)
+
+
+def test_a_real_pack_is_read_with_its_class_names(shared):
+    stream = load_stream(shared / "data", ["mnist", "daimler_pedestrians"], image_size=16)
+    mnist, pedestrians = stream.tasks
+    assert mnist.classes == tuple("0123456789")
+    assert [len(split.labels) for split in mnist.splits.values()] == [2000, 400, 1000]
+    assert np.bincount(mnist.test.labels).tolist() == [100] * 10
+    assert pedestrians.classes == ("non-pedestrian", "pedestrian")
+    with zipfile.ZipFile(shared / "data" / "mnist.zip") as archive:
+        picture = (
+            Image.open(io.BytesIO(archive.read("test/0003/0000.png"))).convert("RGB").resize((16, 16), 3)
+        )
+    index = int(np.flatnonzero(mnist.test.labels == 3)[0])
+    np.testing.assert_array_equal(mnist.test.images[index], np.asarray(picture))

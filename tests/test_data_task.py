@@ -1,0 +1,109 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cheem_jax.data import Split, Stream, Task, fingerprint, select
+
+
+def make_split(labels, size=4, dtype=np.int32) -> Split:
+    labels = np.array(labels, dtype)
+    images = np.arange(len(labels) * size * size * 3, dtype=np.uint8).reshape(len(labels), size, size, 3)
+    return Split(images, labels)
+
+
+def make_task(name="pets", classes=("cat", "dog"), **splits) -> Task:
+    return Task(name, classes, **{s: splits.get(s, make_split([0, 1, 1])) for s in ("train", "val", "test")})
+
+
+def test_a_sound_task_keeps_what_it_was_given():
+    task = make_task()
+    assert (task.name, task.classes, list(task.splits)) == ("pets", ("cat", "dog"), ["train", "val", "test"])
+    assert task.train.labels.tolist() == [0, 1, 1]
+
+
+def test_a_class_without_image_is_named_with_task_and_split():
+    with pytest.raises(ValueError, match=r"task 'pets', split 'val'.*no image of 2 of 3.*'cat', 'eel'"):
+        make_task(classes=("cat", "dog", "eel"), train=make_split([0, 1, 2]), val=make_split([1, 1]))
+
+
+def test_an_empty_split_is_refused():
+    with pytest.raises(ValueError, match="split 'test': no image of 2 of 2"):
+        make_task(test=make_split([]))
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2], [0, 1, -1]])
+def test_labels_out_of_range_are_told(labels):
+    with pytest.raises(ValueError, match=rf"split 'train': labels \[{labels[-1]}\] outside 0..1"):
+        make_task(train=make_split(labels))
+
+
+def test_wrong_dtypes_and_shapes_are_refused():
+    good = make_split([0, 1])
+    for bad in (
+        dataclasses.replace(good, images=good.images.astype(np.float32)),
+        dataclasses.replace(good, images=good.images[..., :1]),
+        dataclasses.replace(good, images=good.images[0]),
+        dataclasses.replace(good, images=good.images[:, :0]),
+    ):
+        with pytest.raises(ValueError, match=r"images must be uint8 \[N, H, W, 3\], got"):
+            make_task(val=bad)
+    for labels in (good.labels.astype(np.int64), good.labels[:1]):
+        with pytest.raises(ValueError, match=r"labels must be int32 \[2\], got"):
+            make_task(val=Split(good.images, labels))
+    with pytest.raises(ValueError, match="differ in shape"):
+        make_task(val=make_split([0, 1], size=5))
+
+
+def test_class_names_must_be_two_or_more_and_unique():
+    with pytest.raises(ValueError, match="has 1 class"):
+        make_task(classes=("cat",))
+    with pytest.raises(ValueError, match=r"unique, repeated: \['cat'\]"):
+        make_task(classes=("cat", "cat"))
+    with pytest.raises(ValueError, match="needs a name"):
+        make_task(name="")
+
+
+def test_a_stream_needs_unique_tasks_of_one_image_size():
+    with pytest.raises(ValueError, match=r"must be unique, repeated: \['pets'\]"):
+        Stream("s", (make_task(), make_task()))
+    with pytest.raises(ValueError, match="holds no task"):
+        Stream("s", ())
+    large = make_split([0, 1], size=8)
+    with pytest.raises(ValueError, match="images of one shape"):
+        Stream("s", (make_task(), make_task("large", train=large, val=large, test=large)))
+
+
+def test_select_picks_and_orders_tasks_by_name():
+    stream = Stream("s", (make_task("cars"), make_task("flowers"), make_task("digits")))
+    assert [task.name for task in select(stream, ["digits", "cars"]).tasks] == ["digits", "cars"]
+    assert stream.tasks[0] is select(stream, ["digits", "cars"]).tasks[1]
+
+
+def test_select_tells_the_nearest_names_for_an_unknown_task():
+    stream = Stream("zoo", (make_task("cars"), make_task("flowers")))
+    with pytest.raises(ValueError, match="'zoo' has no task 'flower'; did you mean flowers?"):
+        select(stream, ["flower"])
+    with pytest.raises(ValueError, match="'zoo' has no task 'xyz'; it holds cars, flowers"):
+        select(stream, ["xyz"])
+    with pytest.raises(ValueError, match=r"more than once: \['cars'\]"):
+        select(stream, ["cars", "cars"])
+    with pytest.raises(ValueError, match="no task was named"):
+        select(stream, [])
+
+
+def test_the_fingerprint_sees_names_pixels_labels_and_shapes():
+    task = make_task()
+    assert fingerprint(task) == fingerprint(make_task())
+    pixel = task.test.images.copy()
+    pixel[2, 3, 3, 2] ^= 1
+    changed = [
+        make_task(name="pet"),
+        make_task(classes=("cat", "fox")),
+        make_task(test=Split(pixel, task.test.labels)),
+        make_task(val=make_split([1, 0, 1])),
+        make_task(val=make_split([0, 1])),
+    ]
+    assert len({fingerprint(task), *map(fingerprint, changed)}) == 6
+    turned = Split(np.asfortranarray(task.test.images), task.test.labels)
+    assert fingerprint(make_task(test=turned)) == fingerprint(task)

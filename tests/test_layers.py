@@ -1,0 +1,115 @@
+"""The order of the modules: what each may import, and what must not come along with them."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+# Each imports only from its own folder and from what stands before it: in an earlier row, or further left.
+ROWS = (
+    ("keys", "ops", "architecture", "metrics"),
+    ("backbone", "pool", "centroids", "flops"),
+    ("supernet", "hee", "execution", "similarity"),
+    ("evolution", "training"),
+    ("data", "checkpoint", "report", "results", "run_directory"),
+    ("methods", "continual"),
+    ("predict", "cli", "__main__"),
+)
+# the extras: imported where they are used, never with the package
+OPTIONAL = ("torch", "tensorflow", "timm", "tensorflow_datasets", "grain", "array_record")
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Dotted name to file, for every module of the package at `root`."""
+    files = {file.relative_to(root.parent).with_suffix(""): file for file in sorted(root.rglob("*.py"))}
+    return {".".join(name.parts).removesuffix(".__init__"): file for name, file in files.items()}
+
+
+def imported(name: str, file: Path) -> set[str]:
+    """Dotted names that the module imports, at the top or inside functions, relative ones resolved."""
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(), str(file))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*start, *filter(None, [node.module])])
+            # `from cheem_jax import ops` names a module, `from cheem_jax.ops import Expert` what is in one
+            found.update(f"{source}.{alias.name}" for alias in node.names)
+    return found
+
+
+def layer_errors(root: Path) -> list[str]:
+    """One line for each import against the order and for each module that has no place in it."""
+    place = {layer: i for i, layer in enumerate(layer for row in ROWS for layer in row)}
+    errors = []
+    for name, file in modules(root).items():
+        if name == root.name:
+            continue  # the package's own __init__ stands above all of them
+        layer = name.split(".")[1]
+        if layer not in place:
+            errors.append(f"{name} has no place in the order: give {layer!r} one in {Path(__file__).name}")
+            continue
+        for target in sorted(imported(name, file)):
+            top, _, rest = target.partition(".")
+            other = rest.split(".")[0]
+            if top in ("convert", "experiments", "tests"):
+                errors.append(f"{name} imports {target}, which is not installed with the package")
+            elif top == root.name and place.get(other, len(place)) > place[layer]:
+                errors.append(f"{name} imports {target}, which stands after {layer!r}")
+    return errors
+
+
+def test_each_module_imports_only_from_its_own_folder_and_from_earlier_ones():
+    assert layer_errors(REPOSITORY / "cheem_jax") == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "error"),
+    [
+        (
+            "ops.py",
+            "from cheem_jax.pool import Pool",
+            "imports cheem_jax.pool.Pool, which stands after 'ops'",
+        ),
+        ("ops.py", "from cheem_jax import pool", "imports cheem_jax.pool, which stands after 'ops'"),
+        ("ops.py", "import cheem_jax.pool", "imports cheem_jax.pool, which stands after 'ops'"),
+        (
+            "backbone/vit.py",
+            "from ..pool import Pool",
+            "imports cheem_jax.pool.Pool, which stands after 'backbone'",
+        ),
+        ("pool.py", "def f():\n    import convert.timm_vit", "which is not installed with the package"),
+        ("helpers.py", "", "has no place in the order"),
+    ],
+)
+def test_an_import_against_the_order_is_found(tmp_path, file, line, error):
+    root = tmp_path / "cheem_jax"
+    (root / "backbone").mkdir(parents=True)
+    (root / "pool.py").write_text("from cheem_jax.backbone.vit import ViT\n")
+    (root / "backbone" / "config.py").write_text("")
+    (root / "backbone" / "vit.py").write_text("from . import config\nfrom ..ops import Expert\n")
+    assert layer_errors(root) == []
+    (root / file).write_text(line)
+    [found] = layer_errors(root)
+    assert error in found
+
+
+def test_importing_every_module_needs_no_extra_and_no_device():
+    names = sorted(set(modules(REPOSITORY / "cheem_jax")) - {"cheem_jax.__main__"})
+    program = (
+        f"import importlib, sys; [importlib.import_module(name) for name in {names}]; "
+        f"print([name for name in {OPTIONAL} if name in sys.modules])"
+    )
+    # a platform that does not exist: whoever computes or looks for devices while being imported fails
+    environment = {**os.environ, "JAX_PLATFORMS": "none"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"

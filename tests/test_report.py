@@ -1,0 +1,170 @@
+"""Tables, figures and the written report, from results made up by rule."""
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from cheem_jax.architecture import from_strings
+from cheem_jax.report import COLOURS, figures, table
+from cheem_jax.report.markdown import write_report
+
+OPS = ("reuse:0", "adapt:0", "new", "skip", "reuse:0")
+
+
+def made_up(names: list[str], num_blocks: int, backbone: str, image_size: int) -> dict[str, Any]:
+    """Results in the form of `results.json`, every number derived from its position."""
+    num_tasks = len(names)
+    pool: list[list[dict]] = [[{"origin": "base", "kind": "full", "parent": None}] for _ in range(num_blocks)]
+    tasks, similarity = [], []
+    for index, name in enumerate(names):
+        architecture = [OPS[(2 * index + block) % len(OPS)] for block in range(num_blocks)]
+        if index == 2:
+            architecture[0] = f"reuse:{len(pool[0]) - 1}"
+        for block, choice in enumerate(from_strings(architecture)):
+            if choice.kind in ("adapt", "new"):
+                kind = "adapted" if choice.kind == "adapt" else "full"
+                pool[block].append({"origin": index, "kind": kind, "parent": choice.expert})
+        similarity.append(
+            [
+                [None if (i, b) == (1, 2) else (b - i) / 12 for b in range(num_blocks)]
+                for i in range(index + 1)
+            ]
+        )
+        tasks.append({
+            "name": name, "classes": ["a", "b"], "num_train": 1000 + index, "architecture": architecture,
+            "flops": 29_000_000, "params_added_percent": 2.5,
+            "seconds": {"similarity": 1.0, "supernet": 20.0 + index, "search": 5.0},
+        })  # fmt: skip
+    local = [[0.9 - 0.03 * j if j <= i else None for j in range(num_tasks)] for i in range(num_tasks)]
+    routed = [[0.8 - 0.03 * j if j <= i else None for j in range(num_tasks)] for i in range(num_tasks)]
+    return {
+        "method": "cheem", "backbone": backbone, "stream": "made-up", "seed": 0, "placement": "mlp_down",
+        "preset": "quick", "image_size": image_size, "base_means": "neutral", "source": "bundled",
+        "accuracy": routed, "local_accuracy": local, "average_accuracy": 0.7123, "average_forgetting": 0.0214,
+        "local_average_accuracy": 0.8123, "local_average_forgetting": 0.0, "just_trained": local[-1],
+        "routing": np.eye(num_tasks).tolist(), "flops": {"paper": 58_300_000, "executed": 67_500_000},
+        "params_added_percent": 2.5, "peak_memory_bytes": 1_300_000_000, "tasks": tasks, "pool": pool,
+        "similarity": similarity, "compile": {"programs": 41, "seconds": 33.3}, "seconds_total": 222.2,
+        "yardsticks": {
+            "frozen_linear": {
+                "accuracy": routed, "local_accuracy": local,
+                "average_accuracy": 0.5511, "average_forgetting": 0.03,
+                "local_average_accuracy": 0.5611,
+                "flops": {"paper": 29_000_000, "executed": 31_000_000},
+                "params_added_percent": 0, "seconds": 61.0,
+            },
+            "full_finetune": {"local_accuracy": local[-1], "average_accuracy": 0.8456, "seconds": 503.0},
+        },
+        "fom": {"frozen_linear": None},
+    }  # fmt: skip
+
+
+SMALL = ["digits", "letters", "textures"]
+LARGE = ["caltech101", *(f"task_{index}" for index in range(9)), "daimler_pedestrians"]
+
+
+def on_paper(what) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(what)
+    return console.export_text()
+
+
+def test_the_final_table_has_a_row_per_method_with_units():
+    text = on_paper(table.final_table(made_up(SMALL, 8, "vit_micro", 32)))
+    rows = {line.split("  ")[0].strip(): line for line in text.splitlines()}
+    assert (
+        "71.2" in rows["CHEEM"]
+        and "81.2" in rows["CHEEM"]
+        and "2.1" in rows["CHEEM"]
+        and "58.3 M" in rows["CHEEM"]
+    )
+    assert "55.1" in rows["frozen, linear heads"]
+    assert "84.6" in rows["full fine-tuning"] and "–" in rows["full fine-tuning"]
+    assert "FoM against frozen: – (points below full FT: CHEEM 13.3, frozen 29.4)" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "num_blocks", "backbone", "size"), [(SMALL, 8, "vit_micro", 32), (LARGE, 12, "deit_tiny", 96)]
+)
+def test_the_task_table_keeps_each_task_on_one_line_of_100_columns(names, num_blocks, backbone, size):
+    results = made_up(names, num_blocks, backbone, size)
+    text = on_paper(table.task_table(results))
+    for index, task in enumerate(results["tasks"]):
+        (line,) = [line for line in text.splitlines() if f"T{index} {task['name']} " in line]
+        assert table.letters(task["architecture"]) in line
+        assert str(task["num_train"]) in line and f"{100 * results['accuracy'][-1][index]:.1f}" in line
+
+
+def test_a_run_without_yardsticks_still_has_its_tables_and_report(tmp_path):
+    results = made_up(["only"], 4, "some_other_vit", 64) | {
+        "yardsticks": {},
+        "fom": None,
+        "average_forgetting": None,
+    }
+    results["local_average_forgetting"] = None
+    assert "CHEEM" in on_paper(table.final_table(results))
+    assert "29.0 M" in on_paper(table.task_table(results))  # no config, no share: the plain number
+    assert "only" in write_report(tmp_path, results).read_text()
+
+
+@pytest.mark.parametrize(
+    "draw", [figures.architecture_grid, figures.accuracy_heatmap, figures.similarity_heatmap]
+)
+@pytest.mark.parametrize(("names", "num_blocks"), [(SMALL, 8), (LARGE, 12)])
+def test_figures_are_png_files_that_grow_with_the_stream_and_leave_no_text_outside(
+    tmp_path, draw, names, num_blocks
+):
+    file = tmp_path / "figures" / "drawn.png"
+    draw(made_up(names, num_blocks, "deit_tiny", 96), file)
+    with Image.open(file) as image:
+        image.load()
+        assert image.format == "PNG" and image.width > 75 * num_blocks and image.height > 30 * len(names)
+        pixels = np.asarray(image.convert("RGB"))
+    assert 0.05 < (pixels != 255).any(axis=-1).mean() < 0.9  # neither blank nor flooded
+    frame = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    assert (frame == 255).all()  # ink on the edge would be cut-off text
+    assert [found.name for found in file.parent.iterdir()] == ["drawn.png"]
+
+
+def test_the_grid_paints_every_op_in_its_colour(tmp_path):
+    results = made_up(SMALL, 8, "vit_micro", 32)
+    figures.architecture_grid(results, tmp_path / "grid.png")
+    pixels = np.asarray(Image.open(tmp_path / "grid.png").convert("RGB")).reshape(-1, 3)
+    kinds = [choice.kind for task in results["tasks"] for choice in from_strings(task["architecture"])]
+    painted = {}
+    for kind, colour in COLOURS.items():
+        rgb = [int(colour[start : start + 2], 16) for start in (1, 3, 5)]
+        painted[kind] = (pixels == rgb).all(axis=1).sum()
+    per_cell = 0.74 * 0.46 * 0.86 * 0.78 * figures.DPI**2  # a cell's rounded box in pixels
+    for kind, count in painted.items():
+        assert 0.6 < count / (per_cell * kinds.count(kind)) < 1.2, kind
+
+
+def test_the_report_names_every_task_number_and_figure(tmp_path):
+    results = made_up(SMALL, 8, "vit_micro", 32)
+    results = json.loads(json.dumps(results))  # as read back from results.json
+    text = write_report(tmp_path, results).read_text()
+    for task in results["tasks"]:
+        assert task["name"] in text and table.letters(task["architecture"]) in text
+    for shown in (
+        "71.2",
+        "81.2",
+        "41 programs",
+        "33.3 s",
+        "1.30 GB",
+        "neutral",
+        "58.3 M",
+        "T2",
+        "supernet s",
+    ):
+        assert shown in text
+    for name in ("architectures", "accuracy", "similarity"):
+        assert (
+            f"(figures/{name}.png)" in text and (tmp_path / "figures" / f"{name}.png").stat().st_size > 5000
+        )
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["figures", "report.md"]

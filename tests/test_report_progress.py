@@ -1,0 +1,81 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from cheem_jax.report.progress import Progress
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain() -> tuple[Progress, Clock, io.StringIO]:
+    text, clock = io.StringIO(), Clock()
+    return Progress(Console(file=text, width=40), clock=clock), clock, text
+
+
+def test_without_a_terminal_a_phase_prints_its_start_a_line_now_and_then_and_its_end():
+    progress, clock, text = plain()
+    with progress.phase("supernet", task="digits", total=2000) as advance:
+        for _ in range(20):
+            clock.now += 2.0
+            advance(100, note="loss 1.23")
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "[supernet] digits: 2,000 images"
+    assert lines[1] == "[supernet] digits: 800 of 2,000 images, 50 images/s, 24.0 s left, loss 1.23"
+    assert lines[2] == "[supernet] digits: 1,600 of 2,000 images, 50 images/s, 8.0 s left, loss 1.23"
+    assert lines[3] == "[supernet] digits: done in 40.0 s, 2,000 images, 50 images/s"
+    assert len(lines) == 4
+
+
+def test_ctrl_c_passes_through_and_the_cursor_comes_back():
+    terminal = io.StringIO()
+    progress = Progress(Console(file=terminal, force_terminal=True, width=120, _environ={"TERM": "xterm"}))
+    with pytest.raises(KeyboardInterrupt):
+        with progress.phase("search", task="digits [kin]", total=10) as advance:
+            advance(5, note="[best] 0.5")
+            raise KeyboardInterrupt
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    assert terminal.getvalue().count(hide) == terminal.getvalue().count(show) == 1
+    assert terminal.getvalue().rindex(show) > terminal.getvalue().rindex(hide)
+    assert "done" not in terminal.getvalue()
+    with progress.phase("search", task="digits", total=10) as advance:  # and the next phase works
+        advance(10)
+    assert "done" in terminal.getvalue()
+
+
+def test_messages_keep_their_brackets_and_are_not_wrapped():
+    progress, _, text = plain()
+    message = "[digits] " + "a long message " * 10
+    progress.say(message)
+    assert text.getvalue() == message + "\n"
+
+
+def test_an_architecture_is_a_row_of_letters_with_a_legend_the_first_time():
+    progress, _, text = plain()
+    for name in ("digits", "letters"):
+        progress.architecture(name, ["reuse:0", "adapt:0", "new", "skip", "reuse:3"])
+    legend, *rows = text.getvalue().splitlines()
+    assert all(kind in legend for kind in ("reuse", "adapt", "new", "skip"))
+    assert [row.split() for row in rows] == [
+        [name, "R", "A", "N", "S", "R3"] for name in ("digits", "letters")
+    ]
+    assert "\x1b" not in text.getvalue()
+
+
+def test_a_terminal_with_colours_shows_the_four_of_the_figures():
+    terminal = io.StringIO()
+    console = Console(
+        file=terminal, force_terminal=True, color_system="truecolor", width=120, _environ={"TERM": "xterm"}
+    )
+    Progress(console).architecture("digits", ["reuse:0", "adapt:0", "new", "skip"])
+    row = terminal.getvalue().splitlines()[1]
+    for red, green, blue in ((156, 206, 167), (254, 178, 76), (158, 201, 226), (242, 172, 202)):
+        assert f"48;2;{red};{green};{blue}" in row

@@ -1,0 +1,396 @@
+import dataclasses
+import functools
+import hashlib
+import http.server
+import json
+import threading
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from cheem_jax.backbone import weights as weights_module
+from cheem_jax.backbone.config import CONFIGS, ViTConfig
+from cheem_jax.backbone.hub import repository_of
+from cheem_jax.backbone.params import shapes_of
+from cheem_jax.backbone.resample import bicubic_matrix, resample_position
+from cheem_jax.backbone.timm_names import from_timm, infer_config
+from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted
+
+TINY = "vit_tiny_patch4_12.dino"
+"""A name that timm could have; its mean and std are known from the tag."""
+
+
+def timm_tensors(*, width=64, depth=2, patch=4, grid=3, classes=0, clip=False) -> dict[str, np.ndarray]:
+    """Random weights of a plain ViT, under timm's names and in PyTorch's layout."""
+    shapes = {
+        "cls_token": (1, 1, width),
+        "pos_embed": (1, grid**2 + 1, width),
+        "patch_embed.proj.weight": (width, 3, patch, patch),
+        "norm.weight": (width,),
+        "norm.bias": (width,),
+    }
+    if clip:
+        shapes |= {"norm_pre.weight": (width,), "norm_pre.bias": (width,)}
+    else:
+        shapes["patch_embed.proj.bias"] = (width,)
+    if classes:
+        shapes |= {"head.weight": (classes, width), "head.bias": (classes,)}
+    for index in range(depth):
+        layers = {"attn.qkv": (3 * width, width), "attn.proj": (width, width)}
+        layers |= {"mlp.fc1": (3 * width, width), "mlp.fc2": (width, 3 * width)}
+        for layer, shape in layers.items():
+            shapes |= {f"blocks.{index}.{layer}.weight": shape, f"blocks.{index}.{layer}.bias": shape[:1]}
+        for layer in ("norm1", "norm2"):
+            shapes |= {f"blocks.{index}.{layer}.{leaf}": (width,) for leaf in ("weight", "bias")}
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def nano() -> Pretrained:
+    config = CONFIGS["vit_nano"]
+    rng = np.random.default_rng(0)
+    params = {
+        name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes_of(config).items()
+    }
+    means = {"32/mlp_down/component": rng.standard_normal((6, 48)).astype(np.float32)}
+    return Pretrained(config, params, "some.safetensors", "ab" * 32, means)
+
+
+def test_timm_layout_becomes_ours():
+    tensors = timm_tensors(classes=5)
+    params = from_timm(tensors, infer_config(TINY, tensors, None))
+    kernel = tensors["patch_embed.proj.weight"]
+    row, column, channel = 1, 3, 2
+    np.testing.assert_array_equal(
+        params["patch.kernel"][(row * 4 + column) * 3 + channel], kernel[:, channel, row, column]
+    )
+    np.testing.assert_array_equal(params["blocks.1.up.kernel"], tensors["blocks.1.mlp.fc1.weight"].T)
+    np.testing.assert_array_equal(params["blocks.0.norm2.scale"], tensors["blocks.0.norm2.weight"])
+    np.testing.assert_array_equal(params["class_token"], tensors["cls_token"][0, 0])
+    np.testing.assert_array_equal(params["position"], tensors["pos_embed"][0])
+    np.testing.assert_array_equal(params["head.kernel"], tensors["head.weight"].T)
+
+
+def test_a_config_is_read_off_the_tensors_and_the_hub_config():
+    hub_config = {"global_pool": "token", "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [1, 2, 3]}}
+    config = infer_config("vit_odd_patch4_12", timm_tensors(width=128, classes=5), hub_config)
+    assert config == ViTConfig(
+        "vit_odd_patch4_12", 128, 2, 2, image_size=12, patch_size=4, mlp_ratio=3.0, num_classes=5,
+        mean=(0.1, 0.2, 0.3), std=(1.0, 2.0, 3.0), timm_name="vit_odd_patch4_12",
+    )  # fmt: skip
+
+
+def test_clip_configs_have_a_norm_before_the_blocks_and_no_use_for_the_projection():
+    tensors = timm_tensors(classes=7, clip=True)
+    config = infer_config("vit_tiny_patch4_clip_quickgelu_12.openai", tensors, None)
+    assert config.norm_before_blocks and not config.patch_bias and config.num_classes == 0
+    assert config.activation == "quick_gelu" and config.layer_norm_eps == 1e-5
+    assert config.mean == CONFIGS["clip_vit_base"].mean
+    params = from_timm(tensors, config)
+    assert "head.kernel" not in params and "patch.bias" not in params
+    np.testing.assert_array_equal(params["norm_before.scale"], tensors["norm_pre.weight"])
+
+
+@pytest.mark.parametrize(
+    ("extra", "shape", "shown"),
+    [
+        ("blocks.0.ls1.gamma", (64,), r"blocks.\*.ls1.gamma"),
+        ("blocks.1.attn.q_norm.weight", (64,), r"blocks.\*.attn.q_norm.weight"),
+        ("reg_token", (1, 4, 64), "reg_token"),
+        ("dist_token", (1, 1, 64), "dist_token"),
+        ("fc_norm.weight", (64,), "fc_norm.weight"),
+        ("rope.freqs", (3,), "rope.freqs"),
+        ("blocks.0.mlp.fc2.weight", (64, 96), "gated MLP"),
+        ("pos_embed", (1, 9, 64), "pos_embed .* is not a class token and a square grid"),
+    ],
+)
+def test_what_is_no_plain_vit_is_refused_by_the_tensors_that_show_it(extra, shape, shown):
+    tensors = timm_tensors() | {extra: np.zeros(shape, np.float32)}
+    with pytest.raises(ValueError, match=f"no plain timm ViT.*{shown}"):
+        infer_config(TINY, tensors, None)
+
+
+def test_a_model_that_pools_over_the_patches_is_refused():
+    with pytest.raises(ValueError, match="pools with 'avg', not the class token"):
+        infer_config(TINY, timm_tensors(), {"global_pool": "avg"})
+
+
+def test_unknown_preprocessing_is_asked_for_and_never_guessed():
+    with pytest.raises(ValueError, match=r"mean and std .* unknown: put the model's config.json .* beside"):
+        infer_config("vit_tiny_patch4_12.mystery", timm_tensors(), None)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npz"])
+def test_local_files_under_timms_names_are_read_in_float32_with_their_hash(tmp_path, suffix):
+    file = tmp_path / f"model.{suffix}"
+    tensors = {name: value.astype(np.float16) for name, value in timm_tensors().items()}
+    if suffix == "npz":
+        np.savez(file, **tensors)
+    else:
+        safetensors.numpy.save_file(tensors, file)
+    pretrained = load_pretrained(TINY, weights=file)
+    assert pretrained.source == file.name
+    assert pretrained.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert {value.dtype for value in pretrained.params.values()} == {np.dtype(np.float32)}
+    np.testing.assert_array_equal(pretrained.params["norm.bias"], tensors["norm.bias"].astype(np.float32))
+
+
+def test_the_config_beside_local_weights_brings_the_preprocessing(tmp_path):
+    safetensors.numpy.save_file(timm_tensors(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"pretrained_cfg": {"mean": [0, 0, 0], "std": [2, 2, 2]}})
+    )
+    pretrained = load_pretrained("vit_tiny_patch4_12.mystery", weights=tmp_path / "model.safetensors")
+    assert pretrained.config.std == (2.0, 2.0, 2.0)
+
+
+def test_weights_of_another_architecture_are_refused_in_one_message_under_timms_names(tmp_path):
+    file = tmp_path / "other.safetensors"
+    safetensors.numpy.save_file(timm_tensors() | {"dist_token": np.zeros((1, 1, 64), np.float32)}, file)
+    with pytest.raises(ValueError) as error:
+        load_pretrained("deit_tiny", weights=file)
+    message = str(error.value)
+    assert "other.safetensors" in message and "\n" not in message
+    assert "missing: blocks.[2-11].attn.proj.bias" in message and "head.weight" in message
+    assert "unexpected: dist_token;" in message
+    assert "misshapen: blocks.[0-1].attn.proj.bias is (64,), expected (192,)" in message
+    assert "cls_token is (1, 1, 64), expected (1, 1, 192)" in message
+
+
+def test_a_converted_file_gives_back_what_was_saved(tmp_path, nano):
+    file = tmp_path / "nano.safetensors"
+    save_converted(file, nano)
+    loaded = load_pretrained("vit_nano", weights=file)
+    assert (loaded.config, loaded.source, loaded.sha256) == (nano.config, nano.source, nano.sha256)
+    for saved, read in ((nano.params, loaded.params), (nano.base_means, loaded.base_means)):
+        assert saved.keys() == read.keys()
+        for name, value in saved.items():
+            np.testing.assert_array_equal(read[name], value)
+    assert [path.name for path in tmp_path.iterdir()] == ["nano.safetensors"]
+
+
+def test_half_precision_params_are_stored_as_they_are_and_loaded_in_float32(tmp_path, nano):
+    halves = {name: value.astype(np.float16) for name, value in nano.params.items()}
+    save_converted(tmp_path / "whole.safetensors", nano)
+    save_converted(tmp_path / "half.safetensors", dataclasses.replace(nano, params=halves))
+    loaded = load_pretrained("vit_nano", weights=tmp_path / "half.safetensors")
+    np.testing.assert_array_equal(loaded.params["position"], halves["position"].astype(np.float32))
+    sizes = [(tmp_path / f"{name}.safetensors").stat().st_size for name in ("half", "whole")]
+    assert sizes[0] < 0.55 * sizes[1]
+
+
+def test_base_means_keep_their_size_when_the_network_changes_its_own(tmp_path, nano):
+    save_converted(tmp_path / "nano.safetensors", nano)
+    loaded = load_pretrained("vit_nano", weights=tmp_path / "nano.safetensors", image_size=48)
+    assert loaded.config.image_size == 48
+    assert loaded.params["position"].shape == (37, 48)
+    assert list(loaded.base_means) == ["32/mlp_down/component"]
+
+
+def test_a_converted_file_of_another_backbone_is_refused(tmp_path, nano):
+    converted = dataclasses.replace(CONFIGS["vit_base"], name="x")
+    save_converted(tmp_path / "nano.safetensors", nano)
+    with pytest.raises(ValueError, match="misshapen.*class_token is .48,., expected .96,."):
+        load_pretrained("vit_micro", weights=tmp_path / "nano.safetensors")
+    other_mean = dataclasses.replace(
+        nano, config=dataclasses.replace(nano.config, mean=converted.std, name="vit_n")
+    )
+    save_converted(tmp_path / "other.safetensors", other_mean)
+    with pytest.raises(ValueError, match="converted for backbone 'vit_n'.* not for 'vit_nano'"):
+        load_pretrained("vit_nano", weights=tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "shown"),
+    [
+        ({"format": "cheem_jax.vit.1", "config": "{}"}, r"without \['sha256', 'source'\]"),
+        (
+            {"format": "cheem_jax.vit.9", "config": "{}", "source": "", "sha256": ""},
+            "format 'cheem_jax.vit.9'",
+        ),
+        ({"format": "cheem_jax.vit.1", "config": "{", "source": "", "sha256": ""}, "config is broken"),
+        ({"format": "cheem_jax.vit.1", "config": '{"a": 1}', "source": "", "sha256": ""}, "config is broken"),
+    ],
+)
+def test_a_converted_file_with_a_broken_header_is_refused(tmp_path, nano, metadata, shown):
+    safetensors.numpy.save_file(nano.params, tmp_path / "nano.safetensors", metadata)
+    with pytest.raises(ValueError, match=f"nano.safetensors: .*{shown}"):
+        load_pretrained("vit_nano", weights=tmp_path / "nano.safetensors")
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npz"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty"])
+def test_broken_files_are_named(tmp_path, nano, suffix, damage):
+    file = tmp_path / f"broken.{suffix}"
+    save_converted(tmp_path / "whole", nano)
+    np.savez(tmp_path / "whole.npz", **nano.params)
+    whole = (tmp_path / ("whole" if suffix == "safetensors" else "whole.npz")).read_bytes()
+    file.write_bytes(
+        {"truncated": whole[: len(whole) // 2], "garbage": b"\x01garbage" * 99, "empty": b""}[damage]
+    )
+    with pytest.raises(ValueError, match=rf"broken.{suffix} is not a readable {suffix} file"):
+        load_pretrained("vit_nano", weights=file)
+
+
+def test_pickles_are_not_read(tmp_path):
+    (tmp_path / "model.pth").write_bytes(b"")
+    with pytest.raises(ValueError, match="expected a .safetensors or .npz file"):
+        load_pretrained("deit_tiny", weights=tmp_path / "model.pth")
+    np.savez(tmp_path / "model.npz", cls_token=np.array([{"a": 1}], dtype=object))
+    with pytest.raises(ValueError, match="model.npz is not a readable npz file"):
+        load_pretrained("deit_tiny", weights=tmp_path / "model.npz")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no weights file .*none.safetensors"):
+        load_pretrained("deit_tiny", weights=tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("deit_tinny", "deit_tiny"), ("vit_micr", "vit_micro"), ("resnet50", "")]
+)
+def test_unknown_names_are_answered_with_the_nearest(name, near):
+    with pytest.raises(ValueError, match=f"unknown backbone '{name}'; nearest: .*{near}.*or a timm name"):
+        load_pretrained(name)
+
+
+@pytest.mark.parametrize("name", ["vit_micro", "vit_nano"])
+def test_bundled_weights_come_with_the_package_and_their_base_means(name):
+    pretrained = load_pretrained(name)
+    assert pretrained.config == CONFIGS[name] and pretrained.source == "bundled"
+    assert all(np.isfinite(value).all() for value in pretrained.params.values())
+    shapes = {key: value.shape for key, value in pretrained.base_means.items()}
+    expected = (CONFIGS[name].depth, CONFIGS[name].width)
+    keys = [
+        f"32/{placement}/{token}"
+        for placement in ("mlp_down", "attn_proj")
+        for token in ("component", "block")
+    ]
+    assert shapes == dict.fromkeys(keys, expected)
+
+
+def test_resampling_keeps_the_class_token_and_constant_and_linear_grids():
+    position = np.ones((10, 2), np.float32)
+    position[0] = 7
+    resampled = resample_position(position, 25)
+    np.testing.assert_array_equal(resampled[0], [7, 7])
+    np.testing.assert_allclose(resampled[1:], 1, rtol=1e-6)
+    # Keys' kernel reproduces straight lines away from the edges
+    middle = bicubic_matrix(14, 28)[8:20] @ (np.arange(14) + 0.5)
+    np.testing.assert_allclose(middle, (np.arange(8, 20) + 0.5) / 2, rtol=1e-12)
+
+
+def test_shrinking_by_three_weighs_nine_samples_by_the_widened_kernel():
+    # Keys' kernel with a = -1/2 at 0, 1/3, 2/3, 1, 4/3 is 1, 7/9, 1/3, 0, -2/27
+    expected = np.array([-2, 0, 9, 21, 27, 21, 9, 0, -2]) / 83
+    np.testing.assert_allclose(bicubic_matrix(9, 3)[1], expected, rtol=0, atol=1e-12)
+
+
+def test_quickgelu_names_share_the_hubs_plain_repository():
+    name = CONFIGS["clip_vit_base"].timm_name
+    assert name is not None
+    assert repository_of(name) == "timm/vit_base_patch16_clip_224.openai"
+
+
+class _Hub(http.server.BaseHTTPRequestHandler):
+    """The two kinds of answer of the hub that a download needs: a file with its commit and etag, or no repository."""
+
+    def __init__(self, files: dict[str, bytes], asked: list[str], *args):
+        self.files, self.asked = files, asked
+        super().__init__(*args)
+
+    def do_GET(self):
+        self.asked.append(f"{self.command} {self.path}")
+        body = self.files.get(self.path, b"")
+        self.send_response(200 if body else 404)
+        if body:
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        else:
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format, *args):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """An empty cache and a hub on this machine that holds one small model; yields the requests it answers."""
+    import huggingface_hub.constants as constants
+
+    config = {"global_pool": "token", "pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}}
+    prefix = "/timm/vit_tiny_patch4_12.ours/resolve/main"
+    files = {
+        f"{prefix}/model.safetensors": safetensors.numpy.save(timm_tensors()),
+        f"{prefix}/config.json": json.dumps(config).encode(),
+    }
+    asked: list[str] = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Hub, files, asked)) as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield asked
+        server.shutdown()
+        thread.join()
+
+
+def test_weights_and_preprocessing_are_downloaded_once_from_the_hub(hub):
+    pretrained = load_pretrained("vit_tiny_patch4_12.ours")
+    assert pretrained.source == "hub:timm/vit_tiny_patch4_12.ours"
+    assert pretrained.config.std == (0.25, 0.25, 0.25)
+    np.testing.assert_array_equal(pretrained.params["class_token"], timm_tensors()["cls_token"][0, 0])
+    assert hub
+    hub.clear()
+    again = load_pretrained("vit_tiny_patch4_12.ours", image_size=24)
+    assert not hub, "the cache was not used"
+    assert again.sha256 == pretrained.sha256 and again.params["position"].shape == (37, 64)
+
+
+def test_a_model_that_the_hub_does_not_hold_is_named(hub):
+    with pytest.raises(
+        FileNotFoundError, match="hub has no model 'timm/vit_tiny_patch4_12.theirs': check the name"
+    ):
+        load_pretrained("vit_tiny_patch4_12.theirs")
+
+
+def test_without_network_the_error_says_how_to_go_on(hub, monkeypatch):
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # the discard port: nobody answers
+    template = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    with pytest.raises(FileNotFoundError) as error:
+        load_pretrained("deit_tiny")
+    message = str(error.value)
+    assert message.startswith("cannot download 'timm/deit_tiny_patch16_224.fb_in1k'") and "\n" not in message
+    assert (
+        "--weights FILE" in message and "https://huggingface.co/timm/deit_tiny_patch16_224.fb_in1k" in message
+    )
+
+
+def test_an_interrupted_save_leaves_the_old_file(tmp_path, nano, monkeypatch):
+    file = tmp_path / "nano.safetensors"
+    save_converted(file, nano)
+    before = file.read_bytes()
+
+    def no_space(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(weights_module.os, "replace", no_space)
+    with pytest.raises(OSError, match="no space"):
+        save_converted(file, dataclasses.replace(nano, source="another"))
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["nano.safetensors"]
