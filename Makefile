@@ -47,7 +47,7 @@ test-312: ## the tests on Python 3.12, where there is one
 lint: $(VENV)/.dev ## formatting, lint and types
 	@$(VENV)/bin/python -m ruff format --check $(CODE)
 	$(VENV)/bin/python -m ruff check $(CODE)
-	$(VENV)/bin/python -m pyright --pythonpath $(VENV)/bin/python
+	$(VENV)/bin/python -m pyright --level error --pythonpath $(VENV)/bin/python
 
 format: $(VENV)/.dev ## format the code and mend what the linter can
 	@$(VENV)/bin/python -m ruff format $(CODE)
@@ -104,7 +104,7 @@ if [ -z "$$python" ]; then
     echo "error: cheem_jax needs Python 3.11 or later, and none of these runs and is: $(PYTHON); name one with PYTHON=/somewhere/python3.11" >&2
     exit 2
 fi
-echo "Setting up $(1) for $(2) with $$("$$python" --version), once; mostly downloads"
+echo "Setting up $(1) with $$("$$python" --version), once; most of it is downloads"
 if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then
     rm -rf $(1)
     if "$$python" -c 'import ensurepip' 2>/dev/null; then

@@ -146,8 +146,8 @@ def mutate(
     parents: Int[Array, "k L"],
     exploit: Float[Array, "L C"],
     uniform: Float[Array, "L C"],
-    epsilon: float,
-    rate: float,
+    epsilon: float | Float[Array, ""],
+    rate: float | Float[Array, ""],
     *,
     num: int,
 ) -> Int[Array, "num L"]:

@@ -96,7 +96,7 @@ def sample(key: jax.Array, table: Float[Array, "L C"], *, num: int) -> Int[Array
 
 @functools.partial(jax.jit, static_argnames="num")
 def sample_mixed(
-    key: jax.Array, exploit: Float[Array, "L C"], uniform: Float[Array, "L C"], epsilon: float, *, num: int
+    key: jax.Array, exploit: Float[Array, "L C"], uniform: Float[Array, "L C"], epsilon: float | Float[Array, ""], *, num: int
 ) -> Int[Array, "num L"]:
     """`num` architectures, each from `uniform` with probability `epsilon`, else from `exploit`."""
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -57,6 +57,7 @@ class EpsilonConfig:
             raise ValueError(f"epsilon is {self.epsilon}; expected a probability in [0, 1]")
 
 
+@runtime_checkable
 class Examples(Protocol):
     """Images uint8 `[N, S, S, 3]` and labels int32 `[N]`."""
 
@@ -66,6 +67,7 @@ class Examples(Protocol):
     def labels(self) -> np.ndarray: ...
 
 
+@runtime_checkable
 class Progress(Protocol):
     """Called after work on so many images, with a note for people."""
 

@@ -1,4 +1,4 @@
-"""Converts a plain timm ViT, DeiT or DINO to this library's checkpoint, with the mean class tokens of its own task.
+"""Converts a plain timm ViT, DeiT or DINO to this library's checkpoint, with the means of its own task.
 
     python convert/timm_vit.py --backbone deit_tiny --output deit_tiny.safetensors
     python convert/timm_vit.py --backbone deit_tiny --weights FILE --output deit_tiny.safetensors \
@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import io
-import os
 import re
 import sys
 import textwrap
@@ -42,7 +41,7 @@ class Convert:
     backbone: str = "deit_tiny"
     """One of this library's backbones, or any other plain timm name such as vit_small_patch16_224.dino."""
     weights: Path | None = None
-    """Local .safetensors or .npz under timm's names, or a converted file; without it the hub's timm/ repository."""
+    """Local .safetensors or .npz under timm's names, or a converted file; else the hub's timm/ repository."""
     from_timm: bool = False
     """Let the installed timm load (and download) the weights instead."""
     base_data: str | None = None
@@ -80,13 +79,13 @@ def convert(options: Convert) -> Pretrained:
 def read_timm(backbone: str, *, pretrained: bool = True) -> Pretrained:
     """The weights as the installed timm loads them; `pretrained=False` takes timm's random ones."""
     known = named_config(backbone)
+    if known is not None and known.timm_name is None:
+        raise ValueError(f"{backbone!r} is not timm's; leave out --from-timm")
     try:
         import timm
     except ImportError as error:
         raise ImportError("--from-timm needs timm: `pip install cheem_jax[convert]`") from error
     name = (known and known.timm_name) or backbone
-    if known is not None and known.timm_name is None:
-        raise ValueError(f"{backbone!r} is not timm's; leave out --from-timm")
     try:
         model: Any = timm.create_model(name, pretrained=pretrained)
     except Exception as error:  # timm raises what its downloads raise
@@ -165,19 +164,18 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with contextlib.redirect_stderr(complaint):
             options = tyro.cli(Convert, args=arguments, description=__doc__)
-        pretrained = convert(options)
     except SystemExit as stop:
-        if not stop.code:  # --help
-            return 0
-        # tyro draws a titled box; this command line answers in one line
-        text = re.sub("╭.*╮|[╰╯│─]", " ", complaint.getvalue())
-        print(f"error: {' '.join(text.split())}", file=sys.stderr)
-        return 2
+        if stop.code:  # tyro draws a titled box; this command line answers in one line
+            text = re.sub("╭.*╮|[╰╯│─]", " ", complaint.getvalue())
+            print(f"error: {' '.join(text.split())}", file=sys.stderr)
+        return 2 if stop.code else 0
+    try:
+        pretrained = convert(options)
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"stopped; {os.fspath(options.output)} was not written", file=sys.stderr)
+        print(f"stopped; {options.output} was not written", file=sys.stderr)
         return 130
     numbers = sum(value.size for value in pretrained.params.values())
     print(f"{options.output}: {pretrained.config.name}, {numbers:,} numbers from {pretrained.source}")

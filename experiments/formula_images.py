@@ -1,116 +1,29 @@
 """Images made from formulas alone, for pretraining without photographs: 480 classes in six families.
 
-A class is a set of formula parameters; its images differ by jittered parameters, pose, colours, background and noise.
-The idea is that of formula-driven supervised learning (FractalDB, radial contour and tiling databases); the families
-here are small ones of our own, chosen for 32x32 pixels. Fields are float32 in [0, 1], positions lie in [-1, 1]^2.
+A class is a set of formula parameters; its images differ by jittered parameters, pose, colours, background
+and noise. The idea is that of formula-driven supervised learning (databases of fractals, radial contours and
+tilings); the families here are small ones of our own, chosen for 32x32 pixels.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int32, UInt8
+from formula_fields import SIZE, Colours, Fields, figure, filtered, grid, ramp, rough
+from jaxtyping import Int32, UInt8
 
-SIZE = 32
 Params = dict[str, np.ndarray]
-Fields = Float[np.ndarray, "N S S"]
-Colours = Float[np.ndarray, "N S S 3"]
 
 
 class Family(NamedTuple):
-    """`draw(rng, count)` gives the classes' parameters, `render(rng, parameters)` one image per row in [0, 1]."""
+    """`draw(rng, count)` gives the classes' parameters, `render(rng, rows)` one image per row."""
 
     name: str
     num_classes: int
     draw: Callable[[np.random.Generator, int], Params]
     render: Callable[[np.random.Generator, Params], Colours]
-
-
-def formula_images(
-    seed: int, per_class: int, *, chunk: int = 512
-) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, "N"]]:
-    """`per_class` images of every class, class by class; the same arguments give the same images."""
-    jobs, first = [], 0
-    for index, family in enumerate(FAMILIES):
-        params = family.draw(np.random.default_rng([seed, index]), family.num_classes)
-        own = np.repeat(np.arange(family.num_classes), per_class)
-        for start in range(0, len(own), chunk):
-            rows = own[start : start + chunk]
-            jobs.append((family, params, rows, first + rows, np.random.default_rng([seed, index, start])))
-        first += family.num_classes
-
-    def make(job) -> np.ndarray:
-        family, params, rows, _, rng = job
-        images = family.render(rng, {name: value[rows] for name, value in params.items()})
-        images += rng.normal(0, 1, images.shape) * rng.uniform(0, 0.06, (len(rows), 1, 1, 1))
-        return np.round(np.clip(images, 0, 1) * 255).astype(np.uint8)
-
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # NumPy lets go of the lock inside its loops
-        images = np.concatenate(list(threads.map(make, jobs)))
-    return images, np.concatenate([labels for _, _, _, labels, _ in jobs]).astype(np.int32)
-
-
-# Positions and colours
-
-
-def grid(rng: np.random.Generator, count: int, *, turn: float, zoom: float, shift: float):
-    """x, y of every pixel [N S S] in a frame turned (radians), zoomed (log) and shifted at random."""
-    line = (np.arange(SIZE, dtype=np.float32) + 0.5) * (2 / SIZE) - 1
-    angle = rng.uniform(-turn, turn, (count, 1, 1)).astype(np.float32)
-    scale = np.exp(rng.uniform(-zoom, zoom, (2, count, 1, 1))).astype(np.float32)
-    x0, y0 = rng.uniform(-shift, shift, (2, count, 1, 1)).astype(np.float32)
-    x, y = line[None, None, :] - x0, line[None, :, None] - y0
-    return (np.cos(angle) * x + np.sin(angle) * y) * scale[0], (np.cos(angle) * y - np.sin(angle) * x) * scale[1]
-
-
-def two_colours(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two colours [N 1 1 3] apart in lightness; a quarter grey, a tenth white on black."""
-    back, front = rng.uniform(0, 1, (2, count, 1, 1, 3)).astype(np.float32)
-    grey = rng.uniform(0, 1, (count, 1, 1, 1)) < 0.25
-    back = np.where(grey, back.mean(-1, keepdims=True), back)
-    front = np.where(grey, front.mean(-1, keepdims=True), front)
-    light, other = back.mean(-1, keepdims=True), front.mean(-1, keepdims=True)
-    near = np.abs(light - other) < 0.3
-    front = np.where(near, front + 0.65 * ((light < 0.5) - front), front)
-    plain = rng.uniform(0, 1, (count, 1, 1, 1)) < 0.1
-    return np.where(plain, 0, back).astype(np.float32), np.where(plain, 1, front).astype(np.float32)
-
-
-def rough(rng: np.random.Generator, power: np.ndarray) -> Fields:
-    """Random-phase noise with spectrum 1/f^power, scaled to mean 0 and deviation 1."""
-    fy, fx = np.fft.fftfreq(SIZE)[:, None], np.fft.rfftfreq(SIZE)[None]
-    radius = np.maximum(np.hypot(fy, fx), 1 / SIZE)
-    return _filtered(rng, radius ** -power[:, None, None])
-
-
-def _filtered(rng: np.random.Generator, gain: np.ndarray) -> Fields:
-    white = np.fft.rfft2(rng.normal(0, 1, (len(gain), SIZE, SIZE)))
-    field = np.fft.irfft2(white * gain, (SIZE, SIZE))
-    field -= field.mean((1, 2), keepdims=True)
-    return (field / (field.std((1, 2), keepdims=True) + 1e-6)).astype(np.float32)
-
-
-def figure(rng: np.random.Generator, mask: Fields) -> Colours:
-    """A coloured figure before a flat, shaded or rough background."""
-    count = len(mask)
-    back, front = two_colours(rng, count)
-    x, y = grid(rng, count, turn=np.pi, zoom=0.0, shift=0.0)
-    shade = 0.15 * rng.normal(0, 1, (count, 1, 1)) * x
-    amount = rng.uniform(0, 0.16, (count, 1, 1)) * (rng.uniform(0, 1, (count, 1, 1)) < 0.6)
-    shade = shade + amount * rough(rng, rng.uniform(0.3, 2.0, count))
-    colour = back + (front - back) * mask[..., None]
-    return (colour + (shade * (1 - 0.7 * mask))[..., None]).astype(np.float32)
-
-
-def ramp(rng: np.random.Generator, field: Fields) -> Colours:
-    """A texture coloured between two colours, with a third in the middle for a third of the images."""
-    back, front = two_colours(rng, len(field))
-    middle = rng.uniform(0, 1, (len(field), 1, 1, 3)).astype(np.float32)
-    amount = (rng.uniform(0, 1, (len(field), 1, 1, 1)) < 0.33) * (4 * field * (1 - field))[..., None]
-    colour = back + (front - back) * field[..., None]
-    return (colour + amount * (middle - colour)).astype(np.float32)
 
 
 # Iterated function systems: the points that random affine maps bring forth
@@ -161,7 +74,9 @@ def fractal_masks(rng: np.random.Generator, params: Params, *, jitter: float) ->
 
 
 def _rotation(angle: np.ndarray) -> np.ndarray:
-    return np.stack([np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)], -1).reshape(*angle.shape, 2, 2)
+    return np.stack([np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)], -1).reshape(
+        *angle.shape, 2, 2
+    )
 
 
 # Radial contours: polygons, stars and blobs, filled or in rings
@@ -188,7 +103,9 @@ def render_contours(rng: np.random.Generator, params: Params) -> Colours:
     reach = 0.72 * np.where(p["sides"] < 3, 0.85, polygon)
     waves = params["waves"] + 0.02 * rng.normal(0, 1, params["waves"].shape)
     for k in range(6):
-        reach = reach * (1 + waves[:, k, None, None] * np.cos((k + 1) * angle + params["phases"][:, k, None, None]))
+        reach = reach * (
+            1 + waves[:, k, None, None] * np.cos((k + 1) * angle + params["phases"][:, k, None, None])
+        )
     depth = 1 - np.hypot(x, y * 1.0) / reach  # 1 in the middle, 0 on the outline
     edge = np.clip(0.5 + depth * 0.6 * SIZE / 2, 0, 1)
     phase = (depth * (p["rings"] + 0.5 * (p["rings"] < 2))) % 1
@@ -228,8 +145,8 @@ def render_strokes(rng: np.random.Generator, params: Params) -> Colours:
     lean = rng.normal(0, 0.15, (count, 1, 1)).astype(np.float32)
     x = x + lean * y
     nearest = np.full_like(x, np.inf)
-    for start, end in zip(curve[:, :, :-1].reshape(count, -1, 2).transpose(1, 0, 2),
-                          curve[:, :, 1:].reshape(count, -1, 2).transpose(1, 0, 2), strict=True):  # fmt: skip
+    starts, ends = curve[:, :, :-1].reshape(count, -1, 2), curve[:, :, 1:].reshape(count, -1, 2)
+    for start, end in zip(starts.transpose(1, 0, 2), ends.transpose(1, 0, 2), strict=True):
         ax, ay = start[:, 0, None, None], start[:, 1, None, None]
         dx, dy = end[:, 0, None, None] - ax, end[:, 1, None, None] - ay
         along = ((x - ax) * dx + (y - ay) * dy) / (dx * dx + dy * dy + 1e-6)
@@ -244,7 +161,10 @@ def render_strokes(rng: np.random.Generator, params: Params) -> Colours:
 
 
 def draw_waves(rng: np.random.Generator, count: int) -> Params:
-    angle, cycles = rng.uniform(0, np.pi, (count, 3)), np.exp(rng.uniform(np.log(1.0), np.log(5.5), (count, 3)))
+    angle, cycles = (
+        rng.uniform(0, np.pi, (count, 3)),
+        np.exp(rng.uniform(np.log(1.0), np.log(5.5), (count, 3))),
+    )
     size = rng.uniform(0.4, 1, (count, 3)) * (np.arange(3) < rng.integers(1, 4, (count, 1)))
     return {"angle": angle, "cycles": cycles, "size": size, "shape": rng.integers(0, 4, count)}
 
@@ -254,13 +174,19 @@ def render_waves(rng: np.random.Generator, params: Params) -> Colours:
     x = x + rng.uniform(0, 0.12, (len(x), 1, 1)) * rough(rng, np.full(len(x), 2.5)) * 0.3
     waves = []
     for k in range(3):
-        fx, fy = np.pi * params["cycles"][:, k] * (np.cos(params["angle"][:, k]), np.sin(params["angle"][:, k]))
+        fx, fy = (
+            np.pi * params["cycles"][:, k] * (np.cos(params["angle"][:, k]), np.sin(params["angle"][:, k]))
+        )
         phase = rng.uniform(-np.pi, np.pi, (len(x), 1, 1))
-        waves.append(params["size"][:, k, None, None] * np.sin(fx[:, None, None] * x + fy[:, None, None] * y + phase))
+        waves.append(
+            params["size"][:, k, None, None] * np.sin(fx[:, None, None] * x + fy[:, None, None] * y + phase)
+        )
     total = sum(waves) / params["size"].sum(-1)[:, None, None]
     shape = params["shape"][:, None, None]
-    field = np.select([shape == 0, shape == 1, shape == 2],
-                      [0.5 + 0.5 * total, 0.5 + 0.5 * np.tanh(6 * total), np.abs(total)], np.maximum(total, 0))  # fmt: skip
+    smooth, sharp = 0.5 + 0.5 * total, 0.5 + 0.5 * np.tanh(6 * total)
+    field = np.select(
+        [shape == 0, shape == 1, shape == 2], [smooth, sharp, np.abs(total)], np.maximum(total, 0)
+    )
     return ramp(rng, np.clip(field, 0, 1).astype(np.float32))
 
 
@@ -279,8 +205,10 @@ def render_noises(rng: np.random.Generator, params: Params) -> Colours:
     angle = p["angle"] + rng.uniform(-0.2, 0.2, p["angle"].shape)
     fy, fx = np.fft.fftfreq(SIZE, 1 / SIZE)[:, None], np.fft.rfftfreq(SIZE, 1 / SIZE)[None]
     u, v = np.cos(angle) * fx + np.sin(angle) * fy, np.cos(angle) * fy - np.sin(angle) * fx
-    radius = np.hypot(u * p["stretch"], v / np.sqrt(p["stretch"])) * np.exp(rng.uniform(-0.1, 0.1, angle.shape))
-    field = _filtered(rng, np.exp(-0.5 * (np.log(np.maximum(radius, 0.3) / p["centre"]) / p["band"]) ** 2))
+    radius = np.hypot(u * p["stretch"], v / np.sqrt(p["stretch"])) * np.exp(
+        rng.uniform(-0.1, 0.1, angle.shape)
+    )
+    field = filtered(rng, np.exp(-0.5 * (np.log(np.maximum(radius, 0.3) / p["centre"]) / p["band"]) ** 2))
     shape = p["shape"]
     field = np.select([shape == 0, shape == 1, shape == 2],
                       [0.5 + 0.25 * field, 0.5 + 0.5 * np.tanh(4 * field), 1 - 0.7 * np.abs(field)],
@@ -328,8 +256,25 @@ FAMILIES: tuple[Family, ...] = (
 NUM_CLASSES = sum(family.num_classes for family in FAMILIES)
 
 
-def contact_sheet(images: Iterable[np.ndarray], columns: int) -> np.ndarray:
-    """Pictures of one size side by side, row by row."""
-    rows = np.stack(list(images))
-    rows = rows.reshape(-1, columns, *rows.shape[1:])
-    return rows.transpose(0, 2, 1, 3, 4).reshape(rows.shape[0] * rows.shape[2], -1, 3)
+def formula_images(
+    seed: int, per_class: int, *, chunk: int = 512
+) -> tuple[UInt8[np.ndarray, "N 32 32 3"], Int32[np.ndarray, "N"]]:
+    """`per_class` images of every class, class by class; the same arguments give the same images."""
+    jobs, first = [], 0
+    for index, family in enumerate(FAMILIES):
+        params = family.draw(np.random.default_rng([seed, index]), family.num_classes)
+        own = np.repeat(np.arange(family.num_classes), per_class)
+        for start in range(0, len(own), chunk):
+            rows = own[start : start + chunk]
+            jobs.append((family, params, rows, first + rows, np.random.default_rng([seed, index, start])))
+        first += family.num_classes
+
+    def make(job) -> np.ndarray:
+        family, params, rows, _, rng = job
+        images = family.render(rng, {name: value[rows] for name, value in params.items()})
+        images += rng.normal(0, 1, images.shape) * rng.uniform(0, 0.06, (len(rows), 1, 1, 1))
+        return np.round(np.clip(images, 0, 1) * 255).astype(np.uint8)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # NumPy lets go of the lock inside its loops
+        images = np.concatenate(list(threads.map(make, jobs)))
+    return images, np.concatenate([labels for _, _, _, labels, _ in jobs]).astype(np.int32)

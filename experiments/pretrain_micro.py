@@ -1,9 +1,9 @@
-"""Pretrain the bundled backbones on formula images: `python experiments/pretrain_micro.py --backbone vit_micro`.
+"""Pretrain a bundled backbone on formula images: `python experiments/pretrain_micro.py --backbone vit_micro`.
 
-Classifying 480 classes of images made by formulas (`formula_images.py`) teaches a small ViT features that carry over to
-digits, letters, shapes and textures, without one photograph and so without anybody's licence. The classifier is dropped;
-weights (float16) and mean class tokens (float32) go into one converted file. Stopped and started again with the same
-`--work-dir`, it continues where it was and ends with the same weights.
+Telling 480 classes of images made by formulas apart (`formula_images.py`) teaches a small ViT features that
+carry over to digits, letters, shapes and textures, without one photograph and so without anybody's licence.
+The classifier is dropped; weights (float16) and mean class tokens (float32) go into one converted file.
+Stopped and started again with the same `--work-dir`, it continues and ends with the same weights.
 """
 
 import dataclasses
@@ -24,11 +24,16 @@ from flax import nnx
 from formula_images import NUM_CLASSES, formula_images
 from jaxtyping import Array, Float, Int32, UInt8
 from PIL import Image
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
 
 from cheem_jax.backbone.config import ViTConfig, config_of
+from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import Params, build, init_params, params_of
+from cheem_jax.backbone.weights import Pretrained, save_converted
 
+_BICUBIC = Image.Resampling.BICUBIC
 BUNDLED = Path(__file__).parents[1] / "cheem_jax" / "backbone" / "bundled"
 
 
@@ -85,7 +90,8 @@ def make_trainer(config: Pretrain, num_classes: int = NUM_CLASSES) -> Trainer:
     learned = Learned(state, jnp.zeros((vit_config.width, num_classes)), jnp.zeros(num_classes))
     # Orthogonalised updates need about half the steps of AdamW here, and steps are what a CPU lacks.
     names = jax.tree_util.tree_map_with_path(
-        lambda place, leaf: "muon" if "blocks" in jax.tree_util.keystr(place) and leaf.ndim == 2 else "adam", learned
+        lambda place, leaf: "muon" if "blocks" in jax.tree_util.keystr(place) and leaf.ndim == 2 else "adam",
+        learned,
     )
 
     def rate(peak: float) -> optax.Schedule:
@@ -116,7 +122,7 @@ def make_trainer(config: Pretrain, num_classes: int = NUM_CLASSES) -> Trainer:
 
 
 def wide_init(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:
-    """`init_params` with kernels of deviation 1/sqrt(inputs), half that at a branch's end: 0.02 starts too slowly."""
+    """`init_params` with kernels of deviation 1/sqrt(inputs), half at a branch's end: 0.02 starts slowly."""
     params = init_params(config, key)
     for name, value in params.items():
         if name.endswith("kernel"):
@@ -132,7 +138,9 @@ def augment(key: jax.Array, images: UInt8[Array, "B H W 3"]) -> Float[Array, "B 
     x = images.astype(jnp.float32) / 127.5 - 1.0
     x = jnp.pad(x, ((0, 0), (3, 3), (3, 3), (0, 0)), mode="edge")
     corners = jax.random.randint(move_key, (count, 2), 0, 7)
-    x = jax.vmap(lambda image, at: jax.lax.dynamic_slice(image, (at[0], at[1], 0), (size, size, 3)))(x, corners)
+    x = jax.vmap(lambda image, at: jax.lax.dynamic_slice(image, (at[0], at[1], 0), (size, size, 3)))(
+        x, corners
+    )
     contrast = jax.random.uniform(contrast_key, (count, 1, 1, 1), minval=0.7, maxval=1.2)
     return x * contrast + 0.08 * jax.random.normal(light_key, (count, 1, 1, 3))
 
@@ -146,26 +154,28 @@ def batch_at(step: int, num_images: int, *, seed: int, batch_size: int) -> np.nd
 
 def save_state(file: Path, config: Pretrain, state, step: int) -> None:
     """The arrays of `state` in tree order, the step and the settings, written whole or not at all."""
-    leaves = {f"leaf_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
+    leaves = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp.npz")
-    np.savez(temporary, step=step, settings=json.dumps(_settings(config)), **leaves)
+    temporary = file.with_suffix(".tmp")
+    save_file(leaves, temporary, {"step": str(step), "settings": json.dumps(_settings(config))})
     os.replace(temporary, file)
 
 
 def load_state(file: Path, config: Pretrain, state):
-    """The state and step saved under the same settings; other settings are refused."""
-    with np.load(file, allow_pickle=False) as saved:
-        before, now = json.loads(str(saved["settings"])), _settings(config)
-        differ = sorted(name for name in now if before.get(name) != now[name])
+    """The state and step saved under the same settings; ValueError names every setting that differs."""
+    with safe_open(file, framework="numpy") as saved:
+        metadata = saved.metadata()
+        before, now = json.loads(metadata["settings"]), _settings(config)
+        differ = [
+            f"{name} {before.get(name)!r}, now {now[name]!r}" for name in now if before.get(name) != now[name]
+        ]
         if differ:
             raise ValueError(
-                f"{file} holds a run with other settings: "
-                + ", ".join(f"{name} {before.get(name)!r}, now {now[name]!r}" for name in differ)
-                + "; delete it or choose another --work-dir"
+                f"{file} holds a run with other settings: {'; '.join(differ)}; "
+                "delete it or choose another --work-dir"
             )
-        leaves = [jnp.asarray(saved[f"leaf_{i}"]) for i in range(len(jax.tree.leaves(state)))]
-        return jax.tree.unflatten(jax.tree.structure(state), leaves), int(saved["step"])
+        leaves = [jnp.asarray(saved.get_tensor(str(i))) for i in range(len(jax.tree.leaves(state)))]
+        return jax.tree.unflatten(jax.tree.structure(state), leaves), int(metadata["step"])
 
 
 def _settings(config: Pretrain) -> dict:
@@ -176,15 +186,15 @@ def _settings(config: Pretrain) -> dict:
 
 def train(
     config: Pretrain,
+    trainer: Trainer,
     images: UInt8[np.ndarray, "N H W 3"],
     labels: Int32[np.ndarray, "N"],
     *,
     until: int | None = None,
     on_save=lambda vit, step: None,
 ) -> nnx.Module:
-    """The backbone after `config.steps` steps, or after `until`; begins at the state in `work_dir` if there is one."""
-    trainer = make_trainer(config, int(labels.max()) + 1)
-    file = config.work_dir / f"{config.backbone}.npz"
+    """The backbone after `config.steps` steps or `until`; begins at the state in `work_dir`, if any."""
+    file = config.work_dir / f"{config.backbone}.state.safetensors"
     state, first = (trainer.learned, trainer.moments), 0
     if file.exists():
         state, first = load_state(file, config, state)
@@ -214,22 +224,17 @@ def train(
 
 
 def digits_probe(params: Params, backbone: str) -> dict[str, float]:
-    """Test accuracy of ridge on real digits (600 to learn from, 1000 to test): these features, and raw pixels."""
-    digits = load_digits()
-    pictures = np.stack([
-        np.asarray(Image.fromarray((image * 255 / 16).astype(np.uint8)).resize((32, 32), Image.Resampling.BICUBIC))
-        for image in digits.images
-    ])  # fmt: skip
+    """Test accuracy of ridge on real digits, 600 to learn from, 1000 to test: on features and on pixels."""
+    scans, labels = load_digits(return_X_y=True)
+    scans = (scans.reshape(-1, 8, 8) * 255 / 16).astype(np.uint8)
+    pictures = np.stack([np.asarray(Image.fromarray(scan).resize((32, 32), _BICUBIC)) for scan in scans])
     graphdef, state = nnx.split(build(config_of(backbone), params))
-    features = jax.jit(lambda state, x: nnx.merge(graphdef, state)(x))(
-        state, np.repeat(pictures[..., None], 3, axis=-1)
-    )
+    images = np.repeat(pictures[..., None], 3, axis=-1)
+    features = jax.jit(lambda state, images: nnx.merge(graphdef, state)(images))(state, images)
     order = np.random.default_rng(0).permutation(len(pictures))
     fit, test = order[:600], order[600:1600]
-    return {
-        name: ridge_accuracy(x[fit], digits.target[fit], x[test], digits.target[test])
-        for name, x in (("features", np.asarray(features)), ("pixels", pictures.reshape(len(pictures), -1) / 255.0))
-    }
+    inputs = {"features": np.asarray(features), "pixels": pictures.reshape(len(pictures), -1) / 255.0}
+    return {name: ridge_accuracy(x[fit], labels[fit], x[test], labels[test]) for name, x in inputs.items()}
 
 
 def ridge_accuracy(x, y, x_test, y_test) -> float:
@@ -247,9 +252,6 @@ def ridge_accuracy(x, y, x_test, y_test) -> float:
 
 def export(file: Path, config: Pretrain, vit, images: UInt8[np.ndarray, "N H W 3"], step: int) -> None:
     """The converted file: float16 weights and the mean class tokens of the network that has them."""
-    from cheem_jax.backbone.means import base_means
-    from cheem_jax.backbone.weights import Pretrained, save_converted
-
     params = {name: value.astype(np.float16) for name, value in params_of(vit).items()}
     means = base_means(build(config_of(config.backbone), params), images[:: max(1, len(images) // 4800)])
     source = (
@@ -267,13 +269,17 @@ def main(config: Pretrain) -> None:
     print(f"{len(images)} images of {NUM_CLASSES} classes in {time.monotonic() - began:.0f} s", flush=True)
     file = config.output or BUNDLED / f"{config.backbone}.safetensors"
     vit_config = config_of(config.backbone)
-    print("random features:", digits_probe(init_params(vit_config, jax.random.key(1)), config.backbone), flush=True)
+    print(
+        "random features:",
+        digits_probe(init_params(vit_config, jax.random.key(1)), config.backbone),
+        flush=True,
+    )
 
     def on_save(vit, step: int) -> None:
         print("pretrained features:", digits_probe(params_of(vit), config.backbone), flush=True)
         export(file, config, vit, images, step)
 
-    train(config, images, labels, on_save=on_save)
+    train(config, make_trainer(config), images, labels, on_save=on_save)
     print(f"wrote {file} ({file.stat().st_size / 1e6:.2f} MB) after {time.monotonic() - began:.0f} s")
 
 

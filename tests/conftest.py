@@ -33,7 +33,7 @@ class Compilations:
 _counting: list[Compilations] = []
 
 
-def _on_duration(event: str, duration: float, **_) -> None:
+def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
         for compilations in _counting:
             compilations.count += 1

@@ -22,6 +22,7 @@ from cheem_jax.ops import Reuse
 from convert import timm_vit
 
 NANO = CONFIGS["vit_nano"]
+FROM_NANO = ["--output", "x.safetensors", "--backbone", "vit_nano", "--weights", "NANO"]
 FROM_TIMM = [config for config in CONFIGS.values() if config.timm_name]
 
 
@@ -107,12 +108,14 @@ def test_an_existing_output_stays_unless_overwriting_is_asked_for(tmp_path, nano
         (["--output", "x.safetensors", "--weights", "none.npz", "--from-timm"], "two sources"),
         (["--output", "x.safetensors", "--image-size", "96"], "give both or neither"),
         (["--output", "x.safetensors", "--backbone", "vit_nano", "--from-timm"], "'vit_nano' is not timm's"),
-        (["--output", "x.safetensors", "--backbone", "vit_nano", "--weights", "NANO", "--base-data", "tfds:x"],
-         "expected tfds:NAME:SPLIT"),
-        (["--output", "x.safetensors", "--backbone", "vit_nano", "--weights", "NANO", "--base-data", "none"],
-         "none"),
+        ([*FROM_NANO, "--base-data", "tfds:x"], "expected tfds:NAME:SPLIT"),
+        ([*FROM_NANO, "--base-data", "none"], "none: no such"),
+        (
+            [*FROM_NANO, "--base-data", "none", "--image-size", "33"],
+            "33 is no multiple of vit_nano's patch size 8",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_end_in_one_line_and_status_two(
     tmp_path, nano_file, monkeypatch, capsys, arguments, shown
 ):
@@ -127,21 +130,14 @@ def test_wrong_arguments_end_in_one_line_and_status_two(
 @pytest.mark.parametrize(
     ("extra", "module", "arguments"),
     [
-        ("convert", "timm", ["--from-timm"]),
-        ("datasets", "tensorflow_datasets", ["--weights", "WEIGHTS", "--base-data", "tfds:imagenet_v2:test"]),
+        ("convert", "timm", ["--output", "x.safetensors", "--from-timm"]),
+        ("datasets", "tensorflow_datasets", [*FROM_NANO, "--base-data", "tfds:imagenet_v2:test"]),
     ],
 )
-def test_a_missing_extra_is_named(tmp_path, monkeypatch, capsys, extra, module, arguments):
+def test_a_missing_extra_is_named(tmp_path, nano_file, monkeypatch, capsys, extra, module, arguments):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    weights = tmp_path / "model.safetensors"
-    config = CONFIGS["deit_tiny"]
-    rng = np.random.default_rng(0)
-    params = {
-        name: rng.standard_normal(shape).astype(np.float16) for name, shape in shapes_of(config).items()
-    }
-    save_converted(weights, Pretrained(config, params, "", ""))
-    arguments = [str(weights) if value == "WEIGHTS" else value for value in arguments]
-    assert timm_vit.main(["--output", str(tmp_path / "out.safetensors"), *arguments]) == 2
+    assert timm_vit.main([str(nano_file) if value == "NANO" else value for value in arguments]) == 2
     assert f"`pip install cheem_jax[{extra}]`" in capsys.readouterr().err
 
 
@@ -159,7 +155,7 @@ def test_tfds_sources_are_spelled_name_and_split(spelled, name, split):
 
 
 def _random_model(name: str, **options):
-    """A timm model in which no parameter keeps a value that could hide a mistake, in float32 for inference."""
+    """A timm model for inference in which no parameter keeps a value that could hide a mistake."""
     import timm
     import torch
 

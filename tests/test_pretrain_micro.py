@@ -24,9 +24,14 @@ def made() -> tuple[np.ndarray, np.ndarray]:
     return formula_images.formula_images(0, 2)
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> pretrain_micro.Pretrain:
-    return pretrain_micro.Pretrain(backbone="vit_nano", work_dir=tmp_path, steps=4, batch_size=16)
+@pytest.fixture(scope="module")
+def tiny() -> pretrain_micro.Pretrain:
+    return pretrain_micro.Pretrain(backbone="vit_nano", steps=16, batch_size=16)
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny) -> pretrain_micro.Trainer:
+    return pretrain_micro.make_trainer(tiny, 16)
 
 
 def test_the_same_seed_makes_the_same_images_and_another_seed_others(made):
@@ -54,9 +59,8 @@ def test_mosaic_classes_have_colours_of_their_own():
     assert between > within
 
 
-def test_a_few_steps_on_one_batch_lower_its_loss(made, tiny):
+def test_a_few_steps_on_one_batch_lower_its_loss(made, trainer):
     images, labels = made[0][::61][:16], np.arange(16, dtype=np.int32)
-    trainer = pretrain_micro.make_trainer(dataclasses.replace(tiny, steps=20), 16)
     state, losses = (trainer.learned, trainer.moments), []
     for step in range(12):
         learned, moments, loss, _ = trainer.step(*state, np.uint32(step), images, labels)
@@ -65,21 +69,23 @@ def test_a_few_steps_on_one_batch_lower_its_loss(made, tiny):
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(made, tiny):
+def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(made, tiny, trainer, tmp_path):
     images, labels = made[0][:48], np.arange(48, dtype=np.int32) % 16
-    whole = params_of(pretrain_micro.train(tiny, images, labels))
-    broken = dataclasses.replace(tiny, work_dir=tiny.work_dir / "broken")
-    pretrain_micro.train(broken, images, labels, until=2)
-    resumed = params_of(pretrain_micro.train(broken, images, labels))
+    tiny = dataclasses.replace(tiny, work_dir=tmp_path / "whole")
+    whole = params_of(pretrain_micro.train(tiny, trainer, images, labels, until=5))
+    tiny = dataclasses.replace(tiny, work_dir=tmp_path / "broken")
+    pretrain_micro.train(tiny, trainer, images, labels, until=2)
+    resumed = params_of(pretrain_micro.train(tiny, trainer, images, labels, until=5))
     for name, value in whole.items():
         np.testing.assert_array_equal(resumed[name], value)
 
 
-def test_a_state_of_other_settings_is_refused_by_name(made, tiny):
-    images, labels = made[0][:48], np.arange(48, dtype=np.int32) % 16
-    pretrain_micro.train(tiny, images, labels, until=1)
+def test_a_state_of_other_settings_is_refused_by_name(tiny, tmp_path):
+    pretrain_micro.save_state(tmp_path / "state", tiny, {"x": np.ones(3)}, 7)
+    state, step = pretrain_micro.load_state(tmp_path / "state", tiny, {"x": np.zeros(3)})
+    assert step == 7 and state["x"].tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="seed 0, now 5"):
-        pretrain_micro.train(dataclasses.replace(tiny, seed=5), images, labels)
+        pretrain_micro.load_state(tmp_path / "state", dataclasses.replace(tiny, seed=5), {"x": np.zeros(3)})
 
 
 def test_every_epoch_shows_each_image_once_in_an_order_of_its_own():

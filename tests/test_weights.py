@@ -127,7 +127,7 @@ def test_local_files_under_timms_names_are_read_in_float32_with_their_hash(tmp_p
     file = tmp_path / f"model.{suffix}"
     tensors = {name: value.astype(np.float16) for name, value in timm_tensors().items()}
     if suffix == "npz":
-        np.savez(file, **tensors)
+        np.savez(file, allow_pickle=False, **tensors)
     else:
         safetensors.numpy.save_file(tensors, file)
     pretrained = load_pretrained(TINY, weights=file)
@@ -295,7 +295,7 @@ def test_quickgelu_names_share_the_hubs_plain_repository():
 
 
 class _Hub(http.server.BaseHTTPRequestHandler):
-    """The two kinds of answer of the hub that a download needs: a file with its commit and etag, or no repository."""
+    """The hub's two answers that a download needs: a file with its commit and etag, or no repository."""
 
     def __init__(self, files: dict[str, bytes], asked: list[str], *args):
         self.files, self.asked = files, asked

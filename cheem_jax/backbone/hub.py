@@ -7,8 +7,8 @@ from pathlib import Path
 def download(timm_name: str) -> tuple[Path, dict, str]:
     """The model's safetensors file in the local cache, its `config.json`, and what to call the source.
 
-    Files that the cache holds are used without asking the network. Raises FileNotFoundError where the hub cannot be
-    reached or has no such model.
+    Files that the cache holds are used without asking the network. Raises FileNotFoundError where the hub
+    cannot be reached or has no such model.
     """
     repository = repository_of(timm_name)
     way_out = f"pass a local file instead (--weights FILE), e.g. model.safetensors from https://huggingface.co/{repository}"

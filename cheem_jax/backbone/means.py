@@ -18,8 +18,9 @@ def base_means(
 ) -> dict[str, Float[np.ndarray, "L D"]]:
     """Mean class tokens over `images` on the plain backbone, keyed `{image_size}/{placement}/{token}`.
 
-    `component` is the plastic layer's output before the residual sum, `block` the block's output (the same for both
-    placements, as the plain backbone skips nothing). Sums run in float64; one program serves all batches.
+    `component` is the plastic layer's output before the residual sum, `block` the block's output (the same
+    for both placements, as the plain backbone skips nothing). Sums run in float64; one program serves all
+    batches.
     """
     size = vit.config.image_size
     if len(images) == 0 or images.shape[1:3] != (size, size):

@@ -1,7 +1,8 @@
 """Parameters as a flat dict of names, and how a `ViT` is built from one.
 
-Names follow the module's attributes, joined by dots: `patch.kernel`, `class_token`, `blocks.3.qkv.bias`, `norm.scale`.
-Kernels are `[in, out]`; the patch kernel is `[patch * patch * 3, D]` in height, width, channel order.
+Names follow the module's attributes, joined by dots: `patch.kernel`, `class_token`, `blocks.3.qkv.bias`,
+`norm.scale`. Kernels are `[in, out]`; the patch kernel is `[patch * patch * 3, D]` in height, width, channel
+order.
 """
 
 import re
@@ -30,7 +31,8 @@ def check_params(config: ViTConfig, params: Params) -> None:
     complaint = mismatches(shapes_of(config), params)
     if complaint:
         raise ValueError(
-            f"weights do not fit backbone {config.name!r}: {complaint}; were they made for another architecture?"
+            f"weights do not fit backbone {config.name!r}: {complaint}; "
+            "were they made for another architecture?"
         )
 
 

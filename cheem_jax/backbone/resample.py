@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 
 def resample_position(position: Float[np.ndarray, "N D"], num_patches: int) -> Float[np.ndarray, "M D"]:
-    """The embedding of a class token and a square grid of `num_patches`; the class token's row stays as it is."""
+    """The embedding for a square grid of `num_patches`; the class token's row stays as it is."""
     class_token, grid = position[:1], position[1:]
     before, after = math.isqrt(len(grid)), math.isqrt(num_patches)
     if before**2 != len(grid) or after**2 != num_patches:
@@ -25,8 +25,8 @@ def resample_position(position: Float[np.ndarray, "N D"], num_patches: int) -> F
 def bicubic_matrix(before: int, after: int) -> Float[np.ndarray, "after before"]:
     """Antialiased bicubic resampling along one axis: Keys' kernel with a = -1/2, widened when it shrinks.
 
-    Pixel centres lie at halves. Samples beyond the edge are left out and the rows rescaled to sum to 1, as in torch's
-    `interpolate(mode="bicubic", antialias=True)`, which uses this kernel for enlarging too.
+    Pixel centres lie at halves. Samples beyond the edge are left out and the rows rescaled to sum to 1, as in
+    torch's `interpolate(mode="bicubic", antialias=True)`, which uses this kernel for enlarging too.
     """
     scale = before / after
     centre = scale * (np.arange(after) + 0.5)

@@ -1,6 +1,7 @@
 """timm's names and PyTorch's layout on one side, ours on the other; and configs read off timm's tensors.
 
-timm keeps linear weights as `[out, in]` and the patch kernel as `[D, 3, height, width]`; ours are in `params.py`.
+timm keeps linear weights as `[out, in]` and the patch kernel as `[D, 3, height, width]`; for ours see
+`params.py`.
 """
 
 import math
@@ -12,6 +13,7 @@ import numpy as np
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
 from cheem_jax.backbone.params import mismatches, shapes_of
 
+Rgb = tuple[float, float, float]
 _MODULES = {
     "patch": "patch_embed.proj",
     "norm_before": "norm_pre",
@@ -40,7 +42,8 @@ def timm_name_of(name: str) -> str:
 def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
     """Our parameters in float32; one ValueError lists every missing, unexpected and misshapen tensor.
 
-    A config without classes knows no use for a head (CLIP's is its 768 -> 512 projection), so `head.*` is left out.
+    A config without classes knows no use for a head (CLIP's is its 768 -> 512 projection): `head.*` is left
+    out.
     """
     shapes = shapes_of(config)
     wanted = {timm_name_of(name): _timm_shape(name, shape, config) for name, shape in shapes.items()}
@@ -74,8 +77,9 @@ def _our_layout(name: str, tensor: np.ndarray) -> np.ndarray:
 def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict | None) -> ViTConfig:
     """The config of any plain timm ViT, DeiT or DINO from its tensors, its name and the hub's `config.json`.
 
-    Sizes come from shapes, heads from the usual width of 64, the preprocessing from `pretrained_cfg`. What is not a
-    plain class-token ViT (layer scale, registers, distillation, gated MLPs, ...) is refused by its tensors' names.
+    Sizes come from shapes, heads from the usual width of 64, the preprocessing from `pretrained_cfg`. What is
+    not a plain class-token ViT (layer scale, registers, distillation, gated MLPs, ...) is refused by the
+    names of its tensors.
     """
     hub_config = hub_config or {}
     _refuse_unless_plain(name, tensors, hub_config)
@@ -138,10 +142,11 @@ def _refuse_unless_plain(name: str, tensors: Mapping[str, np.ndarray], hub_confi
         raise ValueError(f"{name!r} is no plain timm ViT: {'; '.join(reasons)}")
 
 
-def _preprocessing(name: str, hub_config: dict) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _preprocessing(name: str, hub_config: dict) -> tuple[Rgb, Rgb]:
     pretrained = hub_config.get("pretrained_cfg", hub_config)
     if "mean" in pretrained and "std" in pretrained:
-        return tuple(map(float, pretrained["mean"])), tuple(map(float, pretrained["std"]))
+        mean, std = ((float(r), float(g), float(b)) for r, g, b in (pretrained["mean"], pretrained["std"]))
+        return mean, std
     families = (
         (".openai", "clip_vit_base"),
         (".augreg", "vit_base"),
@@ -152,6 +157,6 @@ def _preprocessing(name: str, hub_config: dict) -> tuple[tuple[float, ...], tupl
         if part in name:
             return CONFIGS[like].mean, CONFIGS[like].std
     raise ValueError(
-        f"the mean and std that {name!r} was trained with are unknown: put the model's config.json (from the hub's "
-        f"timm/{name}) beside the weights"
+        f"the mean and std that {name!r} was trained with are unknown: put the model's config.json "
+        f"(from the hub's timm/{name}) beside the weights"
     )

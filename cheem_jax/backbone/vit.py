@@ -85,7 +85,7 @@ class ViT(nnx.Module):
         self.head = nnx.Linear(config.width, config.num_classes, rngs=rngs) if config.num_classes else None
 
     def embed(self, images: UInt8[Array, "B H W 3"] | Float[Array, "B H W 3"]) -> Float[Array, "B N D"]:
-        """Tokens of the first block; uint8 images are normalised here, floats are taken as normalised already."""
+        """Tokens of the first block; uint8 images are normalised here, floats are taken as normalised."""
         if images.dtype == jnp.uint8:
             mean, std = jnp.asarray(self.config.mean), jnp.asarray(self.config.std)
             images = (images.astype(jnp.float32) / 255.0 - mean) / std

@@ -1,7 +1,8 @@
 """Pretrained weights: where they come from (package, file, hub), and the converted file format.
 
-A converted file is one safetensors file: parameters under our names, mean class tokens of the backbone's own task under
-`base_means/<image size>/<placement>/<token>`, and in its header the format, config, source and hash of that source.
+A converted file is one safetensors file: parameters under our names, mean class tokens of the backbone's own
+task under `base_means/<image size>/<placement>/<token>`, and in its header the format, config, source and
+hash of that source.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import os
 import re
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,17 +40,18 @@ class Pretrained:
     sha256: str
     """Of the source file; a converted file passes on the hash of the file it was made from."""
     base_means: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """`{image_size}/{placement}/{token}` -> float32 [L, D], for the sizes they were measured at; may be empty."""
+    """`{image_size}/{placement}/{token}` -> float32 [L, D], for the sizes measured; may be empty."""
 
 
 def load_pretrained(
     backbone: str, *, weights: Path | None = None, image_size: int | None = None
 ) -> Pretrained:
-    """Weights of a named backbone or of another plain timm ViT, at `image_size` pixels (default: the weights' own).
+    """Weights of a named backbone or of another plain timm ViT, at `image_size` pixels.
 
-    `weights` is a safetensors or npz file under timm's names, or a converted file. Without it, bundled backbones come
-    from the package and others from the hub's `timm/` repositories. Raises ValueError for an unknown name, an unreadable
-    file or weights of another architecture, FileNotFoundError where there is no such file or no network.
+    `image_size` is the weights' own by default. `weights` is a safetensors or npz file under timm's names, or
+    a converted file. Without it, bundled backbones come from the package and others from the hub's `timm/`
+    repositories. Raises ValueError for an unknown name, an unreadable file or weights of another
+    architecture, FileNotFoundError where there is no such file or no network.
     """
     known = named_config(backbone)
     hub_config = None
@@ -56,7 +59,7 @@ def load_pretrained(
         file, source = Path(weights), Path(weights).name
         if not file.is_file():
             raise FileNotFoundError(f"no weights file {str(file)!r}; expected a .safetensors or .npz file")
-        hub_config = _config_beside(file)
+        hub_config = None if known else _config_beside(file)
     elif known is not None and known.name in BUNDLED:
         file, source = Path(__file__).parent / "bundled" / f"{known.name}.safetensors", "bundled"
         if not file.is_file():
@@ -79,7 +82,7 @@ def load_pretrained(
 
 
 def named_config(backbone: str) -> ViTConfig | None:
-    """The config of a known backbone (by our name or timm's); None for another timm name; ValueError for neither."""
+    """The config of a backbone known by our name or timm's; None for another timm name; else ValueError."""
     for config in CONFIGS.values():
         if backbone in (config.name, config.timm_name):
             return config
@@ -157,9 +160,9 @@ def _from_converted(
             "convert the weights again with `python convert/timm_vit.py`"
         )
     try:
-        fields = json.loads(metadata["config"])
-        stored = ViTConfig(**{key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()})
-    except (TypeError, ValueError, AttributeError) as error:
+        fields: dict[str, Any] = json.loads(metadata["config"])
+        stored = ViTConfig(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
+    except (TypeError, ValueError, KeyError) as error:
         raise ValueError(
             f"the converted file's config is broken ({error}); convert the weights again"
         ) from error

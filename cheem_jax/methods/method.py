@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -32,6 +32,7 @@ class Answers(NamedTuple):
     chosen_class: Int[np.ndarray, "N"]
 
 
+@runtime_checkable
 class Method(Protocol):
     """Learns tasks one after another and answers for all of them."""
 

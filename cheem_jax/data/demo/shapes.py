@@ -35,9 +35,9 @@ def _draw(
 def _mask(rng: np.random.Generator, outline: np.ndarray, image_size: int) -> np.ndarray:
     """Coverage `[S, S]` of an outline that is turned, stretched and moved at random."""
     side = image_size * paint.SUPERSAMPLE
-    angle, stretch = rng.uniform(-0.45, 0.45), rng.uniform(0.88, 1.14)
+    angle, stretch = rng.uniform(-0.7, 0.7), rng.uniform(0.88, 1.14)
     radius = rng.uniform(0.3, 0.42) * side
-    centre = side / 2 + rng.uniform(-1, 1, 2) * (0.47 * side - radius)
+    centre = side / 2 + rng.uniform(-1, 1, 2) * min(0.47 * side - radius, 0.09 * side)
     turn = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
     corners = outline * (stretch, 1 / stretch) @ turn * radius + centre
     points = [(float(x), float(y)) for x, y in corners]

@@ -1,0 +1,51 @@
+"""A backbone and tasks small enough that tests of the whole method take seconds."""
+
+import jax
+import numpy as np
+
+from cheem_jax.backbone.config import ViTConfig
+from cheem_jax.backbone.params import build, init_params
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.data.task import Split, Stream, Task
+from cheem_jax.evolution import SearchConfig
+from cheem_jax.methods.cheem import CheemConfig
+from cheem_jax.supernet import OpSettings
+from cheem_jax.training import FitConfig
+
+CONFIG = ViTConfig("vit_test", 16, 4, 2, image_size=8, patch_size=4, num_classes=0)
+QUICK = CheemConfig(
+    ops=OpSettings(rank=2),
+    supernet=FitConfig(epochs=3, learning_rate=1e-2),
+    search=SearchConfig(population=6, generations=2, num_parents=2),
+    finetune=FitConfig(epochs=4, learning_rate=1e-2),
+    batch_size=16,
+)
+
+
+def pretrained(seed: int = 0) -> Pretrained:
+    """Random weights ten times as large as a start of training, so that blocks and ops matter."""
+    params = init_params(CONFIG, jax.random.key(seed))
+    params = {name: 10 * value if name.endswith("kernel") else value for name, value in params.items()}
+    return Pretrained(CONFIG, params, "random", f"seed {seed}", {})
+
+
+def backbone(seed: int = 0) -> ViT:
+    return build(CONFIG, pretrained(seed).params)
+
+
+def task(name: str, seed: int, num_classes: int = 3, num: int = 40) -> Task:
+    """Classes are colours with noise, drawn from the seed: easy enough to be learned in a few steps."""
+    rng = np.random.default_rng(seed)
+    colours = rng.integers(0, 256, (num_classes, 3))
+
+    def split(size: int) -> Split:
+        labels = np.arange(size, dtype=np.int32) % num_classes
+        noise = rng.normal(0, 25, (size, 8, 8, 3))
+        return Split(np.clip(colours[labels][:, None, None] + noise, 0, 255).astype(np.uint8), labels)
+
+    return Task(name, tuple(f"c{i}" for i in range(num_classes)), split(num), split(num // 2), split(num // 2))
+
+
+def stream(num_tasks: int = 2) -> Stream:
+    return Stream("small", tuple(task(f"task{i}", i, num_classes=3 + i % 2) for i in range(num_tasks)))

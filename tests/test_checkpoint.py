@@ -1,0 +1,98 @@
+"""What is saved comes back, from one small directory per task, and is never overwritten."""
+
+import jax
+import numpy as np
+import pytest
+
+import small
+from cheem_jax.architecture import from_strings
+from cheem_jax.checkpoint import load_task, open_memory, save_memory_task, save_task, saved_tasks
+from cheem_jax.ops import Expert, LowRank
+from cheem_jax.pool import Head, Memory, TaskMemory, base_pool, dense_expert, grow
+
+POOL = base_pool(small.backbone(), "mlp_down")
+
+
+def grown(memory, name, texts, seed):
+    """A memory with one more task whose arrays are random."""
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    architecture = from_strings(texts)
+    learned = {
+        block: LowRank(jax.numpy.asarray(draw(64, 2)), jax.numpy.asarray(draw(2, 16)))
+        if choice.kind == "adapt"
+        else Expert(jax.numpy.asarray(draw(64, 16)), jax.numpy.asarray(draw(16)))
+        for block, choice in enumerate(architecture)
+        if choice.kind in ("adapt", "new")
+    }
+    pool, experts = grow(memory.pool, architecture, learned, len(memory.tasks))
+    head = Head(jax.numpy.asarray(draw(16, 3)), jax.numpy.asarray(draw(3)))
+    task = TaskMemory(name, ("a", "b", "c"), architecture, experts, head, draw(4, 16), draw(5, 16))
+    return Memory(pool, (*memory.tasks, task))
+
+
+def two_tasks():
+    memory = grown(Memory(POOL), "Textures, two", ["adapt:0", "new", "reuse:0", "skip"], 0)
+    return grown(memory, "shapes", ["adapt:1", "reuse:1", "skip", "new"], 1)
+
+
+def same(a, b):
+    leaves_a, leaves_b = jax.tree.leaves(a), jax.tree.leaves(b)
+    assert len(leaves_a) == len(leaves_b)
+    return all(np.array_equal(x, y) for x, y in zip(leaves_a, leaves_b, strict=True))
+
+
+def test_a_memory_comes_back_from_its_directories(tmp_path):
+    memory = two_tasks()
+    for index in range(2):
+        save_memory_task(tmp_path, memory, index, rank=2)
+    assert [d.name for d in saved_tasks(tmp_path)] == ["000-textures-two", "001-shapes"]
+    opened = open_memory(tmp_path, POOL)
+    assert same(opened.pool, memory.pool)
+    for a, b in zip(opened.tasks, memory.tasks, strict=True):
+        assert (a.name, a.classes, a.architecture, a.experts) == (b.name, b.classes, b.architecture, b.experts)
+        assert same((a.head, a.means, a.centroids), (b.head, b.means, b.centroids))
+    assert same(dense_expert(opened.pool[0], 2), dense_expert(memory.pool[0], 2))
+
+
+def test_a_directory_holds_only_what_the_task_added(tmp_path):
+    memory = two_tasks()
+    for index in range(2):
+        save_memory_task(tmp_path, memory, index, rank=2)
+    arrays, meta = load_task(saved_tasks(tmp_path)[1])
+    assert sorted(arrays["experts"]) == ["0", "3"]  # its Adapt and New; what it reuses is the first task's
+    assert meta["architecture"] == ["adapt:1", "reuse:1", "skip", "new"]
+
+
+def test_a_learned_task_is_never_overwritten(tmp_path):
+    save_task(tmp_path / "000-a", {"x": np.ones(2)}, {"name": "a"})
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        save_task(tmp_path / "000-a", {"x": np.zeros(2)}, {"name": "a"})
+    arrays, _ = load_task(tmp_path / "000-a")
+    np.testing.assert_array_equal(arrays["x"], np.ones(2))
+
+
+def test_an_unfinished_write_is_not_a_task(tmp_path):
+    save_task(tmp_path / "000-a", {"x": np.ones(2)}, {"name": "a"})
+    (tmp_path / ".001-b.partial").mkdir()
+    assert [d.name for d in saved_tasks(tmp_path)] == ["000-a"]
+    save_task(tmp_path / "001-b", {"x": np.ones(1)}, {"name": "b"})
+    assert len(saved_tasks(tmp_path)) == 2 and not (tmp_path / ".001-b.partial").exists()
+
+
+def test_a_damaged_task_is_named(tmp_path):
+    save_task(tmp_path / "000-a", {"x": np.ones(2)}, {"name": "a"})
+    (tmp_path / "000-a" / "task.json").write_text("{")
+    with pytest.raises(ValueError, match="000-a cannot be read"):
+        load_task(tmp_path / "000-a")
+
+
+def test_a_memory_whose_earlier_task_is_from_another_run_is_refused(tmp_path):
+    memory = two_tasks()
+    save_memory_task(tmp_path, memory, 1, rank=2)
+    save_memory_task(tmp_path, grown(Memory(POOL), "other", ["skip"] * 4, 3), 0, rank=2)
+    with pytest.raises(ValueError, match=r"000-other|001-shapes"):
+        open_memory(tmp_path, POOL)

@@ -1,0 +1,198 @@
+"""The whole method on tasks that take seconds: nothing an earlier task needs ever changes."""
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import small
+from cheem_jax import hee
+from cheem_jax.execution.passes import token_means
+from cheem_jax.execution.stages import Stages
+from cheem_jax.methods.cheem import PAPER, PRESETS, QUICK, Cheem, dense_task_network
+from cheem_jax.methods.frozen_linear import FrozenLinear, fit_head
+from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
+from cheem_jax.methods.method import FrozenFeatures
+from cheem_jax.pool import dense_expert
+
+
+@contextlib.contextmanager
+def silent(phase, total):
+    yield lambda num_images, note="": None
+
+
+def learner(config=small.QUICK, stages=None, key=0, base_means=None):
+    stages = stages or Stages(small.backbone(), config.placement, token=config.token)
+    return Cheem(stages, config, jax.random.key(key), base_means, FrozenFeatures(stages, config.batch_size))
+
+
+def leaves_of(memory, index):
+    """Every array that task `index` needs."""
+    task = memory.tasks[index]
+    experts = [dense_expert(memory.pool[block], e) for block, e in enumerate(task.experts) if e is not None]
+    return [np.array(leaf) for leaf in jax.tree.leaves((experts, task.head, task.means, task.centroids))]
+
+
+@pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
+def test_learning_a_task_changes_no_byte_of_what_earlier_tasks_need(placement, tmp_path):
+    cheem = learner(dataclasses.replace(small.QUICK, placement=placement))
+    tasks = small.stream(3).tasks
+    kept, answers = [], []
+    for index, task in enumerate(tasks):
+        report = cheem.learn(task, silent)
+        cheem.save(tmp_path)
+        assert set(report["seconds"]) == {"similarity", "supernet", "search", "finetune", "router"}
+        assert report["searched"] == 12
+        for earlier in range(index):
+            for before, after in zip(kept[earlier], leaves_of(cheem.memory, earlier), strict=True):
+                np.testing.assert_array_equal(before, after)
+            np.testing.assert_array_equal(answers[earlier], cheem.predict_given(earlier, tasks[earlier].test))
+        kept.append(leaves_of(cheem.memory, index))
+        answers.append(cheem.predict_given(index, task.test))
+
+    # the same answers from the checkpoints alone, in a process that knows nothing else
+    script = f"""
+import json, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_cheem import learner, small
+from dataclasses import replace
+from pathlib import Path
+cheem = learner(replace(small.QUICK, placement={placement!r}))
+cheem.open(Path({str(tmp_path)!r}))
+print(json.dumps([cheem.predict_given(i, t.test).tolist() for i, t in enumerate(small.stream(3).tasks)]))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout.splitlines()[-1]) == [a.tolist() for a in answers]
+
+
+def test_the_same_seed_learns_the_same_and_another_seed_does_not(tmp_path):
+    def memory_of(key):
+        cheem = learner(key=key)
+        cheem.learn(small.task("colours", 0), silent)
+        return cheem.memory
+
+    first, again, other = memory_of(0), memory_of(0), memory_of(1)
+    assert first.tasks[0].architecture == again.tasks[0].architecture
+    for a, b in zip(leaves_of(first, 0), leaves_of(again, 0), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.array_equal(first.tasks[0].head.weight, other.tasks[0].head.weight)
+
+
+def test_a_new_task_sees_the_base_neutral_without_means_and_measured_with_them():
+    stages = Stages(small.backbone(), "mlp_down")
+    neutral = learner(stages=stages)
+    first = neutral.learn(small.task("colours", 0), silent)
+    assert first["similarity"] == [[0.0] * 4]
+    second = neutral.learn(small.task("more", 1), silent)
+    assert second["similarity"][0] == [0.0] * 4
+    known = [s for s in second["similarity"][1] if s is not None]
+    assert not known or (max(known) <= 1 and min(known) >= -1)
+
+    means = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
+    report = learner(stages=stages, base_means=means).learn(small.task("colours", 0), silent)
+    assert max(report["similarity"][0]) == 1 and min(report["similarity"][0]) == -1
+
+
+def test_uniform_sampling_never_asks_the_similarity():
+    config = dataclasses.replace(small.QUICK, sampling="uniform")
+    means = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
+    stages = Stages(small.backbone(), "mlp_down")
+    one, other = (learner(config, stages, base_means=m) for m in (means, -means))
+    task = small.task("colours", 0)
+    assert one.learn(task, silent)["architecture"] == other.learn(task, silent)["architecture"]
+
+
+def test_a_recoloured_task_is_more_similar_to_its_original_than_an_unrelated_one():
+    """Planted kin: stripes in other colours against plain colour patches, raw cosine of mean class tokens."""
+    stages = Stages(small.backbone(3), "mlp_down")
+    stripes = np.zeros((16, 8, 8, 3), np.uint8)
+    stripes[:, ::2] = 255
+    rng = np.random.default_rng(0)
+    original = np.clip(stripes + rng.integers(0, 30, stripes.shape), 0, 255).astype(np.uint8)
+    recoloured = np.clip(stripes * np.array([0.7, 1, 0.7]) + rng.integers(0, 30, stripes.shape), 0, 255).astype(np.uint8)
+    unrelated = np.full((16, 8, 8, 3), 30, np.uint8) + rng.integers(0, 30, stripes.shape).astype(np.uint8)
+    experts = [[b[0].params] for b in stages.base_pool]
+    network = dense_task_network(experts, (0, 0, 0, 0))
+    mean_of = [
+        token_means(stages, [network], images, batch_size=16, advance=lambda _: None).means
+        for images in (original, recoloured, unrelated)
+    ]
+    present = np.ones((1, 4), bool)
+    kin = hee.cosines(mean_of[0], mean_of[1], present).mean()
+    stranger = hee.cosines(mean_of[0], mean_of[2], present).mean()
+    assert kin > stranger
+
+
+def test_a_lighter_router_gives_its_own_centroids():
+    stages, lighter = Stages(small.backbone(), "mlp_down"), Stages(small.backbone(5), "mlp_down")
+    cheem = Cheem(stages, small.QUICK, jax.random.key(0), None, FrozenFeatures(lighter, 16))
+    own = learner(stages=stages)
+    task = small.task("colours", 0)
+    cheem.learn(task, silent)
+    own.learn(task, silent)
+    assert not np.allclose(cheem.memory.tasks[0].centroids, own.memory.tasks[0].centroids)
+    np.testing.assert_array_equal(cheem.memory.tasks[0].head.weight, own.memory.tasks[0].head.weight)
+
+
+def test_the_frozen_yardstick_learns_routes_and_comes_back(tmp_path):
+    stages = Stages(small.backbone(), "mlp_down")
+    features = FrozenFeatures(stages, 16)
+    frozen = FrozenLinear(jax.random.key(0), features, features, small.QUICK.router)
+    tasks = small.stream(2).tasks
+    for task in tasks:
+        frozen.learn(task, silent)
+        frozen.save(tmp_path)
+    before = [frozen.answers(i, task) for i, task in enumerate(tasks)]
+    accuracy = [(a.given_task == task.test.labels).mean() for a, task in zip(before, tasks, strict=True)]
+    assert min(accuracy) > 0.6
+    frozen.open(tmp_path)
+    for i, task in enumerate(tasks):
+        for a, b in zip(before[i], frozen.answers(i, task), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_ridge_head_of_two_classes_answers_like_scikit_learn():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 5)).astype(np.float32)
+    labels = (x[:, 0] + 0.3 * rng.normal(size=60) > 0).astype(np.int32)
+    weight, bias, _ = fit_head(x[:40], labels[:40], x[40:], labels[40:])
+    assert weight.shape == (5, 2)
+    assert ((x @ weight + bias).argmax(axis=1) == labels).mean() > 0.8
+
+
+def test_no_feature_of_an_earlier_task_is_kept():
+    stages = Stages(small.backbone(), "mlp_down")
+    features = FrozenFeatures(stages, 16)
+    task = small.task("colours", 0)
+    for split in ("train", "val", "test"):
+        features(task, split)
+    features.forget(task)
+    assert {split for _, split in features._known} == {"test"}
+
+
+def test_the_upper_bound_picks_its_rate_on_validation():
+    task = small.task("colours", 0)
+    bound = FullFinetune(
+        small.backbone(), FullFinetuneConfig(epochs=6, learning_rates=(1e-9, 1e-2), batch_size=16), jax.random.key(0)
+    )
+    seen = []
+    found = bound.learn(0, task, lambda num, note="": seen.append(num))
+    assert found.learning_rate == 1e-2 and found.test_accuracy > 0.6
+    assert sum(seen) == bound.num_images(task)
+    again = bound.learn(0, task, lambda num, note="": None)
+    assert again == found  # every task starts again from the pretrained weights
+
+
+def test_presets_switch_every_part_on():
+    assert (PAPER.supernet.epochs, PAPER.finetune.epochs, PAPER.ops.rank, PAPER.batch_size) == (50, 20, 40, 64)
+    assert PAPER.search.population * PAPER.search.generations == 1000
+    assert (PAPER.exploration.epsilon, PAPER.search.epsilon, PAPER.search.tolerance) == (0.3, 0.5, 0.02)
+    assert QUICK.supernet.epochs >= 8 and QUICK.finetune.epochs >= 8
+    assert QUICK.search.population * QUICK.search.generations >= 160
+    assert set(PRESETS) == {"paper", "quick"}

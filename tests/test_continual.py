@@ -1,0 +1,130 @@
+"""The loop over a stream: its files, its numbers, going on after a stop, and another config refused."""
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import small
+from cheem_jax import metrics
+from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.data.task import Stream
+from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import read
+from cheem_jax.run_directory import claim
+
+CONFIG = RunConfig(small.QUICK, "quick", 0, None)
+
+
+def quiet():
+    return Progress(Console(file=io.StringIO(), force_terminal=False))
+
+
+def without_times(results):
+    """Results less what a clock or the memory of the process decides."""
+    timed = ("seconds", "seconds_total", "peak_memory_bytes", "compile")
+    if isinstance(results, dict):
+        return {key: without_times(value) for key, value in results.items() if key not in timed}
+    return [without_times(value) for value in results] if isinstance(results, list) else results
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two tasks with the upper bound."""
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
+    return directory, run_stream(small.stream(2), small.pretrained(), config, directory, quiet())
+
+
+def test_a_run_leaves_its_files_and_the_record_tells_its_numbers(finished):
+    directory, results = finished
+    assert json.loads((directory / "results.json").read_text()) == json.loads(json.dumps(results))
+    names = {file.name for file in directory.iterdir()}
+    assert names == {"config.json", "metrics.jsonl", "results.json", "report.md", "checkpoints", "figures"}
+    assert {f.name for f in (directory / "figures").iterdir()} >= {"architectures.png", "accuracy.png", "similarity.png"}
+    events = [entry["event"] for entry in read(directory)]
+    assert events == ["run", "learned", "learned", "evaluated", "learned", "learned", "evaluated"] + ["upper_bound"] * 2
+
+
+def test_the_results_hold_what_a_reader_expects(finished):
+    _, results = finished
+    assert (results["method"], results["backbone"], results["stream"], results["seed"]) == ("cheem", "vit_test", "small", 0)
+    matrix = metrics.matrix_from_json(results["accuracy"])
+    assert results["accuracy"][0][1] is None
+    assert results["average_accuracy"] == pytest.approx(np.mean(matrix[-1]))
+    assert results["local_average_forgetting"] == 0
+    local = results["local_accuracy"]
+    assert local[1][0] == local[0][0] == results["just_trained"][0]
+    np.testing.assert_allclose(np.sum(results["routing"], axis=1), 1)
+    for task, fitted in zip(results["tasks"], results["similarity"], strict=True):
+        assert len(task["architecture"]) == 4 and len(fitted[0]) == 4
+        assert {"similarity", "supernet", "search", "finetune", "router"} <= set(task["seconds"])
+    assert results["compile"]["programs"] > 0
+    assert results["flops"]["executed"] > 0 and results["params_added_percent"] >= 0
+    bound = results["yardsticks"]["full_finetune"]
+    assert len(bound["local_accuracy"]) == 2 and set(results["fom"]) == {"frozen_linear"}
+
+
+def test_a_run_stopped_between_tasks_ends_as_one_that_was_not(finished, tmp_path):
+    stream, directory = small.stream(2), tmp_path / "stopped"
+    config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
+
+    class Stop(Exception):
+        pass
+
+    class Stopping(Progress):
+        """Stops as the second task's search begins."""
+
+        def phase(self, phase, *, task, total):
+            if (phase, task) == ("search", "task1"):
+                raise Stop
+            return super().phase(phase, task=task, total=total)
+
+    with pytest.raises(Stop):
+        run_stream(stream, small.pretrained(), config, directory, Stopping(quiet().console))
+    assert json.loads((directory / "results.json").read_text())["tasks"][0]["name"] == "task0"
+    progress = quiet()
+    results = run_stream(stream, small.pretrained(), config, directory, progress)
+    assert "going on in" in progress.console.file.getvalue()
+    assert without_times(results) == without_times(finished[1])
+
+
+def test_a_finished_run_is_shown_again_and_learns_nothing(finished):
+    directory, results = finished
+    before = (directory / "metrics.jsonl").read_text()
+    config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
+    again = run_stream(small.stream(2), small.pretrained(), config, directory, quiet())
+    assert again == results and (directory / "metrics.jsonl").read_text() == before
+
+
+def test_a_directory_of_another_run_is_refused_with_the_difference(finished):
+    directory, _ = finished
+    before = (directory / "config.json").read_text()
+    with pytest.raises(ValueError, match=r"settings.seed is 0 there and 7 here"):
+        run_stream(small.stream(2), small.pretrained(), dataclasses.replace(CONFIG, seed=7), directory, quiet())
+    changed = Stream("small", (small.task("task0", 5), *small.stream(2).tasks[1:]))
+    with pytest.raises(ValueError, match=r"data.task0 is"):
+        run_stream(changed, small.pretrained(), CONFIG, directory, quiet())
+    assert (directory / "config.json").read_text() == before
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="is no run directory"):
+        claim(tmp_path, {"seed": 0})
+    assert [f.name for f in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_images_of_another_size_than_the_backbones_are_refused(tmp_path):
+    big = small.task("task0", 0)
+    split = dataclasses.replace(big.train, images=np.repeat(np.repeat(big.train.images, 2, 1), 2, 2))
+    val = dataclasses.replace(big.val, images=np.repeat(np.repeat(big.val.images, 2, 1), 2, 2))
+    test = dataclasses.replace(big.test, images=np.repeat(np.repeat(big.test.images, 2, 1), 2, 2))
+    task = dataclasses.replace(big, train=split, val=val, test=test)
+    with pytest.raises(ValueError, match=r"shape \(16, 16, 3\), but vit_test takes \(8, 8, 3\)"):
+        run_stream(Stream("big", (task,)), small.pretrained(), CONFIG, tmp_path / "run", quiet())
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,115 @@
+"""The search on toy landscapes: it runs in milliseconds and its best answer is known."""
+
+import jax
+import numpy as np
+import pytest
+
+from cheem_jax import hee
+from cheem_jax.evolution import Scored, SearchConfig, crossover, mutate, rank, search
+
+SIZES = [2, 1, 2, 1]
+GOAL = np.array([3, 2, 5, 0])
+UNIFORM = hee.uniform_table(SIZES)
+
+
+def toy_score(genomes):
+    return 100 - 20 * (genomes != GOAL).sum(axis=1).astype(float)
+
+
+def no_cost(genomes):
+    return np.zeros(len(genomes))
+
+
+def run(score=toy_score, flops=no_cost, seed=0, **settings):
+    config = SearchConfig(**{"population": 12, "generations": 10, "num_parents": 4, **settings})
+    return search(jax.random.key(seed), score, flops, UNIFORM, UNIFORM, SIZES, 100, config)
+
+
+def test_the_known_optimum_is_found():
+    winner, scored = run()
+    np.testing.assert_array_equal(winner, GOAL)
+    assert scored.correct.max() == 100
+
+
+def test_no_architecture_is_scored_twice():
+    _, scored = run()
+    assert len(np.unique(scored.genomes, axis=0)) == len(scored.genomes) == 120
+
+
+def test_the_same_key_finds_the_same_and_another_key_goes_another_way():
+    first, again, other = run(seed=1)[1], run(seed=1)[1], run(seed=2)[1]
+    np.testing.assert_array_equal(first.genomes, again.genomes)
+    assert not np.array_equal(first.genomes, other.genomes)
+
+
+def test_a_nan_never_wins():
+    def score(genomes):
+        scores = toy_score(genomes)
+        scores[(genomes == GOAL).all(axis=1)] = np.nan
+        return scores
+
+    winner, scored = run(score)
+    assert np.isnan(scored.correct).any()
+    assert toy_score(winner[None])[0] == 80
+
+
+def test_a_search_without_any_score_says_so():
+    with pytest.raises(ValueError, match="every one was NaN"):
+        run(lambda genomes: np.full(len(genomes), np.nan))
+
+
+def test_a_small_space_is_searched_whole_and_then_the_search_stops():
+    winner, scored = search(
+        jax.random.key(0), toy_score_two, no_cost, hee.uniform_table([1, 1]), hee.uniform_table([1, 1]), [1, 1], 10,
+        SearchConfig(population=10, generations=5, num_parents=3),
+    )  # fmt: skip
+    assert len(scored.genomes) == 16
+    assert winner.tolist() == [3, 3]
+
+
+def toy_score_two(genomes):
+    return genomes.sum(axis=1).astype(float)
+
+
+def test_within_the_tolerance_fewer_flops_win():
+    genomes = np.array([[0], [1], [2], [3]])
+    scored = Scored(genomes, np.array([90.0, 89.0, 88.0, 70.0]), np.array([9.0, 5.0, 1.0, 0.0]))
+    assert rank(scored, 100, 0.02).tolist() == [1, 0, 2, 3]
+
+
+def test_a_drop_of_exactly_the_tolerance_is_the_next_group():
+    # in floating point floor((0.9 - 0.88) / 0.02) is 1 or 0 depending on rounding; counts decide
+    scored = Scored(np.array([[0], [1]]), np.array([45.0, 44.0]), np.array([2.0, 1.0]))
+    assert rank(scored, 50, 0.02).tolist() == [0, 1]
+    assert rank(scored, 51, 0.02).tolist() == [1, 0]
+
+
+def test_without_tolerance_accuracy_alone_decides():
+    scored = Scored(np.array([[0], [1]]), np.array([45.0, 44.0]), np.array([2.0, 1.0]))
+    assert rank(scored, 50, 0.0).tolist() == [0, 1]
+
+
+def test_equal_candidates_are_ordered_by_their_genes():
+    scored = Scored(np.array([[2, 0], [0, 3], [0, 1]]), np.full(3, 5.0), np.zeros(3))
+    assert rank(scored, 10, 0.02).tolist() == [2, 1, 0]
+
+
+def test_children_take_every_gene_from_a_parent():
+    parents = np.array([[0, 1, 2, 3], [4, 5, 6, 7]])
+    children = np.asarray(crossover(jax.random.key(0), parents, num=200))
+    assert all(gene in parents[:, block] for child in children for block, gene in enumerate(child))
+    assert {tuple(c) for c in children} > {(0, 1, 2, 3), (4, 5, 6, 7)}
+
+
+def test_a_mutation_redraws_about_the_given_share_of_genes():
+    parents = np.full((1, 4), 1)
+    table = hee.uniform_table([8, 8, 8, 8])  # 18 candidates: a redraw keeps the gene in 1 of 18 cases
+    children = np.asarray(mutate(jax.random.key(0), parents, table, table, 0.5, 0.1, num=5000))
+    changed = (children != 1).mean()
+    assert abs(changed - 0.1 * 17 / 18) < 0.01
+
+
+@pytest.mark.parametrize("settings", [{"population": 0}, {"mutation_rate": 1.5}, {"tolerance": -0.1}])
+def test_senseless_settings_are_refused_by_name(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        SearchConfig(**settings)

@@ -1,0 +1,61 @@
+"""FLOPs by the paper's convention: worked numbers of its tables."""
+
+import pytest
+
+from cheem_jax import flops
+from cheem_jax.architecture import from_strings
+from cheem_jax.backbone.config import at_image_size, config_of
+from cheem_jax.backbone.params import shapes_of
+
+
+@pytest.mark.parametrize(
+    "backbone, plain, with_attention, ffn, attention",
+    [
+        ("vit_base", 33.695465472, 35.126120448, 1.8591, 0.9296),
+        ("deit_tiny", 2.149318656, 2.5069824, 0.11620, 0.05810),
+    ],
+)
+def test_the_papers_figures_come_out(backbone, plain, with_attention, ffn, attention):
+    config = config_of(backbone)
+    assert flops.backbone_flops(config) / 1e9 == pytest.approx(plain, abs=1e-12)
+    assert flops.backbone_flops(config, count_attention=True) / 1e9 == pytest.approx(with_attention, abs=1e-12)
+    assert flops.branch_flops(config, "mlp_down") / 1e9 == pytest.approx(ffn, rel=1e-4)
+    assert flops.branch_flops(config, "attn_proj") / 1e9 == pytest.approx(attention, rel=1e-4)
+
+
+def test_lora_at_every_block_with_rank_40_is_the_papers_lora_cl():
+    config = config_of("vit_base")
+    network = from_strings(["adapt:0"] * 12)
+    total = flops.backbone_flops(config) + flops.network_flops(config, "mlp_down", network, 40)
+    assert total / 1e9 == pytest.approx(68.2, abs=0.1)
+
+
+def test_a_task_network_pays_for_its_own_adapt_only():
+    config = config_of("deit_tiny")
+    mixed = from_strings(["reuse:3", "adapt:1", "new", "skip"] + ["reuse:0"] * 8)
+    expected = 2149318656 - 2 * 197 * 8 * 192**2 + 2 * 197 * 40 * 5 * 192
+    assert flops.network_flops(config, "mlp_down", mixed, 40) == expected
+    # as executed: no pair (merged), attention of all 12 blocks, the skipped FFN saved, a head of 10
+    executed = 2506982400 - 2 * 197 * 8 * 192**2 + 2 * 192 * 10
+    assert flops.executed_flops(config, "mlp_down", mixed, 10) == executed
+
+
+def test_skipping_every_attention_branch_leaves_no_attention_product():
+    config = config_of("deit_tiny")
+    skipped = flops.executed_flops(config, "attn_proj", from_strings(["skip"] * 12), 0)
+    embed, ffn = 2 * 196 * 768 * 192, 2 * 197 * 8 * 192**2
+    assert skipped == embed + 12 * ffn
+
+
+@pytest.mark.parametrize("backbone", ["deit_tiny", "vit_base", "clip_vit_base", "vit_micro", "vit_nano"])
+@pytest.mark.parametrize("scale", [1, 2])
+def test_the_parameter_count_is_that_of_the_module(backbone, scale):
+    config = config_of(backbone)
+    config = at_image_size(config, scale * config.image_size)
+    counted = 0
+    for name, shape in shapes_of(config).items():
+        size = 1
+        for length in shape:
+            size *= length
+        counted += 0 if name.startswith("head") else size
+    assert flops.backbone_params(config) == counted

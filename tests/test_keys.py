@@ -1,0 +1,36 @@
+"""PRNG keys by position."""
+
+import jax
+import numpy as np
+import pytest
+
+from cheem_jax.keys import Phase, key_at, next_power_of_two, order_at, seed_at
+
+
+def test_a_key_depends_on_every_part_of_its_position():
+    root = jax.random.key(0)
+    positions = [(0,), (1,), (0, 0), (0, 1), (1, 0), (2, Phase.SEARCH, 3), (2, Phase.SEARCH, 4)]
+    bits = [tuple(jax.random.key_data(key_at(root, *p)).tolist()) for p in positions]
+    assert len(set(bits)) == len(positions)
+    again = key_at(jax.random.key(0), 2, Phase.SEARCH, 3)
+    assert tuple(jax.random.key_data(again).tolist()) == bits[5]
+
+
+def test_an_order_is_a_permutation_and_few_programs_serve_all_lengths(compilations):
+    order_at(jax.random.key(0), 100)
+    with compilations() as programs:
+        orders = [order_at(jax.random.key(i), num) for i, num in enumerate(range(65, 129))]
+    assert programs.count == 0
+    for num, order in zip(range(65, 129), orders, strict=True):
+        assert sorted(order) == list(range(num))
+    assert not np.array_equal(orders[0], np.arange(65))
+
+
+def test_seeds_differ_by_position():
+    assert seed_at(jax.random.key(0), 1) != seed_at(jax.random.key(0), 2)
+    assert seed_at(jax.random.key(0), 1) == seed_at(jax.random.key(0), 1)
+
+
+@pytest.mark.parametrize("num, power", [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
+def test_padding_buckets_are_powers_of_two(num, power):
+    assert next_power_of_two(num) == power

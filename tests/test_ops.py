@@ -1,0 +1,41 @@
+"""Laws of the four ops."""
+
+import jax
+import numpy as np
+
+from cheem_jax.ops import Adapt, Expert, LowRank, New, Reuse, apply_op, init_low_rank, init_new, merge
+
+
+def expert_of(key, num_inputs=12, width=4):
+    weight_key, bias_key = jax.random.split(key)
+    return Expert(jax.random.normal(weight_key, (num_inputs, width)), jax.random.normal(bias_key, (width,)))
+
+
+def test_adapt_begins_as_reuse_exactly():
+    base_key, pair_key, input_key = jax.random.split(jax.random.key(0), 3)
+    expert = expert_of(base_key)
+    pair = init_low_rank(pair_key, num_inputs=12, width=4, rank=3)
+    u = jax.random.normal(input_key, (2, 5, 12))
+    np.testing.assert_array_equal(apply_op(Adapt(expert, pair), u), apply_op(Reuse(expert), u))
+    assert np.abs(pair.down).max() <= 12**-0.5 and np.abs(pair.down).min() > 0
+
+
+def test_merged_and_unmerged_adapters_agree():
+    keys = jax.random.split(jax.random.key(1), 4)
+    expert = expert_of(keys[0])
+    pair = LowRank(jax.random.normal(keys[1], (12, 3)), jax.random.normal(keys[2], (3, 4)))
+    u = jax.random.normal(keys[3], (2, 5, 12))
+    unmerged, merged = apply_op(Adapt(expert, pair), u), apply_op(Reuse(merge(expert, pair)), u)
+    assert np.abs(unmerged - merged).max() <= 1e-5 * np.abs(unmerged).max()
+
+
+def test_new_begins_as_asked():
+    base_key, key = jax.random.split(jax.random.key(2))
+    base = expert_of(base_key, 200, 50)
+    random = init_new(key, base)
+    assert abs(np.std(random.weight) - 0.02 * 0.88) < 0.001  # a normal cut at 2 sigma keeps 88 % of its deviation
+    assert np.abs(random.weight).max() <= 0.04 and not random.bias.any()
+    np.testing.assert_array_equal(init_new(jax.random.key(3), base, how="copy").weight, base.weight)
+    assert not init_new(jax.random.key(4), base, how="zero").weight.any()
+    u = jax.random.normal(jax.random.key(5), (1, 2, 200))
+    np.testing.assert_array_equal(apply_op(New(random), u), apply_op(Reuse(random), u))

@@ -1,0 +1,126 @@
+"""What a step touches, and what fitting does."""
+
+import jax
+import numpy as np
+import pytest
+
+import small
+from cheem_jax.architecture import from_strings
+from cheem_jax.execution.stages import Stages
+from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.training import (
+    EpsilonConfig,
+    FitConfig,
+    constant_draws,
+    fit,
+    learning_rate_at,
+    supernet_draws,
+    train_step,
+)
+
+STAGES = Stages(small.backbone(), "mlp_down")
+TASK = small.task("colours", 0)
+BATCH = (TASK.train.images[:16], TASK.train.labels[:16], np.ones(16, np.float32))
+
+
+def supernet(num_classes=3):
+    return Supernet(jax.random.key(1), STAGES.base_pool, num_classes, OpSettings(rank=2))
+
+
+def snapshot(tree):
+    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def test_an_op_that_is_not_drawn_keeps_parameters_moments_and_step_count():
+    net = supernet()
+    drawn, other = from_strings(["adapt:0", "new", "skip", "adapt:0"]), from_strings(["new", "new", "skip", "reuse:0"])
+    train_step(STAGES, net, drawn, BATCH, 1e-2)
+    kept = snapshot(net.learners[0, 1]) + snapshot(net.learners[3, 1])
+    shared = net.learners[1, 2]
+    train_step(STAGES, net, other, BATCH, 1e-2)
+    for before, after in zip(kept, snapshot(net.learners[0, 1]) + snapshot(net.learners[3, 1]), strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert int(net.learners[3, 1].adam.count) == 1
+    assert int(net.learners[1, 2].adam.count) == 2
+    assert not np.array_equal(net.learners[1, 2].params.weight, shared.params.weight)
+    assert int(net.head.adam.count) == 2
+
+
+def test_a_candidate_starts_the_same_whenever_it_is_first_drawn():
+    early, late = supernet(), supernet()
+    train_step(STAGES, late, from_strings(["new"] * 4), BATCH, 1e-2)
+    choice = from_strings(["adapt:0"])[0]
+    np.testing.assert_array_equal(early.learner(2, choice).params.down, late.learner(2, choice).params.down)
+    assert len(early.learners) == 1  # nothing is made before it is drawn
+
+
+def test_the_first_adam_step_moves_every_entry_by_the_rate():
+    net = supernet()
+    before = np.array(net.head.params.weight)
+    train_step(STAGES, net, from_strings(["reuse:0"] * 4), BATCH, 1e-2)
+    moved = np.abs(np.array(net.head.params.weight) - before)[:, :3]
+    np.testing.assert_allclose(moved, 1e-2, rtol=1e-2)
+
+
+def test_frozen_experts_are_never_updated():
+    net = supernet()
+    before = snapshot(net.experts)
+    for _ in range(3):
+        train_step(STAGES, net, from_strings(["adapt:0", "reuse:0", "new", "skip"]), BATCH, 1e-1)
+    for a, b in zip(before, snapshot(net.experts), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_fitting_learns_an_easy_task_and_reports_every_image():
+    net, seen = supernet(), []
+    result = fit(
+        jax.random.key(0), STAGES, net, TASK.train, constant_draws(np.array([0, 1, 0, 0])),
+        FitConfig(epochs=6, learning_rate=1e-2), batch_size=16, advance=lambda num, note="": seen.append(num),
+    )  # fmt: skip
+    assert sum(seen) == 6 * 40 and len(result.losses) == 6
+    assert result.losses[-1] < 0.5 * result.losses[0]
+
+
+def test_fitting_is_a_function_of_its_keys():
+    def losses(order_seed):
+        net = supernet()
+        return fit(
+            jax.random.key(order_seed), STAGES, net, TASK.train, constant_draws(np.array([0, 2, 0, 0])),
+            FitConfig(epochs=2), batch_size=16, advance=lambda num, note="": None,
+        ).losses  # fmt: skip
+
+    assert losses(0) == losses(0) != losses(1)
+
+
+def test_a_loss_that_explodes_is_named():
+    with pytest.raises(FloatingPointError, match="learning rate below"):
+        fit(
+            jax.random.key(0), STAGES, supernet(), TASK.train, constant_draws(np.array([1, 2, 0, 0])),
+            FitConfig(epochs=4, learning_rate=1e30), batch_size=16, advance=lambda num, note="": None,
+        )  # fmt: skip
+
+
+def test_the_rate_follows_a_cosine_of_all_steps():
+    config = FitConfig(epochs=2)
+    assert learning_rate_at(config, 0, 10) == 1e-3
+    assert learning_rate_at(config, 5, 10) == pytest.approx(5e-4)
+    assert learning_rate_at(config, 10, 10) == pytest.approx(0)
+    assert learning_rate_at(FitConfig(epochs=2, schedule="constant"), 9, 10) == 1e-3
+
+
+def test_an_epoch_explores_or_exploits_as_a_whole():
+    exploit, uniform = np.array([[1.0, 0, 0, 0]] * 4), np.full((4, 4), 0.25)
+    draws = supernet_draws(jax.random.key(0), jax.random.key(1), exploit, uniform, 0.3)
+    explored = [bool(draws(epoch, 20).any()) for epoch in range(200)]
+    assert 0.2 < np.mean(explored) < 0.4
+    np.testing.assert_array_equal(draws(3, 20), draws(3, 20))
+    never = supernet_draws(jax.random.key(0), jax.random.key(1), exploit, uniform, 0.0)
+    assert not any(never(epoch, 20).any() for epoch in range(50))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: FitConfig(epochs=0), lambda: FitConfig(1, learning_rate=0), lambda: EpsilonConfig(epsilon=2)]
+)
+def test_senseless_settings_are_refused(make):
+    with pytest.raises(ValueError, match=r"is (0|2)"):
+        make()
