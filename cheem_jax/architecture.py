@@ -1,6 +1,6 @@
 """Architectures: one choice per block, hashable, printable, JSON; and their integer encoding.
 
-A block whose pool holds n experts offers 2n + 2 candidates in this fixed order: Reuse(0..n-1), Adapt(0..n-1), New, Skip.
+A block whose pool holds n experts offers 2n + 2 candidates in this order: Reuse(0..n-1), Adapt(0..n-1), New, Skip.
 """
 
 from collections.abc import Sequence

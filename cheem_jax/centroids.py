@@ -13,7 +13,12 @@ from jaxtyping import Float, Int
 from scipy.spatial.distance import cdist
 from sklearn.cluster import KMeans
 
-_SCIPY_METRICS = {"l1": "cityblock", "l2": "euclidean", "cosine": "cosine"}
+Metric = Literal["l1", "l2", "cosine"]
+_SCIPY_METRICS: dict[Metric, Literal["cityblock", "euclidean", "cosine"]] = {
+    "l1": "cityblock",
+    "l2": "euclidean",
+    "cosine": "cosine",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +27,7 @@ class RouterConfig:
 
     num_centroids: int = 5
     """Centroids per task, K; clipped to the number of training images."""
-    metric: Literal["l1", "l2", "cosine"] = "l1"
+    metric: Metric = "l1"
     """Distance between a test image's normalised feature and a centroid."""
 
     def __post_init__(self) -> None:
@@ -35,14 +40,13 @@ def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:
     return features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
 
 
-def fit_centroids(
-    features: Float[np.ndarray, "N E"], *, seed: int, config: RouterConfig
-) -> Float[np.ndarray, "K E"]:
+def fit_centroids(features: Float[np.ndarray, "N E"], *, seed: int, config: RouterConfig) -> Float[np.ndarray, "K E"]:
     """k-means centroids of one task's training features; not re-normalised."""
     points = normalise(features)
     distinct = len(np.unique(points, axis=0))
     num = min(config.num_centroids, distinct)  # k-means cannot separate equal points
-    kmeans = KMeans(num, n_init=10, max_iter=300, tol=1e-4, random_state=seed)
+    # scikit-learn documents n_init as int or "auto"; its signature lets a type checker see the text only
+    kmeans = KMeans(num, n_init=10, max_iter=300, tol=1e-4, random_state=seed)  # pyright: ignore[reportArgumentType]
     return kmeans.fit(points).cluster_centers_.astype(np.float32)
 
 

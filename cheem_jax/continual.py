@@ -97,7 +97,12 @@ def run_stream(
 
 
 def _learn_and_measure(
-    stream: Stream, index: int, methods: tuple[Method, ...], directory: Path, record: Record, progress: Progress
+    stream: Stream,
+    index: int,
+    methods: tuple[Method, ...],
+    directory: Path,
+    record: Record,
+    progress: Progress,
 ) -> None:
     task, start, compiled = stream.tasks[index], time.perf_counter(), compilations()
     for method in methods:
@@ -175,9 +180,7 @@ def _restore(directory: Path, methods: tuple[Method, ...], record: Record) -> in
     return sum(entry["event"] == "evaluated" for entry in read(directory))
 
 
-def _upper_bound(
-    stream: Stream, bound: FullFinetune, directory: Path, record: Record, progress: Progress
-) -> None:
+def _upper_bound(stream: Stream, bound: FullFinetune, directory: Path, record: Record, progress: Progress) -> None:
     done = {entry["index"] for entry in read(directory) if entry["event"] == "upper_bound"}
     config = bound.vit_config
     for index, task in enumerate(stream.tasks):

@@ -88,7 +88,7 @@ def search(
     sizes: Sequence[int],
     num_images: int,
     config: SearchConfig,
-    on_generation: Callable[[int, Scored], None] = lambda generation, scored: None,
+    on_generation: Callable[[int, Scored], object] = lambda generation, scored: None,
 ) -> tuple[np.ndarray, Scored]:
     """The first in rank of all that was evaluated, and everything evaluated in order.
 
@@ -151,7 +151,7 @@ def mutate(
     *,
     num: int,
 ) -> Int[Array, "num L"]:
-    """Children of one random parent each, every gene redrawn with probability `rate`: uniform with `epsilon`, else HEE."""
+    """Children of one random parent each; genes are redrawn with probability `rate`: uniform by `epsilon`, else HEE."""
     parent_key, gene_key, draw_key = jax.random.split(key, 3)
     chosen = parents[jax.random.randint(parent_key, (num,), 0, parents.shape[0])]
     redraw = jax.random.bernoulli(gene_key, rate, chosen.shape)
@@ -160,9 +160,7 @@ def mutate(
 
 
 def _draw(key, place: int, exploit, uniform, config: SearchConfig) -> np.ndarray:
-    return np.asarray(
-        sample_mixed(key_at(key, place), exploit, uniform, config.epsilon, num=TRIES * config.population)
-    )
+    return np.asarray(sample_mixed(key_at(key, place), exploit, uniform, config.epsilon, num=TRIES * config.population))
 
 
 def _take(fresh: list, seen: dict, candidates, total: int) -> None:

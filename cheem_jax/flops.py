@@ -1,7 +1,7 @@
 """Floating-point operations per image, counted from shapes (2 x multiply-adds).
 
 The paper's convention counts patch embedding and linear layers of the backbone, not the attention products and no head
-(its Tables of FLOPs; 33.695 G for ViT-B/16 and 2.149 G for DeiT-Tiny at 224). `executed` counts every matrix product that ran.
+(33.695 G for ViT-B/16 and 2.149 G for DeiT-Tiny at 224). `executed` counts every matrix product that ran.
 """
 
 from cheem_jax.architecture import Architecture

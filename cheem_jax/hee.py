@@ -67,7 +67,7 @@ def exploit_table(
     table = _empty(sizes)
     for block, n in enumerate(sizes):
         psi, aux = first_level(similarity[:, block])
-        for i in np.flatnonzero(psi):
+        for i in np.flatnonzero(psi).tolist():
             expert = experts[i][block]
             assert expert is not None, "a network that skips a block has no similarity there"
             reuse = 1.0 / (1.0 + np.exp(-similarity[i, block]))
@@ -96,7 +96,12 @@ def sample(key: jax.Array, table: Float[Array, "L C"], *, num: int) -> Int[Array
 
 @functools.partial(jax.jit, static_argnames="num")
 def sample_mixed(
-    key: jax.Array, exploit: Float[Array, "L C"], uniform: Float[Array, "L C"], epsilon: float | Float[Array, ""], *, num: int
+    key: jax.Array,
+    exploit: Float[Array, "L C"],
+    uniform: Float[Array, "L C"],
+    epsilon: float | Float[Array, ""],
+    *,
+    num: int,
 ) -> Int[Array, "num L"]:
     """`num` architectures, each from `uniform` with probability `epsilon`, else from `exploit`."""
 

@@ -32,9 +32,7 @@ def average_forgetting(accuracy: Float[np.ndarray, "T T"]) -> float | None:
     learned = np.tri(num_tasks, dtype=bool)
     missing = np.argwhere(learned & np.isnan(accuracy)).tolist()
     if missing:
-        raise ValueError(
-            f"forgetting needs every accuracy[learned, task] with learned >= task; missing {missing}"
-        )
+        raise ValueError(f"forgetting needs every accuracy[learned, task] with learned >= task; missing {missing}")
     if num_tasks == 1:
         return None
     best = np.where(learned, accuracy, -np.inf).max(axis=0)
@@ -46,9 +44,7 @@ def just_trained(accuracy: Float[np.ndarray, "T T"]) -> Float[np.ndarray, " T"]:
     return np.diagonal(accuracy).copy()
 
 
-def figure_of_merit(
-    upper: Number, acc_m: Number, flops_m: Number, acc_n: Number, flops_n: Number
-) -> float | None:
+def figure_of_merit(upper: Number, acc_m: Number, flops_m: Number, acc_n: Number, flops_n: Number) -> float | None:
     """How many times m is better than n: (upper - acc_n) / (upper - acc_m) * flops_n / flops_m (eq. 'fom').
 
     `upper` is the upper bound's average accuracy. None where either method reaches it.

@@ -75,9 +75,7 @@ def init_low_rank(key: jax.Array, *, num_inputs: int, width: int, rank: int) -> 
     return LowRank(down, jnp.zeros((rank, width)))
 
 
-def init_new(
-    key: jax.Array, base: Expert, *, how: Literal["random", "copy", "zero"] = "random"
-) -> Expert:
+def init_new(key: jax.Array, base: Expert, *, how: Literal["random", "copy", "zero"] = "random") -> Expert:
     """A New expert: truncated normal 0.02 and zero bias (default), a copy of the base, or zeros."""
     match how:
         case "random":

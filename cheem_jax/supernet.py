@@ -7,7 +7,7 @@ position, so memory grows with what was explored and not with the pool.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +19,24 @@ from cheem_jax.keys import key_at, next_power_of_two
 from cheem_jax.ops import Expert, LowRank, init_low_rank, init_new
 from cheem_jax.pool import Head, Pool, dense_expert, pool_sizes
 
-Learned = Expert | LowRank | Head
-
 _adam = optax.scale_by_adam()
 
 
-class Learner(NamedTuple):
-    """Parameters with Adam's moments and step count of their own (method: an op that was not drawn keeps all three)."""
+class OpLearner(NamedTuple):
+    """A learnable op with Adam's moments and step count of its own: where it is not drawn, it keeps all three."""
 
-    params: Learned
+    params: Expert | LowRank
     adam: optax.OptState
+
+
+class HeadLearner(NamedTuple):
+    """The task's head, which every step updates."""
+
+    params: Head
+    adam: optax.OptState
+
+
+Learner = TypeVar("Learner", OpLearner, HeadLearner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +56,7 @@ class OpSettings:
 class Supernet:
     """Dense frozen experts and lazily made learners of one task.
 
-    `learners` maps (block, candidate index) to a `Learner`; `head` is shared by all architectures.
+    `learners` maps (block, candidate index) to an `OpLearner`; `head` is shared by all architectures.
     """
 
     def __init__(
@@ -62,7 +70,7 @@ class Supernet:
         self.key, self.pool, self.settings, self.num_classes = key, pool, settings, num_classes
         self.sizes = pool_sizes(pool)
         self.experts = experts or [[dense_expert(block, i) for i in range(len(block))] for block in pool]
-        self.learners: dict[tuple[int, int], Learner] = {}
+        self.learners: dict[tuple[int, int], OpLearner] = {}
         width = self.experts[0][0].bias.shape[0]
         # block index L is the head's place among the keys
         self.head = init_head_learner(key_at(key, len(pool), 0), width, next_power_of_two(num_classes))
@@ -75,7 +83,7 @@ class Supernet:
         """The frozen expert behind a choice; None for New and Skip."""
         return None if choice.expert is None else self.experts[block][choice.expert]
 
-    def learner(self, block: int, choice: Choice) -> Learner | None:
+    def learner(self, block: int, choice: Choice) -> OpLearner | None:
         """The learner behind Adapt and New, made now if this is its first draw; None for Reuse and Skip."""
         if choice.kind not in ("adapt", "new"):
             return None
@@ -88,7 +96,7 @@ class Supernet:
                 self.learners[place] = init_new_learner(key, base, self.settings.new_init)
         return self.learners[place]
 
-    def store(self, block: int, choice: Choice, learner: Learner) -> None:
+    def store(self, block: int, choice: Choice, learner: OpLearner) -> None:
         """Put back a learner after its update."""
         self.learners[block, self.code(block, choice)] = learner
 
@@ -112,29 +120,30 @@ class Supernet:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def init_pair_learner(key, shape: tuple[int, int], rank: int) -> Learner:
+def init_pair_learner(key, shape: tuple[int, int], rank: int) -> OpLearner:
     """A low-rank pair at its start with fresh moments."""
     pair = init_low_rank(key, num_inputs=shape[0], width=shape[1], rank=rank)
-    return Learner(pair, _adam.init(pair))
+    return OpLearner(pair, _adam.init(pair))
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def init_new_learner(key, base: Expert, how: Literal["random", "copy", "zero"]) -> Learner:
+def init_new_learner(key, base: Expert, how: Literal["random", "copy", "zero"]) -> OpLearner:
     """A New expert at its start with fresh moments."""
     expert = init_new(key, base, how=how)
-    return Learner(expert, _adam.init(expert))
+    return OpLearner(expert, _adam.init(expert))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def init_head_learner(key, width: int, num_outputs: int) -> Learner:
+def init_head_learner(key, width: int, num_outputs: int) -> HeadLearner:
     """A head (truncated normal 0.02, zero bias) padded to a power of two outputs, with fresh moments."""
     weight = 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, (width, num_outputs))
     head = Head(weight, jnp.zeros(num_outputs))
-    return Learner(head, _adam.init(head))
+    return HeadLearner(head, _adam.init(head))
 
 
 @jax.jit
-def adam_update(learner: Learner, grads: Learned, learning_rate) -> Learner:
+def adam_update(learner: Learner, grads: Expert | LowRank | Head, learning_rate) -> Learner:
     """One Adam step (no weight decay); the bias correction counts this learner's own steps."""
     steps, adam = _adam.update(grads, learner.adam)
-    return Learner(jax.tree.map(lambda p, s: p - learning_rate * s, learner.params, steps), adam)
+    params = jax.tree.map(lambda p, s: p - learning_rate * s, learner.params, steps)
+    return learner._replace(params=params, adam=adam)

@@ -90,9 +90,7 @@ def read_timm(backbone: str, *, pretrained: bool = True) -> Pretrained:
         model: Any = timm.create_model(name, pretrained=pretrained)
     except Exception as error:  # timm raises what its downloads raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"timm cannot make {name!r}: {reason}; pass a local file with --weights FILE"
-        ) from error
+        raise ValueError(f"timm cannot make {name!r}: {reason}; pass a local file with --weights FILE") from error
     tensors = {key: value.detach().cpu().numpy() for key, value in model.state_dict().items()}
     config = known or infer_config(
         backbone, tensors, {"pretrained_cfg": model.pretrained_cfg, "global_pool": model.global_pool}
@@ -142,9 +140,7 @@ def tfds_images(base_data: str, image_size: int) -> Iterator[np.ndarray]:
         ) from error
     for start in range(0, len(source), _CHUNK):
         rows = range(start, min(start + _CHUNK, len(source)))
-        yield np.stack(
-            [decode_image(source[row][keys[0]], image_size, name=f"{name} #{row}") for row in rows]
-        )
+        yield np.stack([decode_image(source[row][keys[0]], image_size, name=f"{name} #{row}") for row in rows])
 
 
 def pooled_means(vit: ViT, chunks: Iterable[np.ndarray]) -> dict[str, np.ndarray]:

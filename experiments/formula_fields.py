@@ -19,9 +19,7 @@ def grid(rng: np.random.Generator, count: int, *, turn: float, zoom: float, shif
     scale = np.exp(rng.uniform(-zoom, zoom, (2, count, 1, 1))).astype(np.float32)
     x0, y0 = rng.uniform(-shift, shift, (2, count, 1, 1)).astype(np.float32)
     x, y = line[None, None, :] - x0, line[None, :, None] - y0
-    return (np.cos(angle) * x + np.sin(angle) * y) * scale[0], (
-        np.cos(angle) * y - np.sin(angle) * x
-    ) * scale[1]
+    return (np.cos(angle) * x + np.sin(angle) * y) * scale[0], (np.cos(angle) * y - np.sin(angle) * x) * scale[1]
 
 
 def two_colours(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:

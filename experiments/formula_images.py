@@ -74,9 +74,7 @@ def fractal_masks(rng: np.random.Generator, params: Params, *, jitter: float) ->
 
 
 def _rotation(angle: np.ndarray) -> np.ndarray:
-    return np.stack([np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)], -1).reshape(
-        *angle.shape, 2, 2
-    )
+    return np.stack([np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)], -1).reshape(*angle.shape, 2, 2)
 
 
 # Radial contours: polygons, stars and blobs, filled or in rings
@@ -103,9 +101,7 @@ def render_contours(rng: np.random.Generator, params: Params) -> Colours:
     reach = 0.72 * np.where(p["sides"] < 3, 0.85, polygon)
     waves = params["waves"] + 0.02 * rng.normal(0, 1, params["waves"].shape)
     for k in range(6):
-        reach = reach * (
-            1 + waves[:, k, None, None] * np.cos((k + 1) * angle + params["phases"][:, k, None, None])
-        )
+        reach = reach * (1 + waves[:, k, None, None] * np.cos((k + 1) * angle + params["phases"][:, k, None, None]))
     depth = 1 - np.hypot(x, y * 1.0) / reach  # 1 in the middle, 0 on the outline
     edge = np.clip(0.5 + depth * 0.6 * SIZE / 2, 0, 1)
     phase = (depth * (p["rings"] + 0.5 * (p["rings"] < 2))) % 1
@@ -174,19 +170,13 @@ def render_waves(rng: np.random.Generator, params: Params) -> Colours:
     x = x + rng.uniform(0, 0.12, (len(x), 1, 1)) * rough(rng, np.full(len(x), 2.5)) * 0.3
     waves = []
     for k in range(3):
-        fx, fy = (
-            np.pi * params["cycles"][:, k] * (np.cos(params["angle"][:, k]), np.sin(params["angle"][:, k]))
-        )
+        fx, fy = np.pi * params["cycles"][:, k] * (np.cos(params["angle"][:, k]), np.sin(params["angle"][:, k]))
         phase = rng.uniform(-np.pi, np.pi, (len(x), 1, 1))
-        waves.append(
-            params["size"][:, k, None, None] * np.sin(fx[:, None, None] * x + fy[:, None, None] * y + phase)
-        )
+        waves.append(params["size"][:, k, None, None] * np.sin(fx[:, None, None] * x + fy[:, None, None] * y + phase))
     total = sum(waves) / params["size"].sum(-1)[:, None, None]
     shape = params["shape"][:, None, None]
     smooth, sharp = 0.5 + 0.5 * total, 0.5 + 0.5 * np.tanh(6 * total)
-    field = np.select(
-        [shape == 0, shape == 1, shape == 2], [smooth, sharp, np.abs(total)], np.maximum(total, 0)
-    )
+    field = np.select([shape == 0, shape == 1, shape == 2], [smooth, sharp, np.abs(total)], np.maximum(total, 0))
     return ramp(rng, np.clip(field, 0, 1).astype(np.float32))
 
 
@@ -205,9 +195,7 @@ def render_noises(rng: np.random.Generator, params: Params) -> Colours:
     angle = p["angle"] + rng.uniform(-0.2, 0.2, p["angle"].shape)
     fy, fx = np.fft.fftfreq(SIZE, 1 / SIZE)[:, None], np.fft.rfftfreq(SIZE, 1 / SIZE)[None]
     u, v = np.cos(angle) * fx + np.sin(angle) * fy, np.cos(angle) * fy - np.sin(angle) * fx
-    radius = np.hypot(u * p["stretch"], v / np.sqrt(p["stretch"])) * np.exp(
-        rng.uniform(-0.1, 0.1, angle.shape)
-    )
+    radius = np.hypot(u * p["stretch"], v / np.sqrt(p["stretch"])) * np.exp(rng.uniform(-0.1, 0.1, angle.shape))
     field = filtered(rng, np.exp(-0.5 * (np.log(np.maximum(radius, 0.3) / p["centre"]) / p["band"]) ** 2))
     shape = p["shape"]
     field = np.select([shape == 0, shape == 1, shape == 2],

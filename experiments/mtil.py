@@ -32,7 +32,7 @@ class Mtil:
     preset: Literal["paper", "quick"] = "paper"
     """`paper`: all settings of the paper; `quick`: every part switched on, sized for a CPU."""
     backbone: str = "deit_tiny"
-    """deit_tiny, vit_base, vit_base_augreg, clip_vit_base, vit_micro, vit_nano, or the name of another plain timm ViT."""
+    """deit_tiny, vit_base, vit_base_augreg, clip_vit_base, vit_micro, vit_nano, or another plain timm ViT by name."""
     weights: Path | None = None
     """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from the hub."""
     stream: Path | None = None
@@ -60,9 +60,7 @@ def main(settings: Mtil) -> None:
     progress = Progress()
     if settings.stream is None:
         raise ValueError("no tasks given; expected --stream FOLDER with one folder or zip per task")
-    pretrained = load_pretrained(
-        settings.backbone, weights=settings.weights, image_size=settings.image_size
-    )
+    pretrained = load_pretrained(settings.backbone, weights=settings.weights, image_size=settings.image_size)
     size = pretrained.config.image_size
     router = None
     if settings.router is not None:
@@ -85,9 +83,7 @@ def main(settings: Mtil) -> None:
     if settings.upper_bound:
         bound = FullFinetuneConfig(settings.cheem.finetune.epochs, batch_size=settings.cheem.batch_size)
     config = RunConfig(settings.cheem, settings.preset, settings.seed, bound)
-    results = run_stream(
-        stream, pretrained, config, settings.run_dir, progress, base_images=base_images, router=router
-    )
+    results = run_stream(stream, pretrained, config, settings.run_dir, progress, base_images=base_images, router=router)
     show(progress, results, settings.run_dir)
 
 

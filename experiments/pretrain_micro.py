@@ -138,9 +138,7 @@ def augment(key: jax.Array, images: UInt8[Array, "B H W 3"]) -> Float[Array, "B 
     x = images.astype(jnp.float32) / 127.5 - 1.0
     x = jnp.pad(x, ((0, 0), (3, 3), (3, 3), (0, 0)), mode="edge")
     corners = jax.random.randint(move_key, (count, 2), 0, 7)
-    x = jax.vmap(lambda image, at: jax.lax.dynamic_slice(image, (at[0], at[1], 0), (size, size, 3)))(
-        x, corners
-    )
+    x = jax.vmap(lambda image, at: jax.lax.dynamic_slice(image, (at[0], at[1], 0), (size, size, 3)))(x, corners)
     contrast = jax.random.uniform(contrast_key, (count, 1, 1, 1), minval=0.7, maxval=1.2)
     return x * contrast + 0.08 * jax.random.normal(light_key, (count, 1, 1, 3))
 
@@ -166,13 +164,10 @@ def load_state(file: Path, config: Pretrain, state):
     with safe_open(file, framework="numpy") as saved:
         metadata = saved.metadata()
         before, now = json.loads(metadata["settings"]), _settings(config)
-        differ = [
-            f"{name} {before.get(name)!r}, now {now[name]!r}" for name in now if before.get(name) != now[name]
-        ]
+        differ = [f"{name} {before.get(name)!r}, now {now[name]!r}" for name in now if before.get(name) != now[name]]
         if differ:
             raise ValueError(
-                f"{file} holds a run with other settings: {'; '.join(differ)}; "
-                "delete it or choose another --work-dir"
+                f"{file} holds a run with other settings: {'; '.join(differ)}; delete it or choose another --work-dir"
             )
         leaves = [jnp.asarray(saved.get_tensor(str(i))) for i in range(len(jax.tree.leaves(state)))]
         return jax.tree.unflatten(jax.tree.structure(state), leaves), int(metadata["step"])

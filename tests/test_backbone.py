@@ -30,9 +30,7 @@ def _images(*shape: int) -> np.ndarray:
 
 
 def test_deit_tiny_agrees_with_the_float64_reference_in_every_block_and_in_the_logits(shared):
-    pretrained = load_pretrained(
-        "deit_tiny", weights=shared / "weights" / "deit_tiny_patch16_224.fp16.safetensors"
-    )
+    pretrained = load_pretrained("deit_tiny", weights=shared / "weights" / "deit_tiny_patch16_224.fp16.safetensors")
     graphdef, state = nnx.split(build(pretrained.config, pretrained.params))
 
     @jax.jit
@@ -138,9 +136,7 @@ def test_random_weights_start_as_timm_starts_a_vit():
     assert np.all(params["blocks.0.norm1.scale"] == 1) and np.all(params["norm.bias"] == 0)
     kernel = params["blocks.0.up.kernel"]
     assert np.abs(kernel).max() <= 0.04
-    np.testing.assert_allclose(
-        kernel.std(), 0.02 * 0.8796, rtol=0.05
-    )  # standard deviation of N(0, 1) cut at 2
+    np.testing.assert_allclose(kernel.std(), 0.02 * 0.8796, rtol=0.05)  # standard deviation of N(0, 1) cut at 2
     assert not np.array_equal(kernel, params["blocks.1.up.kernel"])
 
 

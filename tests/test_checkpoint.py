@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-
 import small
+
 from cheem_jax.architecture import from_strings
 from cheem_jax.checkpoint import load_task, open_memory, save_memory_task, save_task, saved_tasks
 from cheem_jax.ops import Expert, LowRank
@@ -53,7 +53,12 @@ def test_a_memory_comes_back_from_its_directories(tmp_path):
     opened = open_memory(tmp_path, POOL)
     assert same(opened.pool, memory.pool)
     for a, b in zip(opened.tasks, memory.tasks, strict=True):
-        assert (a.name, a.classes, a.architecture, a.experts) == (b.name, b.classes, b.architecture, b.experts)
+        assert (a.name, a.classes, a.architecture, a.experts) == (
+            b.name,
+            b.classes,
+            b.architecture,
+            b.experts,
+        )
         assert same((a.head, a.means, a.centroids), (b.head, b.means, b.centroids))
     assert same(dense_expert(opened.pool[0], 2), dense_expert(memory.pool[0], 2))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-
 import small
+
 from cheem_jax import hee
 from cheem_jax.execution.passes import token_means
 from cheem_jax.execution.stages import Stages
@@ -115,7 +115,9 @@ def test_a_recoloured_task_is_more_similar_to_its_original_than_an_unrelated_one
     stripes[:, ::2] = 255
     rng = np.random.default_rng(0)
     original = np.clip(stripes + rng.integers(0, 30, stripes.shape), 0, 255).astype(np.uint8)
-    recoloured = np.clip(stripes * np.array([0.7, 1, 0.7]) + rng.integers(0, 30, stripes.shape), 0, 255).astype(np.uint8)
+    recoloured = np.clip(stripes * np.array([0.7, 1, 0.7]) + rng.integers(0, 30, stripes.shape), 0, 255).astype(
+        np.uint8
+    )
     unrelated = np.full((16, 8, 8, 3), 30, np.uint8) + rng.integers(0, 30, stripes.shape).astype(np.uint8)
     experts = [[b[0].params] for b in stages.base_pool]
     network = dense_task_network(experts, (0, 0, 0, 0))
@@ -179,7 +181,9 @@ def test_no_feature_of_an_earlier_task_is_kept():
 def test_the_upper_bound_picks_its_rate_on_validation():
     task = small.task("colours", 0)
     bound = FullFinetune(
-        small.backbone(), FullFinetuneConfig(epochs=6, learning_rates=(1e-9, 1e-2), batch_size=16), jax.random.key(0)
+        small.backbone(),
+        FullFinetuneConfig(epochs=6, learning_rates=(1e-9, 1e-2), batch_size=16),
+        jax.random.key(0),
     )
     seen = []
     found = bound.learn(0, task, lambda num, note="": seen.append(num))
@@ -190,7 +194,12 @@ def test_the_upper_bound_picks_its_rate_on_validation():
 
 
 def test_presets_switch_every_part_on():
-    assert (PAPER.supernet.epochs, PAPER.finetune.epochs, PAPER.ops.rank, PAPER.batch_size) == (50, 20, 40, 64)
+    assert (PAPER.supernet.epochs, PAPER.finetune.epochs, PAPER.ops.rank, PAPER.batch_size) == (
+        50,
+        20,
+        40,
+        64,
+    )
     assert PAPER.search.population * PAPER.search.generations == 1000
     assert (PAPER.exploration.epsilon, PAPER.search.epsilon, PAPER.search.tolerance) == (0.3, 0.5, 0.02)
     assert QUICK.supernet.epochs >= 8 and QUICK.finetune.epochs >= 8

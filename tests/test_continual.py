@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 import pytest
+import small
 from rich.console import Console
 
-import small
 from cheem_jax import metrics
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
@@ -45,14 +45,23 @@ def test_a_run_leaves_its_files_and_the_record_tells_its_numbers(finished):
     assert json.loads((directory / "results.json").read_text()) == json.loads(json.dumps(results))
     names = {file.name for file in directory.iterdir()}
     assert names == {"config.json", "metrics.jsonl", "results.json", "report.md", "checkpoints", "figures"}
-    assert {f.name for f in (directory / "figures").iterdir()} >= {"architectures.png", "accuracy.png", "similarity.png"}
+    assert {f.name for f in (directory / "figures").iterdir()} >= {
+        "architectures.png",
+        "accuracy.png",
+        "similarity.png",
+    }
     events = [entry["event"] for entry in read(directory)]
     assert events == ["run", "learned", "learned", "evaluated", "learned", "learned", "evaluated"] + ["upper_bound"] * 2
 
 
 def test_the_results_hold_what_a_reader_expects(finished):
     _, results = finished
-    assert (results["method"], results["backbone"], results["stream"], results["seed"]) == ("cheem", "vit_test", "small", 0)
+    assert (results["method"], results["backbone"], results["stream"], results["seed"]) == (
+        "cheem",
+        "vit_test",
+        "small",
+        0,
+    )
     matrix = metrics.matrix_from_json(results["accuracy"])
     assert results["accuracy"][0][1] is None
     assert results["average_accuracy"] == pytest.approx(np.mean(matrix[-1]))

@@ -51,9 +51,7 @@ def pictures(tmp_path) -> Path:
     return tmp_path / "pictures"
 
 
-def test_the_command_line_adds_base_means_of_the_training_images_and_keeps_the_rest(
-    tmp_path, nano_file, pictures
-):
+def test_the_command_line_adds_base_means_of_the_training_images_and_keeps_the_rest(tmp_path, nano_file, pictures):
     output = tmp_path / "new" / "out.safetensors"
     done = subprocess.run(
         [
@@ -116,9 +114,7 @@ def test_an_existing_output_stays_unless_overwriting_is_asked_for(tmp_path, nano
         ),
     ],
 )
-def test_wrong_arguments_end_in_one_line_and_status_two(
-    tmp_path, nano_file, monkeypatch, capsys, arguments, shown
-):
+def test_wrong_arguments_end_in_one_line_and_status_two(tmp_path, nano_file, monkeypatch, capsys, arguments, shown):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     assert timm_vit.main([str(nano_file) if value == "NANO" else value for value in arguments]) == 2
@@ -163,9 +159,7 @@ def _random_model(name: str, **options):
     model = timm.create_model(name, pretrained=False, **options).eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
-            value.normal_(
-                1.0 if "norm" in key and key.endswith("weight") else 0.0, 0.1 if value.ndim == 1 else 0.04
-            )
+            value.normal_(1.0 if "norm" in key and key.endswith("weight") else 0.0, 0.1 if value.ndim == 1 else 0.04)
     return model
 
 
@@ -177,9 +171,7 @@ def _timm_outputs(model, images: np.ndarray) -> dict[str, np.ndarray]:
     import torch
 
     tokens = []
-    hooks = [
-        block.register_forward_hook(lambda *args: tokens.append(args[2][:, 0])) for block in model.blocks
-    ]
+    hooks = [block.register_forward_hook(lambda *args: tokens.append(args[2][:, 0])) for block in model.blocks]
     with torch.no_grad():
         normed = model.forward_features(torch.from_numpy(images.transpose(0, 3, 1, 2).copy()))
         logits = model.forward_head(normed)
@@ -254,9 +246,7 @@ def test_position_embeddings_are_resampled_as_timm_does(before, after):
     from timm.layers import resample_abs_pos_embed
 
     position = np.random.default_rng(4).standard_normal((before**2 + 1, 32)).astype(np.float32)
-    timms = resample_abs_pos_embed(
-        torch.from_numpy(position)[None], new_size=[after, after], num_prefix_tokens=1
-    )
+    timms = resample_abs_pos_embed(torch.from_numpy(position)[None], new_size=[after, after], num_prefix_tokens=1)
     np.testing.assert_allclose(resample_position(position, after**2), timms[0].numpy(), rtol=0, atol=1e-5)
 
 
@@ -282,9 +272,7 @@ def test_constants_of_known_backbones_are_timms(config):
 )
 def test_sizes_heads_and_norms_are_inferred_as_timm_builds_them(name):
     model = _on_meta(name)
-    config = infer_config(
-        name, _shapes_only(model), {"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 1, 1]}}
-    )
+    config = infer_config(name, _shapes_only(model), {"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 1, 1]}})
     block = model.blocks[0]
     assert (config.depth, config.width) == (len(model.blocks), model.embed_dim)
     assert (config.num_heads, config.mlp_width) == (block.attn.num_heads, block.mlp.fc1.out_features)

@@ -72,9 +72,7 @@ def test_alpha_is_dropped_and_no_background_assumed():
 
 
 def test_cmyk_jpeg_has_the_right_colours():
-    left, right = corners(
-        encode(halves("CMYK", (0, 255, 255, 0), (0, 0, 0, 255), (16, 16)), "JPEG", quality=100)
-    )
+    left, right = corners(encode(halves("CMYK", (0, 255, 255, 0), (0, 0, 0, 255), (16, 16)), "JPEG", quality=100))
     np.testing.assert_allclose(left, (255, 0, 0), atol=3)
     np.testing.assert_allclose(right, (0, 0, 0), atol=3)
 

@@ -16,9 +16,7 @@ def test_the_demo_stream_has_six_tasks_of_32_pixels(stream):
         *("shapes", "letters", "colours", "textures", "shapes_recoloured", "digits")
     ]
     for task in stream.tasks:
-        assert [split.images.shape for split in task.splits.values()] == [
-            (n, 32, 32, 3) for n in (600, 150, 250)
-        ]
+        assert [split.images.shape for split in task.splits.values()] == [(n, 32, 32, 3) for n in (600, 150, 250)]
         counts = np.bincount(task.train.labels)
         assert counts.max() - counts.min() <= (5 if task.name == "digits" else 1)
 
@@ -57,8 +55,9 @@ def test_difficulties_differ_clearly_for_a_linear_classifier_on_pixels(stream):
     accuracy = {task.name: pixel_accuracy(task.train, task.test) for task in stream.tasks}
     assert accuracy["colours"] > 0.95
     assert accuracy["digits"] > 0.85
-    for hard in ("shapes", "letters", "textures", "shapes_recoloured"):
-        assert accuracy[hard] < 0.4, accuracy
+    for hard in ("shapes", "letters", "shapes_recoloured"):
+        assert accuracy[hard] < 0.65, accuracy
+    assert accuracy["textures"] < 0.3
 
 
 def test_the_planted_kin_shares_the_shapes_and_not_the_colours(stream):
@@ -82,7 +81,7 @@ def test_other_sizes_show_the_same_kind_of_picture():
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"num_val": 15}, "every split needs at least 16 images"),
+        ({"num_val": 11}, "every split needs at least 12 images"),
         ({"num_train": 1500}, "there are 1797 digits in all"),
         ({"image_size": 4}, "image_size must be at least 8"),
     ],

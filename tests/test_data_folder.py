@@ -67,9 +67,7 @@ def test_a_folder_and_a_zip_give_the_same_task(tmp_path):
 @pytest.mark.parametrize("names", [("Train", "validation", "TEST"), ("train", "valid", "test")])
 def test_split_folders_may_bear_other_usual_names(tmp_path, names):
     renamed = {
-        file.replace("train/", f"{names[0]}/")
-        .replace("val/", f"{names[1]}/")
-        .replace("test/", f"{names[2]}/"): data
+        file.replace("train/", f"{names[0]}/").replace("val/", f"{names[1]}/").replace("test/", f"{names[2]}/"): data
         for file, data in FULL.items()
     }
     want = load_task(write(tmp_path / "a" / "pets", FULL), image_size=4)
@@ -132,9 +130,7 @@ def test_missing_validation_takes_a_tenth_of_train_rounded_up(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["train/", "", "photos/"])
 def test_without_splits_test_takes_three_tenths_first(tmp_path, prefix):
-    files = {
-        f"{prefix}{name}/{i:02d}.png": png(i) for name, n in {"cat": 30, "dog": 11}.items() for i in range(n)
-    }
+    files = {f"{prefix}{name}/{i:02d}.png": png(i) for name, n in {"cat": 30, "dog": 11}.items() for i in range(n)}
     task = load_task(write(tmp_path / "pets", files), image_size=4)
     assert [len(split.labels) for split in task.splits.values()] == [25, 3, 13]  # ceil(12.3), ceil(2.8)
     everything = [pair for split in task.splits.values() for pair in values(split)]
@@ -237,9 +233,7 @@ def test_a_missing_path_and_a_file_that_is_no_zip_are_refused(tmp_path):
         load_task(tmp_path / "fake.zip", image_size=4)
 
 
-@pytest.mark.parametrize(
-    "name", ["../up.png", "/root.png", "a/../../b.png", "a//b.png", "C:/x.png", "./a.png"]
-)
+@pytest.mark.parametrize("name", ["../up.png", "/root.png", "a/../../b.png", "a//b.png", "C:/x.png", "./a.png"])
 def test_zip_members_with_unsafe_names_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match="its name is not a plain relative one"):
         load_task(write_zip(tmp_path / "x.zip", FULL | {name: png()}), image_size=4)
@@ -262,9 +256,7 @@ def test_absurd_zip_members_are_refused(tmp_path, monkeypatch):
 def test_encrypted_and_damaged_zip_members_are_refused_by_name(tmp_path):
     file = write_zip(tmp_path / "x.zip", FULL)
     whole = file.read_bytes()
-    first = whole.index(
-        b"PK\x01\x02"
-    )  # the central directory's first entry; its flags are 8 bytes further on
+    first = whole.index(b"PK\x01\x02")  # the central directory's first entry; its flags are 8 bytes further on
     file.write_bytes(whole[: first + 8] + b"\x01" + whole[first + 9 :])
     with pytest.raises(ValueError, match="'train/cat/00.png': it is encrypted"):
         load_task(file, image_size=4)
@@ -328,8 +320,6 @@ def test_a_real_pack_is_read_with_its_class_names(shared):
     assert np.bincount(mnist.test.labels).tolist() == [100] * 10
     assert pedestrians.classes == ("non-pedestrian", "pedestrian")
     with zipfile.ZipFile(shared / "data" / "mnist.zip") as archive:
-        picture = (
-            Image.open(io.BytesIO(archive.read("test/0003/0000.png"))).convert("RGB").resize((16, 16), 3)
-        )
+        picture = Image.open(io.BytesIO(archive.read("test/0003/0000.png"))).convert("RGB").resize((16, 16), 3)
     index = int(np.flatnonzero(mnist.test.labels == 3)[0])
     np.testing.assert_array_equal(mnist.test.images[index], np.asarray(picture))

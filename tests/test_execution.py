@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
 import small
+
 from cheem_jax.architecture import decode, from_strings
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.passes import answers, count_right, token_means
@@ -132,7 +132,14 @@ def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(co
                 train_step(stages, supernet, decode(codes, supernet.sizes), (IMAGES, LABELS, MASK), 1e-3)
                 network = dense_network(supernet, np.array(codes), {})
                 count_right(
-                    stages, [network], supernet.head.params, 3, IMAGES, LABELS, batch_size=16, advance=lambda _: None
+                    stages,
+                    [network],
+                    supernet.head.params,
+                    3,
+                    IMAGES,
+                    LABELS,
+                    batch_size=16,
+                    advance=lambda _: None,
                 )
     assert programs.count == 0
 
@@ -185,15 +192,13 @@ def test_an_image_gets_the_same_answer_in_different_company():
     supernet = supernet_of(stages)
     network = dense_network(supernet, np.array([0, 1, 3, 0]), {})
     together = answers(stages, network, supernet.head.params, 3, IMAGES, batch_size=16)
-    alone = [
-        answers(stages, network, supernet.head.params, 3, IMAGES[i : i + 1], batch_size=16)[0] for i in range(16)
-    ]
+    alone = [answers(stages, network, supernet.head.params, 3, IMAGES[i : i + 1], batch_size=16)[0] for i in range(16)]
     np.testing.assert_array_equal(together, alone)
 
 
 def test_padding_of_the_head_never_wins():
     head = supernet_of(STAGES["mlp_down"]).head.params
-    logits = masked_logits(head._replace(bias=head.bias.at[3].set(1e6)), np.ones((2, 16), np.float32), 3)
+    logits = masked_logits(head._replace(bias=head.bias.at[3].set(1e6)), jnp.ones((2, 16)), 3)
     assert (logits.argmax(axis=-1) < 3).all()
 
 

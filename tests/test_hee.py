@@ -113,7 +113,9 @@ def test_the_first_draws_do_not_depend_on_how_many_are_drawn():
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=4), st.integers(0, 2**31), st.floats(0, 1))
 def test_every_sampled_architecture_is_a_candidate_of_its_block(sizes, seed, epsilon):
     rng = np.random.default_rng(seed)
-    experts = [[0] * len(sizes)] + [[int(rng.integers(0, n)) if rng.random() < 0.7 else None for n in sizes] for _ in range(3)]
+    experts = [[0] * len(sizes)] + [
+        [int(rng.integers(0, n)) if rng.random() < 0.7 else None for n in sizes] for _ in range(3)
+    ]
     similarity = np.array([[NAN if e is None else rng.uniform(-1, 1) for e in row] for row in experts])
     exploit, uniform = hee.exploit_table(similarity, experts, sizes), hee.uniform_table(sizes)
     np.testing.assert_allclose(exploit.sum(axis=1), 1.0, rtol=1e-12)

@@ -2,8 +2,8 @@
 
 import jax
 import numpy as np
-
 import small
+
 from cheem_jax.architecture import from_strings
 from cheem_jax.ops import Expert, LowRank
 from cheem_jax.pool import base_pool, dense_expert, grow, pool_sizes

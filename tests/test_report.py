@@ -30,10 +30,7 @@ def made_up(names: list[str], num_blocks: int, backbone: str, image_size: int) -
                 kind = "adapted" if choice.kind == "adapt" else "full"
                 pool[block].append({"origin": index, "kind": kind, "parent": choice.expert})
         similarity.append(
-            [
-                [None if (i, b) == (1, 2) else (b - i) / 12 for b in range(num_blocks)]
-                for i in range(index + 1)
-            ]
+            [[None if (i, b) == (1, 2) else (b - i) / 12 for b in range(num_blocks)] for i in range(index + 1)]
         )
         tasks.append({
             "name": name, "classes": ["a", "b"], "num_train": 1000 + index, "architecture": architecture,
@@ -77,12 +74,7 @@ def on_paper(what) -> str:
 def test_the_final_table_has_a_row_per_method_with_units():
     text = on_paper(table.final_table(made_up(SMALL, 8, "vit_micro", 32)))
     rows = {line.split("  ")[0].strip(): line for line in text.splitlines()}
-    assert (
-        "71.2" in rows["CHEEM"]
-        and "81.2" in rows["CHEEM"]
-        and "2.1" in rows["CHEEM"]
-        and "58.3 M" in rows["CHEEM"]
-    )
+    assert "71.2" in rows["CHEEM"] and "81.2" in rows["CHEEM"] and "2.1" in rows["CHEEM"] and "58.3 M" in rows["CHEEM"]
     assert "55.1" in rows["frozen, linear heads"]
     assert "84.6" in rows["full fine-tuning"] and "–" in rows["full fine-tuning"]
     assert "FoM against frozen: – (points below full FT: CHEEM 13.3, frozen 29.4)" in text
@@ -112,13 +104,9 @@ def test_a_run_without_yardsticks_still_has_its_tables_and_report(tmp_path):
     assert "only" in write_report(tmp_path, results).read_text()
 
 
-@pytest.mark.parametrize(
-    "draw", [figures.architecture_grid, figures.accuracy_heatmap, figures.similarity_heatmap]
-)
+@pytest.mark.parametrize("draw", [figures.architecture_grid, figures.accuracy_heatmap, figures.similarity_heatmap])
 @pytest.mark.parametrize(("names", "num_blocks"), [(SMALL, 8), (LARGE, 12)])
-def test_figures_are_png_files_that_grow_with_the_stream_and_leave_no_text_outside(
-    tmp_path, draw, names, num_blocks
-):
+def test_figures_are_png_files_that_grow_with_the_stream_and_leave_no_text_outside(tmp_path, draw, names, num_blocks):
     file = tmp_path / "figures" / "drawn.png"
     draw(made_up(names, num_blocks, "deit_tiny", 96), file)
     with Image.open(file) as image:
@@ -164,7 +152,5 @@ def test_the_report_names_every_task_number_and_figure(tmp_path):
     ):
         assert shown in text
     for name in ("architectures", "accuracy", "similarity"):
-        assert (
-            f"(figures/{name}.png)" in text and (tmp_path / "figures" / f"{name}.png").stat().st_size > 5000
-        )
+        assert f"(figures/{name}.png)" in text and (tmp_path / "figures" / f"{name}.png").stat().st_size > 5000
     assert sorted(file.name for file in tmp_path.iterdir()) == ["figures", "report.md"]

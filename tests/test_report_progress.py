@@ -64,9 +64,7 @@ def test_an_architecture_is_a_row_of_letters_with_a_legend_the_first_time():
         progress.architecture(name, ["reuse:0", "adapt:0", "new", "skip", "reuse:3"])
     legend, *rows = text.getvalue().splitlines()
     assert all(kind in legend for kind in ("reuse", "adapt", "new", "skip"))
-    assert [row.split() for row in rows] == [
-        [name, "R", "A", "N", "S", "R3"] for name in ("digits", "letters")
-    ]
+    assert [row.split() for row in rows] == [[name, "R", "A", "N", "S", "R3"] for name in ("digits", "letters")]
     assert "\x1b" not in text.getvalue()
 
 

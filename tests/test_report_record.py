@@ -9,9 +9,7 @@ from cheem_jax.report import record
 
 def test_lines_hold_event_time_and_plain_values(tmp_path):
     written = record.Record.open(tmp_path / "run")
-    written.write(
-        "epoch", loss=np.float32(0.5), table=np.array([[1.0, np.nan]]), steps=jnp.int32(3), top=float("inf")
-    )
+    written.write("epoch", loss=np.float32(0.5), table=np.array([[1.0, np.nan]]), steps=jnp.int32(3), top=float("inf"))
     (entry,) = record.read(tmp_path / "run")
     assert entry.pop("time").endswith("+00:00")
     assert entry == {"event": "epoch", "loss": 0.5, "table": [[1.0, None]], "steps": 3, "top": None}

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-
 import small
+
 from cheem_jax.architecture import from_strings
 from cheem_jax.execution.stages import Stages
 from cheem_jax.supernet import OpSettings, Supernet
@@ -33,7 +33,10 @@ def snapshot(tree):
 
 def test_an_op_that_is_not_drawn_keeps_parameters_moments_and_step_count():
     net = supernet()
-    drawn, other = from_strings(["adapt:0", "new", "skip", "adapt:0"]), from_strings(["new", "new", "skip", "reuse:0"])
+    drawn, other = (
+        from_strings(["adapt:0", "new", "skip", "adapt:0"]),
+        from_strings(["new", "new", "skip", "reuse:0"]),
+    )
     train_step(STAGES, net, drawn, BATCH, 1e-2)
     kept = snapshot(net.learners[0, 1]) + snapshot(net.learners[3, 1])
     shared = net.learners[1, 2]
@@ -119,7 +122,8 @@ def test_an_epoch_explores_or_exploits_as_a_whole():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: FitConfig(epochs=0), lambda: FitConfig(1, learning_rate=0), lambda: EpsilonConfig(epsilon=2)]
+    "make",
+    [lambda: FitConfig(epochs=0), lambda: FitConfig(1, learning_rate=0), lambda: EpsilonConfig(epsilon=2)],
 )
 def test_senseless_settings_are_refused(make):
     with pytest.raises(ValueError, match=r"is (0|2)"):

@@ -51,9 +51,7 @@ def timm_tensors(*, width=64, depth=2, patch=4, grid=3, classes=0, clip=False) -
 def nano() -> Pretrained:
     config = CONFIGS["vit_nano"]
     rng = np.random.default_rng(0)
-    params = {
-        name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes_of(config).items()
-    }
+    params = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes_of(config).items()}
     means = {"32/mlp_down/component": rng.standard_normal((6, 48)).astype(np.float32)}
     return Pretrained(config, params, "some.safetensors", "ab" * 32, means)
 
@@ -139,9 +137,7 @@ def test_local_files_under_timms_names_are_read_in_float32_with_their_hash(tmp_p
 
 def test_the_config_beside_local_weights_brings_the_preprocessing(tmp_path):
     safetensors.numpy.save_file(timm_tensors(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(
-        json.dumps({"pretrained_cfg": {"mean": [0, 0, 0], "std": [2, 2, 2]}})
-    )
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": {"mean": [0, 0, 0], "std": [2, 2, 2]}}))
     pretrained = load_pretrained("vit_tiny_patch4_12.mystery", weights=tmp_path / "model.safetensors")
     assert pretrained.config.std == (2.0, 2.0, 2.0)
 
@@ -194,9 +190,7 @@ def test_a_converted_file_of_another_backbone_is_refused(tmp_path, nano):
     save_converted(tmp_path / "nano.safetensors", nano)
     with pytest.raises(ValueError, match="misshapen.*class_token is .48,., expected .96,."):
         load_pretrained("vit_micro", weights=tmp_path / "nano.safetensors")
-    other_mean = dataclasses.replace(
-        nano, config=dataclasses.replace(nano.config, mean=converted.std, name="vit_n")
-    )
+    other_mean = dataclasses.replace(nano, config=dataclasses.replace(nano.config, mean=converted.std, name="vit_n"))
     save_converted(tmp_path / "other.safetensors", other_mean)
     with pytest.raises(ValueError, match="converted for backbone 'vit_n'.* not for 'vit_nano'"):
         load_pretrained("vit_nano", weights=tmp_path / "other.safetensors")
@@ -227,9 +221,7 @@ def test_broken_files_are_named(tmp_path, nano, suffix, damage):
     save_converted(tmp_path / "whole", nano)
     np.savez(tmp_path / "whole.npz", **nano.params)
     whole = (tmp_path / ("whole" if suffix == "safetensors" else "whole.npz")).read_bytes()
-    file.write_bytes(
-        {"truncated": whole[: len(whole) // 2], "garbage": b"\x01garbage" * 99, "empty": b""}[damage]
-    )
+    file.write_bytes({"truncated": whole[: len(whole) // 2], "garbage": b"\x01garbage" * 99, "empty": b""}[damage])
     with pytest.raises(ValueError, match=rf"broken.{suffix} is not a readable {suffix} file"):
         load_pretrained("vit_nano", weights=file)
 
@@ -248,9 +240,7 @@ def test_a_missing_file_is_named(tmp_path):
         load_pretrained("deit_tiny", weights=tmp_path / "none.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("name", "near"), [("deit_tinny", "deit_tiny"), ("vit_micr", "vit_micro"), ("resnet50", "")]
-)
+@pytest.mark.parametrize(("name", "near"), [("deit_tinny", "deit_tiny"), ("vit_micr", "vit_micro"), ("resnet50", "")])
 def test_unknown_names_are_answered_with_the_nearest(name, near):
     with pytest.raises(ValueError, match=f"unknown backbone '{name}'; nearest: .*{near}.*or a timm name"):
         load_pretrained(name)
@@ -263,11 +253,7 @@ def test_bundled_weights_come_with_the_package_and_their_base_means(name):
     assert all(np.isfinite(value).all() for value in pretrained.params.values())
     shapes = {key: value.shape for key, value in pretrained.base_means.items()}
     expected = (CONFIGS[name].depth, CONFIGS[name].width)
-    keys = [
-        f"32/{placement}/{token}"
-        for placement in ("mlp_down", "attn_proj")
-        for token in ("component", "block")
-    ]
+    keys = [f"32/{placement}/{token}" for placement in ("mlp_down", "attn_proj") for token in ("component", "block")]
     assert shapes == dict.fromkeys(keys, expected)
 
 
@@ -360,9 +346,7 @@ def test_weights_and_preprocessing_are_downloaded_once_from_the_hub(hub):
 
 
 def test_a_model_that_the_hub_does_not_hold_is_named(hub):
-    with pytest.raises(
-        FileNotFoundError, match="hub has no model 'timm/vit_tiny_patch4_12.theirs': check the name"
-    ):
+    with pytest.raises(FileNotFoundError, match="hub has no model 'timm/vit_tiny_patch4_12.theirs': check the name"):
         load_pretrained("vit_tiny_patch4_12.theirs")
 
 
@@ -376,9 +360,7 @@ def test_without_network_the_error_says_how_to_go_on(hub, monkeypatch):
         load_pretrained("deit_tiny")
     message = str(error.value)
     assert message.startswith("cannot download 'timm/deit_tiny_patch16_224.fb_in1k'") and "\n" not in message
-    assert (
-        "--weights FILE" in message and "https://huggingface.co/timm/deit_tiny_patch16_224.fb_in1k" in message
-    )
+    assert "--weights FILE" in message and "https://huggingface.co/timm/deit_tiny_patch16_224.fb_in1k" in message
 
 
 def test_an_interrupted_save_leaves_the_old_file(tmp_path, nano, monkeypatch):

@@ -11,16 +11,16 @@ def download(timm_name: str) -> tuple[Path, dict, str]:
     cannot be reached or has no such model.
     """
     repository = repository_of(timm_name)
-    way_out = f"pass a local file instead (--weights FILE), e.g. model.safetensors from https://huggingface.co/{repository}"
+    way_out = (
+        f"pass a local file instead (--weights FILE), e.g. model.safetensors from https://huggingface.co/{repository}"
+    )
     from huggingface_hub.errors import RepositoryNotFoundError  # slow to import, and mostly not needed
 
     try:
         weights = _cached_or_fetched(repository, "model.safetensors")
         config = json.loads(_cached_or_fetched(repository, "config.json").read_text())
     except RepositoryNotFoundError as error:
-        raise FileNotFoundError(
-            f"the hub has no model {repository!r}: check the name, or {way_out}"
-        ) from error
+        raise FileNotFoundError(f"the hub has no model {repository!r}: check the name, or {way_out}") from error
     except Exception as error:  # the client's error classes differ between its releases
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FileNotFoundError(f"cannot download {repository!r} ({reason}); {way_out}") from error

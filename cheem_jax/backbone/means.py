@@ -24,9 +24,7 @@ def base_means(
     """
     size = vit.config.image_size
     if len(images) == 0 or images.shape[1:3] != (size, size):
-        raise ValueError(
-            f"base means of {vit.config.name!r} need images of {size}x{size} pixels, got {images.shape}"
-        )
+        raise ValueError(f"base means of {vit.config.name!r} need images of {size}x{size} pixels, got {images.shape}")
     graphdef, state = nnx.split(vit)
     totals = np.zeros((3, vit.config.depth, vit.config.width))
     for start in range(0, len(images), batch_size):
@@ -39,9 +37,7 @@ def base_means(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _class_tokens(
-    graphdef: nnx.GraphDef, state: PyTree, images: UInt8[Array, "B H W 3"]
-) -> Float[Array, "B 3 L D"]:
+def _class_tokens(graphdef: nnx.GraphDef, state: PyTree, images: UInt8[Array, "B H W 3"]) -> Float[Array, "B 3 L D"]:
     """Class tokens after down-projection, attention projection and block, for each image and block."""
     vit = nnx.merge(graphdef, state)
     x = vit.embed(images)

@@ -31,8 +31,7 @@ def check_params(config: ViTConfig, params: Params) -> None:
     complaint = mismatches(shapes_of(config), params)
     if complaint:
         raise ValueError(
-            f"weights do not fit backbone {config.name!r}: {complaint}; "
-            "were they made for another architecture?"
+            f"weights do not fit backbone {config.name!r}: {complaint}; were they made for another architecture?"
         )
 
 

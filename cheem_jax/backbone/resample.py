@@ -11,9 +11,7 @@ def resample_position(position: Float[np.ndarray, "N D"], num_patches: int) -> F
     class_token, grid = position[:1], position[1:]
     before, after = math.isqrt(len(grid)), math.isqrt(num_patches)
     if before**2 != len(grid) or after**2 != num_patches:
-        raise ValueError(
-            f"position embeddings are resampled between square grids, not {len(grid)} -> {num_patches}"
-        )
+        raise ValueError(f"position embeddings are resampled between square grids, not {len(grid)} -> {num_patches}")
     if before == after:
         return position
     matrix = bicubic_matrix(before, after)

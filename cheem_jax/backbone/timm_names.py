@@ -51,8 +51,7 @@ def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str,
     complaint = mismatches(wanted, {name: value for name, value in tensors.items() if name not in unused})
     if complaint:
         raise ValueError(
-            f"timm weights do not fit backbone {config.name!r}: {complaint}; "
-            "were they made for another architecture?"
+            f"timm weights do not fit backbone {config.name!r}: {complaint}; were they made for another architecture?"
         )
     return {
         name: _our_layout(name, tensors[timm_name_of(name)]).reshape(shape).astype(np.float32)

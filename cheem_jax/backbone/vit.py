@@ -52,22 +52,32 @@ class Block(nnx.Module):
             return u * jax.nn.sigmoid(1.702 * u)
         return jax.nn.gelu(u, approximate=False)
 
+    def enter(self, x: Float[Array, "B N D"], *, placement: Placement) -> Float[Array, "B N D"]:
+        """The tokens that every choice at this block begins with: after the attention half for `mlp_down`."""
+        return x + self.proj(self.mix_tokens(x)) if placement == "mlp_down" else x
+
+    def widen(self, z: Float[Array, "B N D"], *, placement: Placement) -> Float[Array, "B N F"]:
+        """The input of the plastic layer, the same for every choice but Skip."""
+        return self.mix_channels(z) if placement == "mlp_down" else self.mix_tokens(z)
+
+    def leave(
+        self, op: Op, z: Float[Array, "B N D"], u: Float[Array, "B N F"] | None, *, placement: Placement
+    ) -> tuple[Float[Array, "B N D"], Float[Array, "B N D"] | None]:
+        """The block's output, and the plastic layer's before the residual sum (None where it is skipped)."""
+        component = None
+        if not isinstance(op, Skip):
+            assert u is not None, "only Skip does without the plastic layer's input"
+            component = apply_op(op, u)
+            z = z + component
+        return (z if placement == "mlp_down" else z + self.down(self.mix_channels(z))), component
+
     def run(
         self, op: Op, x: Float[Array, "B N D"], *, placement: Placement
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B N D"] | None]:
-        """The block's output, and the plastic layer's before the residual sum (None where it is skipped)."""
-        if placement == "mlp_down":
-            z = x + self.proj(self.mix_tokens(x))
-            if isinstance(op, Skip):
-                return z, None
-            component = apply_op(op, self.mix_channels(z))
-            return z + component, component
-        if isinstance(op, Skip):
-            component, z = None, x
-        else:
-            component = apply_op(op, self.mix_tokens(x))
-            z = x + component
-        return z + self.down(self.mix_channels(z)), component
+        """The whole block: `enter`, `widen` unless skipped, `leave`."""
+        z = self.enter(x, placement=placement)
+        u = None if isinstance(op, Skip) else self.widen(z, placement=placement)
+        return self.leave(op, z, u, placement=placement)
 
 
 class ViT(nnx.Module):

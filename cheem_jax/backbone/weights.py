@@ -43,9 +43,7 @@ class Pretrained:
     """`{image_size}/{placement}/{token}` -> float32 [L, D], for the sizes measured; may be empty."""
 
 
-def load_pretrained(
-    backbone: str, *, weights: Path | None = None, image_size: int | None = None
-) -> Pretrained:
+def load_pretrained(backbone: str, *, weights: Path | None = None, image_size: int | None = None) -> Pretrained:
     """Weights of a named backbone or of another plain timm ViT, at `image_size` pixels.
 
     `image_size` is the weights' own by default. `weights` is a safetensors or npz file under timm's names, or
@@ -134,9 +132,7 @@ def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
             raise ValueError(f"{file} is not a readable npz file ({error}); is it complete?") from error
     if file.suffix != ".safetensors":
-        raise ValueError(
-            f"{file}: expected a .safetensors or .npz file (pickled .bin and .pth files are not read)"
-        )
+        raise ValueError(f"{file}: expected a .safetensors or .npz file (pickled .bin and .pth files are not read)")
     try:
         with safe_open(file, framework="numpy") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}, dict(opened.metadata() or {})
@@ -163,12 +159,8 @@ def _from_converted(
         fields: dict[str, Any] = json.loads(metadata["config"])
         stored = ViTConfig(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
     except (TypeError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"the converted file's config is broken ({error}); convert the weights again"
-        ) from error
-    params = {
-        name: value.astype(np.float32) for name, value in tensors.items() if not name.startswith(_MEANS)
-    }
+        raise ValueError(f"the converted file's config is broken ({error}); convert the weights again") from error
+    params = {name: value.astype(np.float32) for name, value in tensors.items() if not name.startswith(_MEANS)}
     wanted = stored if known is None else dataclasses.replace(known, image_size=stored.image_size)
     check_params(wanted, params)
     if wanted != stored or (known is None and stored.name != backbone):

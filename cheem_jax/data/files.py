@@ -88,7 +88,5 @@ def _fault(member: zipfile.ZipInfo) -> str | None:
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> bytes:
     try:
         return archive.read(member)
-    except (
-        Exception
-    ) as error:  # checksum, compression method, cut-off file: zipfile and zlib raise many types
+    except Exception as error:  # checksum, compression method, cut-off file: zipfile and zlib raise many types
         raise ValueError(f"{path}: member {member.filename!r} cannot be read: {error}") from error

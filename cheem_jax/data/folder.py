@@ -189,9 +189,7 @@ def _class_names(where: str, read: Reader | None) -> list[str] | None:
     return names
 
 
-def _label_folders(
-    path: Path, folders: list[str], names: list[str] | None
-) -> tuple[tuple[str, ...], dict[str, int]]:
+def _label_folders(path: Path, folders: list[str], names: list[str] | None) -> tuple[tuple[str, ...], dict[str, int]]:
     """Class names in label order, and the label of each class folder."""
     if names is None:
         return tuple(folders), {folder: label for label, folder in enumerate(folders)}

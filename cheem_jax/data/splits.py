@@ -42,9 +42,7 @@ def _allot(sizes: np.ndarray, num: int, most: np.ndarray) -> Sequence[int]:
     while counts.sum() != num:
         short = counts.sum() < num
         lack = (
-            np.where(counts < most, exact - counts, -np.inf)
-            if short
-            else np.where(counts > 1, counts - exact, -np.inf)
+            np.where(counts < most, exact - counts, -np.inf) if short else np.where(counts > 1, counts - exact, -np.inf)
         )
         counts[lack.argmax()] += 1 if short else -1
     return counts.tolist()

@@ -108,15 +108,11 @@ def check_labels(task: str, split: str, classes: Sequence[str], labels: np.ndarr
     """ValueError for labels out of range and for classes without an image."""
     outside = np.unique(labels[(labels < 0) | (labels >= len(classes))])
     if outside.size:
-        raise ValueError(
-            f"task {task!r}, split {split!r}: labels {outside[:5].tolist()} outside 0..{len(classes) - 1}"
-        )
+        raise ValueError(f"task {task!r}, split {split!r}: labels {outside[:5].tolist()} outside 0..{len(classes) - 1}")
     empty = np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0)
     if empty.size:
         names = ", ".join(repr(classes[i]) for i in empty[:8]) + (", ..." if empty.size > 8 else "")
-        raise ValueError(
-            f"task {task!r}, split {split!r}: no image of {empty.size} of {len(classes)} classes: {names}"
-        )
+        raise ValueError(f"task {task!r}, split {split!r}: no image of {empty.size} of {len(classes)} classes: {names}")
 
 
 def repeats(names: Iterable[str]) -> list[str]:
@@ -127,10 +123,6 @@ def repeats(names: Iterable[str]) -> list[str]:
 def _check_arrays(where: str, split: Split) -> None:
     images, labels = split.images, split.labels
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or 0 in images.shape[1:3]:
-        raise ValueError(
-            f"{where}: images must be uint8 [N, H, W, 3], got {images.dtype} {list(images.shape)}"
-        )
+        raise ValueError(f"{where}: images must be uint8 [N, H, W, 3], got {images.dtype} {list(images.shape)}")
     if labels.dtype != np.int32 or labels.shape != images.shape[:1]:
-        raise ValueError(
-            f"{where}: labels must be int32 [{len(images)}], got {labels.dtype} {list(labels.shape)}"
-        )
+        raise ValueError(f"{where}: labels must be int32 [{len(images)}], got {labels.dtype} {list(labels.shape)}")

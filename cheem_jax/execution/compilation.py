@@ -26,10 +26,10 @@ def compilations() -> Compilations:
     return _total
 
 
-def _listen(event: str, seconds: float, **_: object) -> None:
+def _listen(event: str, duration_secs: float, **_: object) -> None:
     global _total
     if event == _EVENT:
-        _total = Compilations(_total.programs + 1, _total.seconds + seconds)
+        _total = Compilations(_total.programs + 1, _total.seconds + duration_secs)
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

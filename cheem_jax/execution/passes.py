@@ -12,7 +12,7 @@ from cheem_jax.execution.stages import Dense, Stages
 from cheem_jax.pool import Head
 
 Network = Sequence[Dense]
-Advance = Callable[[int], None]
+Advance = Callable[[int], object]
 
 
 class TokenMeans(NamedTuple):

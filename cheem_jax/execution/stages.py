@@ -5,6 +5,7 @@ architecture; the host composes them. The backward pass stops at the first learn
 forward only and keeps no residuals, and Skip costs nothing.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,7 +17,7 @@ import optax
 from flax import nnx
 
 from cheem_jax.architecture import Architecture
-from cheem_jax.backbone.vit import ViT
+from cheem_jax.backbone.vit import Block, ViT
 from cheem_jax.ops import Adapt, Expert, Kind, LowRank, New, Placement, Reuse, Skip
 from cheem_jax.pool import Head, base_pool
 
@@ -46,7 +47,8 @@ class Stages:
     """
 
     def __init__(self, vit: ViT, placement: Placement, *, token: Token = "component"):
-        self.config, self.placement, self.token = vit.config, placement, token
+        self.config, self.token = vit.config, token
+        self.placement: Placement = placement
         self.base_pool = base_pool(vit, placement)
         graphdef, state = nnx.split(vit)
         self._leaves, treedef = jax.tree.flatten(state)
@@ -54,9 +56,8 @@ class Stages:
         self._blocks = [tuple(jax.tree.leaves(state)) for _, state in splits]
         block_graph, block_tree = splits[0][0], jax.tree.structure(splits[0][1])
 
-        def run(leaves, op, x):
-            block = nnx.merge(block_graph, jax.tree.unflatten(block_tree, leaves))
-            return block.run(op, x, placement=placement)
+        def block_of(leaves) -> Block:
+            return nnx.merge(block_graph, jax.tree.unflatten(block_tree, leaves))
 
         def whole(leaves) -> ViT:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
@@ -65,9 +66,18 @@ class Stages:
         def embed(leaves, images):
             return whole(leaves).embed(images)
 
-        @functools.partial(jax.jit, static_argnames="kind")
-        def forward(leaves, expert, x, mask, *, kind: Literal["reuse", "skip"]):
-            y, component = run(leaves, Reuse(expert) if kind == "reuse" else Skip(), x)
+        @jax.jit
+        def enter(leaves, x):
+            return block_of(leaves).enter(x, placement=placement)
+
+        @jax.jit
+        def widen(leaves, z):
+            return block_of(leaves).widen(z, placement=placement)
+
+        @jax.jit
+        def leave(leaves, expert, z, u, mask):
+            op = Skip() if expert is None else Reuse(expert)
+            y, component = block_of(leaves).leave(op, z, u, placement=placement)
             if component is None:
                 return y, None
             tokens = (component if token == "component" else y)[:, 0]
@@ -85,7 +95,7 @@ class Stages:
                         op = New(learned)
                     case "skip":
                         op = Skip()
-                return run(leaves, op, x)[0]
+                return block_of(leaves).run(op, x, placement=placement)[0]
 
             if needs_input:
                 return jax.vjp(output, learned, x)
@@ -114,7 +124,8 @@ class Stages:
         def features(leaves, x):
             return whole(leaves).features(x)
 
-        self._embed, self._forward, self._linearise, self._backward = embed, forward, linearise, backward
+        self._embed, self._enter, self._widen, self._leave = embed, enter, widen, leave
+        self._linearise, self._backward = linearise, backward
         self._loss, self._classify, self._features = loss, classify, features
 
     @property
@@ -152,12 +163,11 @@ class Stages:
         first = next((i for i, kind in enumerate(kinds) if kind in ("adapt", "new")), len(kinds))
         x = self.embed(images)
         for i in range(first):
-            x, _ = self._forward(self._blocks[i], experts[i], x, mask, kind=kinds[i])
+            expert = None if kinds[i] == "skip" else experts[i]
+            x, _ = self._finish(i, expert, self._start(i, x), mask)
         tape: list[Any] = []
         for i in range(first, len(kinds)):
-            x, vjp = self._linearise(
-                self._blocks[i], experts[i], learned[i], x, kind=kinds[i], needs_input=i > first
-            )
+            x, vjp = self._linearise(self._blocks[i], experts[i], learned[i], x, kind=kinds[i], needs_input=i > first)
             tape.append(vjp)
         loss, (head_grad, grad) = self._loss(self._leaves, head, x, labels, mask, np.int32(num_classes))
         grads: dict[int, Expert | LowRank] = {}
@@ -168,28 +178,52 @@ class Stages:
                 grads[i] = learned_grad
         return loss, grads, head_grad
 
-    def run_networks(
-        self, networks: Sequence[Sequence[Dense]], images: np.ndarray, mask: np.ndarray
-    ) -> Iterator[Path]:
+    def run_networks(self, networks: Sequence[Sequence[Dense]], images: np.ndarray, mask: np.ndarray) -> Iterator[Path]:
         """Every network over one batch, forward only, each shared prefix once.
 
-        Networks are visited in the order of their codes, so a stack of one batch's activations (at most L + 1) is all
-        the memory that sharing needs. Results equal running each alone: the same programs see the same inputs.
+        Networks are visited in the order of their codes, depth first, so a stack of one batch's activations (at most
+        2 L + 1) is all the memory that sharing needs. Siblings that differ from a block on share that block's start,
+        for `mlp_down` attention and up-projection. Results equal running each alone: the same programs see the same
+        inputs.
         """
-        stack: list[tuple[jax.Array, jax.Array | None]] = [(self.embed(images), None)]
+        reached: list[jax.Array] = [self.embed(images)]  # input of block 0, 1, ...
+        sums: list[jax.Array | None] = []
+        starts: list[Start] = []
         previous: Sequence[Dense] = ()
         for index in sorted(range(len(networks)), key=lambda i: [step.code for step in networks[i]]):
             network = networks[index]
             shared = 0
             while shared < len(previous) and previous[shared].code == network[shared].code:
                 shared += 1
-            del stack[shared + 1 :]
+            del reached[shared + 1 :], sums[shared:], starts[shared + 1 :]
             for block in range(shared, len(network)):
-                expert = network[block].expert
-                kind = "skip" if expert is None else "reuse"
-                stack.append(self._forward(self._blocks[block], expert, stack[-1][0], mask, kind=kind))
+                if block == len(starts):
+                    starts.append(self._start(block, reached[block]))
+                y, total = self._finish(block, network[block].expert, starts[block], mask)
+                reached.append(y)
+                sums.append(total)
             previous = network
-            yield Path(index, stack[-1][0], [total for _, total in stack[1:]])
+            yield Path(index, reached[-1], list(sums))
+
+    def _start(self, block: int, x: jax.Array) -> "Start":
+        # without work for attn_proj, where a block's choices differ from its first tokens on
+        z = x if self.placement == "attn_proj" else self._enter(self._blocks[block], x)
+        return Start(z)
+
+    def _finish(self, block: int, expert: Expert | None, start: "Start", mask) -> tuple[jax.Array, jax.Array | None]:
+        if expert is None and self.placement == "mlp_down":
+            return start.z, None
+        if expert is not None and start.u is None:
+            start.u = self._widen(self._blocks[block], start.z)
+        return self._leave(self._blocks[block], expert, start.z, None if expert is None else start.u, mask)
+
+
+@dataclasses.dataclass
+class Start:
+    """What a block's choices share: its first tokens, and the plastic layer's input once somebody needs it."""
+
+    z: jax.Array
+    u: jax.Array | None = None
 
 
 def masked_logits(head: Head, features: jax.Array, num_classes) -> jax.Array:

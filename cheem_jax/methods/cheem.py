@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from cheem_jax.architecture import decode, to_strings
@@ -120,11 +121,12 @@ class Cheem:
             epsilon1 = epsilon2 = 1.0
 
         num_classes = len(task.classes)
-        supernet = Supernet(
-            key_at(key, Phase.SUPERNET_INIT), self.memory.pool, num_classes, config.ops, experts
-        )
+        supernet = Supernet(key_at(key, Phase.SUPERNET_INIT), self.memory.pool, num_classes, config.ops, experts)
         prepare(stages, supernet, config.batch_size)
-        with clock("supernet"), phases("supernet", config.supernet.epochs * len(task.train.labels)) as advance:
+        with (
+            clock("supernet"),
+            phases("supernet", config.supernet.epochs * len(task.train.labels)) as advance,
+        ):
             draws = supernet_draws(
                 key_at(key, Phase.SUPERNET_MODE), key_at(key, Phase.SUPERNET_DRAW), exploit, uniform, epsilon1
             )
@@ -145,10 +147,11 @@ class Cheem:
             )  # fmt: skip
         architecture = decode(codes, sizes)
 
-        with clock("finetune"), phases("finetune", config.finetune.epochs * len(task.train.labels)) as advance:
-            network = Supernet(
-                key_at(key, Phase.FINETUNE_INIT), self.memory.pool, num_classes, config.ops, experts
-            )
+        with (
+            clock("finetune"),
+            phases("finetune", config.finetune.epochs * len(task.train.labels)) as advance,
+        ):
+            network = Supernet(key_at(key, Phase.FINETUNE_INIT), self.memory.pool, num_classes, config.ops, experts)
             finetune_fit = fit(
                 key_at(key, Phase.FINETUNE_ORDER), stages, network, task.train, constant_draws(codes),
                 config.finetune, batch_size=config.batch_size, advance=advance,
@@ -225,9 +228,7 @@ class Cheem:
     def answers(self, index: int, task: Task) -> Answers:
         """Answers to a learned task's test images."""
         local = self.predict_given(index, task.test)
-        chosen = route(
-            self.features(task, "test"), [t.centroids for t in self.memory.tasks], self.config.router
-        )
+        chosen = route(self.features(task, "test"), [t.centroids for t in self.memory.tasks], self.config.router)
         return Answers(local, chosen, local)
 
     def predict_given(self, index: int, examples: Examples) -> np.ndarray:
@@ -276,11 +277,11 @@ def padded_head(head: Head) -> Head:
     """A stored head at its padding bucket's width."""
     num = head.bias.shape[0]
     extra = next_power_of_two(num) - num
-    return Head(
-        np.pad(np.asarray(head.weight), ((0, 0), (0, extra))), np.pad(np.asarray(head.bias), (0, extra))
-    )  # type: ignore[arg-type]
+    weight = np.pad(np.asarray(head.weight), ((0, 0), (0, extra)))
+    return Head(jnp.asarray(weight), jnp.asarray(np.pad(np.asarray(head.bias), (0, extra))))
 
 
 def search_note(generation: int, scored: Scored, num_images: int) -> str:
     """What a search has found so far."""
-    return f"generation {generation + 1}: {len(scored.genomes)} networks, best {100 * np.nanmax(scored.correct) / num_images:.1f} %"
+    best = 100 * np.nanmax(scored.correct) / num_images
+    return f"generation {generation + 1}: {len(scored.genomes)} networks, best {best:.1f} %"

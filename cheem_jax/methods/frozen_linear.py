@@ -17,7 +17,7 @@ from cheem_jax.centroids import RouterConfig, fit_centroids, route
 from cheem_jax.checkpoint import load_task, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
 from cheem_jax.flops import backbone_flops
-from cheem_jax.keys import Phase, key_at, seed_at
+from cheem_jax.keys import Phase, seed_at
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Phases
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
@@ -103,7 +103,10 @@ def fit_head(
     ridge = RidgeClassifier(alpha=penalty).fit(scaler.transform(train), labels)
     coefficients, intercept = np.atleast_2d(ridge.coef_), np.atleast_1d(ridge.intercept_)
     if len(coefficients) == 1:  # scikit-learn keeps one row for two classes
-        coefficients, intercept = np.concatenate([-coefficients, coefficients]), np.concatenate([-intercept, intercept])
+        coefficients, intercept = (
+            np.concatenate([-coefficients, coefficients]),
+            np.concatenate([-intercept, intercept]),
+        )
     weight = (coefficients / scaler.scale_).T
-    bias = intercept - scaler.mean_ @ weight
+    bias = intercept - np.asarray(scaler.mean_) @ weight
     return weight.astype(np.float32), bias.astype(np.float32), penalty

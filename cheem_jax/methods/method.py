@@ -81,9 +81,7 @@ class FrozenFeatures:
         place = (task.name, split)
         if place not in self._known:
             images = getattr(task, split).images
-            self._known[place] = network_features(
-                self.stages, self.network, images, batch_size=self.batch_size
-            )
+            self._known[place] = network_features(self.stages, self.network, images, batch_size=self.batch_size)
         return self._known[place]
 
     def remember(self, task: Task, split: str, features: Float[np.ndarray, "N D"]) -> None:

@@ -57,9 +57,7 @@ def architecture_grid(results: Results, file: Path) -> None:
         f"The network found for each task: {results['stream']}, {results['backbone']}",
         ha="center", va="top", fontsize=12, color=INK,
     )  # fmt: skip
-    handles = [
-        FancyBboxPatch((0, 0), 1, 1, facecolor=colour, edgecolor="none") for colour in COLOURS.values()
-    ]
+    handles = [FancyBboxPatch((0, 0), 1, 1, facecolor=colour, edgecolor="none") for colour in COLOURS.values()]
     columns = 4 if figure.get_figwidth() > 8 else 2
     figure.legend(
         handles, [MEANING[kind] for kind in COLOURS], loc="lower center", ncols=columns, frameon=False,
@@ -106,8 +104,7 @@ def similarity_heatmap(results: Results, file: Path) -> None:
     """Per task S of every earlier network at every block, in [-1, 1]; grey where it skips the block."""
     names, num_blocks = _labels(results), len(results["pool"])
     similarity = [
-        np.array([[np.nan if s is None else s for s in row] for row in task])
-        for task in results["similarity"]
+        np.array([[np.nan if s is None else s for s in row] for row in task]) for task in results["similarity"]
     ]
     num_columns = min(3 if len(names) > 6 else 2, len(names))
     cell_width, cell_height, left, top, gap = 0.27, 0.24, 0.62, 0.36, 0.3
@@ -137,9 +134,7 @@ def similarity_heatmap(results: Results, file: Path) -> None:
         ha="center", va="top", fontsize=12, color=INK,
     )  # fmt: skip
     bar = figure.add_axes(_fractions(figure, width / 2 - 1.2, 0.42, 2.4, 0.12))
-    _colour_bar(
-        figure, bar, colours, Normalize(-1, 1), "S by block; grey: that network skips it", "horizontal"
-    )
+    _colour_bar(figure, bar, colours, Normalize(-1, 1), "S by block; grey: that network skips it", "horizontal")
     save(figure, file)
 
 
@@ -164,9 +159,7 @@ def _short(origin: int | str) -> str:
     return f"T{origin}" if isinstance(origin, int) else origin
 
 
-def _fractions(
-    figure: Figure, x: float, y: float, width: float, height: float
-) -> tuple[float, float, float, float]:
+def _fractions(figure: Figure, x: float, y: float, width: float, height: float) -> tuple[float, float, float, float]:
     """A rectangle in inches from the lower left, as fractions of the figure."""
     return (
         x / figure.get_figwidth(),

@@ -83,9 +83,7 @@ def _just_trained(results: Results) -> str:
     values = ", ".join(percent(value) for value in results["just_trained"])
     forgetting = results["local_average_forgetting"]
     local = (
-        ""
-        if forgetting is None
-        else f" Average forgetting with the true task given: {100 * forgetting:.3g} points."
+        "" if forgetting is None else f" Average forgetting with the true task given: {100 * forgetting:.3g} points."
     )
     return f"Just trained, true task given, in task order: {values} %.{local}"
 
@@ -110,9 +108,7 @@ def _seconds(results: Results) -> Grid:
         for index, task in enumerate(tasks)
     ]
     totals = [sum(task["seconds"].get(phase, 0.0) for task in tasks) for phase in phases]
-    return Grid(
-        "seconds", ("task", *(f"{phase} s" for phase in phases), "all s"), (*rows, row("all", totals)), 1
-    )
+    return Grid("seconds", ("task", *(f"{phase} s" for phase in phases), "all s"), (*rows, row("all", totals)), 1)
 
 
 def _cost(results: Results) -> str:

@@ -89,9 +89,7 @@ class Progress:
             legend = Text("blocks in order: ")
             for kind in COLOURS:
                 legend.append(f" {kind[0].upper()} ", style=self._style(kind)).append(f" {kind}  ")
-            self.console.print(
-                legend.append("number: expert of the pool, the base's where none"), soft_wrap=True
-            )
+            self.console.print(legend.append("number: expert of the pool, the base's where none"), soft_wrap=True)
             self._explained = True
         row = Text(f"{task:<{NAME_WIDTH}} ")
         for choice in from_strings(choices):

@@ -28,9 +28,7 @@ def to_json(value: Any) -> Any:
             return str(value)
     if hasattr(value, "__array__"):  # numpy and jax arrays and scalars
         return to_json(np.asarray(value).tolist())
-    raise TypeError(
-        f"{type(value).__name__} {value!r} has no JSON form here; expected numbers, text, lists, arrays"
-    )
+    raise TypeError(f"{type(value).__name__} {value!r} has no JSON form here; expected numbers, text, lists, arrays")
 
 
 class Record:
@@ -51,9 +49,7 @@ class Record:
     def write(self, event: str, **values: Any) -> None:
         """Appends one line with the event, the time (UTC, ISO 8601) and the values, flushed at once."""
         if "time" in values:
-            raise ValueError(
-                "the record writes `time` itself; give the value another name, such as `seconds`"
-            )
+            raise ValueError("the record writes `time` itself; give the value another name, such as `seconds`")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         line = json.dumps({"event": event, "time": now, **to_json(values)}, allow_nan=False)
         with self.file.open("a", encoding="utf-8") as stream:
@@ -77,9 +73,7 @@ def read(directory: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break
-            raise ValueError(
-                f"{file}, line {number}: expected one JSON object, found {line[:60]!r}"
-            ) from error
+            raise ValueError(f"{file}, line {number}: expected one JSON object, found {line[:60]!r}") from error
     return entries
 
 

@@ -20,9 +20,7 @@ def draw_recoloured(rng: np.random.Generator, labels: np.ndarray, image_size: in
     return _draw(rng, labels, image_size, front=(0.30, 0.54), back=(-0.04, 0.08))
 
 
-def _draw(
-    rng: np.random.Generator, labels: np.ndarray, image_size: int, *, front: Range, back: Range
-) -> np.ndarray:
+def _draw(rng: np.random.Generator, labels: np.ndarray, image_size: int, *, front: Range, back: Range) -> np.ndarray:
     num = len(labels)
     mask = np.stack([_mask(rng, OUTLINES[CLASSES[label]], image_size) for label in labels])
     bright = paint.hsv(rng.uniform(*front, num) % 1, rng.uniform(0.3, 0.75, num), rng.uniform(0.75, 1.0, num))
@@ -89,9 +87,7 @@ OUTLINES: dict[str, np.ndarray] = {
     ),
     "crescent": _centred(np.concatenate([_arc(50.0, 310.0, 30), _arc(292.0, 68.0, 24, 0.826, 0.334)])),
     "heart": _centred(_heart()),
-    "arrow": _centred(
-        [(-1.0, -0.3), (0.1, -0.3), (0.1, -0.8), (1.0, 0.0), (0.1, 0.8), (0.1, 0.3), (-1.0, 0.3)]
-    ),
+    "arrow": _centred([(-1.0, -0.3), (0.1, -0.3), (0.1, -0.8), (1.0, 0.0), (0.1, 0.8), (0.1, 0.3), (-1.0, 0.3)]),
 }
 """Corners around the origin, none further away than 1."""
 

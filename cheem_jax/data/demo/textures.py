@@ -29,9 +29,7 @@ def draw(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.nd
     return paint.finish(rng, mixed * light[..., None], grain=0.05)
 
 
-def _pattern(
-    rng: np.random.Generator, value: Callable[[Plane, Plane], Plane], num: int, image_size: int
-) -> Plane:
+def _pattern(rng: np.random.Generator, value: Callable[[Plane, Plane], Plane], num: int, image_size: int) -> Plane:
     """Brightness in [0, 1]: `value` of turned and scaled coordinates in periods, softly thresholded at 0."""
     side = 2 * image_size  # drawn twice as large and averaged, against aliasing
     at = (np.arange(side) + 0.5) / side - 0.5
