@@ -73,7 +73,7 @@ PAPER = CheemConfig(ops=OpSettings(rank=40))
 QUICK = CheemConfig(
     supernet=FitConfig(epochs=8),
     search=SearchConfig(population=20, generations=8, num_parents=5),
-    finetune=FitConfig(epochs=12),
+    finetune=FitConfig(epochs=8),
     batch_size=32,
 )
 """Every part switched on, sized for a CPU: 160 architectures scored per task."""

@@ -1,0 +1,101 @@
+"""What a user sees who mistypes: one line that names the value and the way out, and status 2."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cheem_jax.cli import Demo, run_command
+from experiments import mtil
+
+
+def write_task(folder, num_classes=2, per_class=4):
+    rng = np.random.default_rng(0)
+    for split in ("train", "val", "test"):
+        for label in range(num_classes):
+            directory = folder / split / f"class{label}"
+            directory.mkdir(parents=True)
+            for index in range(per_class):
+                pixels = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(directory / f"{index}.png")
+
+
+def error_of(capsys, *arguments):
+    """Status and standard error of the command line."""
+    with pytest.raises(SystemExit) as stop:
+        settings = mtil.parse([*arguments])
+        run_command(mtil.main, settings, settings.run_dir)
+    return stop.value.code, capsys.readouterr().err
+
+
+@pytest.fixture
+def stream(tmp_path):
+    write_task(tmp_path / "stream" / "birds")
+    write_task(tmp_path / "stream" / "fish")
+    return tmp_path / "stream"
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--backbone", "deit_tinny"], "unknown backbone 'deit_tinny'; nearest: deit_tiny"),
+        (["--tasks", "birds,fisch"], "fish"),
+        (["--image-size", "30"], "try 24 or 32"),
+        (["--weights", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["--base-data", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_mistyped_value_is_named_with_the_way_out(capsys, stream, tmp_path, arguments, said):
+    code, error = error_of(
+        capsys, "--backbone", "vit_micro", "--stream", str(stream), "--run-dir", str(tmp_path / "run"), *arguments
+    )
+    assert code == 2 and error.startswith("error: ") and error.count("\n") == 1
+    assert said in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stream_that_is_not_there_is_named(capsys, tmp_path):
+    code, error = error_of(capsys, "--backbone", "vit_micro", "--stream", str(tmp_path / "gone"))
+    assert code == 2 and "gone" in error and error.count("\n") == 1
+
+
+def test_without_a_stream_the_option_is_told(capsys):
+    code, error = error_of(capsys, "--backbone", "vit_micro")
+    assert code == 2 and "--stream FOLDER" in error
+
+
+def test_a_broken_image_is_named_and_nothing_is_begun(capsys, stream, tmp_path):
+    file = stream / "fish" / "train" / "class1" / "2.png"
+    file.write_bytes(file.read_bytes()[:60])
+    code, error = error_of(
+        capsys, "--backbone", "vit_micro", "--stream", str(stream), "--run-dir", str(tmp_path / "run")
+    )
+    assert code == 2 and "2.png" in error and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("option", [["--presett", "quick"], ["--preset", "fast"], ["--seed", "one"]])
+def test_an_unknown_option_or_value_ends_with_status_2(capsys, option):
+    with pytest.raises(SystemExit) as stop:
+        mtil.parse(option)
+    assert stop.value.code == 2
+    assert option[0] in capsys.readouterr().err
+
+
+def test_a_senseless_setting_of_the_method_is_named(capsys, stream):
+    code, error = error_of(capsys, "--stream", str(stream), "--cheem.search.tolerance", "2")
+    assert code == 2 and "tolerance is 2" in error
+
+
+def test_ctrl_c_says_how_to_go_on(capsys, tmp_path):
+    def interrupted(settings):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        run_command(interrupted, Demo(run_dir=tmp_path), tmp_path)
+    assert stop.value.code == 130
+    assert f"Finished tasks are in {tmp_path}" in capsys.readouterr().err
+
+
+def test_the_preset_decides_the_defaults_and_options_change_them():
+    settings = mtil.parse(["--preset", "quick", "--cheem.search.generations", "9"])
+    assert settings.cheem.supernet.epochs == 8 and settings.cheem.search.generations == 9
+    assert mtil.parse([]).cheem.supernet.epochs == 50
