@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -63,6 +64,14 @@ class Pretrain:
     """Decoupled decay of both."""
     save_seconds: float = 120.0
     """Time between two states on disk."""
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "per_class"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.batch_size > self.per_class * NUM_CLASSES:
+            made = f"{self.per_class} images of each of {NUM_CLASSES} classes"
+            raise ValueError(f"batch_size {self.batch_size} is more than {made}; raise --per-class")
 
 
 class Learned(NamedTuple):
@@ -279,4 +288,11 @@ def main(config: Pretrain) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Pretrain))
+    try:
+        main(tyro.cli(Pretrain))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last saved state", file=sys.stderr)
+        sys.exit(130)
