@@ -48,13 +48,19 @@ def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
 def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arrays (NumPy) and metadata of one task; a damaged directory is named."""
     try:
-        meta = json.loads((directory / "task.json").read_text())
+        meta = load_meta(directory)
         arrays = ocp.PyTreeCheckpointer().restore((directory / "arrays").absolute())
     except Exception as error:  # Orbax raises many kinds; all mean the same to a reader
         raise ValueError(f"checkpoint {directory} cannot be read ({error}); restore it from a copy") from error
-    if meta.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {directory} has format {meta.get('format')!r}, expected {FORMAT!r}")
     return arrays, meta
+
+
+def load_meta(directory: Path) -> dict[str, Any]:
+    """Metadata of one task alone."""
+    meta = json.loads((directory / "task.json").read_text())
+    if meta.get("format") != FORMAT:
+        raise ValueError(f"its format is {meta.get('format')!r}, expected {FORMAT!r}")
+    return meta
 
 
 def saved_tasks(root: Path) -> list[Path]:

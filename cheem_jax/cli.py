@@ -1,10 +1,13 @@
 """Command lines: the `cheem` command, and what every experiment's `main` shares."""
 
+import contextlib
 import dataclasses
+import io
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import tyro
 
@@ -37,7 +40,7 @@ def demo(settings: Demo) -> None:
     progress.say("cheem_jax demo: making six tasks of 32x32 images")
     stream = demo_stream()
     bound = FullFinetuneConfig(epochs=8, learning_rates=(1e-4,)) if settings.upper_bound else None
-    config = RunConfig(PRESETS["quick"], "quick", settings.seed, bound)
+    config = RunConfig(PRESETS["demo"], "demo", settings.seed, bound)
     results = run_stream(stream, load_pretrained("vit_micro"), config, settings.run_dir, progress)
     show(progress, results, settings.run_dir)
 
@@ -51,6 +54,24 @@ def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:
     progress.say(f"report: {directory / 'report.md'}   numbers: {directory / 'results.json'}")
 
 
+def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None = None, **options: Any) -> Settings:
+    """The command line as `settings`, a dataclass or an instance that holds the defaults.
+
+    tyro draws a titled box around a complaint; a command answers in one line and ends with status 2.
+    """
+    complaint = io.StringIO()
+    kind, default = (settings, None) if isinstance(settings, type) else (type(settings), settings)
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(kind, default=default, args=arguments, **options)
+    except SystemExit as stop:
+        if stop.code:
+            text = re.sub("╭.*╮|[╰╯│─]", " ", complaint.getvalue())
+            print(f"error: {' '.join(text.split())}", file=sys.stderr)
+            raise SystemExit(2) from stop
+        raise
+
+
 def run_command(command: Callable[[Settings], None], settings: Settings, directory: Path | None = None) -> None:
     """Run a command's main: bad input ends in one line and status 2, Ctrl-C in a line that says how to go on."""
     try:
@@ -59,18 +80,21 @@ def run_command(command: Callable[[Settings], None], settings: Settings, directo
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from error
     except KeyboardInterrupt:
-        where = f" Finished tasks are in {directory}; the same command goes on from there." if directory else ""
+        begun = directory is not None and directory.exists()
+        where = f" Finished tasks are in {directory}; the same command goes on after them." if begun else ""
         print(f"\nstopped.{where}", file=sys.stderr)
         raise SystemExit(130) from None
 
 
 def main() -> None:
     """The `cheem` command."""
-    app = tyro.extras.SubcommandApp()
-
-    @app.command(name="demo")
-    def _(settings: Annotated[Demo, tyro.conf.arg(name="")]) -> None:
-        """CHEEM learns six small tasks with the bundled vit_micro: no network, no data, minutes on a laptop."""
-        run_command(demo, settings, settings.run_dir)
-
-    app.cli(prog="cheem")
+    commands = {"demo": Demo}
+    name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
+    if name in ("-h", "--help"):
+        print("usage: cheem {demo} [--help]\n\n" + "\n".join(f"  {n}  {c.__doc__}" for n, c in commands.items()))
+        return
+    if name not in commands:
+        print(f"error: unknown command {name!r}; expected one of: {', '.join(commands)}", file=sys.stderr)
+        raise SystemExit(2)
+    settings = parse(commands[name], arguments, prog=f"cheem {name}")
+    run_command(demo, settings, settings.run_dir)

@@ -6,8 +6,9 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -16,13 +17,14 @@ import numpy as np
 from cheem_jax import metrics
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
+from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.checkpoint import saved_tasks
+from cheem_jax.checkpoint import load_meta, saved_tasks
 from cheem_jax.data.task import Stream, Task, fingerprint
-from cheem_jax.execution.compilation import compilations
+from cheem_jax.execution.compilation import Compilations, compilations
 from cheem_jax.execution.stages import Stages
 from cheem_jax.flops import backbone_flops
-from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig
+from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig, Preset
 from cheem_jax.methods.frozen_linear import FrozenLinear
 from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.methods.method import FrozenFeatures, Method
@@ -38,7 +40,7 @@ class RunConfig:
     """What a run learns and how; together with the data and the weights it decides every result."""
 
     cheem: CheemConfig
-    preset: str
+    preset: Preset
     seed: int = 0
     upper_bound: FullFinetuneConfig | None = None
     """Also fine-tune the whole backbone per task, the true task given."""
@@ -60,93 +62,102 @@ def run_stream(
     names the task instead of the backbone (CHEEM-lite).
     """
     _check_sizes(stream, pretrained, router)
-    resumed = claim(directory, _identity(stream, pretrained, config, base_images, router))
+    start = Mark.now()
     vit = build(pretrained.config, pretrained.params)
+    means = _base_means(pretrained, config, vit, base_images, progress)
+    resumed = claim(directory, _identity(stream, pretrained, config, means, router))
     stages = Stages(vit, config.cheem.placement, token=config.cheem.token)
     features = FrozenFeatures(stages, config.cheem.batch_size)
     router_features = features
     if router is not None:
         router_stages = Stages(build(router.config, router.params), config.cheem.placement)
         router_features = FrozenFeatures(router_stages, config.cheem.batch_size)
-    means, known = _base_means(pretrained, config, vit, base_images)
     key = jax.random.key(config.seed)
     cheem = Cheem(stages, config.cheem, key, means, router_features)
     frozen = FrozenLinear(key, features, router_features, config.cheem.router)
     methods: tuple[Method, ...] = (cheem, frozen)
 
     record = Record.open(directory)
-    finished = _restore(directory, methods, record) if resumed else 0
+    finished = _restore(directory, stream, methods, record) if resumed else 0
     if not any(entry["event"] == "run" for entry in read(directory)):
-        record.write("run", **_setting(stream, pretrained, config, known, router))
-    if known == "neutral":
+        record.write("run", **_setting(stream, pretrained, config, means, router), **start.since())
+    if means is None:
         progress.say("base means unknown for this setting: similarity to the backbone's own task is neutral (0)")
     if finished == len(stream.tasks):
         progress.say(f"{directory} holds all {finished} tasks already; nothing to learn")
     elif resumed:
         progress.say(f"going on in {directory} with task {finished + 1} of {len(stream.tasks)}")
     for index in range(finished, len(stream.tasks)):
-        _learn_and_measure(stream, index, methods, directory, record, progress)
+        _learn(stream.tasks[index], index, methods, directory, record, progress)
+        _evaluate(stream.tasks[: index + 1], methods, record, progress)
         features.forget(stream.tasks[index])
         router_features.forget(stream.tasks[index])
         _write_results(directory)
     if config.upper_bound is not None:
+        write_report(directory, _write_results(directory))
         _upper_bound(stream, FullFinetune(vit, config.upper_bound, key), directory, record, progress)
     results = _write_results(directory)
     write_report(directory, results)
     return results
 
 
-def _learn_and_measure(
-    stream: Stream,
-    index: int,
-    methods: tuple[Method, ...],
-    directory: Path,
-    record: Record,
-    progress: Progress,
+class Mark(NamedTuple):
+    """A moment, to count seconds and compilations from."""
+
+    seconds: float
+    compiled: Compilations
+
+    @classmethod
+    def now(cls) -> "Mark":
+        return cls(time.perf_counter(), compilations())
+
+    def since(self) -> dict[str, Any]:
+        """What the record keeps of the time since then."""
+        compiled = compilations().since(self.compiled)
+        return {"seconds": time.perf_counter() - self.seconds, "compile": compiled._asdict()}
+
+
+def _learn(
+    task: Task, index: int, methods: tuple[Method, ...], directory: Path, record: Record, progress: Progress
 ) -> None:
-    task, start, compiled = stream.tasks[index], time.perf_counter(), compilations()
+    """Learn and save one task with every method; from then on everything comes from disk, as after a restart."""
     for method in methods:
-        root = directory / "checkpoints" / method.name
+        root, start = directory / "checkpoints" / method.name, Mark.now()
         if len(saved_tasks(root)) > index:
             continue  # learned and saved before the run stopped
         report = method.learn(task, lambda phase, total: progress.phase(phase, task=task.name, total=total))
         counts = {f"num_{name}": len(split.labels) for name, split in task.splits.items()}
-        record.write("learned", method=method.name, report={"index": index, **counts, **report})
+        record.write("learned", method=method.name, report={"index": index, **counts, **report}, **start.since())
         method.save(root)
-        method.open(root)  # from here on everything comes from disk, as it will after a restart
+        method.open(root)
         if "architecture" in report:
             progress.architecture(task.name, report["architecture"])
-    measured, seconds = {}, time.perf_counter()
-    learned = stream.tasks[: index + 1]
+
+
+def _evaluate(learned: Sequence[Task], methods: tuple[Method, ...], record: Record, progress: Progress) -> None:
+    """Measure every task so far with every method."""
+    measured, start, num = {}, Mark.now(), len(learned)
     for method in methods:
-        total = sum(len(t.test.labels) for t in learned)
-        with progress.phase("evaluate", task=f"{task.name} ({method.name})", total=total) as advance:
-            rows = []
-            for i, t in enumerate(learned):
-                rows.append(_measure(method, i, t))
-                advance(len(t.test.labels), "")
+        rows = []
+        total = sum(len(task.test.labels) for task in learned)
+        with progress.phase("evaluate", task=f"{num} tasks, {method.name}", total=total) as advance:
+            for index, task in enumerate(learned):
+                rows.append(_measure(method, index, task))
+                advance(len(task.test.labels), "")
         measured[method.name] = {
             "accuracy": [row["accuracy"] for row in rows],
             "local_accuracy": [row["local_accuracy"] for row in rows],
             "routing": metrics.routing_confusion(
-                np.repeat(np.arange(index + 1), [len(t.test.labels) for t in learned]),
+                np.repeat(np.arange(num), [len(task.test.labels) for task in learned]),
                 np.concatenate([row["chosen"] for row in rows]),
-                index + 1,
+                num,
             ),
         }
-    record.write(
-        "evaluated",
-        index=index,
-        methods=measured,
-        seconds=time.perf_counter() - start,
-        seconds_evaluation=time.perf_counter() - seconds,
-        compile=compilations().since(compiled)._asdict(),
-        peak_memory_bytes=peak_memory_bytes(),
-    )
+    record.write("evaluated", index=num - 1, methods=measured, peak_memory_bytes=peak_memory_bytes(), **start.since())
     last = measured[methods[0].name]
     progress.say(
-        f"{task.name}: {100 * last['accuracy'][-1]:.1f} % ({100 * last['local_accuracy'][-1]:.1f} % with the task "
-        f"given); average over {index + 1} tasks {100 * float(np.mean(last['accuracy'])):.1f} %"
+        f"{learned[-1].name}: {100 * last['accuracy'][-1]:.1f} % ({100 * last['local_accuracy'][-1]:.1f} % with the "
+        f"task given); average over {num} tasks {100 * float(np.mean(last['accuracy'])):.1f} %"
     )
 
 
@@ -160,24 +171,39 @@ def _measure(method: Method, index: int, task: Task) -> dict[str, Any]:
     }
 
 
-def _restore(directory: Path, methods: tuple[Method, ...], record: Record) -> int:
-    """Open what is saved and drop from the record what belongs to an unfinished task; returns finished tasks."""
-    saved = {m.name: len(saved_tasks(directory / "checkpoints" / m.name)) for m in methods}
+def _restore(directory: Path, stream: Stream, methods: tuple[Method, ...], record: Record) -> int:
+    """Open what is saved and drop from the record what belongs to an unfinished task; returns finished tasks.
+
+    Raises ValueError where checkpoints and record do not tell the same story.
+    """
+    saved = {method.name: saved_tasks(directory / "checkpoints" / method.name) for method in methods}
     for method in methods:
         method.open(directory / "checkpoints" / method.name)
-    seen: set[tuple[str, int]] = set()
+    told: set[tuple[str, int]] = set()
 
     def belongs(entry: dict[str, Any]) -> bool:
         if entry["event"] != "learned":
             return True
         place = (entry["method"], entry["report"]["index"])
-        if place[1] >= saved[place[0]] or place in seen:
+        if place[1] >= len(saved[place[0]]) or place in told:
             return False
-        seen.add(place)
+        told.add(place)
         return True
 
     record.keep(belongs)
-    return sum(entry["event"] == "evaluated" for entry in read(directory))
+    finished = sum(entry["event"] == "evaluated" for entry in read(directory))
+    names = {name: [load_meta(d)["name"] for d in directories] for name, directories in saved.items()}
+    expected = [task.name for task in stream.tasks]
+    whole = {(name, index) for name, found in names.items() for index in range(len(found))} == told
+    if not whole or any(
+        found != expected[: len(found)] or not finished <= len(found) <= finished + 1 for found in names.values()
+    ):
+        raise ValueError(
+            f"record and checkpoints of {str(directory)!r} differ: the record has {finished} finished tasks and tells "
+            f"how {sorted(told)} were learned, the checkpoints hold {names}; bring back what is missing, or begin "
+            f"anew with another --run-dir"
+        )
+    return finished
 
 
 def _upper_bound(stream: Stream, bound: FullFinetune, directory: Path, record: Record, progress: Progress) -> None:
@@ -186,7 +212,7 @@ def _upper_bound(stream: Stream, bound: FullFinetune, directory: Path, record: R
     for index, task in enumerate(stream.tasks):
         if index in done:
             continue
-        start = time.perf_counter()
+        start = Mark.now()
         with progress.phase("upper bound", task=task.name, total=bound.num_images(task)) as advance:
             found = bound.learn(index, task, advance)
         record.write(
@@ -196,7 +222,7 @@ def _upper_bound(stream: Stream, bound: FullFinetune, directory: Path, record: R
             **found._asdict(),
             flops_paper=backbone_flops(config),
             flops_executed=backbone_flops(config, count_attention=True),
-            seconds=time.perf_counter() - start,
+            **start.since(),
         )
         progress.say(f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (true task given)")
 
@@ -208,32 +234,37 @@ def _write_results(directory: Path) -> dict[str, Any]:
 
 
 def _base_means(
-    pretrained: Pretrained, config: RunConfig, vit, base_images: np.ndarray | None
-) -> tuple[np.ndarray | None, Literal["known", "neutral"]]:
+    pretrained: Pretrained, config: RunConfig, vit: ViT, base_images: np.ndarray | None, progress: Progress
+) -> np.ndarray | None:
     """mu of the backbone's own task: only an exact match of size, placement and token counts, else it is measured."""
     place = f"{pretrained.config.image_size}/{config.cheem.placement}/{config.cheem.token}"
     found = pretrained.base_means.get(place)
     if found is None and base_images is not None:
+        progress.say(f"measuring mean class tokens of the backbone's own task on {len(base_images):,} images")
         found = base_means(vit, base_images, batch_size=config.cheem.batch_size)[place]
-    return found, "neutral" if found is None else "known"
+    elif base_images is not None:
+        progress.say(f"the weights carry base means for {place}: the base data is not needed")
+    return found
 
 
-def _identity(stream, pretrained: Pretrained, config: RunConfig, base_images, router) -> dict[str, Any]:
-    """All that decides the results, as `config.json` holds it."""
+def _identity(stream: Stream, pretrained: Pretrained, config: RunConfig, means, router) -> dict[str, Any]:
+    """All that decides what is learned, as `config.json` holds it; an upper bound can be added to a finished run."""
     return {
         "format": "cheem_jax-run/1",
         "stream": stream.name,
+        "tasks": [task.name for task in stream.tasks],
         "backbone": pretrained.config.name,
         "image_size": pretrained.config.image_size,
-        "settings": dataclasses.asdict(config),
+        "seed": config.seed,
+        "cheem": dataclasses.asdict(config.cheem),
         "weights_sha256": pretrained.sha256,
         "router_weights_sha256": None if router is None else router.sha256,
-        "base_data": None if base_images is None else array_hash(base_images),
-        "data": {task.name: fingerprint(task) for task in stream.tasks},
+        "base_means_sha256": None if means is None else hashlib.sha256(means.tobytes()).hexdigest(),
+        "data_sha256": {task.name: fingerprint(task) for task in stream.tasks},
     }
 
 
-def _setting(stream, pretrained: Pretrained, config: RunConfig, known: str, router) -> dict[str, Any]:
+def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, router) -> dict[str, Any]:
     return {
         "method": "cheem",
         "backbone": pretrained.config.name,
@@ -243,7 +274,7 @@ def _setting(stream, pretrained: Pretrained, config: RunConfig, known: str, rout
         "placement": config.cheem.placement,
         "preset": config.preset if PRESETS.get(config.preset) == config.cheem else f"{config.preset}, changed",
         "image_size": pretrained.config.image_size,
-        "base_means": known,
+        "base_means": "neutral" if means is None else "known",
         "router": pretrained.config.name if router is None else router.config.name,
         "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "flax": flax.__version__},
         "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
@@ -259,12 +290,6 @@ def _check_sizes(stream: Stream, pretrained: Pretrained, router: Pretrained | No
                 f"stream {stream.name!r} holds images of shape {shape}, but {network.config.name} takes "
                 f"{(size, size, 3)}; load both with the same image size"
             )
-
-
-def array_hash(array: np.ndarray) -> str:
-    """SHA-256 over shape, dtype and bytes."""
-    header = f"{array.shape} {array.dtype}".encode()
-    return hashlib.sha256(header + np.ascontiguousarray(array).tobytes()).hexdigest()
 
 
 def peak_memory_bytes() -> int:

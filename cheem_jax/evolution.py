@@ -106,12 +106,8 @@ def search(
             order = rank(scored, num_images, config.tolerance)[: config.num_parents]
             parents = scored.genomes[np.resize(order, config.num_parents)]
             half = config.population // 2
-            crossed = crossover(key_at(generation_key, 1), parents, num=TRIES * max(half, 1))
-            _take(fresh, seen, crossed, half)
-            mutated = mutate(
-                key_at(generation_key, 2), parents, exploit, uniform, config.epsilon, config.mutation_rate,
-                num=TRIES * config.population,
-            )  # fmt: skip
+            _take(fresh, seen, _cross(generation_key, parents, config), half)
+            mutated = _mutate(generation_key, parents, exploit, uniform, config)
             _take(fresh, seen, mutated, len(fresh) + config.population - half)
         if len(fresh) < config.population:
             _take(fresh, seen, _draw(generation_key, 3, uniform, uniform, config), config.population)
@@ -129,6 +125,14 @@ def search(
     if np.isnan(scored.correct).all():
         raise ValueError("the search found no architecture with a score: every one was NaN")
     return scored.genomes[rank(scored, num_images, config.tolerance)[0]], scored
+
+
+def prepare_search(exploit: Float[np.ndarray, "L C"], config: SearchConfig) -> None:
+    """Compile what the search draws with, for this bucket of candidates, by drawing once."""
+    key, parents = jax.random.key(0), np.zeros((config.num_parents, len(exploit)), np.int32)
+    _draw(key, 0, exploit, exploit, config)
+    _cross(key, parents, config)
+    _mutate(key, parents, exploit, exploit, config)
 
 
 @functools.partial(jax.jit, static_argnames="num")
@@ -161,6 +165,16 @@ def mutate(
 
 def _draw(key, place: int, exploit, uniform, config: SearchConfig) -> np.ndarray:
     return np.asarray(sample_mixed(key_at(key, place), exploit, uniform, config.epsilon, num=TRIES * config.population))
+
+
+def _cross(key, parents, config: SearchConfig) -> np.ndarray:
+    return np.asarray(crossover(key_at(key, 1), parents, num=TRIES * max(config.population // 2, 1)))
+
+
+def _mutate(key, parents, exploit, uniform, config: SearchConfig) -> np.ndarray:
+    num = TRIES * (config.population - config.population // 2)
+    rates = config.epsilon, config.mutation_rate
+    return np.asarray(mutate(key_at(key, 2), parents, exploit, uniform, *rates, num=num))
 
 
 def _take(fresh: list, seen: dict, candidates, total: int) -> None:

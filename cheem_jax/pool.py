@@ -76,7 +76,7 @@ def dense_expert(block: BlockPool, index: int) -> Expert:
         assert isinstance(stored.params, Expert)
         return stored.params
     assert isinstance(stored.params, LowRank)
-    return _merge(dense_expert(block, stored.parent), stored.params)
+    return merge_dense(dense_expert(block, stored.parent), stored.params)
 
 
 def grow(
@@ -97,4 +97,4 @@ def grow(
     return tuple(blocks), tuple(experts)
 
 
-_merge = jax.jit(merge)
+merge_dense = jax.jit(merge)

@@ -16,7 +16,7 @@ def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     evaluated = [entry for entry in entries if entry["event"] == "evaluated"]
     if not evaluated:
         raise ValueError("the record holds no evaluated task yet")
-    num_tasks = len(evaluated)
+    num_tasks, timed = len(evaluated), [entry for entry in entries if "compile" in entry]
     methods = list(evaluated[0]["methods"])
     learned = {method: _learned(entries, method)[:num_tasks] for method in methods}
     main = learned["cheem"]
@@ -29,14 +29,14 @@ def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         **{key: setting[key] for key in SETTING},
         **found["cheem"],
         "peak_memory_bytes": max(entry["peak_memory_bytes"] for entry in evaluated),
-        "tasks": [_task(report, evaluated[i]["seconds_evaluation"]) for i, report in enumerate(main)],
+        "tasks": [_task(report, entry["seconds"]) for report, entry in zip(main, evaluated, strict=True)],
         "pool": main[-1]["pool"],
         "similarity": [report["similarity"] for report in main],
         "compile": {
-            "programs": sum(entry["compile"]["programs"] for entry in evaluated),
-            "seconds": sum(entry["compile"]["seconds"] for entry in evaluated),
+            "programs": sum(entry["compile"]["programs"] for entry in timed),
+            "seconds": sum(entry["compile"]["seconds"] for entry in timed),
         },
-        "seconds_total": sum(entry["seconds"] for entry in evaluated),
+        "seconds_total": sum(entry["seconds"] for entry in timed),
         "yardsticks": yardsticks,
     }
     result["fom"] = _figure_of_merit(result)

@@ -28,13 +28,18 @@ def claim(directory: Path, config: Mapping[str, Any]) -> bool:
                 f"Choose another --run-dir, or give the settings that it was begun with"
             )
         return True
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    # a write of config.json that was killed leaves a hidden file, which is no reason to refuse
+    if directory.exists() and (not directory.is_dir() or any(not _is_leftover(f) for f in directory.iterdir())):
         raise ValueError(
             f"{str(directory)!r} is no run directory (it has no {NAME}) and is not empty; choose another --run-dir"
         )
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(config, indent=1) + "\n")
     return False
+
+
+def _is_leftover(file: Path) -> bool:
+    return file.name.startswith(f".{NAME}.")
 
 
 def _differences(held: Any, wanted: Any, place: str = "") -> Iterator[str]:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -16,12 +16,13 @@ from jaxtyping import Float, Int
 from cheem_jax.architecture import Architecture, Choice, decode, encode
 from cheem_jax.evolution import Score
 from cheem_jax.execution.batches import batches, num_batches
-from cheem_jax.execution.passes import count_right
+from cheem_jax.execution.passes import Advance, count_right
 from cheem_jax.execution.stages import Dense, Stages
 from cheem_jax.flops import network_flops
 from cheem_jax.hee import sample
 from cheem_jax.keys import key_at, next_power_of_two, order_at
-from cheem_jax.ops import Expert, merge
+from cheem_jax.ops import Expert, LowRank
+from cheem_jax.pool import merge_dense
 from cheem_jax.supernet import Supernet, adam_update
 
 
@@ -44,12 +45,12 @@ class FitConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class EpsilonConfig:
+class ExplorationConfig:
     """Exploration of supernet training."""
 
     epsilon: float = 0.3
     """eps1: probability that a whole epoch samples uniformly (paper: 0.3)."""
-    exploration: Literal["uniform", "uniform_without_adapt"] = "uniform"
+    over: Literal["uniform", "uniform_without_adapt"] = "uniform"
     """Uniform over the 2n + 2 candidates, or over Reuse(e), New and Skip only."""
 
     def __post_init__(self) -> None:
@@ -65,19 +66,6 @@ class Examples(Protocol):
     def images(self) -> np.ndarray: ...
     @property
     def labels(self) -> np.ndarray: ...
-
-
-@runtime_checkable
-class Progress(Protocol):
-    """Called after work on so many images, with a note for people."""
-
-    def __call__(self, num_images: int, note: str = "", /) -> object: ...
-
-
-class FitResult(NamedTuple):
-    """Mean loss of each epoch."""
-
-    losses: list[float]
 
 
 Draws = Callable[[int, int], Int[np.ndarray, "steps L"]]
@@ -103,9 +91,12 @@ def fit(
     config: FitConfig,
     *,
     batch_size: int,
-    advance: Progress,
-) -> FitResult:
-    """Train in place what the drawn architectures touch, and the head; the data order comes from `order_key`."""
+    advance: Advance,
+) -> list[float]:
+    """Train in place what the drawn architectures touch, and the head; returns the mean loss of each epoch.
+
+    The data order comes from `order_key`. Raises FloatingPointError where the loss is no number any more.
+    """
     num, steps = len(examples.labels), num_batches(len(examples.labels), batch_size)
     total, losses, note = config.epochs * steps, [], ""
     for epoch in range(config.epochs):
@@ -130,7 +121,7 @@ def fit(
             raise FloatingPointError(
                 f"the loss became {losses[-1]} in epoch {epoch + 1}; try a learning rate below {config.learning_rate}"
             )
-    return FitResult(losses)
+    return losses
 
 
 def train_step(
@@ -170,13 +161,14 @@ def prepare(stages: Stages, supernet: Supernet, batch_size: int) -> None:
     images = np.zeros((batch_size, size, size, 3), np.uint8)
     labels, mask = np.zeros(batch_size, np.int32), np.ones(batch_size, np.float32)
     adapt, new, reuse, skip = Choice("adapt", 0), Choice("new"), Choice("reuse", 0), Choice("skip")
-    for pattern in ((adapt, new, skip, reuse), (new, adapt, reuse, skip), (reuse, skip)):
-        architecture = tuple(pattern[block % len(pattern)] for block in range(stages.num_blocks))
+    patterns = [(first, then) for first in (adapt, new) for then in (reuse, adapt, new, skip)]
+    for pattern in (*patterns, (reuse, skip)):
+        architecture = tuple(pattern[min(block, 1)] for block in range(stages.num_blocks))
         train_step(stages, scratch, architecture, (images, labels, mask), 0.0)
-        network = dense_network(scratch, encode(architecture, scratch.sizes), {})
-        (walked,) = stages.run_networks([network], images, mask)
-        stages.classify(scratch.head.params, walked.tokens, labels, mask, scratch.num_classes)
-        stages.features(walked.tokens).block_until_ready()
+    network = dense_network(scratch, encode((adapt, *architecture[1:]), scratch.sizes), {})
+    (walked,) = stages.run_networks([network], images, mask)
+    stages.classify(scratch.head.params, walked.tokens, labels, mask, scratch.num_classes)
+    stages.features(walked.tokens).block_until_ready()
 
 
 def supernet_draws(
@@ -211,8 +203,8 @@ def dense_network(supernet: Supernet, codes: Int[np.ndarray, "L"], merged: dict)
         learner = supernet.learner(block, choice)
         if choice.kind == "adapt":
             if (block, code) not in merged:
-                assert learner is not None
-                merged[block, code] = _merge(expert, learner.params)
+                assert expert is not None and learner is not None and isinstance(learner.params, LowRank)
+                merged[block, code] = merge_dense(expert, learner.params)
             expert = merged[block, code]
         elif choice.kind == "new":
             assert learner is not None and isinstance(learner.params, Expert)
@@ -222,7 +214,7 @@ def dense_network(supernet: Supernet, codes: Int[np.ndarray, "L"], merged: dict)
 
 
 def supernet_score(
-    stages: Stages, supernet: Supernet, examples: Examples, *, batch_size: int, advance: Progress
+    stages: Stages, supernet: Supernet, examples: Examples, *, batch_size: int, advance: Advance
 ) -> Score:
     """Right answers on held-out images with the supernet's weights (task-local top-1, the search's fitness)."""
     merged: dict = {}
@@ -245,5 +237,4 @@ def architecture_flops(stages: Stages, supernet: Supernet) -> Score:
     ])  # fmt: skip
 
 
-_merge = jax.jit(merge)
 _unit = jax.jit(functools.partial(jax.random.uniform, shape=()))

@@ -5,10 +5,8 @@
         --base-data DIR_OR_ZIP --image-size 96
 """
 
-import contextlib
 import dataclasses
 import hashlib
-import io
 import re
 import sys
 import textwrap
@@ -17,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.timm_names import from_timm, infer_config
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, named_config, resize, save_converted
+from cheem_jax.cli import parse
 from cheem_jax.data.decode import decode_image
 from cheem_jax.data.folder import load_task
 
@@ -156,14 +154,9 @@ def pooled_means(vit: ViT, chunks: Iterable[np.ndarray]) -> dict[str, np.ndarray
 
 def main(arguments: list[str] | None = None) -> int:
     """0, or 2 after one line `error: ...`."""
-    complaint = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint):
-            options = tyro.cli(Convert, args=arguments, description=__doc__)
+        options = parse(Convert, arguments, description=__doc__)
     except SystemExit as stop:
-        if stop.code:  # tyro draws a titled box; this command line answers in one line
-            text = re.sub("╭.*╮|[╰╯│─]", " ", complaint.getvalue())
-            print(f"error: {' '.join(text.split())}", file=sys.stderr)
         return 2 if stop.code else 0
     try:
         pretrained = convert(options)

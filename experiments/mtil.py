@@ -5,20 +5,18 @@
 FOLDER holds one folder or zip per task with `<split>/<class>/<image>` inside.
 """
 
-import argparse
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-import tyro
 
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.cli import run_command, show
+from cheem_jax.cli import parse, run_command, show
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.folder import load_stream, load_task
-from cheem_jax.methods.cheem import PRESETS, CheemConfig
+from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
 
@@ -29,8 +27,8 @@ class Mtil:
 
     cheem: CheemConfig
     """Settings of the method; `--preset` chooses their defaults."""
-    preset: Literal["paper", "quick"] = "paper"
-    """`paper`: all settings of the paper; `quick`: every part switched on, sized for a CPU."""
+    preset: Preset = "paper"
+    """`paper`: all settings of the paper; `quick`: every part on, sized for a CPU; `demo`: for a few hundred images."""
     backbone: str = "deit_tiny"
     """deit_tiny, vit_base, vit_base_augreg, clip_vit_base, vit_micro, vit_nano, or another plain timm ViT by name."""
     weights: Path | None = None
@@ -67,15 +65,7 @@ def main(settings: Mtil) -> None:
         router = load_pretrained(settings.router, weights=settings.router_weights, image_size=size)
     names = None if settings.tasks is None else [name.strip() for name in settings.tasks.split(",")]
     progress.say(f"{pretrained.config.name} from {pretrained.source} at {size} pixels")
-    with progress.phase("decode", task=settings.stream.name, total=0) as advance:
-        seen = 0
-
-        def on_progress(done: int, total: int) -> None:
-            nonlocal seen
-            advance(done - seen)
-            seen = done
-
-        stream = load_stream(settings.stream, names, image_size=size, on_progress=on_progress)
+    stream = load_stream(settings.stream, names, image_size=size, on_progress=Decoding(progress, settings.stream.name))
     base_images: np.ndarray | None = None
     if settings.base_data is not None:
         base_images = load_task(settings.base_data, image_size=size).train.images
@@ -87,14 +77,32 @@ def main(settings: Mtil) -> None:
     show(progress, results, settings.run_dir)
 
 
-def parse(arguments: list[str]) -> Mtil:
+class Decoding:
+    """Shows how many pictures are decoded; the first call tells how many there are."""
+
+    def __init__(self, progress: Progress, name: str):
+        self.progress, self.name, self.done = progress, name, 0
+        self.stack = contextlib.ExitStack()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self.done == 0:
+            self.advance = self.stack.enter_context(self.progress.phase("decode", task=self.name, total=total))
+        self.advance(done - self.done)
+        self.done = done
+        if done == total:
+            self.stack.close()
+
+
+def read_arguments(arguments: list[str]) -> Mtil:
     """The command line; the preset is looked at first, since it decides the defaults of the method."""
-    first = argparse.ArgumentParser(add_help=False)
-    first.add_argument("--preset", choices=sorted(PRESETS), default="paper")
-    preset = first.parse_known_args(arguments)[0].preset
-    return tyro.cli(Mtil, default=Mtil(PRESETS[preset], preset), args=arguments, description=__doc__)
+    given = {*zip(arguments, arguments[1:], strict=False), *(tuple(a.split("=", 1)) for a in arguments)}
+    preset: Preset = "paper"
+    for name in PRESETS:
+        if ("--preset", name) in given:
+            preset = name
+    return parse(Mtil(PRESETS[preset], preset), arguments, description=__doc__)
 
 
 if __name__ == "__main__":
-    parsed = parse(sys.argv[1:])
+    parsed = read_arguments(sys.argv[1:])
     run_command(main, parsed, parsed.run_dir)

@@ -65,7 +65,8 @@ class Pretrain:
     save_seconds: float = 120.0
     """Time between two states on disk."""
 
-    def __post_init__(self):
+    def check(self) -> None:
+        """Raise ValueError for numbers that make no run."""
         for name in ("steps", "batch_size", "per_class"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
@@ -268,6 +269,7 @@ def export(file: Path, config: Pretrain, vit, images: UInt8[np.ndarray, "N H W 3
 
 
 def main(config: Pretrain) -> None:
+    config.check()
     began = time.monotonic()
     images, labels = formula_images(config.seed, config.per_class)
     print(f"{len(images)} images of {NUM_CLASSES} classes in {time.monotonic() - began:.0f} s", flush=True)

@@ -99,5 +99,12 @@ def test_a_memory_whose_earlier_task_is_from_another_run_is_refused(tmp_path):
     memory = two_tasks()
     save_memory_task(tmp_path, memory, 1, rank=2)
     save_memory_task(tmp_path, grown(Memory(POOL), "other", ["skip"] * 4, 3), 0, rank=2)
-    with pytest.raises(ValueError, match=r"000-other|001-shapes"):
+    with pytest.raises(ValueError, match="001-shapes uses experts"):
         open_memory(tmp_path, POOL)
+
+
+def test_a_task_that_added_no_expert_comes_back(tmp_path):
+    memory = grown(Memory(POOL), "easy", ["reuse:0", "skip", "skip", "reuse:0"], 0)
+    save_memory_task(tmp_path, memory, 0, rank=2)
+    opened = open_memory(tmp_path, POOL)
+    assert opened.tasks[0].experts == (0, None, None, 0) and same(opened.tasks[0].head, memory.tasks[0].head)

@@ -50,7 +50,7 @@ def test_learning_a_task_changes_no_byte_of_what_earlier_tasks_need(placement, t
     for index, task in enumerate(tasks):
         report = cheem.learn(task, silent)
         cheem.save(tmp_path)
-        assert set(report["seconds"]) == {"similarity", "supernet", "search", "finetune", "router"}
+        assert set(report["seconds"]) == {"similarity", "prepare", "supernet", "search", "finetune", "router"}
         assert report["searched"] == 12
         for earlier in range(index):
             for before, after in zip(kept[earlier], leaves_of(cheem.memory, earlier), strict=True):
@@ -118,7 +118,9 @@ def test_a_recoloured_task_is_more_similar_to_its_original_than_an_unrelated_one
     stages = Stages(build(loaded.config, loaded.params), "mlp_down")
     network = dense_task_network([[block[0].params] for block in stages.base_pool], (0,) * 8)
     means = {
-        task.name: token_means(stages, [network], task.train.images, batch_size=64, advance=lambda _: None).means
+        task.name: token_means(
+            stages, [network], task.train.images, batch_size=64, advance=lambda num, note="": None
+        ).means
         for task in stream.tasks
     }
     present = np.ones((1, 8), bool)
@@ -201,4 +203,4 @@ def test_presets_switch_every_part_on():
     assert (PAPER.exploration.epsilon, PAPER.search.epsilon, PAPER.search.tolerance) == (0.3, 0.5, 0.02)
     assert QUICK.supernet.epochs >= 8 and QUICK.finetune.epochs >= 8
     assert QUICK.search.population * QUICK.search.generations >= 160
-    assert set(PRESETS) == {"paper", "quick"}
+    assert set(PRESETS) == {"paper", "quick", "demo"}

@@ -5,6 +5,7 @@ import pytest
 from PIL import Image
 
 from cheem_jax.cli import Demo, run_command
+from cheem_jax.cli import main as cli_main
 from experiments import mtil
 
 
@@ -22,7 +23,7 @@ def write_task(folder, num_classes=2, per_class=4):
 def error_of(capsys, *arguments):
     """Status and standard error of the command line."""
     with pytest.raises(SystemExit) as stop:
-        settings = mtil.parse([*arguments])
+        settings = mtil.read_arguments([*arguments])
         run_command(mtil.main, settings, settings.run_dir)
     return stop.value.code, capsys.readouterr().err
 
@@ -72,12 +73,26 @@ def test_a_broken_image_is_named_and_nothing_is_begun(capsys, stream, tmp_path):
     assert code == 2 and "2.png" in error and not (tmp_path / "run").exists()
 
 
+def test_an_unknown_command_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["cheem", "demmo"])
+    with pytest.raises(SystemExit) as stop:
+        cli_main()
+    assert stop.value.code == 2 and "unknown command 'demmo'; expected one of: demo" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", [["--presett", "quick"], ["--preset", "fast"], ["--seed", "one"]])
 def test_an_unknown_option_or_value_ends_with_status_2(capsys, option):
     with pytest.raises(SystemExit) as stop:
-        mtil.parse(option)
-    assert stop.value.code == 2
-    assert option[0] in capsys.readouterr().err
+        mtil.read_arguments(option)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+    assert option[0] in error
+
+
+def test_an_unknown_option_is_answered_with_the_nearest(capsys):
+    with pytest.raises(SystemExit):
+        mtil.read_arguments(["--image-sise", "32"])
+    assert "--image-size" in capsys.readouterr().err
 
 
 def test_a_senseless_setting_of_the_method_is_named(capsys, stream):
@@ -96,6 +111,7 @@ def test_ctrl_c_says_how_to_go_on(capsys, tmp_path):
 
 
 def test_the_preset_decides_the_defaults_and_options_change_them():
-    settings = mtil.parse(["--preset", "quick", "--cheem.search.generations", "9"])
+    settings = mtil.read_arguments(["--preset", "quick", "--cheem.search.generations", "9"])
     assert settings.cheem.supernet.epochs == 8 and settings.cheem.search.generations == 9
-    assert mtil.parse([]).cheem.supernet.epochs == 50
+    assert mtil.read_arguments(["--preset=quick"]).cheem.batch_size == 32
+    assert mtil.read_arguments([]).cheem.supernet.epochs == 50

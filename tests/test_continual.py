@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -78,7 +79,10 @@ def test_the_results_hold_what_a_reader_expects(finished):
     assert len(bound["local_accuracy"]) == 2 and set(results["fom"]) == {"frozen_linear"}
 
 
-def test_a_run_stopped_between_tasks_ends_as_one_that_was_not(finished, tmp_path):
+@pytest.mark.parametrize(
+    "place", [("search", "task1"), ("evaluate", "2 tasks, cheem"), ("upper bound", "task1")], ids=lambda p: p[0]
+)
+def test_a_stopped_run_ends_as_one_that_was_not(finished, tmp_path, place):
     stream, directory = small.stream(2), tmp_path / "stopped"
     config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
 
@@ -86,19 +90,17 @@ def test_a_run_stopped_between_tasks_ends_as_one_that_was_not(finished, tmp_path
         pass
 
     class Stopping(Progress):
-        """Stops as the second task's search begins."""
+        """Stops as the given phase begins."""
 
         def phase(self, phase, *, task, total):
-            if (phase, task) == ("search", "task1"):
+            if (phase, task) == place:
                 raise Stop
             return super().phase(phase, task=task, total=total)
 
     with pytest.raises(Stop):
         run_stream(stream, small.pretrained(), config, directory, Stopping(quiet().console))
     assert json.loads((directory / "results.json").read_text())["tasks"][0]["name"] == "task0"
-    progress = quiet()
-    results = run_stream(stream, small.pretrained(), config, directory, progress)
-    assert "going on in" in progress.console.file.getvalue()
+    results = run_stream(stream, small.pretrained(), config, directory, quiet())
     assert without_times(results) == without_times(finished[1])
 
 
@@ -113,12 +115,40 @@ def test_a_finished_run_is_shown_again_and_learns_nothing(finished):
 def test_a_directory_of_another_run_is_refused_with_the_difference(finished):
     directory, _ = finished
     before = (directory / "config.json").read_text()
-    with pytest.raises(ValueError, match=r"settings.seed is 0 there and 7 here"):
+    with pytest.raises(ValueError, match=r"seed is 0 there and 7 here"):
         run_stream(small.stream(2), small.pretrained(), dataclasses.replace(CONFIG, seed=7), directory, quiet())
     changed = Stream("small", (small.task("task0", 5), *small.stream(2).tasks[1:]))
-    with pytest.raises(ValueError, match=r"data.task0 is"):
+    with pytest.raises(ValueError, match=r"data_sha256.task0 is"):
         run_stream(changed, small.pretrained(), CONFIG, directory, quiet())
     assert (directory / "config.json").read_text() == before
+
+
+def test_the_same_tasks_in_another_order_are_another_run(finished):
+    directory, _ = finished
+    turned = Stream("small", small.stream(2).tasks[::-1])
+    with pytest.raises(ValueError, match=r'tasks is \["task0", "task1"\] there and \["task1", "task0"\] here'):
+        run_stream(turned, small.pretrained(), CONFIG, directory, quiet())
+
+
+def test_an_upper_bound_can_be_added_to_a_finished_run(tmp_path):
+    stream, directory = small.stream(1), tmp_path / "run"
+    alone = run_stream(stream, small.pretrained(), CONFIG, directory, quiet())
+    assert set(alone["yardsticks"]) == {"frozen_linear"} and alone["average_forgetting"] is None
+    bound = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(1, (1e-3,), 16))
+    both = run_stream(stream, small.pretrained(), bound, directory, quiet())
+    assert both["accuracy"] == alone["accuracy"] and "full_finetune" in both["yardsticks"]
+
+
+def test_a_run_whose_record_was_lost_is_refused(finished, tmp_path):
+    directory = tmp_path / "copy"
+    shutil.copytree(finished[0], directory)
+    (directory / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="record and checkpoints .* differ"):
+        run_stream(small.stream(2), small.pretrained(), CONFIG, directory, quiet())
+    shutil.copy(finished[0] / "metrics.jsonl", directory)
+    shutil.rmtree(directory / "checkpoints" / "cheem" / "001-task1")
+    with pytest.raises(ValueError, match="record and checkpoints .* differ"):
+        run_stream(small.stream(2), small.pretrained(), CONFIG, directory, quiet())
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
@@ -126,6 +156,12 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     with pytest.raises(ValueError, match="is no run directory"):
         claim(tmp_path, {"seed": 0})
     assert [f.name for f in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_first_write_that_was_killed_does_not_block_the_directory(tmp_path):
+    (tmp_path / ".config.json.123.tmp").write_text("{")
+    assert not claim(tmp_path, {"seed": 0})
+    assert claim(tmp_path, {"seed": 0})
 
 
 def test_images_of_another_size_than_the_backbones_are_refused(tmp_path):

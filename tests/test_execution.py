@@ -139,7 +139,7 @@ def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(co
                     IMAGES,
                     LABELS,
                     batch_size=16,
-                    advance=lambda _: None,
+                    advance=lambda num, note="": None,
                 )
     assert programs.count == 0
 
@@ -165,7 +165,7 @@ def test_mean_tokens_of_the_base_equal_a_plain_average():
     network = [Dense(0, block[0].params) for block in stages.base_pool]
     images = np.concatenate([IMAGES, IMAGES[:5]])  # the last batch is padded
     found = token_means(stages, [network, [*network[:2], Dense(-1, None), network[3]]], images, batch_size=16,
-                        advance=lambda _: None)  # fmt: skip
+                        advance=lambda num, note="": None)  # fmt: skip
 
     @jax.jit
     def components(images):

@@ -13,11 +13,11 @@ REPOSITORY = Path(__file__).parent.parent
 ROWS = (
     ("keys", "ops", "architecture", "metrics"),
     ("backbone", "pool", "centroids", "flops"),
-    ("supernet", "hee", "execution", "similarity"),
+    ("supernet", "hee", "execution"),
     ("evolution", "training"),
     ("data", "checkpoint", "report", "results", "run_directory"),
     ("methods", "continual"),
-    ("predict", "cli", "__main__"),
+    ("cli", "__main__"),
 )
 # the extras: imported where they are used, never with the package
 OPTIONAL = ("torch", "tensorflow", "timm", "tensorflow_datasets", "grain", "array_record")

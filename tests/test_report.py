@@ -34,7 +34,8 @@ def made_up(names: list[str], num_blocks: int, backbone: str, image_size: int) -
         )
         tasks.append({
             "name": name, "classes": ["a", "b"], "num_train": 1000 + index, "architecture": architecture,
-            "flops": 29_000_000, "params_added_percent": 2.5,
+            "flops": 29_000_000, "params_added_percent": 2.5, "params_added": 23_000, "head_params": 200,
+            "centroid_params": 960,
             "seconds": {"similarity": 1.0, "supernet": 20.0 + index, "search": 5.0},
         })  # fmt: skip
     local = [[0.9 - 0.03 * j if j <= i else None for j in range(num_tasks)] for i in range(num_tasks)]
@@ -89,7 +90,7 @@ def test_the_task_table_keeps_each_task_on_one_line_of_100_columns(names, num_bl
     for index, task in enumerate(results["tasks"]):
         (line,) = [line for line in text.splitlines() if f"T{index} {task['name']} " in line]
         assert table.letters(task["architecture"]) in line
-        assert str(task["num_train"]) in line and f"{100 * results['accuracy'][-1][index]:.1f}" in line
+        assert f"{100 * results['accuracy'][-1][index]:.1f}" in line
 
 
 def test_a_run_without_yardsticks_still_has_its_tables_and_report(tmp_path):

@@ -38,10 +38,6 @@ def test_lines_of_an_unfinished_task_can_be_dropped(tmp_path):
     written.keep(lambda entry: entry["task"] < 1)
     written.write("epoch", task=2)
     assert [entry["task"] for entry in record.read(tmp_path)] == [0, 0, 2]
-    record.truncate_to(tmp_path, 1)
-    assert len(record.read(tmp_path)) == 1
-    with pytest.raises(ValueError, match="holds 1 lines"):
-        record.truncate_to(tmp_path, 5)
     assert [file.name for file in tmp_path.iterdir()] == [record.NAME]
 
 

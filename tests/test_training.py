@@ -9,7 +9,7 @@ from cheem_jax.architecture import from_strings
 from cheem_jax.execution.stages import Stages
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import (
-    EpsilonConfig,
+    ExplorationConfig,
     FitConfig,
     constant_draws,
     fit,
@@ -80,8 +80,8 @@ def test_fitting_learns_an_easy_task_and_reports_every_image():
         jax.random.key(0), STAGES, net, TASK.train, constant_draws(np.array([0, 1, 0, 0])),
         FitConfig(epochs=6, learning_rate=1e-2), batch_size=16, advance=lambda num, note="": seen.append(num),
     )  # fmt: skip
-    assert sum(seen) == 6 * 40 and len(result.losses) == 6
-    assert result.losses[-1] < 0.5 * result.losses[0]
+    assert sum(seen) == 6 * 40 and len(result) == 6
+    assert result[-1] < 0.5 * result[0]
 
 
 def test_fitting_is_a_function_of_its_keys():
@@ -90,7 +90,7 @@ def test_fitting_is_a_function_of_its_keys():
         return fit(
             jax.random.key(order_seed), STAGES, net, TASK.train, constant_draws(np.array([0, 2, 0, 0])),
             FitConfig(epochs=2), batch_size=16, advance=lambda num, note="": None,
-        ).losses  # fmt: skip
+        )  # fmt: skip
 
     assert losses(0) == losses(0) != losses(1)
 
@@ -123,7 +123,7 @@ def test_an_epoch_explores_or_exploits_as_a_whole():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: FitConfig(epochs=0), lambda: FitConfig(1, learning_rate=0), lambda: EpsilonConfig(epsilon=2)],
+    [lambda: FitConfig(epochs=0), lambda: FitConfig(1, learning_rate=0), lambda: ExplorationConfig(epsilon=2)],
 )
 def test_senseless_settings_are_refused(make):
     with pytest.raises(ValueError, match=r"is (0|2)"):

@@ -78,7 +78,7 @@ def fingerprint(task: Task) -> str:
     shapes = {name: split.images.shape for name, split in task.splits.items()}
     digest.update(json.dumps([task.name, task.classes, shapes]).encode())
     for split in task.splits.values():
-        digest.update(split.images.tobytes())
+        digest.update(np.ascontiguousarray(split.images).data)
         digest.update(split.labels.astype("<i4").tobytes())
     return digest.hexdigest()
 

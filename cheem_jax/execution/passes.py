@@ -1,7 +1,7 @@
 """Forward-only passes over whole data sets: mean class tokens, features, answers, counts of right answers."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -12,7 +12,13 @@ from cheem_jax.execution.stages import Dense, Stages
 from cheem_jax.pool import Head
 
 Network = Sequence[Dense]
-Advance = Callable[[int], object]
+
+
+@runtime_checkable
+class Advance(Protocol):
+    """Called after work on so many images, with a note for people."""
+
+    def __call__(self, num_images: int, note: str = "", /) -> object: ...
 
 
 class TokenMeans(NamedTuple):

@@ -32,8 +32,8 @@ class Dense(NamedTuple):
     expert: Expert | None
 
 
-class Path(NamedTuple):
-    """One network's way through a batch: last tokens, and per block the summed class token (None where skipped)."""
+class Walked(NamedTuple):
+    """What one network made of a batch: last tokens, and per block the summed class token (None where skipped)."""
 
     index: int
     tokens: jax.Array
@@ -117,7 +117,8 @@ class Stages:
         @jax.jit
         def classify(leaves, head, x, labels, mask, num_classes):
             logits = masked_logits(head, whole(leaves).features(x), num_classes)
-            answers = logits.argmax(axis=-1)
+            # a network that computes NaN must not pass for one that answers class 0
+            answers = jnp.where(jnp.isfinite(logits).all(axis=-1), logits.argmax(axis=-1), -1)
             return answers, ((answers == labels) & (mask > 0)).sum()
 
         @jax.jit
@@ -178,7 +179,9 @@ class Stages:
                 grads[i] = learned_grad
         return loss, grads, head_grad
 
-    def run_networks(self, networks: Sequence[Sequence[Dense]], images: np.ndarray, mask: np.ndarray) -> Iterator[Path]:
+    def run_networks(
+        self, networks: Sequence[Sequence[Dense]], images: np.ndarray, mask: np.ndarray
+    ) -> Iterator[Walked]:
         """Every network over one batch, forward only, each shared prefix once.
 
         Networks are visited in the order of their codes, depth first, so a stack of one batch's activations (at most
@@ -203,7 +206,7 @@ class Stages:
                 reached.append(y)
                 sums.append(total)
             previous = network
-            yield Path(index, reached[-1], list(sums))
+            yield Walked(index, reached[-1], list(sums))
 
     def _start(self, block: int, x: jax.Array) -> "Start":
         # without work for attn_proj, where a block's choices differ from its first tokens on

@@ -16,7 +16,7 @@ from cheem_jax.architecture import decode, to_strings
 from cheem_jax.centroids import RouterConfig, fit_centroids, route
 from cheem_jax.checkpoint import open_memory, save_memory_task
 from cheem_jax.data.task import Task
-from cheem_jax.evolution import Scored, SearchConfig, search
+from cheem_jax.evolution import Scored, SearchConfig, prepare_search, search
 from cheem_jax.execution.passes import answers, token_means
 from cheem_jax.execution.stages import Dense, Stages, Token
 from cheem_jax.flops import backbone_flops, backbone_params, executed_flops, network_flops
@@ -27,8 +27,8 @@ from cheem_jax.ops import Placement
 from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, pool_sizes
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import (
-    EpsilonConfig,
     Examples,
+    ExplorationConfig,
     FitConfig,
     architecture_flops,
     constant_draws,
@@ -51,7 +51,7 @@ class CheemConfig:
     supernet: FitConfig = FitConfig(epochs=50)
     sampling: Literal["hee", "uniform"] = "hee"
     """`uniform` is the paper's pure exploration: eps1 = eps2 = 1, mutation included."""
-    exploration: EpsilonConfig = EpsilonConfig()
+    exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     finetune: FitConfig = FitConfig(epochs=20)
     router: RouterConfig = RouterConfig()
@@ -78,7 +78,15 @@ QUICK = CheemConfig(
 )
 """Every part switched on, sized for a CPU: 160 architectures scored per task."""
 
-PRESETS: dict[str, CheemConfig] = {"paper": PAPER, "quick": QUICK}
+DEMO = dataclasses.replace(
+    QUICK,
+    supernet=FitConfig(epochs=12, learning_rate=2e-3),
+    finetune=FitConfig(epochs=24, learning_rate=2e-3),
+)
+"""`quick` with more and larger steps, for tasks of a few hundred small images."""
+
+Preset = Literal["paper", "quick", "demo"]
+PRESETS: dict[Preset, CheemConfig] = {"paper": PAPER, "quick": QUICK, "demo": DEMO}
 
 
 class Cheem:
@@ -115,14 +123,16 @@ class Cheem:
         with clock("similarity"):
             similarity = self._similarity(key, task, networks, earlier, phases)
         exploit = exploit_table(similarity, earlier, sizes)
-        uniform = uniform_table(sizes, with_adapt=config.exploration.exploration == "uniform")
+        uniform = uniform_table(sizes, with_adapt=config.exploration.over == "uniform")
         epsilon1, epsilon2 = config.exploration.epsilon, config.search.epsilon
         if config.sampling == "uniform":
             epsilon1 = epsilon2 = 1.0
 
         num_classes = len(task.classes)
         supernet = Supernet(key_at(key, Phase.SUPERNET_INIT), self.memory.pool, num_classes, config.ops, experts)
-        prepare(stages, supernet, config.batch_size)
+        with clock("prepare"):
+            prepare(stages, supernet, config.batch_size)
+            prepare_search(exploit, config.search)
         with (
             clock("supernet"),
             phases("supernet", config.supernet.epochs * len(task.train.labels)) as advance,
@@ -130,7 +140,7 @@ class Cheem:
             draws = supernet_draws(
                 key_at(key, Phase.SUPERNET_MODE), key_at(key, Phase.SUPERNET_DRAW), exploit, uniform, epsilon1
             )
-            supernet_fit = fit(
+            supernet_losses = fit(
                 key_at(key, Phase.SUPERNET_ORDER), stages, supernet, task.train, draws, config.supernet,
                 batch_size=config.batch_size, advance=advance,
             )  # fmt: skip
@@ -152,15 +162,16 @@ class Cheem:
             phases("finetune", config.finetune.epochs * len(task.train.labels)) as advance,
         ):
             network = Supernet(key_at(key, Phase.FINETUNE_INIT), self.memory.pool, num_classes, config.ops, experts)
-            finetune_fit = fit(
+            finetune_losses = fit(
                 key_at(key, Phase.FINETUNE_ORDER), stages, network, task.train, constant_draws(codes),
                 config.finetune, batch_size=config.batch_size, advance=advance,
             )  # fmt: skip
             pool, used = grow(self.memory.pool, architecture, network.learned(architecture), index)
             finished = task_network(pool, used)
-            means = token_means(
-                stages, [finished], task.train.images, batch_size=config.batch_size, advance=lambda _: None
-            ).means[0]
+            with phases("means", len(task.train.labels)) as advance:
+                means = token_means(
+                    stages, [finished], task.train.images, batch_size=config.batch_size, advance=advance
+                ).means[0]
 
         with clock("router"):
             centroids = fit_centroids(
@@ -172,8 +183,8 @@ class Cheem:
             **self.costs(index),
             "pool": [[_describe(stored) for stored in block] for block in pool],
             "similarity": [[None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity],
-            "supernet_losses": supernet_fit.losses,
-            "finetune_losses": finetune_fit.losses,
+            "supernet_losses": supernet_losses,
+            "finetune_losses": finetune_losses,
             "searched": len(scored.genomes),
             "validation_accuracy": float(scored.correct[(scored.genomes == codes).all(axis=1)][0])
             / len(task.val.labels),

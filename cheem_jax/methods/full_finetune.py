@@ -17,10 +17,11 @@ from flax import nnx
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.data.task import Split, Task
 from cheem_jax.execution.batches import batches, num_batches
+from cheem_jax.execution.passes import Advance
 from cheem_jax.execution.stages import masked_logits
 from cheem_jax.keys import Phase, key_at, next_power_of_two, order_at
 from cheem_jax.supernet import init_head_learner
-from cheem_jax.training import FitConfig, Progress, learning_rate_at
+from cheem_jax.training import FitConfig, learning_rate_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ class FullFinetune:
 
         self._step, self._right, self._begin = step, right, begin
 
-    def learn(self, index: int, task: Task, advance: Progress) -> UpperBound:
+    def learn(self, index: int, task: Task, advance: Advance) -> UpperBound:
         """Fine-tune for every rate; the test split is looked at with the chosen one only."""
         best, best_params = UpperBound(0.0, -1.0, 0.0), None
         for rate in self.config.learning_rates:
@@ -94,7 +95,7 @@ class FullFinetune:
         """Training images that `learn` works through."""
         return self.config.epochs * len(self.config.learning_rates) * len(task.train.labels)
 
-    def _train(self, index: int, task: Task, rate: float, advance: Progress):
+    def _train(self, index: int, task: Task, rate: float, advance: Advance):
         config, num_classes = self.config, len(task.classes)
         fit = FitConfig(config.epochs, rate)
         key = key_at(self.key, index)

@@ -10,12 +10,11 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.data.task import Task
-from cheem_jax.execution.passes import network_features
+from cheem_jax.execution.passes import Advance, network_features
 from cheem_jax.execution.stages import Dense, Stages
 from cheem_jax.pool import dense_expert
-from cheem_jax.training import Progress
 
-Phases = Callable[[str, int], AbstractContextManager[Progress]]
+Phases = Callable[[str, int], AbstractContextManager[Advance]]
 """Opens a phase by its name and number of images; gives the function that reports work done."""
 
 

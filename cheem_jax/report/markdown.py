@@ -55,6 +55,8 @@ def report(results: Results) -> str:
         "## Routing",
         "Where the router sent each task's test images after the last task, in % of the row.",
         _routing(results).to_markdown(),
+        "## Parameters added",
+        _parameters(results).to_markdown(),
         "## Time",
         _seconds(results).to_markdown(),
         _cost(results),
@@ -109,6 +111,15 @@ def _seconds(results: Results) -> Grid:
     ]
     totals = [sum(task["seconds"].get(phase, 0.0) for task in tasks) for phase in phases]
     return Grid("seconds", ("task", *(f"{phase} s" for phase in phases), "all s"), (*rows, row("all", totals)), 1)
+
+
+def _parameters(results: Results) -> Grid:
+    """What each task added, by where it is kept."""
+    rows = [
+        (f"T{index} {task['name']}", *(f"{task[key]:,}" for key in ("params_added", "head_params", "centroid_params")))
+        for index, task in enumerate(results["tasks"])
+    ]
+    return Grid("parameters", ("task", "New and Adapt", "head", "centroids"), tuple(rows), 1)
 
 
 def _cost(results: Results) -> str:

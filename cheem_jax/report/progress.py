@@ -1,6 +1,7 @@
 """What one sees while a run works: bars on a terminal, a line now and then anywhere else."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -25,7 +26,7 @@ class Progress:
     """Phases with images/s and time left, messages, and architectures as they are found."""
 
     def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic):
-        self.console = console or Console()
+        self.console = console or Console(width=None if sys.stdout.isatty() else 100)
         self.clock = clock
         self.has_bars = self.console.is_terminal and not self.console.is_dumb_terminal
         self._explained = False

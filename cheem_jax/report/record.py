@@ -1,4 +1,7 @@
-"""`metrics.jsonl`: one JSON line per measurement, appended and never edited; the only record of a run."""
+"""`metrics.jsonl`: one JSON line per measurement, the only record of a run.
+
+Lines are appended; going on after a stop drops those of a task that was not saved.
+"""
 
 import datetime
 import json
@@ -75,14 +78,6 @@ def read(directory: Path) -> list[dict[str, Any]]:
                 break
             raise ValueError(f"{file}, line {number}: expected one JSON object, found {line[:60]!r}") from error
     return entries
-
-
-def truncate_to(directory: Path, num_lines: int) -> None:
-    """Keeps the first lines only: a checkpoint may know how long the record was when it was made."""
-    entries = read(directory)
-    if num_lines > len(entries):
-        raise ValueError(f"{directory / NAME} holds {len(entries)} lines, expected at least {num_lines}")
-    _rewrite(directory / NAME, entries[:num_lines])
 
 
 def write_atomically(file: Path, text: str) -> None:

@@ -21,6 +21,8 @@ EXPLAINED = {
     "full_finetune": "full fine-tuning: a network of its own per task, true task given (the upper bound)",
 }
 SHORT = {"cheem": "CHEEM", "frozen_linear": "frozen", "full_finetune": "full FT"}
+SIZES = ("classes", "train\nimages")
+"""Columns that only a wide page has room for."""
 NONE = "–"
 Results = Mapping[str, Any]
 
@@ -35,12 +37,12 @@ class Grid(NamedTuple):
     caption: str = ""
 
     def to_rich(self) -> rich.table.Table:
-        """For the terminal; moves the columns together where 100 characters would not do."""
+        """For the terminal; moves the columns together where 80 characters would not do."""
         widths = [
             max(map(len, [*column.split("\n"), *cells]))
             for column, *cells in zip(self.columns, *self.rows, strict=True)
         ]
-        gap = 1 if sum(widths) + 2 * len(widths) <= 100 else 0  # beside the one that the box has
+        gap = 1 if sum(widths) + 2 * len(widths) <= 80 else 0  # beside the one that the box has
         table = rich.table.Table(
             title=Text(self.title), caption=Text(self.caption) if self.caption else None,
             box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, gap, 0, 0),
@@ -71,15 +73,21 @@ def final_table(results: Results) -> rich.table.Table:
 
 
 def task_table(results: Results) -> rich.table.Table:
-    """A row per task: its size, what each method reaches on it, how it is routed and what network it got."""
-    return task_grid(results).to_rich()
+    """A row per task: what network it got, what each method reaches on it, how it is routed; its size is left out."""
+    grid = task_grid(results)
+    kept = [index for index, column in enumerate(grid.columns) if column not in SIZES]
+
+    def pick(cells: Sequence[str]) -> tuple[str, ...]:
+        return tuple(cells[index] for index in kept)
+
+    return grid._replace(columns=pick(grid.columns), rows=tuple(map(pick, grid.rows))).to_rich()
 
 
 def method_grid(results: Results) -> Grid:
     """CHEEM and the yardsticks that were run."""
     columns = (
-        "method", "average\naccuracy\n%", "true task\ngiven\n%", "average\nforgetting\npoints",
-        "FLOPs/image\npaper", "FLOPs/image\nexecuted", "params\nadded/task\n%", "time\ns",
+        "method", "average\naccuracy\n%", "task\ngiven\n%", "average\nforgetting\npoints",
+        "FLOPs\npaper", "FLOPs\nexecuted", "params\nadded\n%", "time\ns",
     )  # fmt: skip
     rows = []
     for name, run in _runs(results).items():
@@ -107,7 +115,7 @@ def method_grid(results: Results) -> Grid:
 def task_grid(results: Results) -> Grid:
     """Accuracies after the last task, in %; `given` is with the true task given."""
     runs = _runs(results)
-    columns = ["task", "archi-\ntecture", "classes", "train\nimages"]
+    columns = ["task", "archi-\ntecture", *SIZES]
     accuracies = []
     for name, run in runs.items():
         short = SHORT.get(name, name)
@@ -130,7 +138,7 @@ def task_grid(results: Results) -> Grid:
             number(100 * flops / base, 1) if base and flops is not None else format_flops(flops),
         ))  # fmt: skip
     caption = "R reuse, A adapt, N new, S skip, one per block; given: with the true task given\n"
-    caption += "FLOPs: the task's network by the paper's convention, router apart"
+    caption += "FLOPs: per image, the task's network by the paper's convention, router apart"
     return Grid("per task, after the last one", tuple(columns), tuple(rows), 2, caption)
 
 
