@@ -39,7 +39,7 @@ def demo(settings: Demo) -> None:
     progress = Progress()
     progress.say("cheem_jax demo: making six tasks of 32x32 images")
     stream = demo_stream()
-    bound = FullFinetuneConfig(epochs=8, learning_rates=(1e-4,)) if settings.upper_bound else None
+    bound = FullFinetuneConfig(epochs=24, learning_rates=(1e-3,), batch_size=32) if settings.upper_bound else None
     config = RunConfig(PRESETS["demo"], "demo", settings.seed, bound)
     results = run_stream(stream, load_pretrained("vit_micro"), config, settings.run_dir, progress)
     show(progress, results, settings.run_dir)
