@@ -21,8 +21,8 @@ from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.checkpoint import load_meta, saved_tasks
 from cheem_jax.data.task import Stream, Task, fingerprint
+from cheem_jax.execution.choice import EngineConfig, choose, make_executor
 from cheem_jax.execution.compilation import Compilations, compilations
-from cheem_jax.execution.stages import Stages
 from cheem_jax.flops import backbone_flops
 from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig, Preset
 from cheem_jax.methods.frozen_linear import FrozenLinear
@@ -42,6 +42,7 @@ class RunConfig:
     cheem: CheemConfig
     preset: Preset
     seed: int = 0
+    engine: EngineConfig = EngineConfig()
     upper_bound: FullFinetuneConfig | None = None
     """Also fine-tune the whole backbone per task, the true task given."""
 
@@ -63,17 +64,19 @@ def run_stream(
     """
     _check_sizes(stream, pretrained, router)
     start = Mark.now()
-    vit = build(pretrained.config, pretrained.params)
+    engine, batch_size = config.engine, config.cheem.batch_size
+    vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
     means = _base_means(pretrained, config, vit, base_images, progress)
     resumed = claim(directory, _identity(stream, pretrained, config, means, router))
-    stages = Stages(vit, config.cheem.placement, token=config.cheem.token)
-    features = FrozenFeatures(stages, config.cheem.batch_size)
+    executor = make_executor(vit, config.cheem.placement, engine, token=config.cheem.token, batch_size=batch_size)
+    features = FrozenFeatures(executor, batch_size)
     router_features = features
     if router is not None:
-        router_stages = Stages(build(router.config, router.params), config.cheem.placement)
-        router_features = FrozenFeatures(router_stages, config.cheem.batch_size)
+        router_vit = build(dataclasses.replace(router.config, precision=engine.precision), router.params)
+        router_executor = make_executor(router_vit, config.cheem.placement, engine, batch_size=batch_size)
+        router_features = FrozenFeatures(router_executor, batch_size)
     key = jax.random.key(config.seed)
-    cheem = Cheem(stages, config.cheem, key, means, router_features)
+    cheem = Cheem(executor, config.cheem, key, means, router_features)
     frozen = FrozenLinear(key, features, router_features, config.cheem.router)
     methods: tuple[Method, ...] = (cheem, frozen)
 
@@ -81,6 +84,8 @@ def run_stream(
     finished = _restore(directory, stream, methods, record) if resumed else 0
     if not any(entry["event"] == "run" for entry in read(directory)):
         record.write("run", **_setting(stream, pretrained, config, means, router), **start.since())
+    chosen = choose(engine, vit.config, batch_size)
+    progress.say(f"executor {chosen.name}, {engine.precision} ({chosen.reason})")
     if means is None:
         progress.say("base means unknown for this setting: similarity to the backbone's own task is neutral (0)")
     if finished == len(stream.tasks):
@@ -130,6 +135,8 @@ def _learn(
         record.write("learned", method=method.name, report={"index": index, **counts, **report}, **start.since())
         method.save(root)
         method.open(root)
+        for name in report.get("not_kept", ()):
+            progress.say(f"{name}: no room for keeping them (--engine.memory-gb), so they are computed in every epoch")
         if "architecture" in report:
             progress.architecture(task.name, report["architecture"])
 
@@ -257,6 +264,7 @@ def _identity(stream: Stream, pretrained: Pretrained, config: RunConfig, means, 
         "image_size": pretrained.config.image_size,
         "seed": config.seed,
         "cheem": dataclasses.asdict(config.cheem),
+        "engine": dataclasses.asdict(config.engine),
         "weights_sha256": pretrained.sha256,
         "router_weights_sha256": None if router is None else router.sha256,
         "base_means_sha256": None if means is None else hashlib.sha256(means.tobytes()).hexdigest(),
@@ -275,6 +283,8 @@ def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, r
         "preset": config.preset if PRESETS.get(config.preset) == config.cheem else f"{config.preset}, changed",
         "image_size": pretrained.config.image_size,
         "base_means": "neutral" if means is None else "known",
+        "executor": choose(config.engine, pretrained.config, config.cheem.batch_size).name,
+        "precision": config.engine.precision,
         "router": pretrained.config.name if router is None else router.config.name,
         "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "flax": flax.__version__},
         "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",

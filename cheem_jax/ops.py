@@ -4,11 +4,14 @@ Each op is a NamedTuple whose type is part of jit's cache key: two architectures
 program, whichever experts they hold.
 """
 
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from cheem_jax.kernels import Precision, product
 
 Kind = Literal["reuse", "adapt", "new", "skip"]
 Placement = Literal["mlp_down", "attn_proj"]
@@ -53,13 +56,39 @@ class Skip(NamedTuple):
 
 
 Op = Reuse | Adapt | New | Skip
+Ops = Sequence[Op]
+"""One op per block: a static pytree, since the types of the ops are part of its structure."""
+Learned = Expert | LowRank
+"""Parameters that gradient steps change."""
 
 
-def apply_op(op: Reuse | Adapt | New, u: Float[Array, "B N F"]) -> Float[Array, "B N D"]:
+def learned_of(op: Op) -> Learned | None:
+    """What gradient steps change in an op: Adapt's pair, New's expert, nothing in Reuse and Skip."""
+    match op:
+        case Adapt(_, pair):
+            return pair
+        case New(expert):
+            return expert
+    return None
+
+
+def with_learned(op: Op, learned: Any) -> Op:
+    """The same op with other learned parameters."""
+    match op:
+        case Adapt(expert, _):
+            return Adapt(expert, learned)
+        case New():
+            return New(learned)
+    return op
+
+
+def apply_op(
+    op: Reuse | Adapt | New, u: Float[Array, "B N F"], precision: Precision = "float32"
+) -> Float[Array, "B N D"]:
     """The plastic layer's output before the residual sum."""
-    y = u @ op.expert.weight + op.expert.bias
+    y = product(u, op.expert.weight, precision) + op.expert.bias
     if isinstance(op, Adapt):
-        y = y + (u @ op.pair.down) @ op.pair.up
+        y = y + product(product(u, op.pair.down, precision), op.pair.up, precision)
     return y
 
 

@@ -7,7 +7,7 @@ position, so memory grows with what was explored and not with the pool.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import optax
 
 from cheem_jax.architecture import Architecture, Choice, encode
 from cheem_jax.keys import key_at, next_power_of_two
-from cheem_jax.ops import Expert, LowRank, init_low_rank, init_new
+from cheem_jax.ops import Adapt, Expert, LowRank, New, Op, Reuse, Skip, init_low_rank, init_new
 from cheem_jax.pool import Head, Pool, dense_expert, pool_sizes
 
 _adam = optax.scale_by_adam()
@@ -104,6 +104,22 @@ class Supernet:
         """Candidate index of a choice at a block."""
         return int(encode((choice,), self.sizes[block : block + 1])[0])
 
+    def ops(self, architecture: Architecture) -> list[Op]:
+        """The ops of an architecture with the parameters behind them."""
+        found: list[Op] = []
+        for block, choice in enumerate(architecture):
+            expert, learner = self.frozen(block, choice), self.learner(block, choice)
+            match choice.kind:
+                case "reuse":
+                    found.append(Reuse(cast(Expert, expert)))
+                case "adapt":
+                    found.append(Adapt(cast(Expert, expert), cast(LowRank, cast(OpLearner, learner).params)))
+                case "new":
+                    found.append(New(cast(Expert, cast(OpLearner, learner).params)))
+                case "skip":
+                    found.append(Skip())
+        return found
+
     def learned(self, architecture: Architecture) -> dict[int, Expert | LowRank]:
         """Per block the learned parameters of an architecture's Adapt and New."""
         found = {}
@@ -131,6 +147,20 @@ def init_new_learner(key, base: Expert, how: Literal["random", "copy", "zero"]) 
     """A New expert at its start with fresh moments."""
     expert = init_new(key, base, how=how)
     return OpLearner(expert, _adam.init(expert))
+
+
+@functools.lru_cache
+def blank_learners(num_inputs: int, width: int, rank: int) -> tuple[OpLearner, OpLearner]:
+    """Zeros in the shapes of Adapt's and New's learners, to fill places that nobody reads."""
+    shapes = jax.eval_shape(
+        lambda key, base: (
+            init_pair_learner(key, (num_inputs, width), rank),
+            init_new_learner(key, Expert(*base), "zero"),
+        ),
+        jax.random.key(0),
+        (jax.ShapeDtypeStruct((num_inputs, width), jnp.float32), jax.ShapeDtypeStruct((width,), jnp.float32)),
+    )
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

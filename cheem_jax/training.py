@@ -5,6 +5,7 @@ One loop serves both phases: supernet training draws a fresh architecture for ev
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Literal, Protocol, runtime_checkable
@@ -15,15 +16,17 @@ from jaxtyping import Float, Int
 
 from cheem_jax.architecture import Architecture, Choice, decode, encode
 from cheem_jax.evolution import Score
+from cheem_jax.execution.batches import Batch as Rows
 from cheem_jax.execution.batches import batches, num_batches
+from cheem_jax.execution.executor import Batch, Dense, Executor, Step
+from cheem_jax.execution.feed import Feed, ahead
 from cheem_jax.execution.passes import Advance, count_right
-from cheem_jax.execution.stages import Dense, Stages
 from cheem_jax.flops import network_flops
 from cheem_jax.hee import sample
 from cheem_jax.keys import key_at, next_power_of_two, order_at
 from cheem_jax.ops import Expert, LowRank
 from cheem_jax.pool import merge_dense
-from cheem_jax.supernet import Supernet, adam_update
+from cheem_jax.supernet import Supernet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +87,10 @@ def learning_rate_at(config: FitConfig, step: int, total_steps: int) -> float:
 
 def fit(
     order_key: jax.Array,
-    stages: Stages,
+    executor: Executor,
     supernet: Supernet,
-    examples: Examples,
+    labels: Int[np.ndarray, "N"],
+    feed: Feed,
     draws: Draws,
     config: FitConfig,
     *,
@@ -97,26 +101,24 @@ def fit(
 
     The data order comes from `order_key`. Raises FloatingPointError where the loss is no number any more.
     """
-    num, steps = len(examples.labels), num_batches(len(examples.labels), batch_size)
+    num, steps = len(labels), num_batches(len(labels), batch_size)
     total, losses, note = config.epochs * steps, [], ""
     for epoch in range(config.epochs):
-        codes = draws(epoch, steps)
+        architectures = [decode(codes, supernet.sizes) for codes in draws(epoch, steps)]
+        rates = [learning_rate_at(config, epoch * steps + step, total) for step in range(steps)]
         order = order_at(key_at(order_key, epoch), num)
-        epoch_losses = []
-        for step, batch in enumerate(batches(order, batch_size)):
-            rate = learning_rate_at(config, epoch * steps + step, total)
-            loss = train_step(
-                stages,
-                supernet,
-                decode(codes[step], supernet.sizes),
-                (examples.images[batch.rows], examples.labels[batch.rows], batch.mask),
-                rate,
-            )
-            epoch_losses.append((loss, batch.size))
-            if step % NOTE_EVERY == 0:
-                note = f"epoch {epoch + 1}/{config.epochs} loss {float(loss):.3f}"
-            advance(batch.size, note)
-        losses.append(sum(float(loss) * size for loss, size in epoch_losses) / num)
+        rows = executor.rows(batch_size)
+        prepared = ahead((step_of(feed, labels, batch, rows), batch.size) for batch in batches(order, batch_size))
+        epoch_losses, sizes, seen = [], [], 0
+        for first in range(0, steps, executor.steps_per_call):
+            part = slice(first, first + executor.steps_per_call)
+            found = list(itertools.islice(prepared, executor.steps_per_call))
+            epoch_losses += executor.train(supernet, architectures[part], [step for step, _ in found], rates[part])
+            sizes += [size for _, size in found]
+            if first // NOTE_EVERY >= seen:
+                note, seen = f"epoch {epoch + 1}/{config.epochs} loss {float(epoch_losses[-1]):.3f}", seen + 1
+            advance(sum(size for _, size in found), note)
+        losses.append(sum(float(loss) * size for loss, size in zip(epoch_losses, sizes, strict=True)) / num)
         if not math.isfinite(losses[-1]):
             raise FloatingPointError(
                 f"the loss became {losses[-1]} in epoch {epoch + 1}; try a learning rate below {config.learning_rate}"
@@ -124,51 +126,48 @@ def fit(
     return losses
 
 
-def train_step(
-    stages: Stages,
-    supernet: Supernet,
-    architecture: Architecture,
-    batch: tuple[np.ndarray, np.ndarray, np.ndarray],
-    rate: float,
-) -> jax.Array:
-    """One Adam step on one architecture; what it does not hold keeps parameters, moments and step counts."""
-    learners = [supernet.learner(block, choice) for block, choice in enumerate(architecture)]
-    loss, grads, head_grad = stages.loss_and_grads(
-        architecture,
-        [supernet.frozen(block, choice) for block, choice in enumerate(architecture)],
-        [learner.params if learner else None for learner in learners],
-        supernet.head.params,
-        *batch,
-        supernet.num_classes,
-    )
-    rate32 = np.float32(rate)
-    for block, grad in grads.items():
-        learner = learners[block]
-        assert learner is not None
-        supernet.store(block, architecture[block], adam_update(learner, grad, rate32))
-    supernet.head = adam_update(supernet.head, head_grad, rate32)
-    return loss
+def step_of(feed: Feed, labels: Int[np.ndarray, "N"], batch: Rows, rows: int) -> Step:
+    """One step's data, in parts of `rows` images."""
+    weights = batch.mask / batch.mask.sum()
+    return [
+        Batch(feed(batch.rows[i : i + rows]), labels[batch.rows[i : i + rows]], weights[i : i + rows])
+        for i in range(0, len(batch.rows), rows)
+    ]
 
 
-def prepare(stages: Stages, supernet: Supernet, batch_size: int) -> None:
+def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]:
+    """The blocks before the first that learns, as a forward-only network: what fine-tuning never changes."""
+    prefix = list(
+        itertools.takewhile(lambda pair: pair[1].kind in ("reuse", "skip"), enumerate(architecture))
+    )  # fmt: skip
+    return [Dense(supernet.code(block, choice), supernet.frozen(block, choice)) for block, choice in prefix]
+
+
+def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     """Compile every program that training, scoring and evaluation of this task can call, by running each once.
 
     Only shapes matter: a scratch copy of the supernet trains on blank images, so the real one stays untouched. After
-    this, drawing an architecture compiles nothing.
+    this, drawing an architecture compiles nothing, unless the executor compiles one program per signature.
     """
     scratch = supernet.untrained()
-    size = stages.config.image_size
-    images = np.zeros((batch_size, size, size, 3), np.uint8)
-    labels, mask = np.zeros(batch_size, np.int32), np.ones(batch_size, np.float32)
+    size, rows, last = executor.config.image_size, executor.rows(batch_size), executor.num_blocks - 1
+    tokens = executor.begin(np.zeros((rows, size, size, 3), np.uint8))
+    labels, mask = np.zeros(rows, np.int32), np.ones(rows, np.float32)
+    step = [Batch(tokens, labels, mask / batch_size)] * (batch_size // rows)
     adapt, new, reuse, skip = Choice("adapt", 0), Choice("new"), Choice("reuse", 0), Choice("skip")
-    patterns = [(first, then) for first in (adapt, new) for then in (reuse, adapt, new, skip)]
-    for pattern in (*patterns, (reuse, skip)):
-        architecture = tuple(pattern[min(block, 1)] for block in range(stages.num_blocks))
-        train_step(stages, scratch, architecture, (images, labels, mask), 0.0)
-    network = dense_network(scratch, encode((adapt, *architecture[1:]), scratch.sizes), {})
-    (walked,) = stages.run_networks([network], images, mask)
-    stages.classify(scratch.head.params, walked.tokens, labels, mask, scratch.num_classes)
-    stages.features(walked.tokens).block_until_ready()
+    # (first op, those behind it, the last): each kind behind a learnable one, and each learnable one as the first
+    patterns = [(adapt, kind, kind) for kind in (reuse, adapt, new, skip)]
+    patterns += [(new, skip, reuse), (reuse, reuse, adapt), (skip, reuse, new)]
+    if executor.name != "stages":
+        patterns = patterns[:1]  # one program serves them all, or each would be a program of its own
+    for first, behind, end in patterns:
+        architecture = (first, *[behind] * (last - 1), end)[-executor.num_blocks :]
+        executor.train(scratch, [architecture], [step], [0.0])
+    for codes in ([adapt] * last + [skip], [reuse] * last + [reuse]):
+        network = dense_network(scratch, encode(tuple(codes), scratch.sizes), {})
+        (walked,) = executor.walk([network], tokens, mask)
+        executor.classify(scratch.head.params, walked.tokens, labels, mask, scratch.num_classes)
+    executor.features(walked.tokens).block_until_ready()
 
 
 def supernet_draws(
@@ -214,7 +213,13 @@ def dense_network(supernet: Supernet, codes: Int[np.ndarray, "L"], merged: dict)
 
 
 def supernet_score(
-    stages: Stages, supernet: Supernet, examples: Examples, *, batch_size: int, advance: Advance
+    executor: Executor,
+    supernet: Supernet,
+    labels: Int[np.ndarray, "N"],
+    feed: Feed,
+    *,
+    batch_size: int,
+    advance: Advance,
 ) -> Score:
     """Right answers on held-out images with the supernet's weights (task-local top-1, the search's fitness)."""
     merged: dict = {}
@@ -222,18 +227,18 @@ def supernet_score(
     def score(genomes: np.ndarray) -> np.ndarray:
         networks = [dense_network(supernet, codes, merged) for codes in genomes]
         return count_right(
-            stages, networks, supernet.head.params, supernet.num_classes, examples.images, examples.labels,
+            executor, networks, supernet.head.params, supernet.num_classes, feed, labels,
             batch_size=batch_size, advance=advance,
         )  # fmt: skip
 
     return score
 
 
-def architecture_flops(stages: Stages, supernet: Supernet) -> Score:
+def architecture_flops(executor: Executor, supernet: Supernet) -> Score:
     """FLOPs of genomes by the paper's convention, without head."""
     rank = supernet.settings.rank
     return lambda genomes: np.array([
-        network_flops(stages.config, stages.placement, decode(codes, supernet.sizes), rank) for codes in genomes
+        network_flops(executor.config, executor.placement, decode(codes, supernet.sizes), rank) for codes in genomes
     ])  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.cli import parse, run_command, show
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.folder import load_stream, load_task
+from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
@@ -45,6 +46,8 @@ class Mtil:
     """A lighter backbone that names the task (CHEEM-lite); default: the backbone itself."""
     router_weights: Path | None = None
     """Weights of the router, as for `--weights`."""
+    engine: EngineConfig = EngineConfig()
+    """How networks are run."""
     seed: int = 0
     """Root of every PRNG key in the run."""
     upper_bound: bool = False
@@ -72,7 +75,7 @@ def main(settings: Mtil) -> None:
     bound = None
     if settings.upper_bound:
         bound = FullFinetuneConfig(settings.cheem.finetune.epochs, batch_size=settings.cheem.batch_size)
-    config = RunConfig(settings.cheem, settings.preset, settings.seed, bound)
+    config = RunConfig(settings.cheem, settings.preset, settings.seed, settings.engine, bound)
     results = run_stream(stream, pretrained, config, settings.run_dir, progress, base_images=base_images, router=router)
     show(progress, results, settings.run_dir)
 

@@ -6,6 +6,8 @@ import pytest
 import small
 
 from cheem_jax.architecture import from_strings
+from cheem_jax.execution.executor import Batch
+from cheem_jax.execution.feed import Budget, HostImages, ahead, keep_tokens, memory_budget
 from cheem_jax.execution.stages import Stages
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import (
@@ -14,13 +16,14 @@ from cheem_jax.training import (
     constant_draws,
     fit,
     learning_rate_at,
+    frozen_prefix,
     supernet_draws,
-    train_step,
 )
 
 STAGES = Stages(small.backbone(), "mlp_down")
 TASK = small.task("colours", 0)
-BATCH = (TASK.train.images[:16], TASK.train.labels[:16], np.ones(16, np.float32))
+STEP = [Batch(STAGES.begin(TASK.train.images[:16]), TASK.train.labels[:16], np.full(16, 1 / 16, np.float32))]
+FEED = HostImages(STAGES, TASK.train.images)
 
 
 def supernet(num_classes=3):
@@ -37,10 +40,10 @@ def test_an_op_that_is_not_drawn_keeps_parameters_moments_and_step_count():
         from_strings(["adapt:0", "new", "skip", "adapt:0"]),
         from_strings(["new", "new", "skip", "reuse:0"]),
     )
-    train_step(STAGES, net, drawn, BATCH, 1e-2)
+    STAGES.train(net, [drawn], [STEP], [1e-2])
     kept = snapshot(net.learners[0, 1]) + snapshot(net.learners[3, 1])
     shared = net.learners[1, 2]
-    train_step(STAGES, net, other, BATCH, 1e-2)
+    STAGES.train(net, [other], [STEP], [1e-2])
     for before, after in zip(kept, snapshot(net.learners[0, 1]) + snapshot(net.learners[3, 1]), strict=True):
         np.testing.assert_array_equal(before, after)
     assert int(net.learners[3, 1].adam.count) == 1
@@ -51,7 +54,7 @@ def test_an_op_that_is_not_drawn_keeps_parameters_moments_and_step_count():
 
 def test_a_candidate_starts_the_same_whenever_it_is_first_drawn():
     early, late = supernet(), supernet()
-    train_step(STAGES, late, from_strings(["new"] * 4), BATCH, 1e-2)
+    STAGES.train(late, [from_strings(["new"] * 4)], [STEP], [1e-2])
     choice = from_strings(["adapt:0"])[0]
     np.testing.assert_array_equal(early.learner(2, choice).params.down, late.learner(2, choice).params.down)
     assert len(early.learners) == 1  # nothing is made before it is drawn
@@ -60,7 +63,7 @@ def test_a_candidate_starts_the_same_whenever_it_is_first_drawn():
 def test_the_first_adam_step_moves_every_entry_by_the_rate():
     net = supernet()
     before = np.array(net.head.params.weight)
-    train_step(STAGES, net, from_strings(["reuse:0"] * 4), BATCH, 1e-2)
+    STAGES.train(net, [from_strings(["reuse:0"] * 4)], [STEP], [1e-2])
     moved = np.abs(np.array(net.head.params.weight) - before)[:, :3]
     np.testing.assert_allclose(moved, 1e-2, rtol=1e-2)
 
@@ -69,7 +72,7 @@ def test_frozen_experts_are_never_updated():
     net = supernet()
     before = snapshot(net.experts)
     for _ in range(3):
-        train_step(STAGES, net, from_strings(["adapt:0", "reuse:0", "new", "skip"]), BATCH, 1e-1)
+        STAGES.train(net, [from_strings(["adapt:0", "reuse:0", "new", "skip"])], [STEP], [1e-1])
     for a, b in zip(before, snapshot(net.experts), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -77,7 +80,7 @@ def test_frozen_experts_are_never_updated():
 def test_fitting_learns_an_easy_task_and_reports_every_image():
     net, seen = supernet(), []
     result = fit(
-        jax.random.key(0), STAGES, net, TASK.train, constant_draws(np.array([0, 1, 0, 0])),
+        jax.random.key(0), STAGES, net, TASK.train.labels, FEED, constant_draws(np.array([0, 1, 0, 0])),
         FitConfig(epochs=6, learning_rate=1e-2), batch_size=16, advance=lambda num, note="": seen.append(num),
     )  # fmt: skip
     assert sum(seen) == 6 * 40 and len(result) == 6
@@ -88,7 +91,7 @@ def test_fitting_is_a_function_of_its_keys():
     def losses(order_seed):
         net = supernet()
         return fit(
-            jax.random.key(order_seed), STAGES, net, TASK.train, constant_draws(np.array([0, 2, 0, 0])),
+            jax.random.key(order_seed), STAGES, net, TASK.train.labels, FEED, constant_draws(np.array([0, 2, 0, 0])),
             FitConfig(epochs=2), batch_size=16, advance=lambda num, note="": None,
         )  # fmt: skip
 
@@ -98,8 +101,8 @@ def test_fitting_is_a_function_of_its_keys():
 def test_a_loss_that_explodes_is_named():
     with pytest.raises(FloatingPointError, match="learning rate below"):
         fit(
-            jax.random.key(0), STAGES, supernet(), TASK.train, constant_draws(np.array([1, 2, 0, 0])),
-            FitConfig(epochs=4, learning_rate=1e30), batch_size=16, advance=lambda num, note="": None,
+            jax.random.key(0), STAGES, supernet(), TASK.train.labels, FEED, constant_draws(np.array([1, 2, 0, 0])),
+            FitConfig(epochs=4, learning_rate=1e38), batch_size=16, advance=lambda num, note="": None,
         )  # fmt: skip
 
 
@@ -128,3 +131,54 @@ def test_an_epoch_explores_or_exploits_as_a_whole():
 def test_senseless_settings_are_refused(make):
     with pytest.raises(ValueError, match=r"is (0|2)"):
         make()
+
+
+def test_what_fine_tuning_leaves_unchanged_is_kept_and_changes_nothing():
+    found = {}
+    for budget in (0, 2**20):
+        net, room = supernet(), Budget(budget)
+        codes = np.array([0, 3, 1, 0])  # reuse, skip, adapt, reuse
+        prefix = frozen_prefix(net, from_strings(["reuse:0", "skip", "adapt:0", "reuse:0"]))
+        assert [step.expert is None for step in prefix] == [False, True]
+        feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=room)
+        assert (feed is FEED) == (budget == 0) and room.refused == ([] if budget else ["tokens"])
+        losses = fit(
+            jax.random.key(0), STAGES, net, TASK.train.labels, feed, constant_draws(codes),
+            FitConfig(epochs=2), batch_size=16, advance=lambda num, note="": None,
+        )  # fmt: skip
+        found[budget] = losses, snapshot(net.learners), snapshot(net.head)
+    for one, other in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[2**20]), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_where_nothing_else_learns_the_head_alone_is_trained_on_kept_features():
+    net, room = supernet(), Budget(2**20)
+    prefix = frozen_prefix(net, from_strings(["reuse:0", "skip", "reuse:0", "reuse:0"]))
+    feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=room)
+    tokens = feed(np.arange(40))
+    assert tokens.block == 4 and tokens.values.shape == (40, 1, 16)  # the class token alone
+    losses = fit(
+        jax.random.key(0), STAGES, net, TASK.train.labels, feed, constant_draws(np.array([0, 3, 0, 0])),
+        FitConfig(epochs=8, learning_rate=1e-2), batch_size=16, advance=lambda num, note="": None,
+    )  # fmt: skip
+    assert losses[-1] < 0.6 * losses[0] and not net.learners
+
+
+def test_memory_is_a_quarter_of_the_devices_unless_set():
+    assert memory_budget(0.5) == 2**29 and memory_budget(0) == 0
+    assert 2**28 < memory_budget(None) < 2**45
+    with pytest.raises(ValueError, match="memory_gb is -1"):
+        memory_budget(-1)
+
+
+def test_work_prepared_ahead_comes_in_order_and_its_errors_reach_the_one_who_waits():
+    assert list(ahead(iter(range(7)))) == list(range(7))
+
+    def failing():
+        yield 1
+        raise OSError("the disk is gone")
+
+    found = ahead(failing())
+    assert next(found) == 1
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(found)

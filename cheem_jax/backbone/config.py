@@ -4,6 +4,8 @@ import dataclasses
 import difflib
 from typing import Literal
 
+from cheem_jax.kernels import Precision
+
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
@@ -25,6 +27,8 @@ class ViTConfig:
     """Width of the pretrained head; 0 if the weights carry none that is used."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    precision: Precision = "float32"
+    """Operand type of matrix products; parameters stay float32."""
     timm_name: str | None = None
     """Name under which timm and the hub's `timm/` repositories hold the weights."""
 

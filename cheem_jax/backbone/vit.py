@@ -6,12 +6,12 @@ A block (paper, appendix 'Identifying the Task-Synergy Internal Memory') is
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
 from cheem_jax.backbone.config import ViTConfig
+from cheem_jax.kernels import activate, attend, layer_norm, product
 from cheem_jax.ops import Expert, Op, Placement, Reuse, Skip, apply_op
 
 
@@ -21,11 +21,11 @@ class Block(nnx.Module):
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         width = config.width
         self.num_heads = config.num_heads
-        self.activation = config.activation
-        self.norm1 = layer_norm(config, rngs)
+        self.activation, self.precision = config.activation, config.precision
+        self.norm1 = LayerNorm(config, rngs)
         self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
         self.proj = nnx.Linear(width, width, rngs=rngs)
-        self.norm2 = layer_norm(config, rngs)
+        self.norm2 = LayerNorm(config, rngs)
         self.up = nnx.Linear(width, config.mlp_width, rngs=rngs)
         self.down = nnx.Linear(config.mlp_width, width, rngs=rngs)
 
@@ -35,49 +35,73 @@ class Block(nnx.Module):
         assert layer.bias is not None  # every Linear here is built with a bias
         return Expert(layer.kernel[...], layer.bias[...])
 
-    def mix_tokens(self, x: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        """The attention branch up to its projection: the input of `proj`."""
+    def mix_tokens(self, x: Float[Array, "B N D"], *, outputs: int | None = None) -> Float[Array, "B M D"]:
+        """The attention branch up to its projection, the input of `proj`, for the first `outputs` tokens."""
         b, n, d = x.shape
-        heads = self.num_heads
-        qkv = self.qkv(self.norm1(x)).reshape(b, n, 3, heads, d // heads)
-        query, key, value = (qkv[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
-        scores = (query * (d // heads) ** -0.5) @ key.transpose(0, 1, 3, 2)
-        mixed = jax.nn.softmax(scores, axis=-1) @ value
-        return mixed.transpose(0, 2, 1, 3).reshape(b, n, d)
+        h = self.norm1(x)
+        if outputs is None:
+            mixed = self._linear(self.qkv, h)
+            query, key, value = mixed[..., :d], mixed[..., d : 2 * d], mixed[..., 2 * d :]
+        else:
+            assert self.qkv.bias is not None
+            weight, bias = self.qkv.kernel[...], self.qkv.bias[...]
+            query = product(h[:, :outputs], weight[:, :d], self.precision) + bias[:d]
+            mixed = product(h, weight[:, d:], self.precision) + bias[d:]
+            key, value = mixed[..., :d], mixed[..., d:]
+        shape = (b, -1, self.num_heads, d // self.num_heads)
+        query, key, value = (t.reshape(shape).transpose(0, 2, 1, 3) for t in (query, key, value))
+        return attend(query, key, value, self.precision).transpose(0, 2, 1, 3).reshape(b, -1, d)
 
     def mix_channels(self, z: Float[Array, "B N D"]) -> Float[Array, "B N F"]:
         """The FFN branch up to its down-projection: the input of `down`."""
-        u = self.up(self.norm2(z))
-        if self.activation == "quick_gelu":
-            return u * jax.nn.sigmoid(1.702 * u)
-        return jax.nn.gelu(u, approximate=False)
+        return activate(self._linear(self.up, self.norm2(z)), self.activation)
 
-    def enter(self, x: Float[Array, "B N D"], *, placement: Placement) -> Float[Array, "B N D"]:
+    def enter(
+        self, x: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
+    ) -> Float[Array, "B M D"]:
         """The tokens that every choice at this block begins with: after the attention half for `mlp_down`."""
-        return x + self.proj(self.mix_tokens(x)) if placement == "mlp_down" else x
+        if placement == "attn_proj":
+            return x
+        return x[:, :outputs] + self._linear(self.proj, self.mix_tokens(x, outputs=outputs))
 
-    def widen(self, z: Float[Array, "B N D"], *, placement: Placement) -> Float[Array, "B N F"]:
+    def widen(
+        self, z: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
+    ) -> Float[Array, "B M F"]:
         """The input of the plastic layer, the same for every choice but Skip."""
-        return self.mix_channels(z) if placement == "mlp_down" else self.mix_tokens(z)
+        return self.mix_channels(z) if placement == "mlp_down" else self.mix_tokens(z, outputs=outputs)
 
     def leave(
-        self, op: Op, z: Float[Array, "B N D"], u: Float[Array, "B N F"] | None, *, placement: Placement
-    ) -> tuple[Float[Array, "B N D"], Float[Array, "B N D"] | None]:
+        self,
+        op: Op,
+        z: Float[Array, "B N D"],
+        u: Float[Array, "B M F"] | None,
+        *,
+        placement: Placement,
+        outputs: int | None = None,
+    ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"] | None]:
         """The block's output, and the plastic layer's before the residual sum (None where it is skipped)."""
-        component = None
+        component, z = None, z[:, :outputs]
         if not isinstance(op, Skip):
             assert u is not None, "only Skip does without the plastic layer's input"
-            component = apply_op(op, u)
+            component = apply_op(op, u, self.precision)
             z = z + component
-        return (z if placement == "mlp_down" else z + self.down(self.mix_channels(z))), component
+        return (z if placement == "mlp_down" else z + self._linear(self.down, self.mix_channels(z))), component
 
     def run(
-        self, op: Op, x: Float[Array, "B N D"], *, placement: Placement
-    ) -> tuple[Float[Array, "B N D"], Float[Array, "B N D"] | None]:
-        """The whole block: `enter`, `widen` unless skipped, `leave`."""
-        z = self.enter(x, placement=placement)
-        u = None if isinstance(op, Skip) else self.widen(z, placement=placement)
-        return self.leave(op, z, u, placement=placement)
+        self, op: Op, x: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
+    ) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"] | None]:
+        """The whole block: `enter`, `widen` unless skipped, `leave`.
+
+        `outputs` keeps only the first tokens of what comes out; the network's features need the last block's class
+        token alone, and most of that block's work is then saved.
+        """
+        z = self.enter(x, placement=placement, outputs=outputs)
+        u = None if isinstance(op, Skip) else self.widen(z, placement=placement, outputs=outputs)
+        return self.leave(op, z, u, placement=placement, outputs=outputs)
+
+    def _linear(self, layer: nnx.Linear, x: Float[Array, "B N I"]) -> Float[Array, "B N O"]:
+        assert layer.bias is not None
+        return product(x, layer.kernel[...], self.precision) + layer.bias[...]
 
 
 class ViT(nnx.Module):
@@ -89,9 +113,9 @@ class ViT(nnx.Module):
         self.patch = nnx.Linear(num_inputs, config.width, use_bias=config.patch_bias, rngs=rngs)
         self.class_token = nnx.Param(jnp.zeros((config.width,)))
         self.position = nnx.Param(jnp.zeros((config.num_tokens, config.width)))
-        self.norm_before = layer_norm(config, rngs) if config.norm_before_blocks else None
+        self.norm_before = LayerNorm(config, rngs) if config.norm_before_blocks else None
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.depth)])
-        self.norm = layer_norm(config, rngs)
+        self.norm = LayerNorm(config, rngs)
         self.head = nnx.Linear(config.width, config.num_classes, rngs=rngs) if config.num_classes else None
 
     def embed(self, images: UInt8[Array, "B H W 3"] | Float[Array, "B H W 3"]) -> Float[Array, "B N D"]:
@@ -102,10 +126,16 @@ class ViT(nnx.Module):
         b, height, width, _ = images.shape
         p = self.config.patch_size
         patches = images.reshape(b, height // p, p, width // p, p, 3).transpose(0, 1, 3, 2, 4, 5)
-        tokens = self.patch(patches.reshape(b, -1, p * p * 3))
+        tokens = product(patches.reshape(b, -1, p * p * 3), self.patch.kernel[...], self.config.precision)
+        if self.patch.bias is not None:
+            tokens = tokens + self.patch.bias[...]
         class_token = jnp.broadcast_to(self.class_token[...], (b, 1, tokens.shape[-1]))
         tokens = jnp.concatenate([class_token, tokens], axis=1) + self.position[...]
         return tokens if self.norm_before is None else self.norm_before(tokens)
+
+    def outputs(self, block: int) -> int | None:
+        """Tokens that are wanted of a block: all (None), of the last one only the class token."""
+        return 1 if block == self.config.depth - 1 else None
 
     def features(self, x: Float[Array, "B N D"]) -> Float[Array, "B D"]:
         """The class token of the last block's output, normalised."""
@@ -122,8 +152,8 @@ class ViT(nnx.Module):
         if ops is None:
             ops = [Reuse(block.expert(placement)) for block in self.blocks]
         x = self.embed(images)
-        for block, op in zip(self.blocks, ops, strict=True):
-            x, _ = block.run(op, x, placement=placement)
+        for index, (block, op) in enumerate(zip(self.blocks, ops, strict=True)):
+            x, _ = block.run(op, x, placement=placement, outputs=self.outputs(index))
         return self.features(x)
 
     def logits(self, features: Float[Array, "B D"]) -> Float[Array, "B classes"]:
@@ -133,6 +163,12 @@ class ViT(nnx.Module):
         return self.head(features)
 
 
-def layer_norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """timm's LayerNorm; the two-pass variance keeps float32 parity at 1e-4."""
-    return nnx.LayerNorm(config.width, epsilon=config.layer_norm_eps, use_fast_variance=False, rngs=rngs)
+class LayerNorm(nnx.LayerNorm):
+    """timm's LayerNorm."""
+
+    def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
+        super().__init__(config.width, epsilon=config.layer_norm_eps, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        assert self.scale is not None and self.bias is not None
+        return layer_norm(x, self.scale[...], self.bias[...], self.epsilon)

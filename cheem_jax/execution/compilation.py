@@ -1,24 +1,35 @@
-"""Counts what the compiler did: every backend compilation of this process, the tiny ones too."""
+"""What the compiler does: options, the persistent cache, and a count of every program, the tiny ones too."""
 
+import functools
+import hashlib
+import os
+import platform
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jaxlib
 
-_EVENT = "/jax/core/compile/backend_compile_duration"
+from cheem_jax.kernels import Precision
+
+_COMPILE = "/jax/core/compile/backend_compile_duration"
+_HIT = "/jax/compilation_cache/cache_hits"
+_CACHE_BYTES = 2 * 2**30
 
 
 class Compilations(NamedTuple):
-    """Programs compiled and the seconds that took."""
+    """Programs compiled, programs read from the persistent cache instead, and the seconds of both."""
 
     programs: int
+    cached: int
     seconds: float
 
     def since(self, earlier: "Compilations") -> "Compilations":
         """What came after an earlier count."""
-        return Compilations(self.programs - earlier.programs, self.seconds - earlier.seconds)
+        return Compilations(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
-_total = Compilations(0, 0.0)
+_total = Compilations(0, 0, 0.0)
 
 
 def compilations() -> Compilations:
@@ -26,10 +37,74 @@ def compilations() -> Compilations:
     return _total
 
 
-def _listen(event: str, duration_secs: float, **_: object) -> None:
+def _on_duration(event: str, duration_secs: float, **_: object) -> None:
     global _total
-    if event == _EVENT:
-        _total = Compilations(_total.programs + 1, _total.seconds + duration_secs)
+    if event == _COMPILE:
+        _total = _total._replace(programs=_total.programs + 1, seconds=_total.seconds + duration_secs)
 
 
-jax.monitoring.register_event_duration_secs_listener(_listen)
+def _on_event(event: str, **_: object) -> None:
+    global _total
+    if event == _HIT:  # JAX reports the time of reading a program as if it had been compiled
+        _total = _total._replace(programs=_total.programs - 1, cached=_total.cached + 1)
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_duration)
+jax.monitoring.register_event_listener(_on_event)
+
+
+def keep_programs() -> Path | None:
+    """Switch on JAX's persistent compilation cache; returns its directory, or None where the user switched it off.
+
+    `JAX_COMPILATION_CACHE_DIR` names another directory and `JAX_ENABLE_COMPILATION_CACHE=false` does without. Raises
+    ValueError for one that cannot be written.
+    """
+    if not jax.config.jax_enable_compilation_cache:
+        return None
+    chosen = jax.config.jax_compilation_cache_dir
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = Path(chosen) if chosen else home / "cheem_jax" / "programs" / _machine()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"cannot keep compiled programs in {directory} ({error.strerror}); name another folder with "
+            "JAX_COMPILATION_CACHE_DIR, or go without by JAX_ENABLE_COMPILATION_CACHE=false"
+        ) from None
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return directory
+
+
+def _machine() -> str:
+    # programs for one processor may not run on another, and home directories travel between machines
+    features = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        pass
+    digest = hashlib.sha256(features.encode()).hexdigest()[:8]
+    return f"jaxlib-{jaxlib.__version__}-{platform.machine()}-{digest}"
+
+
+@functools.cache
+def jit_options(precision: Precision) -> dict[str, str] | None:
+    """Compiler options of the blocks' programs.
+
+    On a CPU float32 products go to Eigen instead of YNNPACK, whose batched ones (attention) leave one of two cores
+    idle; bfloat16 ones stay, because only YNNPACK uses the processor's bfloat16 instructions.
+    """
+    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    if jax.default_backend() != "cpu" or precision != "float32":
+        return None
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:
+        return None  # another jaxlib, other options
+    return options

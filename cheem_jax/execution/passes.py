@@ -7,11 +7,10 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.stages import Dense, Stages
+from cheem_jax.execution.batches import Batch, batches
+from cheem_jax.execution.executor import Executor, Network
+from cheem_jax.execution.feed import Feed
 from cheem_jax.pool import Head
-
-Network = Sequence[Dense]
 
 
 @runtime_checkable
@@ -29,55 +28,78 @@ class TokenMeans(NamedTuple):
 
 
 def token_means(
-    stages: Stages, networks: Sequence[Network], images: np.ndarray, *, batch_size: int, advance: Advance
+    executor: Executor, networks: Sequence[Network], images: Feed, num: int, *, batch_size: int, advance: Advance
 ) -> TokenMeans:
-    """Average class tokens of several networks over the same images (paper's mu), sums kept in float64."""
-    width = stages.config.width
-    sums = np.zeros((len(networks), stages.num_blocks, width))
+    """Average class tokens of several networks over the same `num` images (paper's mu), sums kept in float64."""
+    sums = np.zeros((len(networks), executor.num_blocks, executor.config.width))
     features = []
-    for batch in batches(np.arange(len(images)), batch_size):
+    for batch in _in_order(executor, num, batch_size):
         pending = []
-        for walked in stages.run_networks(networks, images[batch.rows], batch.mask):
+        for walked in executor.walk(networks, images(batch.rows), batch.mask):
             pending += [(walked.index, block, s) for block, s in enumerate(walked.sums) if s is not None]
             if walked.index == 0:
-                features.append((stages.features(walked.tokens), batch.size))
+                features.append((executor.features(walked.tokens), batch.size))
         for (index, block, _), total in zip(pending, jax.device_get([s for *_, s in pending]), strict=True):
             sums[index, block] += total
         advance(batch.size * len(networks))
-    means = (sums / len(images)).astype(np.float32)
+    means = (sums / num).astype(np.float32)
     return TokenMeans(means, np.concatenate([np.asarray(f)[:size] for f, size in features]))
 
 
 def network_features(
-    stages: Stages, network: Network, images: np.ndarray, *, batch_size: int
+    executor: Executor, network: Network, images: Feed, num: int, *, batch_size: int
 ) -> Float[np.ndarray, "N D"]:
     """Features of one network for every image."""
     found = []
-    for batch in batches(np.arange(len(images)), batch_size):
-        (walked,) = stages.run_networks([network], images[batch.rows], batch.mask)
-        found.append(np.asarray(stages.features(walked.tokens))[: batch.size])
+    for batch in _in_order(executor, num, batch_size):
+        (walked,) = executor.walk([network], images(batch.rows), batch.mask)
+        found.append(np.asarray(executor.features(walked.tokens))[: batch.size])
     return np.concatenate(found)
 
 
 def answers(
-    stages: Stages, network: Network, head: Head, num_classes: int, images: np.ndarray, *, batch_size: int
+    executor: Executor, network: Network, head: Head, num_classes: int, images: Feed, num: int, *, batch_size: int
 ) -> Int[np.ndarray, "N"]:
     """The class that one network and its (padded) head give each image."""
     found = []
-    for batch in batches(np.arange(len(images)), batch_size):
-        (walked,) = stages.run_networks([network], images[batch.rows], batch.mask)
-        labels = np.zeros(batch_size, np.int32)
-        answer, _ = stages.classify(head, walked.tokens, labels, batch.mask, num_classes)
+    for batch in _in_order(executor, num, batch_size):
+        (walked,) = executor.walk([network], images(batch.rows), batch.mask)
+        labels = np.zeros(len(batch.rows), np.int32)
+        answer, _ = executor.classify(head, walked.tokens, labels, batch.mask, num_classes)
         found.append(np.asarray(answer)[: batch.size])
     return np.concatenate(found).astype(np.int32)
 
 
+def answers_and_features(
+    executor: Executor,
+    base: Network,
+    network: Network,
+    head: Head,
+    num_classes: int,
+    images: Feed,
+    num: int,
+    *,
+    batch_size: int,
+) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
+    """`answers` of one network and `network_features` of another, what both share run once."""
+    found, features = [], []
+    for batch in _in_order(executor, num, batch_size):
+        labels = np.zeros(len(batch.rows), np.int32)
+        for walked in executor.walk([base, network], images(batch.rows), batch.mask):
+            if walked.index == 0:
+                features.append(np.asarray(executor.features(walked.tokens))[: batch.size])
+            else:
+                answer, _ = executor.classify(head, walked.tokens, labels, batch.mask, num_classes)
+                found.append(np.asarray(answer)[: batch.size])
+    return np.concatenate(found).astype(np.int32), np.concatenate(features)
+
+
 def count_right(
-    stages: Stages,
+    executor: Executor,
     networks: Sequence[Network],
     head: Head,
     num_classes: int,
-    images: np.ndarray,
+    images: Feed,
     labels: np.ndarray,
     *,
     batch_size: int,
@@ -85,12 +107,16 @@ def count_right(
 ) -> Int[np.ndarray, "P"]:
     """Right answers of several networks with one shared head, shared prefixes run once per batch."""
     counts = np.zeros(len(networks), np.int64)
-    for batch in batches(np.arange(len(images)), batch_size):
+    for batch in _in_order(executor, len(labels), batch_size):
         pending = []
-        for walked in stages.run_networks(networks, images[batch.rows], batch.mask):
-            _, right = stages.classify(head, walked.tokens, labels[batch.rows], batch.mask, num_classes)
+        for walked in executor.walk(networks, images(batch.rows), batch.mask):
+            _, right = executor.classify(head, walked.tokens, labels[batch.rows], batch.mask, num_classes)
             pending.append((walked.index, right))
         for (index, _), right in zip(pending, jax.device_get([r for _, r in pending]), strict=True):
             counts[index] += int(right)
         advance(batch.size * len(networks))
     return counts
+
+
+def _in_order(executor: Executor, num: int, batch_size: int) -> list[Batch]:
+    return list(batches(np.arange(num), executor.rows(batch_size)))

@@ -1,224 +1,165 @@
 """Composed compiled stages: how any architecture runs without compiling anything new.
 
-Blocks have equal shapes, so one program per (op kind, does its input need a gradient) serves every block, task and
-architecture; the host composes them. The backward pass stops at the first learnable op: what lies before it runs
-forward only and keeps no residuals, and Skip costs nothing.
+Blocks have equal shapes, so one program per (op kind, where its input's gradient is wanted) serves every block, task
+and architecture; the host composes them. The backward pass stops at the first learnable op: what lies before it runs
+forward only and keeps nothing, and Skip costs nothing.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 
-from cheem_jax.architecture import Architecture
-from cheem_jax.backbone.vit import Block, ViT
-from cheem_jax.ops import Adapt, Expert, Kind, LowRank, New, Placement, Reuse, Skip
-from cheem_jax.pool import Head, base_pool
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.execution.executor import Batch, Executor, Gather, Network, Token, Tokens, Walked
+from cheem_jax.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
+from cheem_jax.pool import Head
 
-Token = Literal["component", "block"]
-"""Where mean class tokens are read: the plastic layer's output before the residual sum, or the block's output."""
+WORKING_SET = 12 * 2**20
+"""Bytes of a block's widest activations (the plastic layer's input) above which a CPU gets slower per image."""
 
 
-class Dense(NamedTuple):
-    """One block of a forward-only network; equal codes at a block promise equal experts. No expert: Skip."""
+class Stages(Executor):
+    """The default where dispatching a program is cheap beside running it."""
 
-    code: int
-    expert: Expert | None
-
-
-class Walked(NamedTuple):
-    """What one network made of a batch: last tokens, and per block the summed class token (None where skipped)."""
-
-    index: int
-    tokens: jax.Array
-    sums: list[jax.Array | None]
-
-
-class Stages:
-    """The compiled stages of one frozen backbone at one placement of the memory.
-
-    Arrays: images uint8 `[B, S, S, 3]`, tokens `[B, N, D]`, mask float32 `[B]` (0 marks padding of the last batch).
-    """
+    name = "stages"
 
     def __init__(self, vit: ViT, placement: Placement, *, token: Token = "component"):
-        self.config, self.token = vit.config, token
-        self.placement: Placement = placement
-        self.base_pool = base_pool(vit, placement)
-        graphdef, state = nnx.split(vit)
-        self._leaves, treedef = jax.tree.flatten(state)
-        splits = [nnx.split(block) for block in vit.blocks]
-        self._blocks = [tuple(jax.tree.leaves(state)) for _, state in splits]
-        block_graph, block_tree = splits[0][0], jax.tree.structure(splits[0][1])
+        super().__init__(vit, placement, token=token)
+        block_of = self.block_of
 
-        def block_of(leaves) -> Block:
-            return nnx.merge(block_graph, jax.tree.unflatten(block_tree, leaves))
+        def enter(leaves, x, *, outputs):
+            return block_of(leaves).enter(x, placement=placement, outputs=outputs)
 
-        def whole(leaves) -> ViT:
-            return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        def widen(leaves, z, *, outputs):
+            return block_of(leaves).widen(z, placement=placement, outputs=outputs)
 
-        @jax.jit
-        def embed(leaves, images):
-            return whole(leaves).embed(images)
-
-        @jax.jit
-        def enter(leaves, x):
-            return block_of(leaves).enter(x, placement=placement)
-
-        @jax.jit
-        def widen(leaves, z):
-            return block_of(leaves).widen(z, placement=placement)
-
-        @jax.jit
-        def leave(leaves, expert, z, u, mask):
+        def leave(leaves, expert, z, u, mask, *, outputs):
             op = Skip() if expert is None else Reuse(expert)
-            y, component = block_of(leaves).leave(op, z, u, placement=placement)
+            y, component = block_of(leaves).leave(op, z, u, placement=placement, outputs=outputs)
             if component is None:
                 return y, None
             tokens = (component if token == "component" else y)[:, 0]
             return y, mask @ tokens
 
-        @functools.partial(jax.jit, static_argnames=("kind", "needs_input"))
-        def linearise(leaves, expert, learned, x, *, kind: Kind, needs_input: bool):
+        def linearise(leaves, op, x, *, outputs):
             def output(learned, x):
-                match kind:
-                    case "reuse":
-                        op = Reuse(expert)
-                    case "adapt":
-                        op = Adapt(expert, learned)
-                    case "new":
-                        op = New(learned)
-                    case "skip":
-                        op = Skip()
-                return block_of(leaves).run(op, x, placement=placement)[0]
+                return block_of(leaves).run(with_learned(op, learned), x, placement=placement, outputs=outputs)[0]
 
-            if needs_input:
-                return jax.vjp(output, learned, x)
-            return jax.vjp(lambda learned: output(learned, x), learned)
+            return jax.vjp(output, learned_of(op), x)
 
-        @jax.jit
+        def linearise_first(leaves, op, z, *, outputs):
+            def output(learned):
+                block, own = block_of(leaves), with_learned(op, learned)
+                u = block.widen(z, placement=placement, outputs=outputs)
+                return block.leave(own, z, u, placement=placement, outputs=outputs)[0]
+
+            return jax.vjp(output, learned_of(op))
+
         def backward(vjp, grad):
             return vjp(grad)
 
-        @jax.jit
-        def loss(leaves, head, x, labels, mask, num_classes):
-            def mean_loss(head, x):
-                logits = masked_logits(head, whole(leaves).features(x), num_classes)
-                losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-                return (losses * mask).sum() / mask.sum()
+        self._enter = self.jit(enter, static_argnames="outputs")
+        self._widen = self.jit(widen, static_argnames="outputs")
+        self._leave = self.jit(leave, static_argnames="outputs")
+        self._linearise = self.jit(linearise, static_argnames="outputs")
+        self._linearise_first = self.jit(linearise_first, static_argnames="outputs")
+        self._backward = self.jit(backward)
+        self._loss = self.jit(jax.value_and_grad(self.mean_loss, argnums=(1, 2)))
 
-            return jax.value_and_grad(mean_loss, argnums=(0, 1))(head, x)
+    def rows(self, batch_size: int) -> int:
+        """On a CPU, as many images as keep a block's widest activations within the last cache it shares."""
+        per_image = 4 * self.config.num_tokens * self.config.mlp_width
+        if jax.default_backend() != "cpu" or batch_size * per_image <= WORKING_SET:
+            return batch_size
+        fitting = max(WORKING_SET // per_image, 1)
+        return max(num for num in range(1, fitting + 1) if batch_size % num == 0)
 
-        @jax.jit
-        def classify(leaves, head, x, labels, mask, num_classes):
-            logits = masked_logits(head, whole(leaves).features(x), num_classes)
-            # a network that computes NaN must not pass for one that answers class 0
-            answers = jnp.where(jnp.isfinite(logits).all(axis=-1), logits.argmax(axis=-1), -1)
-            return answers, ((answers == labels) & (mask > 0)).sum()
-
-        @jax.jit
-        def features(leaves, x):
-            return whole(leaves).features(x)
-
-        self._embed, self._enter, self._widen, self._leave = embed, enter, widen, leave
-        self._linearise, self._backward = linearise, backward
-        self._loss, self._classify, self._features = loss, classify, features
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._blocks)
-
-    def embed(self, images: np.ndarray) -> jax.Array:
-        """Tokens of the first block."""
-        return self._embed(self._leaves, images)
-
-    def features(self, tokens: jax.Array) -> jax.Array:
-        """Features `[B, D]` of the last block's tokens."""
-        return self._features(self._leaves, tokens)
-
-    def classify(self, head: Head, tokens, labels, mask, num_classes: int) -> tuple[jax.Array, jax.Array]:
-        """Class answers `[B]` of a padded head and how many of the unmasked ones are right."""
-        return self._classify(self._leaves, head, tokens, labels, mask, np.int32(num_classes))
-
-    def loss_and_grads(
-        self,
-        architecture: Architecture,
-        experts: Sequence[Expert | None],
-        learned: Sequence[Expert | LowRank | None],
-        head: Head,
-        images: np.ndarray,
-        labels: np.ndarray,
-        mask: np.ndarray,
-        num_classes: int,
-    ) -> tuple[jax.Array, dict[int, Expert | LowRank], Head]:
-        """Mean loss of one batch, its gradients per block that learns, and the head's gradient.
-
-        `experts` are the frozen ones behind reuse and adapt, `learned` the parameters behind adapt and new, per block.
-        """
-        kinds = [choice.kind for choice in architecture]
-        first = next((i for i, kind in enumerate(kinds) if kind in ("adapt", "new")), len(kinds))
-        x = self.embed(images)
-        for i in range(first):
-            expert = None if kinds[i] == "skip" else experts[i]
-            x, _ = self._finish(i, expert, self._start(i, x), mask)
+    def gradients(
+        self, ops: Ops, head: Head, batch: Batch, num_classes: int
+    ) -> tuple[jax.Array, dict[int, Learned], Head]:
+        """See `Executor.gradients`; runs forward only up to the first op that learns."""
+        tokens = self.resolve(batch.tokens)
+        begin, z = tokens
+        num = self.num_blocks
+        first = next((i for i in range(begin, num) if learned_of(ops[i]) is not None), num)
+        _, z = self._run([_frozen(op) for op in ops[begin:first]], tokens, batch.weights)
         tape: list[Any] = []
-        for i in range(first, len(kinds)):
-            x, vjp = self._linearise(self._blocks[i], experts[i], learned[i], x, kind=kinds[i], needs_input=i > first)
+        if first < num:
+            z, vjp = self._linearise_first(self.blocks[first], ops[first], z, outputs=self.outputs[first])
             tape.append(vjp)
-        loss, (head_grad, grad) = self._loss(self._leaves, head, x, labels, mask, np.int32(num_classes))
-        grads: dict[int, Expert | LowRank] = {}
-        for i in reversed(range(first, len(kinds))):
+        for i in range(first + 1, num):
+            z, vjp = self._linearise(self.blocks[i], ops[i], z, outputs=self.outputs[i])
+            tape.append(vjp)
+        loss, (head_grad, grad) = self._loss(self.leaves, head, z, batch.labels, batch.weights, np.int32(num_classes))
+        grads: dict[int, Learned] = {}
+        for i in reversed(range(first, num)):
+            # a stage's linearisation is the largest thing a step keeps: let go of it as soon as it is used
             learned_grad, *rest = self._backward(tape.pop(), grad)
             grad = rest[0] if rest else grad
             if learned_grad is not None:
                 grads[i] = learned_grad
         return loss, grads, head_grad
 
-    def run_networks(
-        self, networks: Sequence[Sequence[Dense]], images: np.ndarray, mask: np.ndarray
-    ) -> Iterator[Walked]:
-        """Every network over one batch, forward only, each shared prefix once.
+    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: np.ndarray) -> Iterator[Walked]:
+        """Every network over one batch, each shared prefix once.
 
         Networks are visited in the order of their codes, depth first, so a stack of one batch's activations (at most
         2 L + 1) is all the memory that sharing needs. Siblings that differ from a block on share that block's start,
         for `mlp_down` attention and up-projection. Results equal running each alone: the same programs see the same
         inputs.
         """
-        reached: list[jax.Array] = [self.embed(images)]  # input of block 0, 1, ...
+        begin, values = self.resolve(tokens)
+        num = self.num_blocks
+        starts: list[Start] = [Start(values)]  # of block `begin`, `begin` + 1, ...; behind the last: the output
         sums: list[jax.Array | None] = []
-        starts: list[Start] = []
-        previous: Sequence[Dense] = ()
+        previous: Network = ()
         for index in sorted(range(len(networks)), key=lambda i: [step.code for step in networks[i]]):
-            network = networks[index]
+            network = networks[index][begin:]
             shared = 0
             while shared < len(previous) and previous[shared].code == network[shared].code:
                 shared += 1
-            del reached[shared + 1 :], sums[shared:], starts[shared + 1 :]
-            for block in range(shared, len(network)):
-                if block == len(starts):
-                    starts.append(self._start(block, reached[block]))
-                y, total = self._finish(block, network[block].expert, starts[block], mask)
-                reached.append(y)
+            del starts[shared + 1 :], sums[shared:]
+            for depth in range(shared, len(network)):
+                block = begin + depth
+                y, total = self._finish(block, network[depth].expert, starts[depth], mask)
+                starts.append(Start(self._enter_next(block + 1, y)))
                 sums.append(total)
             previous = network
-            yield Walked(index, reached[-1], list(sums))
+            yield Walked(index, starts[num - begin].z, [None] * begin + sums)
 
-    def _start(self, block: int, x: jax.Array) -> "Start":
+    def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
+        """See `Executor.advance`."""
+        # sums come along and nobody reads them: a mask of another kind would be another program
+        tokens = self.resolve(tokens)
+        mask = np.zeros(tokens.values.shape[0], np.float32)
+        return self._run([step.expert for step in network[tokens.block : until]], tokens, mask)
+
+    def _run(self, experts: Sequence[Expert | None], tokens: Tokens, mask: np.ndarray) -> Tokens:
+        block, z = tokens
+        for expert in experts:
+            y, _ = self._finish(block, expert, Start(z), mask)
+            block += 1
+            z = self._enter_next(block, y)
+        return Tokens(block, z)
+
+    def _enter_next(self, block: int, x: jax.Array) -> jax.Array:
         # without work for attn_proj, where a block's choices differ from its first tokens on
-        z = x if self.placement == "attn_proj" else self._enter(self._blocks[block], x)
-        return Start(z)
+        if block == self.num_blocks or self.placement == "attn_proj":
+            return x
+        return self._enter(self.blocks[block], x, outputs=self.outputs[block])
 
     def _finish(self, block: int, expert: Expert | None, start: "Start", mask) -> tuple[jax.Array, jax.Array | None]:
-        if expert is None and self.placement == "mlp_down":
-            return start.z, None
-        if expert is not None and start.u is None:
-            start.u = self._widen(self._blocks[block], start.z)
-        return self._leave(self._blocks[block], expert, start.z, None if expert is None else start.u, mask)
+        leaves, outputs = self.blocks[block], self.outputs[block]
+        if expert is None:
+            if self.placement == "mlp_down":
+                return start.z, None
+            return self._leave(leaves, None, start.z, None, mask, outputs=outputs)
+        if start.u is None:
+            start.u = self._widen(leaves, start.z, outputs=outputs)
+        return self._leave(leaves, expert, start.z, start.u, mask, outputs=outputs)
 
 
 @dataclasses.dataclass
@@ -229,7 +170,5 @@ class Start:
     u: jax.Array | None = None
 
 
-def masked_logits(head: Head, features: jax.Array, num_classes) -> jax.Array:
-    """Logits with the head's padding pushed out of reach."""
-    logits = features @ head.weight + head.bias
-    return jnp.where(jnp.arange(logits.shape[-1]) < num_classes, logits, -1e30)
+def _frozen(op: Op) -> Expert | None:
+    return op.expert if isinstance(op, Reuse) else None

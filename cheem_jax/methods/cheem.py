@@ -17,8 +17,9 @@ from cheem_jax.centroids import RouterConfig, fit_centroids, route
 from cheem_jax.checkpoint import open_memory, save_memory_task
 from cheem_jax.data.task import Task
 from cheem_jax.evolution import Scored, SearchConfig, prepare_search, search
-from cheem_jax.execution.passes import answers, token_means
-from cheem_jax.execution.stages import Dense, Stages, Token
+from cheem_jax.execution.executor import Dense, Executor, Network, Token
+from cheem_jax.execution.feed import Budget, Feed, HostImages, feed_images, keep_tokens
+from cheem_jax.execution.passes import answers, answers_and_features, token_means
 from cheem_jax.flops import backbone_flops, backbone_params, executed_flops, network_flops
 from cheem_jax.hee import cosines, exploit_table, norm_cosine, uniform_table
 from cheem_jax.keys import Phase, key_at, next_power_of_two, seed_at
@@ -27,12 +28,12 @@ from cheem_jax.ops import Placement
 from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, pool_sizes
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import (
-    Examples,
     ExplorationConfig,
     FitConfig,
     architecture_flops,
     constant_draws,
     fit,
+    frozen_prefix,
     prepare,
     supernet_draws,
     supernet_score,
@@ -100,28 +101,38 @@ class Cheem:
 
     def __init__(
         self,
-        stages: Stages,
+        executor: Executor,
         config: CheemConfig,
         key: jax.Array,
         base_means: np.ndarray | None,
         features: FrozenFeatures,
     ):
-        self.stages, self.config, self.key = stages, config, key
+        self.executor, self.config, self.key = executor, config, key
         self.base_means, self.features = base_means, features
-        self.memory = Memory(stages.base_pool)
+        self.memory = Memory(executor.base_pool)
 
     def learn(self, task: Task, phases: Phases) -> dict[str, Any]:
         """Learn the next task of the stream; returns its report."""
-        config, stages, index = self.config, self.stages, len(self.memory.tasks)
+        config, executor, index = self.config, self.executor, len(self.memory.tasks)
         key = key_at(self.key, index)
         clock = Clock()
         sizes = pool_sizes(self.memory.pool)
         experts = [[dense_expert(block, i) for i in range(len(block))] for block in self.memory.pool]
         earlier = [tuple(0 for _ in sizes), *(task.experts for task in self.memory.tasks)]
         networks = [dense_task_network(experts, used) for used in earlier]
+        budget, num = Budget(executor.budget), len(task.train.labels)
+        train = feed_images(executor, task.train.images, budget)
+        val = feed_images(executor, task.val.images, budget)
 
+        def kept(name: str, images: Feed, count: int, prefix: Network = ()) -> Feed:
+            with clock("keep"):
+                return keep_tokens(name, executor, images, count, prefix, batch_size=config.batch_size, budget=budget)
+
+        # what no choice at block 0 changes: similarity, supernet and fine-tuning begin there
+        train = kept("training images", train, num)
+        val = kept("validation images", val, len(task.val.labels))
         with clock("similarity"):
-            similarity = self._similarity(key, task, networks, earlier, phases)
+            similarity = self._similarity(key, task, train, networks, earlier, phases)
         exploit = exploit_table(similarity, earlier, sizes)
         uniform = uniform_table(sizes, with_adapt=config.exploration.over == "uniform")
         epsilon1, epsilon2 = config.exploration.epsilon, config.search.epsilon
@@ -131,7 +142,7 @@ class Cheem:
         num_classes = len(task.classes)
         supernet = Supernet(key_at(key, Phase.SUPERNET_INIT), self.memory.pool, num_classes, config.ops, experts)
         with clock("prepare"):
-            prepare(stages, supernet, config.batch_size)
+            prepare(executor, supernet, config.batch_size)
             prepare_search(exploit, config.search)
         with (
             clock("supernet"),
@@ -141,8 +152,8 @@ class Cheem:
                 key_at(key, Phase.SUPERNET_MODE), key_at(key, Phase.SUPERNET_DRAW), exploit, uniform, epsilon1
             )
             supernet_losses = fit(
-                key_at(key, Phase.SUPERNET_ORDER), stages, supernet, task.train, draws, config.supernet,
-                batch_size=config.batch_size, advance=advance,
+                key_at(key, Phase.SUPERNET_ORDER), executor, supernet, task.train.labels, train, draws,
+                config.supernet, batch_size=config.batch_size, advance=advance,
             )  # fmt: skip
 
         search_config = dataclasses.replace(config.search, epsilon=epsilon2)
@@ -150,8 +161,10 @@ class Cheem:
         with clock("search"), phases("search", num_scores * len(task.val.labels)) as advance:
             codes, scored = search(
                 key_at(key, Phase.SEARCH),
-                supernet_score(stages, supernet, task.val, batch_size=config.batch_size, advance=advance),
-                architecture_flops(stages, supernet),
+                supernet_score(
+                    executor, supernet, task.val.labels, val, batch_size=config.batch_size, advance=advance
+                ),
+                architecture_flops(executor, supernet),
                 exploit, uniform, sizes, len(task.val.labels), search_config,
                 lambda generation, so_far: advance(0, search_note(generation, so_far, len(task.val.labels))),
             )  # fmt: skip
@@ -162,15 +175,16 @@ class Cheem:
             phases("finetune", config.finetune.epochs * len(task.train.labels)) as advance,
         ):
             network = Supernet(key_at(key, Phase.FINETUNE_INIT), self.memory.pool, num_classes, config.ops, experts)
+            unchanged = kept("what fine-tuning leaves unchanged", train, num, frozen_prefix(network, architecture))
             finetune_losses = fit(
-                key_at(key, Phase.FINETUNE_ORDER), stages, network, task.train, constant_draws(codes),
-                config.finetune, batch_size=config.batch_size, advance=advance,
+                key_at(key, Phase.FINETUNE_ORDER), executor, network, task.train.labels, unchanged,
+                constant_draws(codes), config.finetune, batch_size=config.batch_size, advance=advance,
             )  # fmt: skip
             pool, used = grow(self.memory.pool, architecture, network.learned(architecture), index)
             finished = task_network(pool, used)
             with phases("means", len(task.train.labels)) as advance:
                 means = token_means(
-                    stages, [finished], task.train.images, batch_size=config.batch_size, advance=advance
+                    executor, [finished], train, num, batch_size=config.batch_size, advance=advance
                 ).means[0]
 
         with clock("router"):
@@ -189,18 +203,23 @@ class Cheem:
             "validation_accuracy": float(scored.correct[(scored.genomes == codes).all(axis=1)][0])
             / len(task.val.labels),
             "best_validation_accuracy": float(np.nanmax(scored.correct)) / len(task.val.labels),
+            "not_kept": budget.refused,
             "seconds": clock.seconds,
         }
 
-    def _similarity(self, key, task: Task, networks, earlier, phases: Phases) -> np.ndarray:
+    def _similarity(self, key, task: Task, train: Feed, networks, earlier, phases: Phases) -> np.ndarray:
         """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""
-        config, images = self.config, task.train.images
-        if 0 < config.similarity_images < len(images):
+        config, num = self.config, len(task.train.labels)
+        rows = np.arange(num)
+        if 0 < config.similarity_images < num:
             rng = np.random.default_rng(seed_at(key, Phase.SIMILARITY))
-            images = images[np.sort(rng.permutation(len(images))[: config.similarity_images])]
-        with phases("similarity", len(images) * len(networks)) as advance:
-            seen = token_means(self.stages, networks, images, batch_size=config.batch_size, advance=advance)
-        if len(images) == len(task.train.images) and self.features.stages is self.stages:
+            rows = np.sort(rng.permutation(num)[: config.similarity_images])
+        with phases("similarity", len(rows) * len(networks)) as advance:
+            seen = token_means(
+                self.executor, networks, lambda wanted, /: train(rows[wanted]), len(rows),
+                batch_size=config.batch_size, advance=advance,
+            )  # fmt: skip
+        if len(rows) == num and self.features.executor is self.executor:
             self.features.remember(task, "train", seen.features)
         base = np.zeros_like(seen.means[0]) if self.base_means is None else self.base_means
         known = np.stack([base, *(task.means for task in self.memory.tasks)])
@@ -211,7 +230,7 @@ class Cheem:
 
     def costs(self, index: int) -> dict[str, Any]:
         """What a learned task costs: FLOPs by both conventions and parameters."""
-        task, config, vit = self.memory.tasks[index], self.config, self.stages.config
+        task, config, vit = self.memory.tasks[index], self.config, self.executor.config
         own = [
             stored.params
             for block in self.memory.pool
@@ -219,7 +238,7 @@ class Cheem:
             if stored.origin == index
         ]  # fmt: skip
         added = sum(leaf.size for leaf in jax.tree.leaves(own))
-        router = self.features.stages.config
+        router = self.features.executor.config
         return {
             "name": task.name,
             "classes": list(task.classes),
@@ -238,17 +257,22 @@ class Cheem:
 
     def answers(self, index: int, task: Task) -> Answers:
         """Answers to a learned task's test images."""
-        local = self.predict_given(index, task.test)
+        local = self.predict_given(index, task)
         chosen = route(self.features(task, "test"), [t.centroids for t in self.memory.tasks], self.config.router)
         return Answers(local, chosen, local)
 
-    def predict_given(self, index: int, examples: Examples) -> np.ndarray:
-        """Classes that task `index`'s network gives, the task being told."""
-        task = self.memory.tasks[index]
-        return answers(
-            self.stages, task_network(self.memory.pool, task.experts), padded_head(task.head), len(task.classes),
-            examples.images, batch_size=self.config.batch_size,
-        )  # fmt: skip
+    def predict_given(self, index: int, task: Task) -> np.ndarray:
+        """Classes that task `index`'s network gives the test images, the task being told."""
+        learned, images, batch_size = self.memory.tasks[index], task.test.images, self.config.batch_size
+        network, head = task_network(self.memory.pool, learned.experts), padded_head(learned.head)
+        feed, num_classes = HostImages(self.executor, images), len(learned.classes)
+        if self.features.known(task, "test") or self.features.executor is not self.executor:
+            return answers(self.executor, network, head, num_classes, feed, len(images), batch_size=batch_size)
+        found, features = answers_and_features(
+            self.executor, self.features.network, network, head, num_classes, feed, len(images), batch_size=batch_size
+        )
+        self.features.remember(task, "test", features)
+        return found
 
     def save(self, root: Path) -> None:
         """Save what the last task added."""
@@ -256,7 +280,7 @@ class Cheem:
 
     def open(self, root: Path) -> None:
         """Replace the memory by the saved one."""
-        self.memory = open_memory(root, self.stages.base_pool)
+        self.memory = open_memory(root, self.executor.base_pool)
 
 
 def _describe(stored: StoredExpert) -> dict[str, Any]:

@@ -53,8 +53,8 @@ class FrozenLinear:
             seed = seed_at(self.key, index, Phase.CENTROIDS)
             centroids = fit_centroids(self.router_features(task, "train"), seed=seed, config=self.router)
         self.tasks.append(LinearTask(task.name, task.classes, weight, bias, centroids))
-        features, router = self.features.stages.config, self.router_features.stages.config
-        shared = self.features.stages is self.router_features.stages
+        features, router = self.features.executor.config, self.router_features.executor.config
+        shared = self.features.executor is self.router_features.executor
         extra = 2 * features.width * len(task.classes)
         return {
             "name": task.name,

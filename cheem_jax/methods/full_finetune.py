@@ -17,8 +17,8 @@ from flax import nnx
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.data.task import Split, Task
 from cheem_jax.execution.batches import batches, num_batches
+from cheem_jax.execution.executor import masked_logits
 from cheem_jax.execution.passes import Advance
-from cheem_jax.execution.stages import masked_logits
 from cheem_jax.keys import Phase, key_at, next_power_of_two, order_at
 from cheem_jax.supernet import init_head_learner
 from cheem_jax.training import FitConfig, learning_rate_at

@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.data.task import Task
+from cheem_jax.execution.executor import Dense, Executor
+from cheem_jax.execution.feed import HostImages
 from cheem_jax.execution.passes import Advance, network_features
-from cheem_jax.execution.stages import Dense, Stages
 from cheem_jax.pool import dense_expert
 
 Phases = Callable[[str, int], AbstractContextManager[Advance]]
@@ -70,9 +71,9 @@ class Clock:
 class FrozenFeatures:
     """Features of the initial frozen backbone, computed once per image and run (deterministic: no augmentation)."""
 
-    def __init__(self, stages: Stages, batch_size: int):
-        self.stages, self.batch_size = stages, batch_size
-        self.network = base_network(stages)
+    def __init__(self, executor: Executor, batch_size: int):
+        self.executor, self.batch_size = executor, batch_size
+        self.network = base_network(executor)
         self._known: dict[tuple[str, str], Float[np.ndarray, "N D"]] = {}
 
     def __call__(self, task: Task, split: str) -> Float[np.ndarray, "N D"]:
@@ -80,8 +81,14 @@ class FrozenFeatures:
         place = (task.name, split)
         if place not in self._known:
             images = getattr(task, split).images
-            self._known[place] = network_features(self.stages, self.network, images, batch_size=self.batch_size)
+            self._known[place] = network_features(
+                self.executor, self.network, HostImages(self.executor, images), len(images), batch_size=self.batch_size
+            )
         return self._known[place]
+
+    def known(self, task: Task, split: str) -> bool:
+        """Whether a split's features need no pass any more."""
+        return (task.name, split) in self._known
 
     def remember(self, task: Task, split: str, features: Float[np.ndarray, "N D"]) -> None:
         """Take features that another pass computed anyway."""
@@ -93,6 +100,6 @@ class FrozenFeatures:
             self._known.pop((task.name, split), None)
 
 
-def base_network(stages: Stages) -> list[Dense]:
+def base_network(executor: Executor) -> list[Dense]:
     """The plain backbone as a forward-only network."""
-    return [Dense(0, dense_expert(block, 0)) for block in stages.base_pool]
+    return [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]

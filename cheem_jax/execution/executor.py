@@ -1,0 +1,229 @@
+"""The interface behind which an architecture runs, and what all executors share.
+
+A pass begins with `Tokens`: what every choice at a block has in common (for `mlp_down` the tokens after its attention
+half). They come from images, from a cache, or from another network's pass; what follows does not care. The three
+executors differ only in how the blocks after that are cut into compiled programs:
+
+- `stages` (one program per op kind, composed by the host),
+- `whole` (one program per signature, the tuple of op kinds),
+- `scan` (one program, op kinds as data).
+"""
+
+import abc
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from cheem_jax.architecture import Architecture
+from cheem_jax.backbone.vit import Block, ViT
+from cheem_jax.execution.compilation import jit_options
+from cheem_jax.ops import Expert, Learned, Ops, Placement
+from cheem_jax.pool import Head, base_pool
+from cheem_jax.supernet import Supernet, adam_update
+
+Token = Literal["component", "block"]
+"""Where mean class tokens are read: the plastic layer's output before the residual sum, or the block's output."""
+
+
+class Dense(NamedTuple):
+    """One block of a forward-only network; equal codes at a block promise equal experts. No expert: Skip."""
+
+    code: int
+    expert: Expert | None
+
+
+Network = Sequence[Dense]
+
+
+class Tokens(NamedTuple):
+    """Where a pass goes on: the tokens `[B, N, D]` that every choice at `block` shares.
+
+    Behind the last block (`block` = L) they are the network's last tokens, of which only the class token is kept.
+    """
+
+    block: int
+    values: Float[Array, "B N D"]
+
+
+class Gather(NamedTuple):
+    """Tokens still to be taken from a data set on the device: rows `[B]` of `values` `[M, ...]`.
+
+    `values` are uint8 images where `block` is None, else tokens of that block.
+    """
+
+    block: int | None
+    values: jax.Array
+    rows: Int[np.ndarray, "B"]
+
+
+class Walked(NamedTuple):
+    """What one network made of a batch: last tokens, and per block the summed class token.
+
+    None where the block was skipped, or lies before the tokens that the pass began with.
+    """
+
+    index: int
+    tokens: jax.Array
+    sums: Sequence[jax.Array | None]
+
+
+class Batch(NamedTuple):
+    """Tokens, labels `[B]` and the images' weights in the mean loss of a step (0 for padding)."""
+
+    tokens: Tokens | Gather
+    labels: np.ndarray
+    weights: np.ndarray
+
+
+Step = Sequence[Batch]
+"""What one gradient step learns from; its weights sum to 1, so losses and gradients of its parts add up."""
+
+
+class Executor(abc.ABC):
+    """One frozen backbone at one placement of the memory, and the programs that every executor needs.
+
+    Arrays: images uint8 `[B, S, S, 3]`, tokens `[B, N, D]`, mask float32 `[B]`.
+    """
+
+    name: ClassVar[str]
+    steps_per_call: int = 1
+    """Training steps that one dispatch runs."""
+    budget: int = 2**30
+    """Bytes that may be spent on keeping what is computed again and again."""
+
+    def __init__(self, vit: ViT, placement: Placement, *, token: Token = "component"):
+        self.config, self.token = vit.config, token
+        self.placement: Placement = placement
+        self.base_pool = base_pool(vit, placement)
+        self.outputs = [vit.outputs(block) for block in range(vit.config.depth)]
+        graphdef, state = nnx.split(vit)
+        self.leaves, treedef = jax.tree.flatten(state)
+        splits = [nnx.split(block) for block in vit.blocks]
+        self.blocks = [tuple(jax.tree.leaves(state)) for _, state in splits]
+        block_graph, block_tree = splits[0][0], jax.tree.structure(splits[0][1])
+        first_outputs = self.outputs[0]
+        self.jit = functools.partial(jax.jit, compiler_options=jit_options(vit.config.precision))
+
+        def block_of(leaves) -> Block:
+            return nnx.merge(block_graph, jax.tree.unflatten(block_tree, leaves))
+
+        def whole(leaves) -> ViT:
+            return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+
+        def begin(leaves, images):
+            vit = whole(leaves)
+            return vit.blocks[0].enter(vit.embed(images), placement=placement, outputs=first_outputs)
+
+        def features(leaves, tokens):
+            return whole(leaves).features(tokens)
+
+        def mean_loss(leaves, head, tokens, labels, weights, num_classes):
+            logits = masked_logits(head, whole(leaves).features(tokens), num_classes)
+            return (optax.softmax_cross_entropy_with_integer_labels(logits, labels) * weights).sum()
+
+        def classify(leaves, head, tokens, labels, mask, num_classes):
+            logits = masked_logits(head, whole(leaves).features(tokens), num_classes)
+            # a network that computes NaN must not pass for one that answers class 0
+            answers = jnp.where(jnp.isfinite(logits).all(axis=-1), logits.argmax(axis=-1), -1)
+            return answers, ((answers == labels) & (mask > 0)).sum()
+
+        self.block_of, self.begin_of, self.mean_loss = block_of, begin, mean_loss
+        self._begin, self._features, self._classify = self.jit(begin), self.jit(features), self.jit(classify)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    def begin(self, images: np.ndarray | jax.Array) -> Tokens:
+        """Tokens of block 0."""
+        return Tokens(0, self._begin(self.leaves, images))
+
+    def resolve(self, source: Tokens | Gather) -> Tokens:
+        """The tokens themselves."""
+        if isinstance(source, Tokens):
+            return source
+        taken = _take(source.values, source.rows)
+        return self.begin(taken) if source.block is None else Tokens(source.block, taken)
+
+    def features(self, tokens: jax.Array) -> jax.Array:
+        """Features `[B, D]` of the last block's tokens."""
+        return self._features(self.leaves, tokens)
+
+    def classify(self, head: Head, tokens, labels, mask, num_classes: int) -> tuple[jax.Array, jax.Array]:
+        """Class answers `[B]` of a padded head and how many of the unmasked ones are right."""
+        return self._classify(self.leaves, head, tokens, labels, mask, np.int32(num_classes))
+
+    def rows(self, batch_size: int) -> int:
+        """Images per call of a program, for batches of `batch_size`: a divisor of it."""
+        return batch_size
+
+    @abc.abstractmethod
+    def gradients(
+        self, ops: Ops, head: Head, batch: Batch, num_classes: int
+    ) -> tuple[jax.Array, dict[int, Learned], Head]:
+        """Weighted loss of one batch, its gradients per block that learns, and the head's gradient.
+
+        Blocks before the batch's tokens are taken as done: whatever `ops` holds there is not looked at.
+        """
+
+    @abc.abstractmethod
+    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: np.ndarray) -> Iterator[Walked]:
+        """Every network from the same tokens on, forward only, in any order."""
+
+    @abc.abstractmethod
+    def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
+        """The tokens of a later block of one network."""
+
+    def train(
+        self, supernet: Supernet, architectures: Sequence[Architecture], steps: Sequence[Step], rates: Sequence[float]
+    ) -> list[jax.Array]:
+        """One Adam step per architecture, in place; returns the losses.
+
+        What an architecture does not hold keeps parameters, moments and step counts.
+        """
+        return [
+            self._train_step(supernet, architecture, step, np.float32(rate))
+            for architecture, step, rate in zip(architectures, steps, rates, strict=True)
+        ]
+
+    def _train_step(self, supernet: Supernet, architecture: Architecture, step: Step, rate: np.float32) -> jax.Array:
+        ops = supernet.ops(architecture)
+        results = (self.gradients(ops, supernet.head.params, batch, supernet.num_classes) for batch in step)
+        loss, grads, head_grad = next(results)
+        for more_loss, more_grads, more_head in results:
+            loss, head_grad = add(loss, more_loss), add(head_grad, more_head)
+            grads = {block: add(grad, more_grads[block]) for block, grad in grads.items()}
+        for block, grad in grads.items():
+            learner = supernet.learner(block, architecture[block])
+            assert learner is not None
+            supernet.store(block, architecture[block], adam_update(learner, grad, rate))
+        supernet.head = adam_update(supernet.head, head_grad, rate)
+        return loss
+
+    def counters(self) -> dict[str, Any]:
+        """What the record keeps about this executor's programs."""
+        return {"executor": self.name}
+
+
+def masked_logits(head: Head, features: jax.Array, num_classes) -> jax.Array:
+    """Logits with the head's padding pushed out of reach."""
+    logits = features @ head.weight + head.bias
+    return jnp.where(jnp.arange(logits.shape[-1]) < num_classes, logits, -1e30)
+
+
+@jax.jit
+def _take(values, rows):
+    return values[rows]
+
+
+@jax.jit
+def add(a, b):
+    """Sum of two equal pytrees."""
+    return jax.tree.map(jnp.add, a, b)

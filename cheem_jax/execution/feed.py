@@ -1,0 +1,147 @@
+"""Where the tokens of a batch come from: images on the host or on the device, or activations that were kept.
+
+There is no augmentation, so what no step of a phase changes is the same in every epoch: in a supernet the tokens of
+block 0, in fine-tuning those of the first block that learns. They are kept where they fit a stated budget.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cheem_jax.execution.batches import batches
+from cheem_jax.execution.executor import Executor, Gather, Network, Tokens
+from cheem_jax.keys import next_power_of_two
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Feed(Protocol):
+    """Rows of a data set to the tokens that a pass begins with."""
+
+    def __call__(self, rows: np.ndarray, /) -> Tokens | Gather: ...
+
+
+class HostImages:
+    """uint8 images `[N, S, S, 3]` in the host's memory; each batch is copied to the device."""
+
+    def __init__(self, executor: Executor, images: np.ndarray):
+        self.executor, self.images = executor, images
+
+    def __call__(self, rows: np.ndarray, /) -> Tokens:
+        return self.executor.begin(self.images[rows])
+
+
+class DeviceImages:
+    """uint8 images held on the device, gathered there by index and normalised inside the program.
+
+    The number of images is padded to a power of two, so that few programs serve all data sets.
+    """
+
+    def __init__(self, images: np.ndarray):
+        self.images = _on_device(images)
+
+    def __call__(self, rows: np.ndarray, /) -> Gather:
+        return Gather(None, self.images, np.asarray(rows, np.int32))
+
+
+class KeptTokens:
+    """Tokens of one block for every image, computed once."""
+
+    def __init__(self, block: int, values: np.ndarray):
+        self.block = block
+        # a CPU's device memory is the host's, and numpy gathers without a program
+        self.values = values if jax.default_backend() == "cpu" else _on_device(values)
+
+    def __call__(self, rows: np.ndarray, /) -> Tokens | Gather:
+        if isinstance(self.values, np.ndarray):
+            return Tokens(self.block, jnp.asarray(self.values[rows]))
+        return Gather(self.block, self.values, np.asarray(rows, np.int32))
+
+
+class Budget:
+    """Bytes that one task may still keep; `refused` names what found no room."""
+
+    def __init__(self, num_bytes: int):
+        self.left, self.refused = num_bytes, list[str]()
+
+    def take(self, name: str, num_bytes: int) -> bool:
+        """Whether there is room, which is then gone."""
+        if num_bytes > self.left:
+            self.refused.append(name)
+            return False
+        self.left -= num_bytes
+        return True
+
+
+def feed_images(executor: Executor, images: np.ndarray, budget: Budget) -> Feed:
+    """Images held on the device, if it is not the host itself and they fit."""
+    held = next_power_of_two(len(images)) * images[0].nbytes
+    if jax.default_backend() == "cpu" or not budget.take("images on the device", held):
+        return HostImages(executor, images)
+    return DeviceImages(images)
+
+
+def kept_bytes(executor: Executor, num_images: int, block: int) -> int:
+    """Bytes that the tokens of a block take for so many images."""
+    behind_last = block == executor.num_blocks
+    trimmed = behind_last or (executor.outputs[block] is not None and executor.placement == "mlp_down")
+    num_tokens = 1 if trimmed else executor.config.num_tokens
+    return 4 * num_images * num_tokens * executor.config.width
+
+
+def keep_tokens(
+    name: str, executor: Executor, images: Feed, num_images: int, prefix: Network, *, batch_size: int, budget: Budget
+) -> Feed:
+    """Tokens behind the frozen blocks of `prefix`, computed now and kept if they fit.
+
+    Where they do not fit, or are kept already, `images` is returned: each step then goes on from there.
+    """
+    if isinstance(images, KeptTokens) and images.block == len(prefix):
+        return images
+    if not budget.take(name, kept_bytes(executor, num_images, len(prefix))):
+        return images
+    kept: np.ndarray | None = None
+    for batch in batches(np.arange(num_images), executor.rows(batch_size)):
+        values = np.asarray(executor.advance(prefix, images(batch.rows), len(prefix)).values)
+        if kept is None:
+            kept = np.empty((num_images, *values.shape[1:]), values.dtype)
+        kept[batch.rows[: batch.size]] = values[: batch.size]
+    assert kept is not None, "a data set holds at least one image"
+    return KeptTokens(len(prefix), kept)
+
+
+def ahead(work: Iterable[T], num: int = 2) -> Iterator[T]:
+    """The items of `work`, up to `num` of them prepared by another thread while one is used."""
+    iterator, end = iter(work), object()
+    with ThreadPoolExecutor(1, "cheem-feed") as thread:
+        waiting = [thread.submit(next, iterator, end) for _ in range(num)]
+        while (item := waiting.pop(0).result()) is not end:
+            waiting.append(thread.submit(next, iterator, end))
+            yield item  # pyright: ignore[reportReturnType]
+
+
+def memory_budget(gigabytes: float | None) -> int:
+    """Bytes that may be spent on keeping things: what the user said, or a quarter of the device's memory.
+
+    Raises ValueError for a number below 0.
+    """
+    if gigabytes is not None:
+        if gigabytes < 0:
+            raise ValueError(f"memory_gb is {gigabytes}; expected 0 (keep nothing) or more")
+        return int(gigabytes * 2**30)
+    statistics = jax.devices()[0].memory_stats() or {}
+    if "bytes_limit" in statistics:
+        return int(statistics["bytes_limit"]) // 4
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+def _on_device(values: np.ndarray) -> jax.Array:
+    padded = np.zeros((next_power_of_two(len(values)), *values.shape[1:]), values.dtype)
+    padded[: len(values)] = values
+    return jax.device_put(padded)

@@ -1,0 +1,167 @@
+"""Whole networks as one program each: a finished architecture is a static pytree, compiled once per signature.
+
+The signature is the tuple of op kinds, not which experts it holds: experts are arguments, so Reuse of any expert and
+New share programs wherever only values differ. Good where one architecture runs for long (fine-tuning, serving);
+in the supernet nearly every draw is a new signature, and the counters show it.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from cheem_jax.architecture import Architecture
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.execution.executor import Batch, Executor, Gather, Network, Step, Token, Tokens, Walked
+from cheem_jax.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
+from cheem_jax.pool import Head
+from cheem_jax.supernet import OpLearner, Supernet, adam_update
+
+
+class ProgramCache:
+    """Compiled programs by key, the least recently used one dropped above `capacity`."""
+
+    def __init__(self, capacity: int):
+        if capacity < 1:
+            raise ValueError(f"programs is {capacity}; the executor `whole` needs room for at least 1")
+        self.capacity = capacity
+        self.hits = self.misses = self.evictions = 0
+        self.compile_seconds = 0.0
+        self._programs: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def call(self, key: Hashable, function: Callable, *arguments: Any) -> Any:
+        """Run the program of `key` and the arguments' shapes, compiling `function` if there is none."""
+        leaves, structure = jax.tree.flatten(arguments)
+        key = (key, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+        program = self._programs.get(key)
+        if program is None:
+            self.misses += 1
+            start = time.perf_counter()
+            program = self._programs[key] = function.lower(*arguments).compile()
+            self.compile_seconds += time.perf_counter() - start
+            if len(self._programs) > self.capacity:
+                self._programs.popitem(last=False)
+                self.evictions += 1
+        else:
+            self.hits += 1
+            self._programs.move_to_end(key)
+        return program(*arguments)
+
+
+class Whole(Executor):
+    """One program per signature, in a bounded cache."""
+
+    name = "whole"
+
+    def __init__(self, vit: ViT, placement: Placement, *, token: Token = "component", programs: int = 64):
+        super().__init__(vit, placement, token=token)
+        self.programs = ProgramCache(programs)
+
+    def gradients(
+        self, ops: Ops, head: Head, batch: Batch, num_classes: int
+    ) -> tuple[jax.Array, dict[int, Learned], Head]:
+        """See `Executor.gradients`."""
+        begin, values = self.resolve(batch.tokens)
+        loss, (learned, head_grad) = self.programs.call(
+            ("gradients", begin), self.jit(self._gradients_of(begin)), self._frozen(begin), tuple(ops[begin:]), head,
+            values, batch.labels, batch.weights, np.int32(num_classes),
+        )  # fmt: skip
+        return loss, {begin + i: grad for i, grad in enumerate(learned) if grad is not None}, head_grad
+
+    def _train_step(self, supernet: Supernet, architecture: Architecture, step: Step, rate: np.float32) -> jax.Array:
+        (batch,) = step
+        begin, values = self.resolve(batch.tokens)
+        ops = supernet.ops(architecture)
+        learners = tuple(supernet.learner(block, choice) for block, choice in enumerate(architecture))[begin:]
+        loss, learners, supernet.head = self.programs.call(
+            ("step", begin), self.jit(self._step_of(begin)), self._frozen(begin), tuple(ops[begin:]), learners,
+            supernet.head, values, batch.labels, batch.weights, np.int32(supernet.num_classes), rate,
+        )  # fmt: skip
+        for block, learner in enumerate(learners, begin):
+            if learner is not None:
+                supernet.store(block, architecture[block], learner)
+        return loss
+
+    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: np.ndarray) -> Iterator[Walked]:
+        """Each network by itself, in the order given."""
+        begin, values = self.resolve(tokens)
+        num = self.num_blocks
+        for index, network in enumerate(networks):
+            experts = tuple(step.expert for step in network[begin:])
+            last, sums = self._forward(begin, num, experts, values, mask)
+            yield Walked(index, last, [None] * begin + list(sums))
+
+    def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
+        """See `Executor.advance`."""
+        tokens = self.resolve(tokens)
+        mask = np.zeros(tokens.values.shape[0], np.float32)
+        experts = tuple(step.expert for step in network[tokens.block : until])
+        return Tokens(until, self._forward(tokens.block, until, experts, tokens.values, mask)[0])
+
+    def counters(self) -> dict[str, Any]:
+        """Hits, misses and evictions of the cache, and the seconds its misses took."""
+        cache = self.programs
+        return {
+            "executor": self.name,
+            "hits": cache.hits,
+            "misses": cache.misses,
+            "evictions": cache.evictions,
+            "compile_seconds": cache.compile_seconds,
+        }
+
+    def _forward(self, begin: int, until: int, experts: tuple[Expert | None, ...], values, mask):
+        def forward(frozen, experts, values, mask):
+            ops = [Skip() if expert is None else Reuse(expert) for expert in experts]
+            last, components = self._run(frozen[1], ops, values, begin, until)
+            tokens = [c if self.token == "component" else y for y, c in components]
+            return last, [None if c is None else mask @ t[:, 0] for t, (_, c) in zip(tokens, components, strict=True)]
+
+        return self.programs.call(
+            ("forward", begin, until), self.jit(forward), self._frozen(begin), experts, values, mask
+        )
+
+    def _frozen(self, begin: int) -> tuple:
+        return self.leaves, tuple(self.blocks[begin:])
+
+    def _run(self, blocks, ops: Sequence[Op], z, begin: int, until: int):
+        """From the tokens of block `begin` to those of `until`; also each block's output and component."""
+        seen = []
+        for i in range(begin, until):
+            block, outputs = self.block_of(blocks[i - begin]), self.outputs[i]
+            op = ops[i - begin]
+            u = None if isinstance(op, Skip) else block.widen(z, placement=self.placement, outputs=outputs)
+            y, component = block.leave(op, z, u, placement=self.placement, outputs=outputs)
+            seen.append((y, component))
+            z = y
+            if i + 1 < self.num_blocks:
+                following = self.block_of(blocks[i + 1 - begin])
+                z = following.enter(y, placement=self.placement, outputs=self.outputs[i + 1])
+        return z, seen
+
+    def _gradients_of(self, begin: int):
+        def gradients(frozen, ops, head, values, labels, weights, num_classes):
+            def loss(learned, head):
+                own = [with_learned(op, new) for op, new in zip(ops, learned, strict=True)]
+                last, _ = self._run(frozen[1], own, values, begin, self.num_blocks)
+                return self.mean_loss(frozen[0], head, last, labels, weights, num_classes)
+
+            return jax.value_and_grad(loss, argnums=(0, 1))(tuple(learned_of(op) for op in ops), head)
+
+        return gradients
+
+    def _step_of(self, begin: int):
+        gradients = self._gradients_of(begin)
+
+        def step(frozen, ops, learners: tuple[OpLearner | None, ...], head, *rest):
+            *data, rate = rest
+            loss, (grads, head_grad) = gradients(frozen, ops, head.params, *data)
+            updated = tuple(
+                None if learner is None else adam_update(learner, grad, rate)
+                for learner, grad in zip(learners, grads, strict=True)
+            )
+            return loss, updated, adam_update(head, head_grad, rate)
+
+        return step

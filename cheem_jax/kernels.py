@@ -1,0 +1,148 @@
+"""The few functions where a Vision Transformer's time goes, with gradients written by hand.
+
+XLA's own gradients of these keep two to three times as much and read it again; on a CPU that traffic costs as much as
+the arithmetic. Each function below names what it keeps. `Precision` says in which type matrix products take their
+operands; everything else (parameters, sums, LayerNorm, softmax, residual stream) is float32 whatever it says.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Precision = Literal["float32", "bfloat16"]
+"""Operand type of matrix products; their sums are float32 in both."""
+
+
+def dot(a: Float[Array, "*B M K"], b: Float[Array, "*B K N"], precision: Precision) -> Float[Array, "*B M N"]:
+    """`a @ b` with operands rounded to `precision` and a float32 result."""
+    dtype = jnp.dtype(precision)
+    return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(
+    x: Float[Array, "*B K"], weight: Float[Array, "K N"], precision: Precision = "float32"
+) -> Float[Array, "*B N"]:
+    """`x @ weight`; keeps only the operand that the other one's gradient needs, and that in `precision`."""
+    return dot(x.reshape(-1, x.shape[-1]), weight, precision).reshape(*x.shape[:-1], -1)
+
+
+def _product_forward(x, weight, precision):
+    dtype = jnp.dtype(precision)
+    kept_x = x.value.astype(dtype) if weight.perturbed else None
+    kept_weight = weight.value.astype(dtype) if x.perturbed else None
+    return product(x.value, weight.value, precision), (kept_x, kept_weight)
+
+
+def _product_backward(precision, kept, grad):
+    x, weight = kept
+    flat = grad.reshape(-1, grad.shape[-1])
+    grad_x = grad_weight = None
+    if weight is not None:
+        grad_x = dot(flat, weight.T, precision).reshape(*grad.shape[:-1], -1)
+    if x is not None:
+        grad_weight = dot(x.reshape(-1, x.shape[-1]).T, flat, precision)
+    return grad_x, grad_weight
+
+
+product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def layer_norm(
+    x: Float[Array, "*B D"], scale: Float[Array, "D"], bias: Float[Array, "D"], epsilon: float
+) -> Float[Array, "*B D"]:
+    """LayerNorm over the last axis with the two-pass variance; keeps x and two numbers per row."""
+    return _layer_norm_forward(x, scale, bias, epsilon)[0]
+
+
+def _layer_norm_forward(x, scale, bias, epsilon):
+    mean = _row_mean(x)
+    centred = x - mean
+    inverse = jax.lax.rsqrt(_row_mean(centred * centred) + epsilon)
+    return centred * inverse * scale + bias, (x, mean, inverse, scale)
+
+
+def _layer_norm_backward(epsilon, kept, grad):
+    x, mean, inverse, scale = kept
+    normal = (x - mean) * inverse
+    grad_normal = grad * scale
+    grad_x = inverse * (grad_normal - _row_mean(grad_normal) - normal * _row_mean(grad_normal * normal))
+    axes = tuple(range(grad.ndim - 1))
+    return grad_x, (grad * normal).sum(axes), grad.sum(axes)
+
+
+layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+
+
+def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
+    # as a product: XLA's CPU backend adds a row up in order, one lane at a time
+    width = x.shape[-1]
+    return jnp.matmul(x, jnp.full((width, 1), 1.0 / width, x.dtype), precision="highest")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def activate(a: Float[Array, "*B F"], activation: Literal["gelu", "quick_gelu"]) -> Float[Array, "*B F"]:
+    """Exact GELU, or CLIP's approximation; keeps its derivative, which shares the costly part of the value."""
+    return _value_and_slope(a, activation)[0]
+
+
+def _value_and_slope(a, activation):
+    if activation == "quick_gelu":
+        gate = jax.nn.sigmoid(1.702 * a)
+        value = a * gate
+        return value, gate + 1.702 * value * (1.0 - gate)
+    gate = 0.5 + 0.5 * jax.lax.erf(a * 0.5**0.5)
+    density = jnp.exp(-0.5 * a * a) * (0.5 / jnp.pi) ** 0.5
+    return a * gate, gate + a * density
+
+
+def _activate_forward(a, activation):
+    # the barrier keeps XLA from computing the product before this twice, once per result
+    return _value_and_slope(jax.lax.optimization_barrier(a), activation)
+
+
+def _activate_backward(activation, slope, grad):
+    return (grad * slope,)
+
+
+activate.defvjp(_activate_forward, _activate_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def attend(
+    query: Float[Array, "B H M d"],
+    key: Float[Array, "B H N d"],
+    value: Float[Array, "B H N d"],
+    precision: Precision = "float32",
+) -> Float[Array, "B H M d"]:
+    """Softmax attention; keeps the exponentials, which the gradient reads twice."""
+    return _attend_forward(query, key, value, precision)[0]
+
+
+def _attend_forward(query, key, value, precision):
+    query = query * query.shape[-1] ** -0.5
+    scores = dot(query, key.mT, precision)
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    inverse = 1.0 / weights.sum(axis=-1, keepdims=True)
+    # divided after the product, which has fewer columns than the weights
+    mixed = dot(weights, value, precision) * inverse
+    return mixed, (query, key, value, weights, inverse, mixed)
+
+
+def _attend_backward(precision, kept, grad):
+    query, key, value, weights, inverse, mixed = kept
+    grad = grad * inverse
+    pull = (grad * mixed).sum(axis=-1, keepdims=True)
+    grad_scores = weights * (dot(grad, value.mT, precision) - pull)
+    return (
+        dot(grad_scores, key, precision) * query.shape[-1] ** -0.5,
+        dot(grad_scores.mT, query, precision),
+        dot(weights.mT, grad, precision),
+    )
+
+
+attend.defvjp(_attend_forward, _attend_backward)

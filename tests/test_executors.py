@@ -1,0 +1,205 @@
+"""The three executors compute the same, whatever is drawn: losses, gradients, training, forward passes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from cheem_jax.architecture import decode
+from cheem_jax.execution.executor import Batch, Dense, Executor, Gather, masked_logits
+from cheem_jax.execution.scan import Scan
+from cheem_jax.execution.stages import Stages
+from cheem_jax.execution.whole import ProgramCache, Whole
+from cheem_jax.ops import learned_of, with_learned
+from cheem_jax.pool import grow
+from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.training import dense_network
+
+VIT = small.backbone()
+IMAGES = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)
+LABELS = (np.arange(8) % 3).astype(np.int32)
+WEIGHTS = np.array([1, 1, 1, 1, 1, 1, 0, 0], np.float32) / 6
+KINDS = {"stages": Stages, "whole": Whole, "scan": functools.partial(Scan, steps_per_call=3)}
+
+
+@functools.cache
+def executor(name: str, placement="mlp_down") -> Executor:
+    return KINDS[name](VIT, placement)
+
+
+@functools.cache
+def pool_of(placement: str, num_tasks: int):
+    """The base pool grown by `num_tasks` tasks that adapt and add at random."""
+    pool = executor("stages", placement).base_pool
+    for task in range(num_tasks):
+        rng = np.random.default_rng(task)
+        supernet = Supernet(jax.random.key(task), pool, 3, OpSettings(rank=2))
+        architecture = decode([int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes)
+        learned = jax.tree.map(lambda x: x + 0.02, supernet.learned(architecture))
+        pool, _ = grow(pool, architecture, learned, task)
+    return pool
+
+
+def trained_supernet(placement: str, num_tasks: int, seed: int = 0) -> Supernet:
+    """A supernet whose learners have left their start: low-rank pairs begin at a zero change."""
+    supernet = Supernet(jax.random.key(seed), pool_of(placement, num_tasks), 3, OpSettings(rank=2))
+    rng = np.random.default_rng(seed)
+    for _ in range(4):
+        codes = [int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes]
+        executor("stages", placement).train(supernet, [decode(codes, supernet.sizes)], [[batch()]], [1e-2])
+    return supernet
+
+
+def batch(placement: str = "mlp_down") -> Batch:
+    return Batch(executor("stages", placement).begin(IMAGES), LABELS, WEIGHTS)
+
+
+def close(found, wanted, tolerance=1e-5):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(float(np.abs(b).max()), 1e-3)
+
+
+def reference(supernet, ops, placement):
+    """Loss and gradients of the plain module under `jax.grad`."""
+    learned = {block: learned_of(op) for block, op in enumerate(ops) if learned_of(op) is not None}
+
+    def loss(learned, head):
+        own = [with_learned(op, learned[block]) if block in learned else op for block, op in enumerate(ops)]
+        logits = masked_logits(head, VIT(jnp.asarray(IMAGES), own, placement=placement), 3)
+        return (optax.softmax_cross_entropy_with_integer_labels(logits, LABELS) * WEIGHTS).sum()
+
+    value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(learned, supernet.head.params)
+    return value, *grads
+
+
+@pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
+@given(draw=st.data())
+@settings(max_examples=3, phases=[Phase.generate])  # every new signature compiles: shrinking would take minutes
+def test_loss_and_gradients_of_all_executors_equal_the_plain_modules(placement, draw):
+    supernet = trained_supernet(placement, draw.draw(st.sampled_from([0, 1, 3])))
+    codes = [draw.draw(st.integers(0, 2 * n + 1)) for n in supernet.sizes]
+    ops = supernet.ops(decode(codes, supernet.sizes))
+    wanted = reference(supernet, ops, placement)
+    for name in KINDS:
+        found = executor(name, placement).gradients(ops, supernet.head.params, batch(placement), 3)
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["whole", "scan"])
+def test_training_leaves_every_learner_where_the_stages_leave_it(name):
+    rng = np.random.default_rng(3)
+    ours, theirs = (trained_supernet("mlp_down", 2) for _ in range(2))
+    draws = [decode([int(rng.integers(0, 2 * n + 2)) for n in ours.sizes], ours.sizes) for _ in range(4)]
+    rates = [1e-3, 2e-3, 3e-3, 4e-3]
+    wanted = executor("stages").train(ours, draws, [[batch()]] * 4, rates)
+    found = executor(name).train(theirs, draws, [[batch()]] * 4, rates)
+    close(found, wanted)
+    assert theirs.learners.keys() == ours.learners.keys()
+    # Adam divides by the root of a tiny second moment: rounding of a gradient is magnified in the parameters
+    close(dict(sorted(theirs.learners.items())), dict(sorted(ours.learners.items())), 1e-3)
+    close(theirs.head, ours.head, 1e-3)
+    counts = {place: int(learner.adam.count) for place, learner in ours.learners.items()}
+    assert counts == {place: int(learner.adam.count) for place, learner in theirs.learners.items()}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_images_and_tokens_on_the_device_train_as_those_of_the_host(name):
+    losses = []
+    held = jax.device_put(IMAGES[::-1].copy())
+    rows = np.arange(8, dtype=np.int32)[::-1].copy()
+    for tokens in (batch().tokens, Gather(None, held, rows), Gather(0, batch().tokens.values[::-1], rows)):
+        supernet = trained_supernet("mlp_down", 1)
+        architecture = decode([0, 2, 4, 5], supernet.sizes)
+        step = [Batch(tokens, LABELS, WEIGHTS)]
+        losses.append(executor(name).train(supernet, [architecture] * 2, [step] * 2, [1e-2, 1e-2]))
+    close(losses[1], losses[0])
+    close(losses[2], losses[0])
+
+
+@pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
+@pytest.mark.parametrize("name", ["whole", "scan"])
+def test_forward_passes_equal_those_of_the_stages(name, placement):
+    supernet, stages = trained_supernet(placement, 2), executor("stages", placement)
+    networks = [dense_network(supernet, np.array(codes), {}) for codes in ([0, 1, 3, 0], [0, 2 * 3 + 1, 0, 1])]
+    networks.append([Dense(-1, None)] * 4)
+    wanted = {w.index: w for w in stages.walk(networks, stages.begin(IMAGES), np.ones(8, np.float32))}
+    found = {w.index: w for w in executor(name, placement).walk(networks, stages.begin(IMAGES), np.ones(8, np.float32))}
+    assert sorted(found) == [0, 1, 2]
+    for index, walked in found.items():
+        close(walked.tokens, wanted[index].tokens, 1e-4)
+        close(walked.sums, wanted[index].sums, 1e-4)
+
+
+@pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("until", [1, 3, 4])
+def test_a_pass_resumed_at_a_block_ends_as_an_unbroken_one(name, until, placement):
+    supernet, one = trained_supernet(placement, 1), executor(name, placement)
+    architecture = decode([0, 5, 1, 0], supernet.sizes)
+    network = dense_network(supernet, np.array([0, 5, 1, 0]), {})
+    halfway = one.advance(network, one.begin(IMAGES), until)
+    assert halfway.block == until
+    (resumed,) = one.walk([network], halfway, np.ones(8, np.float32))
+    (unbroken,) = one.walk([network], one.begin(IMAGES), np.ones(8, np.float32))
+    close(resumed.tokens, unbroken.tokens)
+    assert resumed.sums[:until] == [None] * until
+    ops = supernet.ops(architecture)
+    found = one.gradients(ops, supernet.head.params, Batch(halfway, LABELS, WEIGHTS), 3)
+    close(found, one.gradients(ops, supernet.head.params, batch(placement), 3))
+
+
+def test_a_batch_in_parts_gives_the_gradients_of_the_whole():
+    supernet, stages = trained_supernet("mlp_down", 1), executor("stages")
+    other = trained_supernet("mlp_down", 1)
+    architecture = decode([2, 4, 5, 0], supernet.sizes)
+    parts = [Batch(stages.begin(IMAGES[i : i + 4]), LABELS[i : i + 4], WEIGHTS[i : i + 4]) for i in (0, 4)]
+    close(
+        stages.train(supernet, [architecture], [parts], [0.0]), stages.train(other, [architecture], [[batch()]], [0.0])
+    )
+    close(supernet.head.adam, other.head.adam)
+    close(supernet.learners, other.learners)
+
+
+def test_one_program_serves_every_architecture_of_the_scan_and_one_each_signature_of_whole(compilations):
+    rng = np.random.default_rng(0)
+    scan, whole = Scan(VIT, "mlp_down", steps_per_call=3), Whole(VIT, "mlp_down", programs=2)
+    supernet = trained_supernet("mlp_down", 2)
+    signatures = set()
+    for name, one in (("first", scan), ("again", scan), ("whole", whole)):
+        with compilations() as programs:
+            for _ in range(4):
+                codes = [int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes]
+                architecture = decode(codes, supernet.sizes)
+                for block, choice in enumerate(architecture):
+                    supernet.learner(block, choice)
+                if one is whole:
+                    signatures.add(tuple(choice.kind for choice in architecture))
+                one.train(supernet, [architecture], [[batch()]], [1e-3])
+        if name == "again":
+            assert programs.count == 0
+    assert whole.counters()["misses"] == len(signatures) and whole.counters()["evictions"] == len(signatures) - 2
+    whole.train(supernet, [architecture], [[batch()]], [1e-3])
+    assert whole.counters()["hits"] == 1 and whole.counters()["compile_seconds"] > 0
+
+
+def test_the_program_cache_keeps_what_was_used_last():
+    cache, double = ProgramCache(2), jax.jit(lambda x: 2 * x)
+    for key in ("a", "b", "a", "c", "a", "b"):
+        assert cache.call(key, double, np.float32(3)) == 6
+    assert (cache.hits, cache.misses, cache.evictions) == (2, 4, 2)
+    cache.call("b", double, np.ones(2, np.float32))  # another shape is another program
+    assert cache.misses == 5
+    with pytest.raises(ValueError, match="programs is 0"):
+        ProgramCache(0)
+
+
+def test_the_scan_needs_at_least_one_step_per_call():
+    with pytest.raises(ValueError, match="steps_per_call is 0"):
+        Scan(VIT, "mlp_down", steps_per_call=0)
