@@ -42,9 +42,9 @@ class RunConfig:
     cheem: CheemConfig
     preset: Preset
     seed: int = 0
-    engine: EngineConfig = EngineConfig()
     upper_bound: FullFinetuneConfig | None = None
     """Also fine-tune the whole backbone per task, the true task given."""
+    engine: EngineConfig = EngineConfig()
 
 
 def run_stream(

@@ -75,7 +75,7 @@ def main(settings: Mtil) -> None:
     bound = None
     if settings.upper_bound:
         bound = FullFinetuneConfig(settings.cheem.finetune.epochs, batch_size=settings.cheem.batch_size)
-    config = RunConfig(settings.cheem, settings.preset, settings.seed, settings.engine, bound)
+    config = RunConfig(settings.cheem, settings.preset, settings.seed, bound, settings.engine)
     results = run_stream(stream, pretrained, config, settings.run_dir, progress, base_images=base_images, router=router)
     show(progress, results, settings.run_dir)
 
