@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import tyro
 
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
+from cheem_jax.execution.compilation import keep_programs
 from cheem_jax.methods.cheem import PRESETS
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
@@ -50,7 +52,8 @@ def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:
     progress.console.print(task_table(results))
     progress.console.print(final_table(results))
     compiled = results["compile"]
-    progress.say(f"{compiled['programs']} programs compiled in {compiled['seconds']:.1f} s")
+    cached = f", {compiled['cached']} read from the cache" if compiled.get("cached") else ""
+    progress.say(f"{compiled['programs']} programs compiled{cached} in {compiled['seconds']:.1f} s")
     progress.say(f"report: {directory / 'report.md'}   numbers: {directory / 'results.json'}")
 
 
@@ -75,7 +78,18 @@ def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None =
 def run_command(command: Callable[[Settings], None], settings: Settings, directory: Path | None = None) -> None:
     """Run a command's main: bad input ends in one line and status 2, Ctrl-C in a line that says how to go on."""
     try:
+        keep_programs()
         command(settings)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else "no memory left"
+        print(
+            f"error: out of memory ({reason}); try a smaller batch size, less kept on the device (memory_gb) or a "
+            "smaller image size; finished tasks are safe",
+            file=sys.stderr,
+        )
+        raise SystemExit(2) from error
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from error

@@ -23,7 +23,7 @@ from cheem_jax.checkpoint import load_meta, saved_tasks
 from cheem_jax.data.task import Stream, Task, fingerprint
 from cheem_jax.execution.choice import EngineConfig, choose, make_executor
 from cheem_jax.execution.compilation import Compilations, compilations
-from cheem_jax.flops import backbone_flops
+from cheem_jax.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig, Preset
 from cheem_jax.methods.frozen_linear import FrozenLinear
 from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
@@ -228,7 +228,7 @@ def _upper_bound(stream: Stream, bound: FullFinetune, directory: Path, record: R
             name=task.name,
             **found._asdict(),
             flops_paper=backbone_flops(config),
-            flops_executed=backbone_flops(config, count_attention=True),
+            flops_executed=executed_backbone_flops(config),
             **start.since(),
         )
         progress.say(f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (true task given)")

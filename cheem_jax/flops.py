@@ -39,11 +39,40 @@ def network_flops(config: ViTConfig, placement: Placement, architecture: Archite
     return backbone_flops(config) - saved + kinds.count("adapt") * pair_flops(config, placement, rank)
 
 
-def executed_flops(config: ViTConfig, placement: Placement, architecture: Architecture, num_classes: int) -> int:
-    """A task network as it runs at inference: pairs merged, attention products and head counted."""
-    skips = sum(choice.kind == "skip" for choice in architecture)
-    saved = skips * branch_flops(config, placement, count_attention=True)
-    return backbone_flops(config, count_attention=True) - saved + 2 * config.width * num_classes
+def executed_flops(
+    config: ViTConfig, placement: Placement, architecture: Architecture, num_classes: int = 0, *, begin: int = 0
+) -> int:
+    """What runs of a task network at inference: pairs merged, attention products and head counted.
+
+    The last block works for the class token alone. A network resumed at block `begin` > 0 takes from the base network
+    what the block's choices share; `begin` = L leaves the head.
+    """
+    if begin == config.depth:
+        return 2 * config.width * num_classes
+    embed = 2 * config.num_patches * 3 * config.patch_size**2 * config.width
+    blocks = range(begin, config.depth)
+    halves = {block: executed_halves(config, last=block == config.depth - 1) for block in blocks}
+    total = 0 if begin else embed
+    for block in blocks:
+        attention, mlp = halves[block]
+        skipped = architecture[block].kind == "skip"
+        total += 0 if skipped and placement == "attn_proj" else attention
+        total += 0 if skipped and placement == "mlp_down" else mlp
+    shared = halves[begin][0] if begin and placement == "mlp_down" else 0
+    return total - shared + 2 * config.width * num_classes
+
+
+def executed_backbone_flops(config: ViTConfig) -> int:
+    """The plain backbone as it runs, without head."""
+    halves = (executed_halves(config, last=block == config.depth - 1) for block in range(config.depth))
+    return 2 * config.num_patches * 3 * config.patch_size**2 * config.width + sum(map(sum, halves))
+
+
+def executed_halves(config: ViTConfig, *, last: bool) -> tuple[int, int]:
+    """Attention half and FFN half of a block as they run; of the last one only the class token comes out."""
+    tokens, width, outputs = config.num_tokens, config.width, 1 if last else config.num_tokens
+    attention = 2 * (outputs + tokens) * width * width + 2 * outputs * tokens * width
+    return 2 * attention, 2 * outputs * 2 * width * config.mlp_width
 
 
 def backbone_params(config: ViTConfig) -> int:

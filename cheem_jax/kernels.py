@@ -5,8 +5,7 @@ the arithmetic. Each function below names what it keeps. `Precision` says in whi
 operands; everything else (parameters, sums, LayerNorm, softmax, residual stream) is float32 whatever it says.
 """
 
-import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jaxtyping import Array, Float
 
 Precision = Literal["float32", "bfloat16"]
 """Operand type of matrix products; their sums are float32 in both."""
+Activation = Literal["gelu", "quick_gelu"]
 
 
 def dot(a: Float[Array, "*B M K"], b: Float[Array, "*B K N"], precision: Precision) -> Float[Array, "*B M N"]:
@@ -22,11 +22,14 @@ def dot(a: Float[Array, "*B M K"], b: Float[Array, "*B K N"], precision: Precisi
     return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def product(
     x: Float[Array, "*B K"], weight: Float[Array, "K N"], precision: Precision = "float32"
 ) -> Float[Array, "*B N"]:
     """`x @ weight`; keeps only the operand that the other one's gradient needs, and that in `precision`."""
+    return _product(x, weight, precision)
+
+
+def _product_value(x, weight, precision):
     return dot(x.reshape(-1, x.shape[-1]), weight, precision).reshape(*x.shape[:-1], -1)
 
 
@@ -34,7 +37,7 @@ def _product_forward(x, weight, precision):
     dtype = jnp.dtype(precision)
     kept_x = x.value.astype(dtype) if weight.perturbed else None
     kept_weight = weight.value.astype(dtype) if x.perturbed else None
-    return product(x.value, weight.value, precision), (kept_x, kept_weight)
+    return _product_value(x.value, weight.value, precision), (kept_x, kept_weight)
 
 
 def _product_backward(precision, kept, grad):
@@ -48,15 +51,15 @@ def _product_backward(precision, kept, grad):
     return grad_x, grad_weight
 
 
-product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
+_product: Any = jax.custom_vjp(_product_value, nondiff_argnums=(2,))
+_product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def layer_norm(
     x: Float[Array, "*B D"], scale: Float[Array, "D"], bias: Float[Array, "D"], epsilon: float
 ) -> Float[Array, "*B D"]:
     """LayerNorm over the last axis with the two-pass variance; keeps x and two numbers per row."""
-    return _layer_norm_forward(x, scale, bias, epsilon)[0]
+    return _layer_norm(x, scale, bias, epsilon)
 
 
 def _layer_norm_forward(x, scale, bias, epsilon):
@@ -75,7 +78,8 @@ def _layer_norm_backward(epsilon, kept, grad):
     return grad_x, (grad * normal).sum(axes), grad.sum(axes)
 
 
-layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+_layer_norm: Any = jax.custom_vjp(lambda *given: _layer_norm_forward(*given)[0], nondiff_argnums=(3,))
+_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
@@ -84,10 +88,9 @@ def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
     return jnp.matmul(x, jnp.full((width, 1), 1.0 / width, x.dtype), precision="highest")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def activate(a: Float[Array, "*B F"], activation: Literal["gelu", "quick_gelu"]) -> Float[Array, "*B F"]:
+def activate(a: Float[Array, "*B F"], activation: Activation) -> Float[Array, "*B F"]:
     """Exact GELU, or CLIP's approximation; keeps its derivative, which shares the costly part of the value."""
-    return _value_and_slope(a, activation)[0]
+    return _activate(a, activation)
 
 
 def _value_and_slope(a, activation):
@@ -109,10 +112,10 @@ def _activate_backward(activation, slope, grad):
     return (grad * slope,)
 
 
-activate.defvjp(_activate_forward, _activate_backward)
+_activate: Any = jax.custom_vjp(lambda *given: _value_and_slope(*given)[0], nondiff_argnums=(1,))
+_activate.defvjp(_activate_forward, _activate_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def attend(
     query: Float[Array, "B H M d"],
     key: Float[Array, "B H N d"],
@@ -120,7 +123,7 @@ def attend(
     precision: Precision = "float32",
 ) -> Float[Array, "B H M d"]:
     """Softmax attention; keeps the exponentials, which the gradient reads twice."""
-    return _attend_forward(query, key, value, precision)[0]
+    return _attend(query, key, value, precision)
 
 
 def _attend_forward(query, key, value, precision):
@@ -145,4 +148,5 @@ def _attend_backward(precision, kept, grad):
     )
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+_attend: Any = jax.custom_vjp(lambda *given: _attend_forward(*given)[0], nondiff_argnums=(3,))
+_attend.defvjp(_attend_forward, _attend_backward)

@@ -31,9 +31,11 @@ def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         "peak_memory_bytes": max(entry["peak_memory_bytes"] for entry in evaluated),
         "tasks": [_task(report, entry["seconds"]) for report, entry in zip(main, evaluated, strict=True)],
         "pool": main[-1]["pool"],
+        "engine": {key: setting.get(key) for key in ("executor", "precision", "device")} | main[-1].get("engine", {}),
         "similarity": [report["similarity"] for report in main],
         "compile": {
             "programs": sum(entry["compile"]["programs"] for entry in timed),
+            "cached": sum(entry["compile"].get("cached", 0) for entry in timed),
             "seconds": sum(entry["compile"]["seconds"] for entry in timed),
         },
         "seconds_total": sum(entry["seconds"] for entry in timed),

@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what is counted is compiled, and no test writes to a user's home
 
 import contextlib
 from collections.abc import Callable, Iterator

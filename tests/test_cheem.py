@@ -16,8 +16,8 @@ from cheem_jax import hee
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.data.demo import demo_stream
-from cheem_jax.execution.passes import token_means
 from cheem_jax.execution.feed import HostImages
+from cheem_jax.execution.passes import token_means
 from cheem_jax.execution.stages import Stages
 from cheem_jax.methods.cheem import PAPER, PRESETS, QUICK, Cheem, dense_task_network
 from cheem_jax.methods.frozen_linear import FrozenLinear, fit_head
@@ -120,7 +120,12 @@ def test_a_recoloured_task_is_more_similar_to_its_original_than_an_unrelated_one
     network = dense_task_network([[block[0].params] for block in stages.base_pool], (0,) * 8)
     means = {
         task.name: token_means(
-            stages, [network], HostImages(stages, task.train.images), 64, batch_size=64, advance=lambda num, note="": None
+            stages,
+            [network],
+            HostImages(stages, task.train.images),
+            64,
+            batch_size=64,
+            advance=lambda num, note="": None,
         ).means
         for task in stream.tasks
     }

@@ -112,8 +112,9 @@ def test_mean_tokens_of_the_base_equal_a_plain_average():
     stages = STAGES["mlp_down"]
     network = [Dense(0, block[0].params) for block in stages.base_pool]
     images = np.concatenate([IMAGES, IMAGES[:5]])  # the last batch is padded
-    found = token_means(stages, [network, [*network[:2], Dense(-1, None), network[3]]], HostImages(stages, images), len(images), batch_size=16,
-                        advance=lambda num, note="": None)  # fmt: skip
+    networks = [network, [*network[:2], Dense(-1, None), network[3]]]
+    feed = HostImages(stages, images)
+    found = token_means(stages, networks, feed, len(images), batch_size=16, advance=lambda num, note="": None)
 
     @jax.jit
     def components(images):

@@ -35,16 +35,31 @@ def test_a_task_network_pays_for_its_own_adapt_only():
     mixed = from_strings(["reuse:3", "adapt:1", "new", "skip"] + ["reuse:0"] * 8)
     expected = 2149318656 - 2 * 197 * 8 * 192**2 + 2 * 197 * 40 * 5 * 192
     assert flops.network_flops(config, "mlp_down", mixed, 40) == expected
-    # as executed: no pair (merged), attention of all 12 blocks, the skipped FFN saved, a head of 10
-    executed = 2506982400 - 2 * 197 * 8 * 192**2 + 2 * 192 * 10
+
+
+def test_what_runs_is_counted_block_by_block():
+    config = config_of("deit_tiny")
+    tokens, width, embed = 197, 192, 2 * 196 * 768 * 192
+    attention = 2 * (4 * tokens * width**2 + 2 * tokens**2 * width)
+    ffn = 2 * tokens * 8 * width**2
+    # the last block: keys and values of all tokens, everything else of the class token
+    last = 2 * (2 * tokens * width**2 + 2 * width**2 + 2 * tokens * width) + 2 * 8 * width**2
+    assert flops.executed_backbone_flops(config) == embed + 11 * (attention + ffn) + last
+    mixed = from_strings(["reuse:3", "adapt:1", "new", "skip"] + ["reuse:0"] * 8)
+    # pairs merged, the skipped FFN saved, a head of 10
+    executed = embed + 11 * attention + 10 * ffn + last + 2 * width * 10
     assert flops.executed_flops(config, "mlp_down", mixed, 10) == executed
+    # resumed at block 2 its attention half is the base network's, and with it all that comes before
+    resumed = 8 * attention + 8 * ffn + last + 2 * width * 10
+    assert flops.executed_flops(config, "mlp_down", mixed, 10, begin=2) == resumed
+    assert flops.executed_flops(config, "mlp_down", mixed, 10, begin=12) == 2 * width * 10
 
 
 def test_skipping_every_attention_branch_leaves_no_attention_product():
     config = config_of("deit_tiny")
     skipped = flops.executed_flops(config, "attn_proj", from_strings(["skip"] * 12), 0)
     embed, ffn = 2 * 196 * 768 * 192, 2 * 197 * 8 * 192**2
-    assert skipped == embed + 12 * ffn
+    assert skipped == embed + 11 * ffn + ffn // 197
 
 
 @pytest.mark.parametrize("backbone", ["deit_tiny", "vit_base", "clip_vit_base", "vit_micro", "vit_nano"])

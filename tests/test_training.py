@@ -15,8 +15,8 @@ from cheem_jax.training import (
     FitConfig,
     constant_draws,
     fit,
-    learning_rate_at,
     frozen_prefix,
+    learning_rate_at,
     supernet_draws,
 )
 

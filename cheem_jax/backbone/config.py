@@ -2,9 +2,8 @@
 
 import dataclasses
 import difflib
-from typing import Literal
 
-from cheem_jax.kernels import Precision
+from cheem_jax.kernels import Activation, Precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +18,7 @@ class ViTConfig:
     patch_size: int = 16
     mlp_ratio: float = 4.0
     layer_norm_eps: float = 1e-6
-    activation: Literal["gelu", "quick_gelu"] = "gelu"
+    activation: Activation = "gelu"
     norm_before_blocks: bool = False
     """CLIP: a LayerNorm between embedding and first block."""
     patch_bias: bool = True

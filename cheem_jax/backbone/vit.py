@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
 from cheem_jax.backbone.config import ViTConfig
-from cheem_jax.kernels import activate, attend, layer_norm, product
+from cheem_jax.kernels import Activation, Precision, activate, attend, layer_norm, product
 from cheem_jax.ops import Expert, Op, Placement, Reuse, Skip, apply_op
 
 
@@ -21,7 +21,8 @@ class Block(nnx.Module):
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         width = config.width
         self.num_heads = config.num_heads
-        self.activation, self.precision = config.activation, config.precision
+        self.activation: Activation = config.activation
+        self.precision: Precision = config.precision
         self.norm1 = LayerNorm(config, rngs)
         self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
         self.proj = nnx.Linear(width, width, rngs=rngs)

@@ -4,11 +4,11 @@ import functools
 import hashlib
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jaxlib
 
 from cheem_jax.kernels import Precision
 
@@ -26,7 +26,9 @@ class Compilations(NamedTuple):
 
     def since(self, earlier: "Compilations") -> "Compilations":
         """What came after an earlier count."""
-        return Compilations(*(now - then for now, then in zip(self, earlier, strict=True)))
+        return Compilations(
+            self.programs - earlier.programs, self.cached - earlier.cached, self.seconds - earlier.seconds
+        )
 
 
 _total = Compilations(0, 0, 0.0)
@@ -59,9 +61,9 @@ def keep_programs() -> Path | None:
     `JAX_COMPILATION_CACHE_DIR` names another directory and `JAX_ENABLE_COMPILATION_CACHE=false` does without. Raises
     ValueError for one that cannot be written.
     """
-    if not jax.config.jax_enable_compilation_cache:
+    if not getattr(jax.config, "jax_enable_compilation_cache", True):
         return None
-    chosen = jax.config.jax_compilation_cache_dir
+    chosen = getattr(jax.config, "jax_compilation_cache_dir", None)
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = Path(chosen) if chosen else home / "cheem_jax" / "programs" / _machine()
     try:
@@ -90,7 +92,7 @@ def _machine() -> str:
     except OSError:
         pass
     digest = hashlib.sha256(features.encode()).hexdigest()[:8]
-    return f"jaxlib-{jaxlib.__version__}-{platform.machine()}-{digest}"
+    return f"jaxlib-{version('jaxlib')}-{platform.machine()}-{digest}"
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from cheem_jax.architecture import Architecture, Choice
-from cheem_jax.backbone.vit import ViT
+from cheem_jax.backbone.vit import Block, ViT
 from cheem_jax.execution.executor import Batch, Executor, Gather, Network, Step, Token, Tokens, Walked
 from cheem_jax.ops import KINDS, Adapt, Expert, Learned, LowRank, New, Ops, Placement, Reuse, Skip
 from cheem_jax.pool import Head
@@ -183,8 +183,9 @@ class Scan(Executor):
 
     # ---- what is compiled
 
-    def _finish(self, block, kind, expert: Expert, pair: LowRank | None, z, outputs: int | None):
+    def _finish(self, block: Block, drawn: Drawn, z, outputs: int | None):
         """One block behind its start, its op chosen while it runs; also the class token that sums are made of."""
+        kind, expert, pair = drawn
         placement = self.placement
 
         def leave(op):
@@ -199,8 +200,8 @@ class Scan(Executor):
         ops = {"reuse": Reuse(frozen), "adapt": Adapt(frozen, pair), "new": New(expert), "skip": Skip()}
         return jax.lax.switch(kind, [functools.partial(leave, ops[name]) for name in KINDS])
 
-    def _run(self, blocks, drawn: Drawn, z, begin: int, until: int, mask=None):
-        """From the tokens of block `begin` to those of `until`; with a mask also each block's summed class token."""
+    def _run(self, blocks, drawn: Drawn, z, begin: int, until: int, mask):
+        """From the tokens of block `begin` to those of `until`, and each block's summed class token."""
         # full steps of the loop finish a block and enter the next one; the last two blocks are not like the others
         turns = range(begin, min(until, self.num_blocks - 2))
         sums = []
@@ -208,16 +209,15 @@ class Scan(Executor):
             own, following = _stack([blocks[i] for i in turns]), _stack([blocks[i + 1] for i in turns])
 
             def turn(z, data):
-                own, following, kind, expert, pair = data
-                y, seen = self._finish(self.block_of(own), kind, expert, pair, z, None)
-                z = self.block_of(following).enter(y, placement=self.placement)
-                return z, None if mask is None else mask @ seen
+                own, following, op = data
+                y, seen = self._finish(self.block_of(own), op, z, None)
+                return self.block_of(following).enter(y, placement=self.placement), mask @ seen
 
-            z, totals = jax.lax.scan(turn, z, (own, following, *_part(drawn, slice(len(turns)))))
-            sums += [] if mask is None else list(totals)
+            z, totals = jax.lax.scan(turn, z, (own, following, _part(drawn, slice(len(turns)))))
+            sums += list(totals)
         for i in range(begin + len(turns), until):
-            z, seen = self._finish(self.block_of(blocks[i]), *_part(drawn, i - begin), z, self.outputs[i])
-            sums.append(None if mask is None else mask @ seen)
+            z, seen = self._finish(self.block_of(blocks[i]), _part(drawn, i - begin), z, self.outputs[i])
+            sums.append(mask @ seen)
             if i + 1 < self.num_blocks:
                 following = self.block_of(blocks[i + 1])
                 z = following.enter(z, placement=self.placement, outputs=self.outputs[i + 1])
@@ -228,7 +228,7 @@ class Scan(Executor):
 
     def _loss_of(self, begin, frozen, kinds, experts, pairs, head, z, labels, weights, num_classes):
         drawn = _part(Drawn(kinds, experts, pairs), slice(begin, None))
-        last, _ = self._run(frozen[1], drawn, z, begin, self.num_blocks)
+        last, _ = self._run(frozen[1], drawn, z, begin, self.num_blocks, weights)
         return self.mean_loss(frozen[0], head, last, labels, weights, num_classes)
 
     def _gradients_of(self, begin, frozen, kinds, experts, pairs, head, *data):
@@ -293,9 +293,9 @@ def _rows(tree: Any) -> list[Any]:
     return [_part(tree, i) for i in range(num)]
 
 
-def _like(flags: jax.Array, leaf: jax.Array) -> jax.Array:
+def _like(flags: Any, leaf: jax.Array) -> jax.Array:
     return flags.reshape(flags.shape + (1,) * (leaf.ndim - flags.ndim))
 
 
-def _where(flags: jax.Array, new: Any, old: Any) -> Any:
+def _where(flags: Any, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(_like(flags, a), a, b), new, old)

@@ -19,8 +19,9 @@ from cheem_jax.data.task import Task
 from cheem_jax.evolution import Scored, SearchConfig, prepare_search, search
 from cheem_jax.execution.executor import Dense, Executor, Network, Token
 from cheem_jax.execution.feed import Budget, Feed, HostImages, feed_images, keep_tokens
-from cheem_jax.execution.passes import answers, answers_and_features, token_means
-from cheem_jax.flops import backbone_flops, backbone_params, executed_flops, network_flops
+from cheem_jax.execution.inference import Inference, Inferred, TaskNetwork
+from cheem_jax.execution.passes import answers, answers_and_features, network_features, token_means
+from cheem_jax.flops import backbone_flops, backbone_params, executed_backbone_flops, executed_flops, network_flops
 from cheem_jax.hee import cosines, exploit_table, norm_cosine, uniform_table
 from cheem_jax.keys import Phase, key_at, next_power_of_two, seed_at
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Phases
@@ -204,6 +205,7 @@ class Cheem:
             / len(task.val.labels),
             "best_validation_accuracy": float(np.nanmax(scored.correct)) / len(task.val.labels),
             "not_kept": budget.refused,
+            "engine": executor.counters(),
             "seconds": clock.seconds,
         }
 
@@ -247,13 +249,54 @@ class Cheem:
             "flops": network_flops(vit, config.placement, task.architecture, config.ops.rank),
             "flops_method": network_flops(vit, config.placement, task.architecture, config.ops.rank)
             + backbone_flops(router),
-            "flops_executed": executed_flops(vit, config.placement, task.architecture, len(task.classes))
-            + backbone_flops(router, count_attention=True),
+            "flops_executed": self._executed(index),
             "params_added": added,
             "params_added_percent": 100 * added / backbone_params(vit),
             "head_params": sum(leaf.size for leaf in task.head),
             "centroid_params": task.centroids.size,
         }
+
+    def _executed(self, index: int) -> int:
+        """Task identification and the task's network: resumed where it leaves the backbone, if that names the task."""
+        task, config, vit = self.memory.tasks[index], self.config, self.executor.config
+        identify = executed_backbone_flops(self.features.executor.config)
+        begin = 0
+        if self.features.executor is self.executor:
+            begin = next((i for i, expert in enumerate(task.experts) if expert != 0), vit.depth)
+        return identify + executed_flops(vit, config.placement, task.architecture, len(task.classes), begin=begin)
+
+    def inference(self) -> Inference:
+        """All learned tasks behind the router, sharing what they share with the backbone."""
+        networks = [
+            TaskNetwork(task_network(self.memory.pool, task.experts), padded_head(task.head), len(task.classes))
+            for task in self.memory.tasks
+        ]
+        return Inference(self.executor, self.features.network, networks, batch_size=self.config.batch_size)
+
+    def predict(self, images: np.ndarray) -> Inferred:
+        """Task and class of each image uint8 `[N, S, S, 3]`, decided per image.
+
+        With a lighter router its own features name the task and nothing is shared.
+        """
+        centroids, config = [task.centroids for task in self.memory.tasks], self.config.router
+        if not centroids:
+            raise ValueError("nothing has been learned yet, so there is no task to name")
+        if self.features.executor is self.executor:
+            feed = HostImages(self.executor, images)
+            return self.inference()(feed, len(images), lambda features: route(features, centroids, config))
+        lighter = self.features.executor
+        features = network_features(
+            lighter, self.features.network, HostImages(lighter, images), len(images), batch_size=self.config.batch_size
+        )
+        tasks = route(features, centroids, config)
+        classes = np.zeros(len(images), np.int32)
+        for index in np.unique(tasks):
+            rows, task = np.flatnonzero(tasks == index), self.memory.tasks[index]
+            classes[rows] = answers(
+                self.executor, task_network(self.memory.pool, task.experts), padded_head(task.head), len(task.classes),
+                HostImages(self.executor, images[rows]), len(rows), batch_size=self.config.batch_size,
+            )  # fmt: skip
+        return Inferred(tasks, classes)
 
     def answers(self, index: int, task: Task) -> Answers:
         """Answers to a learned task's test images."""

@@ -16,7 +16,7 @@ from sklearn.preprocessing import StandardScaler
 from cheem_jax.centroids import RouterConfig, fit_centroids, route
 from cheem_jax.checkpoint import load_task, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
-from cheem_jax.flops import backbone_flops
+from cheem_jax.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.keys import Phase, seed_at
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Phases
 
@@ -60,8 +60,8 @@ class FrozenLinear:
             "name": task.name,
             "penalty": penalty,
             "flops_method": backbone_flops(features) + (0 if shared else backbone_flops(router)),
-            "flops_executed": backbone_flops(features, count_attention=True) + extra
-            + (0 if shared else backbone_flops(router, count_attention=True)),
+            "flops_executed": executed_backbone_flops(features) + extra
+            + (0 if shared else executed_backbone_flops(router)),
             "params_added_percent": 0.0,
             "seconds": clock.seconds,
         }  # fmt: skip

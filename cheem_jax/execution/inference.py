@@ -1,0 +1,121 @@
+"""Answering with the task unknown: the frozen base network names the task, and its activations are not thrown away.
+
+A task's network that begins with Reuse of the base experts equals the base network up to its first difference: it is
+resumed there (paper section 'Inference' runs both from the image). Images are grouped by task within a batch and padded
+to few sizes, so that no request compiles.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from cheem_jax.execution.batches import batches
+from cheem_jax.execution.executor import Executor, Gather, Network, Tokens
+from cheem_jax.execution.feed import Feed
+from cheem_jax.pool import Head
+
+Route = Callable[[Float[np.ndarray, "N D"]], Int[np.ndarray, "N"]]
+
+
+class TaskNetwork(NamedTuple):
+    """A finished network with its (padded) head."""
+
+    network: Network
+    head: Head
+    num_classes: int
+
+
+class Inferred(NamedTuple):
+    """Per image the task and the class within it (-1 where a logit is no number)."""
+
+    tasks: Int[np.ndarray, "N"]
+    classes: Int[np.ndarray, "N"]
+
+
+class Inference:
+    """The base network and all task networks over one executor."""
+
+    def __init__(self, executor: Executor, base: Network, networks: Sequence[TaskNetwork], *, batch_size: int):
+        self.executor, self.base, self.networks = executor, base, networks
+        self.batch_size, self.rows = batch_size, executor.rows(batch_size)
+        self.differences = [first_difference(base, task.network) for task in networks]
+        self.sizes = bucket_sizes(self.rows)
+
+    def __call__(self, feed: Feed, num: int, route: Route) -> Inferred:
+        """Answers to `num` images."""
+        found = Inferred(np.zeros(num, np.int32), np.zeros(num, np.int32))
+        for batch in batches(np.arange(num), self.batch_size):
+            features, reached = self._base(feed, batch.rows)
+            tasks = np.asarray(route(features), np.int32)[: batch.size]
+            found.tasks[batch.rows[: batch.size]] = tasks
+            for task in np.unique(tasks):
+                rows = np.flatnonzero(tasks == task)
+                found.classes[batch.rows[rows]] = self._answers(int(task), rows, reached)
+        return found
+
+    def prepare(self) -> None:
+        """Compile what any request can call, by answering blank images in groups of every size."""
+        size = self.executor.config.image_size
+        blank = np.zeros((self.batch_size, size, size, 3), np.uint8)
+        _, reached = self._base(lambda rows: self.executor.begin(blank[rows]), np.arange(self.batch_size))
+        for task in range(len(self.networks)):
+            for num in self.sizes:
+                self._answers(task, np.arange(num), reached)
+
+    def _base(self, feed: Feed, rows: np.ndarray) -> tuple[np.ndarray, dict[int, np.ndarray | jax.Array]]:
+        """Features of a batch and the base network's tokens wherever some network leaves it."""
+        features, reached = [], {block: [] for block in sorted(set(self.differences))}
+        for start in range(0, len(rows), self.rows):
+            tokens = self.executor.resolve(feed(rows[start : start + self.rows]))
+            for block, kept in reached.items():
+                tokens = self.executor.advance(self.base, tokens, block)
+                kept.append(tokens.values)
+            last = self.executor.advance(self.base, tokens, self.executor.num_blocks)
+            features.append(self.executor.features(last.values))
+        # on a CPU numpy gathers without a program; elsewhere a batch is one part and stays on the device
+        join = np.concatenate if jax.default_backend() == "cpu" else jnp.concatenate
+        return np.concatenate(jax.device_get(features)), {
+            block: kept[0] if len(kept) == 1 else join([*map(np.asarray, kept)]) for block, kept in reached.items()
+        }
+
+    def _answers(self, task: int, rows: np.ndarray, reached: dict[int, np.ndarray | jax.Array]) -> np.ndarray:
+        network, head, num_classes = self.networks[task]
+        block = self.differences[task]
+        found = []
+        for padded, size in pieces(rows, self.sizes):
+            values = reached[block]
+            if jax.default_backend() == "cpu":
+                tokens = Tokens(block, jnp.asarray(np.asarray(values)[padded]))
+            else:
+                tokens = self.executor.resolve(Gather(block, jnp.asarray(values), padded.astype(np.int32)))
+            last = self.executor.advance(network, tokens, self.executor.num_blocks)
+            blank = np.zeros(len(padded), np.int32)
+            answers, _ = self.executor.classify(head, last.values, blank, blank.astype(np.float32), num_classes)
+            found.append(np.asarray(answers)[:size])
+        return np.concatenate(found)
+
+
+def first_difference(base: Network, network: Network) -> int:
+    """The first block where a network leaves the base network; L where it never does."""
+    pairs = enumerate(zip(base, network, strict=True))
+    return next((block for block, (a, b) in pairs if a.code != b.code), len(base))
+
+
+def bucket_sizes(rows: int) -> tuple[int, ...]:
+    """Sizes to which groups are padded: the full one, a half, a quarter."""
+    return tuple(sorted({rows, max(rows // 2, 1), max(rows // 4, 1)}, reverse=True))
+
+
+def pieces(rows: np.ndarray, sizes: Sequence[int]) -> list[tuple[np.ndarray, int]]:
+    """`rows` cut into parts of these sizes, largest first, the last one padded; with the real rows of each."""
+    found, start = [], 0
+    while start < len(rows):
+        size = next((size for size in sizes if size <= len(rows) - start), sizes[-1])
+        part = rows[start : start + size]
+        found.append((np.concatenate([part, np.full(size - len(part), part[0])]), len(part)))
+        start += size
+    return found
