@@ -15,7 +15,8 @@ import tyro
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
-from cheem_jax.execution.compilation import keep_programs
+from cheem_jax.execution.choice import EngineConfig
+from cheem_jax.execution.compilation import NotKept, keep_programs
 from cheem_jax.methods.cheem import PRESETS
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
@@ -34,6 +35,8 @@ class Demo:
     """Root of every PRNG key in the run."""
     upper_bound: bool = False
     """Also fine-tune the whole backbone per task."""
+    engine: EngineConfig = EngineConfig()
+    """How networks are run."""
 
 
 def demo(settings: Demo) -> None:
@@ -42,7 +45,7 @@ def demo(settings: Demo) -> None:
     progress.say("cheem_jax demo: making six tasks of 32x32 images")
     stream = demo_stream()
     bound = FullFinetuneConfig(epochs=24, learning_rates=(1e-3,), batch_size=32) if settings.upper_bound else None
-    config = RunConfig(PRESETS["demo"], "demo", settings.seed, bound)
+    config = RunConfig(PRESETS["demo"], "demo", settings.seed, bound, settings.engine)
     results = run_stream(stream, load_pretrained("vit_micro"), config, settings.run_dir, progress)
     show(progress, results, settings.run_dir)
 
@@ -78,7 +81,10 @@ def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None =
 def run_command(command: Callable[[Settings], None], settings: Settings, directory: Path | None = None) -> None:
     """Run a command's main: bad input ends in one line and status 2, Ctrl-C in a line that says how to go on."""
     try:
-        keep_programs()
+        try:
+            keep_programs()
+        except NotKept as error:
+            print(f"note: {error}; they are compiled again in every run", file=sys.stderr)
         command(settings)
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):

@@ -67,7 +67,6 @@ def run_stream(
     engine, batch_size = config.engine, config.cheem.batch_size
     vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
     means = _base_means(pretrained, config, vit, base_images, progress)
-    resumed = claim(directory, _identity(stream, pretrained, config, means, router))
     executor = make_executor(vit, config.cheem.placement, engine, token=config.cheem.token, batch_size=batch_size)
     features = FrozenFeatures(executor, batch_size)
     router_features = features
@@ -75,6 +74,7 @@ def run_stream(
         router_vit = build(dataclasses.replace(router.config, precision=engine.precision), router.params)
         router_executor = make_executor(router_vit, config.cheem.placement, engine, batch_size=batch_size)
         router_features = FrozenFeatures(router_executor, batch_size)
+    resumed = claim(directory, _identity(stream, pretrained, config, means, router))
     key = jax.random.key(config.seed)
     cheem = Cheem(executor, config.cheem, key, means, router_features)
     frozen = FrozenLinear(key, features, router_features, config.cheem.router)

@@ -1,5 +1,6 @@
 """What a user sees who mistypes: one line that names the value and the way out, and status 2."""
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -43,6 +44,11 @@ def stream(tmp_path):
         (["--image-size", "30"], "try 24 or 32"),
         (["--weights", "nowhere.safetensors"], "nowhere.safetensors"),
         (["--base-data", "nowhere"], "nowhere"),
+        (["--engine.executor", "hole"], "whole"),
+        (["--engine.precision", "float8"], "bfloat16"),
+        (["--engine.memory-gb", "-1"], "memory_gb is -1"),
+        (["--engine.memory-gb", "1e-6"], "the activations of one batch of 64 images take"),
+        (["--engine.programs", "0"], "programs is 0"),
     ],
 )
 def test_a_mistyped_value_is_named_with_the_way_out(capsys, stream, tmp_path, arguments, said):
@@ -115,3 +121,29 @@ def test_the_preset_decides_the_defaults_and_options_change_them():
     assert settings.cheem.supernet.epochs == 8 and settings.cheem.search.generations == 9
     assert mtil.read_arguments(["--preset=quick"]).cheem.batch_size == 32
     assert mtil.read_arguments([]).cheem.supernet.epochs == 50
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")]
+)
+def test_out_of_memory_names_what_to_change(capsys, error):
+    def command(settings):
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        run_command(command, None)
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.count("\n") == 1
+    assert "out of memory" in said and "batch size" in said and "memory_gb" in said
+
+
+def test_a_cache_of_programs_that_cannot_be_written_is_no_reason_to_stop(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    enabled, done = jax.config.jax_enable_compilation_cache, []
+    try:
+        jax.config.update("jax_enable_compilation_cache", True)
+        run_command(done.append, "settings")
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+    assert done == ["settings"] and "JAX_COMPILATION_CACHE_DIR" in capsys.readouterr().err

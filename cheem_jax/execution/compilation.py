@@ -55,11 +55,15 @@ jax.monitoring.register_event_duration_secs_listener(_on_duration)
 jax.monitoring.register_event_listener(_on_event)
 
 
+class NotKept(ValueError):
+    """Compiled programs cannot be kept on disk."""
+
+
 def keep_programs() -> Path | None:
     """Switch on JAX's persistent compilation cache; returns its directory, or None where the user switched it off.
 
     `JAX_COMPILATION_CACHE_DIR` names another directory and `JAX_ENABLE_COMPILATION_CACHE=false` does without. Raises
-    ValueError for one that cannot be written.
+    ValueError where the user's directory cannot be written, and its subclass NotKept where the default one cannot.
     """
     if not getattr(jax.config, "jax_enable_compilation_cache", True):
         return None
@@ -72,7 +76,8 @@ def keep_programs() -> Path | None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ValueError(
+        kind = ValueError if chosen else NotKept
+        raise kind(
             f"cannot keep compiled programs in {directory} ({error.strerror}); name another folder with "
             "JAX_COMPILATION_CACHE_DIR, or go without by JAX_ENABLE_COMPILATION_CACHE=false"
         ) from None

@@ -1,0 +1,70 @@
+"""Counts of the compiler's work, the persistent cache, and options that another jaxlib may not know."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from cheem_jax.execution.compilation import Compilations, NotKept, compilations, jit_options, keep_programs
+
+PROGRAM = """
+import jax
+from cheem_jax.execution.compilation import compilations, keep_programs
+print(keep_programs())
+before = compilations()
+jax.jit(lambda x: x * 3 + 1)(2.0).block_until_ready()
+found = compilations().since(before)
+print(found.programs, found.cached, found.seconds > 0)
+"""
+
+
+def run(tmp_path, **environment):
+    keep = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    environment = {**keep, "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path), **environment}
+    environment.pop("XDG_CACHE_HOME", None)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")
+
+
+def test_a_second_process_reads_what_the_first_compiled(tmp_path):
+    first, second = run(tmp_path), run(tmp_path)
+    assert first[0] == second[0] and first[0].startswith(str(tmp_path / ".cache" / "cheem_jax" / "programs"))
+    assert first[1] == "1 0 True" and second[1] == "0 1 True"
+
+
+def test_the_user_names_another_directory_or_does_without(tmp_path):
+    assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "here"))[0] == str(tmp_path / "here")
+    assert run(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false")[0] == "None"
+
+
+def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    enabled = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", True)
+        with pytest.raises(NotKept, match="JAX_COMPILATION_CACHE_DIR"):
+            keep_programs()
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file" / "programs"))
+        with pytest.raises(ValueError, match=r"cannot keep compiled programs in .*file/programs") as error:
+            keep_programs()
+        assert error.type is ValueError
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_enable_compilation_cache", enabled)
+
+
+def test_every_program_is_counted():
+    before = compilations()
+    jax.jit(lambda x: x - 7)(1.0)
+    found = compilations().since(before)
+    assert found.programs >= 1 and found.seconds > 0
+    assert Compilations(5, 1, 2.5).since(Compilations(3, 1, 1.0)) == Compilations(2, 0, 1.5)
+
+
+def test_bfloat16_products_keep_the_compilers_own_choice():
+    assert jit_options("bfloat16") is None
+    assert jit_options("float32") is None or "ynn" in str(jit_options("float32"))

@@ -1,0 +1,77 @@
+"""Hand-written gradients against JAX's own, in both precisions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cheem_jax.kernels import activate, attend, layer_norm, product
+
+RNG = np.random.default_rng(0)
+
+
+def array(*shape):
+    return jnp.asarray(RNG.normal(size=shape).astype(np.float32))
+
+
+def plain_norm(x, scale, bias):
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(variance + 1e-6) * scale + bias
+
+
+def plain_attention(query, key, value):
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    return jax.nn.softmax(scores, axis=-1) @ value
+
+
+CASES = {
+    "product": (product, lambda x, w: x @ w, (array(2, 5, 7), array(7, 3))),
+    "norm": (lambda x, s, b: layer_norm(x, s, b, 1e-6), plain_norm, (array(2, 5, 16), array(16), array(16))),
+    "gelu": (lambda a: activate(a, "gelu"), lambda a: jax.nn.gelu(a, approximate=False), (4 * array(3, 50),)),
+    "quick": (lambda a: activate(a, "quick_gelu"), lambda a: a * jax.nn.sigmoid(1.702 * a), (4 * array(3, 50),)),
+    "attention": (attend, plain_attention, (array(2, 3, 5, 8), array(2, 3, 7, 8), array(2, 3, 7, 8))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_jaxs_own(name):
+    ours, plain, arguments = CASES[name]
+    value, pull = jax.vjp(ours, *arguments)
+    wanted, plain_pull = jax.vjp(plain, *arguments)
+    grad = array(*value.shape)
+    np.testing.assert_allclose(value, wanted, atol=3e-6)
+    for found, expected in zip(pull(grad), plain_pull(grad), strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_gelu_is_zero_and_flat_far_below_zero():
+    value, pull = jax.vjp(lambda a: activate(a, "gelu"), jnp.array([-30.0, -8.0]))
+    np.testing.assert_allclose(value, 0, atol=1e-6)
+    np.testing.assert_allclose(pull(jnp.ones(2))[0], 0, atol=1e-6)
+
+
+def test_attention_survives_scores_that_overflow_an_exponential():
+    query, key = 1e3 * jnp.ones((1, 1, 2, 4)), jnp.asarray([[[[1.0] * 4, [-1.0] * 4]]])
+    assert np.isfinite(attend(query, key, array(1, 1, 2, 4))).all()
+
+
+@pytest.mark.parametrize("name", ["product", "attention"])
+def test_bfloat16_rounds_operands_and_nothing_else(name):
+    ours, plain, arguments = CASES[name]
+    value, pull = jax.vjp(lambda *given: ours(*given, "bfloat16"), *arguments)
+    wanted, plain_pull = jax.vjp(plain, *arguments)
+    assert value.dtype == jnp.float32 and not np.array_equal(value, wanted)
+    grad = array(*value.shape)
+    np.testing.assert_allclose(value, wanted, atol=0.06)
+    for found, expected in zip(pull(grad), plain_pull(grad), strict=True):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, expected, atol=0.1)
+
+
+def test_a_product_keeps_only_what_the_other_operands_gradient_needs():
+    x, weight = array(64, 32), array(32, 16)
+    frozen = jax.vjp(lambda x: product(x, weight), x)[1]
+    learned = jax.vjp(lambda weight: product(x, weight), weight)[1]
+    assert [leaf.shape for leaf in jax.tree.leaves(frozen)] == [weight.shape]
+    assert [leaf.shape for leaf in jax.tree.leaves(learned)] == [x.shape]
