@@ -10,6 +10,8 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3 python3.11 python3.12 python3.13
 PYTHON312 ?= python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12)
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
+BENCH_PYTHON ?= python3
 RUN_DIR ?= runs/demo
 
 VENV := .venv
@@ -18,7 +20,7 @@ VENV_CONVERT := .venv-convert
 INPUTS := pyproject.toml constraints.txt
 CODE := cheem_jax convert experiments tests
 
-.PHONY: help demo test test-slow test-convert test-312 lint format clean
+.PHONY: help demo test test-slow test-convert test-312 bench bench-gpu lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +45,12 @@ test-312: ## the tests on Python 3.12, where there is one
 	    $(MAKE) $(VENV_312)/.test PYTHON="$$python"
 	    $(VENV_312)/bin/python -m pytest $(PYTEST_ARGS)
 	fi
+
+bench: $(VENV_CONVERT)/.convert ## the benchmarks of docs/benchmarks.md on this CPU, PyTorch beside it; about 20 minutes
+	@JAX_PLATFORMS=cpu $(VENV_CONVERT)/bin/python experiments/bench/run.py $(BENCH_ARGS)
+
+bench-gpu: ## step times on an accelerator, with the python that has its JAX: make bench-gpu BENCH_PYTHON=python3
+	@$(BENCH_PYTHON) experiments/bench/gpu.py $(BENCH_ARGS)
 
 lint: $(VENV)/.dev ## formatting, lint and types
 	@$(VENV)/bin/python -m ruff format --check $(CODE)

@@ -1,0 +1,144 @@
+"""What compiling costs in a real run: the demo with an empty cache of programs, and again with what it left there.
+
+    python -m experiments.bench.demo_compile
+
+Also checks that drawing ten times as many architectures compiles nothing more.
+"""
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.weights import load_pretrained
+from cheem_jax.cli import parse
+from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.data.demo import demo_stream
+from cheem_jax.data.task import Stream
+from cheem_jax.execution.compilation import compilations, keep_programs
+from cheem_jax.execution.passes import Advance
+from cheem_jax.execution.stages import Stages
+from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig
+from cheem_jax.methods.method import FrozenFeatures
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import read
+from experiments.bench.measure import ROOT, Bench, Row, command, ignore_advance, save, say
+
+GOAL_COLD, GOAL_WARM = 0.2, 0.05
+"""Largest share of the wall time that compiling may take, without and with a filled cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Bench):
+    """What is measured; with `child` one small run in that directory."""
+
+    child: Path | None = None
+    """Run directory of the small run that stands for the demo with `--quick`."""
+
+
+def main(settings: Settings) -> None:
+    """Run the demo twice and write `demo_compile.json`."""
+    if settings.child is not None:
+        small_run(settings.child)
+        return
+    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
+        cache = Path(folder) / "programs"
+        cold = run_demo(Path(folder) / "cold", cache, settings.quick)
+        warm = run_demo(Path(folder) / "warm", cache, settings.quick)
+    once, often = programs(1, settings.quick), programs(10, settings.quick)
+    say(f"demo_compile: {once} programs, and {often} with ten times as many architectures")
+    share = {name: run["compile_seconds"] / run["seconds"] for name, run in (("cold", cold), ("warm", warm))}
+    walls = {"cold": cold["seconds"], "warm": warm["seconds"]}
+    rows = [
+        Row(
+            "share of compiling, empty cache", walls, share["cold"], GOAL_COLD, "at most", "of the time",
+            note=_note(cold),
+        ),
+        Row(
+            "share of compiling, filled cache", walls, share["warm"], GOAL_WARM, "at most", "of the time",
+            note=_note(warm),
+        ),
+        Row(
+            "programs for ten times as many architectures", {}, float(often), float(once), "at most", "programs",
+            note=f"one task; {once} with as many epochs and candidates as usual",
+        ),
+    ]  # fmt: skip
+    save(settings.out, "demo_compile", rows, quick=settings.quick, runs={"cold": cold, "warm": warm})
+
+
+def run_demo(directory: Path, cache: Path, quick: bool) -> dict[str, Any]:
+    """One run in a process of its own; wall seconds include starting Python."""
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_ENABLE_COMPILATION_CACHE": "true"}
+    arguments = ["-m", "cheem_jax", "demo", "--run-dir", str(directory)]
+    if quick:
+        arguments = ["-m", "experiments.bench.demo_compile", "--child", str(directory)]
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    seconds = time.perf_counter() - start
+    if done.returncode != 0:
+        raise ValueError(f"the demo ended with status {done.returncode}; see above")
+    timed = [entry["compile"] for entry in read(directory) if "compile" in entry]
+    return {
+        "seconds": seconds,
+        "programs": sum(entry["programs"] for entry in timed),
+        "cached": sum(entry["cached"] for entry in timed),
+        "compile_seconds": sum(entry["seconds"] for entry in timed),
+    }
+
+
+def small_run(directory: Path) -> None:
+    """Two tasks, as small as their parts allow."""
+    # the parent's switch for the other measurements does not hold here
+    jax.config.update("jax_enable_compilation_cache", True)
+    keep_programs()
+    stream = Stream("two", demo_stream(num_train=64, num_val=32, num_test=32).tasks[:2])
+    run_stream(stream, load_pretrained("vit_micro"), RunConfig(small(1), "demo"), directory, Progress())
+
+
+def small(times: int) -> CheemConfig:
+    """The demo's settings for a moment's work: `times` as many epochs and candidates."""
+    preset = PRESETS["demo"]
+    return dataclasses.replace(
+        preset,
+        supernet=dataclasses.replace(preset.supernet, epochs=times),
+        search=dataclasses.replace(preset.search, population=6 * times, generations=2, num_parents=2),
+        finetune=dataclasses.replace(preset.finetune, epochs=1),
+    )
+
+
+def programs(times: int, quick: bool) -> int:
+    """Programs that one task needs in a fresh executor: similarity, supernet, search, fine-tuning, router."""
+    jax.clear_caches()
+    pretrained, start = load_pretrained("vit_nano" if quick else "vit_micro"), compilations()
+    executor = Stages(build(pretrained.config, pretrained.params), "mlp_down")
+    config = small(times)
+    features = FrozenFeatures(executor, config.batch_size)
+    learner = Cheem(executor, config, jax.random.key(0), None, features)
+    learner.learn(demo_stream(num_train=64, num_val=32, num_test=32).tasks[0], silent)
+    return compilations().since(start).programs
+
+
+@contextlib.contextmanager
+def silent(phase: str, total: int) -> Iterator[Advance]:
+    """A phase that shows nothing."""
+    yield ignore_advance
+
+
+def _note(run: dict[str, Any]) -> str:
+    return (
+        f"{run['programs']} programs compiled and {run['cached']} read from the cache "
+        f"in {run['compile_seconds']:.1f} of {run['seconds']:.1f} s"
+    )
+
+
+if __name__ == "__main__":
+    command(main, parse(Settings, description=__doc__))

@@ -1,0 +1,188 @@
+"""Executors on an accelerator: steps, forward passes, utilisation, and what a task of the paper would take.
+
+    python -m experiments.bench.gpu [--backbones vit_base] [--batches 64] [--precisions bfloat16] [--executors scan]
+
+Every configuration is written when it ends; those that have a file already are left out, so that the same command goes
+on after a time limit.
+"""
+
+import dataclasses
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from cheem_jax.architecture import Architecture, decode
+from cheem_jax.backbone.config import CONFIGS
+from cheem_jax.backbone.params import build, init_params
+from cheem_jax.cli import parse
+from cheem_jax.execution.batches import batches
+from cheem_jax.execution.choice import EngineConfig, Name, make_executor
+from cheem_jax.execution.executor import Executor
+from cheem_jax.execution.feed import Budget, Feed, feed_images, keep_tokens
+from cheem_jax.kernels import Precision
+from cheem_jax.methods.method import base_network
+from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.training import prepare, step_of
+from experiments.bench.measure import (
+    ROOT,
+    Row,
+    command,
+    random_images,
+    save,
+    say,
+    separate_flops,
+    step_flops,
+)
+
+NUM_CLASSES, RANK, REPEATS = 100, 40, 3
+NUM_STEPS: dict[Name, int] = {"stages": 16, "whole": 2, "scan": 16}
+"""Steps timed at once; `whole` compiles a program for each."""
+TRAIN_IMAGES, VAL_IMAGES, CANDIDATES, SUPERNET_EPOCHS, FINETUNE_EPOCHS = 20_399, 2_770, 1_000, 50, 20
+"""The mean MTIL task at the paper's settings."""
+PAPER_HOURS = 1.45
+"""Of the paper on one A100, per task."""
+PEAKS: dict[str, dict[Precision, float]] = {
+    "H200": {"bfloat16": 989e12, "float32": 494.5e12},
+    "H100": {"bfloat16": 989e12, "float32": 494.5e12},
+    "A100": {"bfloat16": 312e12, "float32": 156e12},
+    "L4": {"bfloat16": 121e12, "float32": 60e12},
+    "T4": {"bfloat16": 65e12, "float32": 8.1e12},
+}
+"""Dense products per second as the makers state them; float32 is TF32 where there is one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Which configurations are measured; lists are separated by commas."""
+
+    out: Path = ROOT / "docs" / "benchmarks"
+    """Folder of the JSON files."""
+    backbones: str = "deit_tiny,vit_base"
+    batches: str = "64,256"
+    precisions: str = "float32,bfloat16"
+    executors: str = "stages,scan,whole"
+    again: bool = False
+    """Also those that have a file already."""
+
+
+def main(settings: Settings) -> None:
+    """Measure every configuration."""
+    if jax.default_backend() == "cpu":
+        raise ValueError("JAX finds no accelerator here; on a CPU run experiments/bench/run.py")
+    names = [settings.backbones, settings.batches, settings.precisions, settings.executors]
+    choices = [[name.strip() for name in text.split(",")] for text in names]
+    for chosen, known in zip(choices, (CONFIGS, None, ("float32", "bfloat16"), NUM_STEPS), strict=True):
+        if known is not None and (unknown := [name for name in chosen if name not in known]):
+            raise ValueError(f"unknown {unknown}; expected some of: {', '.join(known)}")
+    for backbone, batch, precision, executor in itertools.product(*choices):
+        part = f"gpu-{backbone}-{batch}-{precision}-{executor}"
+        if not settings.again and (settings.out / f"{part}.json").exists():
+            say(f"{part}: measured already")
+            continue
+        setting = {"backbone": backbone, "batch": int(batch), "precision": precision, "executor": executor}
+        try:
+            rows, found = measure(part, **setting)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            rows, found = [], {"failed": "out of memory"}
+            say(f"{part}: out of memory")
+        save(settings.out, part, rows, **setting, **found)
+        jax.clear_caches()
+
+
+def measure(
+    part: str, *, backbone: str, batch: int, precision: Precision, executor: Name
+) -> tuple[list[Row], dict[str, Any]]:
+    """One configuration."""
+    config = dataclasses.replace(CONFIGS[backbone], precision=precision)
+    vit = build(config, init_params(config, jax.random.key(0)))
+    one = make_executor(vit, "mlp_down", EngineConfig(executor, precision), batch_size=batch)
+    num_images, steps = 2 * batch, NUM_STEPS[executor]
+    budget = Budget(one.budget)
+    images = feed_images(one, random_images(num_images, config), budget)
+    feed = keep_tokens("training images", one, images, num_images, (), batch_size=batch, budget=budget)
+    supernet = Supernet(jax.random.key(1), one.base_pool, NUM_CLASSES, OpSettings(rank=RANK))
+    codes = np.random.default_rng(0).integers(0, 4, (steps, config.depth))
+    architectures = [decode(row, supernet.sizes) for row in codes]
+    start = time.perf_counter()
+    prepare(one, supernet, batch)
+    run_steps(one, supernet, architectures, feed, num_images, batch)
+    preparing = time.perf_counter() - start
+    step_seconds = median_seconds(lambda: run_steps(one, supernet, architectures, feed, num_images, batch)) / steps
+    forward_seconds = median_seconds(lambda: run_forward(one, feed, num_images, batch))
+    forward_rate = num_images / forward_seconds
+    work = batch * float(np.mean([step_flops(config, a, RANK, begin=0) for a in architectures])) / step_seconds
+    peak = peak_of(jax.devices()[0].device_kind, precision)
+    forward_work = forward_rate * separate_flops(config, [base_network(one)])
+    hours = task_seconds(step_seconds, batch, forward_rate) / 3600
+    notes = [f"{name} not kept" for name in budget.refused]
+    if executor == "whole":
+        notes.append("without compiling, which nearly every supernet step would have to do")
+    what = f"hours per task, {part.removeprefix('gpu-')}"
+    # the paper's time is that of ViT-B/16, and a rate without its compilations is no run's
+    goal = PAPER_HOURS if backbone == "vit_base" and executor != "whole" else None
+    row = Row(what, {}, hours, goal, "at most", "h", note="; ".join(notes))
+    return [row], {
+        "step_seconds": step_seconds,
+        "images_per_second": batch / step_seconds,
+        "forward_images_per_second": forward_rate,
+        "utilisation": None if peak is None else work / peak,
+        "forward_utilisation": None if peak is None else forward_work / peak,
+        "model_flops_per_second": work,
+        "prepare_seconds": preparing,
+        "steps": steps,
+    }
+
+
+def run_steps(
+    executor: Executor, supernet: Supernet, architectures: list[Architecture], feed: Feed, num_images: int, batch: int
+) -> None:
+    """All steps, waited for at the end, as in training."""
+    labels = np.arange(num_images, dtype=np.int32) % NUM_CLASSES
+    rows = itertools.cycle(list(batches(np.arange(num_images), batch)))
+    data = [step_of(feed, labels, next(rows), executor.rows(batch)) for _ in architectures]
+    losses = []
+    for first in range(0, len(data), executor.steps_per_call):
+        part = slice(first, first + executor.steps_per_call)
+        losses += executor.train(supernet, architectures[part], data[part], [1e-3] * len(data[part]))
+    jax.block_until_ready((losses, supernet.head, supernet.learners))
+
+
+def run_forward(executor: Executor, feed: Feed, num_images: int, batch: int) -> None:
+    """Features of one network from kept tokens, as a candidate's evaluation."""
+    network, found = base_network(executor), []
+    for rows in batches(np.arange(num_images), executor.rows(batch)):
+        (walked,) = executor.walk([network], feed(rows.rows), rows.mask)
+        found.append(executor.features(walked.tokens))
+    jax.block_until_ready(found)
+
+
+def median_seconds(work) -> float:
+    """Median seconds after a warm-up."""
+    work()
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def task_seconds(step_seconds: float, batch: int, forward_rate: float) -> float:
+    """The mean MTIL task from measured rates; every step like a supernet's, every candidate by itself."""
+    steps = (SUPERNET_EPOCHS + FINETUNE_EPOCHS) * -(-TRAIN_IMAGES // batch)
+    return steps * step_seconds + CANDIDATES * VAL_IMAGES / forward_rate
+
+
+def peak_of(device: str, precision: Precision) -> float | None:
+    """Products per second of a known device."""
+    return next((peaks[precision] for name, peaks in PEAKS.items() if name in device), None)
+
+
+if __name__ == "__main__":
+    command(main, parse(Settings, description=__doc__))

@@ -1,0 +1,323 @@
+"""What a run costs after T = 1, 3, 10, 30 and 100 learned tasks of vit_micro.
+
+    python -m experiments.bench.growth
+
+The memory is filled with drawn architectures instead of learned ones: what a step, the compiler, the similarity and a
+checkpoint cost depends on how many experts there are, not on how well they do. Every T has a process of its own, so
+that programs and resident memory are counted from nothing.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from cheem_jax.architecture import Architecture, Choice, decode
+from cheem_jax.backbone.params import build
+from cheem_jax.checkpoint import save_memory_task
+from cheem_jax.cli import parse
+from cheem_jax.continual import peak_memory_bytes
+from cheem_jax.evolution import SearchConfig, prepare_search, search
+from cheem_jax.execution.batches import batches
+from cheem_jax.execution.compilation import compilations
+from cheem_jax.execution.executor import Dense, Executor
+from cheem_jax.execution.feed import Budget, HostImages, keep_tokens
+from cheem_jax.execution.passes import token_means
+from cheem_jax.execution.stages import Stages
+from cheem_jax.hee import exploit_table, uniform_table
+from cheem_jax.keys import key_at
+from cheem_jax.methods.cheem import dense_task_network
+from cheem_jax.ops import Expert, LowRank
+from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, merge_dense, pool_sizes
+from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.training import prepare, step_of
+from experiments.bench.measure import (
+    ROOT,
+    Bench,
+    Row,
+    alternate,
+    backbone,
+    command,
+    ignore_advance,
+    medians,
+    random_images,
+    save,
+    say,
+)
+
+TASKS = (1, 3, 10, 30, 100)
+NUM_CLASSES, RANK, BATCH, NUM_IMAGES, NUM_DRAWS, CHECKPOINTS = 10, 16, 32, 32, 12, 10
+GOAL_STEP = 1.2
+"""A step runs one network, whatever the pool holds; the rest is room for noise."""
+GOAL_MEMORY = 2.0
+"""Resident bytes per byte of dense experts: each once, and room for the pairs that they were merged from."""
+GOAL_CHECKPOINT = 1.25
+"""Bytes on disk per byte of what the task added."""
+PANELS = (
+    ("step_seconds", "a supernet step (s)"),
+    ("programs", "programs compiled"),
+    ("similarity_seconds", f"similarity pass, {NUM_IMAGES} images (s)"),
+    ("resident_megabytes", "resident memory (MB)"),
+    ("checkpoint_kilobytes", "checkpoint of a task (kB)"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Bench):
+    """What is measured; with `tasks` only that many, into that file."""
+
+    tasks: int | None = None
+    """One number of tasks, measured in this process."""
+    file: Path | None = None
+    """Where its numbers go."""
+
+
+class Grown(NamedTuple):
+    """A memory as some tasks would have left it, its experts dense, and the experts of base and tasks per block."""
+
+    memory: Memory
+    experts: list[list[Expert]]
+    earlier: list[tuple[int | None, ...]]
+
+    @property
+    def networks(self) -> list[list[Dense]]:
+        """The base network and every task's."""
+        return [dense_task_network(self.experts, used) for used in self.earlier]
+
+
+def drawn_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: int = 0) -> Grown:
+    """A memory of tasks whose architectures are drawn as the exploiting sampler would, and not trained."""
+    rng, key, width = np.random.default_rng(seed), jax.random.key(seed), executor.config.width
+    memory = Memory(executor.base_pool)
+    experts = [[dense_expert(block, 0)] for block in executor.base_pool]
+    earlier: list[tuple[int | None, ...]] = [(0,) * executor.num_blocks]
+    for index in range(num_tasks):
+        sizes = pool_sizes(memory.pool)
+        table = drawn_table(rng, earlier, sizes)
+        codes = [rng.choice(len(row), p=row / row.sum()) for row in table]
+        architecture = decode(codes, sizes)
+        supernet = Supernet(key_at(key, index), memory.pool, NUM_CLASSES, OpSettings(rank=rank), experts)
+        learned = {block: _moved(rng, params) for block, params in supernet.learned(architecture).items()}
+        pool, used = grow(memory.pool, architecture, learned, index)
+        for block, own in zip(experts, pool, strict=True):
+            for stored in own[len(block) :]:
+                block.append(_dense(stored, block))
+        head = Head(jnp.zeros((width, NUM_CLASSES)), jnp.zeros(NUM_CLASSES))
+        means = rng.normal(size=(executor.num_blocks, width)).astype(np.float32)
+        centroids = rng.normal(size=(5, width)).astype(np.float32)
+        names = tuple(f"class {i}" for i in range(NUM_CLASSES))
+        task = TaskMemory(f"task {index}", names, architecture, used, head, means, centroids)
+        memory = Memory(pool, (*memory.tasks, task))
+        earlier.append(used)
+    return Grown(memory, experts, earlier)
+
+
+def drawn_table(
+    rng: np.random.Generator, earlier: Sequence[tuple[int | None, ...]], sizes: Sequence[int]
+) -> np.ndarray:
+    """The exploiting table of similarities that are drawn: an earlier network is near or far in all blocks alike."""
+    near = rng.uniform(-1, 1, (len(earlier), 1)) + 0.3 * rng.normal(size=(len(earlier), len(sizes)))
+    absent = np.array([[expert is None for expert in used] for used in earlier])
+    return exploit_table(np.where(absent, np.nan, np.clip(near, -1, 1)), earlier, sizes)
+
+
+def measure(num_tasks: int, quick: bool) -> dict[str, Any]:
+    """Everything about one number of tasks."""
+    vit = backbone("vit_nano" if quick else "vit_micro")
+    module = build(vit.config, vit.params)
+    grown = drawn_memory(Stages(module, "mlp_down"), num_tasks)
+    # so far programs only served to fill the memory
+    jax.clear_caches()
+    executor, rng = Stages(module, "mlp_down"), np.random.default_rng(1)
+    sizes, start = pool_sizes(grown.memory.pool), compilations()
+    images = HostImages(executor, random_images(NUM_IMAGES, vit.config))
+    kept = keep_tokens("", executor, images, NUM_IMAGES, (), batch_size=BATCH, budget=Budget(2**30))
+    seconds = alternate({"similarity": lambda: similarity(executor, grown, kept)}, 1 if quick else 3)
+
+    exploit, uniform = drawn_table(rng, grown.earlier, sizes), uniform_table(sizes)
+    config = SearchConfig(generations=3)
+    settings = OpSettings(rank=RANK)
+    supernet = Supernet(jax.random.key(1), grown.memory.pool, NUM_CLASSES, settings, grown.experts)
+    prepare(executor, supernet, BATCH)
+    prepare_search(exploit, config)
+    prepared = compilations()
+    labels = np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
+    (batch,) = batches(np.arange(BATCH), BATCH)
+    data = step_of(kept, labels, batch, executor.rows(BATCH))
+    following = iter(drawn_kinds(sizes, rng, 1 + (NUM_DRAWS if quick else 4 * NUM_DRAWS)))
+
+    def step() -> None:
+        losses = executor.train(supernet, [next(following)], [data], [1e-3])
+        jax.block_until_ready((losses, supernet.head, supernet.learners))
+
+    times = alternate({"step": step}, NUM_DRAWS if quick else 4 * NUM_DRAWS)
+    search(
+        jax.random.key(2), lambda genomes: genomes.sum(axis=1) % 7, lambda genomes: genomes.sum(axis=1) % 5,
+        exploit, uniform, sizes, 7, config,
+    )  # fmt: skip
+    experts = [leaf.nbytes for block in grown.experts for expert in block for leaf in expert]
+    resident = resident_bytes()
+    return {
+        "tasks": num_tasks,
+        "experts_of_largest_block": max(sizes),
+        "step_seconds": medians(times)["step"],
+        "step_samples": times["step"],
+        "programs": compilations().since(start).programs,
+        "programs_after_prepare": compilations().since(prepared).programs,
+        "similarity_seconds": medians(seconds)["similarity"],
+        "resident_megabytes": resident / 1e6,
+        "expert_megabytes": sum(experts) / 1e6,
+        **checkpoint_sizes(grown.memory),
+    }
+
+
+def similarity(executor: Executor, grown: Grown, feed) -> None:
+    """Mean class tokens of the base and every task's network, as at the start of the next task."""
+    token_means(executor, grown.networks, feed, NUM_IMAGES, batch_size=BATCH, advance=ignore_advance)
+
+
+def drawn_kinds(sizes: Sequence[int], rng: np.random.Generator, num: int) -> list[Architecture]:
+    """The same op kinds whatever the pool holds, of experts drawn from it; they repeat after `NUM_DRAWS`."""
+    kinds = np.random.default_rng(0).integers(0, 4, (NUM_DRAWS, len(sizes)))
+    found = []
+    for i in range(num):
+        row = kinds[i % NUM_DRAWS]
+        experts = [int(rng.integers(0, n)) for n in sizes]
+        options = [(Choice("reuse", e), Choice("adapt", e), Choice("new"), Choice("skip")) for e in experts]
+        found.append(tuple(option[kind] for option, kind in zip(options, row, strict=True)))
+    return found
+
+
+def checkpoint_sizes(memory: Memory) -> dict[str, float]:
+    """Mean bytes of the last tasks' checkpoints, and of the arrays that they added."""
+    first = max(0, len(memory.tasks) - CHECKPOINTS)
+    root = Path(tempfile.mkdtemp(prefix="cheem-bench-"))
+    written, added = [], []
+    try:
+        for index in range(first, len(memory.tasks)):
+            directory = save_memory_task(root, memory, index, RANK)
+            written.append(sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))
+            own = [stored.params for block in memory.pool for stored in block if stored.origin == index]
+            task = memory.tasks[index]
+            leaves = jax.tree.leaves((own, task.head, task.means, task.centroids))
+            added.append(sum(leaf.nbytes for leaf in leaves))
+    finally:
+        shutil.rmtree(root)
+    return {"checkpoint_kilobytes": float(np.mean(written)) / 1e3, "added_kilobytes": float(np.mean(added)) / 1e3}
+
+
+def resident_bytes() -> int:
+    """What this process holds now; where the system does not tell, the most it ever held."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return peak_memory_bytes()
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def main(settings: Settings) -> None:
+    """Measure every number of tasks in a process of its own; write `growth.json` and the figure."""
+    if settings.tasks is not None:
+        assert settings.file is not None, "a single measurement is written to --file"
+        settings.file.write_text(json.dumps(measure(settings.tasks, settings.quick)))
+        return
+    found = []
+    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
+        for num in (1, 10) if settings.quick else TASKS:
+            file = Path(folder) / f"{num}.json"
+            options = ["--tasks", str(num), "--file", str(file), *(["--quick"] if settings.quick else [])]
+            done = subprocess.run([sys.executable, "-m", "experiments.bench.growth", *options], cwd=ROOT)
+            if done.returncode != 0:
+                raise ValueError(f"measuring {num} tasks ended with status {done.returncode}; see above")
+            found.append(json.loads(file.read_text()))
+            say(f"growth: T = {num}: {found[-1]['step_seconds']:.4g} s a step, {found[-1]['programs']} programs")
+    draw(found, settings.out.parent / "growth.png")
+    save(settings.out, "growth", rows_of(found), quick=settings.quick, tasks=found)
+
+
+def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:
+    """The goals, from the fewest tasks to the most."""
+    first, last = found[0], found[-1]
+    few, many = first["tasks"], last["tasks"]
+    span = f"T = {few} to {many}"
+    buckets = math.ceil(math.log2(max(many / few, 1)))
+    added = last["expert_megabytes"] - first["expert_megabytes"]
+    memory = (last["resident_megabytes"] - first["resident_megabytes"]) / added if added > 0 else None
+
+    def seconds(key: str) -> dict[str, float]:
+        return {f"T = {few}": first[key], f"T = {many}": last[key]}
+
+    return [
+        Row(
+            f"supernet step, {span}", seconds("step_seconds"), last["step_seconds"] / first["step_seconds"],
+            GOAL_STEP, "at most", note="one network runs, whatever the pool holds",
+        ),
+        Row(
+            f"programs compiled, {span}", {}, float(last["programs"]), float(first["programs"] + buckets), "at most",
+            "programs", note=f"{first['programs']} at T = {few}, and one for every doubling",
+        ),
+        Row(
+            "programs compiled after the preparation", {}, float(max(t["programs_after_prepare"] for t in found)), 0.0,
+            "at most", "programs", note="in supernet steps and the draws of a search",
+        ),
+        Row(
+            f"similarity pass, {span}", seconds("similarity_seconds"),
+            last["similarity_seconds"] / first["similarity_seconds"], (many + 1) / (few + 1), "at most",
+            note="linear in the networks, less where they share prefixes",
+        ),
+        Row(
+            f"resident memory per byte of dense experts, {span}", {}, memory, GOAL_MEMORY, "at most",
+            note="its growth over that of the experts",
+        ),
+        Row(
+            f"checkpoint per byte that a task added, T = {many}", {},
+            last["checkpoint_kilobytes"] / last["added_kilobytes"], GOAL_CHECKPOINT, "at most",
+        ),
+    ]  # fmt: skip
+
+
+def draw(found: Sequence[dict[str, Any]], file: Path) -> None:
+    """One panel per cost over the number of tasks."""
+    figure = Figure(figsize=(3.1 * len(PANELS), 2.9), dpi=120, layout="constrained")
+    tasks = [entry["tasks"] for entry in found]
+    for index, (key, title) in enumerate(PANELS):
+        axes = figure.add_subplot(1, len(PANELS), index + 1)
+        values = [entry[key] for entry in found]
+        axes.plot(tasks, values, marker="o", color="#2b6ca3")
+        axes.set(xscale="log", xlabel="tasks learned", ylim=(0, 1.15 * max(values)), xticks=tasks)
+        axes.set_xticklabels([str(num) for num in tasks])
+        axes.minorticks_off()
+        axes.set_title(title, fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)
+
+
+def _moved(rng: np.random.Generator, params: Expert | LowRank) -> Expert | LowRank:
+    # an untrained pair is zero: its expert would equal its parent
+    if isinstance(params, LowRank):
+        return LowRank(params.down, jnp.asarray(0.02 * rng.normal(size=params.up.shape), jnp.float32))
+    return params
+
+
+def _dense(stored: StoredExpert, block: Sequence[Expert]) -> Expert:
+    if isinstance(stored.params, Expert):
+        return stored.params
+    assert stored.parent is not None
+    return merge_dense(block[stored.parent], stored.params)
+
+
+if __name__ == "__main__":
+    command(main, parse(Settings, description=__doc__))

@@ -1,0 +1,55 @@
+"""All benchmarks of a machine without an accelerator, each in a process of its own.
+
+python experiments/bench/run.py [--only steps,sharing,growth,demo_compile] [--out docs/benchmarks] [--quick]
+"""
+
+import dataclasses
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cheem_jax.cli import parse, run_command
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("steps", "sharing", "growth", "demo_compile")
+
+
+@dataclasses.dataclass(frozen=True)
+class All:
+    """What is run and where its numbers go."""
+
+    only: str = ",".join(PARTS)
+    """Parts, separated by commas."""
+    out: Path = ROOT / "docs" / "benchmarks"
+    """Folder of the JSON files; tables and figures are written beside it."""
+    quick: bool = False
+    """Settings so small that the numbers mean nothing: to see whether everything runs."""
+
+
+def main(settings: All) -> None:
+    """Run the parts one after the other, the tables after each; one that fails does not stop the others."""
+    parts = [part.strip() for part in settings.only.split(",")]
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise ValueError(f"unknown parts {unknown}; expected some of: {', '.join(PARTS)}")
+    options = ["--out", str(settings.out.resolve())]
+    failed = []
+    for part in parts:
+        start = time.perf_counter()
+        print(f"== {part}", flush=True)
+        if call(part, *options, *(["--quick"] if settings.quick else [])) != 0:
+            failed.append(part)
+        call("tables", *options)
+        print(f"== {part}: {time.perf_counter() - start:.0f} s", flush=True)
+    if failed:
+        print(f"error: these parts failed, see above: {', '.join(failed)}", file=sys.stderr)
+        raise SystemExit(1)
+
+
+def call(part: str, *options: str) -> int:
+    """A part's exit status."""
+    return subprocess.run([sys.executable, "-m", f"experiments.bench.{part}", *options], cwd=ROOT).returncode
+
+
+if __name__ == "__main__":
+    run_command(main, parse(All, description=__doc__))

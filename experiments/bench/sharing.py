@@ -1,0 +1,397 @@
+"""Work that need not be done: every way of sharing or keeping it against the same executor without it.
+
+    python -m experiments.bench.sharing
+
+Both sides compute the same numbers, which is checked exactly. Beside each ratio stands its ceiling: what counting
+FLOPs alone would allow (attention products included, the last block for the class token alone).
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cheem_jax.architecture import Architecture, Choice
+from cheem_jax.backbone.params import build
+from cheem_jax.cli import parse
+from cheem_jax.data.demo import demo_stream
+from cheem_jax.data.task import Task
+from cheem_jax.evolution import SearchConfig, search
+from cheem_jax.execution.batches import batches
+from cheem_jax.execution.executor import Dense, Executor, Network
+from cheem_jax.execution.feed import Budget, Feed, HostImages, keep_tokens
+from cheem_jax.execution.inference import Inference, TaskNetwork, bucket_sizes, pieces
+from cheem_jax.execution.passes import count_right, token_means
+from cheem_jax.execution.stages import Stages
+from cheem_jax.execution.whole import Whole
+from cheem_jax.hee import uniform_table
+from cheem_jax.methods.method import base_network
+from cheem_jax.ops import Expert
+from cheem_jax.pool import Head, pool_sizes
+from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.training import (
+    FitConfig,
+    architecture_flops,
+    dense_network,
+    fit,
+    frozen_prefix,
+    prepare,
+    step_of,
+    supernet_draws,
+    supernet_score,
+)
+from experiments.bench.growth import Grown, drawn_memory, drawn_table
+from experiments.bench.measure import (
+    Bench,
+    Row,
+    alternate,
+    backbone,
+    command,
+    ignore_advance,
+    medians,
+    random_images,
+    save,
+    say,
+    separate_flops,
+    step_flops,
+    tree_flops,
+)
+
+RANK, NUM_CLASSES, PLENTY = 16, 20, 2**34
+SHARED, APART = "shared", "apart"
+GOAL = 0.9
+"""Part of the counted ceiling that has to be reached."""
+NUM_SAME = 6
+"""Blocks that the networks of the planted cases have in common with the base."""
+
+
+class Study(NamedTuple):
+    """A backbone, its task and how much of it is searched."""
+
+    name: str
+    image_size: int | None
+    num_val: int
+    repeats: int
+
+
+def main(settings: Bench) -> None:
+    """Measure every part and write `sharing.json`."""
+    quick = settings.quick
+    rows: list[Row] = []
+    details: dict[str, Any] = {}
+    studies = [Study("vit_nano", None, 26, 1)]
+    if not quick:
+        studies = [Study("vit_micro", None, 64, 5), Study("deit_tiny", 96, 26, 3)]
+    for study in studies:
+        start = time.perf_counter()
+        found, details[f"search, {study.name}"] = searches(study, quick)
+        rows += found
+        say(f"sharing: search of {study.name} took {time.perf_counter() - start:.0f} s")
+    name, small, large = ("vit_nano", 32, 32) if quick else ("deit_tiny", 96, 224)
+    rows += similarities(name, small, 1 if quick else 3)
+    found, details["fine-tuning"] = finetuning(name, large, 2 if quick else 8)
+    rows += found
+    rows += inferences(name, large, 1 if quick else 3)
+    save(settings.out, "sharing", rows, quick=quick, details=details)
+
+
+def shared_row(what: str, seconds: dict[str, float], counted: tuple[int, int], note: str = "") -> Row:
+    """`counted`: FLOPs apart and shared."""
+    ceiling = counted[0] / counted[1]
+    return Row(what, seconds, seconds[APART] / seconds[SHARED], GOAL * ceiling, ceiling=ceiling, note=note)
+
+
+# ---- search
+
+
+def searches(study: Study, quick: bool) -> tuple[list[Row], dict[str, Any]]:
+    """A real search, then its generations scored again as prefix trees and one network per call."""
+    vit = backbone(study.name, study.image_size)
+    executor = Stages(build(vit.config, vit.params), "mlp_down")
+    num_train = 64 if quick else 256
+    task = demo_stream(image_size=vit.config.image_size, num_train=num_train, num_val=study.num_val, num_test=26).tasks[
+        0
+    ]
+    batch_size = study.num_val
+    config = SearchConfig(population=6, generations=2, num_parents=2) if quick else SearchConfig()
+    grown = drawn_memory(executor, 2, rank=RANK)
+    supernet, generations = real_search(executor, grown, task, batch_size, config)
+    merged: dict = {}
+    networks = [[dense_network(supernet, genome, merged) for genome in genomes] for genomes in generations]
+    feed = kept(executor, task.val.images, (), batch_size)
+
+    def score(one: Executor, found: Sequence[Network]) -> np.ndarray:
+        return count_right(
+            one, found, supernet.head.params, supernet.num_classes, feed, task.val.labels,
+            batch_size=batch_size, advance=ignore_advance,
+        )  # fmt: skip
+
+    def together(found: Sequence[Network]) -> np.ndarray:
+        return score(executor, found)
+
+    def apart(found: Sequence[Network]) -> np.ndarray:
+        return np.concatenate([score(executor, [network]) for network in found])
+
+    last = medians(compare(lambda: together(networks[-1]), lambda: apart(networks[-1]), study.repeats))
+    # each call scores the next generation, so the sum over as many calls as generations is a whole search
+    turns = [itertools.cycle(networks) for _ in range(2)]
+    times = compare(lambda: together(next(turns[0])), lambda: apart(next(turns[1])), len(networks))
+    total = {name: sum(found) for name, found in times.items()}
+    counted = [(separate_flops(vit.config, found), tree_flops(vit.config, found)) for found in networks]
+    num = sum(map(len, networks))
+    note = f"{len(task.val.labels)} validation images at {vit.config.image_size} pixels"
+    everything = sum(c[0] for c in counted), sum(c[1] for c in counted)
+    rows = [
+        shared_row(f"last generation of a search, {len(networks[-1])} networks, {study.name}", last, counted[-1], note),
+        shared_row(f"whole search, {num} networks, {study.name}", total, everything, note),
+    ]
+    flat = [network for found in networks for network in found]
+    whole, seconds = whole_search(vit, executor, flat, score, 3 if quick else 12)
+    rows.append(
+        Row(
+            f"whole search, {num} networks, {study.name}, one program per signature",
+            {SHARED: total[SHARED], "whole": seconds}, seconds / total[SHARED], 1.0,
+            note=f"extrapolated from {whole['sampled']} of {whole['signatures']} signatures: "
+            f"{whole['compile_seconds']:.2f} s to compile one, {1e3 * whole['call_seconds']:.1f} ms to call it",
+        )
+    )  # fmt: skip
+    genomes = [found.tolist() for found in generations]
+    return rows, {"genomes": genomes, "whole": whole, "samples": times}
+
+
+def real_search(
+    executor: Executor, grown: Grown, task: Task, batch_size: int, config: SearchConfig
+) -> tuple[Supernet, list[np.ndarray]]:
+    """A supernet trained for two epochs, and the genomes of every generation of a search in it."""
+    rng, num = np.random.default_rng(2), len(task.train.labels)
+    sizes = pool_sizes(grown.memory.pool)
+    exploit, uniform = drawn_table(rng, grown.earlier, sizes), uniform_table(sizes)
+    settings = OpSettings(rank=RANK)
+    supernet = Supernet(jax.random.key(1), grown.memory.pool, len(task.classes), settings, grown.experts)
+    order, mode, draw, key = jax.random.split(jax.random.key(3), 4)
+    fit(
+        order, executor, supernet, task.train.labels, kept(executor, task.train.images, (), 32),
+        supernet_draws(mode, draw, exploit, uniform, 0.3), FitConfig(epochs=2, learning_rate=2e-3),
+        batch_size=min(32, num), advance=ignore_advance,
+    )  # fmt: skip
+    feed = kept(executor, task.val.images, (), batch_size)
+    score = supernet_score(executor, supernet, task.val.labels, feed, batch_size=batch_size, advance=ignore_advance)
+    generations: list[np.ndarray] = []
+
+    def scored(genomes: np.ndarray) -> np.ndarray:
+        generations.append(genomes)
+        return score(genomes)
+
+    cost = architecture_flops(executor, supernet)
+    search(key, scored, cost, exploit, uniform, sizes, len(task.val.labels), config)
+    return supernet, generations
+
+
+def whole_search(
+    vit,
+    stages: Executor,
+    networks: Sequence[Network],
+    score: Callable[[Executor, Sequence[Network]], np.ndarray],
+    num: int,
+) -> tuple[dict[str, Any], float]:
+    """What the executor `whole` would take for all of a search, from some of its signatures (skip patterns)."""
+    executor = Whole(build(vit.config, vit.params), "mlp_down", programs=num)
+    by_signature = {tuple(step.expert is None for step in network): network for network in networks}
+    sampled = list(by_signature.values())[:: max(1, len(by_signature) // num)][:num]
+    found = score(executor, sampled)
+    compiled = executor.programs.compile_seconds / executor.programs.misses
+    start = time.perf_counter()
+    again = score(executor, sampled)
+    call = (time.perf_counter() - start) / len(sampled)
+    # another program rounds in another order: an answer may change
+    difference = int(np.abs(found - score(stages, sampled)).sum())
+    if not np.array_equal(found, again):
+        raise ValueError("the executor `whole` counts other right answers when called again")
+    details = {
+        "sampled": len(sampled), "signatures": len(by_signature), "compile_seconds": compiled, "call_seconds": call,
+        "answers_that_differ": difference, "extrapolated": True,
+    }  # fmt: skip
+    return details, compiled * len(by_signature) + call * len(networks)
+
+
+# ---- similarity
+
+
+def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
+    """Ten networks over the same images: planted ones that leave the base at one block, and drawn ones."""
+    vit = backbone(name, image_size)
+    executor = Stages(build(vit.config, vit.params), "mlp_down")
+    num = 32
+    feed = kept(executor, random_images(num, vit.config), (), num)
+    same = min(NUM_SAME, executor.num_blocks - 1)
+    planted = [base_network(executor), *leaving_networks(executor, 9, same)]
+    drawn = drawn_memory(executor, 9, rank=RANK).networks
+    rows = []
+    for what, networks in ((f"all Reuse of the base in blocks 1-{same}", planted), ("drawn and consolidated", drawn)):
+
+        def means(chosen: Sequence[Network]) -> np.ndarray:
+            return token_means(executor, chosen, feed, num, batch_size=num, advance=ignore_advance).means
+
+        times = compare(
+            lambda networks=networks: means(networks),
+            lambda networks=networks: np.concatenate([means([network]) for network in networks]),
+            repeats,
+        )
+        counted = separate_flops(vit.config, networks), tree_flops(vit.config, networks)
+        note = f"{num} images at {image_size} pixels"
+        rows.append(shared_row(f"similarity pass, 10 networks, {what}, {name}", medians(times), counted, note))
+    return rows
+
+
+def leaving_networks(executor: Executor, num: int, same: int) -> list[list[Dense]]:
+    """Networks that reuse the base in the first `same` blocks and have experts of their own behind them."""
+    rng = np.random.default_rng(4)
+    base, found = base_network(executor), []
+    for index in range(1, num + 1):
+        network = list(base)
+        for block in range(same, executor.num_blocks):
+            expert = base[block].expert
+            assert expert is not None
+            moved = expert.weight + jnp.asarray(0.02 * rng.normal(size=expert.weight.shape), jnp.float32)
+            network[block] = Dense(index, Expert(moved, expert.bias))
+        found.append(network)
+    return found
+
+
+# ---- fine-tuning
+
+
+def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dict[str, Any]]:
+    """Reuse in blocks 1-6, Adapt in block 7, Reuse behind it: from kept tokens and from images."""
+    vit = backbone(name, image_size)
+    config, num = vit.config, 16
+    executor = Stages(build(config, vit.params), "mlp_down")
+    same = min(NUM_SAME, executor.num_blocks - 2)
+    architecture: Architecture = tuple(
+        Choice("adapt" if block == same else "reuse", 0) for block in range(executor.num_blocks)
+    )
+    images, labels = random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
+    supernets = {side: new_task(executor) for side in (SHARED, APART)}
+    prepare(executor, supernets[SHARED], num)
+    prefix = frozen_prefix(supernets[SHARED], architecture)
+    kept(executor, images, prefix, num)
+    start = time.perf_counter()
+    feeds: dict[str, Feed] = {SHARED: kept(executor, images, prefix, num), APART: HostImages(executor, images)}
+    keeping = time.perf_counter() - start
+    losses: dict[str, list[float]] = {SHARED: [], APART: []}
+    (batch,) = batches(np.arange(num), num)
+
+    def step(side: str) -> None:
+        supernet = supernets[side]
+        data = step_of(feeds[side], labels, batch, executor.rows(num))
+        (loss,) = executor.train(supernet, [architecture], [data], [1e-3])
+        jax.block_until_ready((loss, supernet.head, supernet.learners))
+        losses[side].append(float(loss))
+
+    times = alternate({SHARED: lambda: step(SHARED), APART: lambda: step(APART)}, repeats)
+    if losses[SHARED] != losses[APART]:
+        raise ValueError(f"losses from kept tokens {losses[SHARED]} are not those from images {losses[APART]}")
+    counted = step_flops(config, architecture, RANK), step_flops(config, architecture, RANK, begin=same)
+    note = f"keeping them took {keeping:.3g} s for {num} images, once"
+    what = f"fine-tuning step, {num} images at {image_size} pixels, learning from block {same + 1} on, {name}"
+    return [shared_row(what, medians(times), counted, note)], {"keep_seconds": keeping, "samples": times}
+
+
+def new_task(executor: Executor) -> Supernet:
+    """A supernet over the base's own pool."""
+    return Supernet(jax.random.key(5), executor.base_pool, NUM_CLASSES, OpSettings(rank=RANK))
+
+
+# ---- inference
+
+
+def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
+    """A batch of several tasks' images: resumed where a task's network leaves the base, and both run from images."""
+    vit = backbone(name, image_size)
+    config = vit.config
+    executor = Stages(build(config, vit.params), "mlp_down")
+    num = 8 if image_size <= 32 else 64
+    images = random_images(num, config)
+    same = min(NUM_SAME, executor.num_blocks - 1)
+    planted, drawn = leaving_networks(executor, 3, same), drawn_memory(executor, 9, rank=RANK).networks[1:]
+    rows = []
+    for what, networks in ((f"3 tasks that leave the base at block {same + 1}", planted), ("9 drawn tasks", drawn)):
+        rng = np.random.default_rng(6)
+        tasks = rng.integers(0, len(networks), num)
+        heads = [Head(jnp.asarray(rng.normal(size=(config.width, 32)), jnp.float32), jnp.zeros(32)) for _ in networks]
+        finished = [TaskNetwork(n, h, NUM_CLASSES) for n, h in zip(networks, heads, strict=True)]
+        inference = Inference(executor, base_network(executor), finished, batch_size=num)
+        inference.prepare()
+        times = compare(
+            lambda inference=inference, tasks=tasks: resumed(inference, images, tasks),
+            lambda inference=inference, tasks=tasks: twice(inference, images, tasks),
+            repeats,
+        )
+        routed = [[inference.base, networks[task]] for task in tasks]
+        counted = (
+            sum(separate_flops(config, pair, from_images=True) for pair in routed),
+            sum(tree_flops(config, pair, from_images=True) for pair in routed),
+        )
+        note = f"{num} images at {image_size} pixels, groups padded to {bucket_sizes(inference.rows)}"
+        rows.append(shared_row(f"inference with the task unknown, {what}, {name}", medians(times), counted, note))
+    return rows
+
+
+def resumed(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.ndarray:
+    """The library's inference behind a router that is told the answers."""
+    feed = HostImages(inference.executor, images)
+    return inference(feed, len(images), lambda features: tasks[: len(features)]).classes
+
+
+def twice(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.ndarray:
+    """The same answers from two full forward passes: the base's for the router, then each group's from its images."""
+    executor, classes = inference.executor, np.zeros(len(images), np.int32)
+    features = []
+    for batch in batches(np.arange(len(images)), inference.rows):
+        last = executor.advance(inference.base, executor.begin(images[batch.rows]), executor.num_blocks)
+        features.append(executor.features(last.values))
+    jax.device_get(features)
+    for task in np.unique(tasks):
+        network, head, num_classes = inference.networks[task]
+        rows = np.flatnonzero(tasks == task)
+        done = 0
+        for padded, size in pieces(rows, inference.sizes):
+            last = executor.advance(network, executor.begin(images[padded]), executor.num_blocks)
+            blank = np.zeros(len(padded), np.int32)
+            answers, _ = executor.classify(head, last.values, blank, blank.astype(np.float32), num_classes)
+            classes[rows[done : done + size]] = np.asarray(answers)[:size]
+            done += size
+    return classes
+
+
+# ---- what the parts have in common
+
+
+def kept(executor: Executor, images: np.ndarray, prefix: Network, batch_size: int) -> Feed:
+    """Tokens behind frozen blocks, kept whatever they take."""
+    feed = HostImages(executor, images)
+    return keep_tokens("", executor, feed, len(images), prefix, batch_size=batch_size, budget=Budget(PLENTY))
+
+
+def compare(shared: Callable[[], np.ndarray], apart: Callable[[], np.ndarray], repeats: int) -> dict[str, list[float]]:
+    """Both sides in turns; ValueError unless every pair of results is equal to the last bit."""
+    results: dict[str, list[np.ndarray]] = {SHARED: [], APART: []}
+    times = alternate(
+        {
+            SHARED: lambda: results[SHARED].append(shared()),
+            APART: lambda: results[APART].append(apart()),
+        },
+        repeats,
+    )
+    for ours, theirs in zip(results[SHARED], results[APART], strict=True):
+        if not np.array_equal(ours, theirs):
+            raise ValueError(f"shared and separate work differ: {ours} and {theirs}")
+    return times
+
+
+if __name__ == "__main__":
+    command(main, parse(Bench, description=__doc__))

@@ -1,0 +1,318 @@
+"""Supernet steps, fine-tuning steps and candidate evaluation of DeiT-Tiny, beside plain PyTorch with timm.
+
+    python -m experiments.bench.steps
+
+Both sides have the same weights, images and architectures, and must agree on losses and gradients before anything is
+timed. Without torch and timm only our side is measured.
+"""
+
+import dataclasses
+import importlib.util
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cheem_jax.architecture import Architecture, Choice, decode, encode
+from cheem_jax.backbone.config import ViTConfig
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.timm_names import timm_name_of
+from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.cli import parse
+from cheem_jax.execution.batches import batches
+from cheem_jax.execution.executor import Batch
+from cheem_jax.execution.feed import Budget, Feed, HostImages, keep_tokens
+from cheem_jax.execution.stages import Stages
+from cheem_jax.kernels import Precision
+from cheem_jax.keys import next_power_of_two
+from cheem_jax.ops import Kind, LowRank
+from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.training import frozen_prefix, prepare, step_of, supernet_score
+from experiments.bench.measure import (
+    Bench,
+    Row,
+    alternate,
+    backbone,
+    command,
+    ignore_advance,
+    medians,
+    random_images,
+    ratio,
+    save,
+    say,
+)
+
+NUM_DRAWS, NUM_CLASSES, RANK = 12, 20, 16
+PLENTY = 2**34
+OURS, IMAGES, EAGER, COMPILED = "ours", "ours from images", "PyTorch eager", "torch.compile"
+# docs/engine.md: half of PyTorch's time in float32, and as fast as its bfloat16
+GOAL_FLOAT32, GOAL_BFLOAT16 = 2.0, 1.0
+LARGEST_DIFFERENCE = 1e-3
+"""Of losses and gradients between the sides, relative to the largest entry of an array."""
+
+
+class Ours:
+    """The library's side: a fresh task whose blocks hold one expert each."""
+
+    def __init__(self, executor: Stages, images: np.ndarray, labels: np.ndarray):
+        self.executor = executor
+        self.supernet = Supernet(
+            jax.random.key(1), self.executor.base_pool, NUM_CLASSES, OpSettings(rank=RANK)
+        )  # fmt: skip
+        self.labels, self.images = labels, HostImages(self.executor, images)
+        self.kept = self.keep(())
+        self.fill_pairs()
+
+    def keep(self, prefix) -> Feed:
+        """Tokens behind frozen blocks, as training keeps them."""
+        num = len(self.labels)
+        return keep_tokens("", self.executor, self.images, num, prefix, batch_size=num, budget=Budget(PLENTY))
+
+    def fill_pairs(self) -> None:
+        """Make all learners, with pairs that are not zero: else half of their gradients would be."""
+        for block in range(self.executor.num_blocks):
+            self.supernet.learner(block, Choice("new"))
+            place = Choice("adapt", 0)
+            learner = self.supernet.learner(block, place)
+            assert learner is not None and isinstance(learner.params, LowRank)
+            up = 0.02 * jax.random.normal(jax.random.key(block), learner.params.up.shape)
+            self.supernet.store(block, place, learner._replace(params=LowRank(learner.params.down, up)))
+
+    def step(self, architecture: Architecture, feed: Feed) -> None:
+        """One step of training, waited for."""
+        num = len(self.labels)
+        (batch,) = batches(np.arange(num), num)
+        data = step_of(feed, self.labels, batch, self.executor.rows(num))
+        losses = self.executor.train(self.supernet, [architecture], [data], [1e-3])
+        jax.block_until_ready((losses, self.supernet.head, self.supernet.learners))
+
+    def learned(self) -> dict[str, Any]:
+        """What the peer takes over, by the names of its arguments."""
+        pairs, new = {}, {}
+        for (block, code), learner in self.supernet.learners.items():
+            arrays = tuple(np.asarray(leaf) for leaf in learner.params)
+            if code == encode((Choice("new"),), (1,))[0]:
+                new[block] = arrays
+            else:
+                pairs[block, 0] = arrays
+        head = tuple(np.asarray(leaf) for leaf in self.supernet.head.params)
+        return {"pairs": pairs, "new": new, "head": head}
+
+
+def main(settings: Bench) -> None:
+    """Measure everything and write `steps.json`."""
+    pretrained = backbone("deit_tiny", 32 if settings.quick else None)
+    sizes, rounds = ((4, 8), 1) if settings.quick else ((16, 64), 2)
+    depth = pretrained.config.depth
+    codes = np.random.default_rng(0).integers(0, 4, (NUM_DRAWS, depth))
+    architectures = [decode(row, (1,) * depth) for row in codes]
+    executor = make_executor(pretrained, "float32")
+    has_peer = all(importlib.util.find_spec(name) for name in ("torch", "timm"))
+    if not has_peer:
+        say("steps: torch and timm are not installed, so PyTorch's sides are left out")
+    peers = {} if not has_peer else {EAGER: make_peer(pretrained), COMPILED: make_peer(pretrained, compiled=True)}
+    rows, checks, samples = [], {}, {}
+    for num in sizes:
+        images, labels = data(num, pretrained.config)
+        ours = Ours(executor, images, labels)
+        if peers and num == sizes[0]:
+            checks = agree(ours, peers[EAGER], architectures[: 2 if settings.quick else 4], images, labels)
+        prepare(ours.executor, ours.supernet, num)
+        warm = warm_compiled(peers, architectures, images, labels)
+        sides: dict[str, Callable[[Architecture], object]] = {
+            OURS: lambda a, ours=ours: ours.step(a, ours.kept),
+            IMAGES: lambda a, ours=ours: ours.step(a, ours.images),
+        }
+        for name, peer in peers.items():
+            sides[name] = lambda a, peer=peer, x=images, y=labels: peer.step(a, x, y, NUM_CLASSES)
+        times = over_draws(sides, architectures, rounds)
+        samples[f"supernet step, {num}"] = times
+        what = f"supernet step, {num} images, float32"
+        rows += compare(what, medians(times), GOAL_FLOAT32, f"torch.compile's programs took {warm:.0f} s")
+        if num == sizes[0]:
+            found, fine = finetuning(ours, peers, images, labels), f"fine-tuning step, {num} images, float32"
+            samples[fine] = found
+            rows += compare(fine, medians(found), GOAL_FLOAT32)
+            found = bfloat16(pretrained, ours, architectures, images, labels, has_peer, rounds)
+            samples["bfloat16"] = found
+            rows += compare_bfloat16(f"supernet step, {num} images", medians(found))
+    row, times = evaluation(executor, peers, settings.quick)
+    samples[row.what] = times
+    save(
+        settings.out, "steps", [*rows, row], quick=settings.quick,
+        checks=checks, samples=samples, weights=pretrained.source, kinds=codes.tolist(),
+    )  # fmt: skip
+
+
+def data(num: int, config: ViTConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Random images and labels."""
+    return random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
+
+
+def over_draws(
+    sides: dict[str, Callable[[Architecture], object]], architectures: Sequence[Architecture], rounds: int
+) -> dict[str, list[float]]:
+    """Every side steps through the same architectures, in turns."""
+
+    def in_order(side: Callable[[Architecture], object]) -> Callable[[], object]:
+        following = itertools.cycle(architectures)
+        return lambda: side(next(following))
+
+    return alternate({name: in_order(side) for name, side in sides.items()}, rounds * len(architectures))
+
+
+def compare(what: str, seconds: dict[str, float], goal: float, note: str = "") -> list[Row]:
+    """Ours against each of PyTorch's ways."""
+    return [
+        Row(f"{what}, against {EAGER}", seconds, ratio(seconds, EAGER, OURS), goal),
+        Row(f"{what}, against {COMPILED}", seconds, ratio(seconds, COMPILED, OURS), goal, note=note),
+    ]
+
+
+def compare_bfloat16(what: str, seconds: dict[str, float]) -> list[Row]:
+    """Our bfloat16, and our float32, against PyTorch's bfloat16."""
+    autocast, single = "PyTorch autocast", "ours float32"
+    return [
+        Row(f"{what}, bfloat16, against {autocast}", seconds, ratio(seconds, autocast, OURS), GOAL_BFLOAT16),
+        Row(f"{what}, our float32 against {autocast}", seconds, ratio(seconds, autocast, single), GOAL_BFLOAT16),
+    ]
+
+
+def finetuning(ours: Ours, peers: dict[str, Any], images: np.ndarray, labels: np.ndarray) -> dict[str, list[float]]:
+    """One architecture throughout, from the tokens that it leaves unchanged."""
+    kinds: list[Kind] = ["reuse", "reuse", "adapt", "skip", "new", "reuse"]
+    drawn = (kinds[block % len(kinds)] for block in range(ours.executor.num_blocks))
+    architecture = tuple(Choice(kind, 0 if kind in ("reuse", "adapt") else None) for kind in drawn)
+    unchanged = ours.keep(frozen_prefix(ours.supernet, architecture))
+    sides: dict[str, Callable[[], object]] = {
+        OURS: lambda: ours.step(architecture, unchanged),
+        IMAGES: lambda: ours.step(architecture, ours.images),
+    }
+    for name, peer in peers.items():
+        sides[name] = lambda peer=peer: peer.step(architecture, images, labels, NUM_CLASSES)
+    return alternate(sides, 5)
+
+
+def bfloat16(
+    pretrained: Pretrained, ours: Ours, architectures, images, labels, has_peer: bool, rounds: int
+) -> dict[str, list[float]]:
+    """The same steps with bfloat16 operands."""
+    half = Ours(make_executor(pretrained, "bfloat16"), images, labels)
+    prepare(half.executor, half.supernet, len(labels))
+    sides: dict[str, Callable[[Architecture], object]] = {
+        OURS: lambda a: half.step(a, half.kept),
+        "ours float32": lambda a: ours.step(a, ours.kept),
+    }
+    if has_peer:
+        peer = make_peer(pretrained, precision="bfloat16")
+        sides["PyTorch autocast"] = lambda a: peer.step(a, images, labels, NUM_CLASSES)
+    return over_draws(sides, architectures, rounds)
+
+
+def evaluation(executor: Stages, peers: dict[str, Any], quick: bool) -> tuple[Row, dict[str, list[float]]]:
+    """Right answers of candidates, as a generation of the search scores them."""
+    num_candidates, num_images = (4, 8) if quick else (20, 64)
+    images, labels = data(num_images, executor.config)
+    ours = Ours(executor, images, labels)
+    codes = np.random.default_rng(1).integers(0, 4, (num_candidates, ours.executor.num_blocks))
+    score = supernet_score(
+        ours.executor, ours.supernet, labels, ours.kept, batch_size=num_images, advance=ignore_advance
+    )
+    found: dict[str, np.ndarray] = {}
+    sides: dict[str, Callable[[], object]] = {OURS: lambda: found.update(ours=score(codes))}
+    if peers:
+        peer, sizes = peers[EAGER], ours.supernet.sizes
+        peer.set_learned(**ours.learned())
+        candidates = [decode(row, sizes) for row in codes]
+        sides[EAGER] = lambda: found.update(peer=peer.count_right(candidates, images, labels, NUM_CLASSES))
+    times = alternate(sides, 1 if quick else 2)
+    note = "ours shares prefixes and begins at kept tokens"
+    if peers:
+        differing = int(np.abs(found["ours"] - found["peer"]).sum())
+        # images whose two best classes lie within rounding may go either way
+        if differing > max(1, num_candidates * num_images // 100):
+            raise ValueError(f"right answers differ by {differing} of {num_candidates * num_images}")
+        note += f"; {differing} of {num_candidates * num_images} answers differ"
+    seconds = medians(times)
+    what = f"{num_candidates} candidates on {num_images} images, float32, against {EAGER}"
+    return Row(what, seconds, ratio(seconds, EAGER, OURS), GOAL_FLOAT32, note=note), times
+
+
+def agree(ours: Ours, peer: Any, architectures: Sequence[Architecture], images, labels) -> dict[str, float]:
+    """Losses and gradients of both sides; ValueError where they differ."""
+    peer.set_learned(**ours.learned())
+    largest = {"loss": 0.0, "gradient": 0.0}
+    weights = np.full(len(labels), 1 / len(labels), np.float32)
+    batch = Batch(ours.executor.begin(images), labels, weights)
+    head = ours.supernet.head.params
+    for architecture in architectures:
+        loss, grads, head_grad = ours.executor.gradients(ours.supernet.ops(architecture), head, batch, NUM_CLASSES)
+        wanted_loss, wanted, wanted_head = peer.gradients(architecture, images, labels, NUM_CLASSES)
+        if grads.keys() != wanted.keys():
+            raise ValueError(f"gradients of blocks {sorted(grads)} here and {sorted(wanted)} in PyTorch")
+        pairs = [(ours_, theirs) for block in grads for ours_, theirs in zip(grads[block], wanted[block], strict=True)]
+        pairs += list(zip(head_grad, wanted_head, strict=True))
+        largest["loss"] = max(largest["loss"], abs(float(loss) - wanted_loss) / abs(wanted_loss))
+        largest["gradient"] = max(largest["gradient"], *(_difference(*pair) for pair in pairs))
+    if max(largest.values()) > LARGEST_DIFFERENCE:
+        raise ValueError(f"losses and gradients differ from PyTorch's by {largest}; at most {LARGEST_DIFFERENCE}")
+    say(f"steps: loss and gradients agree with PyTorch's, largest relative differences {largest}")
+    return largest
+
+
+def warm_compiled(peers: dict[str, Any], architectures: Sequence[Architecture], images, labels) -> float:
+    """Let torch.compile see every architecture once; returns the seconds that took."""
+    if COMPILED not in peers:
+        return 0.0
+    start = time.perf_counter()
+    try:
+        for architecture in architectures:
+            peers[COMPILED].step(architecture, images, labels, NUM_CLASSES)
+    except Exception as error:  # the compiler calls others, which fail in many ways; all mean that it cannot be used
+        say(f"steps: torch.compile does not work here ({str(error).splitlines()[0]}), so its side is left out")
+        del peers[COMPILED]
+    return time.perf_counter() - start
+
+
+def make_executor(pretrained: Pretrained, precision: Precision) -> Stages:
+    """The library's executor for training on a CPU."""
+    config = dataclasses.replace(pretrained.config, precision=precision)
+    return Stages(build(config, pretrained.params), "mlp_down")
+
+
+def make_peer(pretrained: Pretrained, *, compiled: bool = False, precision: Precision = "float32") -> Any:
+    """PyTorch with the same weights, on the same kind of device."""
+    from experiments.bench.peer import TorchPeer
+
+    return TorchPeer(
+        to_timm(pretrained), "deit_tiny_patch16_224", pretrained.config.image_size,
+        rank=RANK, num_outputs=next_power_of_two(NUM_CLASSES), compiled=compiled, precision=precision,
+        device="cpu" if jax.default_backend() == "cpu" else "cuda",
+    )  # fmt: skip
+
+
+def to_timm(pretrained: Pretrained) -> dict[str, np.ndarray]:
+    """Our parameters under timm's names and in PyTorch's layout."""
+    tensors = {}
+    patch = pretrained.config.patch_size
+    for name, value in pretrained.params.items():
+        if name == "patch.kernel":
+            value = value.reshape(patch, patch, 3, -1).transpose(3, 2, 0, 1)
+        elif name.endswith(".kernel"):
+            value = value.T
+        elif name in ("class_token", "position"):
+            value = value.reshape(1, -1, value.shape[-1])
+        tensors[timm_name_of(name)] = value
+    return tensors
+
+
+def _difference(found, wanted: np.ndarray) -> float:
+    return float(jnp.abs(found - wanted).max() / max(float(np.abs(wanted).max()), 1e-12))
+
+
+if __name__ == "__main__":
+    command(main, parse(Bench, description=__doc__))

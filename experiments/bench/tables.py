@@ -1,0 +1,173 @@
+"""`docs/benchmarks.md` from every JSON file that there is: what was reached beside what was wanted.
+
+python -m experiments.bench.tables
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cheem_jax.cli import parse, run_command
+from cheem_jax.report.record import write_atomically
+from experiments.bench.measure import Bench
+
+Found = Mapping[str, Any]
+
+HEAD = """# Benchmarks
+
+`make bench` measures on a CPU and `make bench-gpu` on an accelerator; `experiments/bench` holds the code, and this file
+is written from `docs/benchmarks/*.json`. Sides ran in turns; seconds are medians (of a whole search the sum), and
+ratios are ratios of those.
+"""
+MET = {None: "–", True: "yes", False: "**no**"}
+PARTS = {
+    "steps": (
+        "Steps, beside PyTorch",
+        "DeiT-Tiny; 12 drawn architectures, uniform over the op kinds, optimiser included. Both sides have the same "
+        "weights, images and architectures, and agree on losses and gradients. `ours` begins at kept tokens of block "
+        "1, as training does.",
+    ),
+    "sharing": (
+        "Work that need not be done",
+        "The same executor with and without it; both sides give equal results. The ceiling is what counting FLOPs "
+        "allows, and the goal 90 % of it.",
+    ),
+    "growth": (
+        "Growth with the number of tasks",
+        "vit_micro, its memory filled with drawn architectures; every T in a process of its own.",
+    ),
+    "demo_compile": ("Compiling", "The bundled demo of six tasks in a process of its own."),
+}
+GPU_TITLE = "Executors on an accelerator"
+GPU_TEXT = (
+    "Random weights, images of 224 pixels. Hours per task are worked out from the measured rates for the mean task of "
+    "MTIL at the paper's settings, candidates without shared prefixes; the paper's ViT-B/16 takes 1.45 h on one A100. "
+    "Utilisation is of the device's peak for matrix products in that type (TF32 for float32)."
+)
+
+
+def main(settings: Bench) -> None:
+    """Write the file."""
+    file = settings.out.parent / "benchmarks.md"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, render(settings.out))
+    print(f"tables: {file}")
+
+
+def render(folder: Path) -> str:
+    """The whole text."""
+    sections = [HEAD]
+    for part, (title, text) in PARTS.items():
+        sections.append(f"## {title}\n\n{text}\n")
+        for name, kind in ((part, "a CPU"), (f"{part}-gpu", "an accelerator")):
+            found = read(folder / f"{name}.json")
+            sections.append(f"Not run on {kind}.\n" if found is None else _part(found, kind))
+        if part == "growth" and (folder.parent / "growth.png").exists():
+            sections.append("![Costs over the number of learned tasks](growth.png)\n")
+    sections.append(f"## {GPU_TITLE}\n\n{GPU_TEXT}\n")
+    runs = [found for file in sorted(folder.glob("gpu-*.json")) if (found := read(file)) is not None]
+    sections.append(_gpu(runs) if runs else "Not run on an accelerator.\n")
+    return "\n".join(sections)
+
+
+def read(file: Path) -> Found | None:
+    """One part's numbers, if it was run."""
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def _part(found: Found, kind: str) -> str:
+    lines = [f"On {kind}: {_machine(found)}.\n", _goals(found["rows"])]
+    if found["part"] == "growth":
+        lines.append(_growth(found["tasks"]))
+    if checks := found.get("checks"):
+        worst = ", ".join(f"{name} {value:.1e}" for name, value in checks.items())
+        lines.append(f"Largest relative differences from PyTorch: {worst}.\n")
+    return "\n".join(lines)
+
+
+def _machine(found: Found) -> str:
+    machine = found["machine"]
+    device = "" if machine["platform"] == "cpu" else f"{machine['device']}, "
+    known = ("python", "jax", "jaxlib", "flax", "torch", "timm")
+    versions = ", ".join(f"{name} {machine[name]}" for name in known if name in machine)
+    quick = "; **settings too small to mean anything**" if found["quick"] else ""
+    return f"{device}{machine['cpu']}, {machine['cores']} cores; {versions}; {machine['date']}{quick}"
+
+
+def _goals(rows: Sequence[Found]) -> str:
+    body = []
+    for row in rows:
+        seconds = "<br>".join(f"{name}: {_seconds(value)}" for name, value in row["seconds"].items())
+        goal = "–" if row["goal"] is None else f"{row['sense']} {_number(row['goal'])}"
+        reached = "not measured" if row["reached"] is None else f"{_number(row['reached'])} {_unit(row['unit'])}"
+        ceiling = "–" if row["ceiling"] is None else _number(row["ceiling"])
+        body.append([row["what"], seconds or "–", reached, ceiling, goal, MET[row["met"]], row["note"]])
+    return _table(["what", "median seconds", "reached", "ceiling", "goal", "met", "note"], body)
+
+
+def _growth(tasks: Sequence[Found]) -> str:
+    columns = {
+        "experts_of_largest_block": "experts of the largest block",
+        "step_seconds": "supernet step (s)",
+        "programs": "programs compiled",
+        "similarity_seconds": "similarity pass (s)",
+        "resident_megabytes": "resident memory (MB)",
+        "checkpoint_kilobytes": "checkpoint of a task (kB)",
+        "added_kilobytes": "of which arrays (kB)",
+    }
+    head = ["", *(f"T = {entry['tasks']}" for entry in tasks)]
+    return _table(head, [[title, *(_number(entry[key]) for entry in tasks)] for key, title in columns.items()])
+
+
+def _gpu(runs: Sequence[Found]) -> str:
+    sections = []
+    for machine in dict.fromkeys(_machine(run) for run in runs):
+        body = []
+        for run in runs:
+            if _machine(run) != machine:
+                continue
+            setting = [run["backbone"], str(run["batch"]), run["precision"], run["executor"]]
+            if "failed" in run:
+                body.append([*setting, *["–"] * 6, "**no**", run["failed"]])
+                continue
+            use = "–" if run["utilisation"] is None else f"{100 * run['utilisation']:.0f} %"
+            (row,) = run["rows"]
+            body.append([
+                *setting, _seconds(run["step_seconds"]), _number(run["images_per_second"]),
+                _number(run["forward_images_per_second"]), use, f"{row['reached']:.2f} h", "–" if row["goal"] is None else f"{row['goal']:.2f} h",
+                MET[row["met"]], row["note"],
+            ])  # fmt: skip
+        head = [
+            "backbone", "batch", "precision", "executor", "step", "images/s", "forward images/s", "utilisation",
+            "a task", "goal: at most", "met", "note",
+        ]  # fmt: skip
+        sections.append(f"{machine}.\n\n{_table(head, body)}")
+    return "\n".join(sections)
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *body]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+
+
+def _seconds(value: float) -> str:
+    return f"{_number(1e3 * value)} ms" if value < 1 else f"{_number(value)} s"
+
+
+def _number(value: float) -> str:
+    """Three significant digits, whole numbers from a hundred on."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if abs(value) >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def _unit(unit: str) -> str:
+    return "×" if unit == "x" else unit
+
+
+if __name__ == "__main__":
+    run_command(main, parse(Bench, description=__doc__))

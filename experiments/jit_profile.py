@@ -1,0 +1,374 @@
+"""How fast the executors run a supernet's steps, what their programs cost, and where each is the fastest.
+
+    python experiments/jit_profile.py --backbones vit_micro,deit_tiny --batch-sizes 16,64 --out docs/profile
+
+Every executor meets the same architectures in a process of its own that has compiled nothing yet: first every draw
+once (the cold pass), then all again, the executors taking turns, so that what else the machine does hits all alike.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import itertools
+import json
+import multiprocessing
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import jax
+import numpy as np
+from flax import nnx
+from profile_plot import cold_start_figure, profile_table
+
+from cheem_jax.architecture import Architecture, decode
+from cheem_jax.backbone.config import BUNDLED, ViTConfig, at_image_size, config_of
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.backbone.weights import load_pretrained
+from cheem_jax.cli import parse, run_command
+from cheem_jax.continual import peak_memory_bytes
+from cheem_jax.execution import choice
+from cheem_jax.execution.batches import batches
+from cheem_jax.execution.choice import EngineConfig, make_executor
+from cheem_jax.execution.compilation import compilations, jit_options
+from cheem_jax.execution.feed import Budget, feed_images
+from cheem_jax.flops import backbone_flops
+from cheem_jax.hee import sample, uniform_table
+from cheem_jax.kernels import Precision, dot
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import write_atomically
+from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.training import step_of
+
+NUM_CLASSES = 10
+MEASURED = Path(choice.__file__).with_name("measured.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Compare the executors over drawn architectures."""
+
+    backbones: str = "vit_micro,deit_tiny"
+    """Names separated by commas; those that are not bundled get random weights, which are as fast as others."""
+    image_size: int | None = None
+    """Pixels of the square images; default: each backbone's own."""
+    batch_sizes: str = "16,64"
+    """Images per step, separated by commas."""
+    executors: str = "stages,whole,scan"
+    """Executors to compare, separated by commas."""
+    precisions: str = "float32"
+    """float32, bfloat16, or both separated by a comma."""
+    num_draws: int = 12
+    """Architectures, drawn uniformly over the candidates of a first task."""
+    repeats: int = 3
+    """Passes over the draws after the cold one."""
+    rank: int = 16
+    """Rank of Adapt's low-rank pair."""
+    seed: int = 0
+    """Root of the draws."""
+    out: Path = Path("docs/profile")
+    """Folder of the numbers, the table and the figure."""
+    record: bool = False
+    """Also write the result into the package, where the executor `auto` looks for the fastest."""
+
+
+class Case(NamedTuple):
+    """What the executors are compared on; `codes` holds one architecture per step."""
+
+    config: ViTConfig
+    batch_size: int
+    rank: int
+    codes: np.ndarray
+
+    @property
+    def name(self) -> str:
+        return f"{self.config.name} {self.config.image_size} px, batch {self.batch_size}, {self.config.precision}"
+
+    @property
+    def architectures(self) -> list[Architecture]:
+        return [decode(codes, [1] * self.config.depth) for codes in self.codes]
+
+    @property
+    def steps_per_call(self) -> int:
+        """Steps in a dispatch of `scan`: calls of equal length, of the engine's default at most."""
+        calls = -(-len(self.codes) // EngineConfig.steps_per_call)
+        return -(-len(self.codes) // calls)
+
+
+class Subject:
+    """One executor with a supernet and a batch of random pixels; lives in a process of its own."""
+
+    def __init__(self, case: Case, name: Any):
+        engine = EngineConfig(name, programs=max(EngineConfig.programs, len(case.codes)))
+        engine = dataclasses.replace(engine, steps_per_call=case.steps_per_call)
+        self.executor = make_executor(vit_of(case.config), "mlp_down", engine, batch_size=case.batch_size)
+        self.architectures, self.batch_size = case.architectures, case.batch_size
+        self.supernet = Supernet(jax.random.key(0), self.executor.base_pool, NUM_CLASSES, OpSettings(case.rank))
+        size, rng = case.config.image_size, np.random.default_rng(0)
+        images = rng.integers(0, 256, (case.batch_size, size, size, 3), dtype=np.uint8)
+        self.labels = rng.integers(0, NUM_CLASSES, case.batch_size, dtype=np.int32)
+        self.feed = feed_images(self.executor, images, Budget(self.executor.budget))
+        (self.batch,) = batches(np.arange(case.batch_size), case.batch_size)
+        jax.block_until_ready((self.supernet.head, self.executor.leaves))
+
+    def train(self) -> tuple[list[float], list[float]]:
+        """Every draw once: the seconds of each step, from images to updated parameters, and of them the compiler's.
+
+        A call's seconds are shared among its steps, the padding of a last call among them.
+        """
+        executor, seconds, compiling = self.executor, [], []
+        for first in range(0, len(self.architectures), executor.steps_per_call):
+            drawn = self.architectures[first : first + executor.steps_per_call]
+            start, before = time.perf_counter(), compilations()
+            rows = executor.rows(self.batch_size)
+            steps = [step_of(self.feed, self.labels, self.batch, rows) for _ in drawn]
+            losses = executor.train(self.supernet, drawn, steps, [1e-3] * len(drawn))
+            jax.block_until_ready((losses, list(self.supernet.learners.values()), self.supernet.head))
+            seconds += [(time.perf_counter() - start) / executor.steps_per_call] * len(drawn)
+            compiling += [compilations().since(before).seconds / executor.steps_per_call] * len(drawn)
+        return seconds, compiling
+
+
+_subjects: list[Subject] = []
+"""Of a measuring process, which holds one."""
+
+
+def cold_pass(case: Case, name: str) -> dict[str, Any]:
+    """In a fresh process: build the executor, then every draw once, with all that compiles."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    _subjects[:] = [Subject(case, name)]
+    memory, before = peak_bytes(), compilations()
+    seconds, compiling = _subjects[0].train()
+    found = compilations().since(before)
+    return {
+        "programs": found.programs,
+        "compile_seconds": found.seconds,
+        "memory_bytes": peak_bytes() - memory,
+        "cold_seconds": seconds,
+        "cold_compile_seconds": compiling,
+        "steps_per_call": _subjects[0].executor.steps_per_call,
+    }
+
+
+def repeated_pass() -> list[float]:
+    """In the same process: every draw once more."""
+    return _subjects[0].train()[0]
+
+
+def measure(case: Case, executors: Sequence[str], repeats: int) -> dict[str, Any]:
+    """One configuration: all executors, each cold and alone, then in turns."""
+    architectures = case.architectures
+    work = [case.batch_size * step_flops(case.config, a, case.rank) for a in architectures]
+    signatures = {tuple(choice.kind for choice in architecture) for architecture in architectures}
+    spawn = multiprocessing.get_context("spawn")  # a fork would inherit threads and programs
+    with contextlib.ExitStack() as stack:
+        pools = {name: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for name in executors}
+        try:
+            found = {name: pool.submit(cold_pass, case, name).result() for name, pool in pools.items()}
+            turns, peaks = [], []
+            for _ in range(repeats):
+                turns.append({name: pool.submit(repeated_pass).result() for name, pool in pools.items()})
+                peaks.append(product_peak(case.config.precision))
+        except BrokenProcessPool:
+            raise OSError(f"a measuring process died at {case.name}; is there too little memory?") from None
+    peak = statistics.median(peaks)
+    for name, entry in found.items():
+        per_draw = np.median([turn[name] for turn in turns], axis=0)
+        step = float(np.median(per_draw))
+        entry |= {
+            "repeated_seconds": [turn[name] for turn in turns],
+            "first_step_seconds": statistics.fmean(entry["cold_seconds"]),
+            "step_seconds": step,
+            "images_per_second": case.batch_size / step,
+            "flops_per_second": sum(work) / per_draw.sum(),
+            "share_of_peak": sum(work) / per_draw.sum() / peak,
+        }
+    return {
+        "name": case.name,
+        "backbone": case.config.name,
+        "image_size": case.config.image_size,
+        "batch_size": case.batch_size,
+        "precision": case.config.precision,
+        "num_draws": len(architectures),
+        "num_signatures": len(signatures),
+        "backbone_flops": backbone_flops(case.config) * case.batch_size,
+        "step_flops": statistics.fmean(work),
+        "peak_flops_per_second": peak,
+        "executors": found,
+    }
+
+
+def step_flops(config: ViTConfig, architecture: Architecture, rank: int, num_classes: int = NUM_CLASSES) -> int:
+    """Useful FLOPs of one image in one step with memory at MLP-down: 2 x the multiply-adds of an ideal program.
+
+    Counted are the matrix products of the forward pass, the gradients of what learns, and gradients of inputs behind
+    the first op that learns; the last block works for the class token only. Nothing is computed twice.
+    """
+    n, d, f = config.num_tokens, config.width, config.mlp_width
+    count = config.num_patches * 3 * config.patch_size**2 * d  # embedding
+    learning = False  # does anything before this learn, so that the gradient of the block's input is wanted?
+    for block, op in enumerate(architecture):
+        m = n if block < config.depth - 1 else 1  # tokens that come out
+        linear, mixing = (2 * n + 2 * m) * d * d, 2 * m * n * d  # keys and values, queries and proj; scores, mixture
+        count += linear + mixing + learning * (linear + 2 * mixing)
+        if op.kind == "skip":
+            continue
+        count += (1 + learning) * 2 * m * d * f  # up and down
+        if op.kind == "new":
+            count += m * d * f
+        if op.kind == "adapt":  # the pair forward, the gradients of its two matrices, of its middle and of its input
+            count += m * rank * ((f + d) + (f + d) + d + learning * f)
+        learning = learning or op.kind in ("adapt", "new")
+    return 2 * (count + (2 + learning) * d * num_classes)  # head: forward, its gradient, the features' gradient
+
+
+def product_peak(precision: Precision) -> float:
+    """FLOP/s of one large matrix product, sums in float32: the median of some."""
+    size = 2048 if jax.default_backend() == "cpu" else 8192
+    a = jax.random.normal(jax.random.key(0), (size, size)).astype(precision)
+    product = jax.jit(lambda a: dot(a, a, precision), compiler_options=jit_options(precision))
+    product(a).block_until_ready()
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        product(a).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds)
+
+
+def peak_bytes() -> int:
+    """The most memory held so far: of the device if it counts, else of this process."""
+    counted = jax.devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in counted:
+        return counted["peak_bytes_in_use"]
+    with contextlib.suppress(OSError):  # on Linux getrusage would begin with the peak of the parent process
+        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            return 1024 * int(found[1])
+    return peak_memory_bytes()
+
+
+def vit_of(config: ViTConfig) -> ViT:
+    """Bundled weights where there are some, else random ones."""
+    if config.name in BUNDLED:
+        return build(config, load_pretrained(config.name, image_size=config.image_size).params)
+    return ViT(config, nnx.Rngs(0))
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers hold for."""
+    device, model = jax.devices()[0], platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        if found := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
+            model = found[1]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": model,
+        "cores": cores,
+        "platform": device.platform,
+        "device": device.device_kind if device.platform != "cpu" else f"{model}, {cores} cores",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def merge_measurements(results: dict[str, Any], file: Path) -> None:
+    """Put what a step costs in a run of fresh draws into the file that `auto` reads; same places are replaced.
+
+    For `whole` that is the mean step of the cold pass, since nearly every draw is a signature of its own.
+    """
+    platform_, device = results["machine"]["platform"], results["machine"]["device"]
+    new = {}
+    for case in results["configurations"]:
+        seconds = {
+            name: entry["first_step_seconds" if name == "whole" else "step_seconds"]
+            for name, entry in case["executors"].items()
+        }
+        entry = {"platform": platform_, "device": device, "name": case["name"], "flops": case["backbone_flops"]}
+        new[platform_, device, case["name"]] = {**entry, "seconds": seconds}
+    known = json.loads(file.read_text())["measurements"] if file.exists() else []
+    kept = [entry for entry in known if (entry["platform"], entry["device"], entry["name"]) not in new]
+    write_atomically(file, json.dumps({"measurements": [*kept, *new.values()]}, indent=2) + "\n")
+
+
+def cases_of(settings: Profile) -> tuple[list[Case], list[str]]:
+    """Configurations and executors of the settings; ValueError for what does not exist."""
+    for name in ("num_draws", "repeats"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name} is {getattr(settings, name)}; expected at least 1")
+    OpSettings(settings.rank)
+    executors = _names(settings.executors, "executor", get_args(choice.Name))
+    if settings.record and set(executors) != set(get_args(choice.Name)):
+        raise ValueError(f"--record compares all executors, not only {', '.join(executors)}; leave out --executors")
+    sizes = _items(settings.batch_sizes, "batch size")
+    if wrong := [size for size in sizes if not size.isdigit() or int(size) < 1]:
+        raise ValueError(f"batch size {wrong[0]!r} is no whole number from 1 on, such as 16")
+    cases = []
+    precisions = _names(settings.precisions, "precision", get_args(Precision))
+    for name, precision, size in itertools.product(_items(settings.backbones, "backbone"), precisions, sizes):
+        config = dataclasses.replace(config_of(name), precision=precision)
+        config = config if settings.image_size is None else at_image_size(config, settings.image_size)
+        table = uniform_table([1] * config.depth).astype(np.float32)
+        codes = np.asarray(sample(jax.random.key(settings.seed), table, num=settings.num_draws))
+        cases.append(Case(config, int(size), settings.rank, codes))
+    return cases, executors
+
+
+def _items(text: str, what: str) -> list[str]:
+    """The parts between commas, each once."""
+    found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not found:
+        raise ValueError(f"no {what} given; expected one or more, separated by commas")
+    return found
+
+
+def _names(text: str, what: str, known: Sequence[str]) -> list[str]:
+    found = _items(text, what)
+    if unknown := [name for name in found if name not in known]:
+        raise ValueError(f"unknown {what} {unknown[0]!r}; expected some of: {', '.join(known)}")
+    return found
+
+
+def main(settings: Profile) -> None:
+    """Measure every configuration and write numbers, table and figure."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share an accelerator's memory
+    progress = Progress()
+    cases, executors = cases_of(settings)
+    try:
+        settings.out.mkdir(parents=True, exist_ok=True)
+        probe = settings.out / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"cannot write to {settings.out} ({error.strerror}); name another --out") from None
+    results: dict[str, Any] = {"machine": machine(), "repeats": settings.repeats, "rank": settings.rank}
+    results["configurations"] = []
+    for case in cases:
+        found = measure(case, executors, settings.repeats)
+        results["configurations"].append(found)
+        times = [
+            f"{name} {entry['step_seconds']:.3g} s ({entry['first_step_seconds']:.3g} s cold)"
+            for name, entry in found["executors"].items()
+        ]
+        progress.say(f"{case.name}: a step takes {', '.join(times)}")
+        # after each, so that a stopped study leaves what it measured
+        write_atomically(settings.out / "jit_profile.json", json.dumps(results, indent=2) + "\n")
+        write_atomically(settings.out / "jit_profile.md", profile_table(results))
+        cold_start_figure(results, settings.out / "jit_profile.png")
+        if settings.record:
+            merge_measurements(results, MEASURED)
+    progress.say(f"table: {settings.out / 'jit_profile.md'}   numbers: {settings.out / 'jit_profile.json'}")
+
+
+if __name__ == "__main__":
+    run_command(main, parse(Profile, description=__doc__))

@@ -1,0 +1,73 @@
+"""Which executor is taken, and that the log can say why."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.params import build
+from cheem_jax.execution import choice
+from cheem_jax.execution.choice import EngineConfig, choose, make_executor
+from cheem_jax.flops import backbone_flops
+
+SMALL, LARGE = config_of("vit_micro"), config_of("vit_base")
+MEASURED = [
+    {"platform": "gpu", "device": "a card", "name": "small", "flops": 32 * backbone_flops(SMALL),
+     "seconds": {"stages": 2.0, "whole": 9.0, "scan": 1.0}},
+    {"platform": "gpu", "device": "a card", "name": "large", "flops": 64 * backbone_flops(LARGE),
+     "seconds": {"stages": 2.0, "whole": 9.0, "scan": 3.0}},
+]  # fmt: skip
+
+
+def test_auto_takes_the_fastest_of_the_nearest_measurement(monkeypatch):
+    monkeypatch.setattr(choice, "measurements", lambda: MEASURED)
+    small_one, large_one = choose(EngineConfig(), SMALL, 16, "gpu"), choose(EngineConfig(), LARGE, 256, "gpu")
+    assert small_one.name == "scan" and "small on a card" in small_one.reason
+    assert large_one.name == "stages" and "large on a card" in large_one.reason
+
+
+def test_where_nothing_was_measured_it_says_so(monkeypatch):
+    monkeypatch.setattr(choice, "measurements", lambda: MEASURED)
+    found = choose(EngineConfig(), SMALL, 16, "tpu")
+    assert found.name == "stages" and "nothing was measured on tpu" in found.reason
+
+
+@pytest.mark.parametrize("name", ["stages", "whole", "scan"])
+def test_the_users_choice_stands(name):
+    executor = make_executor(small.backbone(), "mlp_down", EngineConfig(name, memory_gb=0.25), batch_size=4)
+    assert executor.name == executor.counters()["executor"] == name
+    assert executor.budget == 2**28
+    assert choose(EngineConfig(name), SMALL, 16).reason == "as set"
+
+
+def test_what_was_measured_names_executors_that_exist():
+    for entry in choice.measurements():
+        assert set(entry["seconds"]) == {"stages", "whole", "scan"} and entry["flops"] > 0
+        assert min(entry["seconds"].values()) > 0
+
+
+def test_memory_for_less_than_a_batch_is_refused_and_none_is_not():
+    with pytest.raises(ValueError, match="one batch of 64 images"):
+        make_executor(small.backbone(), "mlp_down", EngineConfig(memory_gb=1e-6), batch_size=64)
+    assert make_executor(small.backbone(), "mlp_down", EngineConfig(memory_gb=0), batch_size=64).budget == 0
+
+
+@pytest.mark.parametrize("field", ["programs", "steps_per_call"])
+def test_counts_below_one_are_refused(field):
+    with pytest.raises(ValueError, match=f"{field} is 0"):
+        EngineConfig(**{field: 0})
+
+
+def test_the_precision_reaches_the_blocks_and_the_answers():
+    given = small.pretrained()
+    images = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)
+    found = []
+    for precision in ("float32", "bfloat16"):
+        vit = build(dataclasses.replace(given.config, precision=precision), given.params)
+        assert {block.precision for block in vit.blocks} == {precision}
+        found.append(np.asarray(vit(jnp.asarray(images))))
+    assert found[1].dtype == np.float32
+    assert 0 < np.abs(found[1] - found[0]).max() < 0.2
