@@ -171,12 +171,12 @@ class Cheem:
             )  # fmt: skip
         architecture = decode(codes, sizes)
 
+        network = Supernet(key_at(key, Phase.FINETUNE_INIT), self.memory.pool, num_classes, config.ops, experts)
+        unchanged = kept("what fine-tuning leaves unchanged", train, num, frozen_prefix(network, architecture))
         with (
             clock("finetune"),
-            phases("finetune", config.finetune.epochs * len(task.train.labels)) as advance,
+            phases("finetune", config.finetune.epochs * num) as advance,
         ):
-            network = Supernet(key_at(key, Phase.FINETUNE_INIT), self.memory.pool, num_classes, config.ops, experts)
-            unchanged = kept("what fine-tuning leaves unchanged", train, num, frozen_prefix(network, architecture))
             finetune_losses = fit(
                 key_at(key, Phase.FINETUNE_ORDER), executor, network, task.train.labels, unchanged,
                 constant_draws(codes), config.finetune, batch_size=config.batch_size, advance=advance,

@@ -83,7 +83,9 @@ def main(settings: Settings) -> None:
         if not settings.again and (settings.out / f"{part}.json").exists():
             say(f"{part}: measured already")
             continue
-        setting = {"backbone": backbone, "batch": int(batch), "precision": precision, "executor": executor}
+        setting: dict[str, Any] = dict(
+            backbone=backbone, batch=int(batch), precision=precision, executor=executor
+        )  # fmt: skip
         try:
             rows, found = measure(part, **setting)
         except jax.errors.JaxRuntimeError as error:
@@ -91,7 +93,7 @@ def main(settings: Settings) -> None:
                 raise
             rows, found = [], {"failed": "out of memory"}
             say(f"{part}: out of memory")
-        save(settings.out, part, rows, **setting, **found)
+        save(settings.out, part, rows, quick=False, **setting, **found)
         jax.clear_caches()
 
 

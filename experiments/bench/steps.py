@@ -29,7 +29,7 @@ from cheem_jax.execution.feed import Budget, Feed, HostImages, keep_tokens
 from cheem_jax.execution.stages import Stages
 from cheem_jax.kernels import Precision
 from cheem_jax.keys import next_power_of_two
-from cheem_jax.ops import Kind, LowRank
+from cheem_jax.ops import LowRank
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import frozen_prefix, prepare, step_of, supernet_score
 from experiments.bench.measure import (
@@ -184,9 +184,9 @@ def compare_bfloat16(what: str, seconds: dict[str, float]) -> list[Row]:
 
 def finetuning(ours: Ours, peers: dict[str, Any], images: np.ndarray, labels: np.ndarray) -> dict[str, list[float]]:
     """One architecture throughout, from the tokens that it leaves unchanged."""
-    kinds: list[Kind] = ["reuse", "reuse", "adapt", "skip", "new", "reuse"]
-    drawn = (kinds[block % len(kinds)] for block in range(ours.executor.num_blocks))
-    architecture = tuple(Choice(kind, 0 if kind in ("reuse", "adapt") else None) for kind in drawn)
+    reuse, adapt = Choice("reuse", 0), Choice("adapt", 0)
+    pattern = [reuse, reuse, adapt, Choice("skip"), Choice("new"), reuse]
+    architecture = tuple(pattern[block % len(pattern)] for block in range(ours.executor.num_blocks))
     unchanged = ours.keep(frozen_prefix(ours.supernet, architecture))
     sides: dict[str, Callable[[], object]] = {
         OURS: lambda: ours.step(architecture, unchanged),

@@ -132,11 +132,12 @@ def _gpu(runs: Sequence[Found]) -> str:
             if "failed" in run:
                 body.append([*setting, *["–"] * 6, "**no**", run["failed"]])
                 continue
-            use = "–" if run["utilisation"] is None else f"{100 * run['utilisation']:.0f} %"
             (row,) = run["rows"]
+            goal = "–" if row["goal"] is None else f"{row['goal']:.2f} h"
+            use = "–" if run["utilisation"] is None else f"{100 * run['utilisation']:.0f} %"
             body.append([
                 *setting, _seconds(run["step_seconds"]), _number(run["images_per_second"]),
-                _number(run["forward_images_per_second"]), use, f"{row['reached']:.2f} h", "–" if row["goal"] is None else f"{row['goal']:.2f} h",
+                _number(run["forward_images_per_second"]), use, f"{row['reached']:.2f} h", goal,
                 MET[row["met"]], row["note"],
             ])  # fmt: skip
         head = [
