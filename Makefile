@@ -49,8 +49,9 @@ test-312: ## the tests on Python 3.12, where there is one
 bench: $(VENV_CONVERT)/.convert ## the benchmarks of docs/benchmarks.md on this CPU, PyTorch beside it; about 20 minutes
 	@JAX_PLATFORMS=cpu $(VENV_CONVERT)/bin/python experiments/bench/run.py $(BENCH_ARGS)
 
-bench-gpu: ## step times on an accelerator, with the python that has its JAX: make bench-gpu BENCH_PYTHON=python3
-	@$(BENCH_PYTHON) experiments/bench/gpu.py $(BENCH_ARGS)
+bench-gpu: ## the same on an accelerator, with a python that has JAX for it: make bench-gpu BENCH_PYTHON=python3
+	@$(BENCH_PYTHON) -m experiments.bench.gpu $(BENCH_ARGS)
+	$(BENCH_PYTHON) -m experiments.bench.tables
 
 lint: $(VENV)/.dev ## formatting, lint and types
 	@$(VENV)/bin/python -m ruff format --check $(CODE)

@@ -31,8 +31,7 @@ PARTS = {
     ),
     "sharing": (
         "Work that need not be done",
-        "The same executor with and without it; both sides give equal results. The ceiling is what counting FLOPs "
-        "allows, and the goal 90 % of it.",
+        "The same executor with and without it; both sides give equal results. Ceiling: what counted FLOPs allow.",
     ),
     "growth": (
         "Growth with the number of tasks",
