@@ -104,7 +104,8 @@ def keep_tokens(
     """
     if isinstance(images, KeptTokens) and images.block == len(prefix):
         return images
-    if not budget.take(name, kept_bytes(executor, num_images, len(prefix))):
+    held = num_images if jax.default_backend() == "cpu" else next_power_of_two(num_images)  # as `_on_device` pads
+    if not budget.take(name, kept_bytes(executor, held, len(prefix))):
         return images
     kept: np.ndarray | None = None
     for batch in batches(np.arange(num_images), executor.rows(batch_size)):
