@@ -7,8 +7,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from cheem_jax.evolution import Score
 from cheem_jax.execution.batches import Batch as Rows
 from cheem_jax.execution.batches import batches, num_batches
 from cheem_jax.execution.executor import Batch, Dense, Executor, Step
-from cheem_jax.execution.feed import Feed, ahead
+from cheem_jax.execution.feed import Feed, ahead, fed
 from cheem_jax.execution.passes import Advance, count_right
 from cheem_jax.flops import network_flops
 from cheem_jax.hee import sample
@@ -61,16 +61,6 @@ class ExplorationConfig:
             raise ValueError(f"epsilon is {self.epsilon}; expected a probability in [0, 1]")
 
 
-@runtime_checkable
-class Examples(Protocol):
-    """Images uint8 `[N, S, S, 3]` and labels int32 `[N]`."""
-
-    @property
-    def images(self) -> np.ndarray: ...
-    @property
-    def labels(self) -> np.ndarray: ...
-
-
 Draws = Callable[[int, int], Int[np.ndarray, "steps L"]]
 """Epoch and number of steps to candidate indices, one architecture per step."""
 
@@ -108,7 +98,7 @@ def fit(
         rates = [learning_rate_at(config, epoch * steps + step, total) for step in range(steps)]
         order = order_at(key_at(order_key, epoch), num)
         rows = executor.rows(batch_size)
-        prepared = ahead((step_of(feed, labels, batch, rows), batch.size) for batch in batches(order, batch_size))
+        prepared = ahead(steps_of(feed, labels, list(batches(order, batch_size)), rows))
         epoch_losses, sizes, seen = [], [], 0
         for first in range(0, steps, executor.steps_per_call):
             part = slice(first, first + executor.steps_per_call)
@@ -126,13 +116,25 @@ def fit(
     return losses
 
 
+def steps_of(feed: Feed, labels: Int[np.ndarray, "N"], order: Sequence[Rows], rows: int) -> Iterator[tuple[Step, int]]:
+    """Each step's data in parts of `rows` images, and its number of images."""
+    parts = [(batch, slice(i, i + rows)) for batch in order for i in range(0, len(batch.rows), rows)]
+    tokens = fed(feed, [batch.rows[part] for batch, part in parts])
+    for batch in order:
+        weights = batch.mask / batch.mask.sum()
+        yield (
+            [
+                Batch(next(tokens), labels[batch.rows[i : i + rows]], weights[i : i + rows])
+                for i in range(0, len(batch.rows), rows)
+            ],
+            batch.size,
+        )
+
+
 def step_of(feed: Feed, labels: Int[np.ndarray, "N"], batch: Rows, rows: int) -> Step:
     """One step's data, in parts of `rows` images."""
-    weights = batch.mask / batch.mask.sum()
-    return [
-        Batch(feed(batch.rows[i : i + rows]), labels[batch.rows[i : i + rows]], weights[i : i + rows])
-        for i in range(0, len(batch.rows), rows)
-    ]
+    ((step, _),) = steps_of(feed, labels, [batch], rows)
+    return step
 
 
 def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]:

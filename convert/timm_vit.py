@@ -23,7 +23,7 @@ from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, named_config, resize, save_converted
 from cheem_jax.cli import parse
 from cheem_jax.data.decode import decode_image
-from cheem_jax.data.folder import load_task
+from cheem_jax.data.load import load_task
 
 _CHUNK = 2048
 """Images decoded and held at a time from a TFDS source (309 MB at 224 pixels)."""

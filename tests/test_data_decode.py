@@ -5,6 +5,7 @@ import pytest
 from PIL import Image
 
 from cheem_jax.data import decode, decode_image, decode_many
+from cheem_jax.data.files import FolderFiles
 
 
 def encode(image: Image.Image, kind: str = "PNG", **options) -> bytes:
@@ -160,37 +161,29 @@ def test_ranges_that_are_unknown_are_refused():
         decode_image(encode(Image.new("L", (4, 4))), 0)
 
 
-def test_decode_many_keeps_the_order_and_reads_each_file_once():
-    reads = []
+def test_decode_many_keeps_the_order_and_reads_each_file_once(tmp_path, monkeypatch):
+    names = [f"{value:03d}.png" for value in range(2 * decode.PIECE // 8)]
+    monkeypatch.setattr(decode, "PIECE", 24)  # several pieces, the last one not full
+    for value, name in enumerate(names):
+        (tmp_path / name).write_bytes(encode(Image.new("L", (4, 4), value)))
+    reads, progress = [], []
 
-    def reader(value):
-        def read():
-            reads.append(value)
-            return encode(Image.new("L", (4, 4), value))
+    class Counted(FolderFiles):
+        def read(self, row):
+            reads.append(row)
+            return super().read(row)
 
-        return read
-
-    progress = []
-    items = [(f"{value}.png", reader(value)) for value in range(40)]
-    images = decode_many(items, 4, on_progress=lambda done, total: progress.append((done, total)))
-    assert images[:, 0, 0, 0].tolist() == list(range(40))
-    assert sorted(reads) == list(range(40))
-    assert progress == [(done, 40) for done in range(1, 41)]
+    images = decode_many(Counted(tmp_path, names), 4, on_progress=progress.append)
+    assert images[:, 0, 0, 0].tolist() == list(range(64)) and sorted(reads) == list(range(64))
+    assert progress == [24, 24, 16]
 
 
-def test_decode_many_reports_all_broken_files_at_once():
+def test_decode_many_reports_all_broken_files_at_once(tmp_path):
     good = encode(Image.new("L", (4, 4)))
-
-    def missing() -> bytes:
-        raise FileNotFoundError("c.png is gone")
-
-    items = [
-        ("a.png", lambda: good),
-        ("b.png", lambda: good[:40]),
-        ("c.png", missing),
-        ("d.png", lambda: b""),
-    ]
-    with pytest.raises(ValueError, match=r"3 image file.*b\.png: .*c\.png is gone.*d\.png: "):
-        decode_many(items, 4)
+    for name, data in {"a.png": good, "b.png": good[:40], "d.png": b""}.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=r"3 image file.*b\.png: .*No such file.*c\.png.*d\.png: ") as caught:
+        decode_many(FolderFiles(tmp_path, ["a.png", "b.png", "c.png", "d.png"]), 4)
+    assert str(tmp_path / "b.png") in str(caught.value)
     with pytest.raises(ValueError, match="9 image file.*and 4 more"):
-        decode_many([(f"{i}.png", lambda: b"") for i in range(9)], 4)
+        decode_many(FolderFiles(tmp_path, ["d.png"] * 9), 4)

@@ -1,4 +1,3 @@
-import contextlib
 import io
 import json
 import math
@@ -164,7 +163,7 @@ def test_tenths_are_counted_in_integers_as_the_paper_rounds():
 def test_a_cut_is_exact_and_leaves_every_class_on_both_sides(sizes, share, seed):
     labels = np.repeat(np.arange(len(sizes)), sizes)
     num = math.ceil(share * len(labels))
-    mask = cut(labels, num, keep=1, rng=np.random.default_rng(seed))
+    mask = cut(labels, num, keep=1, order=np.random.default_rng(seed).permutation(len(labels)))
     inside, outside = np.bincount(labels[mask]), np.bincount(labels[~mask])
     assert len(inside) == len(outside) == len(sizes) and inside.min() >= 1 and outside.min() >= 1
     assert mask.sum() == min(max(num, len(sizes)), len(labels) - len(sizes))
@@ -172,7 +171,7 @@ def test_a_cut_is_exact_and_leaves_every_class_on_both_sides(sizes, share, seed)
 
 def test_a_cut_follows_the_class_sizes():
     labels = np.repeat([0, 1, 2], [50, 30, 20])
-    mask = cut(labels, 10, keep=1, rng=np.random.default_rng(0))
+    mask = cut(labels, 10, keep=1, order=np.arange(len(labels)))
     assert np.bincount(labels[mask]).tolist() == [5, 3, 2]
 
 
@@ -262,15 +261,14 @@ def test_encrypted_and_damaged_zip_members_are_refused_by_name(tmp_path):
         load_task(file, image_size=4)
     at = whole.index(b"IDAT")
     file.write_bytes(whole[:at] + b"XXXX" + whole[at + 4 :])
-    with pytest.raises(ValueError, match="member 'train/cat/00.png' cannot be read: Bad CRC-32"):
+    with pytest.raises(ValueError, match="train/cat/00.png cannot be read: Bad CRC-32"):
         load_task(file, image_size=4)
 
 
 def test_a_link_to_a_parent_folder_does_not_hang(tmp_path):
     folder = write(tmp_path / "pets", FULL)
     (folder / "loop").symlink_to(folder, target_is_directory=True)
-    with contextlib.ExitStack() as stack:
-        assert 0 < len(list_files(folder, stack)) < 200
+    assert 0 < len(list_files(folder)) < 200
 
 
 def test_a_stream_takes_all_tasks_sorted_or_the_named_ones_in_order(tmp_path):
@@ -280,15 +278,8 @@ def test_a_stream_takes_all_tasks_sorted_or_the_named_ones_in_order(tmp_path):
     write(tmp_path, {"README.md": b"x", "raw/data.bin": b"x", ".cache/x/1.png": b"x"})
     stream = load_stream(tmp_path, image_size=4)
     assert (stream.name, [task.name for task in stream.tasks]) == (tmp_path.name, ["birds", "cars", "digits"])
-    progress = []
-    stream = load_stream(
-        tmp_path,
-        ["digits", "birds"],
-        image_size=4,
-        on_progress=lambda done, total: progress.append((done, total)),
-    )
+    stream = load_stream(tmp_path, ["digits", "birds"], image_size=4)
     assert [task.name for task in stream.tasks] == ["digits", "birds"]
-    assert progress == [(done, 20) for done in range(1, 21)]
 
 
 def test_a_single_task_is_a_stream_of_one(tmp_path):

@@ -1,11 +1,16 @@
-"""What goes in: tasks and streams of labelled images, from folders, zips or the bundled demo."""
+"""What goes in: tasks and streams of labelled images, from folders, zips, manifests, TFDS or the bundled demo."""
 
 from cheem_jax.data.decode import decode_image, decode_many
 from cheem_jax.data.demo import demo_stream
-from cheem_jax.data.folder import load_stream, load_task
+from cheem_jax.data.folder import plan_stream, plan_task
+from cheem_jax.data.load import ImagesConfig, load_stream, load_task, load_tasks
+from cheem_jax.data.plan import Part, Plan
 from cheem_jax.data.task import Split, Stream, Task, fingerprint, select
 
 __all__ = [
+    "ImagesConfig",
+    "Part",
+    "Plan",
     "Split",
     "Stream",
     "Task",
@@ -15,5 +20,8 @@ __all__ = [
     "fingerprint",
     "load_stream",
     "load_task",
+    "load_tasks",
+    "plan_stream",
+    "plan_task",
     "select",
 ]

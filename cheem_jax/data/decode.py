@@ -2,19 +2,26 @@
 
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
 
+from cheem_jax.data.files import Encoded
+
 # Named, because Pillow would otherwise also start other programs (Ghostscript for EPS).
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF")
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
 
-Progress = Callable[[int, int], None]
-"""Called with (done, total)."""
+DECODER_VERSION = 1
+"""Raised whenever the same file gives other pixels: decoded copies of an older version are then not used."""
+PIECE = 256
+"""Pictures decoded between two reports of progress (38 MB at 224 pixels)."""
+
+Progress = Callable[[int], object]
+"""Called with the number of pictures that are now done as well."""
 
 
 def decode_image(data: bytes, image_size: int, *, name: str = "image") -> UInt8[np.ndarray, "S S 3"]:
@@ -52,31 +59,45 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def decode_many(
-    items: Sequence[tuple[str, Callable[[], bytes]]], image_size: int, *, on_progress: Progress | None = None
-) -> UInt8[np.ndarray, "N S S 3"]:
-    """Decodes named files, each read by its function, in a few threads (Pillow releases the GIL).
+def decode_in_order(
+    files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray, *, workers: int | None = None
+) -> Iterator[UInt8[np.ndarray, "n S S 3"]]:
+    """The pictures of these rows in pieces, decoded by a few threads (Pillow lets go of the interpreter's lock).
 
-    All broken files are reported in one ValueError.
+    No more than a few hundred pictures are held at a time. All broken files are reported in one ValueError, once
+    everything has been looked at.
     """
-    images = np.empty((len(items), image_size, image_size, 3), np.uint8)
+    broken: list[str] = []
 
-    def decode(index: int) -> str | None:
-        name, read = items[index]
+    def decode(row: int) -> np.ndarray | str:
         try:
-            images[index] = decode_image(read(), image_size, name=name)
+            return decode_image(files.read(int(row)), image_size, name=files.where(int(row)))
         except (ValueError, OSError) as error:
             return str(error)
-        return None
 
-    broken = []
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for done, error in enumerate(pool.map(decode, range(len(items))), start=1):
-            if error is not None:
-                broken.append(error)
-            if on_progress is not None:
-                on_progress(done, len(items))
+    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1), "cheem-decode") as pool:
+        for start in range(0, len(rows), PIECE):
+            found = pool.map(decode, rows[start : start + PIECE])
+            piece = np.zeros((len(rows[start : start + PIECE]), image_size, image_size, 3), np.uint8)
+            for place, image in enumerate(found):
+                if isinstance(image, str):
+                    broken.append(image)
+                else:
+                    piece[place] = image
+            yield piece
     if broken:
         more = f"; and {len(broken) - 5} more" if len(broken) > 5 else ""
         raise ValueError(f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}")
+
+
+def decode_many(
+    files: Encoded, image_size: int, *, on_progress: Progress | None = None
+) -> UInt8[np.ndarray, "N S S 3"]:
+    """All pictures in one array; raises as `decode_in_order`."""
+    images, done = np.empty((len(files), image_size, image_size, 3), np.uint8), 0
+    for piece in decode_in_order(files, image_size, range(len(files))):
+        images[done : done + len(piece)] = piece
+        done += len(piece)
+        if on_progress is not None:
+            on_progress(len(piece))
     return images

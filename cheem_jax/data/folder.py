@@ -1,79 +1,48 @@
 """Tasks from image folders and zips laid out as `<split>/<class>/<image>`, streams from folders of them."""
 
-import contextlib
-import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from cheem_jax.data.decode import Progress, decode_many
-from cheem_jax.data.files import IMAGE_SUFFIXES, Reader, is_hidden, is_image, list_files
-from cheem_jax.data.splits import TEST_TENTHS, VAL_TENTHS, cut, tenths
-from cheem_jax.data.task import Split, Stream, Task, check_class_names, check_labels, check_names, repeats
+from cheem_jax.data.files import IMAGE_SUFFIXES, files_of, is_hidden, is_image, list_files, stamp_of
+from cheem_jax.data.plan import Part, Plan
+from cheem_jax.data.splits import cut_missing
+from cheem_jax.data.task import check_class_names, check_labels, check_names, repeats
 
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 LAYOUT = "<train|val|test>/<class>/<image>, or <class>/<image> without splits"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What a task will hold, known and checked before a single image is decoded."""
-
-    name: str
-    classes: tuple[str, ...]
-    files: dict[str, list[tuple[str, Reader]]]
-    labels: dict[str, np.ndarray]
-
-    @property
-    def num_images(self) -> int:
-        return sum(map(len, self.files.values()))
-
-
-def load_task(path: Path, *, image_size: int, seed: int = 0, on_progress: Progress | None = None) -> Task:
-    """Reads a folder or zip with `<split>/<class>/<image>`; one enclosing folder is looked through.
+def plan_task(path: Path, *, name: str | None = None, seed: int = 0) -> Plan:
+    """What a folder or zip with `<split>/<class>/<image>` holds; one enclosing folder is looked through.
 
     Classes are the sorted folders of train, or `classes` of a `meta.json` beside the splits, whose folders
     bear the names or the label numbers. A missing validation part is cut from train: ceil(0.1 n) images, at
     least one of each class; with train alone or `<class>/<image>` a test part of ceil(0.3 n) goes first.
     `seed` draws these. Raises FileNotFoundError, or ValueError naming the offending file or folder.
     """
-    with contextlib.ExitStack() as stack:
-        plan = _plan(path, list_files(path, stack), seed)
-        return _decode(plan, image_size, 0, plan.num_images, on_progress)
+    return _plan(path, list_files(path), name or _name(path), seed)
 
 
-def load_stream(
-    path: Path,
-    tasks: Sequence[str] | None = None,
-    *,
-    image_size: int,
-    seed: int = 0,
-    on_progress: Progress | None = None,
-) -> Stream:
-    """A folder whose zips and folders are tasks, named after them; a single task is a stream of one.
+def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0) -> list[Plan]:
+    """The tasks of a folder whose zips and folders are tasks, named after them; a single task is a stream of one.
 
-    `tasks` selects and orders; by default all are taken, sorted, except folders without any image.
-    Everything is checked before the first image is decoded. Raises as `load_task`.
+    `tasks` selects and orders; by default all are taken, sorted, except folders without any image. Raises as
+    `plan_task`.
     """
-    with contextlib.ExitStack() as stack:
-        places = _find_tasks(path)
-        if tasks is not None:
-            check_names(tasks, sorted(places), f"stream {path}")
-        plans = []
-        for name in sorted(places) if tasks is None else tasks:
-            files = list_files(places[name], stack)
-            if tasks is not None or places[name].is_file() or any(map(is_image, files)):
-                plans.append(_plan(places[name], files, seed))
-        if not plans:
-            raise ValueError(f"{path}: no task found; expected zips or folders with {LAYOUT}")
-        total = sum(plan.num_images for plan in plans)
-        loaded: list[Task] = []
-        for i, plan in enumerate(plans):
-            before = sum(earlier.num_images for earlier in plans[:i])
-            loaded.append(_decode(plan, image_size, before, total, on_progress))
-    return Stream(_name(path), tuple(loaded))
+    places = _find_tasks(path)
+    if tasks is not None:
+        check_names(tasks, sorted(places), f"stream {path}")
+    plans = []
+    for name in sorted(places) if tasks is None else tasks:
+        files = list_files(places[name])
+        if tasks is not None or places[name].is_file() or any(map(is_image, files)):
+            plans.append(_plan(places[name], files, name, seed))
+    if not plans:
+        raise ValueError(f"{path}: no task found; expected zips or folders with {LAYOUT}")
+    return plans
 
 
 def _find_tasks(path: Path) -> dict[str, Path]:
@@ -97,38 +66,27 @@ def _name(path: Path) -> str:
     return path.stem if path.is_file() else path.name
 
 
-def _decode(plan: _Plan, image_size: int, before: int, total: int, on_progress: Progress | None) -> Task:
-    """Decodes all splits in one go; progress counts from `before` of `total`."""
-    shift = None if on_progress is None else lambda done, _: on_progress(before + done, total)
-    items = [item for files in plan.files.values() for item in files]
-    images = decode_many(items, image_size, on_progress=shift)
-    bounds = np.cumsum([len(files) for files in plan.files.values()])[:-1]
-    parts = dict(zip(plan.files, np.split(images, bounds), strict=True))
-    splits = {split: Split(parts[split], plan.labels[split]) for split in parts}
-    return Task(plan.name, plan.classes, **splits)
-
-
-def _plan(path: Path, files: Mapping[str, Reader], seed: int) -> _Plan:
-    name = _name(path)
-    root, grouped = _group(path, [file for file in files if is_image(file)])
+def _plan(path: Path, names: Sequence[str], task: str, seed: int) -> Plan:
+    root, grouped = _group(path, [file for file in names if is_image(file)])
     if "train" not in grouped:
         raise ValueError(f"{path}: no train folder among {sorted(grouped)}; expected {LAYOUT}")
     if "val" in grouped and "test" not in grouped:
         raise ValueError(f"{path}: train and val but no test folder; add one, or leave train alone to be cut")
     folders = sorted({file.split("/")[-2] for file in grouped["train"]})
-    _refuse_folders_without_image(path, root, files, grouped["train"][0].count("/"))
-    meta = files.get(f"{root}meta.json")
-    classes, label_of = _label_folders(path, folders, _class_names(f"{path}/{root}meta.json", meta))
-    check_class_names(name, classes)
+    _refuse_folders_without_image(path, root, names, grouped["train"][0].count("/"))
+    classes, label_of = _label_folders(path, folders, _class_names(path, f"{root}meta.json", names))
+    check_class_names(task, classes)
     labels = {}
     for split, members in grouped.items():
         if unknown := sorted({file.split("/")[-2] for file in members} - set(label_of)):
             raise ValueError(f"{path}: classes in {split} that train does not have: {unknown[:8]}")
         labels[split] = np.array([label_of[file.split("/")[-2]] for file in members], np.int32)
-        check_labels(name, split, classes, labels[split])
-    _cut_missing(path, classes, grouped, labels, seed)
-    chosen = {split: [(f"{path}/{file}", files[file]) for file in grouped[split]] for split in grouped}
-    return _Plan(name, classes, chosen, labels)
+        check_labels(task, split, classes, labels[split])
+    files = [path / file for members in grouped.values() for file in members] if path.is_dir() else [path]
+    keys = {split: [file.removeprefix(root) for file in members] for split, members in grouped.items()}
+    cut_missing(str(path), classes, keys, labels, seed)
+    parts = {split: Part(files_of(path, keys[split], root), labels[split]) for split in keys}
+    return Plan(task, classes, **parts, source=str(path), stamp=stamp_of(files))
 
 
 def _group(path: Path, images: list[str]) -> tuple[str, dict[str, list[str]]]:
@@ -159,7 +117,7 @@ def _group(path: Path, images: list[str]) -> tuple[str, dict[str, list[str]]]:
     return root, grouped
 
 
-def _refuse_folders_without_image(path: Path, root: str, files: Mapping[str, Reader], depth: int) -> None:
+def _refuse_folders_without_image(path: Path, root: str, files: Sequence[str], depth: int) -> None:
     """A class whose files all have unknown suffixes would otherwise vanish silently."""
     folders: dict[str, list[str]] = {}
     for file in files:
@@ -175,17 +133,17 @@ def _split_folders(folders: Iterable[str]) -> set[str]:
     return {folder for folder in folders if folder.lower() in SPLITS}
 
 
-def _class_names(where: str, read: Reader | None) -> list[str] | None:
+def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | None:
     """`classes` of a meta.json, if there is one."""
-    if read is None:
+    if name not in files:
         return None
     try:
-        meta = json.loads(read())
+        meta = json.loads(files_of(path, [name]).read(0))
     except ValueError as error:
-        raise ValueError(f"{where}: not readable as JSON: {error}") from error
+        raise ValueError(f"{path}/{name}: not readable as JSON: {error}") from error
     names = meta.get("classes") if isinstance(meta, dict) else None
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"{where}: `classes` must be a list of names in label order, got {names!r:.80}")
+        raise ValueError(f"{path}/{name}: `classes` must be a list of names in label order, got {names!r:.80}")
     return names
 
 
@@ -203,27 +161,3 @@ def _label_folders(path: Path, folders: list[str], names: list[str] | None) -> t
             f"of the {len(names)} classes in its meta.json"
         )
     return tuple(names), numbers
-
-
-def _cut_missing(
-    path: Path,
-    classes: Sequence[str],
-    grouped: dict[str, list[str]],
-    labels: dict[str, np.ndarray],
-    seed: int,
-) -> None:
-    """Adds the splits that are missing, in place, taking their images from train."""
-    rng = np.random.default_rng(seed)
-    missing = [split for split in ("test", "val") if split not in grouped]
-    sizes = np.bincount(labels["train"], minlength=len(classes))
-    if scarce := [name for name, size in zip(classes, sizes, strict=True) if size <= len(missing)]:
-        raise ValueError(
-            f"{path}: to cut {' and '.join(missing)} from train every class needs {len(missing) + 1} "
-            f"images or more; too few in {', '.join(map(repr, scarce[:8]))}"
-        )
-    for i, split in enumerate(missing, start=1):
-        train, members = labels["train"], np.array(grouped["train"], object)
-        num = tenths(len(train), TEST_TENTHS if split == "test" else VAL_TENTHS)
-        mask = cut(train, num, keep=len(missing) - i + 1, rng=rng)
-        grouped[split], labels[split] = members[mask].tolist(), train[mask]
-        grouped["train"], labels["train"] = members[~mask].tolist(), train[~mask]

@@ -9,15 +9,19 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from cheem_jax.images import Images
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
     """Labelled images; the task that holds it checks it."""
 
-    images: np.ndarray
+    images: Images
     """uint8 `[N, H, W, 3]`."""
     labels: np.ndarray
     """int32 `[N]`, positions in the task's `classes`."""
+    sha256: str | None = None
+    """Of pixels and labels, where it is known already."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,6 +33,8 @@ class Task:
     train: Split
     val: Split
     test: Split
+    split_sha256: str | None = None
+    """Which files are in which split (`Plan.split_sha256`), where there are files."""
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -73,13 +79,17 @@ def select(stream: Stream, names: Sequence[str]) -> Stream:
 
 
 def fingerprint(task: Task) -> str:
-    """SHA-256 over names, shapes and raw pixels and labels: what a run has really seen."""
-    digest = hashlib.sha256()
+    """SHA-256 over names, shapes, pixels and labels: what a run has really seen."""
     shapes = {name: split.images.shape for name, split in task.splits.items()}
-    digest.update(json.dumps([task.name, task.classes, shapes]).encode())
-    for split in task.splits.values():
-        digest.update(np.ascontiguousarray(split.images).data)
-        digest.update(split.labels.astype("<i4").tobytes())
+    known = [split.sha256 or hash_of([split.images[:]], split.labels) for split in task.splits.values()]
+    return hashlib.sha256(json.dumps([task.name, task.classes, shapes, known]).encode()).hexdigest()
+
+
+def hash_of(pieces: Iterable[np.ndarray], labels: np.ndarray) -> str:
+    """`Split.sha256` of images that come in pieces."""
+    digest = hashlib.sha256(labels.astype("<i4").tobytes())
+    for images in pieces:
+        digest.update(np.ascontiguousarray(images).data)
     return digest.hexdigest()
 
 
@@ -122,7 +132,7 @@ def repeats(names: Iterable[str]) -> list[str]:
 
 def _check_arrays(where: str, split: Split) -> None:
     images, labels = split.images, split.labels
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3 or 0 in images.shape[1:3]:
+    if images.dtype != np.uint8 or len(images.shape) != 4 or images.shape[-1] != 3 or 0 in images.shape[1:3]:
         raise ValueError(f"{where}: images must be uint8 [N, H, W, 3], got {images.dtype} {list(images.shape)}")
     if labels.dtype != np.int32 or labels.shape != images.shape[:1]:
         raise ValueError(f"{where}: labels must be int32 [{len(images)}], got {labels.dtype} {list(labels.shape)}")

@@ -4,8 +4,9 @@ There is no augmentation, so what no step of a phase changes is the same in ever
 block 0, in fine-tuning those of the first block that learns. They are kept where they fit a stated budget.
 """
 
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor, Gather, Network, Tokens
+from cheem_jax.images import Images, in_turn
 from cheem_jax.keys import next_power_of_two
 
 T = TypeVar("T")
@@ -28,13 +30,36 @@ class Feed(Protocol):
 
 
 class HostImages:
-    """uint8 images `[N, S, S, 3]` in the host's memory; each batch is copied to the device."""
+    """uint8 images `[N, S, S, 3]` that the host holds or reads; each batch is copied to the device."""
 
-    def __init__(self, executor: Executor, images: np.ndarray):
+    def __init__(self, executor: Executor, images: Images):
         self.executor, self.images = executor, images
 
     def __call__(self, rows: np.ndarray, /) -> Tokens:
         return self.executor.begin(self.images[rows])
+
+    def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens]:
+        """The tokens of each of these rows in turn, the images read ahead where that pays."""
+        return map(self.executor.begin, in_turn(self.images, order))
+
+
+class Subset:
+    """The rows of a feed that are numbered by `rows`."""
+
+    def __init__(self, feed: Feed, rows: np.ndarray):
+        self.feed, self.rows = feed, rows
+
+    def __call__(self, rows: np.ndarray, /) -> Tokens | Gather:
+        return self.feed(self.rows[rows])
+
+    def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
+        """As `HostImages.follow`."""
+        return fed(self.feed, [self.rows[rows] for rows in order])
+
+
+def fed(feed: Feed, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
+    """What a feed gives for each of these rows in turn."""
+    return feed.follow(order) if isinstance(feed, HostImages | Subset) else map(feed, order)
 
 
 class DeviceImages:
@@ -79,12 +104,12 @@ class Budget:
         return True
 
 
-def feed_images(executor: Executor, images: np.ndarray, budget: Budget) -> Feed:
-    """Images held on the device, if it is not the host itself and they fit."""
-    held = next_power_of_two(len(images)) * images[0].nbytes
-    if jax.default_backend() == "cpu" or not budget.take("images on the device", held):
+def feed_images(executor: Executor, images: Images, budget: Budget) -> Feed:
+    """Images held on the device, if it is not the host itself, they are decoded and they fit."""
+    if jax.default_backend() == "cpu" or not isinstance(images, np.ndarray):
         return HostImages(executor, images)
-    return DeviceImages(images)
+    held = next_power_of_two(len(images)) * math.prod(images.shape[1:])
+    return DeviceImages(images) if budget.take("images on the device", held) else HostImages(executor, images)
 
 
 def kept_bytes(executor: Executor, num_images: int, block: int) -> int:
@@ -108,8 +133,9 @@ def keep_tokens(
     if not budget.take(name, kept_bytes(executor, held, len(prefix))):
         return images
     kept: np.ndarray | None = None
-    for batch in batches(np.arange(num_images), executor.rows(batch_size)):
-        values = np.asarray(executor.advance(prefix, images(batch.rows), len(prefix)).values)
+    pieces = list(batches(np.arange(num_images), executor.rows(batch_size)))
+    for batch, tokens in zip(pieces, fed(images, [batch.rows for batch in pieces]), strict=True):
+        values = np.asarray(executor.advance(prefix, tokens, len(prefix)).values)
         if kept is None:
             kept = np.empty((num_images, *values.shape[1:]), values.dtype)
         kept[batch.rows[: batch.size]] = values[: batch.size]

@@ -1,6 +1,6 @@
 """Forward-only passes over whole data sets: mean class tokens, features, answers, counts of right answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.execution.batches import Batch, batches
-from cheem_jax.execution.executor import Executor, Network
-from cheem_jax.execution.feed import Feed
+from cheem_jax.execution.executor import Executor, Gather, Network, Tokens
+from cheem_jax.execution.feed import Feed, fed
 from cheem_jax.pool import Head
 
 
@@ -33,9 +33,9 @@ def token_means(
     """Average class tokens of several networks over the same `num` images (paper's mu), sums kept in float64."""
     sums = np.zeros((len(networks), executor.num_blocks, executor.config.width))
     features = []
-    for batch in _in_order(executor, num, batch_size):
+    for batch, tokens in _in_order(executor, images, num, batch_size):
         pending = []
-        for walked in executor.walk(networks, images(batch.rows), batch.mask):
+        for walked in executor.walk(networks, tokens, batch.mask):
             pending += [(walked.index, block, s) for block, s in enumerate(walked.sums) if s is not None]
             if walked.index == 0:
                 features.append((executor.features(walked.tokens), batch.size))
@@ -51,8 +51,8 @@ def network_features(
 ) -> Float[np.ndarray, "N D"]:
     """Features of one network for every image."""
     found = []
-    for batch in _in_order(executor, num, batch_size):
-        (walked,) = executor.walk([network], images(batch.rows), batch.mask)
+    for batch, tokens in _in_order(executor, images, num, batch_size):
+        (walked,) = executor.walk([network], tokens, batch.mask)
         found.append(np.asarray(executor.features(walked.tokens))[: batch.size])
     return np.concatenate(found)
 
@@ -62,8 +62,8 @@ def answers(
 ) -> Int[np.ndarray, "N"]:
     """The class that one network and its (padded) head give each image."""
     found = []
-    for batch in _in_order(executor, num, batch_size):
-        (walked,) = executor.walk([network], images(batch.rows), batch.mask)
+    for batch, tokens in _in_order(executor, images, num, batch_size):
+        (walked,) = executor.walk([network], tokens, batch.mask)
         labels = np.zeros(len(batch.rows), np.int32)
         answer, _ = executor.classify(head, walked.tokens, labels, batch.mask, num_classes)
         found.append(np.asarray(answer)[: batch.size])
@@ -83,9 +83,9 @@ def answers_and_features(
 ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
     """`answers` of one network and `network_features` of another, what both share run once."""
     found, features = [], []
-    for batch in _in_order(executor, num, batch_size):
+    for batch, tokens in _in_order(executor, images, num, batch_size):
         labels = np.zeros(len(batch.rows), np.int32)
-        for walked in executor.walk([base, network], images(batch.rows), batch.mask):
+        for walked in executor.walk([base, network], tokens, batch.mask):
             if walked.index == 0:
                 features.append(np.asarray(executor.features(walked.tokens))[: batch.size])
             else:
@@ -107,9 +107,9 @@ def count_right(
 ) -> Int[np.ndarray, "P"]:
     """Right answers of several networks with one shared head, shared prefixes run once per batch."""
     counts = np.zeros(len(networks), np.int64)
-    for batch in _in_order(executor, len(labels), batch_size):
+    for batch, tokens in _in_order(executor, images, len(labels), batch_size):
         pending = []
-        for walked in executor.walk(networks, images(batch.rows), batch.mask):
+        for walked in executor.walk(networks, tokens, batch.mask):
             _, right = executor.classify(head, walked.tokens, labels[batch.rows], batch.mask, num_classes)
             pending.append((walked.index, right))
         for (index, _), right in zip(pending, jax.device_get([r for _, r in pending]), strict=True):
@@ -118,5 +118,6 @@ def count_right(
     return counts
 
 
-def _in_order(executor: Executor, num: int, batch_size: int) -> list[Batch]:
-    return list(batches(np.arange(num), executor.rows(batch_size)))
+def _in_order(executor: Executor, images: Feed, num: int, batch_size: int) -> Iterator[tuple[Batch, Tokens | Gather]]:
+    pieces = list(batches(np.arange(num), executor.rows(batch_size)))
+    return zip(pieces, fed(images, [batch.rows for batch in pieces]), strict=True)

@@ -18,7 +18,7 @@ from cheem_jax.checkpoint import open_memory, save_memory_task
 from cheem_jax.data.task import Task
 from cheem_jax.evolution import Scored, SearchConfig, prepare_search, search
 from cheem_jax.execution.executor import Dense, Executor, Network, Token
-from cheem_jax.execution.feed import Budget, Feed, HostImages, feed_images, keep_tokens
+from cheem_jax.execution.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
 from cheem_jax.execution.inference import Inference, Inferred, TaskNetwork
 from cheem_jax.execution.passes import answers, answers_and_features, network_features, token_means
 from cheem_jax.flops import backbone_flops, backbone_params, executed_backbone_flops, executed_flops, network_flops
@@ -218,9 +218,8 @@ class Cheem:
             rows = np.sort(rng.permutation(num)[: config.similarity_images])
         with phases("similarity", len(rows) * len(networks)) as advance:
             seen = token_means(
-                self.executor, networks, lambda wanted, /: train(rows[wanted]), len(rows),
-                batch_size=config.batch_size, advance=advance,
-            )  # fmt: skip
+                self.executor, networks, Subset(train, rows), len(rows), batch_size=config.batch_size, advance=advance
+            )
         if len(rows) == num and self.features.executor is self.executor:
             self.features.remember(task, "train", seen.features)
         base = np.zeros_like(seen.means[0]) if self.base_means is None else self.base_means

@@ -19,7 +19,8 @@ def task(sizes: dict[str, int], image_size: int, rng: np.random.Generator) -> Ta
         raise ValueError(f"there are {len(labels)} digits in all, the splits ask for {sizes}")
     left, splits = np.arange(len(labels)), {}
     for split in ("test", "val", "train"):
-        taken = cut(labels[left], sizes[split], keep=0, rng=rng)
+        order = np.concatenate([rng.permutation(np.flatnonzero(labels[left] == digit)) for digit in range(10)])
+        taken = cut(labels[left], sizes[split], keep=0, order=order)
         chosen = left[taken]
         splits[split] = Split(_enlarge(pictures[chosen], image_size), labels[chosen].astype(np.int32))
         left = left[~taken]

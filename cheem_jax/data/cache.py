@@ -1,0 +1,135 @@
+"""Decoded pictures in files that are mapped into memory: made once for a plan, a size and a version of the decoder.
+
+A cache is a folder `<task>-<size>-<key>` with one `.npy` per split and `cache.json`. It is written beside its place
+under another name and renamed when it is whole, so what bears the name can be trusted; a lock makes a second process
+wait for the first.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import filelock
+import numpy as np
+
+from cheem_jax.data.decode import DECODER_VERSION, Progress, decode_in_order
+from cheem_jax.data.plan import Part, Plan
+from cheem_jax.data.task import Split
+
+FORMAT = "cheem_jax-images/1"
+
+Phase = Callable[[str, int], AbstractContextManager[Progress]]
+"""Opens a phase of work on a task, by the task's name and its number of pictures; gives what counts them."""
+
+
+def default_directory() -> Path:
+    """Where caches lie if nobody says otherwise: in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cheem_jax" / "images"
+
+
+def bytes_needed(num_images: int, image_size: int) -> int:
+    """Bytes of so many decoded pictures."""
+    return num_images * image_size * image_size * 3
+
+
+def cache_key(plan: Plan, image_size: int) -> str:
+    """What decides the pixels: which files in which order, their stamp, the size and the decoder."""
+    digest = hashlib.sha256(json.dumps([FORMAT, DECODER_VERSION, image_size, plan.source, plan.stamp]).encode())
+    for split, part in plan.splits.items():
+        digest.update(f"{split} {len(part.files)}\n".encode())
+        for row, label in enumerate(part.labels.tolist()):
+            digest.update(f"{part.files.key(row)}\t{label}\n".encode())
+    return digest.hexdigest()
+
+
+def cache_place(plan: Plan, image_size: int, root: Path) -> Path:
+    """The folder of a plan's decoded pictures, whether it exists or not."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", plan.name)[:60]
+    return root / f"{name}-{image_size}-{cache_key(plan, image_size)[:16]}"
+
+
+def cached(plan: Plan, image_size: int, root: Path, phase: Phase) -> dict[str, Split]:
+    """The splits with their pictures mapped from files, which are made if they are not there.
+
+    Raises ValueError for broken pictures, OSError where there is no room or no permission; then nothing is left.
+    """
+    place = cache_place(plan, image_size, root)
+    if not place.is_dir():
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(f"{place}.lock"):
+                if not place.is_dir():
+                    _make(plan, image_size, place, phase)
+        except OSError as error:
+            raise OSError(
+                f"the decoded pictures of {plan.name!r} cannot be kept in {root}: {error.strerror or error}; name a "
+                "folder with room and write permission (--images.cache-dir), or keep none (--images.keep stream)"
+            ) from error
+    return open_cache(place)
+
+
+def open_cache(place: Path) -> dict[str, Split]:
+    """The splits of a finished cache. Raises ValueError naming what is damaged."""
+    try:
+        meta = json.loads((place / "cache.json").read_text())
+        splits = {}
+        for name, told in meta["splits"].items():
+            images = np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            labels = np.load(place / f"{name}.labels.npy", allow_pickle=False)
+            if images.shape != (told["num"], meta["image_size"], meta["image_size"], 3) or len(labels) != told["num"]:
+                raise ValueError(f"{name} has the shape {images.shape}")
+            splits[name] = Split(images, labels, told["sha256"])
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"the cache {place} is damaged ({error}); remove this folder and it is made again") from error
+    return splits
+
+
+def _make(plan: Plan, image_size: int, place: Path, phase: Phase) -> None:
+    """Decode everything into a folder beside the place, then rename it. Only one process does this at a time."""
+    partial = place.with_name(f"{place.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    needed, free = bytes_needed(plan.num_images, image_size), shutil.disk_usage(place.parent).free
+    if needed > free:
+        raise OSError(f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB free")
+    partial.mkdir()
+    try:
+        splits = {}
+        with phase(plan.name, plan.num_images) as on_progress:
+            for name, part in plan.splits.items():
+                np.save(partial / f"{name}.labels.npy", part.labels)
+                sha256 = _write(partial / f"{name}.npy", part, image_size, on_progress)
+                splits[name] = {"num": len(part.labels), "sha256": sha256}
+        meta = {
+            "format": FORMAT,
+            "task": plan.name,
+            "source": plan.source,
+            "image_size": image_size,
+            "decoder": DECODER_VERSION,
+            "split_sha256": plan.split_sha256,
+            "splits": splits,
+        }
+        (partial / "cache.json").write_text(json.dumps(meta, indent=1) + "\n")
+        os.rename(partial, place)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write(file: Path, part: Part, image_size: int, on_progress: Progress) -> str:
+    """A `.npy` written piece by piece, so that a full disk is an error here and no signal later; returns its hash."""
+    digest = hashlib.sha256(part.labels.astype("<i4").tobytes())
+    header = {"descr": "|u1", "fortran_order": False, "shape": (len(part.labels), image_size, image_size, 3)}
+    with file.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, header)
+        for piece in decode_in_order(part.files, image_size, range(len(part.files))):
+            stream.write(piece.data)
+            digest.update(piece.data)
+            on_progress(len(piece))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return digest.hexdigest()

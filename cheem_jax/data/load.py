@@ -1,0 +1,94 @@
+"""Plans to tasks: pictures decoded into memory, into files that are mapped into it, or when they are asked for."""
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from cheem_jax.data.cache import Phase, bytes_needed, cache_key, cached, default_directory
+from cheem_jax.data.decode import Progress, decode_many
+from cheem_jax.data.folder import plan_stream, plan_task
+from cheem_jax.data.plan import Part, Plan
+from cheem_jax.data.streaming import StreamedImages
+from cheem_jax.data.task import Split, Stream, Task, hash_of
+
+Keep = Literal["auto", "memory", "cache", "stream"]
+
+IN_MEMORY = 2**30
+"""Bytes of a whole stream up to which `auto` keeps pictures in memory."""
+CACHED = 64 * 2**30
+"""Bytes of one task up to which `auto` keeps pictures on the disk."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImagesConfig:
+    """Where decoded pictures are kept."""
+
+    keep: Keep = "auto"
+    """`memory`, `cache` (files mapped into memory, made once), `stream` (decoded anew in every epoch by Grain, nothing
+    stored), or `auto`: memory for a stream below 1 GiB, cache for a task below 64 GiB, else stream."""
+    cache_dir: Path | None = None
+    """Folder of the cached pictures; default: below the user's cache folder, or below --data-dir."""
+    workers: int = 0
+    """Processes that decode for `stream`; 0: threads of this one."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise ValueError(f"workers is {self.workers}; expected 0 (threads) or more")
+
+
+def load_tasks(
+    plans: Sequence[Plan], image_size: int, config: ImagesConfig = ImagesConfig(), phase: Phase | None = None
+) -> tuple[Task, ...]:
+    """Tasks whose pictures can be had; raises ValueError naming every file that is no picture."""
+    keep = config.keep
+    if keep == "auto" and sum(bytes_needed(plan.num_images, image_size) for plan in plans) <= IN_MEMORY:
+        keep = "memory"
+    return tuple(_load(plan, image_size, dataclasses.replace(config, keep=keep), phase or _silent) for plan in plans)
+
+
+def load_task(path: Path, *, image_size: int, seed: int = 0) -> Task:
+    """A folder or zip as one task in memory; see `plan_task`."""
+    (task,) = load_tasks([plan_task(path, seed=seed)], image_size, ImagesConfig("memory"))
+    return task
+
+
+def load_stream(path: Path, tasks: Sequence[str] | None = None, *, image_size: int, seed: int = 0) -> Stream:
+    """A folder of tasks as a stream in memory; see `plan_stream`."""
+    plans = plan_stream(path, tasks, seed=seed)
+    return Stream(path.resolve().stem, load_tasks(plans, image_size, ImagesConfig("memory")))
+
+
+def _load(plan: Plan, image_size: int, config: ImagesConfig, phase: Phase) -> Task:
+    keep: Keep = config.keep
+    directory = config.cache_dir or default_directory()
+    if keep == "auto":
+        keep = "cache" if bytes_needed(plan.num_images, image_size) <= CACHED else "stream"
+    if keep == "cache":
+        splits = cached(plan, image_size, directory, phase)
+    elif keep == "stream":
+        known = cache_key(plan, image_size)  # the pixels follow from it, and nobody has seen them yet
+        splits = {
+            name: Split(
+                StreamedImages(part.files, image_size, workers=config.workers),
+                part.labels,
+                hashlib.sha256(f"{known}/{name}".encode()).hexdigest(),
+            )
+            for name, part in plan.splits.items()
+        }
+    else:
+        with phase(plan.name, plan.num_images) as on_progress:
+            splits = {name: _in_memory(part, image_size, on_progress) for name, part in plan.splits.items()}
+    return Task(plan.name, plan.classes, **splits, split_sha256=plan.split_sha256)
+
+
+def _in_memory(part: Part, image_size: int, on_progress: Progress) -> Split:
+    images = decode_many(part.files, image_size, on_progress=on_progress)
+    return Split(images, part.labels, hash_of([images], part.labels))
+
+
+@contextlib.contextmanager
+def _silent(task: str, num_images: int) -> Iterator[Progress]:
+    yield lambda num_images: None
