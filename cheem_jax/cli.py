@@ -13,8 +13,10 @@ import jax
 import tyro
 
 from cheem_jax.backbone.weights import load_pretrained
+from cheem_jax.commands import data
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
+from cheem_jax.data.sources import MissingTasks
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.execution.compilation import NotKept, keep_programs
 from cheem_jax.methods.cheem import PRESETS
@@ -98,6 +100,8 @@ def run_command(command: Callable[[Settings], None], settings: Settings, directo
         raise SystemExit(2) from error
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        if isinstance(error, MissingTasks):
+            print("\n".join(f"  {line}" for line in error.advice), file=sys.stderr)
         raise SystemExit(2) from error
     except KeyboardInterrupt:
         begun = directory is not None and directory.exists()
@@ -106,15 +110,29 @@ def run_command(command: Callable[[Settings], None], settings: Settings, directo
         raise SystemExit(130) from None
 
 
+COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
+    "demo": (Demo, demo),
+    "data list": (data.List, data.list_data),
+    "data prepare": (data.Prepare, data.prepare_data),
+    "data verify": (data.Verify, data.verify_data),
+    "data show": (data.Show, data.show_data),
+}
+
+
 def main() -> None:
     """The `cheem` command."""
-    commands = {"demo": Demo}
-    name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
-    if name in ("-h", "--help"):
-        print("usage: cheem {demo} [--help]\n\n" + "\n".join(f"  {n}  {c.__doc__}" for n, c in commands.items()))
+    words = sys.argv[1:]
+    num = 2 if words[:1] == ["data"] else 1
+    name, arguments = " ".join(words[:num]), words[num:]
+    known = [command for command in COMMANDS if num == 1 or command.startswith("data ")]
+    if not words or words[num - 1 :][:1] in ([], ["-h"], ["--help"]):
+        print(f"usage: cheem {'data ' if num == 2 else ''}COMMAND [--help]\n")
+        for command in known:
+            print(f"  {command:<14}{(COMMANDS[command][0].__doc__ or '').splitlines()[0]}")
         return
-    if name not in commands:
-        print(f"error: unknown command {name!r}; expected one of: {', '.join(commands)}", file=sys.stderr)
+    if name not in COMMANDS:
+        print(f"error: unknown command {name!r}; expected one of: {', '.join(known)}", file=sys.stderr)
         raise SystemExit(2)
-    settings = parse(commands[name], arguments, prog=f"cheem {name}")
-    run_command(demo, settings, settings.run_dir)
+    kind, command = COMMANDS[name]
+    settings = parse(kind, arguments, prog=f"cheem {name}")
+    run_command(command, settings, getattr(settings, "run_dir", None))

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from cheem_jax import metrics
+from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.vit import ViT
@@ -24,13 +25,14 @@ from cheem_jax.data.task import Stream, Task, fingerprint
 from cheem_jax.execution.choice import EngineConfig, choose, make_executor
 from cheem_jax.execution.compilation import Compilations, compilations
 from cheem_jax.flops import backbone_flops, executed_backbone_flops
+from cheem_jax.images import Images
 from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig, Preset
 from cheem_jax.methods.frozen_linear import FrozenLinear
 from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.methods.method import FrozenFeatures, Method
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import Record, read, write_atomically
+from cheem_jax.report.record import Record, read
 from cheem_jax.results import results_of
 from cheem_jax.run_directory import claim
 
@@ -54,7 +56,7 @@ def run_stream(
     directory: Path,
     progress: Progress,
     *,
-    base_images: np.ndarray | None = None,
+    base_images: Images | None = None,
     router: Pretrained | None = None,
 ) -> dict[str, Any]:
     """Learn the stream in `directory`, or go on where it stopped; returns what `results.json` holds.
@@ -241,7 +243,7 @@ def _write_results(directory: Path) -> dict[str, Any]:
 
 
 def _base_means(
-    pretrained: Pretrained, config: RunConfig, vit: ViT, base_images: np.ndarray | None, progress: Progress
+    pretrained: Pretrained, config: RunConfig, vit: ViT, base_images: Images | None, progress: Progress
 ) -> np.ndarray | None:
     """mu of the backbone's own task: only an exact match of size, placement and token counts, else it is measured."""
     place = f"{pretrained.config.image_size}/{config.cheem.placement}/{config.cheem.token}"
@@ -269,6 +271,7 @@ def _identity(stream: Stream, pretrained: Pretrained, config: RunConfig, means, 
         "router_weights_sha256": None if router is None else router.sha256,
         "base_means_sha256": None if means is None else hashlib.sha256(means.tobytes()).hexdigest(),
         "data_sha256": {task.name: fingerprint(task) for task in stream.tasks},
+        "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
     }
 
 
@@ -285,6 +288,7 @@ def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, r
         "base_means": "neutral" if means is None else "known",
         "executor": choose(config.engine, pretrained.config, config.cheem.batch_size).name,
         "precision": config.engine.precision,
+        "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
         "router": pretrained.config.name if router is None else router.config.name,
         "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "flax": flax.__version__},
         "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cheem_jax.report.record import to_json, write_atomically
+from cheem_jax.atomic import write_atomically
+from cheem_jax.report.record import to_json
 
 NAME = "config.json"
 

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import re
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,12 @@ from cheem_jax.backbone.timm_names import from_timm, infer_config
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, named_config, resize, save_converted
 from cheem_jax.cli import parse
-from cheem_jax.data.decode import decode_image
-from cheem_jax.data.load import load_task
+from cheem_jax.data.decode import decode_in_order
+from cheem_jax.data.folder import plan_task
+from cheem_jax.data.load import ImagesConfig, load_train
+from cheem_jax.data.records import all_pictures
+from cheem_jax.images import Images
 
-_CHUNK = 2048
-"""Images decoded and held at a time from a TFDS source (309 MB at 224 pixels)."""
 _TFDS = re.compile(r"tfds:([^:\[]+(?::\d+\.\d+\.\d+)?):(.+)")
 
 
@@ -105,43 +105,20 @@ def hash_of(tensors: dict[str, np.ndarray]) -> str:
     return digest.hexdigest()
 
 
-def base_images(base_data: str, image_size: int) -> Iterator[np.ndarray]:
+def base_images(base_data: str, image_size: int) -> Iterator[Images]:
     """The training images in chunks, uint8 [N, S, S, 3]."""
-    if base_data.startswith("tfds:"):
-        yield from tfds_images(base_data, image_size)
-    else:
-        yield load_task(Path(base_data), image_size=image_size).train.images
-
-
-def tfds_images(base_data: str, image_size: int) -> Iterator[np.ndarray]:
-    """A prepared TFDS split in chunks, read without TensorFlow; `base_data` is `tfds:NAME:SPLIT`."""
+    if not base_data.startswith("tfds:"):
+        yield load_train(plan_task(Path(base_data)), image_size, ImagesConfig("memory")).images
+        return
     spelled = _TFDS.fullmatch(base_data)
     if not spelled:
         raise ValueError(f"--base-data {base_data!r}: expected tfds:NAME:SPLIT, e.g. tfds:imagenet_v2:test")
     name, split = spelled.groups()
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError as error:
-        raise ImportError(f"--base-data {base_data} needs TFDS: `pip install cheem_jax[datasets]`") from error
-    try:
-        builder = tfds.builder(name, file_format="array_record")
-        features = builder.info.features or {}
-        keys = [key for key, feature in features.items() if isinstance(feature, tfds.features.Image)]
-        if not keys:
-            raise ValueError(f"no image among its features {sorted(features)}")
-        source = builder.as_data_source(split=split, decoders={keys[0]: tfds.decode.SkipDecoding()})
-    except Exception as error:  # unknown names, unprepared data and unknown splits each raise something else
-        reason = textwrap.shorten(str(error), 200)
-        raise ValueError(
-            f"TFDS cannot read {name!r}, split {split!r}: {reason}; it must have been prepared in the format "
-            "array_record, in TFDS_DATA_DIR or ~/tensorflow_datasets"
-        ) from error
-    for start in range(0, len(source), _CHUNK):
-        rows = range(start, min(start + _CHUNK, len(source)))
-        yield np.stack([decode_image(source[row][keys[0]], image_size, name=f"{name} #{row}") for row in rows])
+    files = all_pictures(name, split, None)
+    yield from decode_in_order(files, image_size, range(len(files)))
 
 
-def pooled_means(vit: ViT, chunks: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+def pooled_means(vit: ViT, chunks: Iterable[Images]) -> dict[str, np.ndarray]:
     """`base_means` over all chunks, each weighted by its number of images."""
     totals: dict[str, np.ndarray] = {}
     count = 0

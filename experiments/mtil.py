@@ -1,22 +1,27 @@
-"""CHEEM on a stream of image tasks with a pretrained ViT.
+"""CHEEM on MTIL, or on any other stream of image tasks, with a pretrained ViT.
 
+    python experiments/mtil.py --backbone deit_tiny --data-dir DATA
     python experiments/mtil.py --backbone deit_tiny --stream FOLDER --image-size 96 --preset quick --run-dir runs/real
 
-FOLDER holds one folder or zip per task with `<split>/<class>/<image>` inside.
+DATA is the data folder that `cheem data prepare mtil --data-dir DATA` fills. FOLDER holds one folder or zip per task
+with `<split>/<class>/<image>` inside.
 """
 
-import contextlib
 import dataclasses
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.cli import parse, run_command, show
+from cheem_jax.commands.data import images_dir
 from cheem_jax.continual import RunConfig, run_stream
-from cheem_jax.data.folder import load_stream, load_task
+from cheem_jax.data.benchmarks.table import Order
+from cheem_jax.data.cache import Phase
+from cheem_jax.data.load import ImagesConfig, load_tasks, load_train
+from cheem_jax.data.sources import plan_source
+from cheem_jax.data.task import Stream
 from cheem_jax.execution.choice import EngineConfig
+from cheem_jax.images import Images
 from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
@@ -34,12 +39,21 @@ class Mtil:
     """deit_tiny, vit_base, vit_base_augreg, clip_vit_base, vit_micro, vit_nano, or another plain timm ViT by name."""
     weights: Path | None = None
     """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from the hub."""
-    stream: Path | None = None
-    """Folder with one folder or zip per task."""
+    stream: str = "mtil"
+    """mtil or vdd (see `cheem data list`), a stream file (TOML), or a folder with one folder or zip per task."""
+    data_dir: Path | None = None
+    """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    order: Order = "default"
+    """Order of MTIL's tasks: of the paper's tables, of its table on task orders, or the second one of ZSCL."""
     tasks: str | None = None
-    """Names of the tasks in learning order, separated by commas; default: all, sorted by name."""
-    base_data: Path | None = None
-    """Pictures of the backbone's own task (folder or zip), whose mean class tokens anchor the similarity."""
+    """Names of the tasks in learning order, separated by commas; default: all, in the stream's."""
+    split_seed: int = 0
+    """Draws the splits that a data set lacks; not `--seed`, so that runs of several seeds see the same splits."""
+    images: ImagesConfig = ImagesConfig()
+    """Where decoded pictures are kept."""
+    base_data: str | None = None
+    """Pictures of the backbone's own task (anything that `--stream` takes for one task), whose mean class tokens
+    anchor the similarity."""
     image_size: int | None = None
     """Pixels of the square images; default: the backbone's own."""
     router: str | None = None
@@ -59,19 +73,23 @@ class Mtil:
 def main(settings: Mtil) -> None:
     """Load weights and data, run the stream, print its tables."""
     progress = Progress()
-    if settings.stream is None:
-        raise ValueError("no tasks given; expected --stream FOLDER with one folder or zip per task")
+    names = None if settings.tasks is None else [name.strip() for name in settings.tasks.split(",")]
+    stream_name, plans = plan_source(
+        settings.stream, names, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed
+    )
     pretrained = load_pretrained(settings.backbone, weights=settings.weights, image_size=settings.image_size)
     size = pretrained.config.image_size
     router = None
     if settings.router is not None:
         router = load_pretrained(settings.router, weights=settings.router_weights, image_size=size)
-    names = None if settings.tasks is None else [name.strip() for name in settings.tasks.split(",")]
     progress.say(f"{pretrained.config.name} from {pretrained.source} at {size} pixels")
-    stream = load_stream(settings.stream, names, image_size=size, on_progress=Decoding(progress, settings.stream.name))
-    base_images: np.ndarray | None = None
+    images = settings.images
+    if images.cache_dir is None and settings.data_dir is not None:
+        images = dataclasses.replace(images, cache_dir=images_dir(settings.data_dir))
+    stream = Stream(stream_name, load_tasks(plans, size, images, decoding(progress)))
+    base_images = None
     if settings.base_data is not None:
-        base_images = load_task(settings.base_data, image_size=size).train.images
+        base_images = read_base(settings.base_data, settings, size, images, progress)
     bound = None
     if settings.upper_bound:
         bound = FullFinetuneConfig(settings.cheem.finetune.epochs, batch_size=settings.cheem.batch_size)
@@ -80,20 +98,17 @@ def main(settings: Mtil) -> None:
     show(progress, results, settings.run_dir)
 
 
-class Decoding:
-    """Shows how many pictures are decoded; the first call tells how many there are."""
+def decoding(progress: Progress) -> Phase:
+    """Shows pictures that are decoded."""
+    return lambda task, num_images: progress.phase("decode", task=task, total=num_images)
 
-    def __init__(self, progress: Progress, name: str):
-        self.progress, self.name, self.done = progress, name, 0
-        self.stack = contextlib.ExitStack()
 
-    def __call__(self, done: int, total: int) -> None:
-        if self.done == 0:
-            self.advance = self.stack.enter_context(self.progress.phase("decode", task=self.name, total=total))
-        self.advance(done - self.done)
-        self.done = done
-        if done == total:
-            self.stack.close()
+def read_base(source: str, settings: Mtil, size: int, images: ImagesConfig, progress: Progress) -> Images:
+    """Training pictures of the backbone's own task; its other splits are left alone."""
+    _, plans = plan_source(source, data_dir=settings.data_dir, seed=settings.split_seed)
+    if len(plans) != 1:
+        raise ValueError(f"--base-data {source!r} holds {len(plans)} tasks, expected one: {[p.name for p in plans]}")
+    return load_train(plans[0], size, images, decoding(progress)).images
 
 
 def read_arguments(arguments: list[str]) -> Mtil:

@@ -7,6 +7,7 @@ from PIL import Image
 
 from cheem_jax.cli import Demo, run_command
 from cheem_jax.cli import main as cli_main
+from cheem_jax.data.benchmarks.table import order_of
 from experiments import mtil
 
 
@@ -65,9 +66,22 @@ def test_a_stream_that_is_not_there_is_named(capsys, tmp_path):
     assert code == 2 and "gone" in error and error.count("\n") == 1
 
 
-def test_without_a_stream_the_option_is_told(capsys):
-    code, error = error_of(capsys, "--backbone", "vit_micro")
-    assert code == 2 and "--stream FOLDER" in error
+def test_without_prepared_data_every_missing_task_is_told_with_its_command(capsys, tmp_path):
+    code, error = error_of(capsys, "--backbone", "vit_micro", "--data-dir", str(tmp_path / "EMPTY"))
+    first, *lines = error.splitlines()
+    assert code == 2 and first.startswith(f"error: 11 of 11 tasks of 'mtil' are not prepared in {tmp_path}")
+    assert [line.split(":")[0].strip() for line in lines] == list(order_of("mtil"))
+    assert all(f"cheem data prepare {line.split(':')[0].strip()} --data-dir" in line for line in lines)
+    assert "cars_train.tgz" in error and not (tmp_path / "EMPTY").exists()
+
+
+def test_a_mistyped_stream_is_answered_with_what_lies_beside_it(capsys, stream, tmp_path):
+    code, error = error_of(capsys, "--backbone", "vit_micro", "--stream", str(tmp_path / "streem"))
+    assert code == 2 and f"did you mean {stream}?" in error
+    code, error = error_of(capsys, "--backbone", "vit_micro", "--stream", "mtill")
+    assert code == 2 and "did you mean mtil" in error
+    code, error = error_of(capsys, "--stream", "vdd", "--order", "paper_a")
+    assert code == 2 and "order 'paper_a' belongs to mtil" in error
 
 
 def test_a_broken_image_is_named_and_nothing_is_begun(capsys, stream, tmp_path):
@@ -83,7 +97,9 @@ def test_an_unknown_command_is_named(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["cheem", "demmo"])
     with pytest.raises(SystemExit) as stop:
         cli_main()
-    assert stop.value.code == 2 and "unknown command 'demmo'; expected one of: demo" in capsys.readouterr().err
+    assert (
+        stop.value.code == 2 and "unknown command 'demmo'; expected one of: demo, data list" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("option", [["--presett", "quick"], ["--preset", "fast"], ["--seed", "one"]])

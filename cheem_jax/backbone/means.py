@@ -8,14 +8,13 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree, UInt8
 
 from cheem_jax.backbone.vit import ViT
+from cheem_jax.images import Images, in_turn
 from cheem_jax.ops import Reuse
 
 KEYS = ("mlp_down/component", "attn_proj/component", "mlp_down/block", "attn_proj/block")
 
 
-def base_means(
-    vit: ViT, images: UInt8[np.ndarray, "N H W 3"], *, batch_size: int = 64
-) -> dict[str, Float[np.ndarray, "L D"]]:
+def base_means(vit: ViT, images: Images, *, batch_size: int = 64) -> dict[str, Float[np.ndarray, "L D"]]:
     """Mean class tokens over `images` on the plain backbone, keyed `{image_size}/{placement}/{token}`.
 
     `component` is the plastic layer's output before the residual sum, `block` the block's output (the same
@@ -27,8 +26,8 @@ def base_means(
         raise ValueError(f"base means of {vit.config.name!r} need images of {size}x{size} pixels, got {images.shape}")
     graphdef, state = nnx.split(vit)
     totals = np.zeros((3, vit.config.depth, vit.config.width))
-    for start in range(0, len(images), batch_size):
-        batch = images[start : start + batch_size]
+    rows = np.arange(len(images))
+    for batch in in_turn(images, [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]):
         padded = np.zeros((batch_size, size, size, 3), np.uint8)
         padded[: len(batch)] = batch
         totals += np.asarray(_class_tokens(graphdef, state, padded), np.float64)[: len(batch)].sum(axis=0)

@@ -84,7 +84,7 @@ def open_cache(place: Path) -> dict[str, Split]:
             if images.shape != (told["num"], meta["image_size"], meta["image_size"], 3) or len(labels) != told["num"]:
                 raise ValueError(f"{name} has the shape {images.shape}")
             splits[name] = Split(images, labels, told["sha256"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the cache {place} is damaged ({error}); remove this folder and it is made again") from error
     return splits
 

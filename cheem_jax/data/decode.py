@@ -33,16 +33,25 @@ def decode_image(data: bytes, image_size: int, *, name: str = "image") -> UInt8[
     """
     if image_size < 1:
         raise ValueError(f"image_size must be at least 1, got {image_size}")
+    return np.asarray(_decode(data, (image_size, image_size), name))
+
+
+def decode_pixels(data: bytes, *, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
+    """As `decode_image`, in the picture's own size."""
+    return np.asarray(_decode(data, None, name))
+
+
+def _decode(data: bytes, size: tuple[int, int] | None, name: str) -> Image.Image:
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are accepted")
-            rgb = _to_rgb(image).resize((image_size, image_size), Image.Resampling.BICUBIC)
+            rgb = _to_rgb(image)
+            return rgb if size is None else rgb.resize(size, Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
         raise ValueError(f"{name}: not an image file of a known format ({', '.join(FORMATS)})") from None
     except Exception as error:  # Pillow's parsers raise almost anything on a broken file
         raise ValueError(f"{name}: the image cannot be decoded: {error}") from error
-    return np.asarray(rgb)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -68,10 +77,11 @@ def decode_in_order(
     everything has been looked at.
     """
     broken: list[str] = []
+    rows = [int(row) for row in rows]
 
     def decode(row: int) -> np.ndarray | str:
         try:
-            return decode_image(files.read(int(row)), image_size, name=files.where(int(row)))
+            return decode_image(files.read(row), image_size, name=files.where(row))
         except (ValueError, OSError) as error:
             return str(error)
 

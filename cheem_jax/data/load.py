@@ -44,9 +44,18 @@ def load_tasks(
 ) -> tuple[Task, ...]:
     """Tasks whose pictures can be had; raises ValueError naming every file that is no picture."""
     keep = config.keep
-    if keep == "auto" and sum(bytes_needed(plan.num_images, image_size) for plan in plans) <= IN_MEMORY:
-        keep = "memory"
-    return tuple(_load(plan, image_size, dataclasses.replace(config, keep=keep), phase or _silent) for plan in plans)
+    if keep == "auto" and sum(bytes_needed(plan.num_images, image_size) for plan in plans) > IN_MEMORY:
+        keep = "cache" if max(bytes_needed(plan.num_images, image_size) for plan in plans) <= CACHED else "auto"
+    config = dataclasses.replace(config, keep=keep)
+    return tuple(
+        Task(
+            plan.name,
+            plan.classes,
+            **_load(plan, tuple(plan.splits), image_size, config, phase or _silent),
+            split_sha256=plan.split_sha256,
+        )
+        for plan in plans
+    )
 
 
 def load_task(path: Path, *, image_size: int, seed: int = 0) -> Task:
@@ -61,27 +70,34 @@ def load_stream(path: Path, tasks: Sequence[str] | None = None, *, image_size: i
     return Stream(path.resolve().stem, load_tasks(plans, image_size, ImagesConfig("memory")))
 
 
-def _load(plan: Plan, image_size: int, config: ImagesConfig, phase: Phase) -> Task:
-    keep: Keep = config.keep
-    directory = config.cache_dir or default_directory()
+def load_train(plan: Plan, image_size: int, config: ImagesConfig = ImagesConfig(), phase: Phase | None = None) -> Split:
+    """The training split alone."""
+    (split,) = _load(plan, ["train"], image_size, config, phase or _silent).values()
+    return split
+
+
+def _load(plan: Plan, names: Sequence[str], image_size: int, config: ImagesConfig, phase: Phase) -> dict[str, Split]:
+    parts = {name: plan.splits[name] for name in names}
+    num = sum(len(part.labels) for part in parts.values())
+    keep = config.keep
     if keep == "auto":
-        keep = "cache" if bytes_needed(plan.num_images, image_size) <= CACHED else "stream"
+        needed = bytes_needed(num, image_size)
+        keep = "memory" if needed <= IN_MEMORY else "cache" if needed <= CACHED else "stream"
     if keep == "cache":
-        splits = cached(plan, image_size, directory, phase)
-    elif keep == "stream":
+        splits = cached(plan, image_size, config.cache_dir or default_directory(), phase)
+        return {name: splits[name] for name in names}
+    if keep == "stream":
         known = cache_key(plan, image_size)  # the pixels follow from it, and nobody has seen them yet
-        splits = {
+        return {
             name: Split(
                 StreamedImages(part.files, image_size, workers=config.workers),
                 part.labels,
                 hashlib.sha256(f"{known}/{name}".encode()).hexdigest(),
             )
-            for name, part in plan.splits.items()
+            for name, part in parts.items()
         }
-    else:
-        with phase(plan.name, plan.num_images) as on_progress:
-            splits = {name: _in_memory(part, image_size, on_progress) for name, part in plan.splits.items()}
-    return Task(plan.name, plan.classes, **splits, split_sha256=plan.split_sha256)
+    with phase(plan.name, num) as on_progress:
+        return {name: _in_memory(part, image_size, on_progress) for name, part in parts.items()}
 
 
 def _in_memory(part: Part, image_size: int, on_progress: Progress) -> Split:

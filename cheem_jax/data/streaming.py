@@ -28,7 +28,7 @@ class StreamedImages:
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, rows: np.ndarray, /) -> np.ndarray:
+    def __getitem__(self, rows: np.ndarray | slice, /) -> np.ndarray:
         return np.concatenate(list(decode_in_order(self.files, self.image_size, np.arange(len(self.files))[rows])))
 
     def follow(self, order: Sequence[np.ndarray]) -> Any:
@@ -64,8 +64,11 @@ class _Pictures:
 def _grain() -> Any:
     try:
         import grain
+        from absl import flags
     except ImportError as error:
         raise ValueError(
             "streaming pictures needs Grain: `pip install 'cheem_jax[datasets]'`, or --images.keep cache"
         ) from error
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # starting workers, Grain asks for absl's flags, which nobody parses here
     return grain

@@ -19,6 +19,7 @@ from cheem_jax.data.task import Split, Task
 from cheem_jax.execution.batches import batches, num_batches
 from cheem_jax.execution.executor import masked_logits
 from cheem_jax.execution.passes import Advance
+from cheem_jax.images import in_turn
 from cheem_jax.keys import Phase, key_at, next_power_of_two, order_at
 from cheem_jax.supernet import init_head_learner
 from cheem_jax.training import FitConfig, learning_rate_at
@@ -106,18 +107,22 @@ class FullFinetune:
         steps = num_batches(len(task.train.labels), config.batch_size)
         for epoch in range(config.epochs):
             order = order_at(key_at(key, Phase.UPPER_BOUND_ORDER, epoch), len(task.train.labels))
-            for step, batch in enumerate(batches(order, config.batch_size)):
+            pieces = list(batches(order, config.batch_size))
+            read = in_turn(task.train.images, [batch.rows for batch in pieces])
+            for step, (batch, images) in enumerate(zip(pieces, read, strict=True)):
                 now = learning_rate_at(fit, epoch * steps + step, config.epochs * steps)
                 params, adam, _ = self._step(
-                    params, adam, np.float32(now), task.train.images[batch.rows], task.train.labels[batch.rows],
+                    params, adam, np.float32(now), images, task.train.labels[batch.rows],
                     batch.mask, np.int32(num_classes),
                 )  # fmt: skip
                 advance(batch.size, f"rate {rate:g}, epoch {epoch + 1}/{config.epochs}")
         return params
 
     def _accuracy(self, params, split: Split, num_classes: int) -> float:
+        pieces = list(batches(np.arange(len(split.labels)), self.config.batch_size))
+        read = in_turn(split.images, [b.rows for b in pieces])
         total = sum(
-            int(self._right(params, split.images[b.rows], split.labels[b.rows], b.mask, np.int32(num_classes)))
-            for b in batches(np.arange(len(split.labels)), self.config.batch_size)
+            int(self._right(params, images, split.labels[b.rows], b.mask, np.int32(num_classes)))
+            for b, images in zip(pieces, read, strict=True)
         )
         return total / len(split.labels)

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cheem_jax.atomic import write_atomically
 from cheem_jax.report import figures
-from cheem_jax.report.record import write_atomically
 from cheem_jax.report.table import Grid, method_grid, number, percent, task_grid
 
 Results = Mapping[str, Any]

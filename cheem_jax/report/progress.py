@@ -48,8 +48,8 @@ class Progress:
         self.console.print(Text(message), soft_wrap=True)
 
     @contextlib.contextmanager
-    def phase(self, phase: str, *, task: str, total: int) -> Iterator[Advance]:
-        """Shows one phase of one task, `total` in images; an exception, Ctrl-C included, passes through."""
+    def phase(self, phase: str, *, task: str, total: int, unit: str = "images") -> Iterator[Advance]:
+        """Shows one phase of one task, `total` in images or another unit; an exception, Ctrl-C included, passes."""
         start = said = self.clock()
         done = 0
         bar = None
@@ -58,7 +58,7 @@ class Progress:
                 self._bars.start()
             bar = self._bars.add_task("", total=total, phase=phase, task=task, speed="", note="")
         else:
-            self.say(f"[{phase}] {task}: {total:,} images")
+            self.say(f"[{phase}] {task}: {total:,} {unit}")
 
         def advance(num_images: int, note: str = "") -> None:
             nonlocal done, said
@@ -66,11 +66,11 @@ class Progress:
             now = self.clock()
             rate = done / max(now - start, 1e-9)
             if bar is not None:
-                self._bars.update(bar, advance=num_images, speed=f"{rate:,.0f} images/s", note=note)
+                self._bars.update(bar, advance=num_images, speed=f"{rate:,.0f} {unit}/s", note=note)
             elif now - said >= SECONDS_BETWEEN_LINES:
                 said = now
                 left = max(total - done, 0) / max(rate, 1e-9)
-                line = f"[{phase}] {task}: {done:,} of {total:,} images, {rate:,.0f} images/s"
+                line = f"[{phase}] {task}: {done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s"
                 self.say(f"{line}, {_duration(left)} left" + (f", {note}" if note else ""))
 
         try:
@@ -81,8 +81,8 @@ class Progress:
                 if not self._bars.tasks:
                     self._bars.stop()  # gives the cursor back, after Ctrl-C as well
         seconds = self.clock() - start
-        rate = f", {done / seconds:,.0f} images/s" if done and seconds > 0 else ""
-        self.say(f"[{phase}] {task}: done in {_duration(seconds)}, {done:,} images{rate}")
+        rate = f", {done / seconds:,.0f} {unit}/s" if done and seconds > 0 else ""
+        self.say(f"[{phase}] {task}: done in {_duration(seconds)}, {done:,} {unit}{rate}")
 
     def architecture(self, task: str, choices: Sequence[str]) -> None:
         """A row of R, A, N and S, one per block; a number names the expert where it is not the base's (0)."""

@@ -6,12 +6,13 @@ Lines are appended; going on after a stop drops those of a task that was not sav
 import datetime
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from cheem_jax.atomic import write_atomically
 
 NAME = "metrics.jsonl"
 
@@ -78,16 +79,6 @@ def read(directory: Path) -> list[dict[str, Any]]:
                 break
             raise ValueError(f"{file}, line {number}: expected one JSON object, found {line[:60]!r}") from error
     return entries
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """The whole text or, after a crash, what was there before."""
-    sibling = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        sibling.write_text(text, encoding="utf-8")
-        os.replace(sibling, file)
-    finally:
-        sibling.unlink(missing_ok=True)
 
 
 def _rewrite(file: Path, entries: list[dict[str, Any]]) -> None:

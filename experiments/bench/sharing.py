@@ -29,6 +29,7 @@ from cheem_jax.execution.passes import count_right, token_means
 from cheem_jax.execution.stages import Stages
 from cheem_jax.execution.whole import Whole
 from cheem_jax.hee import uniform_table
+from cheem_jax.images import Images
 from cheem_jax.methods.method import base_network
 from cheem_jax.ops import Expert
 from cheem_jax.pool import Head, pool_sizes
@@ -377,7 +378,7 @@ def twice(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.nda
 # ---- what the parts have in common
 
 
-def kept(executor: Executor, images: np.ndarray, prefix: Network, batch_size: int) -> Feed:
+def kept(executor: Executor, images: Images, prefix: Network, batch_size: int) -> Feed:
     """Tokens behind frozen blocks, kept whatever they take."""
     feed = HostImages(executor, images)
     return keep_tokens("", executor, feed, len(images), prefix, batch_size=batch_size, budget=Budget(PLENTY))

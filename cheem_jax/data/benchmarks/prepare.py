@@ -1,0 +1,171 @@
+"""Getting a benchmark's data sets in place: what can be done here is done, for the rest it is told what is to be done.
+
+Everything lies in one data folder, which is also TFDS's: prepared data sets `<name>[/<config>]/<version>`, and the
+archives they were made from in `downloads/manual`.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from cheem_jax.data.benchmarks.download import download
+from cheem_jax.data.benchmarks.origins import BY_HAND, OWN, WITHOUT_TENSORFLOW, Archive
+from cheem_jax.data.benchmarks.table import BY_NAME, BenchmarkTask
+from cheem_jax.data.benchmarks.tasks import plan_of
+from cheem_jax.data.decode import Progress
+from cheem_jax.data.plan import Plan
+from cheem_jax.data.records import find_prepared, import_tfds
+
+Phase = Callable[[str, str, int], AbstractContextManager[Progress]]
+"""Opens a phase of work: its name, the task's, and the amount of work (bytes of a download, else pictures)."""
+
+
+State = Literal["ready", "archives", "missing"]
+
+
+class Status(NamedTuple):
+    """Where a task stands, in one word, and the way on for people."""
+
+    state: State
+    advice: str
+    num_bytes: int
+    """On the disk."""
+
+
+def manual_dir(data_dir: Path) -> Path:
+    """TFDS's own folder for archives that somebody put there."""
+    return data_dir / "downloads" / "manual"
+
+
+def status_of(task: BenchmarkTask, data_dir: Path) -> Status:
+    """What is there of a task, without opening it."""
+    with contextlib.suppress(FileNotFoundError):
+        directory = find_prepared(task.spec, data_dir)
+        size = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
+        return Status("ready", "", size)
+    archives = OWN.get(task.builder, ())
+    present = [archive for archive in archives if (manual_dir(data_dir) / archive.file).exists()]
+    size = sum((manual_dir(data_dir) / archive.file).stat().st_size for archive in present)
+    command = f"cheem data prepare {task.name} --data-dir {data_dir}"
+    if archives and len(present) == len(archives):
+        return Status("archives", command, size)
+    return Status("missing", f"{command}{_needs(task, data_dir)}", size)
+
+
+def _needs(task: BenchmarkTask, data_dir: Path) -> str:
+    """What must be done before the command can work, if anything."""
+    absent = [
+        archive.file
+        for archive in OWN.get(task.builder, ())
+        if archive.url is None and not (manual_dir(data_dir) / archive.file).exists()
+    ]
+    reason = BY_HAND.get(task.builder, "")
+    if absent:
+        return f", after putting {', '.join(absent)} into {manual_dir(data_dir)} ({reason})"
+    if task.builder not in OWN and task.builder not in WITHOUT_TENSORFLOW and not has_tensorflow():
+        return f", after pip install 'cheem_jax[prepare]'{f' ({reason})' if reason else ''}"
+    return f" ({reason})" if reason else ""
+
+
+def has_tensorflow() -> bool:
+    """Whether TensorFlow could be imported, without importing it."""
+    return importlib.util.find_spec("tensorflow") is not None
+
+
+def prepare(name: str, data_dir: Path, phase: Phase, *, seed: int = 0) -> Plan:
+    """Prepares one task if it is not, then checks its counts and writes down its splits.
+
+    Raises ValueError or OSError with what is to be done, leaving what was there.
+    """
+    task = BY_NAME[name]
+    try:
+        find_prepared(task.spec, data_dir)
+    except FileNotFoundError:
+        import_tfds()
+        if task.builder in OWN:
+            _from_archives(task, data_dir, phase)
+        else:
+            _from_stock_builder(task, data_dir)
+    total = sum(task.counts)
+    with phase("index", name, total) as on_progress:
+        return plan_of(task, data_dir, seed=seed, on_progress=on_progress)
+
+
+def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Phase) -> None:
+    # TFDS comes with the extra `datasets`, and the builders are classes of its
+    from cheem_jax.data.benchmarks.builders import prepare_from_folder
+
+    place = manual_dir(data_dir)
+    place.mkdir(parents=True, exist_ok=True)
+    for archive in OWN[task.builder]:
+        _check_archive(archive, place / archive.file)
+    try:
+        prepare_from_folder(task.builder, data_dir, place)
+        return
+    except FileNotFoundError as error:
+        if any(archive.url is None for archive in OWN[task.builder]):
+            raise FileNotFoundError(f"{error}; {BY_HAND[task.builder]}") from error
+    for archive in OWN[task.builder]:
+        assert archive.url is not None
+        with phase("download", f"{task.name} {archive.file}", archive.num_bytes or 0) as on_progress:
+            done = 0
+
+            def advance(so_far: int, total: int, on_progress: Progress = on_progress) -> None:
+                nonlocal done
+                on_progress(so_far - done)
+                done = so_far
+
+            download(
+                archive.url, place / archive.file, sha256=archive.sha256, md5=archive.md5, size=archive.num_bytes,
+                on_progress=advance,
+            )  # fmt: skip
+    prepare_from_folder(task.builder, data_dir, place)
+
+
+def _check_archive(archive: Archive, file: Path) -> None:
+    """ValueError for an archive, brought by hand or downloaded earlier, that is not the published one."""
+    kind, wanted = ("sha256", archive.sha256) if archive.sha256 else ("md5", archive.md5)
+    if not file.is_file() or wanted is None:
+        return
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, kind).hexdigest()
+    if found != wanted:
+        raise ValueError(
+            f"{file} ({file.stat().st_size:,} bytes) has the {kind} {found}, the published archive {wanted}: cut off "
+            "or another version; move it away and fetch it again"
+        )
+
+
+def _from_stock_builder(task: BenchmarkTask, data_dir: Path) -> None:
+    if task.builder not in WITHOUT_TENSORFLOW and not has_tensorflow():
+        raise ValueError(
+            f"preparing {task.builder!r} needs TensorFlow once (reading it does not): "
+            f"pip install 'cheem_jax[prepare]', then `cheem data prepare {task.name} --data-dir {data_dir}`"
+        )
+    prepare_stock(task.spec, data_dir)
+
+
+def prepare_stock(spec: str, data_dir: Path) -> Path:
+    """Prepares a data set with TFDS's own builder, in a format that is read without TensorFlow.
+
+    Raw files are taken from `downloads/manual` of the data folder where they are there under their registered names.
+    Raises ValueError with TFDS's reason.
+    """
+    tfds = import_tfds()
+    try:
+        builder = tfds.builder(spec, data_dir=data_dir, file_format="array_record")
+        place = manual_dir(data_dir)
+        place.mkdir(parents=True, exist_ok=True)
+        config = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
+        builder.download_and_prepare(download_config=config)
+        return Path(builder.data_dir)
+    except Exception as error:  # TFDS, requests and TensorFlow raise whatever they raise
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(
+            f"TFDS could not prepare {spec!r}: {reason}; if its host is away, put the raw files under their registered "
+            f"names into {manual_dir(data_dir)} and try again"
+        ) from error

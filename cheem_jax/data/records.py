@@ -1,0 +1,268 @@
+"""Prepared TFDS data sets, read without TensorFlow: as bytes, which the library's own decoder then decodes.
+
+TFDS's decoder without TensorFlow gives palette pictures their indices as colours and leaves CMYK and alpha channels
+in, hence `SkipDecoding`.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import io
+import logging
+import os
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cheem_jax.atomic import write_atomically
+from cheem_jax.data.decode import Progress, decode_pixels
+from cheem_jax.data.files import stamp_of
+from cheem_jax.data.folder import SPLITS
+from cheem_jax.data.plan import Part, Plan
+from cheem_jax.data.splits import cut_missing
+
+BY_BYTES, BY_PIXELS = "bytes", "pixels"
+NAME_FEATURES = ("file_name", "filename", "image/file_name", "name", "id")
+_SPEC = re.compile(r"([a-z0-9_]+)(?:/([A-Za-z0-9_.-]+))?(?::(\d+\.\d+\.\d+))?")
+
+
+class Records:
+    """Pictures of a prepared data set: each in a split of TFDS's at a position."""
+
+    def __init__(self, directory: Path, image: str, splits: Sequence[str], positions: np.ndarray, keys: Sequence[str]):
+        self.directory, self.image = directory, image
+        self.splits, self.positions, self.keys = list(splits), positions, list(keys)
+        self._mine = threading.local()
+
+    def __reduce__(self):
+        return Records, (self.directory, self.image, self.splits, self.positions, self.keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def key(self, row: int) -> str:
+        return self.keys[row]
+
+    def where(self, row: int) -> str:
+        return f"{self.directory} split {self.splits[row]!r} #{self.positions[row]} ({self.keys[row]})"
+
+    def read(self, row: int) -> bytes:
+        if not hasattr(self._mine, "opened"):
+            self._mine.opened = {}
+        split = self.splits[row]
+        if split not in self._mine.opened:
+            self._mine.opened[split] = _source(self.directory, self.image, split)
+        try:
+            return self._mine.opened[split][int(self.positions[row])][self.image]
+        except Exception as error:  # array_record and protobuf raise their own
+            raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
+
+    def chosen(self, rows: np.ndarray, keys: Sequence[str] | None = None) -> "Records":
+        """Some of them in the given order, under other keys if those are given."""
+        splits = [self.splits[row] for row in rows]
+        named = [self.keys[row] for row in rows] if keys is None else keys
+        return Records(self.directory, self.image, splits, self.positions[rows], named)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A data set that TFDS has prepared in a directory, and what of it makes a classification task."""
+
+    directory: Path
+    full_name: str
+    """As in `eurosat/rgb/2.0.0`."""
+    image: str
+    label: str
+    features: tuple[str, ...]
+    classes: tuple[str, ...]
+    splits: dict[str, int]
+
+    def index(
+        self, splits: Sequence[str], key: str | None = None, *, on_progress: Progress | None = None
+    ) -> tuple[Records, np.ndarray]:
+        """All pictures of some splits and their labels int32 `[N]`, sorted by key.
+
+        `key` names the text feature that tells pictures apart, `class/FEATURE` where it does so within a class only,
+        or says that the file's bytes or pixels do; by default the first feature that looks like a file name. Every
+        example is read for this once; the result is kept in the data set's own folder where that can be written to.
+        Raises ValueError for unlabelled pictures.
+        """
+        key = key or next((name for name in NAME_FEATURES if name in self.features), BY_BYTES)
+        known = [self._known(split, key, on_progress) for split in splits]
+        places = [
+            (split, position)
+            for split, (_, labels) in zip(splits, known, strict=True)
+            for position in range(len(labels))
+        ]
+        names = [name for keys, _ in known for name in keys]
+        labels = np.concatenate([labels for _, labels in known])
+        order = sorted(range(len(names)), key=lambda row: (names[row], labels[row], places[row]))
+        repeated = collections.Counter[str]()
+        keys = []
+        for name in map(names.__getitem__, order):  # the same picture twice
+            repeated[name] += 1
+            keys.append(name if repeated[name] == 1 else f"{name}#{repeated[name]}")
+        positions = np.array([places[row][1] for row in order], np.int64)
+        records = Records(self.directory, self.image, [places[row][0] for row in order], positions, keys)
+        return records, labels[order]
+
+    def _known(self, split: str, key: str, on_progress: Progress | None) -> tuple[list[str], np.ndarray]:
+        """Keys and labels of one split in TFDS's order, from an earlier look if nothing has changed since."""
+        mark = hashlib.sha256(f"{key} {stamp(self.directory)}".encode()).hexdigest()[:16]
+        file = self.directory / ".cheem_jax" / f"{split}-{mark}.npz"
+        if file.is_file():
+            with np.load(file, allow_pickle=False) as arrays:
+                return [name.decode() for name in arrays["keys"].tolist()], arrays["labels"]
+        source = _source(self.directory, self.image, split)
+        names, labels = [], np.empty(len(source), np.int32)
+        for position in range(len(source)):
+            try:
+                example = source[position]
+            except Exception as error:  # array_record and protobuf raise their own
+                raise ValueError(
+                    f"{self.directory}, split {split!r} #{position}, cannot be read: {error}; prepare it again"
+                ) from error
+            labels[position] = example[self.label]
+            names.append(self._key(example, key))
+            if on_progress is not None:
+                on_progress(1)
+        if unlabelled := int((labels < 0).sum()):
+            raise ValueError(
+                f"{self.full_name}: {unlabelled} of {len(labels)} examples of split {split!r} carry the label -1: "
+                "their labels are withheld, so nothing can be learned from or measured on them; use another split"
+            )
+        with contextlib.suppress(OSError):  # somebody else's data set, or a full disk: the next run looks again
+            file.parent.mkdir(exist_ok=True)
+            buffer = io.BytesIO()
+            np.savez_compressed(buffer, keys=np.array([name.encode() for name in names]), labels=labels)
+            write_atomically(file, buffer.getvalue())
+        return names, labels
+
+    def _key(self, example: dict[str, Any], key: str) -> str:
+        if key == BY_BYTES:
+            return hashlib.sha256(example[self.image]).hexdigest()
+        if key == BY_PIXELS:  # PNG files are written while preparing, and not by everybody with the same bytes
+            pixels = decode_pixels(example[self.image], name=self.full_name)
+            return hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).hexdigest()
+        feature = key.removeprefix("class/")
+        value = example[feature].decode()
+        return value if key == feature else f"{self.classes[int(example[self.label])]}/{value}"
+
+
+def default_data_dir() -> Path:
+    """TFDS's own default folder."""
+    return Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")
+
+
+def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed: int = 0) -> Plan:
+    """A task from any prepared TFDS data set of labelled pictures: `NAME[/CONFIG][:VERSION]`.
+
+    Its train, validation and test splits are taken; a missing validation or test part is cut from train as for
+    folders. Raises FileNotFoundError or ValueError.
+    """
+    prepared = open_prepared(spec, data_dir or default_data_dir())
+    known = {split: SPLITS[split] for split in prepared.splits if split in SPLITS}
+    if "train" not in known.values():
+        raise ValueError(f"{prepared.full_name} has no train split, only {sorted(prepared.splits)}")
+    records = {ours: prepared.index([split])[0] for split, ours in known.items()}
+    labels = {ours: prepared.index([split])[1] for split, ours in known.items()}
+    keys = {ours: [f"{ours}/{key}" for key in found.keys] for ours, found in records.items()}
+    places = {key: (ours, row) for ours, names in keys.items() for row, key in enumerate(names)}
+    cut_missing(prepared.full_name, prepared.classes, keys, labels, seed)
+    parts = {}
+    for ours, members in keys.items():
+        rows = np.array([places[key][1] for key in members], int)
+        parts[ours] = Part(records[places[members[0]][0]].chosen(rows, members), labels[ours])
+    task = name or prepared.full_name.split("/")[0]
+    return Plan(task, prepared.classes, **parts, source=f"tfds:{prepared.full_name}", stamp=stamp(prepared.directory))
+
+
+def all_pictures(spec: str, split: str, data_dir: Path | None) -> Records:
+    """The pictures of one split, or of a slice such as `train[:1000]`, in TFDS's order; labels are not looked at."""
+    prepared = open_prepared(spec, data_dir or default_data_dir())
+    num = len(_source(prepared.directory, prepared.image, split))
+    keys = [f"{split}#{row}" for row in range(num)]
+    return Records(prepared.directory, prepared.image, [split] * num, np.arange(num), keys)
+
+
+def open_prepared(spec: str, data_dir: Path) -> Prepared:
+    """A prepared data set by name; raises FileNotFoundError, or ValueError where it cannot be read."""
+    tfds = import_tfds()
+    directory = find_prepared(spec, data_dir)
+    try:
+        builder = tfds.builder_from_directory(directory)
+        features = builder.info.features
+        image = _only(features, tfds.features.Image, "image")
+        label = _only(features, tfds.features.ClassLabel, "label")
+        sizes = {name: info.num_examples for name, info in builder.info.splits.items()}
+        classes = tuple(features[label].names)
+        kind = builder.info.file_format.value
+    except Exception as error:  # unreadable metadata: json, protobuf and TFDS raise their own
+        raise ValueError(f"{directory} is no data set of labelled pictures that TFDS can open: {error}") from error
+    if kind not in ("array_record", "parquet"):
+        raise ValueError(
+            f"{directory} was prepared in the format {kind!r}, which needs TensorFlow to be read; prepare it again in "
+            f"'array_record' (`cheem data prepare`, or file_format='array_record'), after moving this folder away"
+        )
+    return Prepared(directory, builder.info.full_name, image, label, tuple(features), classes, sizes)
+
+
+def find_prepared(spec: str, data_dir: Path) -> Path:
+    """The directory of `NAME[/CONFIG][:VERSION]`; of several versions the newest. Raises FileNotFoundError."""
+    matched = _SPEC.fullmatch(spec)
+    if matched is None:
+        raise ValueError(f"{spec!r} names no TFDS data set; expected NAME[/CONFIG][:VERSION], e.g. eurosat/rgb:2.0.0")
+    name, config, version = matched.groups()
+    below = data_dir / name / config if config else data_dir / name
+    found = [info.parent for info in below.glob(f"{version or '*.*.*'}/dataset_info.json")]
+    if not found and config is None:
+        found = [info.parent for info in below.glob(f"*/{version or '*.*.*'}/dataset_info.json")]
+        if configs := sorted({directory.parent.name for directory in found} if len(found) > 1 else ()):
+            raise ValueError(f"{spec!r} is prepared in several configs in {data_dir}; name one: {configs}")
+    if not found:
+        raise FileNotFoundError(f"{spec!r} is not prepared in {data_dir}")
+    return max(found, key=lambda directory: tuple(map(int, directory.name.split("."))))
+
+
+def stamp(directory: Path) -> str:
+    """`Plan.stamp` of a prepared data set."""
+    return stamp_of(sorted(file for file in directory.iterdir() if file.is_file()))
+
+
+def import_tfds() -> Any:
+    """TFDS, or ValueError that tells how to get it."""
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise ValueError(
+            f"TFDS is needed for this and cannot be imported ({error}): `pip install 'cheem_jax[datasets]'`"
+        ) from error
+    return tfds
+
+
+def _source(directory: Path, image: str, split: str) -> Any:
+    tfds = import_tfds()
+    absl = logging.getLogger("absl")
+    level = absl.level
+    absl.setLevel(logging.ERROR)  # TFDS recommends OpenCV for a decoder that is not used here
+    try:
+        builder = tfds.builder_from_directory(directory)
+        return builder.as_data_source(split=split, decoders={image: tfds.decode.SkipDecoding()})
+    except Exception as error:  # missing or truncated shards
+        raise ValueError(f"{directory}, split {split!r}, cannot be opened: {error}") from error
+    finally:
+        absl.setLevel(level)
+
+
+def _only(features: Any, kind: type, usual: str) -> str:
+    names = [name for name, feature in features.items() if isinstance(feature, kind)]
+    if usual in names:
+        return usual
+    if len(names) != 1:
+        raise ValueError(f"expected one {kind.__name__} feature, found {names or 'none'} among {sorted(features)}")
+    return names[0]

@@ -1,0 +1,174 @@
+import gzip
+import io
+import itertools
+import struct
+import tarfile
+from pathlib import Path
+
+import official
+import pytest
+
+from cheem_jax.data.benchmarks.archives import is_listed, members, open_archive
+
+FILES = {"top/a.txt": b"a" * 700, "top/deep/er/b.txt": b"", "top/c.bin": bytes(range(256)) * 40}
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {name: read() for name, read in members(path)}
+
+
+def tar_of(*headers: tarfile.TarInfo) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for header in headers:
+            archive.addfile(header, io.BytesIO(bytes(header.size)))
+    return buffer.getvalue()
+
+
+def header(name: str, type: bytes = tarfile.REGTYPE, **fields: str | int) -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type = type
+    for field, value in fields.items():
+        setattr(made, field, value)
+    return made
+
+
+def with_file(tmp_path: Path, name: str, data: bytes) -> Path:
+    (tmp_path / name).write_bytes(data)
+    return tmp_path / name
+
+
+def test_a_folder_and_every_archive_of_it_hold_the_same(tmp_path):
+    folder = official.write(tmp_path, FILES) / "top"
+    assert contents(folder) == FILES
+    for name, data in {
+        "a.zip": official.zipped(FILES),
+        "a.tar": official.tar(FILES, "w"),
+        "a.tgz": official.tar(FILES),
+        "zip under a wrong name.tar.gz": official.zipped(FILES),
+        "dots.tar": official.tar({f"./{name}": data for name, data in FILES.items()}, "w"),
+    }.items():
+        before = sorted(tmp_path.rglob("*"))
+        assert contents(with_file(tmp_path, name, data)) == FILES, name
+        assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / name])  # nothing was unpacked
+
+
+def test_folders_and_zips_are_read_in_any_order_and_tars_from_front_to_back(tmp_path):
+    path = with_file(tmp_path, "a.zip", official.zipped(FILES))
+    opened = open_archive(path)
+    assert [opened[name]() for name in reversed(opened)] == [FILES[name] for name in reversed(sorted(FILES))]
+    assert is_listed(path) and is_listed(tmp_path)
+    path = with_file(tmp_path, "a.tar", official.tar(FILES, "w"))
+    assert not is_listed(path)
+    with pytest.raises(ValueError, match=r"a\.tar: a tar is read from front to back; use `members`"):
+        open_archive(path)
+
+
+def test_what_an_archiver_on_a_mac_adds_is_left_out(tmp_path):
+    extra = {"__MACOSX/top/._a.txt": b"x", "top/._a.txt": b"x", "top/.DS_Store": b"x"}
+    for name, data in {"a.zip": official.zipped(FILES | extra), "a.tgz": official.tar(FILES | extra)}.items():
+        assert contents(with_file(tmp_path, name, data)) == FILES
+
+
+@pytest.mark.parametrize(
+    "evil, fault",
+    [
+        (header("../evil"), "not a plain relative one"),
+        (header("top/../../evil"), "not a plain relative one"),
+        (header("/etc/evil"), "not a plain relative one"),
+        (header("top\\evil"), "not a plain relative one"),
+        (header("C:/evil"), "not a plain relative one"),
+        (header("top/./evil"), "not a plain relative one"),
+        (header("evil", tarfile.SYMTYPE, linkname="/etc/passwd"), "it is a link to '/etc/passwd'"),
+        (header("evil", tarfile.LNKTYPE, linkname="good"), "it is a link to 'good'"),
+        (header("evil", tarfile.FIFOTYPE), "neither a file nor a folder"),
+        (header("evil", tarfile.CHRTYPE), "neither a file nor a folder"),
+        (header("good"), "'good' occurs twice"),
+    ],
+)
+def test_tar_members_that_no_image_set_has_are_refused(tmp_path, evil, fault):
+    path = with_file(tmp_path, "a.tar", tar_of(header("good", size=5), evil))
+    with pytest.raises(ValueError, match=rf"a\.tar.*{fault}"):
+        contents(path)
+    assert not (tmp_path.parent / "evil").exists()
+
+
+def test_a_tar_member_of_absurd_size_is_refused_before_it_is_read(tmp_path):
+    huge = header("huge.jpg", size=2**40).tobuf(tarfile.GNU_FORMAT)
+    with pytest.raises(ValueError, match=r"a\.tar.*'huge\.jpg': it unpacks to 1099511627776 bytes, at most 268435456"):
+        contents(with_file(tmp_path, "a.tar", tar_of(header("good"))[:512] + huge))
+    long_name = header("././@LongLink", tarfile.GNUTYPE_LONGNAME, size=2**30).tobuf(tarfile.GNU_FORMAT)
+    with pytest.raises(ValueError, match=r"a\.tar.*it unpacks to 1073741824 bytes"):
+        contents(with_file(tmp_path, "a.tar", long_name + bytes(1024)))
+
+
+def test_zip_members_that_no_image_set_has_are_refused(tmp_path):
+    for name in ("../evil", "/evil", "top/../../evil"):
+        with pytest.raises(ValueError, match=r"a\.zip: refused because of member .*not a plain relative one"):
+            contents(with_file(tmp_path, "a.zip", official.zipped({name: b"x"})))
+    data = bytearray(official.zipped({"secret.jpg": b"x"}))
+    data[6] |= 1  # the flags of the file and of its entry in the directory
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    with pytest.raises(ValueError, match=r"a\.zip: refused because of member 'secret\.jpg': it is encrypted"):
+        contents(with_file(tmp_path, "a.zip", bytes(data)))
+    data = bytearray(official.zipped({"huge.jpg": b"x"}))
+    struct.pack_into("<I", data, data.index(b"PK\x01\x02") + 24, 2**30)
+    with pytest.raises(ValueError, match=r"a\.zip: refused .*'huge\.jpg': it unpacks to 1073741824 bytes"):
+        contents(with_file(tmp_path, "a.zip", bytes(data)))
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.tar", "a.zip"])
+def test_an_archive_cut_off_anywhere_is_refused(tmp_path, name):
+    make = {"a.tar.gz": official.tar, "a.tar": lambda files: official.tar(files, "w"), "a.zip": official.zipped}[name]
+    whole = make(FILES)
+    # a tar is filled up with zeros behind its end mark, which may be missing
+    end = len(whole.rstrip(b"\0")) if name == "a.tar" else len(whole)
+    for length in itertools.chain(range(1, end, 97), range(end - 20, end - 1)):
+        with pytest.raises(ValueError, match=rf"{name}.*fetch it again|{name} is no readable zip"):
+            contents(with_file(tmp_path, name, whole[:length]))
+    with pytest.raises(ValueError, match=f"{name} is empty"):
+        contents(with_file(tmp_path, name, b""))
+
+
+def test_flipped_bytes_are_noticed(tmp_path):
+    packed = bytearray(official.tar(FILES))
+    packed[-8] ^= 1  # the checksum, which gzip compares at the very end
+    with pytest.raises(ValueError, match=r"a\.tgz.*CRC check failed.*fetch it again"):
+        contents(with_file(tmp_path, "a.tgz", bytes(packed)))
+    plain = bytearray(official.tar({"a": b"x", "b": b"y"}, "w"))
+    plain[1024] ^= 1  # the second header: tarfile alone would take it for the end
+    for name, data in {"a.tar": bytes(plain), "a.tar.gz": gzip.compress(bytes(plain))}.items():
+        with pytest.raises(ValueError, match=rf"{name}: damaged.*header.*fetch it again"):
+            contents(with_file(tmp_path, name, data))
+    stored = official.zipped({"a.txt": b"quite a long text"}).replace(b"quite", b"quilt")
+    with pytest.raises(ValueError, match=r"a\.zip.*a\.txt.*CRC"):
+        contents(with_file(tmp_path, "a.zip", stored))
+
+
+@pytest.mark.parametrize(
+    "page", [b"<!DOCTYPE html><html>404</html>", b"\n <HTML><body>Sign in", b"<?xml version='1.0'?>"]
+)
+def test_a_web_page_saved_as_an_archive_is_called_one(tmp_path, page):
+    for name in ("a.zip", "a.tar.gz"):
+        with pytest.raises(ValueError, match=f"{name} is a web page and no archive; .* fetch it again"):
+            contents(with_file(tmp_path, name, page))
+
+
+def test_what_is_no_archive_or_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.tar\.gz: damaged, cut off or no tar archive"):
+        contents(with_file(tmp_path, "a.tar.gz", b"quite another thing" * 99))
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder or archive"):
+        contents(tmp_path / "nowhere")
+
+
+def test_links_to_a_parent_folder_end(tmp_path):
+    official.write(tmp_path, {"top/a.txt": b"a"})
+    (tmp_path / "top" / "loop").symlink_to(tmp_path / "top")
+    names = list(contents(tmp_path / "top"))
+    assert "top/a.txt" in names and len(names) < 10
+
+
+def test_a_link_to_a_folder_elsewhere_counts_by_its_own_name(tmp_path):
+    official.write(tmp_path, {"store/a.txt": b"a"})
+    (tmp_path / "SUN397").symlink_to(tmp_path / "store")
+    assert contents(tmp_path / "SUN397") == {"SUN397/a.txt": b"a"}

@@ -1,0 +1,212 @@
+"""Every task of MTIL and VDD through the code that a user's run takes, from small data sets that TFDS has prepared."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, TASKS, Counts, members_of, order_of
+from cheem_jax.data.benchmarks.tasks import cut_by_rule, plan_benchmark, plan_of, splits_file
+from cheem_jax.data.load import load_tasks
+from cheem_jax.data.records import find_prepared, open_prepared, plan_tfds
+
+OFFICIAL_SIZES = {
+    "aircraft": {"train": 3334, "val": 3333, "test": 3333},
+    "caltech101": {"train": 8677},
+    "cifar100": {"train": 50000, "test": 10000},
+    "dtd": {"train": 1880, "val": 1880, "test": 1880},
+    "eurosat": {"train": 27000},
+    "flowers": {"train": 1020, "val": 1020, "test": 6149},
+    "food101": {"train": 75750, "test": 25250},
+    "mnist": {"train": 60000, "test": 10000},
+    "pets": {"train": 3680, "test": 3669},
+    "cars": {"train": 8144, "test": 8041},
+    "sun397": {"train": 19850, "test": 19850},
+    "imagenet12": {"train": 1232167, "test": 49000},
+    "svhn": {"train": 73257, "test": 26032},
+    "ucf101": {"train": 7585, "test": 1952},
+    "omniglot": {"train": 17853, "test": 6492},
+    "gtsrb": {"train": 26640, "test": 12630},
+    "dped": {"train": 23520, "test": 5880},
+}
+"""What the data sets hold, as far as the benchmark uses it."""
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_the_papers_counts_follow_from_the_split_rules(task):
+    keys = {split: [f"{split}{row}" for row in range(num)] for split, num in OFFICIAL_SIZES[task.name].items()}
+    if task.name == "imagenet12":  # the same rule on a twentieth part, which is quicker to sort
+        keys["train"] = keys["train"][: 1232167 // 20]
+    labels = {split: np.arange(len(names), dtype=np.int32) % task.num_classes for split, names in keys.items()}
+    total = {label: sum((found == label).sum() for found in labels.values()) for label in (0, task.num_classes - 1)}
+    cut_by_rule(task.rule, keys, labels, seed=0)
+    found = Counts(*(len(labels[split]) for split in ("train", "val", "test")))
+    if task.name == "imagenet12":
+        assert found.val == 61608 // 10 and 1232167 // 10 == task.counts.val
+        assert 1232167 - task.counts.val == task.counts.train and found.test == task.counts.test
+    else:
+        assert found == task.counts
+    assert total == {label: sum((part == label).sum() for part in labels.values()) for label in total}
+    assert len({name for names in keys.values() for name in names}) == sum(found)
+
+
+def test_the_streams_are_those_of_the_paper():
+    assert len(members_of("mtil")) == 11 and len(members_of("vdd")) == 10 and "imagenet12" not in order_of("vdd")
+    assert {frozenset(order.split()) for order in MTIL.values()} == {frozenset(members_of("mtil"))}
+    assert order_of("mtil")[:3] == ("aircraft", "caltech101", "cifar100")
+    assert order_of("mtil", "paper_c")[0] == "mnist" and order_of("mtil", "zscl_ii")[0] == "cars"
+    assert set(members_of("mtil")) | set(members_of("vdd")) == set(BY_NAME)
+    with pytest.raises(ValueError, match="order 'paper_a' belongs to mtil"):
+        order_of("vdd", "paper_a")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """All tasks, four pictures of each class in each of TFDS's splits; and the counts that follow."""
+    pytest.importorskip("tensorflow_datasets", reason="the extra `datasets` is not installed")
+    from prepared import small_task
+
+    data_dir, tasks = tmp_path_factory.mktemp("data"), {}
+    for task in TASKS:
+        splits = [*task.train, *filter(None, (task.val, task.test))]
+        small_task(data_dir, task, dict.fromkeys(splits, 4))
+        num = task.num_classes
+        counts = {
+            "official": Counts(4 * num, 4 * num, 4 * num),
+            "val": Counts(3 * num, num, 4 * num),  # a tenth would be less than one of each class
+            "decathlon": Counts(3 * num, num, 4 * num),
+            "test and val": Counts(464, 101, 243) if task.name == "caltech101" else Counts(18, 10, 12),
+        }[task.rule]
+        tasks[task.name] = dataclasses.replace(task, counts=counts)
+    return data_dir, tasks
+
+
+@pytest.mark.parametrize("name", [*BY_NAME])
+def test_every_task_loads_as_a_users_run_loads_it(prepared, name):
+    data_dir, tasks = prepared
+    plan = plan_of(tasks[name], data_dir)
+    assert plan.name == name and len(plan.classes) == tasks[name].num_classes
+    few = dataclasses.replace(plan, **{
+        split: dataclasses.replace(part, files=part.files.chosen(rows), labels=part.labels[rows])
+        for split, part in plan.splits.items()
+        for rows in [np.unique(part.labels, return_index=True)[1]]
+    })  # fmt: skip
+    (task,) = load_tasks([few], 8)
+    assert task.train.images.shape == (len(plan.classes), 8, 8, 3)
+    assert task.train.images.std() > 5  # noise was stored, and noise is what comes out
+    assert [*np.unique(task.test.labels)] == [*range(len(plan.classes))]
+
+
+def test_classes_that_a_benchmark_leaves_out_take_their_pictures_along(prepared):
+    data_dir, tasks = prepared
+    plan = plan_of(tasks["caltech101"], data_dir)
+    assert "background_google" not in plan.classes and plan.classes[:5] == (
+        "accordion", "airplanes", "anchor", "ant", "barrel",
+    )  # fmt: skip
+    keys = [part.files.key(row) for part in plan.splits.values() for row in range(len(part.files))]
+    assert len(keys) == 808 and not any("background" in key for key in keys)
+    assert all(
+        f"/{plan.classes[label]}/" in part.files.key(row)
+        for part in plan.splits.values()
+        for row, label in enumerate(part.labels.tolist())
+    )
+
+
+def test_splits_depend_on_the_seed_and_are_written_down(prepared):
+    data_dir, tasks = prepared
+    plans = [plan_of(tasks["pets"], data_dir, seed=seed) for seed in (3, 3, 4)]
+    assert plans[0].split_sha256 == plans[1].split_sha256 != plans[2].split_sha256
+    told = json.loads(splits_file(data_dir, "pets", 3).read_text())
+    assert told["sha256"] == plans[0].split_sha256 and told["counts"] == {"train": 111, "val": 37, "test": 148}
+    assert len(splits_file(data_dir, "pets", 3).read_text()) < 1000
+
+
+def test_splits_other_than_those_written_down_are_refused(prepared):
+    data_dir, tasks = prepared
+    plan_of(tasks["pets"], data_dir, seed=5)
+    file = splits_file(data_dir, "pets", 5)
+    told = json.loads(file.read_text())
+    file.write_text(json.dumps(told | {"sha256": "0" * 64}))
+    with pytest.raises(ValueError, match="task 'pets': the splits are not those of .*pets-seed5.json"):
+        plan_of(tasks["pets"], data_dir, seed=5)
+    file.write_text("{")
+    with pytest.raises(ValueError, match="pets-seed5.json is damaged"):
+        plan_of(tasks["pets"], data_dir, seed=5)
+
+
+def test_wrong_counts_name_the_task_and_both_numbers(prepared):
+    data_dir, _ = prepared
+    with pytest.raises(ValueError, match=r"task 'mnist' has 30/10/40 train/val/test .* expected 54,000/6,000/10,000"):
+        plan_benchmark("mnist", data_dir)
+
+
+def test_an_example_is_the_same_wherever_it_was_prepared(prepared, tmp_path):
+    """TFDS shuffles what it prepares; another order of the same pictures gives the same splits."""
+    from prepared import prepare_small
+
+    data_dir, tasks = prepared
+    task = tasks["svhn"]
+    mnist = plan_of(tasks["mnist"], data_dir)
+    assert all(len(key.split("/")[-1].split("#")[0]) == 64 for key in mnist.train.files.keys)
+    labels = {"train": np.repeat(np.arange(10), 4), "test": np.repeat(np.arange(10), 4)}
+    prepare_small(tmp_path, task.spec, labels)
+    assert plan_of(task, tmp_path).split_sha256 == plan_of(task, data_dir).split_sha256
+
+
+def test_withheld_labels_are_refused(prepared):
+    from prepared import prepare_small
+
+    data_dir, _ = prepared
+    labels = {"train": np.repeat([0, 1], 6), "test": np.full(4, -1)}
+    prepare_small(data_dir / "withheld", "visual_domain_decathlon/daimlerpedcls:1.2.0", labels, key="name")
+    with pytest.raises(ValueError, match="4 of 4 examples of split 'test' carry the label -1"):
+        plan_tfds("visual_domain_decathlon/daimlerpedcls", data_dir / "withheld")
+
+
+def test_any_prepared_data_set_is_a_task(prepared):
+    data_dir, _ = prepared
+    plan = plan_tfds("dtd:3.0.1", data_dir, name="textures")
+    assert plan.name == "textures" and [len(part.labels) for part in plan.splits.values()] == [188] * 3
+    plan = plan_tfds("eurosat/rgb", data_dir)
+    assert [len(part.labels) for part in plan.splits.values()] == [18, 10, 12]
+    assert plan.split_sha256 == plan_tfds("eurosat", data_dir).split_sha256
+
+
+def test_what_is_not_prepared_is_named(prepared, tmp_path):
+    data_dir, _ = prepared
+    with pytest.raises(FileNotFoundError, match="'mnist:9.9.9' is not prepared in"):
+        find_prepared("mnist:9.9.9", data_dir)
+    with pytest.raises(ValueError, match="several configs .*'daimlerpedcls', 'imagenet12'"):
+        find_prepared("visual_domain_decathlon", data_dir)
+    with pytest.raises(ValueError, match="'a b' names no TFDS data set"):
+        find_prepared("a b", data_dir)
+    with pytest.raises(FileNotFoundError, match="is not prepared"):
+        plan_benchmark("food101", tmp_path)
+
+
+def test_a_damaged_data_set_is_named(prepared, tmp_path):
+    import shutil
+
+    data_dir, tasks = prepared
+    shutil.copytree(data_dir / "dtd", tmp_path / "dtd")
+    directory = tmp_path / "dtd" / "3.0.1"
+    shutil.rmtree(directory / ".cheem_jax", ignore_errors=True)
+    (shard,) = directory.glob("*test*")
+    shard.write_bytes(shard.read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"dtd.*3\.0\.1"):
+        plan_of(tasks["dtd"], tmp_path)
+    (directory / "dataset_info.json").write_text("{")
+    with pytest.raises(ValueError, match="no data set of labelled pictures that TFDS can open"):
+        open_prepared("dtd", tmp_path)
+
+
+def test_a_data_set_in_tfrecord_format_says_what_to_do(prepared, tmp_path):
+    import shutil
+
+    data_dir, _ = prepared
+    shutil.copytree(data_dir / "dtd", tmp_path / "dtd")
+    info = tmp_path / "dtd" / "3.0.1" / "dataset_info.json"
+    info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
+    with pytest.raises(ValueError, match="format 'tfrecord', which needs TensorFlow .* prepare it again"):
+        open_prepared("dtd", tmp_path)

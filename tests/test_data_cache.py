@@ -1,0 +1,178 @@
+"""Decoded pictures on the disk: the same pixels, made once, never trusted half-made."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cheem_jax.data import cache, fingerprint, load_tasks, plan_task
+from cheem_jax.data.cache import cache_place, open_cache
+from cheem_jax.data.load import ImagesConfig, load_train
+
+
+def pictures(root: Path, per_class: int = 6) -> Path:
+    rng = np.random.default_rng(0)
+    for split in ("train", "val", "test"):
+        for name in ("cat", "dog"):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for row in range(per_class):
+                Image.fromarray(rng.integers(0, 256, (9, 7, 3), np.uint8)).save(folder / f"{row}.png")
+    return root
+
+
+def kept(plan, root, keep, **options):
+    (task,) = load_tasks([plan], 8, ImagesConfig(keep, root, **options))
+    return task
+
+
+def test_memory_and_cache_hold_the_same_pixels_and_have_one_fingerprint(tmp_path):
+    plan = plan_task(pictures(tmp_path / "pets"))
+    memory, mapped = (kept(plan, tmp_path / "cache", keep) for keep in ("memory", "cache"))
+    assert isinstance(mapped.train.images, np.memmap) and not mapped.train.images.flags.writeable
+    for split in plan.splits:
+        np.testing.assert_array_equal(memory.splits[split].images, mapped.splits[split].images)
+    assert fingerprint(memory) == fingerprint(mapped)
+    assert memory.split_sha256 == mapped.split_sha256 == plan.split_sha256
+
+
+def test_a_cache_is_made_once_and_again_when_something_changes(tmp_path):
+    folder, root = pictures(tmp_path / "pets"), tmp_path / "cache"
+    plan = plan_task(folder)
+    first = cache_place(plan, 8, root)
+    kept(plan, root, "cache")
+    made = first.stat().st_mtime_ns
+    kept(plan_task(folder), root, "cache")
+    assert first.stat().st_mtime_ns == made
+    assert cache_place(plan, 9, root) != first
+    file = folder / "train" / "cat" / "0.png"
+    os.utime(file, ns=(1, 1))
+    assert cache_place(plan_task(folder), 8, root) != first
+
+
+def test_another_decoder_makes_another_cache(tmp_path, monkeypatch):
+    plan = plan_task(pictures(tmp_path / "pets"))
+    first = cache_place(plan, 8, tmp_path)
+    monkeypatch.setattr(cache, "DECODER_VERSION", cache.DECODER_VERSION + 1)
+    assert cache_place(plan, 8, tmp_path) != first
+
+
+def test_a_broken_picture_is_named_and_nothing_is_left(tmp_path):
+    folder, root = pictures(tmp_path / "pets"), tmp_path / "cache"
+    file = folder / "val" / "dog" / "3.png"
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(ValueError, match="1 image file.*val/dog/3.png"):
+        kept(plan_task(folder), root, "cache")
+    assert [entry.name for entry in root.iterdir() if entry.is_dir()] == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_disk_that_fills_up_is_told_and_nothing_is_left(tmp_path, monkeypatch):
+    plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
+    write = cache._write
+
+    def to_a_full_disk(file, *others):
+        file.symlink_to("/dev/full")
+        return write(file, *others)
+
+    monkeypatch.setattr(cache, "_write", to_a_full_disk)
+    with pytest.raises(OSError, match=r"'pets' cannot be kept in .*No space left on device.*--images.cache-dir"):
+        kept(plan, root, "cache")
+    assert not any(entry.is_dir() for entry in root.iterdir())
+
+
+def test_too_little_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
+    usage = cache.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    with pytest.raises(OSError, match="0.0 GB are needed and 0.0 GB free"):
+        kept(plan, root, "cache")
+    assert not any(entry.is_dir() for entry in root.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
+    plan = plan_task(pictures(tmp_path / "pets"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot be kept in .*file/cache"):
+        kept(plan, tmp_path / "file" / "cache", "cache")
+
+
+def test_damaged_caches_say_what_to_remove(tmp_path):
+    plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
+    kept(plan, root, "cache")
+    place = cache_place(plan, 8, root)
+    (place / "train.npy").write_bytes((place / "train.npy").read_bytes()[:-5])
+    with pytest.raises(ValueError, match=f"{place.name} is damaged .*remove this folder"):
+        kept(plan, root, "cache")
+    (place / "cache.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        open_cache(place)
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from cheem_jax.data import cache, plan_task
+from cheem_jax.data.load import _silent
+write = cache._write
+def slowly(file, part, *others):
+    print("writing", flush=True)
+    time.sleep(float(sys.argv[3]))
+    return write(file, part, *others)
+cache._write = slowly
+splits = cache.cached(plan_task(Path(sys.argv[1])), 8, Path(sys.argv[2]), _silent)
+print("done", splits["train"].sha256, flush=True)
+"""
+
+
+def start(folder, root, seconds):
+    command = [sys.executable, "-c", SLOW, str(folder), str(root), str(seconds)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+
+
+def test_a_process_that_is_killed_midway_leaves_nothing_that_is_trusted(tmp_path):
+    folder, root = pictures(tmp_path / "pets"), tmp_path / "cache"
+    process = start(folder, root, 60)
+    assert process.stdout is not None and process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    plan = plan_task(folder)
+    assert not cache_place(plan, 8, root).exists() and any(root.glob("*.partial"))
+    task = kept(plan, root, "cache")
+    assert fingerprint(task) == fingerprint(kept(plan, root, "memory"))
+    assert not any(root.glob("*.partial"))
+
+
+def test_a_second_process_waits_for_the_first_and_both_have_the_same(tmp_path):
+    folder, root = pictures(tmp_path / "pets"), tmp_path / "cache"
+    first, second = start(folder, root, 0.3), start(folder, root, 0.3)
+    told = [process.communicate()[0].split() for process in (first, second)]
+    assert [words[-2:] for words in told] == [told[0][-2:]] * 2 and told[0][-2] == "done"
+    assert sorted(words.count("writing") for words in told) == [0, 3]  # only one of them decoded
+
+
+def test_only_the_training_pictures_of_the_backbones_own_task_are_decoded(tmp_path):
+    folder = pictures(tmp_path / "pets")
+    (folder / "test" / "dog" / "1.png").write_bytes(b"broken")
+    split = load_train(plan_task(folder), 8, ImagesConfig("memory"))
+    assert len(split.images) == 12
+
+
+def test_auto_keeps_a_small_stream_in_memory_and_a_large_one_on_the_disk(tmp_path, monkeypatch):
+    from cheem_jax.data import load
+
+    plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
+    assert not isinstance(kept(plan, root, "auto").train.images, np.memmap) and not root.exists()
+    monkeypatch.setattr(load, "IN_MEMORY", 1000)
+    assert isinstance(kept(plan, root, "auto").train.images, np.memmap)
+
+
+def test_senseless_settings_are_refused():
+    with pytest.raises(ValueError, match="workers is -1"):
+        ImagesConfig(workers=-1)

@@ -1,0 +1,153 @@
+"""The contact sheet and the stream's figure, with ordinary and with odd data."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cheem_jax.report.data_figures import StreamRow, contact_sheet, stream_figure
+
+RED, GREEN, EMPTY = (200, 30, 40), (10, 160, 60), (0xF4, 0xF4, 0xF4)
+
+
+def plain(colours: list[tuple[int, int, int]], side: int = 8) -> np.ndarray:
+    return np.broadcast_to(np.array(colours, np.uint8)[:, None, None], (len(colours), side, side, 3)).copy()
+
+
+def sheet(file: Path, images: np.ndarray, labels: list[int], classes: list[str], **settings) -> np.ndarray:
+    contact_sheet(images, np.array(labels, np.int64), classes, file, title="set · train", **settings)
+    with Image.open(file) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB"))
+
+
+def count(pixels: np.ndarray, colour: tuple[int, int, int]) -> int:
+    return int((pixels == colour).all(-1).sum())
+
+
+def test_every_class_has_one_example_with_its_own_pixels(tmp_path):
+    images = plain([RED] * 2 + [GREEN] * 2 + [(index, 0, 0) for index in range(1, 10)])
+    pixels = sheet(tmp_path / "sub" / "a.png", images, [0, 0, 1, 1, *range(2, 11)], [f"c{i}" for i in range(11)])
+    assert count(pixels, RED) == count(pixels, GREEN) == 112**2  # 8 pixels a side, fourteen times as large
+    assert [file.name for file in (tmp_path / "sub").iterdir()] == ["a.png"]
+
+
+def test_few_classes_get_several_examples_each(tmp_path):
+    pixels = sheet(tmp_path / "a.png", plain([RED] * 3 + [GREEN] * 12), [0] * 3 + [1] * 12, ["red", "green"])
+    assert count(pixels, RED) == 3 * 112**2 and count(pixels, GREEN) == 10 * 112**2
+    images = plain([RED] * 20 + [(0, 0, index) for index in range(5)])
+    pixels = sheet(tmp_path / "b.png", images, [0] * 20 + [1, 2, 3, 4, 5], list("abcdef"))
+    assert count(pixels, RED) == 4 * 112**2
+
+
+def test_several_examples_are_different_pictures(tmp_path):
+    colours = [(index, 0, 90) for index in range(3)]
+    pixels = sheet(tmp_path / "a.png", plain(colours), [0, 0, 0], ["only"])
+    assert [count(pixels, colour) for colour in colours] == [112**2] * 3
+
+
+def test_many_classes_are_chosen_evenly_with_the_first_and_the_last(tmp_path):
+    images = plain([RED] + [(0, 0, 0)] * 1621 + [GREEN])
+    pixels = sheet(tmp_path / "a.png", images, list(range(1623)), [f"class_{i}" for i in range(1623)])
+    assert count(pixels, RED) == count(pixels, GREEN) == 112**2
+    assert pixels.shape[0] < 1500 and pixels.shape[1] < 1500
+
+
+@pytest.mark.parametrize("side", [1, 28, 72, 100, 224])
+def test_small_pictures_are_enlarged_in_whole_steps_and_large_ones_reduced(tmp_path, side):
+    board = np.zeros((1, side, side, 3), np.uint8)
+    board[:, ::2] = RED
+    pixels = sheet(tmp_path / "a.png", board, [0], ["stripes"], columns=1, rows=1)
+    assert 150 < pixels.shape[0] < 300
+    if side < 200:
+        times = max(1, round(112 / side))
+        assert count(pixels, RED) == ((side + 1) // 2 * times) * (side * times)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "$^{x}$",
+        "$",
+        "a_b^c",
+        r"\frac{",
+        "",
+        "long " * 400,
+        "W" * 5000,
+        "crème brûlée",
+        "狗 🐶",
+        "two\nlines\t",
+        "\ud800",
+    ],
+)
+@pytest.mark.parametrize("num_classes", [1, 6, 30])
+def test_any_class_name_is_drawn_and_leaves_the_size_as_it_is(tmp_path, name, num_classes):
+    images, labels = plain([RED] * num_classes), list(range(num_classes))
+    odd = sheet(tmp_path / "odd.png", images, labels, [name] * num_classes)
+    assert odd.shape == sheet(tmp_path / "a.png", images, labels, ["a"] * num_classes).shape
+    contact_sheet(images, np.array(labels), ["a"] * num_classes, tmp_path / "title.png", title=name)
+    below = odd[-30:]  # a caption of the last row stays off the left and right edges
+    assert (below[:, :20] == 255).all() and (below[:, -20:] == 255).all()
+
+
+def test_a_class_without_examples_leaves_an_empty_box(tmp_path):
+    pixels = sheet(tmp_path / "a.png", plain([RED]), [1], ["none", "red"])
+    assert count(pixels, RED) == 112**2 and count(pixels, EMPTY) == pytest.approx(112**2, rel=0.01)  # smooth text
+    sheet(tmp_path / "b.png", np.zeros((0, 8, 8, 3), np.uint8), [], ["none"] * 20)
+
+
+def test_what_cannot_be_a_sheet_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="got 0 classes"):
+        sheet(tmp_path / "a.png", plain([RED]), [0], [])
+    with pytest.raises(ValueError, match="labels from 0 to 7 .* 2 classes"):
+        sheet(tmp_path / "a.png", plain([RED, RED]), [0, 7], ["a", "b"])
+    assert not list(tmp_path.iterdir())
+
+
+def row(name: str = "task", classes: int = 10, num_train: int = 1000, examples: np.ndarray | None = None) -> StreamRow:
+    return StreamRow(name, classes, num_train, num_val=100, num_test=200, examples=examples)
+
+
+def stream(file: Path, rows: list[StreamRow], title: str = "A stream") -> np.ndarray:
+    stream_figure(rows, file, title=title)
+    with Image.open(file) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB"))
+
+
+def test_a_task_shows_at_most_five_examples_or_an_empty_box(tmp_path):
+    pixels = stream(tmp_path / "a.png", [row(examples=plain([RED] * 9)), row(examples=plain([GREEN] * 2, 300)), row()])
+    assert count(pixels, RED) == 5 * 84**2 and count(pixels, GREEN) == 2 * 84**2
+    assert count(pixels, EMPTY) == pytest.approx(84 * (5 * 90 - 6), rel=0.01)  # some of it in the smooth text
+
+
+def test_bars_grow_with_the_logarithm(tmp_path):
+    rows = [row(num_train=count, classes=1) for count in (100, 1000, 10_000)]
+    pixels = stream(tmp_path / "a.png", rows)
+    tops = [106 + index * 90 for index in range(3)]
+    lengths = [count(pixels[top + 42 : top + 43], (0x9E, 0xC3, 0xDC)) for top in tops]
+    assert lengths == [100, 200, 300]  # the scale begins a decade below the least
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row()],
+        [row("$^{x}$"), row("_" * 300), row("狗"), row("")],
+        [row(classes=1, num_train=1)],
+        [row(classes=1623, num_train=1_232_167), row(classes=1, num_train=0)],
+        [row(examples=np.zeros((0, 8, 8, 3), np.uint8))],
+        [row(classes=0, num_train=0)],
+        [row(f"task_{index}", num_train=10**index) for index in range(1, 13)],
+    ],
+)
+def test_odd_streams_are_drawn_at_a_sane_size(tmp_path, rows):
+    pixels = stream(tmp_path / "a.png", rows, title="$x_" * 100)
+    assert 150 < pixels.shape[0] < 1300 and 1200 < pixels.shape[1] < 2000
+    assert (pixels[:, -10:] == 255).all() and (pixels[:, :10] == 255).all()
+
+
+def test_a_stream_without_tasks_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no tasks to draw"):
+        stream(tmp_path / "a.png", [])

@@ -1,0 +1,74 @@
+"""Pictures decoded as they are needed: the same ones, in the same order, from any step on."""
+
+import numpy as np
+import pytest
+from test_data_cache import kept, pictures
+
+from cheem_jax.data import ImagesConfig, fingerprint, load_tasks, plan_task
+from cheem_jax.data.folder import plan_stream
+from cheem_jax.images import in_turn
+
+pytest.importorskip("grain", reason="the extra `datasets` is not installed")
+
+
+@pytest.fixture
+def plan(tmp_path):
+    return plan_task(pictures(tmp_path / "pets"))
+
+
+ORDER = [np.array(rows) for rows in ([3, 1, 11, 0], [5, 5, 2, 10], [9, 8, 7, 6], [4, 4, 4, 4])]
+
+
+def test_a_stream_behaves_like_an_array(plan):
+    memory, stream = kept(plan, None, "memory").train.images, kept(plan, None, "stream").train.images
+    assert stream.shape == memory.shape and stream.dtype == memory.dtype and len(stream) == len(memory)
+    np.testing.assert_array_equal(stream[np.array([3, 1, 3])], memory[[3, 1, 3]])
+    np.testing.assert_array_equal(stream[:], memory)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pictures_come_in_the_order_asked_for(plan, workers):
+    memory = kept(plan, None, "memory").train.images
+    stream = kept(plan, None, "stream", workers=workers).train.images
+    found = list(in_turn(stream, ORDER))
+    assert len(found) == len(ORDER)
+    for images, rows in zip(found, ORDER, strict=True):
+        np.testing.assert_array_equal(images, memory[rows])
+
+
+def test_a_stream_goes_on_exactly_where_it_was(plan):
+    stream = kept(plan, None, "stream").train.images
+    unbroken = list(stream.follow(ORDER))
+    iterator = stream.follow(ORDER)
+    first = [next(iterator), next(iterator)]
+    state = iterator.get_state()
+    again = stream.follow(ORDER)
+    again.set_state(state)
+    np.testing.assert_array_equal(np.stack(first + list(again)), np.stack(unbroken))
+    np.testing.assert_array_equal(np.stack(list(stream.follow(ORDER[2:]))), np.stack(unbroken[2:]))
+
+
+def test_a_picture_that_breaks_later_is_named(tmp_path):
+    plan = plan_task(pictures(tmp_path / "pets"))
+    stream = kept(plan, None, "stream").train.images
+    (tmp_path / "pets" / plan.train.files.key(2)).write_bytes(b"broken")
+    with pytest.raises(ValueError, match=plan.train.files.key(2)):
+        list(stream.follow(ORDER))
+
+
+def test_streams_have_fingerprints_that_tell_other_files_apart(tmp_path):
+    plans = [plan_task(pictures(tmp_path / name / "pets")) for name in ("a", "b")]
+    prints = [fingerprint(kept(plan, None, "stream")) for plan in (*plans, plans[0])]
+    assert prints[0] == prints[2] != prints[1]
+
+
+def test_a_zip_streams_as_its_folder_does(tmp_path):
+    import shutil
+
+    folder = pictures(tmp_path / "pets")
+    shutil.make_archive(str(tmp_path / "zips" / "pets"), "zip", folder)
+    (zipped,) = load_tasks(plan_stream(tmp_path / "zips"), 8, ImagesConfig("stream", workers=1))
+    memory = kept(plan_task(folder), None, "memory")
+    assert zipped.split_sha256 == memory.split_sha256
+    for images, rows in zip(in_turn(zipped.train.images, ORDER), ORDER, strict=True):
+        np.testing.assert_array_equal(images, memory.train.images[rows])

@@ -1,0 +1,295 @@
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cheem_jax.data import ImagesConfig, fingerprint, load_tasks, plan_task
+from cheem_jax.data.manifest import plan_manifest
+
+NAMES = {"cat": 10, "dog": 20}  # each with its grey
+
+
+def photos(root: Path, num: int = 4) -> Path:
+    """cat/0.png .. and dog/0.png .., so many of each."""
+    for name, grey in NAMES.items():
+        (root / name).mkdir(parents=True)
+        for i in range(num):
+            Image.new("L", (4, 4), grey + i).save(root / name / f"{i}.png")
+    return root
+
+
+def table(file: Path, *lines: str, newline: str = "\n", encoding: str = "utf-8") -> Path:
+    file.write_bytes("".join(line + newline for line in lines).encode(encoding))
+    return file
+
+
+def rows(num: int = 4, end: str = "{name}") -> list[str]:
+    return [f"{name}/{i}.png," + end.format(name=name, i=i) for name in NAMES for i in range(num)]
+
+
+SPLIT = ["train", "train", "val", "test"]
+WITH_SPLITS = [f"{name}/{i}.png,{name},{SPLIT[i]}" for name in NAMES for i in range(4)]
+
+
+def members(plan) -> dict[str, list[tuple[str, str]]]:
+    """(key, class name) of every image, by split."""
+    return {
+        split: [(part.files.key(row), plan.classes[label]) for row, label in enumerate(part.labels)]
+        for split, part in plan.splits.items()
+    }
+
+
+def test_a_manifest_tells_files_labels_and_splits(tmp_path):
+    file = table(photos(tmp_path) / "pets.csv", "path,label,split", *WITH_SPLITS)
+    plan = plan_manifest(file)
+    assert (plan.name, plan.classes, plan.source) == ("pets", ("cat", "dog"), str(file))
+    assert members(plan) == {
+        "train": [("cat/0.png", "cat"), ("cat/1.png", "cat"), ("dog/0.png", "dog"), ("dog/1.png", "dog")],
+        "val": [("cat/2.png", "cat"), ("dog/2.png", "dog")],
+        "test": [("cat/3.png", "cat"), ("dog/3.png", "dog")],
+    }
+    (task,) = load_tasks([plan], 4, ImagesConfig("memory"))
+    assert task.test.images[:][:, 0, 0, 0].tolist() == [13, 23]
+
+
+def test_the_order_of_the_rows_changes_nothing(tmp_path):
+    photos(tmp_path)
+    plans = [
+        plan_manifest(table(tmp_path / f"{i}.csv", "path,label", *lines), name="pets", seed=3)
+        for i, lines in enumerate((rows(), rows()[::-1]))
+    ]
+    assert members(plans[0]) == members(plans[1]) and plans[0].split_sha256 == plans[1].split_sha256
+
+
+def test_a_manifest_of_a_folder_gives_what_the_folder_gives(tmp_path):
+    photos(tmp_path / "pets", num=9)
+    file = table(tmp_path / "list.csv", "path,label", *rows(9))
+    folder = plan_task(tmp_path / "pets", seed=5)
+    listed = plan_manifest(file, name="pets", root=tmp_path / "pets", seed=5)
+    assert listed.split_sha256 == folder.split_sha256
+    tasks = load_tasks([folder, listed], 4, ImagesConfig("memory"))
+    assert fingerprint(tasks[0]) == fingerprint(tasks[1])
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize(("newline", "encoding"), [("\n", "utf-8"), ("\r\n", "utf-8-sig"), ("\r", "utf-8")])
+def test_tables_come_in_the_usual_dialects(tmp_path, delimiter, newline, encoding):
+    lines = ['Note, Label ,SPLIT,"path"', *(f"é,{label},{s},{p}" for p, label, s in map(_fields, WITH_SPLITS)), ""]
+    lines = [line.replace(",", delimiter) for line in lines]
+    file = table(photos(tmp_path) / "pets.csv", *lines, newline=newline, encoding=encoding)
+    assert [len(part.labels) for part in plan_manifest(file).splits.values()] == [4, 2, 2]
+
+
+def _fields(line: str) -> list[str]:
+    return line.split(",")
+
+
+def test_quoted_fields_hold_delimiters_and_names_any_letters(tmp_path):
+    photos(tmp_path)
+    lines = [f'"{name}/{i}.png","{label}"' for name, label in (("cat", "猫, grau"), ("dog", "chien")) for i in range(4)]
+    assert plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines)).classes == ("chien", "猫, grau")
+
+
+def test_splits_bear_the_usual_names_in_either_case(tmp_path):
+    lines = [line.replace("train", "Train").replace("val", "VALIDATION") for line in WITH_SPLITS]
+    plan = plan_manifest(table(photos(tmp_path) / "pets.csv", "path,label,split", *lines))
+    assert [len(part.labels) for part in plan.splits.values()] == [4, 2, 2]
+
+
+def test_what_is_missing_is_cut_from_train(tmp_path):
+    photos(tmp_path, num=10)
+    plan = plan_manifest(table(tmp_path / "all.csv", "path,label", *rows(10)))
+    assert [len(part.labels) for part in plan.splits.values()] == [12, 2, 6]  # ceil(6.0), then ceil(1.4)
+    lines = [f"{line},{'test' if '/9' in line else 'train'}" for line in rows(10)]
+    plan = plan_manifest(table(tmp_path / "two.csv", "path,label,split", *lines))
+    assert [len(part.labels) for part in plan.splits.values()] == [16, 2, 2]
+    assert [key for key, _ in members(plan)["test"]] == ["cat/9.png", "dog/9.png"]
+
+
+def test_paths_are_posix_ones_below_the_root(tmp_path):
+    photos(tmp_path / "images")
+    lines = [line.replace("cat/", ".\\cat\\").replace("dog/", "./dog//") for line in rows()]
+    plan = plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines), root=tmp_path / "images")
+    keys = sorted(key for part in members(plan).values() for key, _ in part)
+    assert keys == [f"{name}/{i}.png" for name in NAMES for i in range(4)]
+
+
+def test_label_numbers_are_named_by_a_column_or_by_themselves(tmp_path):
+    photos(tmp_path)
+    number = {"cat": 1, "dog": 0}
+    lines = [f"{name}/{i}.png,{number[name]},{name}" for name in NAMES for i in range(4)]
+    file = table(tmp_path / "a.csv", "path,label,class_name", *lines)
+    assert plan_manifest(file).classes == ("dog", "cat")
+    plan = plan_manifest(table(tmp_path / "b.csv", "path,label,note", *lines))
+    assert plan.classes == ("0", "1")
+    assert {(key[:3], name) for part in members(plan).values() for key, name in part} == {("cat", "1"), ("dog", "0")}
+
+
+def test_eleven_label_numbers_keep_their_order(tmp_path):
+    lines = []
+    for label in range(11):
+        for i in range(3):
+            Image.new("L", (2, 2), label).save(tmp_path / f"{label}-{i}.png")
+            lines.append(f"{label}-{i}.png,{label}")
+    plan = plan_manifest(table(tmp_path / "many.csv", "path,label", *lines))
+    assert plan.classes == tuple(map(str, range(11)))  # sorted as text, 10 would come before 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        ([], r"no column 'path' and 'label' among \[\]"),
+        (["file,label", *rows()], r"no column 'path' among \['file', 'label'\]"),
+        (["path,label,label", *rows(end="a,b")], r"several columns are called \['label'\]"),
+        (["path,label"], "no rows"),
+        (["path,label", *rows(), ",cat"], "1 fault.*line 10: empty path"),
+        (["path,label", *rows(), "cat/0.png, "], "line 10: path 'cat/0.png' stands in line 2 already; line 10: empty"),
+        (["path,label", *rows(), "./cat//0.png,cat"], "line 10: path 'cat/0.png' stands in line 2"),
+        (["path,label", "../a.png,cat"], "line 2: path '../a.png' is not one below the root"),
+        (["path,label", "cat/../../a.png,cat"], "line 2: path 'cat/../../a.png' is not one below the root"),
+        (["path,label", "/a.png,cat", "C:\\a.png,cat"], "2 fault.*'/a.png' is not.*line 3: path 'C:/a.png' is not"),
+        (["path,label,split", *rows(end="a,tset")], "8 fault.*line 2: unknown split 'tset', expected train.* 3 more"),
+        (["path,label", *rows(), "cat/0.png"], "2 fields were expected in every row.*line 10: 1;.*put"),
+        (["path,label", *rows(), "a,b.png,cat"], "line 10: 3"),
+        (["path,label", *rows(), '"cat/0.png,cat'], "line 10: no readable CSV"),
+        (["path,label", *rows(), "cat/0\0.png,cat"], "line 10: a NUL byte"),
+        (["path,label,split", *rows(end="{name},test")], r"no row of split 'train', only \['test'\]"),
+        (["path,label,split", *WITH_SPLITS[:3]], "has 1 class"),
+        (["path,label,split", *[line for line in WITH_SPLITS if "test" not in line]], "train and val but no test"),
+        (
+            ["path,label,split", *[line.replace("dog,train", "dog,val") for line in WITH_SPLITS]],
+            r"1 class\(es\) that train does not have: 'dog' \(line 6, val\)",
+        ),
+        (["path,label,split", *WITH_SPLITS[:-1]], "split 'test': no image of 1 of 2 classes: 'dog'"),
+        (["path,label", *rows()[:6]], "needs 3 images or more; too few in 'dog'"),
+    ],
+)
+def test_unusable_tables_are_refused_by_line(tmp_path, lines, complaint):
+    file = table(photos(tmp_path) / "pets.csv", *lines)
+    with pytest.raises(ValueError, match=rf"(?s)(pets\.csv|'pets').*{complaint}"):
+        plan_manifest(file)
+
+
+@pytest.mark.parametrize(
+    ("labels", "complaint"),
+    [
+        (("1", "2"), r"the first label is 1 \(line 2\), expected 0; subtract one from every label, or write class"),
+        (("0", "3"), "labels go up to 3, and 2 below it do not occur: 1, 2; number"),
+        (("0", "9" * 18), "do not occur: 1, 2, 3, 4, 5, 6, 7, 8, ...; number"),
+        (("0", "-1"), r"line 6: label -1 is negative \(4 such row"),
+        (("0.0", "1.0"), "line 2: label '0.0' is no whole number"),
+        (("0,cat", "1,"), r"4 fault.*line 6: empty class_name"),
+        (("0,cat", "1,cat"), r"class names must be unique, repeated: \['cat'\]"),
+    ],
+)
+def test_label_numbers_that_do_not_count_from_zero_are_refused(tmp_path, labels, complaint):
+    photos(tmp_path)
+    lines = [f"{name}/{i}.png,{label}" for name, label in zip(NAMES, labels, strict=True) for i in range(4)]
+    header = "path,label,class_name" if "," in labels[0] else "path,label"
+    with pytest.raises(ValueError, match=complaint):
+        plan_manifest(table(tmp_path / "pets.csv", header, *lines))
+
+
+def test_a_label_with_two_names_is_refused(tmp_path):
+    photos(tmp_path)
+    lines = [*rows(end="0,cat")[:4], *rows(end="1,dog{i}")[4:]]
+    with pytest.raises(ValueError, match="3 fault.*line 7: label 1 is called 'dog1', and 'dog0' before"):
+        plan_manifest(table(tmp_path / "pets.csv", "path,label,class_name", *lines))
+
+
+def test_other_encodings_are_refused_with_their_line(tmp_path):
+    file = table(tmp_path / "pets.csv", "path,label", "a.png,cat", "b.png,café", encoding="latin-1")
+    with pytest.raises(ValueError, match="pets.csv, line 3: not UTF-8"):
+        plan_manifest(file)
+    file = table(tmp_path / "pets.csv", "path,label", "a.png,cat", encoding="utf-16")
+    with pytest.raises(ValueError, match="pets.csv, line 1: not UTF-8"):
+        plan_manifest(file)
+
+
+def test_files_that_are_not_there_are_counted_and_the_first_ones_named(tmp_path):
+    file = table(photos(tmp_path) / "pets.csv", "path,label", *rows(12))
+    with pytest.raises(FileNotFoundError, match="16 of the files are not there: line 6: 'cat/4.png'; .*; and 11 more"):
+        plan_manifest(file)
+    file = table(tmp_path / "folder.csv", "path,label", *rows(), "cat,cat")
+    with pytest.raises(FileNotFoundError, match="1 of the files are not there: line 10: 'cat'"):
+        plan_manifest(file)
+    with pytest.raises(FileNotFoundError, match="nowhere.csv: no such file"):
+        plan_manifest(tmp_path / "nowhere.csv")
+    with pytest.raises(FileNotFoundError, match="elsewhere: no such folder; the paths in .*folder.csv"):
+        plan_manifest(file, root=tmp_path / "elsewhere")
+
+
+def test_the_stamp_follows_the_files_and_the_table(tmp_path):
+    file = table(photos(tmp_path) / "pets.csv", "path,label", *rows())
+    before = plan_manifest(file).stamp
+    assert plan_manifest(file).stamp == before
+    Image.new("L", (9, 9)).save(tmp_path / "cat" / "0.png")
+    after = plan_manifest(file).stamp
+    table(file, "path,label", *rows(), "")
+    assert len({before, after, plan_manifest(file).stamp}) == 3
+
+
+def test_parquet_says_the_same_as_csv(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    photos(tmp_path)
+    want = plan_manifest(table(tmp_path / "pets.csv", "path,label,split", *WITH_SPLITS))
+    paths, names, splits = zip(*map(_fields, WITH_SPLITS), strict=True)
+    columns = {"path": paths, "Label": pyarrow.array(names).dictionary_encode(), "split": splits, "x": [1.5] * 8}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    plan = plan_manifest(tmp_path / "a.parquet", name="pets")
+    assert plan.split_sha256 == want.split_sha256
+    numbers = pyarrow.array([int(name == "dog") for name in names], "int8")
+    parquet.write_table(pyarrow.table({"path": paths, "label": numbers}), tmp_path / "b.parquet")
+    assert plan_manifest(tmp_path / "b.parquet").classes == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"file": ["a"], "label": [0]}, r"no column 'path' among \['file', 'label'\]"),
+        ({"path": ["a", None], "label": [0, None]}, "2 fault.*row 2: empty path; row 2: empty label"),
+        ({"path": ["a"], "label": [0.5]}, r"column 'label' holds float \(0.5\); expected text or whole numbers"),
+        ({"path": ["a"], "label": [True]}, "column 'label' holds bool"),
+        ({"path": [b"a"], "label": [1]}, "column 'path' holds bytes"),
+        ({"path": ["a\0b"], "label": [1]}, "row 1: path .* is not one below the root"),
+        ({"path": [], "label": []}, "no rows"),
+    ],
+)
+def test_unusable_parquet_is_refused_by_row(tmp_path, columns, complaint):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=rf"a\.parquet.*{complaint}"):
+        plan_manifest(tmp_path / "a.parquet")
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match="a.parquet: no readable Parquet file"):
+        plan_manifest(table(tmp_path / "a.parquet", "path,label"))
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"a.parquet: .*pip install 'cheem_jax\[datasets\]'.*as CSV"):
+        plan_manifest(table(tmp_path / "a.parquet", "path,label"))
+
+
+def test_the_time_grows_with_the_rows_and_not_with_their_square(tmp_path):
+    def seconds(num: int) -> float:
+        folder = tmp_path / str(num)
+        folder.mkdir()
+        for i in range(num):
+            (folder / f"{i}.png").touch()
+        file = table(folder / "many.csv", "path,label", *(f"{i}.png,{i % 100}" for i in range(num)))
+        start = time.perf_counter()
+        assert plan_manifest(file).num_images == num
+        return time.perf_counter() - start
+
+    seconds(500)  # imports
+    assert seconds(16000) < 100 * seconds(1000)  # by the square it would be 256 times

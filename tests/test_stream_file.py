@@ -1,0 +1,120 @@
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from cheem_jax.data import ImagesConfig, load_tasks
+from cheem_jax.data.stream_file import plan_stream_file
+
+
+def photos(root: Path, num: int = 4) -> Path:
+    """a/0.png .. and b/0.png .., so many of each."""
+    for grey, name in enumerate("ab"):
+        (root / name).mkdir(parents=True)
+        for i in range(num):
+            Image.new("L", (4, 4), 10 * grey + i).save(root / name / f"{i}.png")
+    return root
+
+
+def manifest(file: Path, num: int = 4) -> Path:
+    file.write_text("path,label\n" + "".join(f"{name}/{i}.png,{name}\n" for name in "ab" for i in range(num)))
+    return file
+
+
+def write(file: Path, text: str) -> Path:
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+TWO = """
+name = "my_stream"
+[[task]]
+name = "birds"
+path = "photos/birds"
+[[task]]
+manifest = "cars.csv"
+root = "images"
+"""
+
+
+@pytest.fixture
+def two(tmp_path) -> Path:
+    photos(tmp_path / "photos" / "birds")
+    photos(tmp_path / "images")
+    manifest(tmp_path / "cars.csv")
+    return write(tmp_path / "stream.toml", TWO)
+
+
+def test_a_stream_lists_folders_and_manifests_in_its_own_order(two):
+    name, plans = plan_stream_file(two)
+    assert (name, [plan.name for plan in plans]) == ("my_stream", ["birds", "cars"])
+    tasks = load_tasks(plans, 4, ImagesConfig("memory"))
+    assert [task.classes for task in tasks] == [("a", "b"), ("a", "b")]
+
+
+def test_names_default_to_the_file_and_to_what_the_tasks_point_at(two):
+    write(two, '[[task]]\npath = "photos/birds"\n[[task]]\nmanifest = "cars.csv"\nroot = "images"')
+    name, plans = plan_stream_file(two)
+    assert (name, [plan.name for plan in plans]) == ("stream", ["birds", "cars"])
+
+
+def test_paths_start_at_the_file_and_a_tilde_is_the_home(two, monkeypatch):
+    monkeypatch.setenv("HOME", str(two.parent / "photos"))
+    monkeypatch.chdir("/")
+    sub = two.parent / "sub"
+    sub.mkdir()
+    text = f'[[task]]\npath = "~/birds"\n[[task]]\nmanifest = "../cars.csv"\nroot = "{two.parent}/images"'
+    assert [plan.name for plan in plan_stream_file(write(sub / "s.toml", text))[1]] == ["birds", "cars"]
+
+
+def test_only_the_named_tasks_are_looked_at_and_in_their_order(two):
+    write(two, TWO + '[[task]]\npath = "nowhere"')
+    assert [plan.name for plan in plan_stream_file(two, ["cars", "birds"])[1]] == ["cars", "birds"]
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder or zip"):
+        plan_stream_file(two)
+    with pytest.raises(ValueError, match="stream.toml has no task 'car'; did you mean cars?"):
+        plan_stream_file(two, ["car"])
+
+
+def test_the_seed_of_the_file_comes_before_the_argument(two):
+    def hashes(text: str, seed: int) -> list[str]:
+        return [plan.split_sha256 for plan in plan_stream_file(write(two, text), seed=seed)[1]]
+
+    seeds = [hashes(TWO, seed) for seed in range(3)]
+    assert len({tuple(found) for found in seeds}) > 1
+    assert all(hashes(f"seed = {seed}\n{TWO}", 9) == seeds[seed] for seed in range(3))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "no task in it; write .*task.* path, manifest, tfds, benchmark"),
+        ("[[task]\n", r"not readable as TOML: .*line 1"),
+        ('name = "x"\n[[task]]\npath = "a"\npath = "b"\n', "not readable as TOML: .*line 4"),
+        ("x = " + "[" * 5000, "not readable as TOML"),
+        ('[task]\npath = "a"', r"`task` must be a list of tables; write \[\[task\]\]"),
+        ("task = [1]", "`task` must be a list of tables"),
+        ('[[tasks]]\npath = "a"', "unknown key 'tasks'; did you mean 'task'"),
+        ("colour = 1\n" + TWO, "unknown key 'colour'; known are name, seed, task"),
+        ("seed = true\n" + TWO, "seed must be a whole number, got True"),
+        ('name = ""\n[[task]]\npath = "a"', "name must be text, got ''"),
+        ("[[task]]\npath = 3", "task 1: path must be text, got 3"),
+        ('[[task]]\nname = "a"', "task 1: expected exactly one of path, manifest, tfds, benchmark, got none"),
+        ('[[task]]\npath = "a"\ntfds = "b"', "task 1: expected exactly one of .* got path and tfds"),
+        ('[[task]]\npath = "a"\nroot = "b"', "task 1: `root` goes with `manifest`, not with `path`"),
+        (TWO + '[[task]]\nmanifets = "a"', "task 3: unknown key 'manifets'; did you mean 'manifest'.*task 3: expected"),
+        (TWO + '[[task]]\ntfds = "cars:1.0.0"', r"several tasks are called \['cars'\]; give each a `name`"),
+        ('[[task]]\nbenchmark = "fod101"', "has no task 'fod101'; did you mean food101"),
+    ],
+)
+def test_unusable_files_are_refused_with_all_their_faults(tmp_path, text, complaint):
+    with pytest.raises(ValueError, match=f"(stream.toml: .*|the benchmarks' table ){complaint}"):
+        plan_stream_file(write(tmp_path / "stream.toml", text))
+
+
+def test_a_file_that_is_missing_or_in_another_encoding_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="stream.toml: no such file; expected a stream in TOML"):
+        plan_stream_file(tmp_path / "stream.toml")
+    (tmp_path / "stream.toml").write_bytes('name = "é"'.encode("latin-1"))
+    with pytest.raises(ValueError, match="stream.toml: not readable as TOML"):
+        plan_stream_file(tmp_path / "stream.toml")

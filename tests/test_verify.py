@@ -1,0 +1,151 @@
+import contextlib
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cheem_jax.data import plan_task
+from cheem_jax.data.cache import cached
+from cheem_jax.data.verify import verify, verify_cache
+
+
+def encoded(value: int, mode: str = "RGB", size: tuple[int, int] = (4, 4)) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((size[1], size[0]), value, np.uint8)).convert(mode).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def full() -> dict[str, bytes]:
+    """Three images of each class for training, two and two for the rest, all different."""
+    names = [
+        f"{split}/{name}/{i}.png"
+        for split, num in (("train", 3), ("val", 2), ("test", 2))
+        for name in ("cat", "dog")
+        for i in range(num)
+    ]
+    return {name: encoded(value) for value, name in enumerate(names)}
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
+
+
+def test_a_sound_task_is_counted(tmp_path):
+    files = full() | {"train/dog/3.png": encoded(99, "L", (9, 2)), "test/cat/2.png": encoded(98, "P", (2, 3))}
+    found = verify(plan_task(write(tmp_path / "pets", files)))
+    assert found.sound and (found.task, found.num, found.num_classes) == ("pets", {"train": 7, "val": 4, "test": 5}, 2)
+    assert (found.smallest_class, found.largest_class) == (("cat", 3), ("dog", 4))
+    assert (found.smallest_image, found.largest_image) == ((2, 3), (9, 2))  # 6 and 18 pixels
+    assert found.modes == {"L": 1, "P": 1, "RGB": 14}
+    assert found.num_bytes == sum(map(len, files.values()))
+    assert (found.broken, found.across, found.contradictory, found.within, found.num_within) == ([], [], [], [], 0)
+
+
+def test_every_broken_file_is_named_and_the_others_are_counted(tmp_path):
+    files = full() | {"train/cat/0.png": encoded(0)[:44], "test/dog/1.png": b"<html>", "val/cat/0.png": b""}
+    folder = write(tmp_path / "pets", files)
+    plan = plan_task(folder)
+    (folder / "val" / "dog" / "0.png").unlink()
+    found = verify(plan)
+    assert not found.sound and sum(found.modes.values()) == 10
+    where = [next(name for name in files if name in line) for line in found.broken]
+    assert where == ["train/cat/0.png", "val/cat/0.png", "val/dog/0.png", "test/dog/1.png"]
+    assert "cannot be decoded" in found.broken[0] and "not an image file" in found.broken[3]
+
+
+def test_a_damaged_member_of_a_zip_is_named(tmp_path):
+    with zipfile.ZipFile(tmp_path / "pets.zip", "w") as archive:
+        for name, data in full().items():
+            archive.writestr(name, data)
+    whole = (tmp_path / "pets.zip").read_bytes()
+    at = whole.index(b"IDAT")
+    (tmp_path / "pets.zip").write_bytes(whole[:at] + b"XXXX" + whole[at + 4 :])
+    [line] = verify(plan_task(tmp_path / "pets.zip")).broken
+    assert "train/cat/0.png cannot be read: Bad CRC-32" in line
+
+
+def test_copies_across_splits_are_told_and_leave_the_task_sound(tmp_path):
+    files = full()
+    files["test/cat/0.png"] = files["test/cat/1.png"] = files["val/cat/1.png"] = files["train/cat/1.png"]
+    found = verify(plan_task(write(tmp_path / "pets", files)))
+    first = ("train", "cat", "train/cat/1.png")
+    assert found.sound and found.across == [
+        (first, ("val", "cat", "val/cat/1.png")),
+        (first, ("test", "cat", "test/cat/0.png")),
+        (first, ("test", "cat", "test/cat/1.png")),
+    ]
+    # the two in test are copies within it as well
+    assert found.within == [(("test", "cat", "test/cat/0.png"), ("test", "cat", "test/cat/1.png"))]
+
+
+def test_copies_within_a_split_are_counted_and_the_first_ones_shown(tmp_path):
+    files = full() | {f"train/dog/{i}.png": encoded(200) for i in range(10, 20)}
+    found = verify(plan_task(write(tmp_path / "pets", files)))
+    assert found.sound and (found.num_within, len(found.within), found.across) == (9, 5, [])
+    assert found.within[0] == (("train", "dog", "train/dog/10.png"), ("train", "dog", "train/dog/11.png"))
+
+
+def test_the_same_bytes_under_two_labels_are_not_sound(tmp_path):
+    files = full()
+    files["train/dog/0.png"] = files["train/cat/2.png"]
+    found = verify(plan_task(write(tmp_path / "pets", files)))
+    assert not found.sound
+    assert found.contradictory == [(("train", "cat", "train/cat/2.png"), ("train", "dog", "train/dog/0.png"))]
+
+
+def test_findings_go_through_json(tmp_path):
+    files = full() | {"test/dog/1.png": b"x"}
+    files["val/cat/0.png"] = files["train/cat/0.png"]
+    told = json.loads(json.dumps(verify(plan_task(write(tmp_path / "pets", files))).to_json()))
+    assert told["sound"] is False and len(told["broken"]) == 1
+    assert told["across"] == [[["train", "cat", "train/cat/0.png"], ["val", "cat", "val/cat/0.png"]]]
+
+
+@pytest.mark.parametrize("workers", [1, 5])
+def test_progress_adds_up_and_threads_change_nothing(tmp_path, workers):
+    files = full() | {f"train/cat/x{i}.png": encoded(i % 250, "L", (3, 1 + i % 7)) for i in range(300)}
+    plan = plan_task(write(tmp_path / "pets", files))
+    done: list[int] = []
+    assert verify(plan, on_progress=done.append, workers=workers) == verify(plan)
+    assert sum(done) == plan.num_images and len(done) > 3
+
+
+def test_a_task_without_any_readable_image_is_reported(tmp_path):
+    found = verify(plan_task(write(tmp_path / "pets", dict.fromkeys(full(), b"x"))))
+    assert (len(found.broken), found.smallest_image, found.largest_image, found.across) == (14, None, None, [])
+
+
+def test_a_cache_is_held_against_its_hashes(tmp_path):
+    plan = plan_task(write(tmp_path / "pets", full()))
+    cached(plan, 4, tmp_path / "cache", lambda task, num_images: contextlib.nullcontext(lambda num_images: None))
+    [place] = [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
+    verify_cache(place)
+    whole = (place / "val.npy").read_bytes()
+    (place / "val.npy").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # one bit of one pixel
+    with pytest.raises(ValueError, match=r"cache .* is damaged: val.npy with val.labels.npy .*remove this folder"):
+        verify_cache(place)
+    np.save(place / "test.labels.npy", np.zeros(4, np.int32))
+    with pytest.raises(ValueError, match="val.npy with .*; test.npy with test.labels.npy"):
+        verify_cache(place)
+    (place / "val.npy").write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match="is damaged .*remove this folder"):
+        verify_cache(place)
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
+        verify_cache(tmp_path / "nowhere")
+
+
+def test_two_real_packs_are_sound(shared):
+    found = verify(plan_task(shared / "data" / "mnist.zip"))
+    assert found.sound and not found.across and found.num == {"train": 2000, "val": 400, "test": 1000}
+    assert (found.num_classes, found.modes) == (10, {"L": 3400})
+    assert found.smallest_image == found.largest_image == (28, 28)
+    found = verify(plan_task(shared / "data" / "daimler_pedestrians.zip"))
+    assert found.sound and not found.across and found.smallest_class[1] == found.largest_class[1] == 200
+    assert found.largest_image == (18, 36)
