@@ -17,10 +17,11 @@ RUN_DIR ?= runs/demo
 VENV := .venv
 VENV_312 := .venv-312
 VENV_CONVERT := .venv-convert
+VENV_PREPARE := .venv-prepare
 INPUTS := pyproject.toml constraints.txt
 CODE := cheem_jax convert experiments tests
 
-.PHONY: help demo test test-slow test-convert test-312 bench bench-gpu lint format clean
+.PHONY: help demo test test-slow test-convert test-prepare test-312 bench bench-gpu lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +37,9 @@ test-slow: $(VENV)/.test ## the tests that take minutes or install packages
 
 test-convert: $(VENV_CONVERT)/.convert ## parity with timm, in an environment with torch
 	@$(VENV_CONVERT)/bin/python -m pytest -m convert $(PYTEST_ARGS)
+
+test-prepare: $(VENV_PREPARE)/.prepare ## TFDS's own builders, in an environment with TensorFlow
+	@$(VENV_PREPARE)/bin/python -m pytest -m prepare $(PYTEST_ARGS)
 
 test-312: ## the tests on Python 3.12, where there is one
 	@$(call find_python,$(PYTHON312),0x30c0000 <= sys.hexversion < 0x30d0000)
@@ -63,7 +67,7 @@ format: $(VENV)/.dev ## format the code and mend what the linter can
 	$(VENV)/bin/python -m ruff check --fix $(CODE)
 
 clean: ## remove environments and caches; runs stay
-	@rm -rf $(VENV) $(VENV_312) $(VENV_CONVERT) .pytest_cache .ruff_cache .hypothesis dist
+	@rm -rf $(VENV) $(VENV_312) $(VENV_CONVERT) $(VENV_PREPARE) .pytest_cache .ruff_cache .hypothesis dist
 	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
 
 # ---- environments: a marker file says that the extras of its name are installed; `base` is none of them
@@ -88,12 +92,16 @@ $(VENV_CONVERT)/.convert: $(INPUTS)
 	$(call install,$(VENV_CONVERT),.[test$(comma)convert])
 	touch $@
 
+$(VENV_PREPARE)/.prepare: $(INPUTS)
+	$(call install,$(VENV_PREPARE),.[test$(comma)prepare])
+	touch $@
+
 # one shell per recipe
 .ONESHELL:
 comma := ,
 
 # an environment whose interpreter has gone is made again
-$(foreach venv,$(VENV) $(VENV_312) $(VENV_CONVERT),$(shell test -x $(venv)/bin/python || rm -f $(venv)/.[a-z]*))
+$(foreach venv,$(VENV) $(VENV_312) $(VENV_CONVERT) $(VENV_PREPARE),$(shell test -x $(venv)/bin/python || rm -f $(venv)/.[a-z]*))
 
 # $(call find_python,CANDIDATES,CONDITION ON sys): sets $python to the first that runs and fits, or to nothing.
 # A version manager's shim exists without running, so each candidate is tried.

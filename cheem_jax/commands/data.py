@@ -205,7 +205,7 @@ def show_data(settings: Show) -> None:
         images = np.concatenate(list(decode_in_order(part.files, SHOWN, rows)))
         file = settings.output or Path(f"{plan.name}.png")
         if len(plans) > 1:
-            file = (settings.output or Path(stem)) / f"{plan.name}.png"
+            file = (settings.output or Path(f"{stem}-sheets")) / f"{plan.name}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         title = f"{plan.name} · {settings.split} · {len(plan.classes):,} classes · {len(part.labels):,} images"
         contact_sheet(images, part.labels[rows], plan.classes, file, title=title)
@@ -286,7 +286,7 @@ def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[s
     _tell_pairs(progress, "copies in two splits (counted, not refused: some public sets have them)", findings.across)
     if findings.num_within:
         progress.say(f"  {findings.num_within:,} copies within a split")
-    _tell_pairs(progress, "NOT SOUND: the same picture under two labels", findings.contradictory)
+    _tell_pairs(progress, "pictures under two labels", findings.contradictory)
     for line in findings.broken[:SAID]:
         progress.say(f"  NOT SOUND: {line}")
     if len(findings.broken) > SAID:

@@ -7,7 +7,7 @@ archives they were made from in `downloads/manual`.
 import contextlib
 import hashlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -89,7 +89,7 @@ def prepare(name: str, data_dir: Path, phase: Phase, *, seed: int = 0) -> Plan:
         if task.builder in OWN:
             _from_archives(task, data_dir, phase)
         else:
-            _from_stock_builder(task, data_dir)
+            _from_stock_builder(task, data_dir, phase)
     total = sum(task.counts)
     with phase("index", name, total) as on_progress:
         return plan_of(task, data_dir, seed=seed, on_progress=on_progress)
@@ -101,29 +101,37 @@ def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Phase) -> None:
 
     place = manual_dir(data_dir)
     place.mkdir(parents=True, exist_ok=True)
-    for archive in OWN[task.builder]:
+    archives = OWN[task.builder]
+    for archive in archives:
         _check_archive(archive, place / archive.file)
     try:
         prepare_from_folder(task.builder, data_dir, place)
-        return
     except FileNotFoundError as error:
-        if any(archive.url is None for archive in OWN[task.builder]):
+        if any(archive.url is None for archive in archives):
             raise FileNotFoundError(f"{error}; {BY_HAND[task.builder]}") from error
-    for archive in OWN[task.builder]:
+        _fetch(task.name, archives, place, phase)
+        prepare_from_folder(task.builder, data_dir, place)
+
+
+def _fetch(name: str, archives: Sequence[Archive], place: Path, phase: Phase) -> None:
+    """Downloads what is not there yet, going on where an earlier attempt stopped."""
+    for archive in archives:
         assert archive.url is not None
-        with phase("download", f"{task.name} {archive.file}", archive.num_bytes or 0) as on_progress:
-            done = 0
+        if (place / archive.file).is_file():
+            _check_archive(archive, place / archive.file)
+            continue
+        with phase("download", f"{name} {archive.file}", archive.num_bytes or 0) as on_progress:
+            seen = 0
 
             def advance(so_far: int, total: int, on_progress: Progress = on_progress) -> None:
-                nonlocal done
-                on_progress(so_far - done)
-                done = so_far
+                nonlocal seen
+                on_progress(so_far - seen)
+                seen = so_far
 
             download(
                 archive.url, place / archive.file, sha256=archive.sha256, md5=archive.md5, size=archive.num_bytes,
                 on_progress=advance,
             )  # fmt: skip
-    prepare_from_folder(task.builder, data_dir, place)
 
 
 def _check_archive(archive: Archive, file: Path) -> None:
@@ -140,13 +148,24 @@ def _check_archive(archive: Archive, file: Path) -> None:
         )
 
 
-def _from_stock_builder(task: BenchmarkTask, data_dir: Path) -> None:
+def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Phase) -> None:
     if task.builder not in WITHOUT_TENSORFLOW and not has_tensorflow():
         raise ValueError(
             f"preparing {task.builder!r} needs TensorFlow once (reading it does not): "
             f"pip install 'cheem_jax[prepare]', then `cheem data prepare {task.name} --data-dir {data_dir}`"
         )
+    place = manual_dir(data_dir)
+    place.mkdir(parents=True, exist_ok=True)
+    _fetch(task.name, registered(task, data_dir), place, phase)
     prepare_stock(task.spec, data_dir)
+
+
+def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
+    """The files that TFDS's own builder of a task downloads, with their registered hashes."""
+    infos = import_tfds().builder(task.spec, data_dir=data_dir).url_infos
+    found = [Archive(info.filename, int(info.size), url, info.checksum) for url, info in infos.items()]
+    # the decathlon's one list of files serves all its configurations, and ImageNet's 6.5 GB only one of them
+    return [a for a in found if "imagenet" not in a.file or task.builder.endswith("imagenet12")]
 
 
 def prepare_stock(spec: str, data_dir: Path) -> Path:
@@ -158,14 +177,12 @@ def prepare_stock(spec: str, data_dir: Path) -> Path:
     tfds = import_tfds()
     try:
         builder = tfds.builder(spec, data_dir=data_dir, file_format="array_record")
-        place = manual_dir(data_dir)
-        place.mkdir(parents=True, exist_ok=True)
-        config = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
+        config = tfds.download.DownloadConfig(manual_dir=manual_dir(data_dir), try_download_gcs=False)
         builder.download_and_prepare(download_config=config)
         return Path(builder.data_dir)
     except Exception as error:  # TFDS, requests and TensorFlow raise whatever they raise
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
-            f"TFDS could not prepare {spec!r}: {reason}; if its host is away, put the raw files under their registered "
-            f"names into {manual_dir(data_dir)} and try again"
+            f"TFDS could not prepare {spec!r}: {reason}; raw files under their registered names are taken from "
+            f"{manual_dir(data_dir)}"
         ) from error

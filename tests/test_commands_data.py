@@ -1,0 +1,155 @@
+"""`cheem data` as a user types it."""
+
+import dataclasses
+import json
+
+import numpy as np
+import official
+import pytest
+from PIL import Image
+from test_data_cache import pictures
+
+from cheem_jax import cli
+from cheem_jax.data import ImagesConfig, load_tasks, plan_task
+from cheem_jax.data.benchmarks import prepare as preparing
+from cheem_jax.data.benchmarks.origins import OWN
+from cheem_jax.data.benchmarks.prepare import manual_dir
+from cheem_jax.data.benchmarks.table import BY_NAME, Counts
+
+
+@pytest.fixture
+def cheem(monkeypatch, capsys):
+    """Runs a command line; gives status, output and errors."""
+
+    def run(*words):
+        monkeypatch.setattr("sys.argv", ["cheem", *map(str, words)])
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as stop:
+            status = stop.code
+        output = capsys.readouterr()
+        return status, output.out, output.err
+
+    return run
+
+
+def picture(file):
+    with Image.open(file) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+@pytest.fixture
+def gtsrb(tmp_path, monkeypatch):
+    """A data folder with small archives of one task, which the table then expects."""
+    pytest.importorskip("tensorflow_datasets", reason="needs the extra `datasets`")
+    monkeypatch.setitem(BY_NAME, "gtsrb", dataclasses.replace(BY_NAME["gtsrb"], counts=Counts(43, 43, 43)))
+    archives = tuple(a._replace(sha256=None, md5=None) for a in OWN["gtsrb"])
+    monkeypatch.setitem(preparing.OWN, "gtsrb", archives)
+    official.put(manual_dir(tmp_path / "data"), official.gtsrb())
+    return tmp_path / "data"
+
+
+def test_list_tells_state_size_licence_and_the_way_to_each_task(cheem, tmp_path):
+    status, out, _ = cheem("data", "list", "--data-dir", tmp_path)
+    assert status == 0 and "0 of 17 ready" in out
+    status, out, _ = cheem("data", "list", "mtil", "--json", "--data-dir", tmp_path)
+    tasks = {task["task"]: task for task in json.loads(out)["tasks"]}
+    assert status == 0 and len(tasks) == 11 and tasks["mnist"]["images"] == {"train": 54000, "val": 6000, "test": 10000}
+    assert tasks["dtd"]["benchmarks"] == ["mtil", "vdd"] and tasks["dtd"]["licence"] == "research only"
+    assert all(task["state"] == "missing" and "cheem data prepare" in task["advice"] for task in tasks.values())
+
+
+def test_prepare_verify_and_show_a_task_from_its_archives(cheem, gtsrb, tmp_path):
+    status, out, err = cheem("data", "prepare", "gtsrb", "--data-dir", gtsrb, "--image-size", "8")
+    assert (status, err) == (0, "") and "gtsrb: ready, 43 train, 43 val, 43 test" in out
+    assert len(list((gtsrb / "cheem_jax" / "images").glob("gtsrb-8-*/cache.json"))) == 1
+    status, out, _ = cheem("data", "list", "gtsrb", "--data-dir", gtsrb)
+    assert status == 0 and "1 of 1 ready" in out
+    status, out, _ = cheem("data", "verify", "gtsrb", "--data-dir", gtsrb, "--json")
+    found = json.loads(out)["tasks"]["gtsrb"]
+    assert status == 0 and found["sound"] and found["num"] == {"train": 43, "val": 43, "test": 43}
+    assert len(found["caches"]) == 1
+    file = tmp_path / "signs.png"
+    status, out, _ = cheem("data", "show", "gtsrb", "--data-dir", gtsrb, "--output", file)
+    assert status == 0 and picture(file).shape[1] > 500
+
+
+def test_prepare_goes_on_with_the_others_and_tells_at_the_end_what_is_to_be_done(cheem, gtsrb):
+    status, out, err = cheem("data", "prepare", "cars,gtsrb", "--data-dir", gtsrb)
+    assert status == 2 and "cars: not ready" in out and "gtsrb: ready" in out
+    assert "cars_train.tgz" in err and err.splitlines()[-1].startswith("error: 1 task(s) could not be prepared: cars")
+
+
+def test_a_damaged_cache_is_found(cheem, gtsrb):
+    cheem("data", "prepare", "gtsrb", "--data-dir", gtsrb, "--image-size", "8")
+    (file,) = (gtsrb / "cheem_jax" / "images").glob("gtsrb-8-*/val.npy")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    status, _, err = cheem("data", "verify", "gtsrb", "--data-dir", gtsrb)
+    assert status == 2 and "val" in err and str(file.parent) in err
+
+
+def test_a_stream_of_ones_own_is_verified_from_its_file(cheem, tmp_path):
+    pictures(tmp_path / "pets")
+    rows = [f"pets/{split}/{name}/{row}.png,{name},{split}" for split in ("train", "val", "test")
+            for name in ("cat", "dog") for row in range(6)]  # fmt: skip
+    (tmp_path / "list.csv").write_text("\n".join(["path,label,split", *rows]) + "\n")
+    toml = tmp_path / "my_stream.toml"
+    toml.write_text('[[task]]\npath = "pets"\n\n[[task]]\nname = "same"\nmanifest = "list.csv"\n')
+    status, out, _ = cheem("data", "verify", toml)
+    assert status == 0 and "pets: 12 train, 12 val, 12 test" in out and "same: 12 train" in out
+    (tmp_path / "pets" / "test" / "dog" / "3.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    status, out, err = cheem("data", "verify", toml)
+    assert status == 2 and out.count("NOT SOUND") == 2 and "3.png" in out
+    assert "error: 2 of 2 task(s) are not sound: pets, same" in err
+
+
+def test_show_draws_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("birds", "fish"):
+        pictures(tmp_path / "stream" / name)
+    status, out, _ = cheem("data", "show", "stream")
+    assert status == 0
+    assert sorted(file.name for file in (tmp_path / "stream-sheets").iterdir()) == ["birds.png", "fish.png"]
+    status, out, _ = cheem("data", "show", "--stream", "stream", "--output", "out/all.png")
+    figure = picture(tmp_path / "out" / "all.png")
+    assert status == 0 and figure.shape[1] > 500 and figure.std() > 5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("prepare", "mtill"), "no task 'mtill'; did you mean"),
+        (("prepare", "food10"), "did you mean food101"),
+        (("list", "vdd,mtil"), "no task 'vdd'"),
+        (("verify", "nowhere"), "nowhere: no such folder, zip, stream file or benchmark"),
+        (("verify", "mtil"), "11 of 11 tasks of 'mtil' are not prepared"),
+        (("verify", "tfds:mnist"), "'mnist' is not prepared in"),
+        (("show",), "give either the task to show or --stream"),
+        (("show", "mnist", "--stream", "mtil"), "give either the task to show or --stream"),
+        (("frobnicate",), "unknown command 'data frobnicate'; expected one of: data list, data prepare"),
+    ],
+)
+def test_wrong_words_are_named(cheem, tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "none"))
+    status, _, err = cheem("data", *words)
+    assert status == 2 and said in err and "Traceback" not in err
+    assert not any(tmp_path.iterdir())
+
+
+def test_help_lists_the_commands(cheem):
+    status, out, _ = cheem("data", "--help")
+    assert status == 0 and all(name in out for name in ("data list", "data prepare", "data verify", "data show"))
+    status, out, _ = cheem("data", "prepare", "--help")
+    assert status == 0 and "--image-size" in out
+
+
+def test_verify_finds_caches_of_any_size(cheem, tmp_path):
+    plan = plan_task(pictures(tmp_path / "pets"))
+    for size in (8, 12):
+        load_tasks([plan], size, ImagesConfig("cache", tmp_path / "cache"))
+    status, out, _ = cheem("data", "verify", tmp_path / "pets", "--cache-dir", tmp_path / "cache", "--json")
+    assert status == 0 and len(json.loads(out)["tasks"]["pets"]["caches"]) == 2

@@ -1,0 +1,150 @@
+"""Getting data sets in place: from archives that lie there, from a server, and what is said of the rest."""
+
+import dataclasses
+import functools
+import hashlib
+import threading
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import official
+import pytest
+
+from cheem_jax.data.benchmarks import prepare as preparing
+from cheem_jax.data.benchmarks.origins import OWN, Archive
+from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
+from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Counts
+from cheem_jax.data.benchmarks.tasks import splits_file
+
+pytest.importorskip("tensorflow_datasets", reason="needs the extra `datasets`")
+
+
+@contextmanager
+def silent(phase, task, total):
+    yield lambda num: None
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Makes a task of the table expect what the small archives hold, whose hashes nobody has published."""
+
+    def shrink(name: str, counts: Counts, num_classes: int) -> None:
+        task = dataclasses.replace(BY_NAME[name], counts=counts, num_classes=num_classes)
+        monkeypatch.setitem(BY_NAME, name, task)
+        archives = tuple(a._replace(sha256=None, md5=None, num_bytes=None) for a in OWN[task.builder])
+        monkeypatch.setitem(preparing.OWN, task.builder, archives)
+
+    return shrink
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A folder and the address under which its files are served."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format, *args): ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield folder, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_archives_that_lie_in_the_manual_folder_are_prepared_and_stay(tmp_path, small):
+    small("gtsrb", Counts(43, 43, 43), 43)
+    official.put(manual_dir(tmp_path), official.gtsrb())
+    assert status_of(BY_NAME["gtsrb"], tmp_path).state == "archives"
+    plan = prepare("gtsrb", tmp_path, silent)
+    assert [len(part.labels) for part in plan.splits.values()] == [43, 43, 43]
+    assert status_of(BY_NAME["gtsrb"], tmp_path).state == "ready"
+    assert splits_file(tmp_path, "gtsrb", 0).is_file()
+    assert len(list(manual_dir(tmp_path).iterdir())) == 3
+    assert prepare("gtsrb", tmp_path, silent).split_sha256 == plan.split_sha256
+
+
+def test_archives_are_downloaded_where_they_can_be(tmp_path, small, server, monkeypatch):
+    folder, address = server
+    small("gtsrb", Counts(43, 43, 43), 43)
+    official.put(folder, official.gtsrb())
+    archives = [
+        Archive(file.name, file.stat().st_size, f"{address}/{file.name}", hashlib.sha256(file.read_bytes()).hexdigest())
+        for file in sorted(folder.iterdir())
+    ]
+    monkeypatch.setitem(preparing.OWN, "gtsrb", tuple(archives))
+    seen = []
+
+    @contextmanager
+    def phase(name, task, total):
+        yield lambda num: seen.append((name, task, total, num))
+
+    plan = prepare("gtsrb", tmp_path / "data", phase)
+    assert plan.num_images == 129
+    for archive in archives:
+        told = [num for name, task, _, num in seen if name == "download" and task == f"gtsrb {archive.file}"]
+        assert sum(told) == archive.num_bytes
+    assert sum(num for name, *_, num in seen if name == "index") == 129
+
+
+def test_a_download_of_other_bytes_prepares_nothing(tmp_path, small, server, monkeypatch):
+    folder, address = server
+    small("gtsrb", Counts(43, 43, 43), 43)
+    official.put(folder, official.gtsrb())
+    archives = [Archive(file.name, None, f"{address}/{file.name}", "0" * 64) for file in sorted(folder.iterdir())]
+    monkeypatch.setitem(preparing.OWN, "gtsrb", tuple(archives))
+    with pytest.raises(ValueError, match="0000"):
+        prepare("gtsrb", tmp_path / "data", silent)
+    assert not (tmp_path / "data" / "gtsrb").exists()
+
+
+def test_an_archive_that_is_not_the_published_one_is_named(tmp_path):
+    official.put(manual_dir(tmp_path), official.eurosat())
+    with pytest.raises(ValueError, match=r"EuroSAT.zip .* has the sha256 .*the published archive 8ebea626"):
+        prepare("eurosat", tmp_path, silent)
+    assert not (tmp_path / "eurosat").exists()
+
+
+def test_archives_that_must_be_brought_are_all_named(tmp_path):
+    manual_dir(tmp_path).mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"cars_train.tgz.*cars_test.tgz.*car_devkit.tgz.*withlabels.mat.*dead"):
+        prepare("cars", tmp_path, silent)
+    with pytest.raises(FileNotFoundError, match=r"SUN397.tar.gz.*Partitions.zip"):
+        prepare("sun397", tmp_path, silent)
+
+
+def test_wrong_counts_after_preparing_name_the_task_and_both_numbers(tmp_path, small):
+    small("gtsrb", Counts(23976, 2664, 12630), 43)
+    official.put(manual_dir(tmp_path), official.gtsrb())
+    with pytest.raises(ValueError, match=r"task 'gtsrb' has 43/43/43 .* expected 23,976/2,664/12,630"):
+        prepare("gtsrb", tmp_path, silent)
+
+
+def test_without_tensorflow_a_stock_builder_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(preparing, "has_tensorflow", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"preparing 'mnist' needs TensorFlow once.*pip install 'cheem_jax\[prepare\]'"
+    ):
+        prepare("mnist", tmp_path, silent)
+    assert "after pip install" in status_of(BY_NAME["mnist"], tmp_path).advice
+
+
+def test_the_files_of_a_stock_builder_are_those_that_tfds_has_registered(tmp_path):
+    (food,) = preparing.registered(BY_NAME["food101"], tmp_path)
+    assert (food.file, food.num_bytes) == ("food-101.tar.gz", 4996278331) and food.sha256 is not None
+    ucf, imagenet = (
+        {archive.file for archive in preparing.registered(BY_NAME[name], tmp_path)} for name in ("ucf101", "imagenet12")
+    )
+    assert imagenet - ucf == {"decathlon-1.0-data-imagenet.tar"} and len(ucf) == 2
+    assert not any(Path(tmp_path).iterdir())
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+def test_every_missing_task_has_a_command(tmp_path, task):
+    status = status_of(task, tmp_path)
+    assert status.state == "missing" and status.num_bytes == 0
+    assert status.advice.startswith(f"cheem data prepare {task.name} --data-dir {tmp_path}")
