@@ -1,12 +1,18 @@
 """Pictures decoded as they are needed: the same ones, in the same order, from any step on."""
 
+import jax
 import numpy as np
 import pytest
+import small
 from test_data_cache import kept, pictures
 
 from cheem_jax.data import ImagesConfig, fingerprint, load_tasks, plan_task
 from cheem_jax.data.folder import plan_stream
+from cheem_jax.execution.feed import HostImages
+from cheem_jax.execution.stages import Stages
 from cheem_jax.images import in_turn
+from cheem_jax.supernet import Supernet
+from cheem_jax.training import FitConfig, constant_draws, fit
 
 pytest.importorskip("grain", reason="the extra `datasets` is not installed")
 
@@ -72,3 +78,18 @@ def test_a_zip_streams_as_its_folder_does(tmp_path):
     assert zipped.split_sha256 == memory.split_sha256
     for images, rows in zip(in_turn(zipped.train.images, ORDER), ORDER, strict=True):
         np.testing.assert_array_equal(images, memory.train.images[rows])
+
+
+def test_training_on_streamed_pictures_is_training_on_the_same_pictures(plan):
+    executor = Stages(small.backbone(), "mlp_down")
+
+    def losses(keep):
+        task = kept(plan, None, keep)
+        net = Supernet(jax.random.key(1), executor.base_pool, 2, small.QUICK.ops)
+        return fit(
+            jax.random.key(0), executor, net, task.train.labels, HostImages(executor, task.train.images),
+            constant_draws(np.array([0, 1, 0, 0])), FitConfig(epochs=3), batch_size=8,
+            advance=lambda num, note="": None,
+        )  # fmt: skip
+
+    assert losses("memory") == losses("stream")
