@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -210,3 +211,16 @@ def test_a_data_set_in_tfrecord_format_says_what_to_do(prepared, tmp_path):
     info.write_text(info.read_text().replace('"array_record"', '"tfrecord"'))
     with pytest.raises(ValueError, match="format 'tfrecord', which needs TensorFlow .* prepare it again"):
         open_prepared("dtd", tmp_path)
+
+
+def test_the_documents_table_is_the_programs():
+    lines = (Path(__file__).parent.parent / "docs" / "data.md").read_text().splitlines()
+    rows = {cells[1].strip("` "): cells for line in lines if len(cells := line.split("|")) == 10 and "`" in cells[1]}
+    assert set(rows) == set(BY_NAME)
+    for name, cells in rows.items():
+        task = BY_NAME[name]
+        told = [cell.strip(" `") for cell in cells[2:]]
+        benchmarks = [benchmark for benchmark in ("mtil", "vdd") if name in members_of(benchmark)]
+        assert told[0].split() == benchmarks and told[1] == f"{task.num_classes:,}"
+        assert told[2] == " / ".join(f"{num:,}" for num in task.counts)
+        assert (told[3], told[4], told[6]) == (task.rule, task.spec, task.licence)

@@ -142,6 +142,10 @@ def _notes(results: Results) -> str:
         "Parameters added: learned experts in % of the backbone, mean over tasks, heads and centroids apart.",
         f"Base means {results['base_means']}{': ' if base_means else ''}{base_means}.",
     ]
+    splits = {name: sha256 for name, sha256 in results.get("split_sha256", {}).items() if sha256}
+    if splits:
+        told = ", ".join(f"{name} `{sha256[:12]}`" for name, sha256 in splits.items())
+        notes.append(f"Splits, by the hash of which file is where with which label: {told}.")
     return "\n".join(f"- {note}" for note in notes)
 
 

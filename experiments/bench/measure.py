@@ -17,16 +17,17 @@ import jax
 import numpy as np
 
 from cheem_jax.architecture import Architecture
+from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.config import CONFIGS, ViTConfig, at_image_size
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
 from cheem_jax.cli import run_command
 from cheem_jax.execution.executor import Network
 from cheem_jax.flops import pair_flops
-from cheem_jax.report.record import to_json, write_atomically
+from cheem_jax.report.record import to_json
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("jax", "jaxlib", "flax", "torch", "timm")
+PACKAGES = ("jax", "jaxlib", "flax", "torch", "timm", "pillow", "grain")
 
 
 @dataclasses.dataclass(frozen=True)

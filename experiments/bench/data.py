@@ -1,0 +1,457 @@
+"""Pictures from files to training steps: decoding, waiting for input, memory, and prepared data sets.
+
+    python -m experiments.bench.data
+
+Pictures are generated and files lie in the system's page cache, so that nothing here waits for a disk. What memory a
+task of many pictures takes is measured in processes of their own.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import numpy as np
+from PIL import Image
+
+from cheem_jax.architecture import decode
+from cheem_jax.backbone.params import build
+from cheem_jax.cli import parse
+from cheem_jax.continual import peak_memory_bytes
+from cheem_jax.data.decode import decode_in_order
+from cheem_jax.data.files import FolderFiles
+from cheem_jax.data.folder import plan_task
+from cheem_jax.data.load import ImagesConfig, Keep, load_tasks
+from cheem_jax.data.plan import Plan
+from cheem_jax.data.records import all_pictures, import_tfds
+from cheem_jax.data.streaming import StreamedImages
+from cheem_jax.data.task import Split
+from cheem_jax.data.verify import verify
+from cheem_jax.execution.batches import batches
+from cheem_jax.execution.executor import Executor
+from cheem_jax.execution.feed import HostImages, ahead
+from cheem_jax.execution.stages import Stages
+from cheem_jax.hee import uniform_table
+from cheem_jax.images import in_turn
+from cheem_jax.keys import order_at
+from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.training import prepare, steps_of, supernet_draws
+from experiments.bench.measure import ROOT, Bench, Row, alternate, backbone, command, medians, ratio, save, say
+
+WIDTH, HEIGHT, QUALITY = 500, 375, 90
+FINE = 0.3
+"""Amplitudes of the fields go with this power of their cells' size: at 0.3 a JPEG takes about 60 kB."""
+IMAGE_SIZE, SMALL, TINY = 224, 64, 32
+"""Pixels: of training, of the cache of many pictures, and of their files."""
+NUM_CLASSES, RANK, BATCH, GATHERED = 20, 16, 32, 64
+GOAL_DECODE, GOAL_WAITING, GOAL_GIGABYTES = 1.5, 0.03, 1.5
+"""Times as fast as one thread; largest share of an epoch spent waiting; most memory of a process."""
+THREADS, PILLOW = "threads", "Pillow in one thread"
+Child = Literal["prepare", "verify", "read", "stream"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Bench):
+    """What is measured; with `child` only that, in this process, its numbers going into `file`."""
+
+    child: Child | None = None
+    """What is done with the many pictures."""
+    folder: Path | None = None
+    """Where their zip lies."""
+    file: Path | None = None
+    """Where its numbers go."""
+
+
+def main(settings: Settings) -> None:
+    """Measure every part and write `data.json`."""
+    if settings.child is not None:
+        assert settings.folder is not None and settings.file is not None, "a child needs --folder and --file"
+        settings.file.write_text(json.dumps(with_many(settings.child, settings.folder)))
+        return
+    rows: list[Row] = []
+    details: dict[str, Any] = {}
+    for part in (decoding, epochs, memory, prepared):
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
+            found, details[part.__name__] = part(Path(folder), settings.quick)
+        rows += found
+        say(f"data: {part.__name__} took {time.perf_counter() - start:.0f} s")
+    save(settings.out, "data", rows, quick=settings.quick, details=details)
+
+
+# ---- pictures
+
+
+def photographs(num: int, seed: int = 0) -> Iterator[bytes]:
+    """JPEG files, all different: windows of a random field that is rough at all scales, as photographs are."""
+    rng = np.random.default_rng(seed)
+    size = (3 * WIDTH, 3 * HEIGHT)
+    field = np.zeros((size[1], size[0], 3), np.float32)
+    for cell in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+        coarse = rng.normal(size=(3, size[1] // cell + 2, size[0] // cell + 2)).astype(np.float32)
+        for channel, values in enumerate(coarse):
+            smooth = Image.fromarray(values).resize(size, Image.Resampling.BICUBIC)
+            field[..., channel] += cell**FINE * np.asarray(smooth)
+    pixels = np.clip(128 + 55 * field / field.std(), 0, 255).astype(np.uint8)
+    for _ in range(num):
+        left, top = rng.integers(0, 2 * WIDTH), rng.integers(0, 2 * HEIGHT)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels[top : top + HEIGHT, left : left + WIDTH]).save(buffer, "JPEG", quality=QUALITY)
+        yield buffer.getvalue()
+
+
+def write_task(folder: Path, num_train: int) -> Plan:
+    """A folder of photographs as a task; a few for validation and test, which nobody looks at here."""
+    places = [("train", row) for row in range(num_train)]
+    places += [(split, row) for split in ("val", "test") for row in range(NUM_CLASSES)]
+    for (split, row), data in zip(places, photographs(len(places), 1), strict=True):
+        file = folder / split / f"class {row % NUM_CLASSES:02d}" / f"{row:05d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+    return plan_task(folder)
+
+
+def write_many(file: Path, num: int) -> None:
+    """A zip of tiny pictures: few of them under many names, told apart by bytes behind the end of the JPEG."""
+    tiny = []
+    for data in photographs(50):
+        buffer = io.BytesIO()
+        with Image.open(io.BytesIO(data)) as image:
+            image.resize((TINY, TINY), Image.Resampling.BOX).save(buffer, "JPEG", quality=QUALITY)
+        tiny.append(buffer.getvalue())
+    splits = ["train"] * 8 + ["val", "test"]
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for row in range(num):
+            split, label = splits[row % 10], row // 10 % NUM_CLASSES
+            archive.writestr(f"{split}/class {label:02d}/{row:06d}.jpg", tiny[row % len(tiny)] + row.to_bytes(4))
+
+
+def missing() -> str | None:
+    """Why pictures cannot be streamed here, if so."""
+    absent = [name for name in ("grain", "tensorflow_datasets") if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(absent)} (extra `datasets`)" if absent else None
+
+
+# ---- decoding
+
+
+def decoding(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
+    """Files to pixels of the size of training, by the library and by the loop that one would write."""
+    names, num_bytes = [], []
+    for row, data in enumerate(photographs(16 if quick else 400)):
+        names.append(f"{row:05d}.jpg")
+        num_bytes.append((folder / names[-1]).write_bytes(data))
+    files = FolderFiles(folder, names)
+    found: dict[str, np.ndarray] = {}
+
+    def library() -> None:
+        found[THREADS] = np.concatenate(list(decode_in_order(files, IMAGE_SIZE, range(len(names)))))
+
+    def loop() -> None:
+        found[PILLOW] = np.stack([pillow(folder / name) for name in names])
+
+    times = alternate({THREADS: library, PILLOW: loop}, 1 if quick else 7)
+    if not np.array_equal(found[THREADS], found[PILLOW]):
+        raise ValueError("the library's pixels are not Pillow's")
+    seconds = medians(times)
+    what = f"{len(names)} files to {IMAGE_SIZE} pixels, against {PILLOW}"
+    note = f"{len(names) / seconds[THREADS]:,.0f} and {len(names) / seconds[PILLOW]:,.0f} images/s; equal pixels"
+    row = Row(what, seconds, ratio(seconds, PILLOW, THREADS), GOAL_DECODE, note=note)
+    return [row], {"samples": times, "mean_file_bytes": float(np.mean(num_bytes))}
+
+
+def pillow(file: Path) -> np.ndarray:
+    """One picture as anybody would read it."""
+    with Image.open(file) as image:
+        return np.asarray(image.convert("RGB").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC))
+
+
+# ---- waiting
+
+
+class Epoch(NamedTuple):
+    """Seconds of each step, waiting included, the seconds of its wait, and its loss."""
+
+    steps: list[float]
+    waits: list[float]
+    losses: list[float]
+
+    @property
+    def share(self) -> float:
+        """Of the epoch, spent waiting."""
+        return sum(self.waits) / sum(self.steps)
+
+
+def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
+    """An epoch of supernet training from pictures, kept in all the ways there are; no tokens are kept."""
+    vit = backbone("vit_nano" if quick else "deit_tiny")
+    size, num_steps = vit.config.image_size, 3 if quick else 22
+    executor = Stages(build(vit.config, vit.params), "mlp_down")
+    plan = write_task(folder / "task", num_steps * BATCH)
+    reason = missing()
+    ways: list[Keep] = ["memory", "cache", *([] if reason else ["stream"])]
+    splits = {}
+    for keep in ways:
+        (task,) = load_tasks([plan], size, ImagesConfig(keep, folder / "cache"))
+        splits[keep] = task.train
+    prepare(executor, new_task(executor), BATCH)
+    # what the first steps of a process make is made here
+    epoch(executor, Split(splits["memory"].images[: 2 * BATCH], splits["memory"].labels[: 2 * BATCH]))
+    found = {keep: epoch(executor, split) for keep, split in splits.items()}
+    for keep, one in found.items():
+        if one.losses != found["memory"].losses:
+            raise ValueError(f"losses from {keep} {one.losses} are not those from memory {found['memory'].losses}")
+    what, rows = f"waiting for pictures, {num_steps} steps of {BATCH} images", []
+    steps = medians({keep: one.steps for keep, one in found.items()})
+    for keep, one in found.items():
+        note = f"{1e3 * one.waits[0]:.0f} ms before the first step, {1e3 * sum(one.waits[1:]):.0f} ms before all others"
+        rows.append(
+            Row(f"{what}, {keep}", {"step": steps[keep]}, one.share, GOAL_WAITING, "at most", "of the time", note=note)
+        )
+    if reason:
+        rows.append(Row(f"{what}, stream", {}, None, GOAL_WAITING, "at most", note=reason))
+    for keep in ways[1:]:
+        seconds = {name: steps[name] for name in ("memory", keep)}
+        note = "the same losses; decoding takes its share of the cores" if keep == "stream" else "the same losses"
+        rows.append(Row(f"a step, {keep} over memory", seconds, ratio(seconds, keep, "memory"), note=note))
+    row, samples = gathering(splits["cache"], splits["memory"], 5 if quick else 50)
+    return [*rows, row], {
+        "epochs": {keep: one._asdict() for keep, one in found.items()}, "gathering": samples, "weights": vit.source,
+    }  # fmt: skip
+
+
+def epoch(executor: Executor, split: Split) -> Epoch:
+    """The loop of `fit`, its waits timed; each step is waited for, so that no wait hides work of the device."""
+    order_key, mode_key, draw_key = jax.random.split(jax.random.key(3), 3)
+    supernet, num = new_task(executor), len(split.labels)
+    uniform = uniform_table(supernet.sizes)
+    order = list(batches(order_at(order_key, num), BATCH))
+    codes = supernet_draws(mode_key, draw_key, uniform, uniform, 0.3)(0, len(order))
+    data = steps_of(HostImages(executor, split.images), split.labels, order, executor.rows(BATCH))
+    steps, waits, losses = [], [], []
+    start = time.perf_counter()
+    following = ahead(data)
+    for row in codes:
+        step, _ = next(following)
+        waits.append(time.perf_counter() - start)
+        (loss,) = executor.train(supernet, [decode(row, supernet.sizes)], [step], [1e-3])
+        jax.block_until_ready((loss, supernet.head, supernet.learners))
+        steps.append(time.perf_counter() - start)
+        losses.append(float(loss))
+        start = time.perf_counter()
+    return Epoch(steps, waits, losses)
+
+
+def new_task(executor: Executor) -> Supernet:
+    """A supernet over the base's own pool."""
+    return Supernet(jax.random.key(1), executor.base_pool, NUM_CLASSES, OpSettings(rank=RANK))
+
+
+def gathering(cache: Split, kept: Split, repeats: int) -> tuple[Row, dict[str, list[float]]]:
+    """Batches of random rows from a mapped file and from memory."""
+    rng, num = np.random.default_rng(0), len(cache.labels)
+    sides: dict[str, Callable[[], object]] = {
+        name: lambda split=split: np.asarray(split.images[rng.integers(0, num, GATHERED)])
+        for name, split in (("cache", cache), ("memory", kept))
+    }
+    times = alternate(sides, repeats)
+    seconds = medians(times)
+    what = f"{GATHERED} images in random order, cache over memory"
+    note = f"{GATHERED / seconds['cache']:,.0f} images/s from the mapped file, warm"
+    return Row(what, seconds, ratio(seconds, "cache", "memory"), note=note), times
+
+
+# ---- memory
+
+
+def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
+    """What many pictures take, in processes of their own."""
+    num = 1_000 if quick else 100_000
+    write_many(folder / "many.zip", num)
+    reason, found = missing(), {}
+    for child in get_args(Child):
+        if child == "stream" and reason:
+            continue
+        file = folder / f"{child}.json"
+        options = ["--child", child, "--folder", str(folder), "--file", str(file)]
+        done = subprocess.run([sys.executable, "-m", "experiments.bench.data", *options], cwd=ROOT)
+        if done.returncode != 0:
+            raise ValueError(f"{child} of many pictures ended with status {done.returncode}; see above")
+        found[child] = json.loads(file.read_text())
+        say(f"data: {child}: {found[child]}")
+    words = {
+        "prepare": f"decoding {num:,} tiny images into a cache of {SMALL} pixels",
+        "verify": f"verifying {num:,} tiny images",
+        "read": f"reading {num:,} images from the cache in random order",
+        "stream": f"streaming {num:,} tiny images in random order",
+    }
+    rows = []
+    for child, what in words.items():
+        if child not in found:
+            rows.append(Row(f"memory of {what}", {}, None, GOAL_GIGABYTES, "at most", note=reason or ""))
+            continue
+        told = found[child]
+        note = (
+            f"{num / told['seconds']:,.0f} images/s; {told['before'] / 1e9:.2f} GB before it began; "
+            f"with mapped files {told['resident'] / 1e9:.2f} GB were resident at most"
+        )
+        rows.append(
+            Row(
+                f"memory of {what}", {"pass": told["seconds"]}, told["peak"] / 1e9, GOAL_GIGABYTES, "at most", "GB",
+                note=note,
+            )
+        )  # fmt: skip
+    return rows, {"zip_bytes": (folder / "many.zip").stat().st_size, **found}
+
+
+def with_many(child: Child, folder: Path) -> dict[str, float]:
+    """One pass over the many pictures, and the most memory that this process took meanwhile."""
+    before = status("RssAnon")
+    with watching() as peak:
+        start = time.perf_counter()
+        plan = plan_task(folder / "many.zip")
+        planned = time.perf_counter()
+        if child == "verify":
+            if not (findings := verify(plan)).sound:
+                raise ValueError(f"the generated pictures are broken: {findings.broken[:3]}")
+        else:
+            config = ImagesConfig("stream" if child == "stream" else "cache", folder / "cache")
+            (task,) = load_tasks([plan], SMALL, config)
+        loaded = time.perf_counter()
+        if child in ("read", "stream"):
+            for split in task.splits.values():
+                rng = np.random.default_rng(0)
+                order = [batch.rows for batch in batches(rng.permutation(len(split.labels)), GATHERED)]
+                for images in in_turn(split.images, order):
+                    if images.shape != (GATHERED, SMALL, SMALL, 3):
+                        raise ValueError(f"a batch has the shape {images.shape}")
+        done = time.perf_counter()
+    return {
+        "plan_seconds": planned - start,
+        "load_seconds": loaded - planned,
+        "seconds": done - (loaded if child in ("read", "stream") else planned),
+        "before": before,
+        "peak": max(peak),
+        "resident": status("VmHWM"),
+        "ru_maxrss": peak_memory_bytes(),
+    }
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[int]]:
+    """Looks every few milliseconds at the memory of this process that no file backs.
+
+    Pages of a mapped file count as resident too, but the system takes them back whenever it needs them.
+    """
+    seen, ended = [status("RssAnon")], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.01):
+            seen.append(status("RssAnon"))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
+        seen.append(status("RssAnon"))
+
+
+def status(field: Literal["RssAnon", "VmHWM"]) -> int:
+    """Bytes of what Linux tells of this process; elsewhere the most that it ever held.
+
+    `ru_maxrss` begins with what the parent held when it started this process, so it is only told beside them.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return peak_memory_bytes()
+    (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    return 1024 * int(kilobytes)
+
+
+# ---- prepared data sets
+
+
+def prepared(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
+    """Images a second from a data set that TFDS has prepared: by Grain's threads and processes, and without Grain."""
+    num = 2 * GATHERED if quick else 32 * GATHERED
+    ways = {"Grain, threads": 0, "Grain, 2 processes": 2}
+    what = f"{num} records to {IMAGE_SIZE} pixels in random order"
+    if reason := missing():
+        return [Row(f"{what}, {name}", {}, None, note=reason) for name in (THREADS, *ways)], {"skipped": reason}
+    start = time.perf_counter()
+    write_records(folder, num)
+    preparing = time.perf_counter() - start
+    files = all_pictures("photographs", "train", folder)
+    order = np.split(np.random.default_rng(0).permutation(num), num // GATHERED)
+    starts: dict[str, list[float]] = {name: [] for name in ways}
+
+    def follow(name: str) -> None:
+        begun = time.perf_counter()
+        following = in_turn(StreamedImages(files, IMAGE_SIZE, workers=ways[name]), order)
+        first = next(following)
+        starts[name].append(time.perf_counter() - begun)
+        (wanted,) = decode_in_order(files, IMAGE_SIZE, order[0]) if len(starts[name]) == 1 else (first,)
+        if not np.array_equal(first, wanted) or sum(map(len, following)) != num - GATHERED:
+            raise ValueError(f"{name} gives other pictures")
+
+    sides: dict[str, Callable[[], object]] = {
+        THREADS: lambda: sum(map(len, decode_in_order(files, IMAGE_SIZE, np.concatenate(order))))
+    }
+    sides |= {name: lambda name=name: follow(name) for name in ways}
+    times = alternate(sides, 1 if quick else 3)
+    seconds = medians(times)
+    rows = []
+    for name in sides:
+        note = "the library's own, as for a cache; no Grain"
+        if name in ways:
+            waited = medians(starts)[name]
+            rest = (num - GATHERED) / (seconds[name] - waited)
+            note = f"first batch after {waited:.2g} s, as in every epoch; {rest:,.0f} images/s behind it"
+        rows.append(Row(f"{what}, {name}", {"pass": seconds[name]}, num / seconds[name], unit="images/s", note=note))
+    return rows, {"samples": times, "first_batch": starts, "prepare_seconds": preparing}
+
+
+def write_records(folder: Path, num: int) -> None:
+    """Photographs as TFDS prepares them."""
+    tfds: Any = import_tfds()
+    features = tfds.features.FeaturesDict({
+        "image": tfds.features.Image(shape=(None, None, 3), encoding_format="jpeg"),
+        "label": tfds.features.ClassLabel(num_classes=NUM_CLASSES),
+    })  # fmt: skip
+
+    class Photographs(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("1.0.0")
+        name = "photographs"
+
+        def _info(self):
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, dl_manager):
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self):
+            for row, data in enumerate(photographs(num, 2)):
+                yield row, {"image": data, "label": row % NUM_CLASSES}
+
+    tfds.disable_progress_bar()
+    builder = Photographs(data_dir=folder)
+    builder.download_and_prepare(file_format="array_record", download_dir=folder / "downloads")
+
+
+if __name__ == "__main__":
+    command(main, parse(Settings, description=__doc__))
