@@ -13,12 +13,11 @@ from pathlib import Path
 
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.cli import parse, run_command, show
-from cheem_jax.commands.data import images_dir
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.cache import Phase
 from cheem_jax.data.load import ImagesConfig, load_tasks, load_train
-from cheem_jax.data.sources import plan_source
+from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.data.task import Stream
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.images import Images
@@ -83,9 +82,8 @@ def main(settings: Mtil) -> None:
     if settings.router is not None:
         router = load_pretrained(settings.router, weights=settings.router_weights, image_size=size)
     progress.say(f"{pretrained.config.name} from {pretrained.source} at {size} pixels")
-    images = settings.images
-    if images.cache_dir is None and settings.data_dir is not None:
-        images = dataclasses.replace(images, cache_dir=images_dir(settings.data_dir))
+    cache_dir = settings.images.cache_dir or cache_dir_of(settings.stream, settings.data_dir)
+    images = dataclasses.replace(settings.images, cache_dir=cache_dir)
     stream = Stream(stream_name, load_tasks(plans, size, images, decoding(progress)))
     base_images = None
     if settings.base_data is not None:

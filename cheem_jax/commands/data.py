@@ -20,7 +20,7 @@ from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.load import ImagesConfig, load_tasks
 from cheem_jax.data.plan import Plan
 from cheem_jax.data.records import default_data_dir
-from cheem_jax.data.sources import BENCHMARKS, plan_source
+from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
 from cheem_jax.data.task import check_names
 from cheem_jax.data.verify import Findings, Listed, verify, verify_cache
 from cheem_jax.report.data_figures import StreamRow, contact_sheet, stream_figure
@@ -212,11 +212,6 @@ def show_data(settings: Show) -> None:
         progress.say(f"wrote {file}")
 
 
-def images_dir(data_dir: Path) -> Path:
-    """Where the decoded pictures of a data folder's tasks are kept."""
-    return data_dir / "cheem_jax" / "images"
-
-
 def _names(what: str) -> list[str]:
     if what == "all":
         return [task.name for task in TASKS]
@@ -239,7 +234,7 @@ def _phase(progress: Progress | None, phase: str, task: str, total: int) -> Iter
 
 def _caches(plan: Plan, settings: Verify) -> list[Path]:
     """Decoded copies of a plan, of any size."""
-    roots = [settings.cache_dir, images_dir(settings.data_dir or default_data_dir()), default_directory()]
+    roots = [settings.cache_dir, images_dir(settings.data_dir), default_directory()]
     found = []
     for root in filter(None, dict.fromkeys(roots)):
         for place in root.glob(f"{cache_place(plan, 0, root).name.split('-0-')[0]}-*"):

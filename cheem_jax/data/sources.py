@@ -8,6 +8,7 @@ from typing import get_args
 from cheem_jax.data.benchmarks.prepare import status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
 from cheem_jax.data.benchmarks.tasks import plan_benchmark
+from cheem_jax.data.cache import default_directory
 from cheem_jax.data.folder import plan_stream
 from cheem_jax.data.manifest import plan_manifest
 from cheem_jax.data.plan import Plan
@@ -63,6 +64,17 @@ def plan_source(
     if tasks is not None:
         check_names(tasks, [plan.name for plan in plans], source)
     return name, plans
+
+
+def images_dir(data_dir: Path | None) -> Path:
+    """Where decoded pictures of what lies in a data folder are kept."""
+    return (data_dir or default_data_dir()) / "cheem_jax" / "images"
+
+
+def cache_dir_of(source: str, data_dir: Path | None) -> Path:
+    """Where decoded pictures of a source are kept: in the data folder, if it takes part, else in the user's cache."""
+    from_data_dir = data_dir is not None or source in (*BENCHMARKS, *BY_NAME) or source.startswith("tfds:")
+    return images_dir(data_dir) if from_data_dir else default_directory()
 
 
 def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int) -> list[Plan]:
