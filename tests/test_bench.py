@@ -15,7 +15,7 @@ from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.execution.executor import Dense
 from cheem_jax.flops import executed_backbone_flops, pair_flops
 from cheem_jax.ops import Expert
-from experiments.bench import measure, run, tables
+from experiments.bench import data, measure, run, tables
 
 ROOT = Path(__file__).parents[1]
 CONFIG = CONFIGS["vit_micro"]
@@ -109,6 +109,13 @@ def test_tables_show_a_missed_goal_and_what_was_not_run(tmp_path):
     assert any(machine["cpu"] in line and f"jax {machine['jax']}" in line for line in lines)
     # four parts on both kinds of machine, steps on one, and the executors
     assert sum(line.startswith("Not run on ") for line in lines) == 10
+
+
+def test_generated_photographs_are_all_different_and_about_as_large_as_real_ones():
+    files = list(data.photographs(8))
+    assert len(set(files)) == 8
+    assert all(50_000 < len(file) < 100_000 for file in files)
+    assert list(data.photographs(2)) == files[:2]
 
 
 def test_an_unknown_part_is_refused():

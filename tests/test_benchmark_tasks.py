@@ -11,6 +11,7 @@ from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, TASKS, Counts, member
 from cheem_jax.data.benchmarks.tasks import cut_by_rule, plan_benchmark, plan_of, splits_file
 from cheem_jax.data.load import load_tasks
 from cheem_jax.data.records import find_prepared, open_prepared, plan_tfds
+from cheem_jax.data.sources import plan_source
 
 OFFICIAL_SIZES = {
     "aircraft": {"train": 3334, "val": 3333, "test": 3333},
@@ -224,3 +225,32 @@ def test_the_documents_table_is_the_programs():
         assert told[0].split() == benchmarks and told[1] == f"{task.num_classes:,}"
         assert told[2] == " / ".join(f"{num:,}" for num in task.counts)
         assert (told[3], told[4], told[6]) == (task.rule, task.spec, task.licence)
+
+
+def test_a_stream_file_takes_prepared_data_sets_and_tasks_of_the_benchmarks(prepared, tmp_path, monkeypatch):
+    data_dir, tasks = prepared
+    monkeypatch.setitem(BY_NAME, "dtd", tasks["dtd"])
+    file = tmp_path / "mixed.toml"
+    file.write_text(
+        '[[task]]\ntfds = "eurosat/rgb:2.0.0"\n[[task]]\nbenchmark = "dtd"\n[[task]]\ntfds = "mnist"\nname = "digits"\n'
+    )
+    name, plans = plan_source(str(file), data_dir=data_dir)
+    assert (name, [plan.name for plan in plans]) == ("mixed", ["eurosat", "dtd", "digits"])
+    assert plans[1].split_sha256 == plan_of(tasks["dtd"], data_dir).split_sha256
+    name, (digits,) = plan_source("tfds:mnist:3.0.1", data_dir=data_dir)
+    assert digits.num_images == plans[2].num_images == 80
+    (task,) = load_tasks([plans[2]], 8)
+    assert len(np.unique(task.train.labels)) == 10
+
+
+def test_a_benchmark_is_planned_in_the_order_asked_for(prepared, monkeypatch):
+    data_dir, tasks = prepared
+    for name, task in tasks.items():
+        monkeypatch.setitem(BY_NAME, name, task)
+    for order in ("default", "paper_b"):
+        name, plans = plan_source("mtil", data_dir=data_dir, order=order)
+        assert name == "mtil" and tuple(plan.name for plan in plans) == order_of("mtil", order)
+    _, plans = plan_source("vdd", ["svhn", "dped"], data_dir=data_dir)
+    assert [plan.name for plan in plans] == ["svhn", "dped"]
+    with pytest.raises(ValueError, match="benchmark 'vdd' has no task 'mnist'"):
+        plan_source("vdd", ["mnist"], data_dir=data_dir)

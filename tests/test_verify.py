@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cheem_jax.data import plan_task
+from cheem_jax.data import plan_stream, plan_task
 from cheem_jax.data.cache import cached
 from cheem_jax.data.verify import verify, verify_cache
 
@@ -150,3 +150,12 @@ def test_two_real_packs_are_sound(shared):
     found = verify(plan_task(shared / "data" / "daimler_pedestrians.zip"))
     assert found.sound and not found.across and found.smallest_class[1] == found.largest_class[1] == 200
     assert found.largest_image == (18, 36)
+
+
+def test_all_twelve_real_packs_are_sound(shared):
+    plans = plan_stream(shared / "data", [file.stem for file in sorted((shared / "data").glob("*.zip"))])
+    found = {plan.name: verify(plan) for plan in plans}
+    assert len(found) == 12 and all(findings.sound and not findings.contradictory for findings in found.values())
+    copies = {name: len(findings.across) for name, findings in found.items() if findings.across}
+    assert copies == {"flowers12": 1, "food10": 1}  # as their description says
+    assert {len(set(np.bincount(plan.train.labels))) for plan in plans} == {1}
