@@ -106,6 +106,8 @@ def run_command(command: Callable[[Settings], None], settings: Settings, directo
     except KeyboardInterrupt:
         begun = directory is not None and directory.exists()
         where = f" Finished tasks are in {directory}; the same command goes on after them." if begun else ""
+        if isinstance(settings, data.Prepare):
+            where = " What is ready is kept; the same command goes on."
         print(f"\nstopped.{where}", file=sys.stderr)
         raise SystemExit(130) from None
 

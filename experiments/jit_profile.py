@@ -30,6 +30,7 @@ from flax import nnx
 from profile_plot import cold_start_figure, profile_table
 
 from cheem_jax.architecture import Architecture, decode
+from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.config import BUNDLED, ViTConfig, at_image_size, config_of
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.vit import ViT
@@ -45,7 +46,6 @@ from cheem_jax.flops import backbone_flops
 from cheem_jax.hee import sample, uniform_table
 from cheem_jax.kernels import Precision, dot
 from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import write_atomically
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import step_of
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -188,8 +189,6 @@ def test_what_is_not_prepared_is_named(prepared, tmp_path):
 
 
 def test_a_damaged_data_set_is_named(prepared, tmp_path):
-    import shutil
-
     data_dir, tasks = prepared
     shutil.copytree(data_dir / "dtd", tmp_path / "dtd")
     directory = tmp_path / "dtd" / "3.0.1"
@@ -204,8 +203,6 @@ def test_a_damaged_data_set_is_named(prepared, tmp_path):
 
 
 def test_a_data_set_in_tfrecord_format_says_what_to_do(prepared, tmp_path):
-    import shutil
-
     data_dir, _ = prepared
     shutil.copytree(data_dir / "dtd", tmp_path / "dtd")
     info = tmp_path / "dtd" / "3.0.1" / "dataset_info.json"
@@ -254,3 +251,24 @@ def test_a_benchmark_is_planned_in_the_order_asked_for(prepared, monkeypatch):
     assert [plan.name for plan in plans] == ["svhn", "dped"]
     with pytest.raises(ValueError, match="benchmark 'vdd' has no task 'mnist'"):
         plan_source("vdd", ["mnist"], data_dir=data_dir)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut off"])
+def test_a_damaged_index_is_made_again(prepared, content):
+    data_dir, tasks = prepared
+    plan = plan_of(tasks["flowers"], data_dir)
+    files = list((data_dir / "oxford_flowers102" / "2.1.1" / ".cheem_jax").glob("*.npz"))
+    assert len(files) == 3
+    for file in files:
+        file.write_bytes(content)
+    assert plan_of(tasks["flowers"], data_dir).split_sha256 == plan.split_sha256
+    assert all(len(file.read_bytes()) > 100 for file in files)
+
+
+def test_a_folder_that_cannot_be_written_to_is_read_all_the_same(prepared, tmp_path):
+    data_dir, tasks = prepared
+    shutil.copytree(data_dir / "dtd", tmp_path / "dtd")
+    index = tmp_path / "dtd" / "3.0.1" / ".cheem_jax"
+    shutil.rmtree(index, ignore_errors=True)
+    index.write_text("a file in the place of the folder")
+    assert plan_tfds("dtd", tmp_path).num_images == 3 * 188

@@ -87,8 +87,9 @@ def test_a_damaged_cache_is_found(cheem, gtsrb):
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    status, _, err = cheem("data", "verify", "gtsrb", "--data-dir", gtsrb)
-    assert status == 2 and "val" in err and str(file.parent) in err
+    status, out, err = cheem("data", "verify", "gtsrb", "--data-dir", gtsrb)
+    assert status == 2 and "not sound: gtsrb" in err
+    assert "NOT SOUND" in out and "val" in out and str(file.parent) in out
 
 
 def test_a_stream_of_ones_own_is_verified_from_its_file(cheem, tmp_path):
@@ -126,6 +127,7 @@ def test_show_draws_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch
         (("list", "vdd,mtil"), "no task 'vdd'"),
         (("verify", "nowhere"), "nowhere: no such folder, zip, stream file or benchmark"),
         (("verify", "mtil"), "11 of 11 tasks of 'mtil' are not prepared"),
+        (("verify", ".", "--cache-dir", "typo"), "no task found"),
         (("verify", "tfds:mnist"), "'mnist' is not prepared in"),
         (("show",), "give either the task to show or --stream"),
         (("show", "mnist", "--stream", "mtil"), "give either the task to show or --stream"),

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cheem_jax.data import cache, fingerprint, load_tasks, plan_task
+from cheem_jax.data import cache, fingerprint, load, load_tasks, plan_task
 from cheem_jax.data.cache import cache_place, open_cache
 from cheem_jax.data.load import ImagesConfig, load_train
+from cheem_jax.data.streaming import StreamedImages
 
 
 def pictures(root: Path, per_class: int = 6) -> Path:
@@ -81,7 +82,7 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_left(tmp_path, monkeypatch)
         return write(file, *others)
 
     monkeypatch.setattr(cache, "_write", to_a_full_disk)
-    with pytest.raises(OSError, match=r"'pets' cannot be kept in .*No space left on device.*--images.cache-dir"):
+    with pytest.raises(OSError, match=r"'pets' cannot be kept in .*No space left on device.*name another folder"):
         kept(plan, root, "cache")
     assert not any(entry.is_dir() for entry in root.iterdir())
 
@@ -132,7 +133,10 @@ print("done", splits["train"].sha256, flush=True)
 
 def start(folder, root, seconds):
     command = [sys.executable, "-c", SLOW, str(folder), str(root), str(seconds)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdout=pipe, stderr=subprocess.DEVNULL, text=True, cwd=Path(__file__).parent.parent
+    )
 
 
 def test_a_process_that_is_killed_midway_leaves_nothing_that_is_trusted(tmp_path):
@@ -157,16 +161,67 @@ def test_a_second_process_waits_for_the_first_and_both_have_the_same(tmp_path):
     assert sorted(words.count("writing") for words in told) == [0, 3]  # only one of them decoded
 
 
-def test_only_the_training_pictures_of_the_backbones_own_task_are_decoded(tmp_path):
+@pytest.mark.parametrize("keep", ["memory", "cache", "auto"])
+def test_only_the_training_pictures_of_the_backbones_own_task_are_decoded(tmp_path, keep):
     folder = pictures(tmp_path / "pets")
     (folder / "test" / "dog" / "1.png").write_bytes(b"broken")
-    split = load_train(plan_task(folder), 8, ImagesConfig("memory"))
+    split = load_train(plan_task(folder), 8, ImagesConfig(keep, tmp_path / "cache"))
     assert len(split.images) == 12
 
 
-def test_auto_keeps_a_small_stream_in_memory_and_a_large_one_on_the_disk(tmp_path, monkeypatch):
-    from cheem_jax.data import load
+def test_auto_streams_what_is_too_large_and_caches_the_rest_of_a_large_stream(tmp_path, monkeypatch):
+    pytest.importorskip("grain", reason="needs the extra `datasets`")
+    plans = [plan_task(pictures(tmp_path / name, num), name=name) for name, num in (("small", 2), ("large", 9))]
+    monkeypatch.setattr(load, "IN_MEMORY", 2500)  # more than the small one takes, less than both
+    monkeypatch.setattr(load, "CACHED", 9000)
+    small, large = load_tasks(plans, 8, ImagesConfig("auto", tmp_path / "cache"))
+    assert isinstance(small.train.images, np.memmap) and isinstance(large.train.images, StreamedImages)
 
+
+def test_folders_of_one_name_and_time_are_told_apart(tmp_path, monkeypatch):
+    """Copies that keep their times differ in nothing but where they lie."""
+    found = []
+    for version, value in (("v1", 0), ("v2", 255)):
+        folder = tmp_path / version / "birds"
+        for split in ("train", "val", "test"):
+            for name in ("cat", "dog"):
+                (folder / split / name).mkdir(parents=True)
+                file = folder / split / name / "0.png"
+                Image.new("L", (4, 4), value).save(file)
+                os.utime(file, ns=(1, 1))
+        monkeypatch.chdir(folder.parent)
+        found.append(kept(plan_task(Path("birds")), tmp_path / "cache", "cache").train.images.mean())
+    assert found == [0, 255]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"image_size": 8, "splits": {}}', b"[]"])
+def test_a_cache_whose_description_was_lost_is_damaged(tmp_path, content):
+    plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
+    kept(plan, root, "cache")
+    (cache_place(plan, 8, root) / "cache.json").write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged"):
+        kept(plan, root, "cache")
+
+
+def test_an_empty_file_of_pictures_is_damage(tmp_path):
+    plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
+    kept(plan, root, "cache")
+    (cache_place(plan, 8, root) / "train.npy").write_bytes(b"")
+    with pytest.raises(ValueError, match="is damaged"):
+        kept(plan, root, "cache")
+
+
+def test_ctrl_c_while_decoding_leaves_nothing_behind(tmp_path):
+    folder, root = pictures(tmp_path / "pets"), tmp_path / "cache"
+    process = start(folder, root, 60)
+    assert process.stdout is not None and process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGINT)
+    process.wait()
+    process.stdout.close()
+    assert not any(entry.is_dir() for entry in root.iterdir())
+
+
+def test_auto_keeps_a_small_stream_in_memory_and_a_large_one_on_the_disk(tmp_path, monkeypatch):
     plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
     assert not isinstance(kept(plan, root, "auto").train.images, np.memmap) and not root.exists()
     monkeypatch.setattr(load, "IN_MEMORY", 1000)

@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import os
 import zipfile
 from pathlib import Path
 
@@ -314,3 +315,27 @@ def test_a_real_pack_is_read_with_its_class_names(shared):
         picture = Image.open(io.BytesIO(archive.read("test/0003/0000.png"))).convert("RGB").resize((16, 16), 3)
     index = int(np.flatnonzero(mnist.test.labels == 3)[0])
     np.testing.assert_array_equal(mnist.test.images[index], np.asarray(picture))
+
+
+def test_a_class_folder_without_files_is_told(tmp_path):
+    folder = write(tmp_path / "pets", FULL)
+    (folder / "train" / "eel").mkdir()
+    with pytest.raises(ValueError, match=r"folders without any file: \['train/eel'\]"):
+        load_task(folder, image_size=4)
+
+
+def test_a_pipe_among_the_pictures_is_refused(tmp_path):
+    folder = write(tmp_path / "pets", FULL)
+    os.mkfifo(folder / "train" / "cat" / "x.png")
+    with pytest.raises(ValueError, match="train/cat/x.png: not a regular file"):
+        load_task(folder, image_size=4)
+
+
+def test_a_name_that_is_no_unicode_is_told(tmp_path):
+    folder = write(tmp_path / "pets", FULL)
+    try:
+        Path(os.fsdecode(os.fsencode(folder / "train" / "cat") + b"/\xff.png")).write_bytes(png())
+    except OSError:
+        pytest.skip("this file system takes no such name")
+    with pytest.raises(ValueError, match="not valid Unicode"):
+        load_task(folder, image_size=4)

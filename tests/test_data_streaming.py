@@ -1,5 +1,8 @@
 """Pictures decoded as they are needed: the same ones, in the same order, from any step on."""
 
+import shutil
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -30,6 +33,7 @@ def test_a_stream_behaves_like_an_array(plan):
     assert stream.shape == memory.shape and stream.dtype == memory.dtype and len(stream) == len(memory)
     np.testing.assert_array_equal(stream[np.array([3, 1, 3])], memory[[3, 1, 3]])
     np.testing.assert_array_equal(stream[:], memory)
+    assert stream[:0].shape == (0, 8, 8, 3)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -54,9 +58,10 @@ def test_a_stream_goes_on_exactly_where_it_was(plan):
     np.testing.assert_array_equal(np.stack(list(stream.follow(ORDER[2:]))), np.stack(unbroken[2:]))
 
 
-def test_a_picture_that_breaks_later_is_named(tmp_path):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_picture_that_breaks_later_is_named(tmp_path, workers):
     plan = plan_task(pictures(tmp_path / "pets"))
-    stream = kept(plan, None, "stream").train.images
+    stream = kept(plan, None, "stream", workers=workers).train.images
     (tmp_path / "pets" / plan.train.files.key(2)).write_bytes(b"broken")
     with pytest.raises(ValueError, match=plan.train.files.key(2)):
         list(stream.follow(ORDER))
@@ -69,8 +74,6 @@ def test_streams_have_fingerprints_that_tell_other_files_apart(tmp_path):
 
 
 def test_a_zip_streams_as_its_folder_does(tmp_path):
-    import shutil
-
     folder = pictures(tmp_path / "pets")
     shutil.make_archive(str(tmp_path / "zips" / "pets"), "zip", folder)
     (zipped,) = load_tasks(plan_stream(tmp_path / "zips"), 8, ImagesConfig("stream", workers=1))
@@ -78,6 +81,15 @@ def test_a_zip_streams_as_its_folder_does(tmp_path):
     assert zipped.split_sha256 == memory.split_sha256
     for images, rows in zip(in_turn(zipped.train.images, ORDER), ORDER, strict=True):
         np.testing.assert_array_equal(images, memory.train.images[rows])
+
+
+def test_a_zip_that_is_replaced_is_noticed(tmp_path):
+    folder, other = pictures(tmp_path / "pets"), pictures(tmp_path / "other" / "pets", per_class=7)
+    zipped = Path(shutil.make_archive(str(tmp_path / "zips" / "pets"), "zip", folder))
+    stream = kept(plan_task(zipped), None, "stream").train.images
+    shutil.make_archive(str(tmp_path / "zips" / "pets"), "zip", other)
+    with pytest.raises(ValueError, match="the zip has changed"):
+        stream[:]
 
 
 def test_training_on_streamed_pictures_is_training_on_the_same_pictures(plan):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import filelock
 import official
 import pytest
 
@@ -130,7 +131,7 @@ def test_without_tensorflow_a_stock_builder_says_how_to_get_it(tmp_path, monkeyp
         ValueError, match=r"preparing 'mnist' needs TensorFlow once.*pip install 'cheem_jax\[prepare\]'"
     ):
         prepare("mnist", tmp_path, silent)
-    assert "after pip install" in status_of(BY_NAME["mnist"], tmp_path).advice
+    assert "then `cheem data prepare mnist" in status_of(BY_NAME["mnist"], tmp_path).advice
 
 
 def test_the_files_of_a_stock_builder_are_those_that_tfds_has_registered(tmp_path):
@@ -147,4 +148,47 @@ def test_the_files_of_a_stock_builder_are_those_that_tfds_has_registered(tmp_pat
 def test_every_missing_task_has_a_command(tmp_path, task):
     status = status_of(task, tmp_path)
     assert status.state == "missing" and status.num_bytes == 0
-    assert status.advice.startswith(f"cheem data prepare {task.name} --data-dir {tmp_path}")
+    assert status.advice.endswith(f"`cheem data prepare {task.name} --data-dir {tmp_path}`")
+
+
+def test_commands_that_are_advised_can_be_pasted(tmp_path):
+    folder = tmp_path / "my data"
+    assert f"--data-dir '{folder}'`" in status_of(BY_NAME["gtsrb"], folder).advice
+
+
+def test_what_a_killed_preparation_left_is_no_data_set_and_is_cleared_away(tmp_path, small):
+    small("gtsrb", Counts(43, 43, 43), 43)
+    official.put(manual_dir(tmp_path), official.gtsrb())
+    leftover = tmp_path / "gtsrb" / "incomplete.ABCDEF_1.0.0"
+    leftover.mkdir(parents=True)
+    (leftover / "dataset_info.json").write_text("{}")
+    assert status_of(BY_NAME["gtsrb"], tmp_path).state == "archives"
+    prepare("gtsrb", tmp_path, silent)
+    assert not leftover.exists() and status_of(BY_NAME["gtsrb"], tmp_path).state == "ready"
+
+
+def test_a_half_unpacked_folder_is_told_and_nothing_is_downloaded(tmp_path, monkeypatch):
+    official.put(manual_dir(tmp_path), official.aircraft(), unpacked=True)
+    (lists,) = manual_dir(tmp_path).rglob("images_variant_val.txt")
+    lists.unlink()
+    monkeypatch.setattr(preparing, "download", lambda *_, **__: pytest.fail("there is something to read already"))
+    with pytest.raises(FileNotFoundError, match="images_variant_val.txt"):
+        prepare("aircraft", tmp_path, silent)
+
+
+def test_a_second_process_waits_for_the_first_and_finds_its_work_done(tmp_path, small):
+    small("gtsrb", Counts(43, 43, 43), 43)
+    official.put(manual_dir(tmp_path), official.gtsrb())
+    (tmp_path / "cheem_jax").mkdir()
+    lock, said = filelock.FileLock(tmp_path / "cheem_jax" / "prepare.lock"), []
+
+    @contextmanager
+    def phase(name, task, total):
+        said.append(name)
+        if name == "wait":
+            lock.release()
+        yield lambda num: None
+
+    with lock:
+        prepare("gtsrb", tmp_path, phase)
+    assert said[0] == "wait" and "prepare" in said

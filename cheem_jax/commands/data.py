@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import tyro
@@ -23,7 +24,6 @@ from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
 from cheem_jax.data.task import check_names
 from cheem_jax.data.verify import Findings, Listed, verify, verify_cache
-from cheem_jax.report.data_figures import StreamRow, contact_sheet, stream_figure
 from cheem_jax.report.progress import Progress
 
 SHOWN = 96
@@ -98,7 +98,7 @@ class Show:
 
 def list_data(settings: List) -> None:
     """A table of the benchmarks' tasks, or the same as JSON."""
-    data_dir = settings.data_dir or default_data_dir()
+    data_dir = (settings.data_dir or default_data_dir()).expanduser()
     names = _names(settings.what)
     rows = []
     for task in map(BY_NAME.__getitem__, names):
@@ -138,7 +138,7 @@ def list_data(settings: List) -> None:
 
 def prepare_data(settings: Prepare) -> None:
     """Prepare task by task; what fails is told at the end, and the exit status is then 2."""
-    data_dir = settings.data_dir or default_data_dir()
+    data_dir = (settings.data_dir or default_data_dir()).expanduser()
     progress, failed = Progress(), {}
     for name in _names(settings.what):
         try:
@@ -170,13 +170,18 @@ def verify_data(settings: Verify) -> None:
         with _phase(progress, "verify", plan.name, plan.num_images) as on_progress:
             findings = verify(plan, on_progress=on_progress)
         found[plan.name] = {"split_sha256": plan.split_sha256, **findings.to_json()}
+        caches, damaged = [], []
         for place in _caches(plan, settings):
-            verify_cache(place)
-            found[plan.name].setdefault("caches", []).append(str(place))
-        if not findings.sound:
+            try:
+                verify_cache(place)
+                caches.append(str(place))
+            except ValueError as error:
+                damaged.append(str(error))
+        found[plan.name] |= {"caches": caches, "damaged_caches": damaged}
+        if damaged or not findings.sound:
             unsound.append(plan.name)
         if progress is not None:
-            _tell(progress, plan, findings, found[plan.name].get("caches", []))
+            _tell(progress, plan, findings, caches, damaged)
     if settings.json:
         print(json.dumps({"stream": name, "tasks": found}, indent=1))
     if unsound:
@@ -190,8 +195,11 @@ def show_data(settings: Show) -> None:
     progress = Progress()
     source = settings.what or settings.stream
     assert source is not None
+    # drawing takes seconds to import, which no other command should wait for
+    from cheem_jax.report.data_figures import contact_sheet, stream_figure
+
     name, plans = plan_source(source, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed)
-    stem = Path(name.replace(":", "_").replace("/", "_")).name
+    stem = _slug(name)
     if settings.stream is not None:
         file = settings.output or Path(f"{stem}.png")
         stream_figure([_row(plan) for plan in plans], file, title=f"{name}: {len(plans)} tasks")
@@ -203,9 +211,9 @@ def show_data(settings: Show) -> None:
         part = plan.splits[settings.split]
         rows = _some_of_each_class(part.labels, max(1, 80 // len(plan.classes)))
         images = np.concatenate(list(decode_in_order(part.files, SHOWN, rows)))
-        file = settings.output or Path(f"{plan.name}.png")
+        file = settings.output or Path(f"{_slug(plan.name)}.png")
         if len(plans) > 1:
-            file = (settings.output or Path(f"{stem}-sheets")) / f"{plan.name}.png"
+            file = (settings.output or Path(f"{stem}-sheets")) / f"{_slug(plan.name)}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         title = f"{plan.name} · {settings.split} · {len(plan.classes):,} classes · {len(part.labels):,} images"
         contact_sheet(images, part.labels[rows], plan.classes, file, title=title)
@@ -227,13 +235,15 @@ def _phase(progress: Progress | None, phase: str, task: str, total: int) -> Iter
     if progress is None:
         yield lambda num: None
         return
-    unit = "bytes" if phase == "download" else "images"
+    unit = "bytes" if phase in ("download", "check") else "images"
     with progress.phase(phase, task=task, total=total, unit=unit) as advance:
         yield lambda num: advance(num)
 
 
 def _caches(plan: Plan, settings: Verify) -> list[Path]:
     """Decoded copies of a plan, of any size."""
+    if settings.cache_dir is not None and not settings.cache_dir.is_dir():
+        raise FileNotFoundError(f"--cache-dir {settings.cache_dir}: no such folder")
     roots = [settings.cache_dir, images_dir(settings.data_dir), default_directory()]
     found = []
     for root in filter(None, dict.fromkeys(roots)):
@@ -244,7 +254,13 @@ def _caches(plan: Plan, settings: Verify) -> list[Path]:
     return found
 
 
-def _row(plan: Plan) -> StreamRow:
+def _slug(name: str) -> str:
+    return re.sub(r"[^\w-]+", "_", name)
+
+
+def _row(plan: Plan) -> Any:
+    from cheem_jax.report.data_figures import StreamRow
+
     part = plan.train
     rows = _some_of_each_class(part.labels)[:5]
     examples = np.concatenate(list(decode_in_order(part.files, SHOWN, rows)))
@@ -265,7 +281,7 @@ def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.0f} MB" if num_bytes else "–"
 
 
-def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[str]) -> None:
+def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[str], damaged: Sequence[str]) -> None:
     """One task's findings for people."""
     counts = ", ".join(f"{num:,} {split}" for split, num in findings.num.items())
     (few, least), (many, most) = findings.smallest_class, findings.largest_class
@@ -278,6 +294,8 @@ def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[s
     progress.say(f"  splits sha256 {plan.split_sha256}")
     for place in caches:
         progress.say(f"  decoded pictures intact: {place}")
+    for reason in damaged:
+        progress.say(f"  NOT SOUND: {reason}")
     _tell_pairs(progress, "copies in two splits (counted, not refused: some public sets have them)", findings.across)
     if findings.num_within:
         progress.say(f"  {findings.num_within:,} copies within a split")

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from cheem_jax.data.plan import Part, Plan
 from cheem_jax.data.task import Split
 
 FORMAT = "cheem_jax-images/1"
+SPLIT_NAMES = ("train", "val", "test")
 
 Phase = Callable[[str, int], AbstractContextManager[Progress]]
 """Opens a phase of work on a task, by the task's name and its number of pictures; gives what counts them."""
@@ -37,38 +38,42 @@ def bytes_needed(num_images: int, image_size: int) -> int:
     return num_images * image_size * image_size * 3
 
 
-def cache_key(plan: Plan, image_size: int) -> str:
-    """What decides the pixels: which files in which order, their stamp, the size and the decoder."""
+def cache_key(plan: Plan, image_size: int, names: Sequence[str] = SPLIT_NAMES) -> str:
+    """What decides the pixels of some splits: which files in which order, their stamp, the size and the decoder."""
     digest = hashlib.sha256(json.dumps([FORMAT, DECODER_VERSION, image_size, plan.source, plan.stamp]).encode())
-    for split, part in plan.splits.items():
+    for split in names:
+        part = plan.splits[split]
         digest.update(f"{split} {len(part.files)}\n".encode())
         for row, label in enumerate(part.labels.tolist()):
             digest.update(f"{part.files.key(row)}\t{label}\n".encode())
     return digest.hexdigest()
 
 
-def cache_place(plan: Plan, image_size: int, root: Path) -> Path:
+def cache_place(plan: Plan, image_size: int, root: Path, names: Sequence[str] = SPLIT_NAMES) -> Path:
     """The folder of a plan's decoded pictures, whether it exists or not."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", plan.name)[:60]
-    return root / f"{name}-{image_size}-{cache_key(plan, image_size)[:16]}"
+    return root / f"{name}-{image_size}-{cache_key(plan, image_size, names)[:16]}"
 
 
-def cached(plan: Plan, image_size: int, root: Path, phase: Phase) -> dict[str, Split]:
-    """The splits with their pictures mapped from files, which are made if they are not there.
+def cached(
+    plan: Plan, image_size: int, root: Path, phase: Phase, names: Sequence[str] = SPLIT_NAMES
+) -> dict[str, Split]:
+    """Splits with their pictures mapped from files, which are made if they are not there.
 
-    Raises ValueError for broken pictures, OSError where there is no room or no permission; then nothing is left.
+    Waits for another process that makes them. Raises ValueError for broken pictures, OSError where there is no room or
+    no permission; then nothing is left.
     """
-    place = cache_place(plan, image_size, root)
+    place = cache_place(plan, image_size, root, names)
     if not place.is_dir():
         try:
             root.mkdir(parents=True, exist_ok=True)
             with filelock.FileLock(f"{place}.lock"):
                 if not place.is_dir():
-                    _make(plan, image_size, place, phase)
+                    _make(plan, names, image_size, place, phase)
         except OSError as error:
             raise OSError(
-                f"the decoded pictures of {plan.name!r} cannot be kept in {root}: {error.strerror or error}; name a "
-                "folder with room and write permission (--images.cache-dir), or keep none (--images.keep stream)"
+                f"the decoded pictures of {plan.name!r} cannot be kept in {root}: {error.strerror or error}; name "
+                "another folder for decoded pictures, one with room and write permission"
             ) from error
     return open_cache(place)
 
@@ -78,29 +83,33 @@ def open_cache(place: Path) -> dict[str, Split]:
     try:
         meta = json.loads((place / "cache.json").read_text())
         splits = {}
+        if not meta["splits"]:
+            raise ValueError("it names no split")
         for name, told in meta["splits"].items():
             images = np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False)
             labels = np.load(place / f"{name}.labels.npy", allow_pickle=False)
             if images.shape != (told["num"], meta["image_size"], meta["image_size"], 3) or len(labels) != told["num"]:
                 raise ValueError(f"{name} has the shape {images.shape}")
             splits[name] = Split(images, labels, told["sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise ValueError(f"the cache {place} is damaged ({error}); remove this folder and it is made again") from error
     return splits
 
 
-def _make(plan: Plan, image_size: int, place: Path, phase: Phase) -> None:
+def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase: Phase) -> None:
     """Decode everything into a folder beside the place, then rename it. Only one process does this at a time."""
     partial = place.with_name(f"{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-    needed, free = bytes_needed(plan.num_images, image_size), shutil.disk_usage(place.parent).free
+    parts = {name: plan.splits[name] for name in names}
+    num_images = sum(len(part.labels) for part in parts.values())
+    needed, free = bytes_needed(num_images, image_size), shutil.disk_usage(place.parent).free
     if needed > free:
         raise OSError(f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB free")
     partial.mkdir()
     try:
         splits = {}
-        with phase(plan.name, plan.num_images) as on_progress:
-            for name, part in plan.splits.items():
+        with phase(plan.name, num_images) as on_progress:
+            for name, part in parts.items():
                 np.save(partial / f"{name}.labels.npy", part.labels)
                 sha256 = _write(partial / f"{name}.npy", part, image_size, on_progress)
                 splits[name] = {"num": len(part.labels), "sha256": sha256}

@@ -69,7 +69,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def decode_in_order(
-    files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray, *, workers: int | None = None
+    files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray
 ) -> Iterator[UInt8[np.ndarray, "n S S 3"]]:
     """The pictures of these rows in pieces, decoded by a few threads (Pillow lets go of the interpreter's lock).
 
@@ -85,16 +85,19 @@ def decode_in_order(
         except (ValueError, OSError) as error:
             return str(error)
 
-    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1), "cheem-decode") as pool:
-        for start in range(0, len(rows), PIECE):
-            found = pool.map(decode, rows[start : start + PIECE])
-            piece = np.zeros((len(rows[start : start + PIECE]), image_size, image_size, 3), np.uint8)
-            for place, image in enumerate(found):
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "cheem-decode") as pool:
+        pieces = [rows[start : start + PIECE] for start in range(0, len(rows), PIECE)]
+        coming = [pool.map(decode, piece) for piece in pieces[:1]]
+        for number, piece in enumerate(pieces):
+            # the next piece is begun before this one is waited for, so that no thread idles
+            coming += [pool.map(decode, piece) for piece in pieces[number + 1 : number + 2]]
+            images = np.zeros((len(piece), image_size, image_size, 3), np.uint8)
+            for place, image in enumerate(coming.pop(0)):
                 if isinstance(image, str):
                     broken.append(image)
                 else:
-                    piece[place] = image
-            yield piece
+                    images[place] = image
+            yield images
     if broken:
         more = f"; and {len(broken) - 5} more" if len(broken) > 5 else ""
         raise ValueError(f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}")

@@ -2,11 +2,12 @@
 
 import hashlib
 import os
+import stat
 import threading
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 IMAGE_SUFFIXES = frozenset(".jpg .jpeg .png .bmp .gif .webp .tif .tiff .ppm .pgm".split())
 MAX_DEPTH = 6  # folders below the root that are looked into, so that a link to a parent ends
@@ -49,21 +50,26 @@ class FolderFiles:
 
     def read(self, row: int) -> bytes:
         file = self.root / self.names[row]
-        size = file.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ValueError(f"{file}: {size} bytes, at most {MAX_FILE_BYTES} are accepted")
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{file}: not a regular file")  # a pipe would be waited for
+        if status.st_size > MAX_FILE_BYTES:
+            raise ValueError(f"{file}: {status.st_size} bytes, at most {MAX_FILE_BYTES} are accepted")
         return file.read_bytes()
 
 
 class ZipFiles:
-    """Members of a zip file below `root` ("" or "folder/"); every thread and process that reads opens it for itself."""
+    """Members of a zip file below `root` ("" or "folder/"), opened once in every process that reads.
 
-    def __init__(self, path: Path, names: Sequence[str], root: str):
-        self.path, self.names, self.root = path, list(names), root
-        self._mine = threading.local()
+    The threads of a process read in turns, since the list of members is large and decoding takes longer than reading.
+    """
+
+    def __init__(self, path: Path, names: Sequence[str], root: str, stamp: str):
+        self.path, self.names, self.root, self.stamp = path, list(names), root, stamp
+        self._lock, self._archive = threading.Lock(), None
 
     def __reduce__(self):
-        return ZipFiles, (self.path, self.names, self.root)
+        return ZipFiles, (self.path, self.names, self.root, self.stamp)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -76,15 +82,18 @@ class ZipFiles:
 
     def read(self, row: int) -> bytes:
         try:
-            if not hasattr(self._mine, "archive"):
-                self._mine.archive = _Archive(self.path)
-            return self._mine.archive.read(self.root + self.names[row])
+            with self._lock:
+                if self._archive is None:
+                    if stamp_of([self.path]) != self.stamp:
+                        raise ValueError("the zip has changed since it was looked at")
+                    self._archive = _Archive(self.path)
+                return self._archive.read(self.root + self.names[row])
         except Exception as error:  # checksum, compression method, cut-off file: zipfile and zlib raise many types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
 
 class _Archive(zipfile.ZipFile):
-    """Closes its file when its thread has ended and nobody holds it any more."""
+    """Closes its file when nobody holds it any more."""
 
     def __del__(self):
         self.close()
@@ -92,7 +101,7 @@ class _Archive(zipfile.ZipFile):
 
 def files_of(path: Path, names: Sequence[str], root: str = "") -> FolderFiles | ZipFiles:
     """Named files below `root` ("" or "folder/") of a folder or zip that `list_files` has checked."""
-    return FolderFiles(path / root, names) if path.is_dir() else ZipFiles(path, names, root)
+    return FolderFiles(path / root, names) if path.is_dir() else ZipFiles(path, names, root, stamp_of([path]))
 
 
 def stamp_of(files: Iterable[Path]) -> str:
@@ -110,10 +119,26 @@ def list_files(path: Path) -> list[str]:
     no zip or a zip with members that no image set has.
     """
     if path.is_dir():
-        return sorted(_list_folder(path))
-    if path.is_file():
-        return sorted(_list_zip(path))
-    raise FileNotFoundError(f"{path}: no such folder or zip file")
+        names = sorted(_list_folder(path))
+    elif path.is_file():
+        names = sorted(_list_zip(path))
+    else:
+        raise FileNotFoundError(f"{path}: no such folder or zip file")
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{path}: the name {ascii(name)} is not valid Unicode; rename the file") from None
+    return names
+
+
+def empty_folders(path: Path) -> list[str]:
+    """Visible folders below a folder that hold nothing at all, by relative name."""
+    return sorted(
+        Path(folder).relative_to(path).as_posix()
+        for folder, subfolders, names in _walk(path)
+        if not subfolders and not names and Path(folder) != path
+    )
 
 
 def is_image(name: str) -> bool:
@@ -125,11 +150,21 @@ def is_hidden(part: str) -> bool:
 
 
 def _list_folder(path: Path) -> Iterable[str]:
-    for folder, subfolders, names in os.walk(path, followlinks=True):
+    for folder, _, names in _walk(path):
         parts = Path(folder).relative_to(path).parts
-        keep = [name for name in subfolders if not is_hidden(name)]
-        subfolders[:] = keep if len(parts) < MAX_DEPTH else []
         yield from ("/".join((*parts, name)) for name in names if not is_hidden(name))
+
+
+def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As `os.walk`, without hidden folders; a folder that cannot be read is an error, not an empty one."""
+    for folder, subfolders, names in os.walk(path, followlinks=True, onerror=_fail):
+        deep = len(Path(folder).relative_to(path).parts) >= MAX_DEPTH
+        subfolders[:] = [] if deep else [name for name in subfolders if not is_hidden(name)]
+        yield folder, subfolders, names
+
+
+def _fail(error: OSError) -> NoReturn:
+    raise error
 
 
 def _list_zip(path: Path) -> set[str]:

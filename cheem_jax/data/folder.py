@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from cheem_jax.data.files import IMAGE_SUFFIXES, files_of, is_hidden, is_image, list_files, stamp_of
+from cheem_jax.data.files import IMAGE_SUFFIXES, empty_folders, files_of, is_hidden, is_image, list_files, stamp_of
 from cheem_jax.data.plan import Part, Plan
-from cheem_jax.data.splits import cut_missing
+from cheem_jax.data.splits import SPLITS, cut_missing
 from cheem_jax.data.task import check_class_names, check_labels, check_names, repeats
 
-SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 LAYOUT = "<train|val|test>/<class>/<image>, or <class>/<image> without splits"
 
 
@@ -73,20 +72,25 @@ def _plan(path: Path, names: Sequence[str], task: str, seed: int) -> Plan:
     if "val" in grouped and "test" not in grouped:
         raise ValueError(f"{path}: train and val but no test folder; add one, or leave train alone to be cut")
     folders = sorted({file.split("/")[-2] for file in grouped["train"]})
+    if path.is_dir() and (empty := empty_folders(path)):
+        raise ValueError(
+            f"{path}: folders without any file: {empty[:8]}; fill them, or remove them if no class is meant"
+        )
     _refuse_folders_without_image(path, root, names, grouped["train"][0].count("/"))
     classes, label_of = _label_folders(path, folders, _class_names(path, f"{root}meta.json", names))
     check_class_names(task, classes)
     labels = {}
     for split, members in grouped.items():
         if unknown := sorted({file.split("/")[-2] for file in members} - set(label_of)):
-            raise ValueError(f"{path}: classes in {split} that train does not have: {unknown[:8]}")
+            # ascii tells accents apart that are composed in two ways and look the same
+            raise ValueError(f"{path}: classes in {split} that train does not have: {ascii(unknown[:8])}")
         labels[split] = np.array([label_of[file.split("/")[-2]] for file in members], np.int32)
         check_labels(task, split, classes, labels[split])
     files = [path / file for members in grouped.values() for file in members] if path.is_dir() else [path]
     keys = {split: [file.removeprefix(root) for file in members] for split, members in grouped.items()}
     cut_missing(str(path), classes, keys, labels, seed)
     parts = {split: Part(files_of(path, keys[split], root), labels[split]) for split in keys}
-    return Plan(task, classes, **parts, source=str(path), stamp=stamp_of(files))
+    return Plan(task, classes, **parts, source=str(path.resolve()), stamp=stamp_of(files))
 
 
 def _group(path: Path, images: list[str]) -> tuple[str, dict[str, list[str]]]:

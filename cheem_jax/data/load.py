@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from cheem_jax.data.cache import Phase, bytes_needed, cache_key, cached, default_directory
-from cheem_jax.data.decode import Progress, decode_many
+from cheem_jax.data.cache import Phase, bytes_needed, cached, default_directory
+from cheem_jax.data.decode import DECODER_VERSION, Progress, decode_many
 from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.plan import Part, Plan
 from cheem_jax.data.streaming import StreamedImages
@@ -32,7 +32,7 @@ class ImagesConfig:
     cache_dir: Path | None = None
     """Folder of the cached pictures; default: below the user's cache folder, or below --data-dir."""
     workers: int = 0
-    """Processes that decode for `stream`; 0: threads of this one."""
+    """Processes that decode for `stream`; 0: threads of this one. Processes start anew, in seconds, for every pass."""
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -43,15 +43,13 @@ def load_tasks(
     plans: Sequence[Plan], image_size: int, config: ImagesConfig = ImagesConfig(), phase: Phase | None = None
 ) -> tuple[Task, ...]:
     """Tasks whose pictures can be had; raises ValueError naming every file that is no picture."""
-    keep = config.keep
-    if keep == "auto" and sum(bytes_needed(plan.num_images, image_size) for plan in plans) > IN_MEMORY:
-        keep = "cache" if max(bytes_needed(plan.num_images, image_size) for plan in plans) <= CACHED else "auto"
-    config = dataclasses.replace(config, keep=keep)
+    total = sum(bytes_needed(plan.num_images, image_size) for plan in plans)
+    names = ("train", "val", "test")
     return tuple(
         Task(
             plan.name,
             plan.classes,
-            **_load(plan, tuple(plan.splits), image_size, config, phase or _silent),
+            **_load(plan, names, image_size, config, total, phase or _silent),
             split_sha256=plan.split_sha256,
         )
         for plan in plans
@@ -72,27 +70,30 @@ def load_stream(path: Path, tasks: Sequence[str] | None = None, *, image_size: i
 
 def load_train(plan: Plan, image_size: int, config: ImagesConfig = ImagesConfig(), phase: Phase | None = None) -> Split:
     """The training split alone."""
-    (split,) = _load(plan, ["train"], image_size, config, phase or _silent).values()
-    return split
+    total = bytes_needed(len(plan.train.labels), image_size)
+    return _load(plan, ("train",), image_size, config, total, phase or _silent)["train"]
 
 
-def _load(plan: Plan, names: Sequence[str], image_size: int, config: ImagesConfig, phase: Phase) -> dict[str, Split]:
+def _load(
+    plan: Plan, names: Sequence[str], image_size: int, config: ImagesConfig, total_bytes: int, phase: Phase
+) -> dict[str, Split]:
+    """Some splits; `total_bytes` is what all that is loaded together takes."""
     parts = {name: plan.splits[name] for name in names}
     num = sum(len(part.labels) for part in parts.values())
     keep = config.keep
     if keep == "auto":
-        needed = bytes_needed(num, image_size)
-        keep = "memory" if needed <= IN_MEMORY else "cache" if needed <= CACHED else "stream"
+        too_large = bytes_needed(num, image_size) > CACHED
+        keep = "memory" if total_bytes <= IN_MEMORY else "stream" if too_large else "cache"
     if keep == "cache":
-        splits = cached(plan, image_size, config.cache_dir or default_directory(), phase)
-        return {name: splits[name] for name in names}
+        return cached(plan, image_size, config.cache_dir or default_directory(), phase, names)
     if keep == "stream":
-        known = cache_key(plan, image_size)  # the pixels follow from it, and nobody has seen them yet
+        # the pixels follow from this, and nobody has seen them yet
+        known = f"{plan.split_sha256} {plan.stamp} {image_size} {DECODER_VERSION}"
         return {
             name: Split(
                 StreamedImages(part.files, image_size, workers=config.workers),
                 part.labels,
-                hashlib.sha256(f"{known}/{name}".encode()).hexdigest(),
+                hashlib.sha256(f"{known} {name}".encode()).hexdigest(),
             )
             for name, part in parts.items()
         }

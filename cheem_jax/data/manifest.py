@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.files import FolderFiles, stamp_of
-from cheem_jax.data.folder import SPLITS
 from cheem_jax.data.plan import Part, Plan
-from cheem_jax.data.splits import cut_missing
+from cheem_jax.data.splits import SPLITS, cut_missing
 from cheem_jax.data.task import check_class_names, check_labels
 
 NEEDED, OPTIONAL = ("path", "label"), ("split", "class_name")
@@ -63,7 +62,7 @@ def plan_manifest(file: Path, *, name: str | None = None, root: Path | None = No
     cut_missing(str(file), classes, keys, labels, seed)
     parts = {split: Part(FolderFiles(root, keys[split]), labels[split]) for split in keys}
     stamp = stamp_of([file, *(root / paths[row] for row in order)])
-    return Plan(task, classes, **parts, source=str(file), stamp=stamp)
+    return Plan(task, classes, **parts, source=str(file.resolve()), stamp=stamp)
 
 
 def _read_csv(file: Path) -> Table:

@@ -13,7 +13,9 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,8 @@ import numpy as np
 from cheem_jax.atomic import write_atomically
 from cheem_jax.data.decode import Progress, decode_pixels
 from cheem_jax.data.files import stamp_of
-from cheem_jax.data.folder import SPLITS
 from cheem_jax.data.plan import Part, Plan
-from cheem_jax.data.splits import cut_missing
+from cheem_jax.data.splits import SPLITS, cut_missing
 
 BY_BYTES, BY_PIXELS = "bytes", "pixels"
 NAME_FEATURES = ("file_name", "filename", "image/file_name", "name", "id")
@@ -37,7 +38,7 @@ class Records:
     def __init__(self, directory: Path, image: str, splits: Sequence[str], positions: np.ndarray, keys: Sequence[str]):
         self.directory, self.image = directory, image
         self.splits, self.positions, self.keys = list(splits), positions, list(keys)
-        self._mine = threading.local()
+        self._lock, self._opened = threading.Lock(), dict[str, Any]()
 
     def __reduce__(self):
         return Records, (self.directory, self.image, self.splits, self.positions, self.keys)
@@ -52,13 +53,12 @@ class Records:
         return f"{self.directory} split {self.splits[row]!r} #{self.positions[row]} ({self.keys[row]})"
 
     def read(self, row: int) -> bytes:
-        if not hasattr(self._mine, "opened"):
-            self._mine.opened = {}
         split = self.splits[row]
-        if split not in self._mine.opened:
-            self._mine.opened[split] = _source(self.directory, self.image, split)
+        with self._lock:  # opening alone: array_record's readers serve many threads at a time
+            if split not in self._opened:
+                self._opened[split] = _source(self.directory, self.image, split)
         try:
-            return self._mine.opened[split][int(self.positions[row])][self.image]
+            return self._opened[split][int(self.positions[row])][self.image]
         except Exception as error:  # array_record and protobuf raise their own
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
@@ -115,8 +115,9 @@ class Prepared:
         """Keys and labels of one split in TFDS's order, from an earlier look if nothing has changed since."""
         mark = hashlib.sha256(f"{key} {stamp(self.directory)}".encode()).hexdigest()[:16]
         file = self.directory / ".cheem_jax" / f"{split}-{mark}.npz"
-        if file.is_file():
-            with np.load(file, allow_pickle=False) as arrays:
+        # what is not there or was cut off by a crash is made anew
+        with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
                 return [name.decode() for name in arrays["keys"].tolist()], arrays["labels"]
         source = _source(self.directory, self.image, split)
         names, labels = [], np.empty(len(source), np.int32)
@@ -156,7 +157,7 @@ class Prepared:
 
 def default_data_dir() -> Path:
     """TFDS's own default folder."""
-    return Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets")
+    return Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets").expanduser()
 
 
 def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed: int = 0) -> Plan:
@@ -169,17 +170,29 @@ def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed
     known = {split: SPLITS[split] for split in prepared.splits if split in SPLITS}
     if "train" not in known.values():
         raise ValueError(f"{prepared.full_name} has no train split, only {sorted(prepared.splits)}")
-    records = {ours: prepared.index([split])[0] for split, ours in known.items()}
-    labels = {ours: prepared.index([split])[1] for split, ours in known.items()}
-    keys = {ours: [f"{ours}/{key}" for key in found.keys] for ours, found in records.items()}
-    places = {key: (ours, row) for ours, names in keys.items() for row, key in enumerate(names)}
-    cut_missing(prepared.full_name, prepared.classes, keys, labels, seed)
-    parts = {}
-    for ours, members in keys.items():
-        rows = np.array([places[key][1] for key in members], int)
-        parts[ours] = Part(records[places[members[0]][0]].chosen(rows, members), labels[ours])
+    indexed = {ours: prepared.index([split]) for split, ours in known.items()}
+    parts = cut_parts(
+        indexed, lambda keys, labels: cut_missing(prepared.full_name, prepared.classes, keys, labels, seed)
+    )
     task = name or prepared.full_name.split("/")[0]
     return Plan(task, prepared.classes, **parts, source=f"tfds:{prepared.full_name}", stamp=stamp(prepared.directory))
+
+
+def cut_parts(
+    known: Mapping[str, tuple[Records, np.ndarray]],
+    cut: Callable[[dict[str, list[str]], dict[str, np.ndarray]], None],
+) -> dict[str, Part]:
+    """All three splits from those that are known; `cut` makes the others from keys and labels of train, in place."""
+    # a picture may be in two official splits, and its key must say which is meant
+    keys = {split: [f"{split}/{key}" for key in records.keys] for split, (records, _) in known.items()}
+    places = {key: (split, row) for split, names in keys.items() for row, key in enumerate(names)}
+    labels = {split: found for split, (_, found) in known.items()}
+    cut(keys, labels)
+    parts = {}
+    for split, names in keys.items():
+        origin, rows = known[places[names[0]][0]][0], np.array([places[name][1] for name in names], int)
+        parts[split] = Part(origin.chosen(rows, names), labels[split])
+    return parts
 
 
 def all_pictures(spec: str, split: str, data_dir: Path | None) -> Records:
@@ -219,14 +232,20 @@ def find_prepared(spec: str, data_dir: Path) -> Path:
         raise ValueError(f"{spec!r} names no TFDS data set; expected NAME[/CONFIG][:VERSION], e.g. eurosat/rgb:2.0.0")
     name, config, version = matched.groups()
     below = data_dir / name / config if config else data_dir / name
-    found = [info.parent for info in below.glob(f"{version or '*.*.*'}/dataset_info.json")]
+    found = _versions(below, version)
     if not found and config is None:
-        found = [info.parent for info in below.glob(f"*/{version or '*.*.*'}/dataset_info.json")]
+        found = [directory for folder in below.glob("*/") for directory in _versions(folder, version)]
         if configs := sorted({directory.parent.name for directory in found} if len(found) > 1 else ()):
             raise ValueError(f"{spec!r} is prepared in several configs in {data_dir}; name one: {configs}")
     if not found:
         raise FileNotFoundError(f"{spec!r} is not prepared in {data_dir}")
     return max(found, key=lambda directory: tuple(map(int, directory.name.split("."))))
+
+
+def _versions(folder: Path, version: str | None) -> list[Path]:
+    """Prepared directories in a folder; what a killed preparation left is not one of them."""
+    found = (info.parent for info in folder.glob(f"{version or '*'}/dataset_info.json"))
+    return [directory for directory in found if re.fullmatch(r"\d+\.\d+\.\d+", directory.name)]
 
 
 def stamp(directory: Path) -> str:
@@ -242,21 +261,24 @@ def import_tfds() -> Any:
         raise ValueError(
             f"TFDS is needed for this and cannot be imported ({error}): `pip install 'cheem_jax[datasets]'`"
         ) from error
+    absl = logging.getLogger("absl")
+    if _no_advice not in absl.filters:
+        absl.addFilter(_no_advice)
     return tfds
+
+
+def _no_advice(record: logging.LogRecord) -> bool:
+    """TFDS recommends OpenCV for a decoder that is not used here."""
+    return "OpenCV" not in str(record.msg)
 
 
 def _source(directory: Path, image: str, split: str) -> Any:
     tfds = import_tfds()
-    absl = logging.getLogger("absl")
-    level = absl.level
-    absl.setLevel(logging.ERROR)  # TFDS recommends OpenCV for a decoder that is not used here
     try:
         builder = tfds.builder_from_directory(directory)
         return builder.as_data_source(split=split, decoders={image: tfds.decode.SkipDecoding()})
     except Exception as error:  # missing or truncated shards
         raise ValueError(f"{directory}, split {split!r}, cannot be opened: {error}") from error
-    finally:
-        absl.setLevel(level)
 
 
 def _only(features: Any, kind: type, usual: str) -> str:

@@ -1,6 +1,7 @@
 """From what a user writes to plans: a benchmark, one of its tasks, a TOML file, a manifest, a TFDS name, a folder."""
 
 import difflib
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
@@ -41,6 +42,7 @@ def plan_source(
     (CSV or Parquet), or a folder or zip; a name before a file of that name. `tasks` selects and orders, `order` is one
     of MTIL's, `seed` draws splits that are missing. Raises MissingTasks, FileNotFoundError or ValueError.
     """
+    data_dir = None if data_dir is None else data_dir.expanduser()
     if source in BENCHMARKS:
         known = order_of(source, order)
         if tasks is not None:
@@ -68,7 +70,7 @@ def plan_source(
 
 def images_dir(data_dir: Path | None) -> Path:
     """Where decoded pictures of what lies in a data folder are kept."""
-    return (data_dir or default_data_dir()) / "cheem_jax" / "images"
+    return (data_dir or default_data_dir()).expanduser() / "cheem_jax" / "images"
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path:
@@ -82,7 +84,8 @@ def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int
     if missing:
         raise MissingTasks(
             f"{len(missing)} of {len(names)} tasks of {source!r} are not prepared in {data_dir}: {', '.join(missing)}; "
-            f"`cheem data prepare {source} --data-dir {data_dir}` gets what can be got",
+            f""
+            f"`cheem data prepare {source} --data-dir {shlex.quote(str(data_dir))}` gets what can be got",
             [f"{name}: {status.advice}" for name, status in missing.items()],
         )
     return [plan_benchmark(name, data_dir, seed=seed) for name in names]

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int
 
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+"""Usual names of splits, in lower case, and ours."""
+
 VAL_TENTHS = 1
 TEST_TENTHS = 3
 

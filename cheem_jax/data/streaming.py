@@ -1,9 +1,10 @@
 """Pictures decoded when they are asked for, ahead of their use: nothing of the data set is held or stored.
 
-Reading, decoding and the order of prefetching are Grain's. Which pictures a step sees is decided by the caller, so a
-stream gives what the same pictures in memory would give, and a run goes on at any step by asking from there.
+Reading ahead with threads or processes is Grain's. Which pictures a step sees is decided by the caller, so a stream
+gives what the same pictures in memory would give, and whoever asks from a later step on gets what would have come then.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ class StreamedImages:
     """Files that behave like uint8 images `[N, S, S, 3]`.
 
     `workers` processes decode ahead; with 0 it is threads of this process, which is faster up to a handful of cores.
+    Processes take seconds to start, and start anew for every pass over the files.
     """
 
     def __init__(self, files: Encoded, image_size: int, *, workers: int = 0):
@@ -29,7 +31,9 @@ class StreamedImages:
         return len(self.files)
 
     def __getitem__(self, rows: np.ndarray | slice, /) -> np.ndarray:
-        return np.concatenate(list(decode_in_order(self.files, self.image_size, np.arange(len(self.files))[rows])))
+        none = np.empty((0, *self.shape[1:]), np.uint8)
+        wanted = np.arange(len(self.files))[rows]
+        return np.concatenate([none, *decode_in_order(self.files, self.image_size, wanted)])
 
     def follow(self, order: Sequence[np.ndarray]) -> Any:
         """The pictures of each of these rows in turn, all of one length, as Grain's iterator.
@@ -37,14 +41,15 @@ class StreamedImages:
         Its `get_state()` tells how far it has come; `set_state` of an equal one goes on from there.
         """
         grain = _grain()
+        batch_size, num_threads = len(order[0]), max(2, min(16, os.cpu_count() or 1))
         pictures = grain.MapDataset.source(_Pictures(self.files, self.image_size, np.concatenate(order)))
-        reading = grain.ReadOptions(num_threads=16, prefetch_buffer_size=4 * len(order[0]))
-        dataset = pictures.batch(len(order[0])).to_iter_dataset(reading)
-        if self.workers:
-            dataset = dataset.mp_prefetch(
-                grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=2)
-            )
-        return iter(dataset)
+        if self.workers:  # whole batches, since each process takes every so many-th element
+            reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+            options = grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=2)
+            return iter(pictures.batch(batch_size).to_iter_dataset(reading).mp_prefetch(options))
+        # single pictures, put together afterwards, so that the threads share the work on the first batch too
+        reading = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=3 * batch_size)
+        return iter(pictures.to_iter_dataset(reading).batch(batch_size))
 
 
 class _Pictures:

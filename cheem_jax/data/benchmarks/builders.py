@@ -24,6 +24,7 @@ from cheem_jax.data.benchmarks.readers import (
     read_sun397,
 )
 from cheem_jax.data.benchmarks.reading import Example, Reading
+from cheem_jax.data.decode import Progress
 
 ORIGIN = "Read from the official files in a folder that the user filled, not downloaded by TensorFlow Datasets."
 
@@ -42,8 +43,8 @@ class _FromFolder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     CITATION: ClassVar[str]
     HOMEPAGE: ClassVar[str]
 
-    def __init__(self, reading: Reading, **options: Any):
-        self._reading = reading
+    def __init__(self, reading: Reading, on_progress: Progress, **options: Any):
+        self._reading, self._on_progress = reading, on_progress
         super().__init__(**options)
 
     def _info(self) -> tfds.core.DatasetInfo:
@@ -67,6 +68,7 @@ class _FromFolder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _generate_examples(self, read: Callable[[], Iterator[Example]]) -> Iterator[tuple[str, dict[str, Any]]]:
         for key, image, label in read():
+            self._on_progress(1)
             yield key, {"image": image, "label": label, self.KEY_FEATURE: self._text(key)}
 
     def _text(self, key: str) -> str:
@@ -170,11 +172,12 @@ BUILDERS: dict[str, tuple[type[_FromFolder], Callable[[Path], Reading]]] = {
 """By `<name>` or `<name>/<config>`; a name alone stands for its first configuration."""
 
 
-def prepare_from_folder(name: str, data_dir: Path, place: Path) -> Path:
+def prepare_from_folder(name: str, data_dir: Path, place: Path, on_progress: Progress = lambda num: None) -> Path:
     """Writes a data set of `BUILDERS` from the files in `place` to `<data_dir>/<name>[/<config>]/<version>`.
 
     What is prepared already stays as it is, and `place` is not looked at. After an error nothing is left that
-    could be taken for a prepared data set. Raises what the readers raise, ValueError for an unknown name.
+    could be taken for a prepared data set. `on_progress` counts images. Raises what the readers raise, ValueError for
+    an unknown name.
     """
     full_name = next((known for known in BUILDERS if name in (known, known.partition("/")[0])), None)
     if full_name is None:
@@ -184,7 +187,7 @@ def prepare_from_folder(name: str, data_dir: Path, place: Path) -> Path:
     if (directory / "dataset_info.json").is_file():
         return directory
     reading = read(place)
-    builder = builder_class(reading, data_dir=data_dir, config=full_name.partition("/")[2] or None)
+    builder = builder_class(reading, on_progress, data_dir=data_dir, config=full_name.partition("/")[2] or None)
     config = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
     # TFDS makes folders for downloads even where there are none
     with _no_progress_bars(), tempfile.TemporaryDirectory() as unused:

@@ -80,7 +80,7 @@ BY_HAND = {
     "sun397/standard-part1-120k": "the original host answers 404; the authors' page is "
     "vision.princeton.edu/projects/2010/SUN",
     "visual_domain_decathlon/imagenet12": "ImageNet asks for an account: "
-    "decathlon-1.0-data-imagenet.tar (6.5 GB) and decathlon-1.0-devkit.tar.gz come from image-net.org",
+    "decathlon-1.0-data-imagenet.tar, 6.5 GB, comes from image-net.org",
 }
 WITHOUT_TENSORFLOW = frozenset({"food101"})
 """Stock builders that prepare without TensorFlow."""

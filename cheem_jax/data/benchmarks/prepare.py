@@ -7,21 +7,26 @@ archives they were made from in `downloads/manual`.
 import contextlib
 import hashlib
 import importlib.util
-from collections.abc import Callable, Sequence
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import filelock
+
 from cheem_jax.data.benchmarks.download import download
 from cheem_jax.data.benchmarks.origins import BY_HAND, OWN, WITHOUT_TENSORFLOW, Archive
+from cheem_jax.data.benchmarks.reading import Missing
 from cheem_jax.data.benchmarks.table import BY_NAME, BenchmarkTask
 from cheem_jax.data.benchmarks.tasks import plan_of
 from cheem_jax.data.decode import Progress
 from cheem_jax.data.plan import Plan
 from cheem_jax.data.records import find_prepared, import_tfds
 
-Phase = Callable[[str, str, int], AbstractContextManager[Progress]]
-"""Opens a phase of work: its name, the task's, and the amount of work (bytes of a download, else pictures)."""
+Work = Callable[[str, str, int], AbstractContextManager[Progress]]
+"""Opens a phase of work: its name, the task's, and the amount (bytes of files fetched and checked, else pictures)."""
 
 
 State = Literal["ready", "archives", "missing"]
@@ -50,25 +55,25 @@ def status_of(task: BenchmarkTask, data_dir: Path) -> Status:
     archives = OWN.get(task.builder, ())
     present = [archive for archive in archives if (manual_dir(data_dir) / archive.file).exists()]
     size = sum((manual_dir(data_dir) / archive.file).stat().st_size for archive in present)
-    command = f"cheem data prepare {task.name} --data-dir {data_dir}"
+    command = f"`cheem data prepare {task.name} --data-dir {shlex.quote(str(data_dir))}`"
     if archives and len(present) == len(archives):
         return Status("archives", command, size)
-    return Status("missing", f"{command}{_needs(task, data_dir)}", size)
+    return Status("missing", f"{_first(task, data_dir)}{command}", size)
 
 
-def _needs(task: BenchmarkTask, data_dir: Path) -> str:
+def _first(task: BenchmarkTask, data_dir: Path) -> str:
     """What must be done before the command can work, if anything."""
     absent = [
         archive.file
         for archive in OWN.get(task.builder, ())
         if archive.url is None and not (manual_dir(data_dir) / archive.file).exists()
     ]
-    reason = BY_HAND.get(task.builder, "")
+    reason = f" ({BY_HAND[task.builder]})" if task.builder in BY_HAND else ""
     if absent:
-        return f", after putting {', '.join(absent)} into {manual_dir(data_dir)} ({reason})"
+        return f"put {', '.join(absent)} into {manual_dir(data_dir)}{reason}, then "
     if task.builder not in OWN and task.builder not in WITHOUT_TENSORFLOW and not has_tensorflow():
-        return f", after pip install 'cheem_jax[prepare]'{f' ({reason})' if reason else ''}"
-    return f" ({reason})" if reason else ""
+        return f"`pip install 'cheem_jax[prepare]'`{reason}, then "
+    return ""
 
 
 def has_tensorflow() -> bool:
@@ -76,50 +81,69 @@ def has_tensorflow() -> bool:
     return importlib.util.find_spec("tensorflow") is not None
 
 
-def prepare(name: str, data_dir: Path, phase: Phase, *, seed: int = 0) -> Plan:
+def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
     """Prepares one task if it is not, then checks its counts and writes down its splits.
 
     Raises ValueError or OSError with what is to be done, leaving what was there.
     """
     task = BY_NAME[name]
+    with _alone(data_dir, name, phase):
+        try:
+            find_prepared(task.spec, data_dir)
+        except FileNotFoundError:
+            import_tfds()
+            for leftover in (data_dir / task.builder).glob(f"incomplete.*_{task.version}"):
+                shutil.rmtree(leftover)  # of a process that was killed
+            if task.builder in OWN:
+                _from_archives(task, data_dir, phase)
+            else:
+                _from_stock_builder(task, data_dir, phase)
+        with phase("index", name, sum(task.counts)) as on_progress:
+            return plan_of(task, data_dir, seed=seed, on_progress=on_progress)
+
+
+@contextlib.contextmanager
+def _alone(data_dir: Path, name: str, phase: Work) -> Iterator[None]:
+    """One process at a time prepares in a data folder: several tasks come from the same archives."""
+    folder = data_dir / "cheem_jax"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(folder / "prepare.lock")
     try:
-        find_prepared(task.spec, data_dir)
-    except FileNotFoundError:
-        import_tfds()
-        if task.builder in OWN:
-            _from_archives(task, data_dir, phase)
-        else:
-            _from_stock_builder(task, data_dir, phase)
-    total = sum(task.counts)
-    with phase("index", name, total) as on_progress:
-        return plan_of(task, data_dir, seed=seed, on_progress=on_progress)
+        lock.acquire(timeout=1)
+    except filelock.Timeout:
+        with phase("wait", f"{name}, for another process that prepares here", 0):
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
-def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Phase) -> None:
+def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
     # TFDS comes with the extra `datasets`, and the builders are classes of its
     from cheem_jax.data.benchmarks.builders import prepare_from_folder
 
     place = manual_dir(data_dir)
     place.mkdir(parents=True, exist_ok=True)
     archives = OWN[task.builder]
-    for archive in archives:
-        _check_archive(archive, place / archive.file)
+    _check_archives(task.name, archives, place, phase)
     try:
-        prepare_from_folder(task.builder, data_dir, place)
-    except FileNotFoundError as error:
+        with phase("prepare", task.name, sum(task.counts)) as on_progress:
+            prepare_from_folder(task.builder, data_dir, place, on_progress)
+    except Missing as error:
         if any(archive.url is None for archive in archives):
             raise FileNotFoundError(f"{error}; {BY_HAND[task.builder]}") from error
         _fetch(task.name, archives, place, phase)
-        prepare_from_folder(task.builder, data_dir, place)
+        with phase("prepare", task.name, sum(task.counts)) as on_progress:
+            prepare_from_folder(task.builder, data_dir, place, on_progress)
 
 
-def _fetch(name: str, archives: Sequence[Archive], place: Path, phase: Phase) -> None:
+def _fetch(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
     """Downloads what is not there yet, going on where an earlier attempt stopped."""
     for archive in archives:
-        assert archive.url is not None
         if (place / archive.file).is_file():
-            _check_archive(archive, place / archive.file)
             continue
+        assert archive.url is not None
         with phase("download", f"{name} {archive.file}", archive.num_bytes or 0) as on_progress:
             seen = 0
 
@@ -134,30 +158,38 @@ def _fetch(name: str, archives: Sequence[Archive], place: Path, phase: Phase) ->
             )  # fmt: skip
 
 
-def _check_archive(archive: Archive, file: Path) -> None:
+def _check_archives(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
     """ValueError for an archive, brought by hand or downloaded earlier, that is not the published one."""
-    kind, wanted = ("sha256", archive.sha256) if archive.sha256 else ("md5", archive.md5)
-    if not file.is_file() or wanted is None:
-        return
-    with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, kind).hexdigest()
-    if found != wanted:
-        raise ValueError(
-            f"{file} ({file.stat().st_size:,} bytes) has the {kind} {found}, the published archive {wanted}: cut off "
-            "or another version; move it away and fetch it again"
-        )
+    for archive in archives:
+        kind, wanted = ("sha256", archive.sha256) if archive.sha256 else ("md5", archive.md5)
+        file = place / archive.file
+        if not file.is_file() or wanted is None:
+            continue
+        size, digest = file.stat().st_size, hashlib.new(kind)
+        with file.open("rb") as stream, phase("check", f"{name} {archive.file}", size) as on_progress:
+            while piece := stream.read(2**24):
+                digest.update(piece)
+                on_progress(len(piece))
+        if digest.hexdigest() != wanted:
+            raise ValueError(
+                f"{file} ({size:,} bytes) has the {kind} {digest.hexdigest()}, the published archive {wanted}: cut off "
+                "or another version; move it away and fetch it again"
+            )
 
 
-def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Phase) -> None:
+def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
     if task.builder not in WITHOUT_TENSORFLOW and not has_tensorflow():
         raise ValueError(
             f"preparing {task.builder!r} needs TensorFlow once (reading it does not): "
-            f"pip install 'cheem_jax[prepare]', then `cheem data prepare {task.name} --data-dir {data_dir}`"
+            f"`pip install 'cheem_jax[prepare]'`, then give the command again"
         )
     place = manual_dir(data_dir)
     place.mkdir(parents=True, exist_ok=True)
-    _fetch(task.name, registered(task, data_dir), place, phase)
-    prepare_stock(task.spec, data_dir)
+    archives = registered(task, data_dir)
+    _check_archives(task.name, archives, place, phase)
+    _fetch(task.name, archives, place, phase)
+    with phase("prepare", task.name, sum(task.counts)):
+        prepare_stock(task.spec, data_dir)
 
 
 def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:

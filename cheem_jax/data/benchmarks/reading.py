@@ -85,13 +85,17 @@ def make_reading(name: str, classes: tuple[str, ...], sources: Mapping[str, Sour
     return Reading(classes, {split: source.read for split, source in sources.items()})
 
 
+class Missing(FileNotFoundError):
+    """An archive that is not there at all, unlike one whose content is incomplete."""
+
+
 def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
     """Of each tuple the first name that exists below `place`, folders before archives.
 
     The official archive comes first in its tuple. FileNotFoundError lists all that is missing.
     """
     if not place.is_dir():
-        raise FileNotFoundError(f"{place}: no such folder; make it and put {_listing(needed)} there")
+        raise Missing(f"{place}: no such folder; make it and put {_listing(needed)} there")
     found: list[Path] = []
     missing: list[tuple[str, ...]] = []
     for names in needed:
@@ -101,7 +105,7 @@ def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
         else:
             missing.append(names)
     if missing:
-        raise FileNotFoundError(f"{place}: missing {_listing(missing)}; put the archive or what it unpacks to there")
+        raise Missing(f"{place}: missing {_listing(missing)}; put the archive or what it unpacks to there")
     return found
 
 

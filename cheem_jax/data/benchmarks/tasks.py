@@ -8,8 +8,8 @@ import numpy as np
 from cheem_jax.atomic import write_atomically
 from cheem_jax.data.benchmarks.table import BY_NAME, BenchmarkTask, Counts, Rule
 from cheem_jax.data.decode import Progress
-from cheem_jax.data.plan import Part, Plan
-from cheem_jax.data.records import Records, default_data_dir, open_prepared, stamp
+from cheem_jax.data.plan import Plan
+from cheem_jax.data.records import Records, cut_parts, default_data_dir, open_prepared, stamp
 from cheem_jax.data.splits import TEST_TENTHS, VAL_TENTHS, move, tenths
 
 
@@ -38,7 +38,7 @@ def plan_of(task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: 
         records, labels = prepared.index(present, task.key, on_progress=on_progress)
         rows = np.flatnonzero(np.isin(labels, kept))
         known[split] = records.chosen(rows), renumbered[labels[rows]].astype(np.int32)
-    parts = _cut(task, known, seed)
+    parts = cut_parts(known, lambda keys, labels: cut_by_rule(task.rule, keys, labels, seed))
     classes = tuple(prepared.classes[label] for label in kept)
     plan = Plan(task.name, classes, **parts, source=f"tfds:{prepared.full_name}", stamp=stamp(prepared.directory))
     _check_counts(task, plan)
@@ -54,20 +54,6 @@ def cut_by_rule(rule: Rule, keys: dict[str, list[str]], labels: dict[str, np.nda
         move(keys, labels, "val", len(keys["train"]) // 10, keep=1, seed=seed)
     elif rule != "official":
         move(keys, labels, "val", tenths(len(keys["train"]), VAL_TENTHS), keep=1, seed=seed)
-
-
-def _cut(task: BenchmarkTask, known: dict[str, tuple[Records, np.ndarray]], seed: int) -> dict[str, Part]:
-    """The three parts of what is known of some of them."""
-    # a picture may be in two official splits, and its key must say which is meant
-    keys = {split: [f"{split}/{key}" for key in records.keys] for split, (records, _) in known.items()}
-    places = {key: (split, row) for split, names in keys.items() for row, key in enumerate(names)}
-    labels = {split: found for split, (_, found) in known.items()}
-    cut_by_rule(task.rule, keys, labels, seed)
-    parts = {}
-    for split, names in keys.items():
-        origin, rows = known[places[names[0]][0]][0], np.array([places[name][1] for name in names], int)
-        parts[split] = Part(origin.chosen(rows, names), labels[split])
-    return parts
 
 
 def _check_counts(task: BenchmarkTask, plan: Plan) -> None:
