@@ -1,5 +1,7 @@
 """`python -m cheem_jax` is the `cheem` command."""
 
-from cheem_jax.cli import main
+if __name__ == "__main__":
+    # here, because worker processes that decode pictures import this file too, and need nothing of it
+    from cheem_jax.cli import main
 
-main()
+    main()

@@ -1,7 +1,6 @@
 """Command lines: the `cheem` command, and what every experiment's `main` shares."""
 
 import contextlib
-import dataclasses
 import io
 import re
 import sys
@@ -12,54 +11,11 @@ from typing import Any, TypeVar
 import jax
 import tyro
 
-from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.commands import data
-from cheem_jax.continual import RunConfig, run_stream
-from cheem_jax.data.demo import demo_stream
+from cheem_jax.commands import data, demo
 from cheem_jax.data.sources import MissingTasks
-from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.execution.compilation import NotKept, keep_programs
-from cheem_jax.methods.cheem import PRESETS
-from cheem_jax.methods.full_finetune import FullFinetuneConfig
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.table import final_table, task_table
 
 Settings = TypeVar("Settings")
-
-
-@dataclasses.dataclass(frozen=True)
-class Demo:
-    """CHEEM learns six small tasks with the bundled vit_micro: no network, no data, minutes on a laptop."""
-
-    run_dir: Path = Path("runs/demo")
-    """Where the run is kept; an unfinished one is continued."""
-    seed: int = 0
-    """Root of every PRNG key in the run."""
-    upper_bound: bool = False
-    """Also fine-tune the whole backbone per task."""
-    engine: EngineConfig = EngineConfig()
-    """How networks are run."""
-
-
-def demo(settings: Demo) -> None:
-    """Learn the demo stream and print its tables."""
-    progress = Progress()
-    progress.say("cheem_jax demo: making six tasks of 32x32 images")
-    stream = demo_stream()
-    bound = FullFinetuneConfig(epochs=24, learning_rates=(1e-3,), batch_size=32) if settings.upper_bound else None
-    config = RunConfig(PRESETS["demo"], "demo", settings.seed, bound, settings.engine)
-    results = run_stream(stream, load_pretrained("vit_micro"), config, settings.run_dir, progress)
-    show(progress, results, settings.run_dir)
-
-
-def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:
-    """The tables of a finished run, and where its files are."""
-    progress.console.print(task_table(results))
-    progress.console.print(final_table(results))
-    compiled = results["compile"]
-    cached = f", {compiled['cached']} read from the cache" if compiled.get("cached") else ""
-    progress.say(f"{compiled['programs']} programs compiled{cached} in {compiled['seconds']:.1f} s")
-    progress.say(f"report: {directory / 'report.md'}   numbers: {directory / 'results.json'}")
 
 
 def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None = None, **options: Any) -> Settings:
@@ -113,7 +69,7 @@ def run_command(command: Callable[[Settings], None], settings: Settings, directo
 
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
-    "demo": (Demo, demo),
+    "demo": (demo.Demo, demo.learn_demo),
     "data list": (data.List, data.list_data),
     "data prepare": (data.Prepare, data.prepare_data),
     "data verify": (data.Verify, data.verify_data),

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.cli import parse, run_command, show
+from cheem_jax.cli import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.cache import Phase
@@ -24,6 +24,7 @@ from cheem_jax.images import Images
 from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
+from cheem_jax.report.table import show
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cheem_jax.cli import Demo, run_command
 from cheem_jax.cli import main as cli_main
+from cheem_jax.cli import run_command
+from cheem_jax.commands.demo import Demo
 from cheem_jax.data.benchmarks.table import order_of
 from experiments import mtil
 

@@ -65,7 +65,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray(np.round(values / 257).astype(np.uint8))
     elif "transparency" in image.info:
         image = image.convert("RGBA")  # a palette with transparency goes to RGB only with a warning
-    return image.convert("RGB")
+    image.load()  # what is returned outlives the file
+    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
 
 
 def decode_in_order(

@@ -1,6 +1,7 @@
 """The tables of a run, for the terminal and for the report, made from `results.json`."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import rich.box
@@ -10,6 +11,7 @@ from rich.text import Text
 from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.flops import backbone_flops
+from cheem_jax.report.progress import Progress
 
 METHODS = {
     "cheem": "CHEEM",
@@ -192,3 +194,13 @@ def format_flops(value: int | float | None) -> str:
 
 def _runs(results: Results) -> dict[str, Results]:
     return {results.get("method", "cheem"): results, **(results.get("yardsticks") or {})}
+
+
+def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:
+    """The tables of a finished run, and where its files are."""
+    progress.console.print(task_table(results))
+    progress.console.print(final_table(results))
+    compiled = results["compile"]
+    cached = f", {compiled['cached']} read from the cache" if compiled.get("cached") else ""
+    progress.say(f"{compiled['programs']} programs compiled{cached} in {compiled['seconds']:.1f} s")
+    progress.say(f"report: {directory / 'report.md'}   numbers: {directory / 'results.json'}")
