@@ -1,11 +1,15 @@
 """What stays on disk: one immutable directory per learned task, holding only what that task added.
 
-    checkpoints/cheem/003-textures/arrays/     Orbax: new experts, head, centroids, means
-    checkpoints/cheem/003-textures/task.json   names, classes, architecture, experts
+    checkpoints/cheem/003-textures/arrays/        Orbax: new experts, head, centroids, means
+    checkpoints/cheem/003-textures/task.json      names, classes, architecture, experts
+    checkpoints/cheem/003-textures/manifest.json  a hash per file, against damage, and the content hash
 
-A directory appears under its final name only when it is complete, so an interrupted write is never read.
+A directory appears under its final name only when it is complete and on the disk, so an interrupted write is never
+read. Opening it compares every file with the manifest, and what was read with the content hash. That one says what a
+checkpoint *is*: equal for equal arrays and metadata, whatever Orbax calls its files.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -23,7 +27,8 @@ from cheem_jax.architecture import from_strings, to_strings
 from cheem_jax.ops import Expert, LowRank
 from cheem_jax.pool import Head, Memory, Pool, TaskMemory, grow
 
-FORMAT = "cheem_jax-task/1"
+FORMAT = "cheem_jax-task/2"
+MANIFEST = "manifest.json"
 Arrays = Mapping[str, Any]
 
 
@@ -40,16 +45,27 @@ def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    ocp.PyTreeCheckpointer().save((partial / "arrays").absolute(), jax.tree.map(np.asarray, dict(arrays)))
-    (partial / "task.json").write_text(json.dumps({"format": FORMAT, **meta}, indent=1) + "\n")
+    arrays, meta = jax.tree.map(np.asarray, dict(arrays)), {"format": FORMAT, **meta}
+    ocp.PyTreeCheckpointer().save((partial / "arrays").absolute(), arrays)
+    (partial / "task.json").write_text(_text(meta))
+    manifest = {"format": FORMAT, "content_sha256": content_hash(arrays, meta), "files": _hash_files(partial)}
+    (partial / MANIFEST).write_text(_text(manifest))
+    for file in (*sorted(partial.rglob("*")), partial):
+        _to_disk(file)
     os.replace(partial, directory)
+    _to_disk(directory.parent)
 
 
 def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays (NumPy) and metadata of one task; a damaged directory is named."""
+    """Arrays (NumPy) and metadata of one task. Raises ValueError naming the directory where anything is damaged."""
     try:
-        meta = load_meta(directory)
+        meta, manifest = load_meta(directory), load_manifest(directory)
+        found = _hash_files(directory)
+        if wrong := sorted(name for name in found.keys() | manifest["files"].keys() if _differs(name, found, manifest)):
+            raise ValueError(f"damaged, missing or foreign files: {wrong[:5]}")
         arrays = ocp.PyTreeCheckpointer().restore((directory / "arrays").absolute())
+        if content_hash(arrays, meta) != manifest["content_sha256"]:
+            raise ValueError("its content is not what its manifest says")
     except Exception as error:  # Orbax raises many kinds; all mean the same to a reader
         raise ValueError(f"checkpoint {directory} cannot be read ({error}); restore it from a copy") from error
     return arrays, meta
@@ -61,6 +77,53 @@ def load_meta(directory: Path) -> dict[str, Any]:
     if meta.get("format") != FORMAT:
         raise ValueError(f"its format is {meta.get('format')!r}, expected {FORMAT!r}")
     return meta
+
+
+def load_manifest(directory: Path) -> dict[str, Any]:
+    """Hashes of one task's files and of its content."""
+    text = (directory / MANIFEST).read_text()
+    manifest = json.loads(text)
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"the format of its manifest is {manifest.get('format')!r}, expected {FORMAT!r}")
+    if text != _text(manifest):
+        raise ValueError("its manifest is damaged")
+    return manifest
+
+
+def content_hash(arrays: Arrays, meta: Mapping[str, Any]) -> str:
+    """SHA-256 over sorted leaf paths, dtypes, shapes and raw bytes, and over the metadata."""
+    digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
+    leaves = {
+        jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(arrays)
+    }
+    for path, leaf in sorted(leaves.items()):
+        little = np.ascontiguousarray(leaf.astype(leaf.dtype.newbyteorder("<"), copy=False))
+        digest.update(f"{path} {leaf.dtype.name} {list(leaf.shape)}\n".encode())
+        digest.update(little.tobytes())
+    return digest.hexdigest()
+
+
+def _text(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=1) + "\n"
+
+
+def _hash_files(directory: Path) -> dict[str, str]:
+    files = (file for file in sorted(directory.rglob("*")) if file.is_file())
+    names = {file.relative_to(directory).as_posix(): file for file in files}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in names.items() if name != MANIFEST}
+
+
+def _differs(name: str, found: Mapping[str, str], manifest: Mapping[str, Any]) -> bool:
+    return found.get(name) != manifest["files"].get(name)
+
+
+def _to_disk(file: Path) -> None:
+    """A rename may outlive a power loss that its files did not, unless they are on the disk first."""
+    handle = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def saved_tasks(root: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.checkpoint import load_meta, saved_tasks
+from cheem_jax.checkpoint import load_manifest, load_meta, saved_tasks
 from cheem_jax.data.task import Stream, Task, fingerprint
 from cheem_jax.execution.choice import EngineConfig, choose, make_executor
 from cheem_jax.execution.compilation import Compilations, compilations
@@ -34,7 +34,7 @@ from cheem_jax.report.markdown import write_report
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
 from cheem_jax.results import results_of
-from cheem_jax.run_directory import claim
+from cheem_jax.run_directory import claim, hold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,35 +77,36 @@ def run_stream(
         router_executor = make_executor(router_vit, config.cheem.placement, engine, batch_size=batch_size)
         router_features = FrozenFeatures(router_executor, batch_size)
     resumed = claim(directory, _identity(stream, pretrained, config, means, router))
-    key = jax.random.key(config.seed)
-    cheem = Cheem(executor, config.cheem, key, means, router_features)
-    frozen = FrozenLinear(key, features, router_features, config.cheem.router)
-    methods: tuple[Method, ...] = (cheem, frozen)
+    with hold(directory):
+        key = jax.random.key(config.seed)
+        cheem = Cheem(executor, config.cheem, key, means, router_features)
+        frozen = FrozenLinear(key, features, router_features, config.cheem.router)
+        methods: tuple[Method, ...] = (cheem, frozen)
 
-    record = Record.open(directory)
-    finished = _restore(directory, stream, methods, record) if resumed else 0
-    if not any(entry["event"] == "run" for entry in read(directory)):
-        record.write("run", **_setting(stream, pretrained, config, means, router), **start.since())
-    chosen = choose(engine, vit.config, batch_size)
-    progress.say(f"executor {chosen.name}, {engine.precision} ({chosen.reason})")
-    if means is None:
-        progress.say("base means unknown for this setting: similarity to the backbone's own task is neutral (0)")
-    if finished == len(stream.tasks):
-        progress.say(f"{directory} holds all {finished} tasks already; nothing to learn")
-    elif resumed:
-        progress.say(f"going on in {directory} with task {finished + 1} of {len(stream.tasks)}")
-    for index in range(finished, len(stream.tasks)):
-        _learn(stream.tasks[index], index, methods, directory, record, progress)
-        _evaluate(stream.tasks[: index + 1], methods, record, progress)
-        features.forget(stream.tasks[index])
-        router_features.forget(stream.tasks[index])
-        _write_results(directory)
-    if config.upper_bound is not None:
-        write_report(directory, _write_results(directory))
-        _upper_bound(stream, FullFinetune(vit, config.upper_bound, key), directory, record, progress)
-    results = _write_results(directory)
-    write_report(directory, results)
-    return results
+        record = Record.open(directory)
+        finished = _restore(directory, stream, methods, record) if resumed else 0
+        if not any(entry["event"] == "run" for entry in read(directory)):
+            record.write("run", **_setting(stream, pretrained, config, means, router), **start.since())
+        chosen = choose(engine, vit.config, batch_size)
+        progress.say(f"executor {chosen.name}, {engine.precision} ({chosen.reason})")
+        if means is None:
+            progress.say("base means unknown for this setting: similarity to the backbone's own task is neutral (0)")
+        if finished == len(stream.tasks):
+            progress.say(f"{directory} holds all {finished} tasks already; nothing to learn")
+        elif resumed:
+            progress.say(f"going on in {directory} with task {finished + 1} of {len(stream.tasks)}")
+        for index in range(finished, len(stream.tasks)):
+            _learn(stream.tasks[index], index, methods, directory, record, progress)
+            _evaluate(stream.tasks[: index + 1], methods, directory, record, progress)
+            features.forget(stream.tasks[index])
+            router_features.forget(stream.tasks[index])
+            _write_results(directory)
+        if config.upper_bound is not None:
+            write_report(directory, _write_results(directory))
+            _upper_bound(stream, FullFinetune(vit, config.upper_bound, key), directory, record, progress)
+        results = _write_results(directory)
+        write_report(directory, results)
+        return results
 
 
 class Mark(NamedTuple):
@@ -143,7 +144,9 @@ def _learn(
             progress.architecture(task.name, report["architecture"])
 
 
-def _evaluate(learned: Sequence[Task], methods: tuple[Method, ...], record: Record, progress: Progress) -> None:
+def _evaluate(
+    learned: Sequence[Task], methods: tuple[Method, ...], directory: Path, record: Record, progress: Progress
+) -> None:
     """Measure every task so far with every method."""
     measured, start, num = {}, Mark.now(), len(learned)
     for method in methods:
@@ -162,7 +165,12 @@ def _evaluate(learned: Sequence[Task], methods: tuple[Method, ...], record: Reco
                 num,
             ),
         }
-    record.write("evaluated", index=num - 1, methods=measured, peak_memory_bytes=peak_memory_bytes(), **start.since())
+    saved = {method.name: saved_tasks(directory / "checkpoints" / method.name) for method in methods}
+    contents = {name: [load_manifest(place)["content_sha256"] for place in places] for name, places in saved.items()}
+    record.write(
+        "evaluated", index=num - 1, methods=measured, checkpoints=contents, peak_memory_bytes=peak_memory_bytes(),
+        **start.since(),
+    )  # fmt: skip
     last = measured[methods[0].name]
     progress.say(
         f"{learned[-1].name}: {100 * last['accuracy'][-1]:.1f} % ({100 * last['local_accuracy'][-1]:.1f} % with the "

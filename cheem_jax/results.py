@@ -29,6 +29,7 @@ def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         **{key: setting[key] for key in SETTING},
         **found["cheem"],
         "split_sha256": setting.get("split_sha256", {}),
+        "checkpoints": evaluated[-1].get("checkpoints", {}),
         "peak_memory_bytes": max(entry["peak_memory_bytes"] for entry in evaluated),
         "tasks": [_task(report, entry["seconds"]) for report, entry in zip(main, evaluated, strict=True)],
         "pool": main[-1]["pool"],

@@ -1,9 +1,14 @@
-"""A run directory belongs to one configuration: `config.json` is its first file and is compared before going on."""
+"""A run directory belongs to one configuration, which is compared before going on, and to one process at a time."""
 
+import contextlib
 import json
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import filelock
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.report.record import to_json
@@ -37,6 +42,36 @@ def claim(directory: Path, config: Mapping[str, Any]) -> bool:
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(config, indent=1) + "\n")
     return False
+
+
+@contextlib.contextmanager
+def hold(directory: Path) -> Iterator[None]:
+    """The directory for this process alone. Raises ValueError naming the process that has it.
+
+    The system lets go of the lock with its process, however that ends.
+    """
+    owner = directory / ".owner.json"
+    lock = filelock.FileLock(directory / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise ValueError(
+            f"run directory {str(directory)!r} is in use by {_owner(owner)}; wait for it or choose another --run-dir"
+        ) from None
+    try:
+        write_atomically(owner, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+        yield
+    finally:
+        owner.unlink(missing_ok=True)
+        lock.release()
+
+
+def _owner(file: Path) -> str:
+    try:
+        told = json.loads(file.read_text())
+        return f"process {told['pid']} on {told['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
 
 
 def _is_leftover(file: Path) -> bool:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from cheem_jax.architecture import Architecture, Choice, decode, encode
+from cheem_jax.architecture import Architecture, Choice, decode, encode, to_strings
 from cheem_jax.evolution import Score
 from cheem_jax.execution.batches import Batch as Rows
 from cheem_jax.execution.batches import batches, num_batches
@@ -102,17 +102,21 @@ def fit(
         epoch_losses, sizes, seen = [], [], 0
         for first in range(0, steps, executor.steps_per_call):
             part = slice(first, first + executor.steps_per_call)
-            found = list(itertools.islice(prepared, executor.steps_per_call))
-            epoch_losses += executor.train(supernet, architectures[part], [step for step, _ in found], rates[part])
-            sizes += [size for _, size in found]
+            coming = list(itertools.islice(prepared, executor.steps_per_call))
+            epoch_losses += executor.train(supernet, architectures[part], [step for step, _ in coming], rates[part])
+            sizes += [size for _, size in coming]
             if first // NOTE_EVERY >= seen:
                 note, seen = f"epoch {epoch + 1}/{config.epochs} loss {float(epoch_losses[-1]):.3f}", seen + 1
-            advance(sum(size for _, size in found), note)
-        losses.append(sum(float(loss) * size for loss, size in zip(epoch_losses, sizes, strict=True)) / num)
-        if not math.isfinite(losses[-1]):
-            raise FloatingPointError(
-                f"the loss became {losses[-1]} in epoch {epoch + 1}; try a learning rate below {config.learning_rate}"
-            )
+            advance(sum(size for _, size in coming), note)
+        found = [float(loss) for loss in epoch_losses]
+        for step, loss in enumerate(found):
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"the loss became {loss} at step {step + 1} of {steps} in epoch {epoch + 1}, at the learning rate "
+                    f"{rates[step]:.3g} with the architecture {' '.join(to_strings(architectures[step]))}; "
+                    f"try a learning rate below {config.learning_rate}"
+                )
+        losses.append(sum(loss * size for loss, size in zip(found, sizes, strict=True)) / num)
     return losses
 
 
@@ -122,13 +126,8 @@ def steps_of(feed: Feed, labels: Int[np.ndarray, "N"], order: Sequence[Rows], ro
     tokens = fed(feed, [batch.rows[part] for batch, part in parts])
     for batch in order:
         weights = batch.mask / batch.mask.sum()
-        yield (
-            [
-                Batch(next(tokens), labels[batch.rows[i : i + rows]], weights[i : i + rows])
-                for i in range(0, len(batch.rows), rows)
-            ],
-            batch.size,
-        )
+        cuts = [slice(i, i + rows) for i in range(0, len(batch.rows), rows)]
+        yield [Batch(next(tokens), labels[batch.rows[cut]], weights[cut]) for cut in cuts], batch.size
 
 
 def step_of(feed: Feed, labels: Int[np.ndarray, "N"], batch: Rows, rows: int) -> Step:

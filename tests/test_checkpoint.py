@@ -1,12 +1,23 @@
 """What is saved comes back, from one small directory per task, and is never overwritten."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
 import small
 
 from cheem_jax.architecture import from_strings
-from cheem_jax.checkpoint import load_task, open_memory, save_memory_task, save_task, saved_tasks
+from cheem_jax.checkpoint import (
+    FORMAT,
+    content_hash,
+    load_manifest,
+    load_task,
+    open_memory,
+    save_memory_task,
+    save_task,
+    saved_tasks,
+)
 from cheem_jax.ops import Expert, LowRank
 from cheem_jax.pool import Head, Memory, TaskMemory, base_pool, dense_expert, grow
 
@@ -108,3 +119,53 @@ def test_a_task_that_added_no_expert_comes_back(tmp_path):
     save_memory_task(tmp_path, memory, 0, rank=2)
     opened = open_memory(tmp_path, POOL)
     assert opened.tasks[0].experts == (0, None, None, 0) and same(opened.tasks[0].head, memory.tasks[0].head)
+
+
+def test_the_content_hash_depends_on_content_alone(tmp_path):
+    arrays, meta = {"x": np.arange(3.0), "y": {"z": np.ones((2, 2), np.float32)}}, {"name": "a", "classes": ["b"]}
+    for root in ("one", "two"):
+        save_task(tmp_path / root / "000-a", arrays, meta)
+    first, second = (load_manifest(tmp_path / root / "000-a") for root in ("one", "two"))
+    assert first["content_sha256"] == second["content_sha256"] == content_hash(arrays, {"format": FORMAT, **meta})
+    others = [
+        ({**arrays, "x": np.arange(3)}, meta),
+        ({**arrays, "x": np.arange(3.0)[:, None]}, meta),
+        ({"w": arrays["x"], "y": arrays["y"]}, meta),
+        (arrays, {**meta, "name": "c"}),
+    ]
+    hashes = {content_hash(changed, {"format": FORMAT, **told}) for changed, told in others}
+    assert len(hashes) == 4 and first["content_sha256"] not in hashes
+
+
+def test_every_damaged_missing_or_foreign_file_is_found(tmp_path):
+    memory = two_tasks()
+    whole = save_memory_task(tmp_path, memory, 0, rank=2)
+    names = [file.relative_to(whole) for file in sorted(whole.rglob("*")) if file.is_file()]
+    assert len(names) > 5
+    for kind in ("flip", "cut", "missing", "foreign"):
+        for number, name in enumerate(names):
+            copy = tmp_path / f"{kind}{number}" / whole.name
+            shutil.copytree(whole, copy)
+            content = bytearray((copy / name).read_bytes())
+            if kind == "flip" and content:
+                content[len(content) // 2] ^= 4
+                (copy / name).write_bytes(content)
+            elif kind == "cut" and content:
+                (copy / name).write_bytes(content[:-1])
+            elif kind == "missing":
+                (copy / name).unlink()
+            elif kind == "foreign":
+                (copy / name).with_name("added").write_bytes(b"x")
+            else:
+                continue
+            with pytest.raises(ValueError, match="000-textures-two cannot be read"):
+                load_task(copy)
+
+
+def test_swapped_contents_are_found(tmp_path):
+    memory = two_tasks()
+    first, second = (save_memory_task(tmp_path, memory, index, rank=2) for index in range(2))
+    shutil.rmtree(first / "arrays")
+    shutil.copytree(second / "arrays", first / "arrays")
+    with pytest.raises(ValueError, match="000-textures-two cannot be read .*damaged, missing or foreign files"):
+        open_memory(tmp_path, POOL)

@@ -4,6 +4,10 @@ import dataclasses
 import io
 import json
 import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +20,7 @@ from cheem_jax.data.task import Stream
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
-from cheem_jax.run_directory import claim
+from cheem_jax.run_directory import claim, hold
 
 CONFIG = RunConfig(small.QUICK, "quick", 0, None)
 
@@ -45,7 +49,9 @@ def test_a_run_leaves_its_files_and_the_record_tells_its_numbers(finished):
     directory, results = finished
     assert json.loads((directory / "results.json").read_text()) == json.loads(json.dumps(results))
     names = {file.name for file in directory.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "results.json", "report.md", "checkpoints", "figures"}
+    assert names == {"config.json", "metrics.jsonl", "results.json", "report.md", "checkpoints", "figures", ".lock"}
+    hashes = results["checkpoints"]["cheem"] + results["checkpoints"]["frozen_linear"]
+    assert len(set(hashes)) == 4 and all(len(found) == 64 for found in hashes)
     assert {f.name for f in (directory / "figures").iterdir()} >= {
         "architectures.png",
         "accuracy.png",
@@ -173,3 +179,24 @@ def test_images_of_another_size_than_the_backbones_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"shape \(16, 16, 3\), but vit_test takes \(8, 8, 3\)"):
         run_stream(Stream("big", (task,)), small.pretrained(), CONFIG, tmp_path / "run", quiet())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_path):
+    claim(tmp_path / "run", {"seed": 0})
+    program = (
+        "import sys; from pathlib import Path; from cheem_jax.run_directory import hold\n"
+        "with hold(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    root = Path(__file__).parent.parent
+    other = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None and other.stdin is not None and other.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=f"is in use by process {other.pid} on {socket.gethostname()}"):
+        with hold(tmp_path / "run"):
+            pass
+    other.kill()
+    other.wait()
+    other.stdout.close()
+    other.stdin.close()
+    with hold(tmp_path / "run"):  # the system let go of it
+        pass
