@@ -50,7 +50,7 @@ test-312: ## the tests on Python 3.12, where there is one
 	    $(VENV_312)/bin/python -m pytest $(PYTEST_ARGS)
 	fi
 
-bench: $(VENV_CONVERT)/.convert ## the benchmarks of docs/benchmarks.md on this CPU, PyTorch beside it; about 20 minutes
+bench: $(VENV_CONVERT)/.convert ## the benchmarks of docs/benchmarks.md on this CPU, PyTorch beside it; about half an hour
 	@JAX_PLATFORMS=cpu $(VENV_CONVERT)/bin/python experiments/bench/run.py $(BENCH_ARGS)
 
 bench-gpu: ## the same on an accelerator, with a python that has JAX for it: make bench-gpu BENCH_PYTHON=python3
