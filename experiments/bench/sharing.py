@@ -164,7 +164,7 @@ def searches(study: Study, quick: bool) -> tuple[list[Row], dict[str, Any]]:
             f"{whole['compile_seconds']:.2f} s to compile one, {1e3 * whole['call_seconds']:.1f} ms to call it",
         )
     )  # fmt: skip
-    genomes = [found.tolist() for found in generations]
+    genomes = [[" ".join(map(str, genome)) for genome in found.tolist()] for found in generations]
     return rows, {"genomes": genomes, "whole": whole, "samples": times}
 
 
