@@ -13,6 +13,7 @@ from PIL import Image
 from cheem_jax.data import cache, fingerprint, load, load_tasks, plan_task
 from cheem_jax.data.cache import cache_place, open_cache
 from cheem_jax.data.load import ImagesConfig, load_train
+from cheem_jax.data.manifest import plan_manifest
 from cheem_jax.data.streaming import StreamedImages
 
 
@@ -179,18 +180,34 @@ def test_auto_streams_what_is_too_large_and_caches_the_rest_of_a_large_stream(tm
 
 
 def test_folders_of_one_name_and_time_are_told_apart(tmp_path, monkeypatch):
-    """Copies that keep their times differ in nothing but where they lie."""
+    """Copies that keep their times differ in nothing but where they lie; of BMP all have one size."""
     found = []
     for version, value in (("v1", 0), ("v2", 255)):
         folder = tmp_path / version / "birds"
         for split in ("train", "val", "test"):
             for name in ("cat", "dog"):
                 (folder / split / name).mkdir(parents=True)
-                file = folder / split / name / "0.png"
+                file = folder / split / name / "0.bmp"
                 Image.new("L", (4, 4), value).save(file)
                 os.utime(file, ns=(1, 1))
         monkeypatch.chdir(folder.parent)
         found.append(kept(plan_task(Path("birds")), tmp_path / "cache", "cache").train.images.mean())
+    assert found == [0, 255]
+
+
+def test_a_manifest_over_two_roots_is_two_caches(tmp_path):
+    """Copies that keep their times, and one list for both; of BMP all have one size."""
+    rows = [f"{split}/{name}/0.bmp,{name},{split}" for split in ("train", "val", "test") for name in ("cat", "dog")]
+    (tmp_path / "list.csv").write_text("\n".join(["path,label,split", *rows]) + "\n")
+    found = []
+    for version, value in (("v1", 0), ("v2", 255)):
+        for row in rows:
+            file = tmp_path / version / row.split(",")[0]
+            file.parent.mkdir(parents=True)
+            Image.new("L", (4, 4), value).save(file)
+            os.utime(file, ns=(1, 1))
+        plan = plan_manifest(tmp_path / "list.csv", root=tmp_path / version)
+        found.append(kept(plan, tmp_path / "cache", "cache").train.images.mean())
     assert found == [0, 255]
 
 

@@ -62,7 +62,7 @@ def plan_manifest(file: Path, *, name: str | None = None, root: Path | None = No
     cut_missing(str(file), classes, keys, labels, seed)
     parts = {split: Part(FolderFiles(root, keys[split]), labels[split]) for split in keys}
     stamp = stamp_of([file, *(root / paths[row] for row in order)])
-    return Plan(task, classes, **parts, source=str(file.resolve()), stamp=stamp)
+    return Plan(task, classes, **parts, source=f"{file.resolve()}, files in {root.resolve()}", stamp=stamp)
 
 
 def _read_csv(file: Path) -> Table:
