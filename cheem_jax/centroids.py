@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.spatial.distance import cdist
 from sklearn.cluster import KMeans
+from threadpoolctl import threadpool_limits
 
 Metric = Literal["l1", "l2", "cosine"]
 _SCIPY_METRICS: dict[Metric, Literal["cityblock", "euclidean", "cosine"]] = {
@@ -47,7 +48,9 @@ def fit_centroids(features: Float[np.ndarray, "N E"], *, seed: int, config: Rout
     num = min(config.num_centroids, distinct)  # k-means cannot separate equal points
     # scikit-learn documents n_init as int or "auto"; its signature lets a type checker see the text only
     kmeans = KMeans(num, n_init=10, max_iter=300, tol=1e-4, random_state=seed)  # pyright: ignore[reportArgumentType]
-    return kmeans.fit(points).cluster_centers_.astype(np.float32)
+    # several threads add up their parts in the order in which they finish, so sums would differ from run to run
+    with threadpool_limits(1, user_api="openmp"):
+        return kmeans.fit(points).cluster_centers_.astype(np.float32)
 
 
 def route(

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import tyro
 from cheem_jax.commands import data, demo
 from cheem_jax.data.sources import MissingTasks
 from cheem_jax.execution.compilation import NotKept, keep_programs
+from cheem_jax.interruption import Stopped
 
 Settings = TypeVar("Settings")
 
@@ -59,13 +61,16 @@ def run_command(command: Callable[[Settings], None], settings: Settings, directo
         if isinstance(error, MissingTasks):
             print("\n".join(f"  {line}" for line in error.advice), file=sys.stderr)
         raise SystemExit(2) from error
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         begun = directory is not None and directory.exists()
         where = f" Finished tasks are in {directory}; the same command goes on after them." if begun else ""
         if isinstance(settings, data.Prepare):
             where = " What is ready is kept; the same command goes on."
+        number = signal.SIGINT
+        if isinstance(stop, Stopped):
+            number, where = stop.signal_number, f" In {directory} {stop}; the same command goes on from there."
         print(f"\nstopped.{where}", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(128 + number) from None
 
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {

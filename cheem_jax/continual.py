@@ -1,6 +1,7 @@
 """The loop over a stream: learn a task, save it, measure every task so far from what was saved."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import resource
@@ -10,22 +11,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax
 import jax
 import numpy as np
 
-from cheem_jax import metrics
+from cheem_jax import fingerprint, metrics
 from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.checkpoint import load_manifest, load_meta, saved_tasks
-from cheem_jax.data.task import Stream, Task, fingerprint
+from cheem_jax.data.task import Stream, Task
+from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.execution.choice import EngineConfig, choose, make_executor
 from cheem_jax.execution.compilation import Compilations, compilations
 from cheem_jax.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.images import Images
+from cheem_jax.interruption import Stop, stop_requests
+from cheem_jax.keys import Keys, SeedsConfig
 from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig, Preset
 from cheem_jax.methods.frozen_linear import FrozenLinear
 from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
@@ -34,7 +37,8 @@ from cheem_jax.report.markdown import write_report
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
 from cheem_jax.results import results_of
-from cheem_jax.run_directory import claim, hold
+from cheem_jax.rolling import Rolling, Running
+from cheem_jax.run_directory import check_space, claim, hold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +51,7 @@ class RunConfig:
     upper_bound: FullFinetuneConfig | None = None
     """Also fine-tune the whole backbone per task, the true task given."""
     engine: EngineConfig = EngineConfig()
+    seeds: SeedsConfig = SeedsConfig()
 
 
 def run_stream(
@@ -58,11 +63,16 @@ def run_stream(
     *,
     base_images: Images | None = None,
     router: Pretrained | None = None,
+    save_every: float | None = None,
+    command: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Learn the stream in `directory`, or go on where it stopped; returns what `results.json` holds.
 
     `base_images` are pictures of the backbone's own task: uint8 `[N, S, S, 3]`. `router` is a lighter network that
-    names the task instead of the backbone (CHEEM-lite).
+    names the task instead of the backbone (CHEEM-lite). `save_every` are the seconds between rolling checkpoints;
+    default: 30, more where they would take over 2 % of the time. Killed at any moment and called again, a run ends as
+    one that was not; Ctrl-C and SIGTERM raise Stopped after the running step. `command` is the command line that makes
+    this run again, for the record.
     """
     _check_sizes(stream, pretrained, router)
     start = Mark.now()
@@ -76,17 +86,26 @@ def run_stream(
         router_vit = build(dataclasses.replace(router.config, precision=engine.precision), router.params)
         router_executor = make_executor(router_vit, config.cheem.placement, engine, batch_size=batch_size)
         router_features = FrozenFeatures(router_executor, batch_size)
-    resumed = claim(directory, _identity(stream, pretrained, config, means, router))
-    with hold(directory):
-        key = jax.random.key(config.seed)
-        cheem = Cheem(executor, config.cheem, key, means, router_features)
-        frozen = FrozenLinear(key, features, router_features, config.cheem.router)
+    identity = _identity(stream, pretrained, config, means, router)
+    resumed = claim(directory, identity)
+    with hold(directory), stop_requests() as stop:
+        keys = Keys(config.seed, config.seeds)
+        cheem = Cheem(executor, config.cheem, keys, means, router_features)
+        frozen = FrozenLinear(keys, features, router_features, config.cheem.router)
         methods: tuple[Method, ...] = (cheem, frozen)
 
-        record = Record.open(directory)
+        conditions = fingerprint.take(identity)
+        record = Record.open(directory, fingerprint.digest(conditions))
+        run = Run(directory, record, progress, stop, save_every)
         finished = _restore(directory, stream, methods, record) if resumed else 0
-        if not any(entry["event"] == "run" for entry in read(directory)):
-            record.write("run", **_setting(stream, pretrained, config, means, router), **start.since())
+        begun = next((entry for entry in read(directory) if entry["event"] == "run"), None)
+        if begun is None:
+            setting = _setting(stream, pretrained, config, means, router)
+            record.write("run", **setting, command=command, conditions=conditions, **start.since())
+        elif finished < len(stream.tasks):
+            record.write("continued", command=command, conditions=conditions, **start.since())
+            if changed := fingerprint.differences(begun["conditions"], conditions):
+                progress.say(f"begun under other conditions, so numbers may differ: {'; '.join(changed)}")
         chosen = choose(engine, vit.config, batch_size)
         progress.say(f"executor {chosen.name}, {engine.precision} ({chosen.reason})")
         if means is None:
@@ -96,14 +115,15 @@ def run_stream(
         elif resumed:
             progress.say(f"going on in {directory} with task {finished + 1} of {len(stream.tasks)}")
         for index in range(finished, len(stream.tasks)):
-            _learn(stream.tasks[index], index, methods, directory, record, progress)
-            _evaluate(stream.tasks[: index + 1], methods, directory, record, progress)
+            task = stream.tasks[index]
+            saving = sum(_learn(task, index, method, run) for method in methods)
+            _evaluate(stream.tasks[: index + 1], methods, run, saving)
             features.forget(stream.tasks[index])
             router_features.forget(stream.tasks[index])
             _write_results(directory)
         if config.upper_bound is not None:
             write_report(directory, _write_results(directory))
-            _upper_bound(stream, FullFinetune(vit, config.upper_bound, key), directory, record, progress)
+            _upper_bound(stream, FullFinetune(vit, config.upper_bound, keys, deterministic=engine.deterministic), run)
         results = _write_results(directory)
         write_report(directory, results)
         return results
@@ -125,37 +145,71 @@ class Mark(NamedTuple):
         return {"seconds": time.perf_counter() - self.seconds, "compile": compiled._asdict()}
 
 
-def _learn(
-    task: Task, index: int, methods: tuple[Method, ...], directory: Path, record: Record, progress: Progress
-) -> None:
-    """Learn and save one task with every method; from then on everything comes from disk, as after a restart."""
-    for method in methods:
-        root, start = directory / "checkpoints" / method.name, Mark.now()
-        if len(saved_tasks(root)) > index:
-            continue  # learned and saved before the run stopped
-        report = method.learn(task, lambda phase, total: progress.phase(phase, task=task.name, total=total))
-        counts = {f"num_{name}": len(split.labels) for name, split in task.splits.items()}
-        record.write("learned", method=method.name, report={"index": index, **counts, **report}, **start.since())
-        method.save(root)
-        method.open(root)
-        for name in report.get("not_kept", ()):
-            progress.say(f"{name}: no room for keeping them (--engine.memory-gb), so they are computed in every epoch")
-        if "architecture" in report:
-            progress.architecture(task.name, report["architecture"])
+class Run(NamedTuple):
+    """What the steps of one run share."""
+
+    directory: Path
+    record: Record
+    progress: Progress
+    stop: Stop
+    save_every: float | None
+
+    def root(self, method: str) -> Path:
+        """Where a method's checkpoints lie."""
+        return self.directory / "checkpoints" / method
+
+    def learning(self, method: str, task: Task, index: int) -> Running:
+        """One task while a method learns it."""
+        rolling = Rolling(self.root(method), self.stop, every=self.save_every)
+        phase = functools.partial(_phase, self.progress, task.name)
+        return Running(index, rolling, phase, self.progress.say)
 
 
-def _evaluate(
-    learned: Sequence[Task], methods: tuple[Method, ...], directory: Path, record: Record, progress: Progress
-) -> None:
-    """Measure every task so far with every method."""
+def _phase(progress: Progress, task: str, phase: str, total: int):
+    return progress.phase(phase, task=task, total=total)
+
+
+def _learn(task: Task, index: int, method: Method, run: Run) -> float:
+    """Learn and save one task; from then on everything comes from disk, as after a restart.
+
+    Returns the seconds that checkpoints took.
+    """
+    root, start = run.root(method.name), Mark.now()
+    if len(saved_tasks(root)) > index:
+        return 0.0  # learned and saved before the run stopped
+    check_space(run.directory, method.bytes_needed(task) + SPARE_BYTES, f"task {task.name!r}")
+    running = run.learning(method.name, task, index)
+    report = method.learn(task, running)
+    counts = {f"num_{name}": len(split.labels) for name, split in task.splits.items()}
+    run.record.write("learned", method=method.name, report={"index": index, **counts, **report}, **start.since())
+    saving = time.perf_counter()
+    method.save(root)
+    running.rolling.clear()
+    for name in report.get("not_kept", ()):
+        run.progress.say(f"{name}: no room for keeping them (--engine.memory-gb), so they are computed in every epoch")
+    if num_skipped := report.get("skipped_steps"):
+        run.progress.say(f"{task.name}: {num_skipped} steps left out, whose loss or gradient was not finite")
+    if "architecture" in report:
+        run.progress.architecture(task.name, report["architecture"])
+    return running.rolling.seconds + time.perf_counter() - saving
+
+
+SPARE_BYTES = 16 * 2**20
+"""Room for what a task leaves beside its arrays: record, results, figures."""
+
+
+def _evaluate(learned: Sequence[Task], methods: tuple[Method, ...], run: Run, saving: float) -> None:
+    """Measure every task so far with every method; `saving` are the seconds that the last one's checkpoints took."""
     measured, start, num = {}, Mark.now(), len(learned)
     for method in methods:
         rows = []
         total = sum(len(task.test.labels) for task in learned)
-        with progress.phase("evaluate", task=f"{num} tasks, {method.name}", total=total) as advance:
+        with run.progress.phase("evaluate", task=f"{num} tasks, {method.name}", total=total) as advance:
             for index, task in enumerate(learned):
                 rows.append(_measure(method, index, task))
                 advance(len(task.test.labels), "")
+                if run.stop:
+                    raise run.stop.stopped("everything learned is kept, and measured again")
         measured[method.name] = {
             "accuracy": [row["accuracy"] for row in rows],
             "local_accuracy": [row["local_accuracy"] for row in rows],
@@ -165,14 +219,14 @@ def _evaluate(
                 num,
             ),
         }
-    saved = {method.name: saved_tasks(directory / "checkpoints" / method.name) for method in methods}
+    saved = {method.name: saved_tasks(run.root(method.name)) for method in methods}
     contents = {name: [load_manifest(place)["content_sha256"] for place in places] for name, places in saved.items()}
-    record.write(
-        "evaluated", index=num - 1, methods=measured, checkpoints=contents, peak_memory_bytes=peak_memory_bytes(),
-        **start.since(),
+    run.record.write(
+        "evaluated", index=num - 1, methods=measured, checkpoints=contents, checkpoint_seconds=saving,
+        peak_memory_bytes=peak_memory_bytes(), **start.since(),
     )  # fmt: skip
     last = measured[methods[0].name]
-    progress.say(
+    run.progress.say(
         f"{learned[-1].name}: {100 * last['accuracy'][-1]:.1f} % ({100 * last['local_accuracy'][-1]:.1f} % with the "
         f"task given); average over {num} tasks {100 * float(np.mean(last['accuracy'])):.1f} %"
     )
@@ -223,16 +277,17 @@ def _restore(directory: Path, stream: Stream, methods: tuple[Method, ...], recor
     return finished
 
 
-def _upper_bound(stream: Stream, bound: FullFinetune, directory: Path, record: Record, progress: Progress) -> None:
-    done = {entry["index"] for entry in read(directory) if entry["event"] == "upper_bound"}
+def _upper_bound(stream: Stream, bound: FullFinetune, run: Run) -> None:
+    done = {entry["index"] for entry in read(run.directory) if entry["event"] == "upper_bound"}
     config = bound.vit_config
     for index, task in enumerate(stream.tasks):
         if index in done:
             continue
         start = Mark.now()
-        with progress.phase("upper bound", task=task.name, total=bound.num_images(task)) as advance:
-            found = bound.learn(index, task, advance)
-        record.write(
+        check_space(run.directory, bound.bytes_needed() + SPARE_BYTES, f"the upper bound of task {task.name!r}")
+        running = run.learning(bound.name, task, index)
+        found = bound.learn(index, task, running)
+        run.record.write(
             "upper_bound",
             index=index,
             name=task.name,
@@ -241,7 +296,8 @@ def _upper_bound(stream: Stream, bound: FullFinetune, directory: Path, record: R
             flops_executed=executed_backbone_flops(config),
             **start.since(),
         )
-        progress.say(f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (true task given)")
+        running.rolling.clear()
+        run.progress.say(f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (true task given)")
 
 
 def _write_results(directory: Path) -> dict[str, Any]:
@@ -273,12 +329,13 @@ def _identity(stream: Stream, pretrained: Pretrained, config: RunConfig, means, 
         "backbone": pretrained.config.name,
         "image_size": pretrained.config.image_size,
         "seed": config.seed,
+        "seeds": dataclasses.asdict(config.seeds),
         "cheem": dataclasses.asdict(config.cheem),
         "engine": dataclasses.asdict(config.engine),
         "weights_sha256": pretrained.sha256,
         "router_weights_sha256": None if router is None else router.sha256,
         "base_means_sha256": None if means is None else hashlib.sha256(means.tobytes()).hexdigest(),
-        "data_sha256": {task.name: fingerprint(task) for task in stream.tasks},
+        "data_sha256": {task.name: data_hash(task) for task in stream.tasks},
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
     }
 
@@ -298,7 +355,6 @@ def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, r
         "precision": config.engine.precision,
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
         "router": pretrained.config.name if router is None else router.config.name,
-        "versions": {"python": sys.version.split()[0], "jax": jax.__version__, "flax": flax.__version__},
         "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
     }
 

@@ -50,11 +50,18 @@ class SearchConfig:
 
 
 class Scored(NamedTuple):
-    """Everything a search has evaluated: genomes `[P, L]`, right answers `[P]` (NaN: failed) and FLOPs `[P]`."""
+    """Everything a search has evaluated: genomes `[P, L]`, right answers `[P]` (not finite: failed) and FLOPs `[P]`."""
 
     genomes: np.ndarray
     correct: np.ndarray
     flops: np.ndarray
+
+
+class Searched(NamedTuple):
+    """How far a search has come: generations done, and everything that they scored."""
+
+    generations: int
+    scored: Scored
 
 
 Score = Callable[[Int[np.ndarray, "P L"]], np.ndarray]
@@ -65,7 +72,7 @@ def rank(scored: Scored, num_images: int, tolerance: float) -> np.ndarray:
 
     In integers, so that a drop of exactly the tolerance is group 1. An architecture without a score comes last.
     """
-    valid = ~np.isnan(scored.correct)
+    valid = np.isfinite(scored.correct)
     best = int(scored.correct[valid].max()) if valid.any() else 0
     step = Fraction(str(tolerance)) * num_images
 
@@ -88,16 +95,18 @@ def search(
     sizes: Sequence[int],
     num_images: int,
     config: SearchConfig,
-    on_generation: Callable[[int, Scored], object] = lambda generation, scored: None,
+    on_generation: Callable[[Searched], object] = lambda searched: None,
+    begun: Searched | None = None,
 ) -> tuple[np.ndarray, Scored]:
     """The first in rank of all that was evaluated, and everything evaluated in order.
 
     `score` maps genomes to right answers out of `num_images`, `flops` to their cost. No architecture is scored twice;
-    where the space holds no unseen ones the search stops.
+    where the space holds no unseen ones the search stops. A search that goes on from where another stopped (`begun`)
+    ends as one that never did.
     """
-    seen: dict[tuple[int, ...], None] = {}
-    scored = Scored(np.zeros((0, len(sizes)), np.int32), np.zeros(0), np.zeros(0))
-    for generation in range(config.generations):
+    begin, scored = begun or Searched(0, Scored(np.zeros((0, len(sizes)), np.int32), np.zeros(0), np.zeros(0)))
+    seen: dict[tuple[int, ...], None] = {tuple(genome.tolist()): None for genome in scored.genomes}
+    for generation in range(begin, config.generations):
         generation_key = key_at(key, generation)
         fresh: list[tuple[int, ...]] = []
         if generation == 0:
@@ -121,9 +130,9 @@ def search(
             np.concatenate([scored.correct, np.asarray(score(genomes), np.float64)]),
             np.concatenate([scored.flops, np.asarray(flops(genomes), np.float64)]),
         )
-        on_generation(generation, scored)
-    if np.isnan(scored.correct).all():
-        raise ValueError("the search found no architecture with a score: every one was NaN")
+        on_generation(Searched(generation + 1, scored))
+    if not np.isfinite(scored.correct).any():
+        raise ValueError("the search found no architecture with a score: none was a finite number")
     return scored.genomes[rank(scored, num_images, config.tolerance)[0]], scored
 
 

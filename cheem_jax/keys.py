@@ -1,5 +1,6 @@
 """PRNG keys by position: a key is a function of where it is used, so a resumed run draws what an unbroken one would."""
 
+import dataclasses
 import enum
 import functools
 
@@ -22,6 +23,49 @@ class Phase(enum.IntEnum):
     UPPER_BOUND_INIT = 8
     UPPER_BOUND_ORDER = 9
     SIMILARITY = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class SeedsConfig:
+    """Seeds of their own for parts of a run, to vary one part and keep the others; default: the run's seed."""
+
+    initialisation: int | None = None
+    """What New, Adapt and heads begin with."""
+    order: int | None = None
+    """The order of the training images."""
+    sampling: int | None = None
+    """The architectures that supernet training draws."""
+    search: int | None = None
+    """The evolutionary search."""
+
+
+_SEEDED_BY = {
+    Phase.SUPERNET_INIT: "initialisation",
+    Phase.FINETUNE_INIT: "initialisation",
+    Phase.UPPER_BOUND_INIT: "initialisation",
+    Phase.SUPERNET_ORDER: "order",
+    Phase.FINETUNE_ORDER: "order",
+    Phase.UPPER_BOUND_ORDER: "order",
+    Phase.SUPERNET_MODE: "sampling",
+    Phase.SUPERNET_DRAW: "sampling",
+    Phase.SEARCH: "search",
+}
+
+
+class Keys:
+    """Every key of a run, by task and purpose."""
+
+    def __init__(self, seed: int, seeds: SeedsConfig = SeedsConfig()):
+        own = {phase: getattr(seeds, _SEEDED_BY[phase]) if phase in _SEEDED_BY else None for phase in Phase}
+        self._roots = {phase: jax.random.key(seed if other is None else other) for phase, other in own.items()}
+
+    def at(self, task: int, phase: Phase, *position: int) -> jax.Array:
+        """The key of a place in a task's phase."""
+        return key_at(self._roots[phase], task, phase, *position)
+
+    def seed_at(self, task: int, phase: Phase) -> int:
+        """The same for libraries that take numbers instead of keys."""
+        return seed_at(self._roots[phase], task, phase)
 
 
 def key_at(key: jax.Array, *position: int) -> jax.Array:

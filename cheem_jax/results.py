@@ -30,6 +30,7 @@ def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         **found["cheem"],
         "split_sha256": setting.get("split_sha256", {}),
         "checkpoints": evaluated[-1].get("checkpoints", {}),
+        "fingerprint": list(dict.fromkeys(entry["fingerprint"] for entry in entries if "fingerprint" in entry)),
         "peak_memory_bytes": max(entry["peak_memory_bytes"] for entry in evaluated),
         "tasks": [_task(report, entry["seconds"]) for report, entry in zip(main, evaluated, strict=True)],
         "pool": main[-1]["pool"],

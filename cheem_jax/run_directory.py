@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,8 +27,10 @@ def claim(directory: Path, config: Mapping[str, Any]) -> bool:
     if file.exists():
         try:
             held = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is no JSON ({error}); choose another run directory") from error
+        if not isinstance(held, dict):
+            raise ValueError(f"{file} holds no JSON object; choose another run directory")
         if differences := list(_differences(held, config)):
             raise ValueError(
                 f"run directory {str(directory)!r} holds another run: {'; '.join(differences)}. "
@@ -42,6 +45,16 @@ def claim(directory: Path, config: Mapping[str, Any]) -> bool:
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(config, indent=1) + "\n")
     return False
+
+
+def check_space(directory: Path, needed: int, what: str) -> None:
+    """Raises ValueError where the disk has less than `needed` bytes left."""
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise ValueError(
+            f"{what} may take {needed / 2**20:,.1f} MB on the disk, and {str(directory)!r} has {free / 2**20:,.1f} MB "
+            f"left; free some and give the same command again, which goes on from here"
+        )
 
 
 @contextlib.contextmanager

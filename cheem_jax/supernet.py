@@ -6,8 +6,8 @@ position, so memory grows with what was explored and not with the pool.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,19 @@ class Supernet:
         """Candidate index of a choice at a block."""
         return int(encode((choice,), self.sizes[block : block + 1])[0])
 
+    def arrays(self) -> dict[str, Any]:
+        """Everything learned so far with its moments, as arrays by name."""
+        learners = {f"{block}:{code}": _named(learner) for (block, code), learner in self.learners.items()}
+        return {"head": _named(self.head)} | ({"learners": learners} if learners else {})
+
+    def restore(self, arrays: Mapping[str, Any]) -> None:
+        """Go on with what `arrays` gave."""
+        self.head = HeadLearner(*_unnamed(Head, arrays["head"]))
+        for place, leaves in arrays.get("learners", {}).items():
+            block, code = map(int, place.split(":"))
+            kind = LowRank if "down" in leaves["params"] else Expert
+            self.learners[block, code] = OpLearner(*_unnamed(kind, leaves))
+
     def ops(self, architecture: Architecture) -> list[Op]:
         """The ops of an architecture with the parameters behind them."""
         found: list[Op] = []
@@ -133,6 +146,21 @@ class Supernet:
         """The head without its padding."""
         weight, bias = (np.asarray(leaf) for leaf in self.head.params)
         return Head(jnp.asarray(weight[:, : self.num_classes]), jnp.asarray(bias[: self.num_classes]))
+
+
+def _named(learner: OpLearner | HeadLearner) -> dict[str, Any]:
+    adam = cast(Any, learner.adam)  # ScaleByAdamState, which optax types as any state
+    return {
+        "params": learner.params._asdict(),
+        "count": adam.count,
+        "mu": adam.mu._asdict(),
+        "nu": adam.nu._asdict(),
+    }
+
+
+def _unnamed(kind: type[Expert | LowRank | Head], leaves: Mapping[str, Any]) -> tuple[Any, optax.OptState]:
+    params, mu, nu = (kind(**jax.tree.map(jnp.asarray, leaves[name])) for name in ("params", "mu", "nu"))
+    return params, optax.ScaleByAdamState(jnp.asarray(leaves["count"]), mu, nu)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -172,8 +200,18 @@ def init_head_learner(key, width: int, num_outputs: int) -> HeadLearner:
 
 
 @jax.jit
-def adam_update(learner: Learner, grads: Expert | LowRank | Head, learning_rate) -> Learner:
-    """One Adam step (no weight decay); the bias correction counts this learner's own steps."""
+def adam_update(learner: Learner, grads: Expert | LowRank | Head, learning_rate, loss) -> Learner:
+    """One Adam step (no weight decay); the bias correction counts this learner's own steps.
+
+    Where the step's (guarded) loss is no finite number the learner stays as it was.
+    """
     steps, adam = _adam.update(grads, learner.adam)
     params = jax.tree.map(lambda p, s: p - learning_rate * s, learner.params, steps)
-    return learner._replace(params=params, adam=adam)
+    updated = learner._replace(params=params, adam=adam)
+    return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(loss), new, old), updated, learner)
+
+
+def guard(loss: jax.Array, grads: Any) -> jax.Array:
+    """The loss, or NaN where one of its gradients is no finite number: such a step must not reach any parameter."""
+    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)]
+    return jnp.where(jnp.stack(finite).all(), loss, jnp.nan) if finite else loss

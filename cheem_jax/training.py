@@ -39,6 +39,8 @@ class FitConfig:
     """Adam's rate at the start (paper: 0.001)."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Rate over the steps of the phase: cosine to 0, or constant."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """Where a loss or gradient is no finite number: end with an error, or leave that step out and count it."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
@@ -75,6 +77,20 @@ def learning_rate_at(config: FitConfig, step: int, total_steps: int) -> float:
     return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * step / total_steps))
 
 
+@dataclasses.dataclass
+class FitState:
+    """How far a phase of gradient training has come."""
+
+    step: int = 0
+    """Steps taken in all epochs."""
+    losses: list[float] = dataclasses.field(default_factory=list)
+    """Mean loss of each finished epoch."""
+    running: list[jax.Array | float] = dataclasses.field(default_factory=list)
+    """Loss of each step of the running epoch; NaN where the step was left out."""
+    skipped: int = 0
+    """Steps left out because a loss or gradient was no finite number."""
+
+
 def fit(
     order_key: jax.Array,
     executor: Executor,
@@ -86,38 +102,63 @@ def fit(
     *,
     batch_size: int,
     advance: Advance,
-) -> list[float]:
-    """Train in place what the drawn architectures touch, and the head; returns the mean loss of each epoch.
+    state: FitState | None = None,
+) -> FitState:
+    """Train in place what the drawn architectures touch, and the head, from `state` to the last epoch.
 
-    The data order comes from `order_key`. Raises FloatingPointError where the loss is no number any more.
+    The data order comes from `order_key`. `state` is up to date whenever `advance` is called, so what is kept of it and
+    of the supernet there goes on as if nothing had happened. Raises FloatingPointError where a loss or gradient is no
+    finite number; no such step reaches a parameter.
     """
+    state = state or FitState()
     num, steps = len(labels), num_batches(len(labels), batch_size)
-    total, losses, note = config.epochs * steps, [], ""
-    for epoch in range(config.epochs):
+    total, note = config.epochs * steps, ""
+    for epoch in range(state.step // steps, config.epochs):
+        begin, seen = state.step % steps, 0
         architectures = [decode(codes, supernet.sizes) for codes in draws(epoch, steps)]
         rates = [learning_rate_at(config, epoch * steps + step, total) for step in range(steps)]
-        order = order_at(key_at(order_key, epoch), num)
-        rows = executor.rows(batch_size)
-        prepared = ahead(steps_of(feed, labels, list(batches(order, batch_size)), rows))
-        epoch_losses, sizes, seen = [], [], 0
-        for first in range(0, steps, executor.steps_per_call):
+        pieces = list(batches(order_at(key_at(order_key, epoch), num), batch_size))
+        prepared = ahead(steps_of(feed, labels, pieces[begin:], executor.rows(batch_size)))
+        for first in range(begin, steps, executor.steps_per_call):
             part = slice(first, first + executor.steps_per_call)
             coming = list(itertools.islice(prepared, executor.steps_per_call))
-            epoch_losses += executor.train(supernet, architectures[part], [step for step, _ in coming], rates[part])
-            sizes += [size for _, size in coming]
-            if first // NOTE_EVERY >= seen:
-                note, seen = f"epoch {epoch + 1}/{config.epochs} loss {float(epoch_losses[-1]):.3f}", seen + 1
+            state.running += executor.train(supernet, architectures[part], [step for step, _ in coming], rates[part])
+            state.step += len(coming)
+            if (first - begin) // NOTE_EVERY >= seen:
+                note, seen = f"epoch {epoch + 1}/{config.epochs} loss {float(state.running[-1]):.3f}", seen + 1
+            if state.step == (epoch + 1) * steps:
+                _finish_epoch(state, config, [piece.size for piece in pieces], rates, architectures)
             advance(sum(size for _, size in coming), note)
-        found = [float(loss) for loss in epoch_losses]
-        for step, loss in enumerate(found):
-            if not math.isfinite(loss):
-                raise FloatingPointError(
-                    f"the loss became {loss} at step {step + 1} of {steps} in epoch {epoch + 1}, at the learning rate "
-                    f"{rates[step]:.3g} with the architecture {' '.join(to_strings(architectures[step]))}; "
-                    f"try a learning rate below {config.learning_rate}"
-                )
-        losses.append(sum(loss * size for loss, size in zip(found, sizes, strict=True)) / num)
-    return losses
+    return state
+
+
+def images_left(state: FitState, config: FitConfig, num_images: int, batch_size: int) -> int:
+    """Images that a fit still works through."""
+    epochs, steps = divmod(state.step, num_batches(num_images, batch_size))
+    return (config.epochs - epochs) * num_images - steps * batch_size
+
+
+def _finish_epoch(
+    state: FitState,
+    config: FitConfig,
+    sizes: Sequence[int],
+    rates: Sequence[float],
+    architectures: Sequence[Architecture],
+) -> None:
+    losses = [float(loss) for loss in jax.device_get(state.running)]
+    kept = [step for step, loss in enumerate(losses) if math.isfinite(loss)]
+    left_out = sorted(set(range(len(losses))) - set(kept))
+    if left_out and (config.non_finite == "stop" or not kept):
+        step = left_out[0]
+        raise FloatingPointError(
+            f"the loss or a gradient became no finite number at step {step + 1} of {len(losses)} in epoch "
+            f"{len(state.losses) + 1}, at the learning rate {rates[step]:.3g} with the architecture "
+            f"{' '.join(to_strings(architectures[step]))}; try a learning rate below {config.learning_rate}"
+            + ("" if config.non_finite == "skip" else ", or non_finite=skip to leave such steps out")
+        )
+    state.losses.append(sum(losses[step] * sizes[step] for step in kept) / sum(sizes[step] for step in kept))
+    state.skipped += len(left_out)
+    state.running = []
 
 
 def steps_of(feed: Feed, labels: Int[np.ndarray, "N"], order: Sequence[Rows], rows: int) -> Iterator[tuple[Step, int]]:

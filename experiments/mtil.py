@@ -11,6 +11,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from cheem_jax.arguments import arguments_of, located
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.cli import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
@@ -21,6 +22,7 @@ from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.data.task import Stream
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.images import Images
+from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
@@ -64,10 +66,14 @@ class Mtil:
     """How networks are run."""
     seed: int = 0
     """Root of every PRNG key in the run."""
+    seeds: SeedsConfig = SeedsConfig()
+    """Seeds of their own for parts of the run."""
     upper_bound: bool = False
     """Also fine-tune the whole backbone per task, the true task given; takes its own time."""
     run_dir: Path = Path("runs/mtil")
     """Where the run is kept; an unfinished one is continued."""
+    save_every: float | None = None
+    """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
 
 
 def main(settings: Mtil) -> None:
@@ -92,9 +98,18 @@ def main(settings: Mtil) -> None:
     bound = None
     if settings.upper_bound:
         bound = FullFinetuneConfig(settings.cheem.finetune.epochs, batch_size=settings.cheem.batch_size)
-    config = RunConfig(settings.cheem, settings.preset, settings.seed, bound, settings.engine)
-    results = run_stream(stream, pretrained, config, settings.run_dir, progress, base_images=base_images, router=router)
+    config = RunConfig(settings.cheem, settings.preset, settings.seed, bound, settings.engine, settings.seeds)
+    results = run_stream(
+        stream, pretrained, config, settings.run_dir, progress, base_images=base_images, router=router,
+        save_every=settings.save_every, command=["experiments/mtil.py", *arguments_of(anywhere(settings))],
+    )  # fmt: skip
     show(progress, results, settings.run_dir)
+
+
+def anywhere(settings: Mtil) -> Mtil:
+    """The same settings for another working directory."""
+    base_data = None if settings.base_data is None else located(settings.base_data)
+    return dataclasses.replace(settings, stream=located(settings.stream), base_data=base_data)
 
 
 def decoding(progress: Progress) -> Phase:

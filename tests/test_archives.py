@@ -172,3 +172,20 @@ def test_a_link_to_a_folder_elsewhere_counts_by_its_own_name(tmp_path):
     official.write(tmp_path, {"store/a.txt": b"a"})
     (tmp_path / "SUN397").symlink_to(tmp_path / "store")
     assert contents(tmp_path / "SUN397") == {"SUN397/a.txt": b"a"}
+
+
+def test_a_tar_that_unpacks_to_a_hundred_times_its_size_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("cheem_jax.data.benchmarks.archives.SMALL_BYTES", 2**20)
+    path = with_file(tmp_path, "a.tgz", official.tar({f"{i}.bin": bytes(2**20) for i in range(9)}))
+    with pytest.raises(ValueError, match=r"a\.tgz: refused as a bomb"):
+        contents(path)
+    path = with_file(tmp_path, "b.tgz", gzip.compress(official.tar({"a": b"x"}, "w") + bytes(2**24)))
+    with pytest.raises(ValueError, match=r"b\.tgz: .*more than \d+ bytes follow the last member"):
+        contents(path)
+
+
+def test_a_tar_of_too_many_members_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("cheem_jax.data.benchmarks.archives.MAX_FILES", 3)
+    path = with_file(tmp_path, "a.tar", tar_of(*(header(str(i)) for i in range(5))))
+    with pytest.raises(ValueError, match=r"a\.tar: refused as a bomb: more than 3 members"):
+        contents(path)

@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cheem_jax.data.benchmarks.origins import OWN
+from cheem_jax.data.benchmarks.prepare import registered
 from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, TASKS, Counts, members_of, order_of
 from cheem_jax.data.benchmarks.tasks import cut_by_rule, plan_benchmark, plan_of, splits_file
 from cheem_jax.data.load import load_tasks
@@ -272,3 +275,98 @@ def test_a_folder_that_cannot_be_written_to_is_read_all_the_same(prepared, tmp_p
     shutil.rmtree(index, ignore_errors=True)
     index.write_text("a file in the place of the folder")
     assert plan_tfds("dtd", tmp_path).num_images == 3 * 188
+
+
+def opened(prepared, tmp_path, change):
+    """A copy of a prepared data set, one of its files changed, and opened."""
+    data_dir, _ = prepared
+    place = find_prepared("mnist", data_dir)
+    copy = tmp_path / place.relative_to(data_dir)
+    shutil.copytree(place, copy)
+    change(copy)
+    return plan_tfds("mnist", tmp_path)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_data_set_cannot_have_modules_imported(prepared, tmp_path, monkeypatch, legacy):
+    (tmp_path / "hostile_module.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def change(place):
+        file = place / "features.json"
+        text = file.read_text()
+        if legacy:
+            inner = json.dumps({"image": {"type": "hostile_module.Feature", "content": {}}})
+            told = {"type": "tensorflow_datasets.core.features.features_dict.FeaturesDict", "content": inner}
+            file.write_text(json.dumps(told))
+        else:
+            file.write_text(
+                text.replace("tensorflow_datasets.core.features.image_feature.Image", "hostile_module.Image")
+            )
+        assert file.read_text() != text
+
+    with pytest.raises(
+        ValueError, match=r"features\.json names the classes \['hostile_module\.\w+'\]; only features of TFDS"
+    ):
+        opened(prepared, tmp_path, change)
+
+
+def test_metadata_that_promises_more_than_the_files_hold_is_refused(prepared, tmp_path):
+    def examples(place):
+        file = place / "dataset_info.json"
+        info = json.loads(file.read_text())
+        info["splits"][0]["shardLengths"] = [str(10**12)]
+        file.write_text(json.dumps(info))
+
+    def classes(place):
+        file = place / "features.json"
+        file.write_text(re.sub(r'"numClasses": "\d+"', f'"numClasses": "{10**12}"', file.read_text()))
+        for names in place.glob("*.labels.txt"):
+            names.unlink()
+
+    with pytest.raises(ValueError, match=r"its metadata promises 1\d{12} examples in \d+ bytes"):
+        opened(prepared, tmp_path / "a", examples)
+    with pytest.raises(ValueError, match="1000000000000 classes, at most 1000000 are accepted"):
+        opened(prepared, tmp_path / "b", classes)
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"keys": np.array([b"x"]), "labels": np.zeros(2, np.int32)},
+        {"keys": np.array(["x"]), "labels": np.zeros(1, np.int32)},
+        {"keys": np.array(b"x"), "labels": np.array(0, np.int32)},
+        {"keys": np.array([b"x"]), "labels": np.array([99], np.int32)},
+        {"keys": np.array([b"\xff"]), "labels": np.zeros(1, np.int32)},
+        {"other": np.zeros(1)},
+    ],
+)
+def test_an_index_beside_a_data_set_that_makes_no_sense_is_made_anew(prepared, tmp_path, arrays):
+    data_dir, _ = prepared
+    want = plan_tfds("mnist", data_dir)
+
+    def change(place):
+        for index in place.glob(".cheem_jax/train-*.npz"):  # of one key or another
+            np.savez(index, allow_pickle=False, **arrays)
+
+    found = opened(prepared, tmp_path, change)
+    assert found.split_sha256 == want.split_sha256
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "3", '{"sha256": 7}'])
+def test_a_record_of_splits_that_makes_no_sense_is_told(prepared, tmp_path, text):
+    data_dir, tasks = prepared
+    plan_of(tasks["mnist"], data_dir, seed=77)
+    file = splits_file(data_dir, "mnist", 77)
+    file.write_text(text)
+    with pytest.raises(ValueError, match=rf"{file.name}"):
+        plan_of(tasks["mnist"], data_dir, seed=77)
+    file.unlink()
+
+
+def test_every_file_that_a_stock_builder_fetches_has_a_registered_hash():
+    """Some of their addresses are not encrypted, so nothing else would tell a file that was changed on the way."""
+    pytest.importorskip("tensorflow_datasets", reason="the extra `datasets` is not installed")
+    archives = [a for task in TASKS if task.builder not in OWN for a in registered(task, Path("/nonexistent"))]
+    assert sum(archive.url.startswith("http://") for archive in archives) > 5
+    assert all(re.fullmatch("[0-9a-f]{64}", archive.sha256) and archive.num_bytes for archive in archives)

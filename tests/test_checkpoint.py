@@ -1,12 +1,17 @@
 """What is saved comes back, from one small directory per task, and is never overwritten."""
 
+import importlib
 import shutil
+import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
 
+from cheem_jax import checkpoint
 from cheem_jax.architecture import from_strings
 from cheem_jax.checkpoint import (
     FORMAT,
@@ -14,6 +19,7 @@ from cheem_jax.checkpoint import (
     load_manifest,
     load_task,
     open_memory,
+    open_usable,
     save_memory_task,
     save_task,
     saved_tasks,
@@ -21,6 +27,7 @@ from cheem_jax.checkpoint import (
 from cheem_jax.ops import Expert, LowRank
 from cheem_jax.pool import Head, Memory, TaskMemory, base_pool, dense_expert, grow
 
+FIXTURES = Path(__file__).parent / "fixtures"
 POOL = base_pool(small.backbone(), "mlp_down")
 
 
@@ -160,6 +167,84 @@ def test_every_damaged_missing_or_foreign_file_is_found(tmp_path):
                 continue
             with pytest.raises(ValueError, match="000-textures-two cannot be read"):
                 load_task(copy)
+
+
+def test_a_checkpoint_of_the_first_public_format_opens_for_ever():
+    sys.path.insert(0, str(FIXTURES))
+    try:
+        made = importlib.import_module("make_checkpoint")
+    finally:
+        sys.path.remove(str(FIXTURES))
+    root, expected = FIXTURES / "checkpoint-task-2", made.memory()
+    opened = open_memory(root, made.base_pool())
+    assert same(opened.pool, expected.pool) and len(opened.tasks) == 2
+    assert [[stored[1:] for stored in block] for block in opened.pool] == [
+        [(None, None), (None, 0), (1, 1)], [(None, None), (0, 0)], [(None, None)]
+    ]  # fmt: skip
+    for a, b in zip(opened.tasks, expected.tasks, strict=True):
+        assert (a.name, a.classes, a.architecture, a.experts) == (b.name, b.classes, b.architecture, b.experts)
+        assert same((a.head, a.means, a.centroids), (b.head, b.means, b.centroids))
+    contents = [load_manifest(directory)["content_sha256"][:16] for directory in saved_tasks(root)]
+    assert contents == ["be885c35f983466d", "1dd8e6155c5bc93a"]
+
+
+def three_tasks():
+    """The third builds on the second alone."""
+    return grown(two_tasks(), "letters", ["reuse:0", "adapt:1", "skip", "reuse:1"], 2)
+
+
+def test_all_damaged_tasks_are_named_at_once(tmp_path):
+    directories = [save_memory_task(tmp_path, three_tasks(), index, rank=2) for index in range(3)]
+    for directory in directories[1:]:
+        (directory / "task.json").unlink()
+    with pytest.raises(
+        ValueError, match="001-shapes cannot be read.*002-letters cannot be read.*the other tasks are whole"
+    ):
+        open_memory(tmp_path, POOL)
+
+
+def test_what_does_not_build_on_a_damaged_task_stays_usable(tmp_path):
+    memory = three_tasks()
+    directories = [save_memory_task(tmp_path, memory, index, rank=2) for index in range(3)]
+    (directories[0] / "manifest.json").unlink()
+    usable, lost = open_usable(tmp_path, POOL)
+    # shapes and letters build on the first task's experts
+    assert usable.tasks == () and set(lost) == {d.name for d in directories}
+    assert "builds on experts of a damaged task in blocks [0, 1]" in lost["001-shapes"]
+
+    shutil.rmtree(tmp_path)
+    directories = [save_memory_task(tmp_path, memory, index, rank=2) for index in range(3)]
+    (directories[1] / "task.json").write_text("{")
+    usable, lost = open_usable(tmp_path, POOL)
+    assert [task.name for task in usable.tasks] == ["Textures, two"] and "cannot be read" in lost["001-shapes"]
+    assert "builds on experts" in lost["002-letters"]
+
+    shutil.rmtree(tmp_path)
+    independent = grown(two_tasks(), "alone", ["reuse:0", "adapt:1", "skip", "new"], 2)
+    directories = [save_memory_task(tmp_path, independent, index, rank=2) for index in range(3)]
+    shutil.rmtree(directories[1] / "arrays")
+    usable, lost = open_usable(tmp_path, POOL)
+    assert [task.name for task in usable.tasks] == ["Textures, two", "alone"] and set(lost) == {"001-shapes"}
+    for kept, whole in zip(usable.tasks, (independent.tasks[0], independent.tasks[2]), strict=True):
+        assert kept.experts == whole.experts and same(kept.head, whole.head)
+        for block, expert in enumerate(kept.experts):
+            if expert is not None:
+                assert same(dense_expert(usable.pool[block], expert), dense_expert(independent.pool[block], expert))
+    with pytest.raises(TypeError):  # a lost expert computes nothing
+        jnp.zeros((1, 64)) @ dense_expert(usable.pool[3], 1).weight
+
+
+def test_a_write_that_fails_says_so_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "to_disk", full)
+    with pytest.raises(OSError, match="000-a could not be written .*No space left"):
+        save_task(tmp_path / "000-a", {"x": np.ones(2)}, {"name": "a"})
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    save_task(tmp_path / "000-a", {"x": np.ones(2)}, {"name": "a"})
+    assert load_task(tmp_path / "000-a")[0]["x"].tolist() == [1, 1]
 
 
 def test_swapped_contents_are_found(tmp_path):

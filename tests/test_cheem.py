@@ -1,6 +1,5 @@
 """The whole method on tasks that take seconds: nothing an earlier task needs ever changes."""
 
-import contextlib
 import dataclasses
 import json
 import subprocess
@@ -19,21 +18,17 @@ from cheem_jax.data.demo import demo_stream
 from cheem_jax.execution.feed import HostImages
 from cheem_jax.execution.passes import token_means
 from cheem_jax.execution.stages import Stages
+from cheem_jax.keys import Keys
 from cheem_jax.methods.cheem import PAPER, PRESETS, QUICK, Cheem, dense_task_network
 from cheem_jax.methods.frozen_linear import FrozenLinear, fit_head
 from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
-from cheem_jax.methods.method import FrozenFeatures
+from cheem_jax.methods.method import FrozenFeatures, Undisturbed
 from cheem_jax.pool import dense_expert
-
-
-@contextlib.contextmanager
-def silent(phase, total):
-    yield lambda num_images, note="": None
 
 
 def learner(config=small.QUICK, stages=None, key=0, base_means=None):
     stages = stages or Stages(small.backbone(), config.placement, token=config.token)
-    return Cheem(stages, config, jax.random.key(key), base_means, FrozenFeatures(stages, config.batch_size))
+    return Cheem(stages, config, Keys(key), base_means, FrozenFeatures(stages, config.batch_size))
 
 
 def leaves_of(memory, index):
@@ -49,7 +44,7 @@ def test_learning_a_task_changes_no_byte_of_what_earlier_tasks_need(placement, t
     tasks = small.stream(3).tasks
     kept, answers = [], []
     for index, task in enumerate(tasks):
-        report = cheem.learn(task, silent)
+        report = cheem.learn(task, Undisturbed())
         cheem.save(tmp_path)
         assert set(report["seconds"]) == {"similarity", "prepare", "supernet", "search", "finetune", "router", "keep"}
         assert report["searched"] == 12
@@ -78,7 +73,7 @@ print(json.dumps([cheem.predict_given(i, t).tolist() for i, t in enumerate(small
 def test_the_same_seed_learns_the_same_and_another_seed_does_not(tmp_path):
     def memory_of(key):
         cheem = learner(key=key)
-        cheem.learn(small.task("colours", 0), silent)
+        cheem.learn(small.task("colours", 0), Undisturbed())
         return cheem.memory
 
     first, again, other = memory_of(0), memory_of(0), memory_of(1)
@@ -91,15 +86,15 @@ def test_the_same_seed_learns_the_same_and_another_seed_does_not(tmp_path):
 def test_a_new_task_sees_the_base_neutral_without_means_and_measured_with_them():
     stages = Stages(small.backbone(), "mlp_down")
     neutral = learner(stages=stages)
-    first = neutral.learn(small.task("colours", 0), silent)
+    first = neutral.learn(small.task("colours", 0), Undisturbed())
     assert first["similarity"] == [[0.0] * 4]
-    second = neutral.learn(small.task("more", 1), silent)
+    second = neutral.learn(small.task("more", 1), Undisturbed())
     assert second["similarity"][0] == [0.0] * 4
     known = [s for s in second["similarity"][1] if s is not None]
     assert not known or (max(known) <= 1 and min(known) >= -1)
 
     means = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
-    report = learner(stages=stages, base_means=means).learn(small.task("colours", 0), silent)
+    report = learner(stages=stages, base_means=means).learn(small.task("colours", 0), Undisturbed())
     assert max(report["similarity"][0]) == 1 and min(report["similarity"][0]) == -1
 
 
@@ -109,7 +104,7 @@ def test_uniform_sampling_never_asks_the_similarity():
     stages = Stages(small.backbone(), "mlp_down")
     one, other = (learner(config, stages, base_means=m) for m in (means, -means))
     task = small.task("colours", 0)
-    assert one.learn(task, silent)["architecture"] == other.learn(task, silent)["architecture"]
+    assert one.learn(task, Undisturbed())["architecture"] == other.learn(task, Undisturbed())["architecture"]
 
 
 def test_a_recoloured_task_is_more_similar_to_its_original_than_an_unrelated_one():
@@ -138,11 +133,11 @@ def test_a_recoloured_task_is_more_similar_to_its_original_than_an_unrelated_one
 
 def test_a_lighter_router_gives_its_own_centroids():
     stages, lighter = Stages(small.backbone(), "mlp_down"), Stages(small.backbone(5), "mlp_down")
-    cheem = Cheem(stages, small.QUICK, jax.random.key(0), None, FrozenFeatures(lighter, 16))
+    cheem = Cheem(stages, small.QUICK, Keys(0), None, FrozenFeatures(lighter, 16))
     own = learner(stages=stages)
     task = small.task("colours", 0)
-    cheem.learn(task, silent)
-    own.learn(task, silent)
+    cheem.learn(task, Undisturbed())
+    own.learn(task, Undisturbed())
     assert not np.allclose(cheem.memory.tasks[0].centroids, own.memory.tasks[0].centroids)
     np.testing.assert_array_equal(cheem.memory.tasks[0].head.weight, own.memory.tasks[0].head.weight)
 
@@ -150,10 +145,10 @@ def test_a_lighter_router_gives_its_own_centroids():
 def test_the_frozen_yardstick_learns_routes_and_comes_back(tmp_path):
     stages = Stages(small.backbone(), "mlp_down")
     features = FrozenFeatures(stages, 16)
-    frozen = FrozenLinear(jax.random.key(0), features, features, small.QUICK.router)
+    frozen = FrozenLinear(Keys(0), features, features, small.QUICK.router)
     tasks = small.stream(2).tasks
     for task in tasks:
-        frozen.learn(task, silent)
+        frozen.learn(task, Undisturbed())
         frozen.save(tmp_path)
     before = [frozen.answers(i, task) for i, task in enumerate(tasks)]
     accuracy = [(a.given_task == task.test.labels).mean() for a, task in zip(before, tasks, strict=True)]
@@ -188,13 +183,11 @@ def test_the_upper_bound_picks_its_rate_on_validation():
     bound = FullFinetune(
         small.backbone(),
         FullFinetuneConfig(epochs=6, learning_rates=(1e-9, 1e-2), batch_size=16),
-        jax.random.key(0),
+        Keys(0),
     )
-    seen = []
-    found = bound.learn(0, task, lambda num, note="": seen.append(num))
+    found = bound.learn(0, task, Undisturbed())
     assert found.learning_rate == 1e-2 and found.test_accuracy > 0.6
-    assert sum(seen) == bound.num_images(task)
-    again = bound.learn(0, task, lambda num, note="": None)
+    again = bound.learn(0, task, Undisturbed())
     assert again == found  # every task starts again from the pretrained weights
 
 

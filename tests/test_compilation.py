@@ -7,7 +7,14 @@ import sys
 import jax
 import pytest
 
-from cheem_jax.execution.compilation import Compilations, NotKept, compilations, jit_options, keep_programs
+from cheem_jax.execution.compilation import (
+    DETERMINISTIC,
+    Compilations,
+    NotKept,
+    compilations,
+    jit_options,
+    keep_programs,
+)
 
 PROGRAM = """
 import jax
@@ -63,6 +70,11 @@ def test_every_program_is_counted():
     found = compilations().since(before)
     assert found.programs >= 1 and found.seconds > 0
     assert Compilations(5, 1, 2.5).since(Compilations(3, 1, 1.0)) == Compilations(2, 0, 1.5)
+
+
+def test_the_compiler_knows_the_options_of_deterministic_runs():
+    assert jax.jit(lambda x: x + 1, compiler_options=DETERMINISTIC)(1.0) == 2.0
+    assert jit_options("float32", True) == jit_options("float32", False)  # on a CPU, which needs none
 
 
 def test_bfloat16_products_keep_the_compilers_own_choice():

@@ -1,23 +1,34 @@
 """The loop over a stream: its files, its numbers, going on after a stop, and another config refused."""
 
+import contextlib
 import dataclasses
+import functools
+import hashlib
 import io
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import small
+from flax import nnx
 from rich.console import Console
 
-from cheem_jax import metrics
+from cheem_jax import continual, metrics
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
+from cheem_jax.execution.choice import EngineConfig
+from cheem_jax.interruption import Stopped
+from cheem_jax.keys import Keys, SeedsConfig
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.report.compare import timeless
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
 from cheem_jax.run_directory import claim, hold
@@ -29,12 +40,33 @@ def quiet():
     return Progress(Console(file=io.StringIO(), force_terminal=False))
 
 
-def without_times(results):
-    """Results less what a clock or the memory of the process decides."""
-    timed = ("seconds", "seconds_total", "peak_memory_bytes", "compile")
-    if isinstance(results, dict):
-        return {key: without_times(value) for key, value in results.items() if key not in timed}
-    return [without_times(value) for value in results] if isinstance(results, list) else results
+_made = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once():
+    """One executor and one upper bound for all runs of equal settings and weights: programs are compiled once."""
+    make = continual.make_executor
+
+    bound = continual.FullFinetune
+
+    def once(make, vit, *settings, **named):
+        weights = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(nnx.state(vit))))
+        key = (make, weights.hexdigest(), settings, tuple(named.items()))
+        if key not in _made:
+            _made[key] = make(vit, *settings, **named)
+        return _made[key]
+
+    def bound_once(vit, config, keys, **named):  # all runs here that have a bound have one seed
+        return once(make_bound, vit, config, **named)
+
+    def make_bound(vit, config, **named):
+        return bound(vit, config, Keys(0), **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continual, "make_executor", functools.partial(once, make))
+        patch.setattr(continual, "FullFinetune", bound_once)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +136,131 @@ def test_a_stopped_run_ends_as_one_that_was_not(finished, tmp_path, place):
             return super().phase(phase, task=task, total=total)
 
     with pytest.raises(Stop):
-        run_stream(stream, small.pretrained(), config, directory, Stopping(quiet().console))
+        run_stream(stream, small.pretrained(), config, directory, Stopping(quiet().console), save_every=0)
     assert json.loads((directory / "results.json").read_text())["tasks"][0]["name"] == "task0"
     results = run_stream(stream, small.pretrained(), config, directory, quiet())
-    assert without_times(results) == without_times(finished[1])
+    assert timeless(results) == timeless(finished[1])
+
+
+class Signalling(Progress):
+    """Sends itself a signal at the given report of the given phase."""
+
+    def __init__(self, place, number, signal_number):
+        super().__init__(quiet().console)
+        self.place, self.left, self.signal_number = place, number, signal_number
+
+    @contextlib.contextmanager
+    def phase(self, phase, *, task, total):
+        with super().phase(phase, task=task, total=total) as shown:
+
+            def advance(num_images, note=""):
+                shown(num_images, note)
+                if (phase, task) == self.place:
+                    self.left -= 1
+                    if self.left == 0:
+                        os.kill(os.getpid(), self.signal_number)
+
+            yield advance
+
+
+STOPS = [
+    ("similarity", "task1", 1, False),
+    ("supernet", "task0", 1, True),
+    ("supernet", "task1", 5, True),
+    ("search", "task0", 3, True),
+    ("finetune", "task1", 4, True),
+    ("finetune", "task0", 12, True),
+    ("means", "task1", 1, True),
+    ("evaluate", "2 tasks, cheem", 1, False),
+]
+
+
+@pytest.mark.parametrize(("phase", "task", "number", "saved"), STOPS, ids=lambda value: str(value))
+def test_a_signal_saves_after_the_running_step_and_the_run_goes_on_exactly(
+    finished, tmp_path, phase, task, number, saved
+):
+    directory, stream = tmp_path / "run", small.stream(2)
+    kind = signal.SIGTERM if number % 2 else signal.SIGINT
+    with pytest.raises(Stopped) as stopped:
+        run_stream(stream, small.pretrained(), CONFIG, directory, Signalling((phase, task), number, kind))
+    assert stopped.value.signal_number == kind
+    assert saved == any((directory / "checkpoints" / "cheem").glob("running-*"))
+    found = run_stream(stream, small.pretrained(), CONFIG, directory, quiet())
+    assert timeless(found) == timeless(alone(finished))
+    assert not any((directory / "checkpoints" / "cheem").glob("*running-*"))
+
+
+def alone(finished):
+    """The finished run's results less its upper bound."""
+    results = json.loads(json.dumps(finished[1]))
+    del results["yardsticks"]["full_finetune"]
+    return results | {"fom": None}
+
+
+def test_the_sweep_of_the_upper_bound_goes_on_in_the_middle(finished, tmp_path):
+    stream, directory = small.stream(2), tmp_path / "run"
+    config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-9, 1e-3), 16))
+    whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
+    for number in (2, 9):  # in the first rate, and in the second
+        with pytest.raises(Stopped):
+            place = ("upper bound", "task0") if number == 2 else ("upper bound", "task1")
+            progress = Signalling(place, number, signal.SIGINT)
+            run_stream(stream, small.pretrained(), config, directory, progress)
+        assert any((directory / "checkpoints" / "full_finetune").glob("running-*"))
+    assert timeless(run_stream(stream, small.pretrained(), config, directory, quiet())) == timeless(whole)
+
+
+@pytest.mark.parametrize("name", ["whole", "scan"])
+def test_going_on_is_exact_with_every_executor(tmp_path, name):
+    config = dataclasses.replace(CONFIG, engine=EngineConfig(executor=name, steps_per_call=2))
+    stream = small.stream(1)
+    whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
+    for phase, number in (("supernet", 3), ("finetune", 3)):
+        with pytest.raises(Stopped):
+            progress = Signalling((phase, "task0"), number, signal.SIGINT)
+            run_stream(stream, small.pretrained(), config, tmp_path / "run", progress)
+    found = run_stream(stream, small.pretrained(), config, tmp_path / "run", quiet())
+    assert timeless(found) == timeless(whole)
+
+
+def test_what_ran_before_in_the_process_changes_nothing(finished, tmp_path):
+    run_stream(small.stream(1), small.pretrained(3), CONFIG, tmp_path / "other", quiet())
+    found = run_stream(small.stream(2), small.pretrained(), CONFIG, tmp_path / "run", quiet())
+    assert found["checkpoints"] == finished[1]["checkpoints"]
+
+
+def test_seeds_of_parts_vary_that_part_alone(tmp_path):
+    stream = small.stream(1)
+
+    def run(**seeds):
+        config = dataclasses.replace(CONFIG, seeds=SeedsConfig(**seeds))
+        directory = tmp_path / ("-".join(f"{part}{seed}" for part, seed in seeds.items()) or "none")
+        run_stream(stream, small.pretrained(), config, directory, quiet())
+        report = next(entry["report"] for entry in read(directory) if entry["event"] == "learned")
+        return report["supernet_losses"], report["searched"], report["architecture"]
+
+    plain = run()
+    assert run(initialisation=0)[0] == plain[0]  # the run's own seed, by name
+    assert run(search=7)[0] == plain[0]
+    for part in ("initialisation", "order", "sampling"):
+        assert run(**{part: 7})[0] != plain[0]
+
+
+def test_a_full_disk_is_told_before_a_task_begins(tmp_path, monkeypatch):
+    free = shutil.disk_usage(tmp_path)._replace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda directory: free)
+    with pytest.raises(ValueError, match=r"task 'task0' may take 16\.\d MB on the disk, and .* has 1\.0 MB left"):
+        run_stream(small.stream(1), small.pretrained(), CONFIG, tmp_path / "run", quiet())
+    monkeypatch.undo()
+    run_stream(small.stream(1), small.pretrained(), CONFIG, tmp_path / "run", quiet())
+
+
+def test_a_damaged_task_is_named_and_the_others_are_not(finished, tmp_path):
+    directory = tmp_path / "copy"
+    shutil.copytree(finished[0], directory)
+    (directory / "checkpoints" / "cheem" / "001-task1" / "task.json").write_text("{}")
+    with pytest.raises(ValueError, match="001-task1 cannot be read.*the other tasks are whole"):
+        run_stream(small.stream(2), small.pretrained(), CONFIG, directory, quiet())
 
 
 def test_a_finished_run_is_shown_again_and_learns_nothing(finished):

@@ -1,5 +1,6 @@
 """Decoded pictures on the disk: the same pixels, made once, never trusted half-made."""
 
+import json
 import os
 import signal
 import subprocess
@@ -248,3 +249,44 @@ def test_auto_keeps_a_small_stream_in_memory_and_a_large_one_on_the_disk(tmp_pat
 def test_senseless_settings_are_refused():
     with pytest.raises(ValueError, match="workers is -1"):
         ImagesConfig(workers=-1)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<i4', 'fortran_order': False, 'shape': (1000000000000,), }",
+        "{'descr': '|V0', 'fortran_order': False, 'shape': (1000000000000,), }",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (12,), }",
+        "{'descr': '|O', 'fortran_order': False, 'shape': (6,), }",
+        "{'descr': '<i4', 'fortran_order': False, 'shape': (99999999999999999999,), }",
+        "[" * 3000,
+    ],
+)
+def test_a_header_that_promises_other_numbers_than_there_are_is_damage(tmp_path, header):
+    plan = plan_task(pictures(tmp_path / "pets"))
+    kept(plan, tmp_path / "cache", "cache")
+    place = cache_place(plan, 8, tmp_path / "cache")
+    for name in ("train.npy", "train.labels.npy"):
+        whole = (place / name).read_bytes()
+        (place / name).write_bytes(whole[:8] + len(header).to_bytes(2, "little") + header.encode() + whole[128:])
+        with pytest.raises(ValueError, match=f"the cache {place} is damaged .*remove this folder"):
+            open_cache(place)
+        (place / name).write_bytes(whole)
+
+
+@pytest.mark.parametrize("meta", ["[]", '{"splits": 3}', '{"splits": {"../../x": {}}}', "[" * 100_000, "\ud800"])
+def test_any_other_json_is_a_damaged_cache(tmp_path, meta):
+    (tmp_path / "cache.json").write_bytes(meta.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ValueError, match=f"the cache {tmp_path} is damaged"):
+        open_cache(tmp_path)
+
+
+def test_a_cache_that_lacks_a_split_is_damaged(tmp_path):
+    plan = plan_task(pictures(tmp_path / "pets"))
+    kept(plan, tmp_path / "cache", "cache")
+    file = cache_place(plan, 8, tmp_path / "cache") / "cache.json"
+    meta = json.loads(file.read_text())
+    del meta["splits"]["val"]
+    file.write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match=r"is damaged \(it holds \['test', 'train'\]\); remove this folder"):
+        kept(plan, tmp_path / "cache", "cache")

@@ -1,4 +1,6 @@
 import io
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -187,3 +189,45 @@ def test_decode_many_reports_all_broken_files_at_once(tmp_path):
     assert str(tmp_path / "b.png") in str(caught.value)
     with pytest.raises(ValueError, match="9 image file.*and 4 more"):
         decode_many(FolderFiles(tmp_path, ["d.png"] * 9), 4)
+
+
+def test_a_jpeg_of_very_many_scans_is_refused_since_each_passes_over_the_whole_picture():
+    data = encode(Image.new("RGB", (16, 16), (9, 99, 199)), "JPEG", progressive=True)
+    start, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
+    assert decode_image(data[:end] + 50 * data[start:end] + data[end:], 8).shape == (8, 8, 3)
+    with pytest.raises(ValueError, match=r"slow\.jpg: .* scans, at most 100 are accepted"):
+        decode_image(data[:end] + 200 * data[start:end] + data[end:], 8, name="slow.jpg")
+
+
+def test_a_tiff_with_enormous_tiles_is_refused_before_one_is_made():
+    tags = [
+        (256, 100),
+        (257, 100),
+        (258, 8),
+        (259, 5),
+        (262, 1),
+        (277, 1),
+        (322, 30_000),
+        (323, 30_000),
+        (324, 8),
+        (325, 9),
+    ]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    data = b"II*\0" + struct.pack("<I", 24) + bytes(16) + struct.pack("<H", len(tags)) + entries + bytes(4)
+    with pytest.raises(ValueError, match=r"x\.tif: .*tiles of 30000 x 30000 pixels, at most"):
+        decode_image(data, 8, name="x.tif")
+
+
+def test_texts_and_profiles_that_unpack_to_much_more_are_refused():
+    data = encode(Image.new("L", (4, 4)))
+    for kind in (b"zTXt", b"iCCP"):
+        body = b"x\0\0" + zlib.compress(bytes(2**27))
+        chunk = struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        with pytest.raises(ValueError, match=r"x\.png: the image cannot be decoded"):
+            decode_image(data[:33] + chunk + data[33:], 8, name="x.png")
+
+
+def test_every_sixteen_bit_grey_is_rounded_to_the_nearest():
+    values = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
+    want = np.round(values / 257).astype(np.uint8)
+    np.testing.assert_array_equal(decode_image(encode(Image.fromarray(values)), 256)[..., 0], want)

@@ -2,6 +2,8 @@ import io
 import json
 import math
 import os
+import struct
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cheem_jax.data import fingerprint, load_stream, load_task
-from cheem_jax.data.files import list_files
+from cheem_jax.data.files import files_of, list_files
 from cheem_jax.data.splits import cut, tenths
 
 
@@ -339,3 +341,63 @@ def test_a_name_that_is_no_unicode_is_told(tmp_path):
         pytest.skip("this file system takes no such name")
     with pytest.raises(ValueError, match="not valid Unicode"):
         load_task(folder, image_size=4)
+
+
+def test_a_zip_that_unpacks_to_a_hundred_times_its_size_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("cheem_jax.data.files.SMALL_BYTES", 2**20)
+    file = tmp_path / "bomb.zip"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("train/cat/1.png", bytes(2**22))
+    with pytest.raises(ValueError, match=r"bomb\.zip: refused as a bomb: \d+ bytes unpack to 4194304, over 100 times"):
+        load_task(file, image_size=4)
+
+
+def test_zip_members_that_overlap_are_refused(tmp_path):
+    file = write_zip(tmp_path / "x.zip", {"train/cat/1.png": bytes(5000), "train/dog/1.png": b""})
+    data = bytearray(file.read_bytes())
+    second = data.index(b"PK\x01\x02", data.index(b"PK\x01\x02") + 4)
+    struct.pack_into("<II", data, second + 20, 5000, 5000)  # as long as the first, and at the same place
+    struct.pack_into("<I", data, second + 42, 0)
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=r"x\.zip: its members take more bytes than the file has, so they overlap"):
+        load_task(file, image_size=4)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_packings_that_are_unpacked_without_bound_are_refused(tmp_path, method):
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", method) as archive:
+        archive.writestr("train/cat/1.png", b"x")
+    with pytest.raises(ValueError, match=rf"'train/cat/1\.png': it is packed by method {method}; zip it again"):
+        load_task(tmp_path / "x.zip", image_size=4)
+
+
+def test_a_member_gives_no_more_than_the_directory_tells(tmp_path):
+    file = tmp_path / "x.zip"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("1.png", bytes(2**28))
+    data = bytearray(file.read_bytes())
+    struct.pack_into("<I", data, data.index(b"PK\x01\x02") + 24, 10)  # what it says that it unpacks to
+    file.write_bytes(data)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"1\.png cannot be read: Bad CRC-32"):
+        files_of(file, list_files(file)).read(0)
+    assert tracemalloc.get_traced_memory()[1] < 2**23
+    tracemalloc.stop()
+
+
+def test_too_many_files_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("cheem_jax.data.files.MAX_FILES", 5)
+    for place in (write(tmp_path / "pets", FULL), write_zip(tmp_path / "pets.zip", FULL)):
+        with pytest.raises(ValueError, match=f"{place.name}: .*5"):
+            load_task(place, image_size=4)
+
+
+def test_a_link_to_itself_is_no_task_and_no_endless_loop(tmp_path):
+    (tmp_path / "loop.zip").symlink_to("loop.zip")
+    with pytest.raises(OSError, match=r"loop\.zip"):
+        load_stream(tmp_path, image_size=4)
+
+
+def test_a_meta_json_nested_without_end_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"meta\.json: not readable as JSON: maximum recursion"):
+        load_task(write(tmp_path / "pets", FULL | {"meta.json": b"[" * 100_000}), image_size=4)

@@ -2,14 +2,18 @@
 
 import hashlib
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
+from email.message import Message
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from cheem_jax.data.benchmarks import download as module
 from cheem_jax.data.benchmarks.download import download
+from cheem_jax.data.benchmarks.origins import OWN
 
 BODY = bytes(range(256)) * 4096 * 3  # 3 MiB
 SHA256, MD5 = hashlib.sha256(BODY).hexdigest(), hashlib.md5(BODY).hexdigest()
@@ -331,3 +335,37 @@ def test_a_redirect_is_followed_but_not_to_a_local_file(server, tmp_path):
     server.faults = [status(302, Location="file:///etc/hostname")]
     with pytest.raises(OSError, match="302"):
         download(server.url, tmp_path / "b.zip", retries=0)
+
+
+def test_every_registered_address_is_encrypted_and_all_but_one_file_have_a_hash():
+    archives = [archive for known in OWN.values() for archive in known]
+    assert all(archive.url is None or archive.url.startswith("https://") for archive in archives)
+    # its publisher tells no hash; the first download's is kept beside it
+    assert [a.file for a in archives if a.sha256 is None and a.md5 is None] == ["fgvc-aircraft-2013b.tar.gz"]
+
+
+def test_an_encrypted_address_does_not_lead_to_one_that_is_not():
+    redirects = module._Redirects()
+    request = urllib.request.Request("https://example.org/a.zip")
+    with pytest.raises(ValueError, match="leads to http://example.org/b.zip, which is not encrypted"):
+        redirects.redirect_request(request, None, 302, "Found", Message(), "http://example.org/b.zip")
+    assert redirects.redirect_request(request, None, 302, "Found", Message(), "https://example.org/b.zip")
+
+
+@pytest.mark.parametrize("memo", ["[" * 100_000, '{"url": 1, "validator": {}, "total": []}', "[1, 2, 3]", "\xff"])
+def test_a_note_beside_a_partial_file_that_makes_no_sense_is_left_out(tmp_path, memo):
+    part = tmp_path / "a.zip.part"
+    part.with_name("a.zip.part.json").write_bytes(memo.encode("latin-1"))
+    assert module._recall(part) is None
+
+
+def test_a_hash_file_that_is_no_text_is_told(tmp_path):
+    (tmp_path / "a.zip.sha256").write_bytes(b"\xff" * 64)
+    with pytest.raises(ValueError, match=r"a\.zip\.sha256 holds no SHA-256"):
+        download("https://example.org/a.zip", tmp_path / "a.zip")
+
+
+@pytest.mark.parametrize("value", ["²", "9" * 5000, "Mon, 01 Jan 0001 00:00:00", "Fri, 31 Dec 9999 23:59:59 -9999"])
+def test_a_wait_that_makes_no_sense_raises_nothing(value):
+    pause = module._retry_after(value)
+    assert pause is None or pause >= 0

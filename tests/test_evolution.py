@@ -1,5 +1,7 @@
 """The search on toy landscapes: it runs in milliseconds and its best answer is known."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -53,8 +55,34 @@ def test_a_nan_never_wins():
     assert toy_score(winner[None])[0] == 80
 
 
+def test_an_infinite_score_never_wins():
+    scored = Scored(np.array([[0], [1]]), np.array([np.inf, 3.0]), np.array([1.0, 2.0]))
+    assert rank(scored, 10, 0.02).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("generations", [1, 3])
+def test_a_search_that_goes_on_ends_as_one_that_was_not_stopped(generations):
+    config = SearchConfig(population=12, generations=5, num_parents=3)
+    arguments = (toy_score, no_cost, UNIFORM, UNIFORM, SIZES, 100)
+    winner, scored = search(jax.random.key(4), *arguments, config)
+    kept = []
+    search(jax.random.key(4), *arguments, dataclasses.replace(config, generations=generations), kept.append)
+    assert kept[-1].generations == generations and len(kept[-1].scored.genomes) == 12 * generations
+    calls = []
+
+    def counted(genomes):
+        calls.append(len(genomes))
+        return toy_score(genomes)
+
+    again, all_scored = search(jax.random.key(4), counted, *arguments[1:], config, begun=kept[-1])
+    np.testing.assert_array_equal(again, winner)
+    for one, other in zip(all_scored, scored, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert sum(calls) == 12 * (5 - generations)
+
+
 def test_a_search_without_any_score_says_so():
-    with pytest.raises(ValueError, match="every one was NaN"):
+    with pytest.raises(ValueError, match="none was a finite number"):
         run(lambda genomes: np.full(len(genomes), np.nan))
 
 

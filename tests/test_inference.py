@@ -1,7 +1,5 @@
 """Answers that share the base network's work are those of two full passes, and no request compiles."""
 
-import contextlib
-
 import jax
 import numpy as np
 import pytest
@@ -13,8 +11,9 @@ from cheem_jax.execution.inference import Inference, TaskNetwork, bucket_sizes, 
 from cheem_jax.execution.passes import answers
 from cheem_jax.execution.stages import Stages
 from cheem_jax.execution.whole import Whole
+from cheem_jax.keys import Keys
 from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.method import FrozenFeatures, base_network
+from cheem_jax.methods.method import FrozenFeatures, Undisturbed, base_network
 from cheem_jax.ops import init_new
 from cheem_jax.supernet import init_head_learner
 
@@ -78,12 +77,12 @@ def test_groups_are_cut_into_few_sizes_and_lose_nobody():
 
 def test_a_learner_predicts_task_and_class_as_its_evaluation_does():
     executor = Stages(VIT, "mlp_down")
-    cheem = Cheem(executor, small.QUICK, jax.random.key(0), None, FrozenFeatures(executor, 16))
+    cheem = Cheem(executor, small.QUICK, Keys(0), None, FrozenFeatures(executor, 16))
     with pytest.raises(ValueError, match="nothing has been learned"):
         cheem.predict(IMAGES)
     tasks = small.stream(2).tasks
     for task in tasks:
-        cheem.learn(task, lambda phase, total: contextlib.nullcontext(lambda num, note="": None))
+        cheem.learn(task, Undisturbed())
     for index, task in enumerate(tasks):
         wanted, found = cheem.answers(index, task), cheem.predict(task.test.images)
         np.testing.assert_array_equal(found.tasks, wanted.chosen_task)

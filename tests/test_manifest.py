@@ -294,3 +294,17 @@ def test_the_time_grows_with_the_rows_and_not_with_their_square(tmp_path):
 
     seconds(500)  # imports
     assert seconds(16000) < 100 * seconds(1000)  # by the square it would be 256 times
+
+
+def test_a_first_line_too_long_for_a_field_is_told(tmp_path):
+    file = tmp_path / "cars.csv"
+    file.write_text("path,label," + "x" * 200_000 + "\n")
+    with pytest.raises(ValueError, match=r"cars\.csv, line \d: no readable CSV: field larger than field limit"):
+        plan_manifest(file)
+
+
+def test_one_class_alone_is_told_with_the_file(tmp_path):
+    (tmp_path / "1.png").write_bytes(b"x")
+    (tmp_path / "cars.csv").write_text("path,label\n1.png,car\n")
+    with pytest.raises(ValueError, match=r"cars\.csv: task 'cars' has 1 class"):
+        plan_manifest(tmp_path / "cars.csv")

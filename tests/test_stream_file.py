@@ -4,6 +4,7 @@ import pytest
 from PIL import Image
 
 from cheem_jax.data import ImagesConfig, load_tasks
+from cheem_jax.data.sources import plan_source
 from cheem_jax.data.stream_file import plan_stream_file
 
 
@@ -118,3 +119,32 @@ def test_a_file_that_is_missing_or_in_another_encoding_is_refused(tmp_path):
     (tmp_path / "stream.toml").write_bytes('name = "é"'.encode("latin-1"))
     with pytest.raises(ValueError, match="stream.toml: not readable as TOML"):
         plan_stream_file(tmp_path / "stream.toml")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('path = "a\\u0000b"', "path must be text, got 'a"),
+        ("seed = 0x" + "f" * 6000, "seed must be a whole number, got a number without end; 64 bits"),
+        ("name = [0x" + "f" * 6000 + "]", "name must be text, got a number without end"),
+        ("x = " + "[" * 100_000, "not readable as TOML"),
+        ("# " + "x" * 2**20, "at most 1048576 are accepted in a stream"),
+    ],
+)
+def test_hostile_values_are_told_with_the_file(tmp_path, line, told):
+    file = tmp_path / "stream.toml"
+    file.write_text(f"[[task]]\n{line}\n" if line.startswith("path") else f'{line}\n[[task]]\npath = "x"\n')
+    with pytest.raises(ValueError, match=rf"stream\.toml: .*{told}"):
+        plan_stream_file(file)
+
+
+def test_a_path_that_links_to_itself_is_told(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "stream.toml").write_text('[[task]]\npath = "loop"\n')
+    with pytest.raises(OSError, match="loop"):
+        plan_stream_file(tmp_path / "stream.toml")
+
+
+def test_the_home_of_nobody_is_only_a_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match="~nobody-at-all/x: no such folder"):
+        plan_source("~nobody-at-all/x", data_dir=tmp_path)

@@ -1,6 +1,7 @@
 """What a step touches, and what fitting does."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
@@ -13,6 +14,7 @@ from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import (
     ExplorationConfig,
     FitConfig,
+    FitState,
     constant_draws,
     fit,
     frozen_prefix,
@@ -83,8 +85,8 @@ def test_fitting_learns_an_easy_task_and_reports_every_image():
         jax.random.key(0), STAGES, net, TASK.train.labels, FEED, constant_draws(np.array([0, 1, 0, 0])),
         FitConfig(epochs=6, learning_rate=1e-2), batch_size=16, advance=lambda num, note="": seen.append(num),
     )  # fmt: skip
-    assert sum(seen) == 6 * 40 and len(result) == 6
-    assert result[-1] < 0.5 * result[0]
+    assert sum(seen) == 6 * 40 and len(result.losses) == 6 and result.skipped == 0
+    assert result.losses[-1] < 0.5 * result.losses[0]
 
 
 def test_fitting_is_a_function_of_its_keys():
@@ -93,17 +95,91 @@ def test_fitting_is_a_function_of_its_keys():
         return fit(
             jax.random.key(order_seed), STAGES, net, TASK.train.labels, FEED, constant_draws(np.array([0, 2, 0, 0])),
             FitConfig(epochs=2), batch_size=16, advance=lambda num, note="": None,
-        )  # fmt: skip
+        ).losses  # fmt: skip
 
     assert losses(0) == losses(0) != losses(1)
 
 
-def test_a_loss_that_explodes_is_named():
-    with pytest.raises(FloatingPointError, match="learning rate below"):
+def test_a_loss_that_explodes_stops_with_its_place_and_reaches_no_parameter():
+    net = supernet()
+    with pytest.raises(FloatingPointError, match=r"at step \d of 3 in epoch \d, .* with the architecture adapt:0 new"):
         fit(
-            jax.random.key(0), STAGES, supernet(), TASK.train.labels, FEED, constant_draws(np.array([1, 2, 0, 0])),
+            jax.random.key(0), STAGES, net, TASK.train.labels, FEED, constant_draws(np.array([1, 2, 0, 0])),
             FitConfig(epochs=4, learning_rate=1e38), batch_size=16, advance=lambda num, note="": None,
         )  # fmt: skip
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((snapshot(net.learners), snapshot(net.head))))
+
+
+def test_steps_whose_gradient_is_no_finite_number_can_be_left_out_and_are_counted():
+    net, clean = supernet(), supernet()
+    for one in (net, clean):  # New of block 1 exists before it is drawn
+        one.learner(1, from_strings(["reuse:0", "new"])[1])
+    learner = net.learners[1, 2]
+    broken = learner._replace(params=learner.params._replace(weight=learner.params.weight.at[0, 0].set(jnp.nan)))
+    net.learners[1, 2] = broken
+
+    def draws(epoch, steps):
+        return np.array([[1, 2 if step == 1 else 0, 0, 0] for step in range(steps)])
+
+    config = FitConfig(epochs=2, non_finite="skip")
+    state = fit(
+        jax.random.key(0), STAGES, net, TASK.train.labels, FEED, draws, config, batch_size=16,
+        advance=lambda num, note="": None,
+    )  # fmt: skip
+    assert state.skipped == 2 and state.step == 6 and np.isfinite(state.losses).all()
+    # Adam's own counts of steps
+    assert jax.tree.leaves(net.head.adam)[0] == 4 and jax.tree.leaves(net.learners[1, 2].adam)[0] == 0
+    assert np.isfinite(snapshot(net.head)[0]).all()
+
+
+def test_a_phase_in_which_no_step_counts_stops_even_if_such_steps_may_be_left_out():
+    net = supernet()
+    net.head = net.head._replace(params=net.head.params._replace(bias=net.head.params.bias.at[0].set(jnp.inf)))
+    with pytest.raises(FloatingPointError, match="at step 1 of 3 in epoch 1"):
+        fit(
+            jax.random.key(0), STAGES, net, TASK.train.labels, FEED, constant_draws(np.array([1, 2, 0, 0])),
+            FitConfig(epochs=2, non_finite="skip"), batch_size=16, advance=lambda num, note="": None,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 4, 6])
+def test_a_fit_that_goes_on_ends_as_one_that_was_not_stopped(stop_at):
+    def draws(epoch, steps):
+        return np.random.default_rng(epoch).integers(0, 4, (steps, 4))
+
+    def go(net, state, advance=lambda num, note="": None):
+        return fit(
+            jax.random.key(0), STAGES, net, TASK.train.labels, FEED, draws, FitConfig(epochs=2), batch_size=16,
+            advance=advance, state=state,
+        )  # fmt: skip
+
+    whole, stopped, resumed = supernet(), supernet(), supernet()
+    expected = go(whole, FitState())
+
+    class Enough(Exception):
+        pass
+
+    kept = {}
+
+    def stop(num, note=""):
+        if state.step == stop_at:
+            arrays = jax.tree.map(np.array, stopped.arrays())
+            kept.update(
+                arrays=arrays, step=state.step, losses=list(state.losses), running=list(map(float, state.running))
+            )
+            raise Enough
+
+    state = FitState()
+    with pytest.raises(Enough):
+        go(stopped, state, stop)
+    resumed.restore(kept.pop("arrays"))
+    found = go(resumed, FitState(**kept))
+    assert found.losses == expected.losses and found.step == expected.step == 6
+    assert resumed.learners.keys() == whole.learners.keys()
+    for one, other in zip(
+        jax.tree.leaves((resumed.learners, resumed.head)), jax.tree.leaves((whole.learners, whole.head)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_the_rate_follows_a_cosine_of_all_steps():
@@ -142,11 +218,11 @@ def test_what_fine_tuning_leaves_unchanged_is_kept_and_changes_nothing():
         assert [step.expert is None for step in prefix] == [False, True]
         feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=room)
         assert (feed is FEED) == (budget == 0) and room.refused == ([] if budget else ["tokens"])
-        losses = fit(
+        state = fit(
             jax.random.key(0), STAGES, net, TASK.train.labels, feed, constant_draws(codes),
             FitConfig(epochs=2), batch_size=16, advance=lambda num, note="": None,
         )  # fmt: skip
-        found[budget] = losses, snapshot(net.learners), snapshot(net.head)
+        found[budget] = state.losses, snapshot(net.learners), snapshot(net.head)
     for one, other in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[2**20]), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -160,7 +236,7 @@ def test_where_nothing_else_learns_the_head_alone_is_trained_on_kept_features():
     losses = fit(
         jax.random.key(0), STAGES, net, TASK.train.labels, feed, constant_draws(np.array([0, 3, 0, 0])),
         FitConfig(epochs=8, learning_rate=1e-2), batch_size=16, advance=lambda num, note="": None,
-    )  # fmt: skip
+    ).losses  # fmt: skip
     assert losses[-1] < 0.6 * losses[0] and not net.learners
 
 

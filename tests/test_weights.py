@@ -376,3 +376,79 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, nano, monkeypatch):
         save_converted(file, dataclasses.replace(nano, source="another"))
     assert file.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["nano.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "told"),
+    [
+        ("patch_embed.proj.weight", (0, 3, 4, 4), "no plain ViT has 3 channels and a width of 0"),
+        ("patch_embed.proj.weight", (64, 3, 0, 0), "patch_size is 0, expected a whole number"),
+        ("head.weight", (), r"head\.weight \(\) is no matrix"),
+        ("blocks.99999999999.norm1.weight", (64,), r"unexpected: blocks\.99999999999\.norm1\.weight"),
+    ],
+)
+def test_odd_shapes_and_block_numbers_are_refused_and_not_computed_with(tmp_path, name, shape, told):
+    file = tmp_path / "model.safetensors"
+    tensors = timm_tensors() | {name: np.zeros(shape, np.float32)}
+    safetensors.numpy.save_file(tensors, file)
+    backbone = "vit_huge_patch4_12.dino" if name.startswith("patch") else TINY
+    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{told}"):
+        load_pretrained(backbone, weights=file)
+
+
+def test_tensors_that_are_no_numbers_are_refused(tmp_path):
+    np.savez(tmp_path / "model.npz", allow_pickle=False, cls_token=np.array(["text"]))
+    with pytest.raises(ValueError, match=r"model\.npz: \['cls_token'\] hold no real numbers"):
+        load_pretrained(TINY, weights=tmp_path / "model.npz")
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ('{"pretrained_cfg": 3}', "pretrained_cfg in the config.json of .* is 3, expected an object"),
+        ('{"pretrained_cfg": {"mean": [0, 0], "std": [1, 1, 1]}}', "are not three numbers each"),
+        ('{"pretrained_cfg": {"mean": [[], 0, 0], "std": [1, 1, 1]}}', "are not three numbers each"),
+        ('{"pretrained_cfg": {"mean": [0, 0, 1' + "0" * 400 + '], "std": [1, 1, 1]}}', "are not three numbers each"),
+        ('{"pretrained_cfg": {"mean": [0, 0, NaN], "std": [1, 1, 1]}}', "expected three finite numbers"),
+        ('{"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 0, 1]}}', "expected three finite numbers, all positive"),
+        ("[" * 100_000, "config.json is not readable JSON"),
+    ],
+)
+def test_a_config_beside_the_weights_that_makes_no_sense_is_told(tmp_path, config, told):
+    safetensors.numpy.save_file(timm_tensors(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=told):
+        load_pretrained("vit_tiny_patch4_12.mystery", weights=tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"width": "48"}, "width is '48', expected a whole number"),
+        ({"depth": 10**9}, "depth is 1000000000, expected a whole number in 1..1000"),
+        ({"image_size": -8}, "image_size is -8"),
+        ({"num_heads": 5}, "its heads do not divide the width"),
+        ({"mean": ["../x"] * 3}, "expected three finite numbers"),
+        ({"activation": "os.system"}, "activation is 'os.system', expected one of"),
+        ({"mlp_ratio": float("inf")}, "mlp_ratio is inf"),
+    ],
+)
+def test_a_converted_files_config_is_checked_value_by_value(tmp_path, nano, changed, told):
+    file = tmp_path / "own.safetensors"
+    save_converted(file, nano)
+    with safetensors.safe_open(file, "numpy") as opened:
+        tensors, metadata = {name: opened.get_tensor(name) for name in opened.keys()}, opened.metadata()
+    metadata["config"] = json.dumps({**json.loads(metadata["config"]), **changed})
+    safetensors.numpy.save_file(tensors, file, metadata)
+    with pytest.raises(ValueError, match=rf"own\.safetensors: the converted file's config is broken \(.*{told}"):
+        load_pretrained("vit_nano", weights=file)
+
+
+def test_base_means_of_another_shape_or_not_finite_are_refused(tmp_path, nano):
+    for mean, told in (
+        (np.zeros((2, 48), np.float32), r"are not float32 \(6, 48\)"),
+        (np.full((6, 48), np.nan, np.float32), "are not finite"),
+    ):
+        save_converted(tmp_path / "own.safetensors", dataclasses.replace(nano, base_means={"32/mlp_down/block": mean}))
+        with pytest.raises(ValueError, match=rf"own\.safetensors: base means \['32/mlp_down/block'\] {told}"):
+            load_pretrained("vit_nano", weights=tmp_path / "own.safetensors")

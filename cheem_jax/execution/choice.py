@@ -33,6 +33,8 @@ class EngineConfig:
     """Operands of matrix products; parameters, sums and the loss are float32 in both."""
     memory_gb: float | None = None
     """Memory for images and activations kept on the device per task; default: a quarter of it; 0: nothing is kept."""
+    deterministic: bool = False
+    """On an accelerator: the same bits in every run, slower; a CPU computes so anyway."""
     programs: int = 64
     """Programs that the executor `whole` holds at most."""
     steps_per_call: int = 8
@@ -77,11 +79,13 @@ def make_executor(
     """
     match choose(config, vit.config, batch_size).name:
         case "stages":
-            executor = Stages(vit, placement, token=token)
+            executor = Stages(vit, placement, token=token, deterministic=config.deterministic)
         case "whole":
-            executor = Whole(vit, placement, token=token, programs=config.programs)
+            executor = Whole(vit, placement, token=token, deterministic=config.deterministic, programs=config.programs)
         case "scan":
-            executor = Scan(vit, placement, token=token, steps_per_call=config.steps_per_call)
+            executor = Scan(
+                vit, placement, token=token, deterministic=config.deterministic, steps_per_call=config.steps_per_call
+            )
     executor.budget = memory_budget(config.memory_gb)
     needed = kept_bytes(executor, batch_size, 0)
     if config.memory_gb and executor.budget < needed:

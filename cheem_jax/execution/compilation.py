@@ -6,7 +6,7 @@ import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -100,15 +100,22 @@ def _machine() -> str:
     return f"jaxlib-{version('jaxlib')}-{platform.machine()}-{digest}"
 
 
+DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True, "xla_gpu_autotune_level": 0}
+"""No sums in the order in which threads finish, and no kernels chosen by a stopwatch."""
+
+
 @functools.cache
-def jit_options(precision: Precision) -> dict[str, str] | None:
+def jit_options(precision: Precision, deterministic: bool = False) -> dict[str, Any] | None:
     """Compiler options of the blocks' programs.
 
-    On a CPU float32 products go to Eigen instead of YNNPACK, whose batched ones (attention) leave one of two cores
-    idle; bfloat16 ones stay, because only YNNPACK uses the processor's bfloat16 instructions.
+    `deterministic` makes an accelerator give equal bits for equal work, as a CPU does anyway. On a CPU float32
+    products go to Eigen instead of YNNPACK, whose batched ones (attention) leave one of two cores idle; bfloat16 ones
+    stay, because only YNNPACK uses the processor's bfloat16 instructions.
     """
     options = {"xla_cpu_experimental_ynn_fusion_type": ""}
-    if jax.default_backend() != "cpu" or precision != "float32":
+    if jax.default_backend() != "cpu":
+        return DETERMINISTIC if deterministic else None
+    if precision != "float32":
         return None
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()

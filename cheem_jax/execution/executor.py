@@ -98,7 +98,7 @@ class Executor(abc.ABC):
     budget: int = 2**30
     """Bytes that may be spent on keeping what is computed again and again."""
 
-    def __init__(self, vit: ViT, placement: Placement, *, token: Token = "component"):
+    def __init__(self, vit: ViT, placement: Placement, *, token: Token = "component", deterministic: bool = False):
         self.config, self.token = vit.config, token
         self.placement: Placement = placement
         self.base_pool = base_pool(vit, placement)
@@ -109,7 +109,7 @@ class Executor(abc.ABC):
         self.blocks = [tuple(jax.tree.leaves(state)) for _, state in splits]
         block_graph, block_tree = splits[0][0], jax.tree.structure(splits[0][1])
         first_outputs = self.outputs[0]
-        self.jit = functools.partial(jax.jit, compiler_options=jit_options(vit.config.precision))
+        self.jit = functools.partial(jax.jit, compiler_options=jit_options(vit.config.precision, deterministic))
 
         def block_of(leaves) -> Block:
             return nnx.merge(block_graph, jax.tree.unflatten(block_tree, leaves))
@@ -170,6 +170,7 @@ class Executor(abc.ABC):
     ) -> tuple[jax.Array, dict[int, Learned], Head]:
         """Weighted loss of one batch, its gradients per block that learns, and the head's gradient.
 
+        The loss is NaN where any of the gradients is no finite number.
         Blocks before the batch's tokens are taken as done: whatever `ops` holds there is not looked at.
         """
 
@@ -186,7 +187,8 @@ class Executor(abc.ABC):
     ) -> list[jax.Array]:
         """One Adam step per architecture, in place; returns the losses.
 
-        What an architecture does not hold keeps parameters, moments and step counts.
+        What an architecture does not hold keeps parameters, moments and step counts; so does everything where the
+        loss or a gradient is no finite number, and the loss returned is then NaN.
         """
         return [
             self._train_step(supernet, architecture, step, np.float32(rate))
@@ -203,8 +205,8 @@ class Executor(abc.ABC):
         for block, grad in grads.items():
             learner = supernet.learner(block, architecture[block])
             assert learner is not None
-            supernet.store(block, architecture[block], adam_update(learner, grad, rate))
-        supernet.head = adam_update(supernet.head, head_grad, rate)
+            supernet.store(block, architecture[block], adam_update(learner, grad, rate, loss))
+        supernet.head = adam_update(supernet.head, head_grad, rate, loss)
         return loss
 
     def counters(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from cheem_jax.backbone.vit import Block, ViT
 from cheem_jax.execution.executor import Batch, Executor, Gather, Network, Step, Token, Tokens, Walked
 from cheem_jax.ops import KINDS, Adapt, Expert, Learned, LowRank, New, Ops, Placement, Reuse, Skip
 from cheem_jax.pool import Head
-from cheem_jax.supernet import OpLearner, Supernet, adam_update, blank_learners
+from cheem_jax.supernet import OpLearner, Supernet, adam_update, blank_learners, guard
 
 T = TypeVar("T")
 SKIP = KINDS.index("skip")
@@ -60,8 +60,16 @@ class Scan(Executor):
 
     name = "scan"
 
-    def __init__(self, vit: ViT, placement: Placement, *, token: Token = "component", steps_per_call: int = 8):
-        super().__init__(vit, placement, token=token)
+    def __init__(
+        self,
+        vit: ViT,
+        placement: Placement,
+        *,
+        token: Token = "component",
+        deterministic: bool = False,
+        steps_per_call: int = 8,
+    ):
+        super().__init__(vit, placement, token=token, deterministic=deterministic)
         if steps_per_call < 1:
             raise ValueError(f"steps_per_call is {steps_per_call}; expected at least 1")
         self.steps_per_call = steps_per_call
@@ -235,6 +243,7 @@ class Scan(Executor):
         experts, pairs = _stack(experts), _stack(pairs)
         loss = jax.value_and_grad(self._loss_of, argnums=(3, 4, 5))
         value, (expert_grads, pair_grads, head_grad) = loss(begin, frozen, kinds, experts, pairs, head, *data)
+        value = guard(value, (expert_grads, pair_grads, head_grad))
         return value, (_rows(expert_grads), _rows(pair_grads)), head_grad
 
     def _train_of(self, block, frozen, tables: Slots, head, values, calls: Calls, num_classes):
@@ -255,12 +264,13 @@ class Scan(Executor):
                 begin, frozen, call.kinds, dense, own_pairs.params, head.params, z, call.labels, call.weights,
                 num_classes,
             )  # fmt: skip
-            update = jax.vmap(adam_update, in_axes=(0, 0, None))
+            loss = guard(loss, (new_grads, pair_grads, head_grad))
+            update = jax.vmap(adam_update, in_axes=(0, 0, None, None))
             counts = call.counts & (blocks >= begin)
-            own_pairs = _where(is_adapt & counts, update(own_pairs, pair_grads, call.rates), own_pairs)
+            own_pairs = _where(is_adapt & counts, update(own_pairs, pair_grads, call.rates, loss), own_pairs)
             pairs = jax.tree.map(lambda old, new: old.at[blocks, call.slots].set(new), pairs, own_pairs)
-            news = _where(is_new & counts, update(news, new_grads, call.rates), news)
-            head = _where(call.counts, adam_update(head, head_grad, call.rates), head)
+            news = _where(is_new & counts, update(news, new_grads, call.rates, loss), news)
+            head = _where(call.counts, adam_update(head, head_grad, call.rates, loss), head)
             return (pairs, news, head), loss
 
         (pairs, news, head), losses = jax.lax.scan(step, (pairs, _stack(tables.news), head), calls)

@@ -16,6 +16,7 @@ from cheem_jax.backbone.vit import ViT
 from cheem_jax.execution.executor import Batch, Executor, Gather, Network, Token, Tokens, Walked
 from cheem_jax.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.pool import Head
+from cheem_jax.supernet import guard
 
 WORKING_SET = 12 * 2**20
 """Bytes of a block's widest activations (the plastic layer's input) above which a CPU gets slower per image."""
@@ -26,8 +27,8 @@ class Stages(Executor):
 
     name = "stages"
 
-    def __init__(self, vit: ViT, placement: Placement, *, token: Token = "component"):
-        super().__init__(vit, placement, token=token)
+    def __init__(self, vit: ViT, placement: Placement, *, token: Token = "component", deterministic: bool = False):
+        super().__init__(vit, placement, token=token, deterministic=deterministic)
         block_of = self.block_of
 
         def enter(leaves, x, *, outputs):
@@ -58,8 +59,13 @@ class Stages(Executor):
 
             return jax.vjp(output, learned_of(op))
 
-        def backward(vjp, grad):
-            return vjp(grad)
+        def backward(vjp, grad, loss):
+            learned, *rest = vjp(grad)
+            return learned, rest, guard(loss, learned)
+
+        def loss_and_gradients(leaves, head, *data):
+            loss, grads = jax.value_and_grad(self.mean_loss, argnums=(1, 2))(leaves, head, *data)
+            return guard(loss, grads[0]), grads
 
         self._enter = self.jit(enter, static_argnames="outputs")
         self._widen = self.jit(widen, static_argnames="outputs")
@@ -67,7 +73,7 @@ class Stages(Executor):
         self._linearise = self.jit(linearise, static_argnames="outputs")
         self._linearise_first = self.jit(linearise_first, static_argnames="outputs")
         self._backward = self.jit(backward)
-        self._loss = self.jit(jax.value_and_grad(self.mean_loss, argnums=(1, 2)))
+        self._loss = self.jit(loss_and_gradients)
 
     def rows(self, batch_size: int) -> int:
         """On a CPU, as many images as keep a block's widest activations within the last cache it shares."""
@@ -97,7 +103,7 @@ class Stages(Executor):
         grads: dict[int, Learned] = {}
         for i in reversed(range(first, num)):
             # a stage's linearisation is the largest thing a step keeps: let go of it as soon as it is used
-            learned_grad, *rest = self._backward(tape.pop(), grad)
+            learned_grad, rest, loss = self._backward(tape.pop(), grad, loss)
             grad = rest[0] if rest else grad
             if learned_grad is not None:
                 grads[i] = learned_grad

@@ -18,7 +18,7 @@ from cheem_jax.backbone.vit import ViT
 from cheem_jax.execution.executor import Batch, Executor, Gather, Network, Step, Token, Tokens, Walked
 from cheem_jax.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.pool import Head
-from cheem_jax.supernet import OpLearner, Supernet, adam_update
+from cheem_jax.supernet import OpLearner, Supernet, adam_update, guard
 
 
 class ProgramCache:
@@ -56,8 +56,16 @@ class Whole(Executor):
 
     name = "whole"
 
-    def __init__(self, vit: ViT, placement: Placement, *, token: Token = "component", programs: int = 64):
-        super().__init__(vit, placement, token=token)
+    def __init__(
+        self,
+        vit: ViT,
+        placement: Placement,
+        *,
+        token: Token = "component",
+        deterministic: bool = False,
+        programs: int = 64,
+    ):
+        super().__init__(vit, placement, token=token, deterministic=deterministic)
         self.programs = ProgramCache(programs)
 
     def gradients(
@@ -148,7 +156,8 @@ class Whole(Executor):
                 last, _ = self._run(frozen[1], own, values, begin, self.num_blocks)
                 return self.mean_loss(frozen[0], head, last, labels, weights, num_classes)
 
-            return jax.value_and_grad(loss, argnums=(0, 1))(tuple(learned_of(op) for op in ops), head)
+            value, grads = jax.value_and_grad(loss, argnums=(0, 1))(tuple(learned_of(op) for op in ops), head)
+            return guard(value, grads), grads
 
         return gradients
 
@@ -159,9 +168,9 @@ class Whole(Executor):
             *data, rate = rest
             loss, (grads, head_grad) = gradients(frozen, ops, head.params, *data)
             updated = tuple(
-                None if learner is None else adam_update(learner, grad, rate)
+                None if learner is None else adam_update(learner, grad, rate, loss)
                 for learner, grad in zip(learners, grads, strict=True)
             )
-            return loss, updated, adam_update(head, head_grad, rate)
+            return loss, updated, adam_update(head, head_grad, rate, loss)
 
         return step

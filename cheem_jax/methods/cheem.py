@@ -5,6 +5,7 @@ the chosen network, growth of the pool, task centroids (paper section 'Our Propo
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,17 +15,18 @@ import numpy as np
 
 from cheem_jax.architecture import decode, to_strings
 from cheem_jax.centroids import RouterConfig, fit_centroids, route
-from cheem_jax.checkpoint import open_memory, save_memory_task
+from cheem_jax.checkpoint import open_memory, save_memory_task, with_task
 from cheem_jax.data.task import Task
-from cheem_jax.evolution import Scored, SearchConfig, prepare_search, search
+from cheem_jax.evolution import SearchConfig, Searched, prepare_search, search
 from cheem_jax.execution.executor import Dense, Executor, Network, Token
 from cheem_jax.execution.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
 from cheem_jax.execution.inference import Inference, Inferred, TaskNetwork
 from cheem_jax.execution.passes import answers, answers_and_features, network_features, token_means
 from cheem_jax.flops import backbone_flops, backbone_params, executed_backbone_flops, executed_flops, network_flops
 from cheem_jax.hee import cosines, exploit_table, norm_cosine, uniform_table
-from cheem_jax.keys import Phase, key_at, next_power_of_two, seed_at
-from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Phases
+from cheem_jax.keys import Keys, Phase, next_power_of_two
+from cheem_jax.methods.method import Answers, FrozenFeatures, Running
+from cheem_jax.methods.underway import Underway
 from cheem_jax.ops import Placement
 from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, pool_sizes
 from cheem_jax.supernet import OpSettings, Supernet
@@ -35,6 +37,7 @@ from cheem_jax.training import (
     constant_draws,
     fit,
     frozen_prefix,
+    images_left,
     prepare,
     supernet_draws,
     supernet_score,
@@ -104,24 +107,23 @@ class Cheem:
         self,
         executor: Executor,
         config: CheemConfig,
-        key: jax.Array,
+        keys: Keys,
         base_means: np.ndarray | None,
         features: FrozenFeatures,
     ):
-        self.executor, self.config, self.key = executor, config, key
+        self.executor, self.config, self.keys = executor, config, keys
         self.base_means, self.features = base_means, features
-        self.memory = Memory(executor.base_pool)
+        self.memory = self._before = Memory(executor.base_pool)
 
-    def learn(self, task: Task, phases: Phases) -> dict[str, Any]:
-        """Learn the next task of the stream; returns its report."""
-        config, executor, index = self.config, self.executor, len(self.memory.tasks)
-        key = key_at(self.key, index)
-        clock = Clock()
-        sizes = pool_sizes(self.memory.pool)
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """Learn the next task of the stream, from where `running` left it; returns its report."""
+        config, executor, keys, index = self.config, self.executor, self.keys, len(self.memory.tasks)
+        underway = Underway.begun(running.saved)
+        clock = underway.clock
+        sizes, num_classes = pool_sizes(self.memory.pool), len(task.classes)
         experts = [[dense_expert(block, i) for i in range(len(block))] for block in self.memory.pool]
         earlier = [tuple(0 for _ in sizes), *(task.experts for task in self.memory.tasks)]
-        networks = [dense_task_network(experts, used) for used in earlier]
-        budget, num = Budget(executor.budget), len(task.train.labels)
+        budget, num, num_val = Budget(executor.budget), len(task.train.labels), len(task.val.labels)
         train = feed_images(executor, task.train.images, budget)
         val = feed_images(executor, task.val.images, budget)
 
@@ -129,94 +131,114 @@ class Cheem:
             with clock("keep"):
                 return keep_tokens(name, executor, images, count, prefix, batch_size=config.batch_size, budget=budget)
 
+        def network_for(phase: Phase, name: str) -> Supernet:
+            network = Supernet(keys.at(index, phase), self.memory.pool, num_classes, config.ops, experts)
+            underway.restore(name, network)
+            return network
+
         # what no choice at block 0 changes: similarity, supernet and fine-tuning begin there
         train = kept("training images", train, num)
-        val = kept("validation images", val, len(task.val.labels))
-        with clock("similarity"):
-            similarity = self._similarity(key, task, train, networks, earlier, phases)
+        val = kept("validation images", val, num_val)
+        if underway.similarity is None:
+            networks = [dense_task_network(experts, used) for used in earlier]
+            with clock("similarity"):
+                underway.similarity = self._similarity(index, task, train, networks, earlier, running)
+        similarity = underway.similarity
         exploit = exploit_table(similarity, earlier, sizes)
         uniform = uniform_table(sizes, with_adapt=config.exploration.over == "uniform")
         epsilon1, epsilon2 = config.exploration.epsilon, config.search.epsilon
         if config.sampling == "uniform":
             epsilon1 = epsilon2 = 1.0
 
-        num_classes = len(task.classes)
-        supernet = Supernet(key_at(key, Phase.SUPERNET_INIT), self.memory.pool, num_classes, config.ops, experts)
+        supernet = network_for(Phase.SUPERNET_INIT, "supernet")
         with clock("prepare"):
             prepare(executor, supernet, config.batch_size)
             prepare_search(exploit, config.search)
-        with (
-            clock("supernet"),
-            phases("supernet", config.supernet.epochs * len(task.train.labels)) as advance,
-        ):
-            draws = supernet_draws(
-                key_at(key, Phase.SUPERNET_MODE), key_at(key, Phase.SUPERNET_DRAW), exploit, uniform, epsilon1
-            )
-            supernet_losses = fit(
-                key_at(key, Phase.SUPERNET_ORDER), executor, supernet, task.train.labels, train, draws,
-                config.supernet, batch_size=config.batch_size, advance=advance,
+        draws = supernet_draws(
+            keys.at(index, Phase.SUPERNET_MODE), keys.at(index, Phase.SUPERNET_DRAW), exploit, uniform, epsilon1
+        )
+        left = images_left(underway.supernet, config.supernet, num, config.batch_size)
+        state = functools.partial(underway.saved, "supernet", supernet)
+        with clock("supernet"), running.phase("supernet", left, state) as advance:
+            fit(
+                keys.at(index, Phase.SUPERNET_ORDER), executor, supernet, task.train.labels, train, draws,
+                config.supernet, batch_size=config.batch_size, advance=advance, state=underway.supernet,
             )  # fmt: skip
 
         search_config = dataclasses.replace(config.search, epsilon=epsilon2)
-        num_scores = search_config.population * search_config.generations
-        with clock("search"), phases("search", num_scores * len(task.val.labels)) as advance:
+        done = 0 if underway.searched is None else underway.searched.generations
+        left = search_config.population * (search_config.generations - done)
+        with clock("search"), running.phase("search", left * num_val, state) as advance:
+
+            def keep(searched: Searched) -> None:
+                underway.searched = searched
+                advance(0, search_note(searched, num_val))
+
             codes, scored = search(
-                key_at(key, Phase.SEARCH),
+                keys.at(index, Phase.SEARCH),
                 supernet_score(
                     executor, supernet, task.val.labels, val, batch_size=config.batch_size, advance=advance
                 ),
                 architecture_flops(executor, supernet),
-                exploit, uniform, sizes, len(task.val.labels), search_config,
-                lambda generation, so_far: advance(0, search_note(generation, so_far, len(task.val.labels))),
+                exploit, uniform, sizes, num_val, search_config, keep, underway.searched,
             )  # fmt: skip
         architecture = decode(codes, sizes)
 
-        network = Supernet(key_at(key, Phase.FINETUNE_INIT), self.memory.pool, num_classes, config.ops, experts)
+        network = network_for(Phase.FINETUNE_INIT, "finetune")
         unchanged = kept("what fine-tuning leaves unchanged", train, num, frozen_prefix(network, architecture))
-        with (
-            clock("finetune"),
-            phases("finetune", config.finetune.epochs * num) as advance,
-        ):
-            finetune_losses = fit(
-                key_at(key, Phase.FINETUNE_ORDER), executor, network, task.train.labels, unchanged,
-                constant_draws(codes), config.finetune, batch_size=config.batch_size, advance=advance,
-            )  # fmt: skip
+        left = images_left(underway.finetune, config.finetune, num, config.batch_size)
+        state = functools.partial(underway.saved, "finetune", network)
+        with clock("finetune"):
+            with running.phase("finetune", left, state) as advance:
+                fit(
+                    keys.at(index, Phase.FINETUNE_ORDER), executor, network, task.train.labels, unchanged,
+                    constant_draws(codes), config.finetune, batch_size=config.batch_size, advance=advance,
+                    state=underway.finetune,
+                )  # fmt: skip
             pool, used = grow(self.memory.pool, architecture, network.learned(architecture), index)
             finished = task_network(pool, used)
-            with phases("means", len(task.train.labels)) as advance:
+            with running.phase("means", num, state) as advance:
                 means = token_means(
                     executor, [finished], train, num, batch_size=config.batch_size, advance=advance
                 ).means[0]
 
         with clock("router"):
-            centroids = fit_centroids(
-                self.features(task, "train"), seed=seed_at(key, Phase.CENTROIDS), config=config.router
-            )
+            seed = keys.seed_at(index, Phase.CENTROIDS)
+            centroids = fit_centroids(self.features(task, "train"), seed=seed, config=config.router)
         learned = TaskMemory(task.name, task.classes, architecture, used, network.trained_head(), means, centroids)
-        self.memory = Memory(pool, (*self.memory.tasks, learned))
+        self._before, self.memory = self.memory, Memory(pool, (*self.memory.tasks, learned))
         return {
             **self.costs(index),
             "pool": [[_describe(stored) for stored in block] for block in pool],
             "similarity": [[None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity],
-            "supernet_losses": supernet_losses,
-            "finetune_losses": finetune_losses,
+            "supernet_losses": underway.supernet.losses,
+            "finetune_losses": underway.finetune.losses,
+            "skipped_steps": underway.supernet.skipped + underway.finetune.skipped,
             "searched": len(scored.genomes),
-            "validation_accuracy": float(scored.correct[(scored.genomes == codes).all(axis=1)][0])
-            / len(task.val.labels),
-            "best_validation_accuracy": float(np.nanmax(scored.correct)) / len(task.val.labels),
+            "validation_accuracy": float(scored.correct[(scored.genomes == codes).all(axis=1)][0]) / num_val,
+            "best_validation_accuracy": float(np.nanmax(scored.correct)) / num_val,
             "not_kept": budget.refused,
             "engine": executor.counters(),
             "seconds": clock.seconds,
         }
 
-    def _similarity(self, key, task: Task, train: Feed, networks, earlier, phases: Phases) -> np.ndarray:
+    def bytes_needed(self, task: Task) -> int:
+        """Everything drawn in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor)."""
+        expert = self.memory.pool[0][0].params
+        num_inputs, width = expert[0].shape
+        pairs = sum(pool_sizes(self.memory.pool)) * self.config.ops.rank * (num_inputs + width)
+        news = len(self.memory.pool) * (num_inputs + 1) * width
+        head = (width + 1) * next_power_of_two(len(task.classes))
+        return 4 * 3 * 2 * (pairs + news + head)
+
+    def _similarity(self, index: int, task: Task, train: Feed, networks, earlier, running: Running) -> np.ndarray:
         """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""
         config, num = self.config, len(task.train.labels)
         rows = np.arange(num)
         if 0 < config.similarity_images < num:
-            rng = np.random.default_rng(seed_at(key, Phase.SIMILARITY))
+            rng = np.random.default_rng(self.keys.seed_at(index, Phase.SIMILARITY))
             rows = np.sort(rng.permutation(num)[: config.similarity_images])
-        with phases("similarity", len(rows) * len(networks)) as advance:
+        with running.phase("similarity", len(rows) * len(networks)) as advance:
             seen = token_means(
                 self.executor, networks, Subset(train, rows), len(rows), batch_size=config.batch_size, advance=advance
             )
@@ -317,8 +339,9 @@ class Cheem:
         return found
 
     def save(self, root: Path) -> None:
-        """Save what the last task added."""
-        save_memory_task(root, self.memory, len(self.memory.tasks) - 1, self.config.ops.rank)
+        """Save what the last task added, and go on with what is read back."""
+        directory = save_memory_task(root, self.memory, len(self.memory.tasks) - 1, self.config.ops.rank)
+        self.memory = with_task(self._before, directory)
 
     def open(self, root: Path) -> None:
         """Replace the memory by the saved one."""
@@ -358,7 +381,8 @@ def padded_head(head: Head) -> Head:
     return Head(jnp.asarray(weight), jnp.asarray(np.pad(np.asarray(head.bias), (0, extra))))
 
 
-def search_note(generation: int, scored: Scored, num_images: int) -> str:
+def search_note(searched: Searched, num_images: int) -> str:
     """What a search has found so far."""
+    generations, scored = searched
     best = 100 * np.nanmax(scored.correct) / num_images
-    return f"generation {generation + 1}: {len(scored.genomes)} networks, best {best:.1f} %"
+    return f"generation {generations}: {len(scored.genomes)} networks, best {best:.1f} %"

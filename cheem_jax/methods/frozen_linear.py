@@ -7,7 +7,6 @@ split. Whatever a method learns in the backbone has to beat this.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Float
 from sklearn.linear_model import RidgeClassifier
@@ -17,8 +16,8 @@ from cheem_jax.centroids import RouterConfig, fit_centroids, route
 from cheem_jax.checkpoint import load_task, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
 from cheem_jax.flops import backbone_flops, executed_backbone_flops
-from cheem_jax.keys import Phase, seed_at
-from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Phases
+from cheem_jax.keys import Keys, Phase
+from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
 
@@ -38,11 +37,11 @@ class FrozenLinear:
 
     name = "frozen_linear"
 
-    def __init__(self, key: jax.Array, features: FrozenFeatures, router_features: FrozenFeatures, router: RouterConfig):
-        self.key, self.features, self.router_features, self.router = key, features, router_features, router
+    def __init__(self, keys: Keys, features: FrozenFeatures, router_features: FrozenFeatures, router: RouterConfig):
+        self.keys, self.features, self.router_features, self.router = keys, features, router_features, router
         self.tasks: list[LinearTask] = []
 
-    def learn(self, task: Task, phases: Phases) -> dict[str, Any]:
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Fit the head and the centroids."""
         clock, index = Clock(), len(self.tasks)
         with clock("head"):
@@ -50,7 +49,7 @@ class FrozenLinear:
                 self.features(task, "train"), task.train.labels, self.features(task, "val"), task.val.labels
             )
         with clock("router"):
-            seed = seed_at(self.key, index, Phase.CENTROIDS)
+            seed = self.keys.seed_at(index, Phase.CENTROIDS)
             centroids = fit_centroids(self.router_features(task, "train"), seed=seed, config=self.router)
         self.tasks.append(LinearTask(task.name, task.classes, weight, bias, centroids))
         features, router = self.features.executor.config, self.router_features.executor.config
@@ -66,6 +65,11 @@ class FrozenLinear:
             "seconds": clock.seconds,
         }  # fmt: skip
 
+    def bytes_needed(self, task: Task) -> int:
+        """Head and centroids."""
+        num_centroids, width = self.router.num_centroids, self.router_features.executor.config.width
+        return 4 * ((self.features.executor.config.width + 1) * len(task.classes) + num_centroids * width)
+
     def answers(self, index: int, task: Task) -> Answers:
         """Answers to a learned task's test images."""
         learned = self.tasks[index]
@@ -75,18 +79,22 @@ class FrozenLinear:
         return Answers(local, chosen, local)
 
     def save(self, root: Path) -> None:
-        """Save what the last task added."""
+        """Save what the last task added, and go on with what is read back."""
         index, task = len(self.tasks) - 1, self.tasks[-1]
         arrays = {"weight": task.weight, "bias": task.bias, "centroids": task.centroids}
         meta = {"name": task.name, "classes": list(task.classes)}
-        save_task(task_directory(root, index, task.name), arrays, meta)
+        directory = task_directory(root, index, task.name)
+        save_task(directory, arrays, meta)
+        self.tasks[-1] = _read(directory)
 
     def open(self, root: Path) -> None:
         """Replace the state by what is saved."""
-        self.tasks = []
-        for directory in saved_tasks(root):
-            arrays, meta = load_task(directory)
-            self.tasks.append(LinearTask(meta["name"], tuple(meta["classes"]), **arrays))
+        self.tasks = [_read(directory) for directory in saved_tasks(root)]
+
+
+def _read(directory: Path) -> LinearTask:
+    arrays, meta = load_task(directory)
+    return LinearTask(meta["name"], tuple(meta["classes"]), **arrays)
 
 
 def fit_head(

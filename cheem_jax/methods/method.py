@@ -1,8 +1,8 @@
 """What the loop over a stream asks of a method, and the frozen features that several methods share."""
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,9 +14,32 @@ from cheem_jax.execution.executor import Dense, Executor
 from cheem_jax.execution.feed import HostImages
 from cheem_jax.execution.passes import Advance, network_features
 from cheem_jax.pool import dense_expert
+from cheem_jax.rolling import Saved
 
-Phases = Callable[[str, int], AbstractContextManager[Advance]]
-"""Opens a phase by its name and number of images; gives the function that reports work done."""
+
+@runtime_checkable
+class Running(Protocol):
+    """A task while it is learned: what an earlier process left of it, and its phases."""
+
+    @property
+    def saved(self) -> Saved | None: ...
+
+    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> AbstractContextManager[Advance]:
+        """Opens a phase by its name and number of images; gives the function that reports work done.
+
+        `state` is asked for what is worth keeping, at any of these reports.
+        """
+        ...
+
+
+class Undisturbed:
+    """Learning that nobody watches, stops or keeps."""
+
+    saved = None
+
+    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> AbstractContextManager[Advance]:
+        """See `Running.phase`."""
+        return nullcontext(lambda num_images, note="", /: None)
 
 
 class Answers(NamedTuple):
@@ -38,12 +61,16 @@ class Method(Protocol):
 
     name: str
 
-    def learn(self, task: Task, phases: Phases) -> dict[str, Any]:
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Learn the next task; returns its report: JSON values with `seconds` by phase."""
         ...
 
+    def bytes_needed(self, task: Task) -> int:
+        """Disk space that learning this task may take at most, rolling checkpoints included."""
+        ...
+
     def save(self, root: Path) -> None:
-        """Save what the last task added."""
+        """Save what the last task added, and go on with what is read back."""
         ...
 
     def open(self, root: Path) -> None:
@@ -56,16 +83,25 @@ class Method(Protocol):
 
 
 class Clock:
-    """Seconds by phase."""
+    """Seconds by phase, those of earlier processes included."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
+        self.seconds = dict(seconds or {})
+        self._begun: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str):
-        start = time.perf_counter()
+        self._begun[phase] = time.perf_counter()
         yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self.seconds = self.so_far()
+        del self._begun[phase]
+
+    def so_far(self) -> dict[str, float]:
+        """The same with the running phases as far as they have come."""
+        now, seconds = time.perf_counter(), dict(self.seconds)
+        for phase, start in self._begun.items():
+            seconds[phase] = seconds.get(phase, 0.0) + now - start
+        return seconds
 
 
 class FrozenFeatures:

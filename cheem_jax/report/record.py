@@ -1,11 +1,14 @@
 """`metrics.jsonl`: one JSON line per measurement, the only record of a run.
 
-Lines are appended; going on after a stop drops those of a task that was not saved.
+Lines are appended; going on after a stop drops those of a task that was not saved. Each ends with a hash of itself, so
+a number that changed on the disk is noticed.
 """
 
 import datetime
+import hashlib
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,26 +41,31 @@ def to_json(value: Any) -> Any:
 class Record:
     """The record of one run directory, opened for appending."""
 
-    def __init__(self, file: Path):
-        self.file = file
+    def __init__(self, file: Path, fingerprint: str | None = None):
+        self.file, self.fingerprint = file, fingerprint
 
     @classmethod
-    def open(cls, directory: Path) -> "Record":
-        """Opens or starts the record; a last line torn by a crash is dropped, so the next starts afresh."""
+    def open(cls, directory: Path, fingerprint: str | None = None) -> "Record":
+        """Opens or starts the record; a last line torn by a crash is dropped, so the next starts afresh.
+
+        Every line that is then written carries the fingerprint, which says under what conditions.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / NAME
         if file.exists() and file.stat().st_size and not file.read_bytes().endswith(b"\n"):
             _rewrite(file, read(directory))
-        return cls(file)
+        return cls(file, fingerprint)
 
     def write(self, event: str, **values: Any) -> None:
-        """Appends one line with the event, the time (UTC, ISO 8601) and the values, flushed at once."""
+        """Appends one line with the event, the time (UTC, ISO 8601) and the values, on the disk at once."""
         if "time" in values:
             raise ValueError("the record writes `time` itself; give the value another name, such as `seconds`")
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"event": event, "time": now, **to_json(values)}, allow_nan=False)
+        stamp = {} if self.fingerprint is None else {"fingerprint": self.fingerprint}
         with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+            stream.write(_line({"event": event, "time": now, **stamp, **to_json(values)}))
+            stream.flush()
+            os.fsync(stream.fileno())
 
     def keep(self, predicate: Callable[[dict[str, Any]], bool]) -> None:
         """Drops every line for which the predicate is false, such as those of an unfinished task."""
@@ -65,21 +73,34 @@ class Record:
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
-    """All entries in order, [] without a record; a torn last line is ignored, another broken one an error."""
+    """All entries in order, [] without a record; a torn last line is ignored.
+
+    Raises ValueError naming the first line that is not as it was written.
+    """
     file = directory / NAME
     if not file.exists():
         return []
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    entries = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{file}, line {number}: expected one JSON object, found {line[:60]!r}") from error
-    return entries
+    *lines, torn = file.read_bytes().decode("utf-8", errors="replace").split("\n")
+    return [_entry(line, f"{file}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _line(entry: dict[str, Any]) -> str:
+    body = json.dumps(entry, allow_nan=False)
+    return f'{body[:-1]}, "check": "{hashlib.sha256(body.encode()).hexdigest()[:16]}"}}\n'
+
+
+def _entry(line: str, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+        if isinstance(entry, dict) and entry.pop("check", None) and _line(entry) == f"{line}\n":
+            return entry
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError(
+        f"{where} is not as it was written, found {line[:60]!r}; bring the file back from a copy, or begin anew with "
+        "another run directory"
+    )
 
 
 def _rewrite(file: Path, entries: list[dict[str, Any]]) -> None:
-    write_atomically(file, "".join(json.dumps(entry) + "\n" for entry in entries))
+    write_atomically(file, "".join(map(_line, entries)))

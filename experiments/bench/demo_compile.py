@@ -5,14 +5,12 @@
 Also checks that drawing ten times as many architectures compiles nothing more.
 """
 
-import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +23,13 @@ from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Stream
 from cheem_jax.execution.compilation import compilations, keep_programs
-from cheem_jax.execution.passes import Advance
 from cheem_jax.execution.stages import Stages
+from cheem_jax.keys import Keys
 from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig
-from cheem_jax.methods.method import FrozenFeatures
+from cheem_jax.methods.method import FrozenFeatures, Undisturbed
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
-from experiments.bench.measure import ROOT, Bench, Row, command, ignore_advance, save, say
+from experiments.bench.measure import ROOT, Bench, Row, command, save, say
 
 GOAL_COLD, GOAL_WARM, GOAL_PROGRAMS = 0.15, 0.03, 100.0
 """Largest share of the wall time that compiling may take, without and with a filled cache."""
@@ -125,15 +123,9 @@ def programs(times: int, quick: bool) -> int:
     executor = Stages(build(pretrained.config, pretrained.params), "mlp_down")
     config = small(times)
     features = FrozenFeatures(executor, config.batch_size)
-    learner = Cheem(executor, config, jax.random.key(0), None, features)
-    learner.learn(demo_stream(num_train=64, num_val=32, num_test=32).tasks[0], silent)
+    learner = Cheem(executor, config, Keys(0), None, features)
+    learner.learn(demo_stream(num_train=64, num_val=32, num_test=32).tasks[0], Undisturbed())
     return compilations().since(start).programs
-
-
-@contextlib.contextmanager
-def silent(phase: str, total: int) -> Iterator[Advance]:
-    """A phase that shows nothing."""
-    yield ignore_advance
 
 
 def _note(run: dict[str, Any]) -> str:

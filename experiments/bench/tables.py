@@ -38,6 +38,11 @@ PARTS = {
         "vit_micro, its memory filled with drawn architectures; every T in a process of its own.",
     ),
     "demo_compile": ("Compiling", "The bundled demo of six tasks in a process of its own."),
+    "checkpoints": (
+        "Keeping what was learned",
+        "The bundled demo with the usual 30 seconds between rolling checkpoints, and a memory filled with drawn "
+        "architectures.",
+    ),
     "data": (
         "Pictures",
         "Generated photographs of 500 x 375 pixels, JPEG files of about 60 kB, in the system's page cache: nothing "

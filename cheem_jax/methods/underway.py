@@ -1,0 +1,63 @@
+"""How far CHEEM has come with a task: what its rolling checkpoint holds, and what going on begins with."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from cheem_jax.evolution import Scored, Searched
+from cheem_jax.methods.method import Clock
+from cheem_jax.rolling import Saved
+from cheem_jax.supernet import Supernet
+from cheem_jax.training import FitState
+
+
+@dataclasses.dataclass
+class Underway:
+    """Each phase goes on from what it finds here; at the end of one the next has not begun."""
+
+    clock: Clock
+    similarity: np.ndarray | None = None
+    supernet: FitState = dataclasses.field(default_factory=FitState)
+    searched: Searched | None = None
+    finetune: FitState = dataclasses.field(default_factory=FitState)
+    learned: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arrays of the network that was being trained, by the phase that trains it."""
+
+    @classmethod
+    def begun(cls, saved: Saved | None) -> "Underway":
+        """What an earlier process left, or nothing."""
+        if saved is None:
+            return cls(Clock())
+        arrays, meta = saved
+        searched = None
+        if "searched" in arrays:
+            searched = Searched(meta["generations"], Scored(**arrays["searched"]))
+        fits = {name: _fit_state(arrays, meta, name) for name in ("supernet", "finetune")}
+        learned = {name: arrays[name] for name in fits if name in arrays}
+        return cls(Clock(meta["seconds"]), arrays["similarity"], **fits, searched=searched, learned=learned)
+
+    def restore(self, name: str, network: Supernet) -> None:
+        """Give a network back what it had learned in the phase of that name."""
+        if name in self.learned:
+            network.restore(self.learned.pop(name))
+
+    def saved(self, name: str, network: Supernet) -> Saved:
+        """Everything so far; `network` is what the phase of that name trains, or the search scores."""
+        arrays: dict[str, Any] = {"similarity": self.similarity, name: network.arrays()}
+        if self.searched is not None:
+            arrays["searched"] = self.searched.scored._asdict()
+        meta: dict[str, Any] = {
+            "generations": 0 if self.searched is None else self.searched.generations,
+            "seconds": self.clock.so_far(),
+        }
+        for fit, state in (("supernet", self.supernet), ("finetune", self.finetune)):
+            meta[fit] = {"step": state.step, "losses": state.losses, "skipped": state.skipped}
+            if state.running:
+                arrays[f"{fit}_running"] = np.array([float(loss) for loss in state.running])
+        return Saved(arrays, meta)
+
+
+def _fit_state(arrays: dict[str, Any], meta: dict[str, Any], name: str) -> FitState:
+    state, running = meta[name], arrays.get(f"{name}_running", ())
+    return FitState(state["step"], list(state["losses"]), [float(loss) for loss in running], state["skipped"])

@@ -1,0 +1,127 @@
+"""The rolling checkpoint: what a task that is being learned has cost so far, kept now and then while it runs.
+
+    checkpoints/cheem/running-000007/    as a learned task's directory; the newest whole one counts
+
+Its place in the work (task, phase, step) is part of it, and keys follow from places, so a run that goes on from it ends
+as one that was never stopped.
+"""
+
+import contextlib
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from cheem_jax.checkpoint import load_task, save_task
+from cheem_jax.interruption import Stop
+
+SECONDS_BETWEEN = 30.0
+"""Least seconds between two rolling checkpoints, unless told."""
+LARGEST_SHARE = 0.02
+"""Share of the time that rolling checkpoints may take: a slow disk or a large supernet makes them rarer."""
+
+
+class Saved(NamedTuple):
+    """The state of a running task: arrays by name, and JSON values."""
+
+    arrays: dict[str, Any]
+    meta: dict[str, Any]
+
+
+class Advance(Protocol):
+    """Called after work on so many images, with a note for people."""
+
+    def __call__(self, num_images: int, note: str = "", /) -> object: ...
+
+
+Phase = Callable[[str, int], AbstractContextManager[Advance]]
+
+
+class Rolling:
+    """The rolling checkpoint of one method in one run, and when the next one is due."""
+
+    def __init__(
+        self, root: Path, stop: Stop, *, every: float | None = None, clock: Callable[[], float] = time.monotonic
+    ):
+        if every is not None and not every >= 0:
+            raise ValueError(f"save_every is {every}; expected seconds, 0 or more")
+        self.root, self.stop, self.every, self.clock = root, stop, every, clock
+        self.seconds = 0.0
+        """Spent on saving so far."""
+        self._last, self._took = clock(), 0.0
+
+    def due(self) -> bool:
+        """Whether it is time to save again."""
+        wait = self.every if self.every is not None else max(SECONDS_BETWEEN, self._took * (1 / LARGEST_SHARE - 1))
+        return self.clock() - self._last >= wait
+
+    def save(self, task: int, saved: Saved) -> None:
+        """Write a new one, then remove the one before."""
+        start, before = self.clock(), self._directories()
+        number = 1 + max((int(directory.name.split("-")[1]) for directory in before), default=0)
+        save_task(self.root / f"running-{number:06d}", saved.arrays, {"task": task, **saved.meta})
+        _remove(before)
+        self._last = self.clock()
+        self._took = self._last - start
+        self.seconds += self._took
+
+    def open(self, task: int, say: Callable[[str], object]) -> Saved | None:
+        """The newest whole one of this task, if there is any; what is damaged or left over from another is removed."""
+        for directory in reversed(self._directories()):
+            try:
+                arrays, meta = load_task(directory)
+            except ValueError as error:
+                say(f"{error}; going on from before it")
+                continue
+            if meta.pop("task", None) == task:
+                return Saved(arrays, meta)
+        self.clear()
+        return None
+
+    def clear(self) -> None:
+        """The task is saved for good."""
+        _remove(self._directories())
+        self._last = self.clock()
+
+    def _directories(self) -> list[Path]:
+        return sorted(d for d in self.root.glob("running-*") if re.fullmatch(r"running-\d+", d.name))
+
+
+class Running:
+    """One task while it is learned: its phases on the screen, its state on the disk, and requests to stop."""
+
+    def __init__(self, task: int, rolling: Rolling, phase: Phase, say: Callable[[str], object]):
+        self.task, self.rolling, self._phase = task, rolling, phase
+        self.saved = rolling.open(task, say)
+        """What an earlier process left of this task."""
+
+    @contextlib.contextmanager
+    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> Iterator[Advance]:
+        """A phase of `total` images; `state` gives what is worth keeping at any call of the `advance` it yields.
+
+        Raises Stopped out of `advance` where a signal has asked for it, after saving.
+        """
+        rolling = self.rolling
+        with self._phase(name, total) as shown:
+
+            def advance(num_images: int, note: str = "", /) -> None:
+                shown(num_images, note)
+                if state is not None and (rolling.stop or rolling.due()):
+                    rolling.save(self.task, state())
+                if rolling.stop:
+                    place = "before" if state is None else "up to this step of"
+                    raise rolling.stop.stopped(f"everything {place} the {name} phase is kept")
+
+            yield advance
+
+
+def _remove(directories: list[Path]) -> None:
+    for directory in directories:
+        # first out of sight, so that a half removed one is never taken for a damaged one
+        hidden = directory.with_name(f".{directory.name}.old")
+        shutil.rmtree(hidden, ignore_errors=True)
+        directory.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)

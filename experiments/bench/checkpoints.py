@@ -1,0 +1,82 @@
+"""What it costs that nothing is lost: saving during the demo, and opening a memory of many tasks.
+
+python -m experiments.bench.checkpoints
+"""
+
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.weights import load_pretrained
+from cheem_jax.checkpoint import open_memory, save_memory_task, saved_tasks
+from cheem_jax.cli import parse, run_command
+from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.data.demo import demo_stream
+from cheem_jax.data.task import Stream
+from cheem_jax.execution.stages import Stages
+from cheem_jax.methods.cheem import PRESETS
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import read
+from experiments.bench.demo_compile import small
+from experiments.bench.growth import RANK, drawn_memory
+from experiments.bench.measure import Bench, Row, alternate, save, say
+
+GOAL_SHARE, GOAL_SECONDS = 0.02, 5.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Bench):
+    """What is measured."""
+
+    num_tasks: int = 100
+    """Tasks of the memory that is opened."""
+
+
+def main(settings: Settings) -> None:
+    """Run the demo once, fill a memory, and write `checkpoints.json`."""
+    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
+        whole, saving, parts = demo_seconds(Path(folder) / "demo", settings.quick)
+        say(f"checkpoints: {saving:.2f} s of the demo's {whole:.1f} s")
+        seconds, size = opening(Path(folder) / "memory", 4 if settings.quick else settings.num_tasks)
+    rows = [
+        Row(
+            "saving and reading back, share of the demo", {"demo": whole, "checkpoints": saving}, saving / whole,
+            GOAL_SHARE, "at most", "of the time", note="rolling ones, tasks of both methods, fsync and hashes included",
+        ),
+        Row(
+            f"opening {settings.num_tasks} tasks", {"opening": seconds}, seconds, GOAL_SECONDS, "at most", "s",
+            note=f"vit_micro, drawn architectures; every file and the content hashed; {size / 1e6:.1f} MB",
+        ),
+    ]  # fmt: skip
+    save(settings.out, "checkpoints", rows, quick=settings.quick, tasks=parts)
+
+
+def demo_seconds(directory: Path, quick: bool) -> tuple[float, float, list[float]]:
+    """Seconds of the demo's learning, of its checkpoints, and those by task."""
+    stream, config = demo_stream(), PRESETS["demo"]
+    if quick:
+        stream = Stream("two", demo_stream(num_train=64, num_val=32, num_test=32).tasks[:2])
+        config = small(1)
+    start = time.perf_counter()
+    run_stream(stream, load_pretrained("vit_micro"), RunConfig(config, "demo"), directory, Progress())
+    whole = time.perf_counter() - start
+    parts = [entry["checkpoint_seconds"] for entry in read(directory) if entry["event"] == "evaluated"]
+    return whole, sum(parts), parts
+
+
+def opening(root: Path, num_tasks: int) -> tuple[float, int]:
+    """Median seconds to open a memory of so many tasks, and its bytes."""
+    pretrained = load_pretrained("vit_micro")
+    executor = Stages(build(pretrained.config, pretrained.params), "mlp_down")
+    memory = drawn_memory(executor, num_tasks).memory
+    for index in range(num_tasks):
+        save_memory_task(root, memory, index, RANK)
+    assert len(saved_tasks(root)) == num_tasks
+    times = sorted(alternate({"open": lambda: open_memory(root, executor.base_pool)}, 5)["open"])
+    return times[len(times) // 2], sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+
+
+if __name__ == "__main__":
+    run_command(main, parse(Settings, description=__doc__))

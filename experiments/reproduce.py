@@ -1,0 +1,175 @@
+"""Run a run again and say whether every number came out the same, and if not, where the first one differs.
+
+    python experiments/reproduce.py runs/demo
+    python experiments/reproduce.py runs/demo --against runs/copied-from-another-machine
+
+Ends with status 0 where the runs are identical, 1 where they differ, 2 where that cannot be told.
+"""
+
+import dataclasses
+import itertools
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import mtil
+import tyro
+
+from cheem_jax import fingerprint
+from cheem_jax.cli import parse, run_command
+from cheem_jax.commands.demo import Demo, learn_demo
+from cheem_jax.report.compare import config_of, differences
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import read
+from cheem_jax.report.table import NONE, Grid
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], Any], Callable[[Any], None]]] = {
+    "cheem demo": (lambda arguments: parse(Demo, arguments), learn_demo),
+    "experiments/mtil.py": (mtil.read_arguments, mtil.main),
+}
+"""What reads the arguments of a recorded command, and what then runs it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reproduce:
+    """Run a run again, or compare two, and name the first place of difference."""
+
+    run_dir: Annotated[Path, tyro.conf.Positional]
+    """Run directory to reproduce."""
+    into: Path | None = None
+    """Where the reproduction is kept, an unfinished one is continued; default: beside the run, ending in -again."""
+    against: Path | None = None
+    """Compare with this run directory and run nothing."""
+
+
+def main(settings: Reproduce) -> None:
+    """Reproduce and compare; SystemExit with status 1 where anything differs."""
+    progress, first, second = Progress(), settings.run_dir, settings.against
+    if second is None:
+        second = again_of(first) if settings.into is None else settings.into
+        run_again(first, second, progress)
+    elif settings.into is not None:
+        raise ValueError("--against compares and runs nothing, so there is nothing to keep; leave out --into")
+    else:
+        for directory in (first, second):
+            config_of(directory)
+        tell_fingerprints(progress, fingerprints_of(first), fingerprints_of(second))
+    # what a run was stopped before cannot be reproduced; of its reproduction nothing may be missing
+    if not compare(first, second, progress, may_go_on=settings.against is None):
+        raise SystemExit(1)
+
+
+def run_again(first: Path, second: Path, progress: Progress) -> None:
+    """Run the command of a run in another directory, or go on with it there."""
+    config = config_of(first)
+    command, run = runnable(first)
+    check_into(first, config, second)
+    tell_fingerprints(progress, fingerprints_of(first), [fingerprint.take(config)])
+    finished, total = sum(entry["event"] == "evaluated" for entry in read(first)), len(config["tasks"])
+    if finished < total:
+        progress.say(f"{first} was stopped after {finished} of {total} tasks: only what it holds can be compared")
+    progress.say(f"running again in {second}: {shlex.join(command)}")
+    run(second)
+
+
+def compare(first: Path, second: Path, progress: Progress, *, may_go_on: bool = False) -> bool:
+    """Print which checkpoints are equal and where the first difference is; returns whether the runs are identical.
+
+    The second run `may_go_on` where the first one stopped.
+    """
+    progress.console.print(task_grid(first, second).to_rich())
+    found = list(differences(first, second))
+    if not found:
+        progress.say(f"identical: {first} and {second}")
+        return True
+    # a setting that one of them does not know yet need not change a number
+    for difference in found[: 2 if found[0].place.startswith("config.json") else 1]:
+        progress.say(str(difference) if difference.stopped else f"first difference: {difference}")
+    return may_go_on and [difference.stopped for difference in found] == ["first"]
+
+
+def task_grid(first: Path, second: Path) -> Grid:
+    """A row per task: whether its checkpoints have equal content."""
+    names = config_of(first)["tasks"]
+    held = [checkpoints_of(directory) for directory in (first, second)]
+    methods = list(dict.fromkeys((*held[0], *held[1])))
+
+    def cell(method: str, index: int) -> str:
+        hashes = [side.get(method, [])[index : index + 1] for side in held]
+        return NONE if [] in hashes else "equal" if hashes[0] == hashes[1] else "differs"
+
+    rows = tuple((f"{i + 1} {name}", *(cell(method, i) for method in methods)) for i, name in enumerate(names))
+    return Grid("content of the checkpoints", ("task", *methods), rows, 1, "equal: the same arrays, bit for bit")
+
+
+def checkpoints_of(directory: Path) -> Mapping[str, Sequence[str]]:
+    """Content hashes per method and task, of what was evaluated."""
+    evaluated = [entry for entry in read(directory) if entry["event"] == "evaluated"]
+    return evaluated[-1].get("checkpoints", {}) if evaluated else {}
+
+
+def setting_of(directory: Path) -> dict[str, Any]:
+    """What the record says of the run as a whole; {} where nothing was recorded yet."""
+    return next((entry for entry in read(directory) if entry["event"] == "run"), {})
+
+
+def fingerprints_of(directory: Path) -> list[dict[str, Any]]:
+    """The fingerprints, in full, of the processes that worked on a run."""
+    return [entry["conditions"] for entry in read(directory) if entry.get("conditions")]
+
+
+def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
+    """The recorded command, and what runs it in a given directory."""
+    command = setting_of(directory).get("command")
+    if not command:
+        raise ValueError(
+            f"the record of {str(directory)!r} names no command: it was begun by a Python program of your own, or "
+            f"before commands were recorded; run that again yourself and compare with --against"
+        )
+    name = next((name for name in COMMANDS if command[: len(name.split())] == name.split()), None)
+    if name is None:
+        raise ValueError(
+            f"{str(directory)!r} was made by {shlex.join(command)!r}; expected one of: {', '.join(COMMANDS)}; run it "
+            f"again yourself and compare with --against"
+        )
+    read_arguments, run = COMMANDS[name]
+    settings = read_arguments(command[len(name.split()) :])
+    if any(entry["event"] == "upper_bound" for entry in read(directory)):
+        settings = dataclasses.replace(settings, upper_bound=True)  # it may have been added to a finished run
+    return command, lambda into: run(dataclasses.replace(settings, run_dir=into))
+
+
+def check_into(first: Path, config: Mapping[str, Any], into: Path) -> None:
+    """Raises ValueError where the directory is the run itself or holds another one."""
+    if into.resolve() == first.resolve():
+        raise ValueError(f"--into {str(into)!r} is the run itself; name another directory")
+    if (into / "config.json").exists() and config_of(into) != config:
+        raise ValueError(
+            f"{str(into)!r} holds a run of other settings, data or weights than {str(first)!r}; compare them with "
+            f"--against, or name another directory with --into"
+        )
+
+
+def again_of(directory: Path) -> Path:
+    """Beside a run directory, where its reproduction is kept."""
+    directory = directory.resolve()
+    return directory.with_name(f"{directory.name}-again")
+
+
+def tell_fingerprints(progress: Progress, first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
+    """Whether equal numbers can be expected."""
+    pairs = itertools.product(first, second)
+    changed = dict.fromkeys(sentence for one, other in pairs for sentence in fingerprint.differences(one, other))
+    if not first or not second:
+        progress.say("note: a record without fingerprint; whether code, versions and device are the same is not known")
+    elif changed:
+        progress.say(f"note: numbers may differ, since {'; '.join(changed)}")
+    else:
+        progress.say(f"fingerprints equal: {fingerprint.digest(first[0])}")
+
+
+if __name__ == "__main__":
+    parsed = parse(Reproduce, description=__doc__)
+    kept = None if parsed.against else parsed.into or again_of(parsed.run_dir)
+    run_command(main, parsed, kept)

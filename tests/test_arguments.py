@@ -1,0 +1,160 @@
+"""Settings and the command line that gives them again."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from cheem_jax.arguments import arguments_of, located
+from cheem_jax.centroids import RouterConfig
+from cheem_jax.cli import parse
+from cheem_jax.commands.demo import Demo
+from cheem_jax.data.load import ImagesConfig
+from cheem_jax.evolution import SearchConfig
+from cheem_jax.execution.choice import EngineConfig
+from cheem_jax.keys import SeedsConfig
+from cheem_jax.methods.cheem import PRESETS, CheemConfig
+from cheem_jax.supernet import OpSettings
+from cheem_jax.training import ExplorationConfig, FitConfig
+from experiments import mtil
+
+# "None" is how a command line writes that there is no value; an argument holds no NUL
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0")).filter(lambda text: text != "None")
+TEXTS = TEXT | st.sampled_from(["", "-x", "--seed", "--preset=demo", "a b", "=", "'\"", "@file", "-1"])
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/~"), min_size=1, max_size=9)
+PATHS = st.lists(NAMES.filter(lambda name: name not in (".", "..")), min_size=1, max_size=3).map(
+    lambda names: Path.cwd().joinpath(*names)
+)
+POSITIVE = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
+SHARES = st.floats(0, 1)
+COUNTS = st.integers(1, 10**9)
+ENGINES = st.builds(
+    EngineConfig,
+    executor=st.sampled_from(["auto", "stages", "whole", "scan"]),
+    precision=st.sampled_from(["float32", "bfloat16"]),
+    memory_gb=st.none() | POSITIVE,
+    deterministic=st.booleans(),
+    programs=COUNTS,
+    steps_per_call=COUNTS,
+)
+FITS = st.builds(
+    FitConfig, COUNTS, POSITIVE, st.sampled_from(["cosine", "constant"]), st.sampled_from(["stop", "skip"])
+)
+SEEDS = st.builds(SeedsConfig, initialisation=st.none() | st.integers(), search=st.none() | st.integers())
+DEMOS = st.builds(
+    Demo, run_dir=PATHS, seed=st.integers(), seeds=SEEDS, upper_bound=st.booleans(), engine=ENGINES,
+    save_every=st.none() | POSITIVE,
+)  # fmt: skip
+METHODS = st.builds(
+    CheemConfig,
+    placement=st.sampled_from(["mlp_down", "attn_proj"]),
+    ops=st.builds(OpSettings, rank=st.integers(1, 64)),
+    supernet=FITS,
+    sampling=st.sampled_from(["hee", "uniform"]),
+    exploration=st.builds(ExplorationConfig, epsilon=SHARES),
+    search=st.builds(SearchConfig, population=COUNTS, epsilon=SHARES, tolerance=SHARES),
+    finetune=FITS,
+    router=st.builds(RouterConfig, num_centroids=COUNTS),
+    batch_size=COUNTS,
+    similarity_images=st.integers(0, 10**6),
+)
+MTILS = st.builds(
+    mtil.Mtil,
+    cheem=METHODS | st.sampled_from(list(PRESETS.values())),
+    preset=st.sampled_from(list(PRESETS)),
+    backbone=TEXTS,
+    weights=st.none() | PATHS,
+    stream=TEXTS,
+    data_dir=st.none() | PATHS,
+    tasks=st.none() | TEXTS,
+    split_seed=st.integers(),
+    images=st.builds(ImagesConfig, keep=st.sampled_from(["auto", "cache"]), cache_dir=st.none() | PATHS),
+    image_size=st.none() | st.integers(),
+    engine=ENGINES,
+    seed=st.integers(),
+    seeds=SEEDS,
+    save_every=st.none() | POSITIVE,
+    upper_bound=st.booleans(),
+    run_dir=PATHS,
+)
+
+
+@given(DEMOS, st.booleans())
+@settings(max_examples=15)
+def test_a_demos_arguments_give_it_again_whatever_the_defaults_are(demo, bound):
+    assert parse(Demo, arguments_of(demo)) == demo
+    assert parse(Demo(upper_bound=bound, seed=7), arguments_of(demo)) == demo
+
+
+@given(MTILS)
+@settings(max_examples=25)
+def test_the_arguments_of_mtil_give_it_again_from_any_preset(given_settings):
+    assert mtil.read_arguments(arguments_of(given_settings)) == given_settings
+
+
+def test_paths_become_absolute_and_a_home_folder_is_looked_up():
+    arguments = arguments_of(Demo(run_dir=Path("runs/here")))
+    assert arguments[:2] == ["--run-dir", os.path.join(os.getcwd(), "runs/here")]
+    assert arguments_of(Demo(run_dir=Path("~/runs")))[1] == str(Path.home() / "runs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    is_on: bool = True
+    maybe: bool | None = None
+    rates: tuple[float, ...] = (0.5,)
+    pair: tuple[int, int] | None = (1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    part: Part
+    names: tuple[str, ...] = ("a",)
+    title: str | None = None
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd:
+    table: dict[str, int]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Part(False, False, (), (-1, 2)),
+        Part(True, True, (-1e-300, float("inf")), None),
+        Part(True, None, (0.1 + 0.2,), (0, 0)),
+    ],
+)
+def test_nested_flags_and_tuples_are_written_as_they_are_read(part):
+    whole = Whole(part, (), None, "None")
+    assert parse(Whole(Part()), arguments_of(whole)) == whole
+    assert ("--part.is-on" if part.is_on else "--part.no-is-on") in arguments_of(whole)
+
+
+@pytest.mark.parametrize(
+    "whole, said",
+    [
+        (Whole(Part(), title="None"), "--title is the text 'None'"),
+        (Whole(Part(), names=("a", "-b")), "--names holds '-b'"),
+    ],
+)
+def test_text_that_a_command_line_would_misread_is_refused(whole, said):
+    with pytest.raises(ValueError, match=said):
+        arguments_of(whole)
+
+
+def test_a_value_without_a_written_form_is_refused_with_its_type():
+    with pytest.raises(TypeError, match="dict {} has no form on a command line"):
+        arguments_of(Odd({}))
+
+
+def test_a_source_of_data_is_found_again_from_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "mtil").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert located("birds/stream.toml") == str(tmp_path / "birds" / "stream.toml")
+    assert [located(name) for name in ("mtil", "dtd", "tfds:mnist")] == ["mtil", "dtd", "tfds:mnist"]

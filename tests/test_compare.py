@@ -1,0 +1,278 @@
+"""Where two runs first differ: found in the order of what happened, and told in words."""
+
+import copy
+import json
+import shutil
+
+import pytest
+
+from cheem_jax.report import record
+from cheem_jax.report.compare import (
+    CIRCUMSTANCES,
+    difference_of_records,
+    difference_of_results,
+    difference_of_values,
+    differences,
+    first_difference,
+    timeless,
+)
+
+TASKS = ("colours", "textures")
+
+
+def learned(index):
+    report = {
+        "index": index, "name": TASKS[index], "flops": 300, "params_added": 7,
+        "similarity": [[0.5, -0.5], [0.25, None]][: index + 1], "supernet_losses": [1.5, 0.5312100052833557, 0.25],
+        "finetune_losses": [0.75, 0.125], "searched": 12, "validation_accuracy": 0.9, "best_validation_accuracy": 0.95,
+        "architecture": ["reuse:0", "skip"], "engine": {"executor": "whole", "hits": 3, "compile_seconds": 0.5},
+        "seconds": {"search": 1.0},
+    }  # fmt: skip
+    return {"event": "learned", "time": "t", "method": "cheem", "report": report, "seconds": 2.0, "compile": {}}
+
+
+def linear(index):
+    report = {"index": index, "name": TASKS[index], "penalty": 10.0, "seconds": {"head": 1.0}}
+    return {"event": "learned", "time": "t", "method": "frozen_linear", "report": report, "seconds": 2.0}
+
+
+def evaluated(index):
+    methods = {
+        name: {"accuracy": [0.5, 0.75][: index + 1], "local_accuracy": [0.75, 0.75][: index + 1],
+               "routing": [[1.0, 0.0], [0.25, 0.75]]}
+        for name in ("cheem", "frozen_linear")
+    }  # fmt: skip
+    hashes = {name: ["0a" * 32, "1b" * 32][: index + 1] for name in methods}
+    return {
+        "event": "evaluated", "time": "t", "index": index, "methods": methods, "checkpoints": hashes,
+        "peak_memory_bytes": 5, "seconds": 1.0,
+    }  # fmt: skip
+
+
+def story():
+    """The record of a run of two tasks with an upper bound for the first."""
+    run = {"event": "run", "time": "t", "method": "cheem", "executor": "whole", "device": "cpu", "command": ["a"]}
+    tasks = [entry for i in range(2) for entry in (learned(i), linear(i), evaluated(i))]
+    bound = {"event": "upper_bound", "time": "t", "index": 0, "name": "colours", "test_accuracy": 0.9, "seconds": 1.0}
+    return [run, *tasks, bound]
+
+
+def changed(*places_and_values):
+    """The record with other values at places such as (4, "report", "penalty")."""
+    entries = story()
+    for place, value in places_and_values:
+        at = entries
+        for key in place[:-1]:
+            at = at[key]
+        at[place[-1]] = value
+    return entries
+
+
+@pytest.mark.parametrize(
+    "place, value, said",
+    [
+        ((0, "executor"), "scan", 'the run\'s setting: executor is "whole" there and "scan" here'),
+        (
+            (4, "report", "similarity", 0, 1), -0.25,
+            "task 2 'textures', cheem: similarity to the backbone's own task at block 2 is -0.5 there and -0.25 here",
+        ),
+        (
+            (4, "report", "similarity", 1, 1), 0.5,
+            "task 2 'textures', cheem: similarity to task 1 'colours' at block 2 is null there and 0.5 here",
+        ),
+        (
+            (4, "report", "supernet_losses", 1), 0.5311900079250336,
+            "task 2 'textures', cheem: supernet loss of epoch 2 is 0.53121 there and 0.53119 here",
+        ),
+        (
+            (4, "report", "searched"), 11,
+            "task 2 'textures', cheem: the number of networks scored is 12 there and 11 here",
+        ),
+        (
+            (1, "report", "validation_accuracy"), 0.9000000000000001,
+            "task 1 'colours', cheem: validation accuracy of the network chosen is 0.9 there and 0.9000000000000001 "
+            "here",
+        ),
+        (
+            (1, "report", "architecture", 1), "adapt:0",
+            "task 1 'colours', cheem: architecture at block 2 is \"skip\" there and \"adapt:0\" here",
+        ),
+        (
+            (1, "report", "finetune_losses"), [0.75],
+            "task 1 'colours', cheem: fine-tuning loss of epoch 2 is 0.125 there and missing here",
+        ),
+        ((1, "report", "flops"), 301, "task 1 'colours', cheem: flops is 300 there and 301 here"),
+        ((2, "report", "penalty"), 1.0, "task 1 'colours', frozen_linear: penalty is 10 there and 1 here"),
+        (
+            (6, "methods", "cheem", "accuracy", 0), 0.625,
+            "the evaluation after task 2 'textures', cheem: accuracy on task 1 'colours' is 0.5 there and 0.625 here",
+        ),
+        (
+            (6, "methods", "cheem", "routing", 1, 0), 0.5,
+            "the evaluation after task 2 'textures', cheem: the share of task 2 'textures' that is taken for task 1 "
+            "'colours' is 0.25 there and 0.5 here",
+        ),
+        (
+            (6, "checkpoints", "cheem", 1), "2c" * 32,
+            "the evaluation after task 2 'textures', cheem: content hash of task 2 'textures' is "
+            '"1b1b1b1b1b1b1b1b1b1b1b1b… there and "2c2c2c2c2c2c2c2c2c2c2c2c… here',
+        ),
+        (
+            (7, "test_accuracy"), 0.8,
+            "the upper bound of task 1 'colours': test_accuracy is 0.9 there and 0.8 here",
+        ),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_a_changed_value_is_named_where_it_came_about(place, value, said):
+    found = difference_of_records(story(), changed((place, value)), TASKS)
+    assert str(found) == said and found is not None and found.stopped is None
+
+
+def test_the_first_of_several_differences_is_that_which_happened_first():
+    backwards = [
+        ((6, "methods", "cheem", "accuracy", 0), "accuracy on task 1"),
+        ((4, "report", "flops"), "flops"),
+        ((4, "report", "finetune_losses", 0), "fine-tuning loss of epoch 1"),
+        ((4, "report", "architecture", 0), "architecture at block 1"),
+        ((4, "report", "searched"), "networks scored"),
+        ((4, "report", "supernet_losses", 2), "supernet loss of epoch 3"),
+        ((4, "report", "similarity", 0, 0), "similarity"),
+        ((2, "report", "penalty"), "penalty"),
+        ((1, "report", "finetune_losses", 1), "fine-tuning loss of epoch 2"),
+        ((1, "report", "name"), "name"),
+        ((0, "executor"), "executor"),
+    ]
+    changes = []
+    for place, words in backwards:
+        changes.append((place, "other"))
+        found = difference_of_records(story(), changed(*changes), TASKS)
+        assert found is not None and words in found.place
+
+
+def test_clocks_memory_and_the_history_of_a_process_make_no_difference():
+    kept = {"executor": "whole", "flops": {"paper": 3}, "tasks": [{"searched": 12}]}
+    names = (
+        "time",
+        "seconds",
+        "seconds_total",
+        "checkpoint_seconds",
+        "compile_seconds",
+        "peak_memory_bytes",
+        "compile",
+    )
+    names += ("hits", "misses", "evictions", "fingerprint", "conditions", "command", "versions", "device")
+    one = {**kept, **dict.fromkeys(names, 1), "tasks": [{"searched": 12, "seconds": {"search": 1.0}}]}
+    assert timeless(one) == kept and set(names) == CIRCUMSTANCES
+    entries = changed(
+        *(((i, "time"), "later") for i in range(8)),
+        ((1, "report", "seconds", "search"), 9.0),
+        ((4, "report", "engine", "hits"), 9),
+        ((0, "command"), ["b"]),
+        ((3, "peak_memory_bytes"), 9),
+    )
+    entries.insert(5, {"event": "continued", "time": "t", "conditions": {"code": "c"}})
+    assert entries != story() and difference_of_records(story(), entries, TASKS) is None
+
+
+def test_a_run_that_stopped_is_equal_as_far_as_both_go():
+    found = difference_of_records(story(), story()[:4], TASKS)
+    assert str(found) == "equal as far as both go, but the second run stopped before task 2 'textures', cheem"
+    assert found is not None and found.stopped == "second"
+    found = difference_of_records(story()[:7], story(), TASKS)
+    assert str(found) == "equal as far as both go, but the first run stopped before the upper bound of task 1 'colours'"
+    assert difference_of_records([], [], TASKS) is None
+
+
+def test_a_difference_before_the_stop_counts_more_than_the_stop():
+    found = difference_of_records(changed(((1, "report", "flops"), 1)), story()[:4], TASKS)
+    assert str(found) == "task 1 'colours', cheem: flops is 1 there and 300 here"
+
+
+def test_an_entry_that_only_one_run_has_is_told_as_such():
+    without = [entry for entry in story() if entry.get("method") != "frozen_linear"]
+    assert str(difference_of_records(story(), without, TASKS)) == (
+        "task 1 'colours', frozen_linear: only the first run tells of it"
+    )
+    assert str(difference_of_records(without, story(), TASKS)) == (
+        "task 1 'colours', frozen_linear: only the second run tells of it"
+    )
+
+
+def test_what_nobody_knows_yet_is_compared_all_the_same():
+    new = {"event": "pruned", "index": 1, "share": {"kept": [0.5, 0.25]}}
+    other = copy.deepcopy(new)
+    other["share"]["kept"][1] = 0.125
+    assert str(difference_of_records([*story(), new], [*story(), other], TASKS)) == (
+        "event 'pruned', task 2 'textures': share.kept[1] is 0.25 there and 0.125 here"
+    )
+    assert str(difference_of_records([*story(), new, new], [*story(), new, other], TASKS)).startswith(
+        "event 'pruned' (2), task 2"
+    )
+    found = difference_of_records(story(), changed(((1, "report", "warmth"), 3)), TASKS)
+    assert str(found) == "task 1 'colours', cheem: warmth is missing there and 3 here"
+
+
+def test_configs_and_results_are_compared_leaf_by_leaf():
+    config = {"seed": 0, "cheem": {"supernet": {"epochs": 3}}, "tasks": ["a", "b"]}
+    other = {"seed": 0, "cheem": {"supernet": {"epochs": 4}}, "tasks": ["a"]}
+    found = difference_of_values(config, other, "config.json")
+    assert str(found) == "config.json: cheem.supernet.epochs is 3 there and 4 here"
+    results = {"accuracy": [[0.5, None], [0.5, 0.25]], "seconds_total": 3.0}
+    assert difference_of_results(results, {**results, "seconds_total": 4.0}) is None
+    found = difference_of_results(results, {"accuracy": [[0.5, None], [0.5, 0.75]]})
+    assert str(found) == "results.json: accuracy[1][1] is 0.25 there and 0.75 here"
+    assert str(difference_of_results(results, None)) == (
+        "equal as far as both go, but the second run stopped before results.json was written"
+    )
+
+
+def write(directory, entries):
+    (directory / record.NAME).unlink(missing_ok=True)
+    written = record.Record.open(directory)
+    for entry in entries:
+        written.write(**{key: value for key, value in entry.items() if key != "time"})
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two directories that tell the same."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    (first / "config.json").write_text(json.dumps({"seed": 0, "tasks": TASKS}))
+    (first / "results.json").write_text(json.dumps({"average_accuracy": 0.5, "seconds": 1.0}))
+    write(first, story())
+    shutil.copytree(first, second)
+    return first, second
+
+
+def test_directories_are_compared_config_first_then_record_then_results(runs):
+    first, second = runs
+    assert first_difference(first, second) is None
+    (second / "results.json").write_text(json.dumps({"average_accuracy": 0.25, "seconds": 2.0}))
+    assert str(first_difference(first, second)) == "results.json: average_accuracy is 0.5 there and 0.25 here"
+    write(second, changed(((1, "report", "searched"), 3)))
+    (second / "config.json").write_text(json.dumps({"seed": 1, "tasks": TASKS}))
+    places = [found.place for found in differences(first, second)]
+    assert places == [
+        "config.json: seed",
+        "task 1 'colours', cheem: the number of networks scored",
+        "results.json: average_accuracy",
+    ]
+
+
+def test_the_results_of_a_run_that_stopped_are_not_held_against_it(runs):
+    first, second = runs
+    write(second, story()[:4])
+    (second / "results.json").write_text(json.dumps({"average_accuracy": 0.25}))
+    [found] = differences(first, second)
+    assert found.stopped == "second"
+
+
+def test_what_is_no_run_directory_or_damaged_is_named(runs, tmp_path):
+    first, second = runs
+    with pytest.raises(ValueError, match="gone' is no run directory"):
+        first_difference(first, tmp_path / "gone")
+    (second / "results.json").write_text("{")
+    with pytest.raises(ValueError, match=r"second/results.json is no JSON"):
+        first_difference(first, second)

@@ -1,0 +1,119 @@
+"""The fingerprint of a run: what it holds, what changes it, and how a change is told."""
+
+import json
+import os
+import subprocess
+
+import jax
+import numpy as np
+import pytest
+
+from cheem_jax import fingerprint
+from cheem_jax.report.record import to_json
+
+IDENTITY = {"seed": 0, "rates": (1e-3, 2e-3), "data_sha256": {"a": "1", "b": "2"}, "weights_sha256": "w"}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in [name for name in os.environ if fingerprint.VARIABLES.fullmatch(name)]:
+        monkeypatch.delenv(name)
+
+
+def test_it_holds_settings_data_weights_code_versions_and_device_as_plain_json():
+    taken = fingerprint.take(IDENTITY)
+    assert list(taken) == ["config_sha256", "data_sha256", "weights_sha256", "code", "versions", "device"]
+    assert json.loads(json.dumps(taken)) == taken
+    assert taken["weights_sha256"] == "w" and taken["versions"]["jax"] == jax.__version__
+    assert all(taken["versions"].values()) and len(taken["versions"]) == 1 + len(fingerprint.PACKAGES)
+    assert taken["device"]["platform"] == "cpu" and taken["device"]["threads"] >= 1 and taken["device"]["processor"]
+    assert taken["device"]["environment"] == {}
+    assert fingerprint.take(IDENTITY) == taken
+
+
+def test_the_identity_counts_as_its_file_holds_it_whatever_the_order_of_its_keys():
+    held = dict(reversed(json.loads(json.dumps(to_json(IDENTITY))).items()))
+    assert fingerprint.digest(fingerprint.take(held)) == fingerprint.digest(fingerprint.take(IDENTITY))
+
+
+@pytest.mark.parametrize(
+    "change, places",
+    [
+        ({"seed": np.int64(1)}, ["config_sha256"]),
+        ({"data_sha256": {"a": "2", "b": "1"}}, ["config_sha256", "data_sha256"]),
+        ({"weights_sha256": "v"}, ["config_sha256", "weights_sha256"]),
+    ],
+)
+def test_another_setting_data_or_weights_change_their_hash(change, places):
+    one, other = fingerprint.take(IDENTITY), fingerprint.take(IDENTITY | change)
+    assert [sentence.split()[0] for sentence in fingerprint.differences(one, other)] == places
+    assert fingerprint.digest(one) != fingerprint.digest(other)
+    assert len(fingerprint.digest(one)) == 16 and int(fingerprint.digest(one), 16) >= 0
+
+
+def test_variables_that_change_numbers_are_told_and_caches_are_not(monkeypatch):
+    before = fingerprint.take(IDENTITY)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert fingerprint.differences(before, fingerprint.take(IDENTITY)) == []
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert fingerprint.differences(before, fingerprint.take(IDENTITY)) == [
+        "device.environment.JAX_ENABLE_X64 was not set, is 1",
+        "device.environment.OMP_NUM_THREADS was not set, is 2",
+    ]
+
+
+def test_differences_are_told_leaf_by_leaf_in_words():
+    was = {"versions": {"jax": "0.10.1", "flax": "1"}, "code": {"commit": None}, "device": {"count": 1}}
+    now = {"versions": {"jax": "0.10.2", "flax": "1"}, "code": {"commit": 5 * "01234567" + "+"}, "device": {"count": 2}}
+    assert fingerprint.differences(was, now) == [
+        "versions.jax was 0.10.1, is 0.10.2",
+        "code.commit was unknown, is 012345670123+",
+        "device.count was 1, is 2",
+    ]
+    assert fingerprint.differences(now, was)[0] == "versions.jax was 0.10.2, is 0.10.1"
+    assert fingerprint.differences(was, was) == []
+
+
+def test_code_and_tables_decide_the_hash_of_the_code_and_nothing_else_does(tmp_path):
+    def hashed(name: str, **files: str) -> str:
+        package = tmp_path / name
+        (package / "part").mkdir(parents=True)
+        for file, text in {"a.py": "1", "part/b.py": "2", "part/c.json": "3"}.items():
+            (package / file).write_text(files.get(file.replace("/", "_").replace(".", "_"), text))
+        (package / "weights.safetensors").write_text(files.get("weights", ""))
+        return fingerprint.code_hash(package)
+
+    plain = hashed("plain")
+    assert hashed("same", weights="others") == plain
+    assert len({plain, hashed("code", part_b_py="4"), hashed("table", part_c_json="4")}) == 3
+
+
+def git(folder, *arguments):
+    name = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+    done = subprocess.run(["git", *name, *arguments], cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_the_commit_is_that_of_the_checkout_that_tracks_the_package(tmp_path, monkeypatch):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("one = 1\n")
+    commit_of = fingerprint.commit_of.__wrapped__
+    try:
+        git(tmp_path, "init")
+    except OSError:
+        pytest.skip("there is no git")
+    assert commit_of(package) is None  # below a checkout, but not of it
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    git(tmp_path, "tag", "v1")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
+    assert commit_of(package) == head
+    (package / "__init__.py").write_text("one = 2\n")
+    assert commit_of(package) == f"{head}+"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit_of(package) is None

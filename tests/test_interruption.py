@@ -1,0 +1,50 @@
+"""Signals ask to stop, once; what they do otherwise comes back."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from cheem_jax.interruption import Stopped, stop_requests
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_becomes_a_request_and_says_so(number, capfd):
+    usual = signal.getsignal(number)
+    with stop_requests() as stop:
+        assert not stop
+        os.kill(os.getpid(), number)
+        assert stop and stop.signal_number == number
+        assert signal.getsignal(number) is usual  # a second one has its usual effect
+    assert "stopping after the running step" in capfd.readouterr().err
+    stopped = stop.stopped("after a step")
+    assert isinstance(stopped, Stopped) and isinstance(stopped, KeyboardInterrupt)
+    assert (str(stopped), stopped.signal_number) == ("after a step", number)
+
+
+def test_a_second_ctrl_c_stops_at_once():
+    with pytest.raises(KeyboardInterrupt):
+        with stop_requests():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_signals_do_otherwise_comes_back():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with stop_requests():
+        assert signal.getsignal(signal.SIGTERM) is not before[1]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_thread_other_than_the_main_one_leaves_signals_alone():
+    found = []
+
+    def work():
+        with stop_requests() as stop:
+            found.append((bool(stop), signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(False, signal.getsignal(signal.SIGINT))]

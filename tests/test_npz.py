@@ -1,0 +1,71 @@
+"""What an npz file promises is held against what it holds."""
+
+import io
+import zipfile
+
+import numpy as np
+import pytest
+
+from cheem_jax.backbone import npz
+from cheem_jax.backbone.npz import read_npz
+
+
+def write(file, members, method=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return file
+
+
+def npy(header: str, body: bytes = b"") -> bytes:
+    return b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header.encode() + body
+
+
+def test_arrays_come_back_as_they_were_saved(tmp_path):
+    arrays = {
+        "a": np.arange(6.0).reshape(2, 3),
+        "b": np.array([b"x", b"yz"]),
+        "c": np.asfortranarray(np.eye(3)),
+        "d": np.int8(3),
+    }
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "x.npz", allow_pickle=False, **arrays)
+        found = read_npz(tmp_path / "x.npz")
+        assert list(found) == list(arrays)
+        for name, value in arrays.items():
+            np.testing.assert_array_equal(found[name], value)
+            assert found[name].dtype == value.dtype
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }", "by its header, but has 8 bytes"),
+        ("{'descr': '|V0', 'fortran_order': False, 'shape': (1000000000000,), }", "no plain numbers or text"),
+        ("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", "no plain numbers or text"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (-2,), }", "no plain numbers or text"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (2,", "not a readable npz"),
+        ("[" * 3000, "not a readable npz"),
+        ("__import__('os').abort()", "not a readable npz"),
+    ],
+)
+def test_a_header_is_not_believed(tmp_path, header, told):
+    file = write(tmp_path / "x.npz", {"w.npy": npy(header, bytes(8))})
+    with pytest.raises(ValueError, match=f"x.npz is not a readable npz file .*{told}|x.npz is {told}"):
+        read_npz(file)
+
+
+def test_bombs_are_refused_before_they_are_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(npz, "SMALL_BYTES", 2**20)
+    np.savez_compressed(tmp_path / "x.npz", w=np.zeros(2**22, np.uint8))
+    with pytest.raises(ValueError, match=r"x\.npz .* bytes unpack to \d+, over 100 times as many"):
+        read_npz(tmp_path / "x.npz")
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(4))
+    with pytest.raises(ValueError, match="packed by method 12"):
+        read_npz(write(tmp_path / "y.npz", {"w.npy": buffer.getvalue()}, zipfile.ZIP_BZIP2))
+
+
+def test_a_member_that_is_no_array_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"x\.npz is not a readable npz file"):
+        read_npz(write(tmp_path / "x.npz", {"readme.txt": b"hello, this is text"}))
