@@ -21,7 +21,7 @@ VENV_PREPARE := .venv-prepare
 INPUTS := pyproject.toml constraints.txt
 CODE := cheem_jax convert experiments tests
 
-.PHONY: help demo test test-slow test-convert test-prepare test-312 bench bench-gpu lint format clean
+.PHONY: help demo test test-slow faults test-convert test-prepare test-312 bench bench-gpu lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -33,7 +33,10 @@ test: $(VENV)/.test ## the tests that need no torch, no TensorFlow, no network a
 	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test ## the tests that take minutes or install packages
-	@$(VENV)/bin/python -m pytest -m slow $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -m slow --ignore tests/faults $(PYTEST_ARGS)
+
+faults: $(VENV)/.test ## kills, full disks, damaged files and hostile input by the thousand, counted; about an hour
+	@$(VENV)/bin/python -m pytest -m "slow or not slow" tests/faults $(PYTEST_ARGS)
 
 test-convert: $(VENV_CONVERT)/.convert ## parity with timm, in an environment with torch
 	@$(VENV_CONVERT)/bin/python -m pytest -m convert $(PYTEST_ARGS)

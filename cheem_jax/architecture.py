@@ -4,7 +4,7 @@ A block whose pool holds n experts offers 2n + 2 candidates in this order: Reuse
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,12 +24,12 @@ class Choice(NamedTuple):
 Architecture = tuple[Choice, ...]
 
 
-def parse_choice(text: str) -> Choice:
-    """`"reuse:3"`, `"adapt:0"`, `"new"` or `"skip"` as written by `str(choice)`."""
-    kind, _, expert = text.partition(":")
-    needs_expert = kind in ("reuse", "adapt")
-    if kind not in KINDS or needs_expert != expert.isdigit() or (expert and not needs_expert):
-        raise ValueError(f"{text!r} is no choice; expected 'reuse:N', 'adapt:N', 'new' or 'skip'")
+def parse_choice(text: Any) -> Choice:
+    """`"reuse:3"`, `"adapt:0"`, `"new"` or `"skip"` as written by `str(choice)`; ValueError for anything else."""
+    kind, _, expert = text.partition(":") if isinstance(text, str) else (None, "", "")
+    needs_expert, is_number = kind in ("reuse", "adapt"), expert.isascii() and expert.isdigit() and len(expert) < 10
+    if kind not in KINDS or needs_expert != is_number or (expert and not needs_expert):
+        raise ValueError(f"{text!r:.60} is no choice; expected 'reuse:N', 'adapt:N', 'new' or 'skip'")
     return Choice(kind, int(expert) if needs_expert else None)
 
 
@@ -38,8 +38,10 @@ def to_strings(architecture: Architecture) -> list[str]:
     return [str(choice) for choice in architecture]
 
 
-def from_strings(texts: Sequence[str]) -> Architecture:
-    """Inverse of `to_strings`."""
+def from_strings(texts: Any) -> Architecture:
+    """Inverse of `to_strings`; ValueError for other JSON."""
+    if not isinstance(texts, list | tuple):
+        raise ValueError(f"{texts!r:.60} is no architecture; expected a list of one choice per block")
     return tuple(parse_choice(text) for text in texts)
 
 

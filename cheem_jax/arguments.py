@@ -1,6 +1,7 @@
 """Settings written as the command line that gives them again."""
 
 import dataclasses
+import os
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,5 +62,5 @@ def _text(value: Any) -> str:
         case str():
             return value
         case Path():
-            return str(value.expanduser().absolute())
+            return str(Path(os.path.expanduser(value)).absolute())
     raise TypeError(f"{type(value).__name__} {value!r} has no form on a command line; expected numbers, text, paths")

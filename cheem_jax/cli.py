@@ -57,7 +57,7 @@ def run_command(command: Callable[[Settings], None], settings: Settings, directo
         )
         raise SystemExit(2) from error
     except (ValueError, OSError, FloatingPointError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split()):.4000}", file=sys.stderr)
         if isinstance(error, MissingTasks):
             print("\n".join(f"  {line}" for line in error.advice), file=sys.stderr)
         raise SystemExit(2) from error

@@ -162,7 +162,10 @@ class Run(NamedTuple):
         """One task while a method learns it."""
         rolling = Rolling(self.root(method), self.stop, every=self.save_every)
         phase = functools.partial(_phase, self.progress, task.name)
-        return Running(index, rolling, phase, self.progress.say)
+        running = Running(index, rolling, phase, self.progress.say)
+        if running.saved is not None:
+            self.progress.say(f"{task.name}: going on in the middle")
+        return running
 
 
 def _phase(progress: Progress, task: str, phase: str, total: int):

@@ -11,7 +11,17 @@ Entry = Mapping[str, Any]
 
 
 def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
-    """The results after the last evaluated task; methods beside CHEEM stand under `yardsticks`."""
+    """The results after the last evaluated task; methods beside CHEEM stand under `yardsticks`.
+
+    Raises ValueError for a record that lacks what they need.
+    """
+    try:
+        return _results_of(entries)
+    except (StopIteration, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"the record does not hold what results need ({error!r:.200})") from error
+
+
+def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     setting = next(entry for entry in entries if entry["event"] == "run")
     evaluated = [entry for entry in entries if entry["event"] == "evaluated"]
     if not evaluated:

@@ -105,7 +105,7 @@ class Running:
         Raises Stopped out of `advance` where a signal has asked for it, after saving.
         """
         rolling = self.rolling
-        with self._phase(name, total) as shown:
+        with self._phase(name, total) if total else _nothing_left() as shown:
 
             def advance(num_images: int, note: str = "", /) -> None:
                 shown(num_images, note)
@@ -116,6 +116,11 @@ class Running:
                     raise rolling.stop.stopped(f"everything {place} the {name} phase is kept")
 
             yield advance
+
+
+@contextlib.contextmanager
+def _nothing_left() -> Iterator[Advance]:
+    yield lambda num_images, note="", /: None
 
 
 def _remove(directories: list[Path]) -> None:

@@ -83,7 +83,7 @@ def _owner(file: Path) -> str:
     try:
         told = json.loads(file.read_text())
         return f"process {told['pid']} on {told['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"
 
 

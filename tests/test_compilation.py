@@ -64,6 +64,19 @@ def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(tmp_path, 
         jax.config.update("jax_enable_compilation_cache", enabled)
 
 
+def test_a_folder_that_others_can_write_to_keeps_no_programs(monkeypatch, tmp_path):
+    kept = run(tmp_path)[0]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
+    os.chmod(kept, 0o777)
+    enabled = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", True)
+        with pytest.raises(NotKept, match="JAX_COMPILATION_CACHE_DIR"):
+            keep_programs()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+
+
 def test_every_program_is_counted():
     before = compilations()
     jax.jit(lambda x: x - 7)(1.0)

@@ -15,7 +15,7 @@ ROWS = (
     ("backbone", "pool", "centroids", "flops"),
     ("supernet", "hee", "execution"),
     ("evolution", "training"),
-    ("data", "checkpoint", "rolling", "report", "results", "run_directory", "fingerprint"),
+    ("data", "checkpoint", "saved_memory", "rolling", "report", "results", "run_directory", "fingerprint"),
     ("methods", "continual"),
     ("arguments", "commands", "cli", "__main__"),
 )

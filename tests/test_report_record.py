@@ -25,10 +25,27 @@ def test_a_torn_last_line_is_ignored_and_does_not_spoil_the_next(tmp_path):
     assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["first", "second"]
 
 
-def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
-    (tmp_path / record.NAME).write_text('{"event": "a"}\nnonsense\n{"event": "b"}\n')
-    with pytest.raises(ValueError, match="line 2"):
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_line_that_changed_is_an_error_with_its_number(tmp_path, number):
+    written = record.Record.open(tmp_path)
+    for accuracy in (0.25, 0.5, 0.75):
+        written.write("evaluated", accuracy=accuracy)
+    lines = (tmp_path / record.NAME).read_text().splitlines(keepends=True)
+    for changed in (lines[number - 1].replace("evaluated", "evaluatee"), "nonsense\n", "\n", "7\n", "[]\n"):
+        (tmp_path / record.NAME).write_text("".join([*lines[: number - 1], changed, *lines[number:]]))
+        with pytest.raises(ValueError, match=f"line {number} is not as it was written"):
+            record.read(tmp_path)
+    one_digit = lines[number - 1].replace("5, ", "6, ")
+    assert one_digit != lines[number - 1]
+    (tmp_path / record.NAME).write_text("".join([*lines[: number - 1], one_digit, *lines[number:]]))
+    with pytest.raises(ValueError, match=f"line {number} is not"):
         record.read(tmp_path)
+
+
+def test_every_line_carries_the_fingerprint(tmp_path):
+    record.Record.open(tmp_path, "abc").write("a")
+    record.Record.open(tmp_path, "def").write("b")
+    assert [entry["fingerprint"] for entry in record.read(tmp_path)] == ["abc", "def"]
 
 
 def test_lines_of_an_unfinished_task_can_be_dropped(tmp_path):

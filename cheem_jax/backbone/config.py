@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
+from typing import Any, get_args
 
 from cheem_jax.kernels import Activation, Precision
 
@@ -73,6 +75,43 @@ CONFIGS: dict[str, ViTConfig] = {
 
 BUNDLED = ("vit_micro", "vit_nano")
 """Backbones whose weights ship inside the package."""
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """ValueError for values that no ViT has, in a config read from a file; what is not there has its default."""
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ViTConfig)}
+    told = defaults | dict(fields)
+    sizes = ("width", "depth", "num_heads", "image_size", "patch_size")
+    bounds = {**{name: (1, 2**16) for name in sizes}, "depth": (1, 1000), "num_classes": (0, 2**24)}
+    faults = [
+        f"{name} is {told[name]!r:.40}, expected a whole number in {least}..{most}"
+        for name, (least, most) in bounds.items()
+        if type(told[name]) is not int or not least <= told[name] <= most
+    ]
+    for name in ("mean", "std"):
+        rgb = told[name]
+        finite = isinstance(rgb, list | tuple) and len(rgb) == 3 and all(map(_is_finite, rgb))
+        if not finite or (name == "std" and min(rgb) <= 0):
+            faults.append(f"{name} is {rgb!r:.80}, expected three finite numbers{', all positive' * (name == 'std')}")
+    for name, most in {"mlp_ratio": 100, "layer_norm_eps": 1}.items():
+        if not _is_finite(told[name]) or not 0 < told[name] <= most:
+            faults.append(f"{name} is {told[name]!r:.40}, expected a number in 0..{most}")
+    for name, kind in {"activation": Activation, "precision": Precision}.items():
+        if told[name] not in get_args(kind):
+            faults.append(f"{name} is {told[name]!r:.40}, expected one of {', '.join(get_args(kind))}")
+    if not isinstance(told["name"], str) or not isinstance(told["timm_name"], str | None):
+        faults.append("name and timm_name must be text")
+    if not isinstance(told["norm_before_blocks"], bool) or not isinstance(told["patch_bias"], bool):
+        faults.append("norm_before_blocks and patch_bias must be true or false")
+    if not faults and (told["width"] % told["num_heads"] or told["image_size"] % told["patch_size"]):
+        faults.append("its heads do not divide the width, or its patches the image size")
+    if faults:
+        raise ValueError("; ".join(faults))
+
+
+def _is_finite(value: object) -> bool:
+    # whole numbers may be too large for a float, which math.isfinite does not forgive
+    return type(value) in (int, float) and -1e30 < value < 1e30  # type: ignore[operator]
 
 
 def config_of(name: str) -> ViTConfig:

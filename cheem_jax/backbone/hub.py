@@ -19,6 +19,8 @@ def download(timm_name: str) -> tuple[Path, dict, str]:
     try:
         weights = _cached_or_fetched(repository, "model.safetensors")
         config = json.loads(_cached_or_fetched(repository, "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError("its config.json is no JSON object")
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(f"the hub has no model {repository!r}: check the name, or {way_out}") from error
     except Exception as error:  # the client's error classes differ between its releases

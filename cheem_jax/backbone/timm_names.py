@@ -4,13 +4,14 @@ timm keeps linear weights as `[out, in]` and the patch kernel as `[D, 3, height,
 `params.py`.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
 
 import numpy as np
 
-from cheem_jax.backbone.config import CONFIGS, ViTConfig
+from cheem_jax.backbone.config import CONFIGS, ViTConfig, check_fields
 from cheem_jax.backbone.params import mismatches, shapes_of
 
 Rgb = tuple[float, float, float]
@@ -84,15 +85,15 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
     _refuse_unless_plain(name, tensors, hub_config)
     width, channels, patch_size, _ = tensors["patch_embed.proj.weight"].shape
     grid = math.isqrt(tensors["pos_embed"].shape[1])  # the class token completes no square
-    depth = 1 + max(int(key.split(".")[1]) for key in tensors if key.startswith("blocks."))
+    depth = len({key.split(".")[1] for key in tensors if key.startswith("blocks.")})  # gaps are told by `from_timm`
     num_heads = next((heads for family, heads in _HEADS.items() if name.startswith(family)), width // 64)
-    if channels != 3 or num_heads == 0 or width % num_heads:
+    if channels != 3 or width == 0 or num_heads == 0 or width % num_heads:
         raise ValueError(f"{name!r}: no plain ViT has {channels} channels and a width of {width}")
     clip = "norm_pre.weight" in tensors
     projection = clip and "_ft_" not in name  # CLIP's image-text projection, no classifier
     classes = 0 if projection or "head.weight" not in tensors else tensors["head.weight"].shape[0]
     mean, std = _preprocessing(name, hub_config)
-    return ViTConfig(
+    config = ViTConfig(
         name=name,
         width=width,
         depth=depth,
@@ -109,6 +110,11 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
         std=std,
         timm_name=name,
     )
+    try:
+        check_fields(dataclasses.asdict(config))
+    except ValueError as error:
+        raise ValueError(f"{name!r} is no plain timm ViT: {error}") from error
+    return config
 
 
 def _refuse_unless_plain(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict) -> None:
@@ -133,18 +139,25 @@ def _refuse_unless_plain(name: str, tensors: Mapping[str, np.ndarray], hub_confi
             reasons.append(f"pos_embed {position} is not a class token and a square grid")
         if len(patch) != 4 or patch[2] != patch[3]:
             reasons.append(f"patch_embed.proj.weight {patch} has no square patches")
-        if up != down[::-1]:
+        if len(up) != 2 or up != down[::-1]:
             reasons.append(f"blocks.0.mlp.fc1.weight {up} and fc2.weight {down} make a gated MLP")
+    if "head.weight" in tensors and len(tensors["head.weight"].shape) != 2:
+        reasons.append(f"head.weight {tensors['head.weight'].shape} is no matrix")
     if hub_config.get("global_pool", "token") != "token":
-        reasons.append(f"config.json pools with {hub_config['global_pool']!r}, not the class token")
+        reasons.append(f"config.json pools with {hub_config['global_pool']!r:.40}, not the class token")
     if reasons:
         raise ValueError(f"{name!r} is no plain timm ViT: {'; '.join(reasons)}")
 
 
 def _preprocessing(name: str, hub_config: dict) -> tuple[Rgb, Rgb]:
     pretrained = hub_config.get("pretrained_cfg", hub_config)
+    if not isinstance(pretrained, dict):
+        raise ValueError(f"pretrained_cfg in the config.json of {name!r} is {pretrained!r:.40}, expected an object")
     if "mean" in pretrained and "std" in pretrained:
-        mean, std = ((float(r), float(g), float(b)) for r, g, b in (pretrained["mean"], pretrained["std"]))
+        try:
+            mean, std = ((float(r), float(g), float(b)) for r, g, b in (pretrained["mean"], pretrained["std"]))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"mean and std in the config.json of {name!r} are not three numbers each") from error
         return mean, std
     families = (
         (".openai", "clip_vit_base"),

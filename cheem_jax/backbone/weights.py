@@ -11,14 +11,14 @@ import hashlib
 import json
 import os
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cheem_jax.backbone.config import BUNDLED, CONFIGS, ViTConfig, at_image_size
+from cheem_jax.backbone.config import BUNDLED, CONFIGS, ViTConfig, at_image_size, check_fields
 from cheem_jax.backbone.hub import download
+from cheem_jax.backbone.npz import read_npz
 from cheem_jax.backbone.params import check_params
 from cheem_jax.backbone.resample import resample_position
 from cheem_jax.backbone.timm_names import from_timm, infer_config
@@ -126,18 +126,22 @@ def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     if file.suffix == ".npz":
-        try:
-            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-                return dict(arrays.items()), {}
-        except (ValueError, EOFError, OSError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{file} is not a readable npz file ({error}); is it complete?") from error
+        return _numbers(file, read_npz(file)), {}
     if file.suffix != ".safetensors":
         raise ValueError(f"{file}: expected a .safetensors or .npz file (pickled .bin and .pth files are not read)")
     try:
         with safe_open(file, framework="numpy") as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}, dict(opened.metadata() or {})
-    except (SafetensorError, TypeError, OSError) as error:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+            return _numbers(file, tensors), dict(opened.metadata() or {})
+    except (SafetensorError, TypeError, AttributeError, KeyError, OSError) as error:  # types that NumPy does not have
         raise ValueError(f"{file} is not a readable safetensors file ({error}); is it complete?") from error
+
+
+def _numbers(file: Path, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same; ValueError for what is no number."""
+    if wrong := sorted(name for name, value in tensors.items() if value.dtype.kind not in "fiub"):
+        raise ValueError(f"{file}: {wrong[:5]} hold no real numbers, expected weights")
+    return tensors
 
 
 def sha256_of(file: Path) -> str:
@@ -157,8 +161,9 @@ def _from_converted(
         )
     try:
         fields: dict[str, Any] = json.loads(metadata["config"])
+        check_fields(fields)
         stored = ViTConfig(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"the converted file's config is broken ({error}); convert the weights again") from error
     params = {name: value.astype(np.float32) for name, value in tensors.items() if not name.startswith(_MEANS)}
     wanted = stored if known is None else dataclasses.replace(known, image_size=stored.image_size)
@@ -166,6 +171,11 @@ def _from_converted(
     if wanted != stored or (known is None and stored.name != backbone):
         raise ValueError(f"converted for backbone {stored.name!r} (as {stored}), not for {backbone!r}")
     means = {name.removeprefix(_MEANS): value for name, value in tensors.items() if name.startswith(_MEANS)}
+    shape = (stored.depth, stored.width)
+    if wrong := sorted(name for name, mean in means.items() if mean.shape != shape or mean.dtype != np.float32):
+        raise ValueError(f"base means {wrong[:4]} are not float32 {shape}; convert the weights again")
+    if wrong := sorted(name for name, mean in means.items() if not np.isfinite(mean).all()):
+        raise ValueError(f"base means {wrong[:4]} are not finite; convert the weights again")
     return Pretrained(stored, params, metadata["source"], metadata["sha256"], means)
 
 
@@ -175,6 +185,6 @@ def _config_beside(file: Path) -> dict | None:
         return None
     try:
         loaded = json.loads(config.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{config} is not readable JSON ({error})") from error
     return loaded if isinstance(loaded, dict) else None

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -98,7 +99,7 @@ class Show:
 
 def list_data(settings: List) -> None:
     """A table of the benchmarks' tasks, or the same as JSON."""
-    data_dir = (settings.data_dir or default_data_dir()).expanduser()
+    data_dir = Path(os.path.expanduser(settings.data_dir or default_data_dir()))
     names = _names(settings.what)
     rows = []
     for task in map(BY_NAME.__getitem__, names):
@@ -138,7 +139,7 @@ def list_data(settings: List) -> None:
 
 def prepare_data(settings: Prepare) -> None:
     """Prepare task by task; what fails is told at the end, and the exit status is then 2."""
-    data_dir = (settings.data_dir or default_data_dir()).expanduser()
+    data_dir = Path(os.path.expanduser(settings.data_dir or default_data_dir()))
     progress, failed = Progress(), {}
     for name in _names(settings.what):
         try:

@@ -75,7 +75,12 @@ def cached(
                 f"the decoded pictures of {plan.name!r} cannot be kept in {root}: {error.strerror or error}; name "
                 "another folder for decoded pictures, one with room and write permission"
             ) from error
-    return open_cache(place)
+    splits = open_cache(place)
+    if splits.keys() != set(names):
+        raise ValueError(
+            f"the cache {place} is damaged (it holds {sorted(splits)}); remove this folder and it is made again"
+        )
+    return splits
 
 
 def open_cache(place: Path) -> dict[str, Split]:
@@ -86,12 +91,17 @@ def open_cache(place: Path) -> dict[str, Split]:
         if not meta["splits"]:
             raise ValueError("it names no split")
         for name, told in meta["splits"].items():
-            images = np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            labels = np.load(place / f"{name}.labels.npy", allow_pickle=False)
-            if images.shape != (told["num"], meta["image_size"], meta["image_size"], 3) or len(labels) != told["num"]:
-                raise ValueError(f"{name} has the shape {images.shape}")
-            splits[name] = Split(images, labels, told["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+            if name not in SPLIT_NAMES:
+                raise ValueError(f"it names a split {name!r:.40}")
+            # mapped, so that a header that promises more than there is takes no memory
+            images = np.lib.format.open_memmap(place / f"{name}.npy", mode="r")
+            labels = np.lib.format.open_memmap(place / f"{name}.labels.npy", mode="r")
+            if images.shape != (told["num"], meta["image_size"], meta["image_size"], 3) or images.dtype != np.uint8:
+                raise ValueError(f"{name} has the shape {images.shape} of {images.dtype}")
+            if labels.shape != images.shape[:1] or labels.dtype != np.int32:
+                raise ValueError(f"{name} has labels of the shape {labels.shape} of {labels.dtype}")
+            splits[name] = Split(images, np.array(labels), str(told["sha256"]))
+    except Exception as error:  # NumPy's parser of headers raises almost anything on a broken file
         raise ValueError(f"the cache {place} is damaged ({error}); remove this folder and it is made again") from error
     return splits
 

@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError
+from PIL import TiffImagePlugin as TIFF
 
 from cheem_jax.data.files import Encoded
 
 # Named, because Pillow would otherwise also start other programs (Ghostscript for EPS).
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF")
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
+MAX_SCANS = 100  # of a progressive JPEG, which has about ten; each passes over the whole picture
 
 DECODER_VERSION = 1
 """Raised whenever the same file gives other pixels: decoded copies of an older version are then not used."""
@@ -46,6 +48,7 @@ def _decode(data: bytes, size: tuple[int, int] | None, name: str) -> Image.Image
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are accepted")
+            refuse_bombs(image, data)
             rgb = _to_rgb(image)
             return rgb if size is None else rgb.resize(size, Image.Resampling.BICUBIC)
     except UnidentifiedImageError:
@@ -54,15 +57,25 @@ def _decode(data: bytes, size: tuple[int, int] | None, name: str) -> Image.Image
         raise ValueError(f"{name}: the image cannot be decoded: {error}") from error
 
 
+def refuse_bombs(image: Image.Image, data: bytes) -> None:
+    """ValueError for what takes much more work or memory than the picture's size tells."""
+    if (scans := data.count(b"\xff\xda\0")) > MAX_SCANS:
+        raise ValueError(f"{scans} scans, at most {MAX_SCANS} are accepted")
+    tags = getattr(image, "tag_v2", {})
+    tile = [tags.get(tag, 0) for tag in (TIFF.TILEWIDTH, TIFF.TILELENGTH)]
+    if tile[0] * tile[1] > MAX_PIXELS:
+        raise ValueError(f"tiles of {tile[0]} x {tile[1]} pixels, at most {MAX_PIXELS} are accepted")
+
+
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise ValueError("floating-point pixels have no known range; store 8 or 16 bits")
     if image.mode == "I" or image.mode.startswith("I;16"):
-        values = np.asarray(image).astype(np.int64)
+        values = np.asarray(image)
         if values.min() < 0 or values.max() > 65535:
             raise ValueError(f"grey values {values.min()}..{values.max()} outside the 16-bit range")
-        # Pillow's own conversion clips at 255 instead of scaling.
-        image = Image.fromarray(np.round(values / 257).astype(np.uint8))
+        # Pillow's own conversion clips at 255 instead of scaling; 257 is odd, so no half is to be rounded.
+        image = Image.fromarray(((values.astype(np.int32) + 128) // 257).astype(np.uint8))
     elif "transparency" in image.info:
         image = image.convert("RGBA")  # a palette with transparency goes to RGB only with a warning
     image.load()  # what is returned outlives the file

@@ -12,6 +12,8 @@ from typing import NoReturn, Protocol, runtime_checkable
 IMAGE_SUFFIXES = frozenset(".jpg .jpeg .png .bmp .gif .webp .tif .tiff .ppm .pgm".split())
 MAX_DEPTH = 6  # folders below the root that are looked into, so that a link to a parent ends
 MAX_FILE_BYTES = 256 * 2**20
+MAX_FILES = 5_000_000  # in one folder or archive; ImageNet has 1.4 million
+SMALL_BYTES, MAX_RATIO = 2**30, 100  # what unpacks to more than both is a bomb: pictures are packed already
 
 
 @runtime_checkable
@@ -87,13 +89,18 @@ class ZipFiles:
                     if stamp_of([self.path]) != self.stamp:
                         raise ValueError("the zip has changed since it was looked at")
                     self._archive = _Archive(self.path)
-                return self._archive.read(self.root + self.names[row])
+                return self._archive.read_member(self.root + self.names[row])
         except Exception as error:  # checksum, compression method, cut-off file: zipfile and zlib raise many types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
 
 class _Archive(zipfile.ZipFile):
     """Closes its file when nobody holds it any more."""
+
+    def read_member(self, name: str) -> bytes:
+        """No more than the directory tells, whatever the packed bytes would unpack to."""
+        with self.open(name) as member:
+            return member.read(self.getinfo(name).file_size + 1)
 
     def __del__(self):
         self.close()
@@ -124,6 +131,8 @@ def list_files(path: Path) -> list[str]:
         names = sorted(_list_zip(path))
     else:
         raise FileNotFoundError(f"{path}: no such folder or zip file")
+    if len(names) > MAX_FILES:
+        raise ValueError(f"{path}: {len(names)} files, at most {MAX_FILES} are accepted; use several folders or zips")
     for name in names:
         try:
             name.encode()
@@ -157,7 +166,11 @@ def _list_folder(path: Path) -> Iterable[str]:
 
 def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """As `os.walk`, without hidden folders; a folder that cannot be read is an error, not an empty one."""
+    num = 0
     for folder, subfolders, names in os.walk(path, followlinks=True, onerror=_fail):
+        num += len(subfolders) + len(names)
+        if num > MAX_FILES:  # a few links to parents are enough, since each multiplies
+            raise ValueError(f"{path}: more than {MAX_FILES} files and folders; are there links to parent folders?")
         deep = len(Path(folder).relative_to(path).parts) >= MAX_DEPTH
         subfolders[:] = [] if deep else [name for name in subfolders if not is_hidden(name)]
         yield folder, subfolders, names
@@ -174,6 +187,7 @@ def _list_zip(path: Path) -> set[str]:
         raise ValueError(f"{path} is no readable zip file ({error}); expected a zip or a folder") from error
     files: set[str] = set()
     with archive:
+        _refuse_bomb(path, archive.infolist())
         for member in archive.infolist():
             if fault := _fault(member):
                 raise ValueError(f"{path}: refused because of member {member.filename!r}: {fault}")
@@ -185,6 +199,17 @@ def _list_zip(path: Path) -> set[str]:
     return files
 
 
+def _refuse_bomb(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
+    size = path.stat().st_size
+    if len(members) > MAX_FILES:
+        raise ValueError(f"{path}: {len(members)} members, at most {MAX_FILES} are accepted; use several zips")
+    if sum(member.compress_size for member in members) > size:
+        raise ValueError(f"{path}: its members take more bytes than the file has, so they overlap or are cut off")
+    total = sum(member.file_size for member in members)
+    if total > max(SMALL_BYTES, MAX_RATIO * size):
+        raise ValueError(f"{path}: refused as a bomb: {size} bytes unpack to {total}, over {MAX_RATIO} times as many")
+
+
 def _fault(member: zipfile.ZipInfo) -> str | None:
     """What makes a zip member unsafe or absurd, if anything."""
     parts = member.filename.removesuffix("/").split("/")
@@ -192,6 +217,9 @@ def _fault(member: zipfile.ZipInfo) -> str | None:
         return "its name is not a plain relative one"
     if member.flag_bits & 1:
         return "it is encrypted"
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        # zipfile unpacks the others to any size in one go, whatever the directory tells
+        return f"it is packed by method {member.compress_type}; zip it again, stored or deflated"
     if member.file_size > MAX_FILE_BYTES:
         return f"it unpacks to {member.file_size} bytes, at most {MAX_FILE_BYTES} are accepted"
     return None

@@ -1,6 +1,7 @@
 """Tasks from image folders and zips laid out as `<split>/<class>/<image>`, streams from folders of them."""
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def _find_tasks(path: Path) -> dict[str, Path]:
 
 
 def _name(path: Path) -> str:
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # `resolve` fails on a link to itself
     return path.stem if path.is_file() else path.name
 
 
@@ -78,14 +79,14 @@ def _plan(path: Path, names: Sequence[str], task: str, seed: int) -> Plan:
         )
     _refuse_folders_without_image(path, root, names, grouped["train"][0].count("/"))
     classes, label_of = _label_folders(path, folders, _class_names(path, f"{root}meta.json", names))
-    check_class_names(task, classes)
+    check_class_names(task, classes, str(path))
     labels = {}
     for split, members in grouped.items():
         if unknown := sorted({file.split("/")[-2] for file in members} - set(label_of)):
             # ascii tells accents apart that are composed in two ways and look the same
             raise ValueError(f"{path}: classes in {split} that train does not have: {ascii(unknown[:8])}")
         labels[split] = np.array([label_of[file.split("/")[-2]] for file in members], np.int32)
-        check_labels(task, split, classes, labels[split])
+        check_labels(task, split, classes, labels[split], str(path))
     files = [path / file for members in grouped.values() for file in members] if path.is_dir() else [path]
     keys = {split: [file.removeprefix(root) for file in members] for split, members in grouped.items()}
     cut_missing(str(path), classes, keys, labels, seed)
@@ -143,7 +144,7 @@ def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | Non
         return None
     try:
         meta = json.loads(files_of(path, [name]).read(0))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}/{name}: not readable as JSON: {error}") from error
     names = meta.get("classes") if isinstance(meta, dict) else None
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
@@ -157,7 +158,7 @@ def _label_folders(path: Path, folders: list[str], names: list[str] | None) -> t
         return tuple(folders), {folder: label for label, folder in enumerate(folders)}
     if set(folders) <= set(names):
         return tuple(names), {name: label for label, name in enumerate(names)}
-    numbers = {folder: int(folder) for folder in folders if folder.isdecimal()}
+    numbers = {folder: int(folder) for folder in folders if folder.isdecimal() and len(folder) < 20}
     wrong = [folder for folder in folders if numbers.get(folder, len(names)) >= len(names)]
     if wrong or len(set(numbers.values())) != len(folders):
         raise ValueError(

@@ -1,5 +1,6 @@
 """Tasks from a table that names the files: CSV or Parquet with `path`, `label` and perhaps `split`."""
 
+import contextlib
 import csv
 import io
 import os
@@ -54,11 +55,11 @@ def plan_manifest(file: Path, *, name: str | None = None, root: Path | None = No
         keys.setdefault(splits[row], []).append(paths[row])
         found.setdefault(splits[row], []).append(rows_labels[row])
     task = name or file.resolve().stem
-    check_class_names(task, classes)
+    check_class_names(task, classes, str(file))
     _check_splits(file, classes, splits, rows_labels, table.places)
     labels = {split: np.array(members, np.int32) for split, members in found.items()}
     for split, members in labels.items():
-        check_labels(task, split, classes, members)
+        check_labels(task, split, classes, members, str(file))
     cut_missing(str(file), classes, keys, labels, seed)
     parts = {split: Part(FolderFiles(root, keys[split]), labels[split]) for split in keys}
     stamp = stamp_of([file, *(root / paths[row] for row in order)])
@@ -106,7 +107,9 @@ def _delimiter(header: str) -> str:
     """The one that makes the most known columns of the first line."""
 
     def known(delimiter: str) -> int:
-        fields = next(csv.reader([header], delimiter=delimiter), [])
+        fields: list[str] = []
+        with contextlib.suppress(csv.Error):  # told when the table is read
+            fields = next(csv.reader([header], delimiter=delimiter), [])
         return len({field.strip().lower() for field in fields}.intersection(NEEDED + OPTIONAL))
 
     return max(",;\t", key=known)

@@ -9,27 +9,29 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import json
 import logging
 import os
 import re
 import threading
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cheem_jax.atomic import write_atomically
+from cheem_jax.backbone.npz import read_npz
 from cheem_jax.data.decode import Progress, decode_pixels
 from cheem_jax.data.files import stamp_of
 from cheem_jax.data.plan import Part, Plan
 from cheem_jax.data.splits import SPLITS, cut_missing
 
 BY_BYTES, BY_PIXELS = "bytes", "pixels"
+MAX_CLASSES = 1_000_000
 NAME_FEATURES = ("file_name", "filename", "image/file_name", "name", "id")
 _SPEC = re.compile(r"([a-z0-9_]+)(?:/([A-Za-z0-9_.-]+))?(?::(\d+\.\d+\.\d+))?")
+_OWN_FEATURE = re.compile(r"tensorflow_datasets\.core\.features\.[a-z_]+\.[A-Za-z]+")
 
 
 class Records:
@@ -116,22 +118,34 @@ class Prepared:
         mark = hashlib.sha256(f"{key} {stamp(self.directory)}".encode()).hexdigest()[:16]
         file = self.directory / ".cheem_jax" / f"{split}-{mark}.npz"
         # what is not there or was cut off by a crash is made anew
-        with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
-            with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
-                return [name.decode() for name in arrays["keys"].tolist()], arrays["labels"]
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            arrays = read_npz(file)
+            keys, labels = arrays["keys"], arrays["labels"]
+            if keys.dtype.kind == "S" and labels.ndim == 1 and keys.shape == labels.shape and self._are_labels(labels):
+                return [name.decode() for name in keys.tolist()], labels
         source = _source(self.directory, self.image, split)
-        names, labels = [], np.empty(len(source), np.int32)
+        names: list[str] = []
+        found: list[int] = []  # grows with what is read, whatever the metadata promises
         for position in range(len(source)):
             try:
                 example = source[position]
+                found.append(int(example[self.label]))
+                names.append(self._key(example, key))
             except Exception as error:  # array_record and protobuf raise their own
                 raise ValueError(
                     f"{self.directory}, split {split!r} #{position}, cannot be read: {error}; prepare it again"
                 ) from error
-            labels[position] = example[self.label]
-            names.append(self._key(example, key))
             if on_progress is not None:
                 on_progress(1)
+        if not found:
+            raise ValueError(
+                f"{self.full_name}: split {split!r} in {self.directory} holds no example; prepare it again"
+            )
+        if max(found) >= len(self.classes) or min(found) < -1:
+            raise ValueError(
+                f"{self.directory}, split {split!r}: labels {min(found)}..{max(found)} of {len(self.classes)} classes"
+            )
+        labels = np.array(found, np.int32)
         if unlabelled := int((labels < 0).sum()):
             raise ValueError(
                 f"{self.full_name}: {unlabelled} of {len(labels)} examples of split {split!r} carry the label -1: "
@@ -143,6 +157,9 @@ class Prepared:
             np.savez_compressed(buffer, keys=np.array([name.encode() for name in names]), labels=labels)
             write_atomically(file, buffer.getvalue())
         return names, labels
+
+    def _are_labels(self, labels: np.ndarray) -> bool:
+        return bool(labels.dtype == np.int32 and labels.size and 0 <= labels.min() <= labels.max() < len(self.classes))
 
     def _key(self, example: dict[str, Any], key: str) -> str:
         if key == BY_BYTES:
@@ -157,7 +174,7 @@ class Prepared:
 
 def default_data_dir() -> Path:
     """TFDS's own default folder."""
-    return Path(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets").expanduser()
+    return Path(os.path.expanduser(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets"))
 
 
 def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed: int = 0) -> Plan:
@@ -208,15 +225,20 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
     tfds = import_tfds()
     directory = find_prepared(spec, data_dir)
     try:
-        builder = tfds.builder_from_directory(directory)
+        builder = _builder(directory)
         features = builder.info.features
         image = _only(features, tfds.features.Image, "image")
         label = _only(features, tfds.features.ClassLabel, "label")
         sizes = {name: info.num_examples for name, info in builder.info.splits.items()}
+        if sum(sizes.values()) > (num_bytes := sum(file.stat().st_size for file in directory.iterdir())):
+            raise ValueError(f"its metadata promises {sum(sizes.values())} examples in {num_bytes} bytes")
+        if (num := features[label].num_classes or 0) > MAX_CLASSES:
+            raise ValueError(f"{num} classes, at most {MAX_CLASSES} are accepted")
         classes = tuple(features[label].names)
         kind = builder.info.file_format.value
     except Exception as error:  # unreadable metadata: json, protobuf and TFDS raise their own
-        raise ValueError(f"{directory} is no data set of labelled pictures that TFDS can open: {error}") from error
+        reason = f"{error or type(error).__name__}"[:500]
+        raise ValueError(f"{directory} is no data set of labelled pictures that TFDS can open: {reason}") from error
     if kind not in ("array_record", "parquet"):
         raise ValueError(
             f"{directory} was prepared in the format {kind!r}, which needs TensorFlow to be read; prepare it again in "
@@ -275,10 +297,35 @@ def _no_advice(record: logging.LogRecord) -> bool:
 def _source(directory: Path, image: str, split: str) -> Any:
     tfds = import_tfds()
     try:
-        builder = tfds.builder_from_directory(directory)
+        builder = _builder(directory)
         return builder.as_data_source(split=split, decoders={image: tfds.decode.SkipDecoding()})
     except Exception as error:  # missing or truncated shards
         raise ValueError(f"{directory}, split {split!r}, cannot be opened: {error}") from error
+
+
+def _builder(directory: Path) -> Any:
+    """TFDS's builder of a prepared directory, once it is known that opening it imports nothing but TFDS's features."""
+    file = directory / "features.json"
+    named = _feature_classes(json.loads(file.read_text()))
+    if foreign := sorted({name for name in named if not _OWN_FEATURE.fullmatch(name)}):
+        raise ValueError(f"{file} names the classes {foreign[:3]}; only features of TFDS itself are accepted")
+    return import_tfds().builder_from_directory(directory)
+
+
+def _feature_classes(value: Any) -> Iterator[str]:
+    """Every Python class that a features.json names, also in JSON inside of texts: TFDS imports their modules."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key in ("pythonClassName", "python_class_name", "type") and isinstance(item, str):
+                yield item
+            else:
+                yield from _feature_classes(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _feature_classes(item)
+    elif isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        with contextlib.suppress(ValueError):
+            yield from _feature_classes(json.loads(value))
 
 
 def _only(features: Any, kind: type, usual: str) -> str:

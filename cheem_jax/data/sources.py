@@ -1,6 +1,7 @@
 """From what a user writes to plans: a benchmark, one of its tasks, a TOML file, a manifest, a TFDS name, a folder."""
 
 import difflib
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,7 @@ def plan_source(
     (CSV or Parquet), or a folder or zip; a name before a file of that name. `tasks` selects and orders, `order` is one
     of MTIL's, `seed` draws splits that are missing. Raises MissingTasks, FileNotFoundError or ValueError.
     """
-    data_dir = None if data_dir is None else data_dir.expanduser()
+    data_dir = None if data_dir is None else Path(os.path.expanduser(data_dir))
     if source in BENCHMARKS:
         known = order_of(source, order)
         if tasks is not None:
@@ -50,7 +51,7 @@ def plan_source(
         return source, _plan_benchmark(source, tasks or known, data_dir or default_data_dir(), seed)
     if order != "default":
         raise ValueError(f"order {order!r} belongs to mtil, not to {source!r}; name tasks in the order you want")
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # Path's own fails where there is no such user
     if source in BY_NAME:
         name, plans = source, _plan_benchmark(source, [source], data_dir or default_data_dir(), seed)
     elif source.startswith("tfds:"):
@@ -70,7 +71,7 @@ def plan_source(
 
 def images_dir(data_dir: Path | None) -> Path:
     """Where decoded pictures of what lies in a data folder are kept."""
-    return (data_dir or default_data_dir()).expanduser() / "cheem_jax" / "images"
+    return Path(os.path.expanduser(data_dir or default_data_dir())) / "cheem_jax" / "images"
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path:

@@ -15,6 +15,7 @@ from cheem_jax.data.plan import Plan
 from cheem_jax.data.task import check_names, repeats
 
 KINDS = ("path", "manifest", "tfds", "benchmark")
+MAX_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,8 @@ def plan_stream_file(
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; expected a stream in TOML")
+    if file.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{file}: {file.stat().st_size} bytes, at most {MAX_BYTES} are accepted in a stream")
     try:
         return tomllib.loads(file.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, or brackets without end
@@ -64,8 +67,9 @@ def _read(file: Path) -> dict[str, Any]:
 def _entries(file: Path, told: dict[str, Any]) -> list[Entry]:
     """Every task of the file, or one ValueError for all that is wrong."""
     faults = [*_unknown(told, ("name", "seed", "task")), *_not_text(told, ("name",))]
-    if type(told.get("seed", 0)) is not int:  # true would pass for one
-        faults.append(f"seed must be a whole number, got {told['seed']!r}")
+    seed = told.get("seed", 0)
+    if type(seed) is not int or not -(2**63) <= seed < 2**63:  # true would pass for one
+        faults.append(f"seed must be a whole number, got {_shown(seed)}; 64 bits are the most")
     tables = told.get("task", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         faults, tables = [*faults, "`task` must be a list of tables; write [[task]]"], []
@@ -99,8 +103,15 @@ def _unknown(table: dict[str, Any], known: Sequence[str]) -> Iterable[str]:
 
 def _not_text(table: dict[str, Any], keys: Iterable[str]) -> Iterable[str]:
     for key in keys:
-        if key in table and not (isinstance(table[key], str) and table[key].strip()):
-            yield f"{key} must be text, got {table[key]!r:.40}"
+        if key in table and not (isinstance(table[key], str) and table[key].strip() and "\0" not in table[key]):
+            yield f"{key} must be text, got {_shown(table[key])}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.40}"
+    except ValueError:  # whole numbers of thousands of digits
+        return "a number without end"
 
 
 def _default_name(kind: str, value: str, folder: Path) -> str:
@@ -108,7 +119,7 @@ def _default_name(kind: str, value: str, folder: Path) -> str:
         return value
     if kind == "tfds":
         return re.split("[/:]", value)[0]
-    place = _place(folder, value).resolve()
+    place = Path(os.path.realpath(_place(folder, value)))  # `resolve` fails on a link to itself
     return place.name if place.is_dir() else place.stem
 
 

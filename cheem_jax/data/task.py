@@ -106,23 +106,25 @@ def check_names(names: Sequence[str], known: Sequence[str], where: str) -> None:
             raise ValueError(f"{where} has no task {name!r}; {hint}")
 
 
-def check_class_names(task: str, classes: Sequence[str]) -> None:
-    """ValueError unless there are at least two class names, all different."""
+def check_class_names(task: str, classes: Sequence[str], where: str = "") -> None:
+    """ValueError unless there are at least two class names, all different; `where` names a file."""
+    told = f"{where}: task {task!r}" if where else f"task {task!r}"
     if len(classes) < 2:
-        raise ValueError(f"task {task!r} has {len(classes)} class(es) {list(classes)}; two are the least")
+        raise ValueError(f"{told} has {len(classes)} class(es) {list(classes)}; two are the least")
     if repeated := repeats(classes):
-        raise ValueError(f"task {task!r}: class names must be unique, repeated: {repeated}")
+        raise ValueError(f"{told}: class names must be unique, repeated: {repeated}")
 
 
-def check_labels(task: str, split: str, classes: Sequence[str], labels: np.ndarray) -> None:
-    """ValueError for labels out of range and for classes without an image."""
+def check_labels(task: str, split: str, classes: Sequence[str], labels: np.ndarray, where: str = "") -> None:
+    """ValueError for labels out of range and for classes without an image; `where` names a file."""
+    told = f"{where}: task {task!r}" if where else f"task {task!r}"
     outside = np.unique(labels[(labels < 0) | (labels >= len(classes))])
     if outside.size:
-        raise ValueError(f"task {task!r}, split {split!r}: labels {outside[:5].tolist()} outside 0..{len(classes) - 1}")
+        raise ValueError(f"{told}, split {split!r}: labels {outside[:5].tolist()} outside 0..{len(classes) - 1}")
     empty = np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0)
     if empty.size:
         names = ", ".join(repr(classes[i]) for i in empty[:8]) + (", ..." if empty.size > 8 else "")
-        raise ValueError(f"task {task!r}, split {split!r}: no image of {empty.size} of {len(classes)} classes: {names}")
+        raise ValueError(f"{told}, split {split!r}: no image of {empty.size} of {len(classes)} classes: {names}")
 
 
 def repeats(names: Iterable[str]) -> list[str]:

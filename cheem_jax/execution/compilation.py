@@ -1,5 +1,6 @@
 """What the compiler does: options, the persistent cache, and a count of every program, the tiny ones too."""
 
+import errno
 import functools
 import hashlib
 import os
@@ -71,7 +72,11 @@ def keep_programs() -> Path | None:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = Path(chosen) if chosen else home / "cheem_jax" / "programs" / _machine()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # what lies there is run
+        status = directory.stat()
+        if not chosen and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+            raise OSError(errno.EPERM, "others can write there")
         probe = directory / f".writable-{os.getpid()}"
         probe.touch()
         probe.unlink()

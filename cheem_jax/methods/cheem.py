@@ -15,7 +15,6 @@ import numpy as np
 
 from cheem_jax.architecture import decode, to_strings
 from cheem_jax.centroids import RouterConfig, fit_centroids, route
-from cheem_jax.checkpoint import open_memory, save_memory_task, with_task
 from cheem_jax.data.task import Task
 from cheem_jax.evolution import SearchConfig, Searched, prepare_search, search
 from cheem_jax.execution.executor import Dense, Executor, Network, Token
@@ -29,6 +28,7 @@ from cheem_jax.methods.method import Answers, FrozenFeatures, Running
 from cheem_jax.methods.underway import Underway
 from cheem_jax.ops import Placement
 from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, pool_sizes
+from cheem_jax.saved_memory import open_memory, save_memory_task, with_task
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import (
     ExplorationConfig,

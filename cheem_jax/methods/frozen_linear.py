@@ -94,7 +94,10 @@ class FrozenLinear:
 
 def _read(directory: Path) -> LinearTask:
     arrays, meta = load_task(directory)
-    return LinearTask(meta["name"], tuple(meta["classes"]), **arrays)
+    try:
+        return LinearTask(meta["name"], tuple(meta["classes"]), **arrays)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint {directory} is of another method ({error!r:.200})") from error
 
 
 def fit_head(

@@ -93,7 +93,8 @@ def _entry(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
         if isinstance(entry, dict) and entry.pop("check", None) and _line(entry) == f"{line}\n":
-            return entry
+            if isinstance(entry.get("event"), str):
+                return entry
     except (ValueError, RecursionError):
         pass
     raise ValueError(

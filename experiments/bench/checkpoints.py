@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.checkpoint import open_memory, save_memory_task, saved_tasks
+from cheem_jax.checkpoint import saved_tasks
 from cheem_jax.cli import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
@@ -19,6 +19,7 @@ from cheem_jax.execution.stages import Stages
 from cheem_jax.methods.cheem import PRESETS
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
+from cheem_jax.saved_memory import open_memory, save_memory_task
 from experiments.bench.demo_compile import small
 from experiments.bench.growth import RANK, drawn_memory
 from experiments.bench.measure import Bench, Row, alternate, save, say

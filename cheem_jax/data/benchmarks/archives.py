@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from cheem_jax.data.files import MAX_FILE_BYTES, files_of, is_hidden, list_files
+from cheem_jax.data.files import MAX_FILE_BYTES, MAX_FILES, MAX_RATIO, SMALL_BYTES, files_of, is_hidden, list_files
 
 Reader = Callable[[], bytes]
 
@@ -45,12 +45,16 @@ def is_listed(path: Path) -> bool:
 def tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Reader]]:
     """`members` of an open tar or tar.gz; `where` names it in errors."""
     seen: set[str] = set()
+    num, most = 0, max(SMALL_BYTES, MAX_RATIO * file.seek(0, io.SEEK_END))
+    file.seek(0)
     with contextlib.ExitStack() as stack:
         with _named(where):
             plain = stack.enter_context(_decompressed(file))
             archive = stack.enter_context(tarfile.open(fileobj=plain, mode="r|", tarinfo=_Header))
         while (member := _next(archive, where)) is not None:
-            name = member.name.removeprefix("./")
+            name, num = member.name.removeprefix("./"), num + 1
+            if num > MAX_FILES or archive.offset > most:
+                raise ValueError(f"{where}: refused as a bomb: more than {MAX_FILES} members, or {most} bytes unpacked")
             if fault := _fault(name, member):
                 raise ValueError(f"{where}: refused because of member {member.name!r}: {fault}")
             if member.isdir() or any(is_hidden(part) for part in name.split("/")):
@@ -60,8 +64,10 @@ def tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Read
             seen.add(name)
             yield name, functools.partial(_read_member, archive, member, where)
         with _named(where):
-            while plain.read(2**20):  # gzip compares its checksum when it has come to the end
-                pass
+            for _ in range(most // 2**20 + 1):
+                if not plain.read(2**20):  # gzip compares its checksum when it has come to the end
+                    return
+            raise ValueError(f"more than {most} bytes follow the last member")
 
 
 class _Header(tarfile.TarInfo):

@@ -107,7 +107,7 @@ def _checked_url(url: str) -> str:
 def _wanted(file: Path, sha256: str | None, md5: str | None, size: int | None) -> _Wanted:
     record = _beside(file, ".sha256")
     if sha256 is None and md5 is None and record.exists():
-        words = record.read_text().split()
+        words = record.read_text(errors="replace").split()
         if not words or not re.fullmatch(r"[0-9a-fA-F]{64}", words[0]):
             raise ValueError(f"{record} holds no SHA-256; expected 64 hexadecimal digits. Delete it to record anew")
         return _Wanted(words[0].lower(), None, size, str(record))
@@ -189,11 +189,13 @@ def _fetch(url: str, file: Path, wanted: _Wanted, timeout: float, on_progress: O
     offset = part.stat().st_size if resumable and part.exists() else 0
     with _open(url, offset, memo.validator if memo else None, timeout) as response:
         headers = response.headers
-        content_range = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", headers.get("Content-Range", ""))
+        content_range = re.fullmatch(
+            r"bytes (?:([0-9]{1,18})-[0-9]{1,18}|\*)/([0-9]{1,18})", headers.get("Content-Range", "")
+        )
         match response.code:
             case 200:
                 length = headers.get("Content-Length", "")
-                offset, total = 0, int(length) if length.isdecimal() else wanted.size
+                offset, total = 0, int(length) if re.fullmatch("[0-9]{1,18}", length) else wanted.size
             case 206:
                 if not (content_range and content_range[1] and int(content_range[1]) == offset):
                     _discard(part)
@@ -253,12 +255,20 @@ def _open(url: str, offset: int, validator: str | None, timeout: float):
             raise error.reason if isinstance(error.reason, Exception) else error from error
 
 
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req, fp, code, msg, headers, newurl):
+        """Not from https to http: on the way from there anybody could change the file."""
+        if req.type == "https" and urlsplit(newurl).scheme.lower() != "https":
+            raise ValueError(f"{req.full_url} leads to {newurl}, which is not encrypted; fetch the file by hand")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
 def _opener() -> urllib.request.OpenerDirector:
     """Without the handlers of file:// and ftp://, which a redirect could otherwise reach."""
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.ProxyHandler, urllib.request.HTTPHandler, urllib.request.HTTPSHandler,
-        urllib.request.HTTPRedirectHandler, urllib.request.HTTPDefaultErrorHandler,
+        _Redirects, urllib.request.HTTPDefaultErrorHandler,
         urllib.request.HTTPErrorProcessor, urllib.request.UnknownHandler,
     ):  # fmt: skip
         opener.add_handler(handler())
@@ -304,7 +314,7 @@ def _retry_after(value: str | None) -> float | None:
         return None
     try:
         seconds = float(value) if value.isdecimal() else _timestamp(value) - time.time()
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return max(seconds, 0.0)
 
@@ -325,9 +335,10 @@ def _beside(file: Path, suffix: str) -> Path:
 
 def _recall(part: Path) -> _Memo | None:
     try:
-        return _Memo(**json.loads(_beside(part, ".json").read_text()))
-    except (OSError, ValueError, TypeError):  # absent, cut off, or of another shape: begin anew
+        memo = _Memo(**json.loads(_beside(part, ".json").read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):  # absent, cut off, or of another shape: begin anew
         return None
+    return memo if isinstance(memo.validator, str | None) else None
 
 
 def _remember(part: Path, memo: _Memo) -> None:

@@ -8,13 +8,13 @@ import csv
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import scipy.io
 from PIL import Image
 
 from cheem_jax.data.benchmarks import class_names
 from cheem_jax.data.benchmarks.archives import Reader, members, tar_members
+from cheem_jax.data.benchmarks.matlab import read_variable
 from cheem_jax.data.benchmarks.reading import (
     Reading,
     Source,
@@ -25,7 +25,7 @@ from cheem_jax.data.benchmarks.reading import (
     read_files,
     unique,
 )
-from cheem_jax.data.decode import FORMATS, MAX_PIXELS
+from cheem_jax.data.decode import FORMATS, MAX_PIXELS, refuse_bombs
 
 STRIP_PIXELS = 20  # the copyright notice below each aircraft
 
@@ -200,18 +200,22 @@ def _annotations(data: bytes, where: str) -> list[tuple[str, int]]:
 
 def _car_labels(data: bytes, where: str, num_classes: int) -> dict[str, int]:
     annotations = _load_mat(data, "annotations", where)
-    if not {"class", "fname"} <= set(annotations.dtype.names or ()):
-        raise ValueError(f"{where}: annotations need the fields class and fname, got {annotations.dtype.names}")
-    pairs = [(str(row["fname"]), int(row["class"])) for row in annotations]
+    fields = [tuple(row) if isinstance(row, dict) else None for row in annotations]
+    if wrong := [found for found in fields if found is None or not {"class", "fname"} <= set(found)]:
+        raise ValueError(f"{where}: annotations need the fields class and fname, got {wrong[0]}")
+    try:
+        pairs = [(str(row["fname"]), int(row["class"])) for row in annotations]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{where}: annotations need a name and a number each ({error})") from error
     if wrong := sorted({number for _, number in pairs if not 1 <= number <= num_classes}):
         raise ValueError(f"{where}: class numbers {wrong[:5]}; they count from 1 to {num_classes}")
     return unique([(name, number - 1) for name, number in pairs], where)
 
 
-def _load_mat(data: bytes, variable: str, where: str) -> np.ndarray:
+def _load_mat(data: bytes, variable: str, where: str) -> list[Any]:
     try:
-        return np.atleast_1d(scipy.io.loadmat(io.BytesIO(data), squeeze_me=True)[variable])
-    except Exception as error:  # scipy's parser raises almost anything on a broken file
+        return read_variable(data, variable)
+    except ValueError as error:
         raise ValueError(f"{where}: no MATLAB file with a variable {variable!r} ({error!r}); fetch it again") from error
 
 
@@ -234,6 +238,7 @@ def _recode(data: bytes, name: str, *, cut: int, format: str, **options: int) ->
             width, height = image.size
             if width * height > MAX_PIXELS or height <= cut:
                 raise ValueError(f"{width} x {height} pixels; up to {MAX_PIXELS} and more than {cut} rows are accepted")
+            refuse_bombs(image, data)
             image.crop((0, 0, width, height - cut)).save(buffer, format, **options)
     except Exception as error:  # Pillow's parsers raise almost anything on a broken file
         raise ValueError(f"{name}: the image cannot be decoded: {error}") from error

@@ -96,8 +96,8 @@ def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) ->
             pass  # a data folder that others look after; the hash is in the run's record all the same
         return
     try:
-        known = json.loads(file.read_text())["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
+        known = str(json.loads(file.read_text())["sha256"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged ({error}); remove it and it is written again") from error
     if known != plan.split_sha256:
         raise ValueError(

@@ -1,0 +1,1241 @@
+"""Hostile files for every loader: valid ones of each kind, damaged as a bad disk or a bad person would do it.
+
+    python tests/faults/hostile.py LOADER NUM [SEED]     what users run: without the type checks of the test run
+
+Input number i of a loader and a seed is always the same one, so whatever is found can be looked at again.
+"""
+
+import argparse
+import contextlib
+import copy
+import functools
+import gzip
+import io
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tarfile
+import tempfile
+import time
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from email.message import Message
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # run as a script, in a process of its own
+
+import numpy as np  # noqa: E402
+from PIL import Image  # noqa: E402
+
+SECONDS = 20.0
+"""A single input that takes longer hangs; on an idle core the slowest takes about a second."""
+Attempt = tuple[str, Callable[[], object]]
+"""What an error must name, and the call."""
+Attempts = Callable[[random.Random], Attempt]
+
+
+class Tried(NamedTuple):
+    """What came of some inputs."""
+
+    num: int
+    accepted: int
+    refused: int
+    seconds: float
+    megabytes: int
+    """By which the resident size grew at most."""
+    bad: list[str]
+
+
+class Hang(BaseException):
+    """Of no kind that a loader might catch."""
+
+
+def fuzz(name: str, numbers: Sequence[int], folder: Path, seed: int = 0) -> Tried:
+    """Every call returns, or raises a ValueError or OSError that names its file; soon, and with little memory."""
+    make, most = LOADERS[name]
+    attempts = make(folder)
+    bad: list[str] = []
+    accepted, start, before = 0, time.perf_counter(), _reset_peak()
+    for number in numbers:
+        named, call = attempts(random.Random(f"{name} {seed} {number}"))
+        began = time.perf_counter()
+        try:
+            with _time_limit():
+                call()
+            accepted += 1
+        except (ValueError, OSError) as error:
+            text = str(error)
+            if named not in text:
+                bad.append(f"{name} {number}: {named!r} is not named by {type(error).__name__}: {text[:200]!r}")
+        except Hang:
+            bad.append(f"{name} {number}: no answer within {SECONDS} seconds")
+        except Exception as error:
+            bad.append(f"{name} {number}: {type(error).__module__}.{type(error).__name__}: {str(error)[:300]!r}")
+        if (seconds := time.perf_counter() - began) > SECONDS:
+            bad.append(f"{name} {number}: {seconds:.1f} seconds")
+    megabytes = (_peak() - before) // 2**20
+    if megabytes > most:
+        bad.append(f"{name}: {megabytes} MB more than before, expected at most {most}")
+    num = len(numbers)
+    return Tried(num, accepted, num - accepted, round(time.perf_counter() - start, 1), megabytes, bad)
+
+
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise Hang
+
+    earlier = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+
+
+def _reset_peak() -> int:
+    """The resident size now, from which Linux counts the peak anew."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _peak()
+
+
+def _peak() -> int:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            return 1024 * int(found[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+# Damage
+
+NUMBERS = [0, 1, 2, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1]
+
+
+def damaged(data: bytes, rng: random.Random, other: bytes = b"") -> bytes:
+    """Bytes flipped, lost, repeated, cut off, spliced with another file, or replaced by extreme numbers."""
+    found = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
+        at = rng.randrange(len(found) + 1)
+        if rng.random() < 0.4:
+            at = min(at, rng.randrange(256))  # where headers are
+        end = min(len(found), at + rng.choice((1, 2, 4, 8, 30, 300)))
+        match rng.randrange(9):
+            case 0 if found:
+                found[min(at, len(found) - 1)] ^= 1 << rng.randrange(8)
+            case 1 if found:
+                found[min(at, len(found) - 1)] = rng.randrange(256)
+            case 2:
+                found[at:at] = rng.randbytes(rng.choice((1, 2, 4, 100)))
+            case 3:
+                del found[at:end]
+            case 4:
+                found[at:at] = found[at:end] * rng.choice((1, 2, 50))
+            case 5:
+                del found[at:]
+            case 6 if other:
+                found[at:] = other[rng.randrange(len(other)) :]
+            case 7:
+                size = rng.choice((1, 2, 4, 8))
+                number = rng.choice(NUMBERS) % 2 ** (8 * size)
+                found[at : at + size] = number.to_bytes(size, rng.choice(("little", "big")))
+            case 8:
+                digits = [match.span() for match in re.finditer(rb"\d+", bytes(found[:5000]))]
+                if digits:
+                    first, last = rng.choice(digits)
+                    found[first:last] = rng.choice((b"-1", b"0", b"1e9", b"99999999999", b"9" * 40, b"9" * 5000))
+    return bytes(found)
+
+
+DEEP = 10_000
+RAW = [
+    "null", "true", "false", "0", "-1", "1", "2", "1.5", "-0.0", "1e400", "NaN", "Infinity", "-Infinity",
+    "9223372036854775807", "9223372036854775808", "-9223372036854775809", "1" + "0" * 100, "9" * 4000, "9" * 5000,
+    '""', '"x"', '"1"', '"\\u0000"', '"\\ud800"', '"../../x"', '"/etc/passwd"', f'"{"y" * 70_000}"', '"\u202e"', "[]",
+    "{}", "[null]", "[[]]", '[""]', '["x", "x"]', "[1, 2, 3]", "[0, 0, 0]", '{"x": 1}', "[" * DEEP + "]" * DEEP,
+    '{"x":' * DEEP + "1" + "}" * DEEP, "[" * 900 + "]" * 900, "[" * DEEP, "[" + "0," * 20_000 + "0]",
+]  # fmt: skip
+"""JSON values of every type and extreme; where one stands matters more than which."""
+
+
+def damaged_json(value: Any, rng: random.Random) -> bytes:
+    """A JSON text with keys lost, renamed or doubled, values of other types, or an unusual encoding."""
+    value = copy.deepcopy(value)
+    raw: list[str] = []
+
+    def something() -> str:
+        raw.append(rng.choice(RAW))
+        return f"@raw{len(raw) - 1}@"
+
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        places = list(_places(value))
+        if not places or rng.random() < 0.03:
+            value = something()
+            continue
+        holder, key = rng.choice(places)
+        match rng.randrange(6):
+            case 0:
+                del holder[key]
+            case 1 if isinstance(holder, dict):
+                holder[rng.choice((f"{key}x", "", "x", "\ud800", "__class__", "0"))] = holder.pop(key)
+            case 2 if isinstance(holder, dict):
+                holder[f"@twin@{key}"] = something()  # the same key again
+            case 3 if isinstance(holder, list):
+                holder.insert(0, holder[key])
+            case _:
+                holder[key] = something()
+    text = json.dumps(value).replace("@twin@", "")
+    for number, one in enumerate(raw):
+        text = text.replace(f'"@raw{number}@"', one)
+    return encoded(text, rng)
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from _places(value[key])
+
+
+def encoded(text: str, rng: random.Random) -> bytes:
+    """Mostly UTF-8."""
+    kind = rng.choice(("utf-8",) * 12 + ("utf-8-sig", "utf-16", "utf-32", "latin-1"))
+    data = text.encode(kind, "surrogatepass" if kind.startswith("utf") else "replace")
+    return damaged(data, rng) if rng.random() < 0.15 else data
+
+
+TOML_RAW = [
+    "true", "0", "-1", "1.5", "inf", "nan", "9" * 4000, "9" * 5000, "0x" + "f" * 6000, "1979-05-27", "07:32:00", '""',
+    '"x"', '" "', '"\\u0000"', '"a\\u0000b"', '"~nobody-at-all/x"', '"~"', '"/"', '"."', '".."', '"loop.zip"',
+    '"loop"', '"../../../../etc/passwd"', f'"{"y" * 70_000}"', "[]", "{}", "[[]]", "{x = 1}", "[0xff, 2]",
+    "[" * DEEP + "]" * DEEP, "[" * 300 + "]" * 300, "{x=" * 300 + "1" + "}" * 300, '"""', "'''", '"mnist"',
+    '"mnist:3.0.1"', '"food101"', '"nosuch"', '"fifo"', '"birds.zip"', '"birds"', '"cars.csv"', '"cars.parquet"',
+    "[" + "0x" + "f" * 6000 + "]",
+]  # fmt: skip
+
+
+def damaged_lines(text: str, values: Sequence[str], rng: random.Random, separator: str = "=") -> bytes:
+    """Lines lost, doubled, swapped, with other keys or values."""
+    lines = text.splitlines()
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        at = rng.randrange(len(lines)) if lines else 0
+        key, sign, value = lines[at].partition(separator) if lines else ("", "", "")
+        match rng.randrange(7):
+            case 0 if lines:
+                del lines[at]
+            case 1 if lines:
+                lines.insert(rng.randrange(len(lines)), lines[at])
+            case 2 if sign:
+                lines[at] = f"{rng.choice(('name', 'seed', 'task', 'root', 'path', 'tfds', 'x', '.'))}{sign}{value}"
+            case 3:
+                lines.insert(
+                    at, rng.choice(("[task]", "[[task]]", "[[task.x]]", "x" + ".x" * 2000 + " = 1", "\0", "["))
+                )
+            case _ if sign:
+                lines[at] = f"{key}{sign}{rng.choice(values)}"
+    return encoded("\n".join(lines) + "\n", rng)
+
+
+# Valid files
+
+
+def picture(rng: random.Random, mode: str = "RGB", size: tuple[int, int] = (16, 12)) -> Image.Image:
+    """Noise."""
+    depth = {"RGB": 3, "RGBA": 4, "CMYK": 4, "LA": 2, "I;16": 2}.get(mode, 1)
+    if mode == "1":
+        return picture(rng, "L", size).convert("1")
+    image = Image.frombytes(mode, size, rng.randbytes(size[0] * size[1] * depth))
+    if mode == "P":
+        image.putpalette(rng.randbytes(768))
+    return image
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def pictures() -> dict[str, bytes]:
+    """Every accepted format in its usual kinds."""
+    rng = random.Random(0)
+    new = functools.partial(picture, rng)
+    frames = [new("P"), new("P")]
+    files = {
+        "base.jpg": saved(new(), "JPEG"),
+        "progressive.jpg": saved(new(), "JPEG", progressive=True),
+        "grey.jpg": saved(new("L"), "JPEG"),
+        "cmyk.jpg": saved(new("CMYK"), "JPEG"),
+        "exif.jpg": saved(new(), "JPEG", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0\0\0\0\0"),
+        "rgb.png": saved(new(), "PNG", icc_profile=rng.randbytes(300)),
+        "rgba.png": saved(new("RGBA"), "PNG"),
+        "palette.png": saved(new("P"), "PNG", transparency=b"\0\x80"),
+        "grey16.png": saved(new("I;16"), "PNG"),
+        "la.png": saved(new("LA"), "PNG"),
+        "bit.png": saved(new("1"), "PNG"),
+        "rgb.bmp": saved(new(), "BMP"),
+        "palette.bmp": saved(new("P"), "BMP"),
+        "frames.gif": saved(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        "one.gif": saved(new("P"), "GIF", transparency=3),
+        "rgb.ppm": saved(new(), "PPM"),
+        "grey16.pgm": saved(new("I;16"), "PPM"),
+        "plain.ppm": b"P3\n2 2\n255\n1 2 3 4 5 6 7 8 9 10 11 12\n",
+        "lossy.webp": saved(new(), "WEBP"),
+        "lossless.webp": saved(new("RGBA"), "WEBP", lossless=True),
+        "frames.webp": saved(new(), "WEBP", save_all=True, append_images=[new()]),
+        "raw.tiff": saved(new(), "TIFF"),
+        "lzw.tiff": saved(new(), "TIFF", compression="tiff_lzw"),
+        "deflate.tiff": saved(new("L"), "TIFF", compression="tiff_adobe_deflate"),
+        "jpeg.tiff": saved(new(), "TIFF", compression="jpeg"),
+        "grey16.tiff": saved(new("I;16"), "TIFF"),
+        "fax.tiff": saved(new("1"), "TIFF", compression="group4"),
+    }
+    return files
+
+
+def small_png(value: int) -> bytes:
+    return saved(Image.new("L", (4, 4), value % 256), "PNG")
+
+
+def task_files(num: int = 3) -> dict[str, bytes]:
+    """A task of two classes, as a folder or zip holds it."""
+    places = itertools.product(("train", "val", "test"), ("cat", "dog"), range(num))
+    files = {f"{s}/{c}/{i}.png": small_png(n) for n, (s, c, i) in enumerate(places)}
+    return {"meta.json": json.dumps({"classes": ["cat", "dog"]}).encode(), **files}
+
+
+def zipped(files: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", method) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+def put(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+# Loaders
+
+
+def images(folder: Path) -> Attempts:
+    from cheem_jax.data.decode import decode_image
+
+    files = pictures()
+
+    def attempt(rng: random.Random) -> Attempt:
+        name = rng.choice(sorted(files))
+        data, other = files[name], files[rng.choice(sorted(files))]
+        # checksums would keep most damage from the decoder behind them
+        data = damaged_png(data, rng) if name.endswith("png") and rng.random() < 0.6 else damaged(data, rng, other)
+        return name, lambda: check_pixels(decode_image(data, 8, name=name))
+
+    return attempt
+
+
+def check_pixels(pixels: np.ndarray) -> None:
+    assert pixels.shape == (8, 8, 3) and pixels.dtype == np.uint8
+
+
+def damaged_png(data: bytes, rng: random.Random) -> bytes:
+    """Damage inside the chunks, whose checksums are right again."""
+    chunks, at = [], 8
+    while at < len(data):
+        (length,) = struct.unpack_from(">I", data, at)
+        chunks.append([data[at + 4 : at + 8], data[at + 8 : at + 8 + length]])
+        at += 12 + length
+    for _ in range(rng.choice((1, 1, 2))):
+        chosen = rng.randrange(len(chunks))
+        match rng.randrange(6):
+            case 0:
+                del chunks[chosen]
+            case 1:
+                chunks.insert(rng.randrange(len(chunks)), list(chunks[chosen]))
+            case 2:
+                bomb = zlib.compress(bytes(2**20 * rng.choice((1, 30))))
+                kind = rng.choice((b"zTXt", b"iTXt", b"iCCP", b"IDAT", b"fdAT", b"acTL", b"eXIf", b"tRNS", b"PLTE"))
+                head = b"x\0\1\0\0\0" if kind == b"iTXt" else b"x\0\0" if kind in (b"zTXt", b"iCCP") else b""
+                chunks.insert(rng.randrange(len(chunks)), [kind, head + bomb])
+            case _:
+                chunks[chosen][1] = damaged(chunks[chosen][1], rng)
+        if not chunks:
+            break
+    return data[:8] + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+    )
+
+
+def zips(folder: Path) -> Attempts:
+    """A task in a zip, planned and read to the end; and its meta.json."""
+    from cheem_jax.data.decode import decode_image
+    from cheem_jax.data.folder import plan_stream, plan_task
+
+    files, file = task_files(), folder / "pets.zip"
+    whole = [zipped(files), zipped(files, zipfile.ZIP_STORED), zipped(files, zipfile.ZIP_LZMA)]
+    place = put(folder / "plain", files)
+
+    def read(path: Path, plan: Callable[[Path], Any]) -> None:
+        plans = plan(path)
+        for part in (plans if not isinstance(plans, list) else plans[0]).splits.values():
+            for row in range(len(part.files)):
+                check_pixels(decode_image(part.files.read(row), 8, name=part.files.where(row)))
+
+    def attempt(rng: random.Random) -> Attempt:
+        plan = rng.choice((plan_task, plan_stream))
+        if rng.random() < 0.3:
+            (place / "meta.json").write_bytes(damaged_json({"classes": ["cat", "dog"]}, rng))
+            return "plain", lambda: read(place, plan)
+        if rng.random() < 0.3:
+            renamed = {damaged_name(name, rng): data for name, data in files.items()}
+            with warnings.catch_warnings(action="ignore"):
+                data = zipped(renamed)
+        else:
+            data = damaged_zip(rng.choice(whole), rng)
+        file.write_bytes(data)
+        return "pets.zip", lambda: read(file, plan)
+
+    return attempt
+
+
+def damaged_name(name: str, rng: random.Random) -> str:
+    if rng.random() < 0.9:
+        return name
+    parts = name.split("/")
+    new = ("..", ".", "", "CON", "a\\b", "C:", "x" * 60_000, "\u202e", "a\0b", "train", "9" * 5000, "²", "__MACOSX")
+    parts[rng.randrange(len(parts))] = rng.choice(new)
+    return "/".join(parts) or "x"
+
+
+def damaged_zip(data: bytes, rng: random.Random) -> bytes:
+    """Damage at headers as often as in between."""
+    if rng.random() < 0.5:
+        return damaged(data, rng)
+    found = bytearray(data)
+    for _ in range(rng.choice((1, 2, 3))):
+        sign, fields = rng.choice(((b"PK\1\2", 46), (b"PK\3\4", 30), (b"PK\5\6", 22)))
+        starts = [match.start() for match in re.finditer(re.escape(sign), data)]
+        at = rng.choice(starts) + rng.randrange(4, fields)
+        size = rng.choice((1, 2, 4))
+        found[at : at + size] = (rng.choice(NUMBERS) % 2 ** (8 * size)).to_bytes(size, "little")
+    return bytes(found)
+
+
+def archives(folder: Path) -> Attempts:
+    """Zips, tars and tar.gz, read to the end."""
+    from cheem_jax.data.benchmarks.archives import members
+
+    files = {f"top/{name}": data for name, data in task_files(1).items()}
+    plain = tar_of(files)
+    places = {name: folder / name for name in ("a.zip", "a.tar", "a.tar.gz", "b.tar")}
+
+    def attempt(rng: random.Random) -> Attempt:
+        name = rng.choice(sorted(places))
+        match name:
+            case "a.zip":
+                data = damaged_zip(zipped(files), rng)
+            case "a.tar":
+                data = damaged(plain, rng)
+            case "a.tar.gz":
+                data = damaged(gzip.compress(plain, 1), rng) if rng.random() < 0.5 else gzip.compress(
+                    damaged_tar(plain, rng), 1
+                )  # fmt: skip
+            case _:
+                data = damaged_tar(plain, rng)
+        places[name].write_bytes(data)
+        return name, lambda: [read() for _, read in members(places[name])]
+
+    return attempt
+
+
+def tar_of(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for number, (name, data) in enumerate(files.items()):
+            header = tarfile.TarInfo(name if number % 3 else f"{name[:-4]}{'n' * 150}{name[-4:]}")
+            header.size = len(data)
+            archive.addfile(header, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def damaged_tar(data: bytes, rng: random.Random) -> bytes:
+    """Damaged headers, whose checksums are right again."""
+    found = bytearray(data)
+    starts = [at for at in range(0, len(data), 512) if data[at + 257 : at + 262] == b"ustar"]
+    for at in rng.sample(starts, min(len(starts), rng.choice((1, 2)))):
+        match rng.randrange(4):
+            case 0:
+                found[at + 156] = rng.choice(b"0123456789xgLKSVDNM\0\xff")
+            case 1:
+                size = rng.choice(
+                    (b"77777777777\0", b"\x80" + b"\0" * 3 + b"\xff" * 8, b"\xff" * 12, b"-1\0", b"x", b"0")
+                )
+                found[at + 124 : at + 124 + len(size)] = size
+            case 2:
+                name = rng.choice((b"../x\0", b"/x\0", b"C:x\0", b"a\\b\0", b"\xff\xfe\0", b"\0", b"./././x\0"))
+                found[at : at + len(name)] = name
+            case _:
+                field = at + rng.randrange(500)
+                found[field] = rng.randrange(256)
+        found[at + 148 : at + 156] = b" " * 8
+        found[at + 148 : at + 156] = b"%06o\0 " % sum(found[at : at + 512])
+    if rng.random() < 0.3:  # in the texts of extended headers too
+        found = bytearray(
+            bytes(found).replace(b" path=", rng.choice((b" size=", b" GNU.sparse.map=", b" hdrcharset=")))
+        )
+    return bytes(found)
+
+
+STREAM = """name = "odd"
+seed = 3
+
+[[task]]
+path = "birds"
+
+[[task]]
+path = "birds.zip"
+name = "zipped"
+
+[[task]]
+manifest = "cars.csv"
+root = "birds"
+"""
+CARS = ["path,label,split,class_name"] + [
+    f"{split}/{name}/{i}.png,{label},{split},{name}"
+    for split in ("train", "val", "test")
+    for label, name in enumerate(("cat", "dog"))
+    for i in range(3)
+]
+
+
+def stream_files(folder: Path) -> Attempts:
+    from cheem_jax.data.sources import plan_source
+
+    put(folder / "birds", task_files())
+    (folder / "birds.zip").write_bytes(zipped(task_files()))
+    (folder / "cars.csv").write_text("\n".join(CARS))
+    (folder / "loop.zip").symlink_to("loop.zip")
+    (folder / "loop").symlink_to("loop")
+    os.mkfifo(folder / "fifo")
+    file = folder / "stream.toml"
+
+    def attempt(rng: random.Random) -> Attempt:
+        whole = rng.random() < 0.7
+        data = damaged_lines(STREAM, TOML_RAW, rng) if whole else damaged(STREAM.encode(), rng)
+        file.write_bytes(data)
+        # a fault of a task is told by the name of its own file or data set
+        return "", lambda: plan_source(str(file), data_dir=folder / "data")
+
+    return attempt
+
+
+CELLS = ["", "-1", "0", "7", "99", "999999999999999999", "9" * 200_000, "1.5", "nan", "../x.png", "/etc/passwd", "x\0",
+         "train/cat/0.png", '"', '"a"b', "\u202e", "'", "²", "=1+1", "valid", "tset", "a;b", "C:x.png",
+         "a\\..\\b"]  # fmt: skip
+
+
+def manifests(folder: Path) -> Attempts:
+    import pyarrow
+    from pyarrow import parquet
+
+    from cheem_jax.data.manifest import plan_manifest
+
+    put(folder, task_files())
+    header, *rows = (line.split(",") for line in CARS)
+    table = {name: [row[at] for row in rows] for at, name in enumerate(header)}
+    table["label"] = [int(label) for label in table["label"]]  # type: ignore[assignment]
+    buffer = io.BytesIO()
+    parquet.write_table(pyarrow.table(table), buffer)
+    files = {suffix: folder / f"cars{suffix}" for suffix in (".csv", ".parquet")}
+
+    def attempt(rng: random.Random) -> Attempt:
+        suffix = rng.choice((".csv", ".csv", ".parquet"))
+        if suffix == ".parquet":
+            data = damaged(buffer.getvalue(), rng)
+            if rng.random() < 0.4:  # the metadata at the end is what is parsed
+                whole = buffer.getvalue()
+                size = struct.unpack("<I", whole[-8:-4])[0]
+                footer = damaged(whole[-8 - size : -8], rng)
+                data = whole[: -8 - size] + footer + struct.pack("<I", len(footer)) + b"PAR1"
+        elif rng.random() < 0.3:
+            data = damaged("\n".join(CARS).encode(), rng)
+        else:
+            cells = [line.split(",") for line in CARS]
+            for _ in range(rng.choice((1, 1, 2))):
+                row = rng.choice(cells)
+                row[rng.randrange(len(row))] = rng.choice(CELLS)
+            data = encoded(rng.choice("\n\r").join(rng.choice(",,,;\t").join(row) for row in cells), rng)
+        files[suffix].write_bytes(data)
+        return f"cars{suffix}", lambda: plan_manifest(files[suffix])
+
+    return attempt
+
+
+def caches(folder: Path) -> Attempts:
+    from cheem_jax.data.cache import cached
+    from cheem_jax.data.folder import plan_task
+    from cheem_jax.data.task import Task
+    from cheem_jax.data.verify import verify_cache
+
+    @contextlib.contextmanager
+    def phase(name: str, num: int) -> Iterator[Callable[[int], None]]:
+        yield lambda num: None
+
+    put(folder / "pets", task_files())
+    plan = plan_task(folder / "pets")
+    cached(plan, 8, folder / "kept", phase)
+    place = next(file for file in (folder / "kept").iterdir() if file.is_dir())
+    files = {file.name: file.read_bytes() for file in place.iterdir()}
+
+    def read() -> None:
+        verify_cache(place)
+        splits = cached(plan, 8, folder / "kept", phase)
+        Task("pets", ("cat", "dog"), splits["train"], splits["val"], splits["test"])
+
+    def attempt(rng: random.Random) -> Attempt:
+        put(place, files)
+        name = rng.choice(sorted(files))
+        if name == "cache.json":
+            data = damaged_json(json.loads(files[name]), rng)
+        else:
+            data = damaged_npy(files[name], rng) if rng.random() < 0.7 else damaged(files[name], rng)
+        (place / name).write_bytes(data)
+        return place.name, read
+
+    return attempt
+
+
+HEADERS = [
+    "{'descr': '|O', 'fortran_order': False, 'shape': (18,), }",
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (1000000000000,), }",
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (-1,), }",
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (4611686018427387904, 4), }",
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (99999999999999999999,), }",
+    "{'descr': '<f8', 'fortran_order': True, 'shape': (6,), }",
+    "{'descr': '<i8', 'fortran_order': False, 'shape': (), }",
+    "{'descr': '|S0', 'fortran_order': False, 'shape': (1000000000000,), }",
+    "{'descr': '|V0', 'fortran_order': False, 'shape': (1000000000000,), }",
+    "{'descr': '|S1', 'fortran_order': False, 'shape': (6,), }",
+    "{'descr': '<U2', 'fortran_order': False, 'shape': (6,), }",
+    "{'descr': [('a', '<i4'), ('b', '|O')], 'fortran_order': False, 'shape': (6,), }",
+    "{'descr': '<M8[ns]', 'fortran_order': False, 'shape': (6,), }",
+    "{'descr': 'nonsense', 'fortran_order': False, 'shape': (6,), }",
+    "{'descr': '<i4', 'shape': (6,), }",
+    "[" * 3000,
+    "__import__('os').abort()",
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (6,), 'x': " + "(" * 3000 + ")" * 3000 + "}",
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (9e9,), }",
+    "{'descr': '<i4', 'fortran_order': False, 'shape': (True, 6), }",
+    "\0",
+]
+
+
+def damaged_npy(data: bytes, rng: random.Random) -> bytes:
+    """Another header before the same numbers."""
+    body = data[10 + struct.unpack_from("<H", data, 8)[0] :]
+    if rng.random() < 0.4:
+        old = data[10 : len(data) - len(body)].decode("latin-1")
+        header = re.sub(r"\d+", lambda m: rng.choice((m[0], m[0], "0", "-1", "7", str(10**13))), old).rstrip()
+    else:
+        header = rng.choice(HEADERS)
+    packed = header.encode("latin-1") + b"\n"
+    return data[:8] + struct.pack("<H", len(packed)) + packed + body
+
+
+TINY = "vit_tiny_patch4_12.dino"
+
+
+def timm_tensors(depth: int = 1, width: int = 64) -> dict[str, np.ndarray]:
+    """A plain ViT of the least size, under timm's names."""
+    shapes = {"cls_token": (1, 1, width), "pos_embed": (1, 10, width), "patch_embed.proj.weight": (width, 3, 4, 4),
+              "patch_embed.proj.bias": (width,), "norm.weight": (width,), "norm.bias": (width,),
+              "head.weight": (5, width), "head.bias": (5,)}  # fmt: skip
+    for block in range(depth):
+        layers = {"attn.qkv": (3 * width, width), "attn.proj": (width, width), "mlp.fc1": (width, width),
+                  "mlp.fc2": (width, width), "norm1": (width,), "norm2": (width,)}  # fmt: skip
+        for layer, shape in layers.items():
+            shapes |= {f"blocks.{block}.{layer}.weight": shape, f"blocks.{block}.{layer}.bias": shape[:1]}
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+ODD_TENSORS: dict[str, list[tuple[int, ...]]] = {
+    "cls_token": [(), (0,), (1, 1, 0)],
+    "pos_embed": [(), (1, 0, 64), (1, 2, 64), (1, 10), (0, 10, 64), (1, 10, 0)],
+    "patch_embed.proj.weight": [(), (0, 3, 4, 4), (64, 3, 0, 0), (64, 0, 4, 4), (16, 3, 1, 1)],
+    "blocks.0.mlp.fc1.weight": [(), (0,), (0, 64), (64, 0), (64,)],
+    "blocks.0.mlp.fc2.weight": [(), (0,), (64, 0), (0, 64)],
+    "head.weight": [(), (0,), (0, 64), (5,)],
+    "blocks.99999999999.norm1.weight": [(64,)],
+    "blocks.7.norm1.weight": [(64,)],
+    "blocks.٣.norm1.weight": [(64,)],
+    "blocks." + "9" * 5000 + ".norm1.weight": [(64,)],
+    "x" * 60_000: [(1,)],
+}
+
+
+def odd_tensors(rng: random.Random) -> dict[str, np.ndarray]:
+    """Tensors missing, of other shapes, ranks and types, and such as no network has."""
+    tensors = timm_tensors()
+    for _ in range(rng.choice((1, 1, 2))):
+        name = rng.choice(sorted(ODD_TENSORS))
+        match rng.randrange(4):
+            case 0:
+                tensors.pop(name, None)
+            case 1:
+                one = rng.choice(sorted(tensors))
+                kinds = (np.int8, np.bool_, np.float16, np.float64, np.uint64)
+                tensors[one] = tensors[one].astype(rng.choice(kinds))
+            case _:
+                tensors[name] = np.zeros(rng.choice(ODD_TENSORS[name]), np.float32)
+    return tensors
+
+
+def weights(folder: Path) -> Attempts:
+    """Files of tensors under timm's names, in both formats; and config.json beside them."""
+    import safetensors.numpy
+
+    from cheem_jax.backbone.weights import load_pretrained
+
+    tensors = timm_tensors()
+    valid = safetensors.numpy.save(tensors)
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **tensors)  # type: ignore[arg-type]
+    config = {"global_pool": "token", "pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2]}}
+
+    def attempt(rng: random.Random) -> Attempt:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        name, beside = TINY, rng.random() < 0.25
+        file = folder / rng.choice(("w.safetensors", "w.npz"))
+        if beside:
+            (folder / "config.json").write_bytes(damaged_json(config, rng))
+            name, data = "vit_tiny_patch4_12.mystery", valid
+            file = folder / "w.safetensors"
+        elif rng.random() < 0.3:
+            odd = odd_tensors(rng)
+            name = rng.choice((TINY, "vit_huge_patch4_12.dino"))
+            out = io.BytesIO()
+            np.savez(out, allow_pickle=False, **odd)  # type: ignore[arg-type]
+            data = out.getvalue() if file.suffix == ".npz" else safetensors.numpy.save(odd)
+        elif file.suffix == ".npz":
+            data = damaged_npz(buffer.getvalue(), rng) if rng.random() < 0.6 else damaged_zip(buffer.getvalue(), rng)
+        else:
+            data = damaged_safetensors(valid, rng) if rng.random() < 0.7 else damaged(valid, rng)
+        file.write_bytes(data)
+        named = "config.json" if beside and rng.random() < 0 else file.name
+        return ("" if beside else named), lambda: check_weights(load_pretrained(name, weights=file))
+
+    return attempt
+
+
+def check_weights(pretrained: Any) -> None:
+    from cheem_jax.backbone.params import check_params
+
+    check_params(pretrained.config, pretrained.params)
+    assert all(value.dtype == np.float32 for value in pretrained.params.values())
+    for mean in pretrained.base_means.values():
+        assert mean.shape == (pretrained.config.depth, pretrained.config.width) and mean.dtype == np.float32
+    rgb = [*pretrained.config.mean, *pretrained.config.std]
+    assert np.isfinite(rgb).all() and min(pretrained.config.std) > 0
+
+
+def damaged_safetensors(data: bytes, rng: random.Random) -> bytes:
+    """Another header before the same numbers."""
+    (size,) = struct.unpack_from("<Q", data)
+    header = damaged_json(json.loads(data[8 : 8 + size]), rng)
+    if rng.random() < 0.1:
+        return struct.pack("<Q", rng.choice((0, 2**63, 2**64 - 1, len(data)))) + data[8:]
+    if rng.random() < 0.3:
+        other = rng.choice((b"BF16", b"F8_E4M3", b"I64", b"BOOL", b"F4", b"U8", b"C64", b"nonsense"))
+        header = data[8 : 8 + size].replace(b"F32", other, rng.choice((1, -1)))
+    return struct.pack("<Q", len(header)) + header + data[8 + size :]
+
+
+def damaged_npz(data: bytes, rng: random.Random) -> bytes:
+    """Members with other headers, of no array at all, or packed to almost nothing."""
+    members = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for name in archive.namelist():
+            members[name] = archive.read(name)
+    name = rng.choice(sorted(members))
+    match rng.randrange(4):
+        case 0:
+            members[name] = rng.choice((b"", b"\x93NUMPY", b"\x93NUMPY\7\0", b"hello", rng.randbytes(50)))
+        case 1:
+            members[name[:-4]] = members.pop(name)
+        case _:
+            members[name] = damaged_npy(members[name], rng)
+    return zipped(members, rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA)))
+
+
+def converted(folder: Path) -> Attempts:
+    """This library's own weight files: their config, and the means of the backbone's own task."""
+    import dataclasses
+
+    import safetensors.numpy
+
+    from cheem_jax.backbone.config import ViTConfig
+    from cheem_jax.backbone.params import shapes_of
+    from cheem_jax.backbone.weights import FORMAT, load_pretrained
+
+    config = ViTConfig(TINY, 16, 1, 2, image_size=8, patch_size=4, num_classes=0)
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes_of(config).items()}
+    nano = Path(sys.modules["cheem_jax.backbone.weights"].__file__ or "").parent / "bundled" / "vit_nano.safetensors"
+    with nano.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        told = json.loads(stream.read(size))["__metadata__"]
+    nano_tensors = safetensors.numpy.load(nano.read_bytes())
+    file = folder / "own.safetensors"
+
+    def attempt(rng: random.Random) -> Attempt:
+        name = rng.choice((TINY, TINY, "vit_nano"))
+        metadata = dict(told) if name == "vit_nano" else {
+            "format": FORMAT, "config": json.dumps(dataclasses.asdict(config)), "source": "x", "sha256": "0" * 64,
+        }  # fmt: skip
+        found: dict[str, Any] = dict(nano_tensors if name == "vit_nano" else tensors)
+        place = f"base_means/8/mlp_down/{rng.choice(('component', 'block', 'x', '../x'))}"
+        match rng.randrange(6):
+            case 0:
+                shape = rng.choice(((1, 16), (), (0,), (16,), (1, 16, 1)))
+                found[place] = np.full(shape, rng.choice((0, np.nan)), rng.choice((np.float32, np.int8, np.float64)))
+            case 1:
+                key = rng.choice(sorted(metadata))
+                metadata[key] = rng.choice(("", "x", "null", "\0", "cheem_jax", "cheem_jax.vit.2", "y" * 70_000))
+            case _:
+                text = damaged_json(json.loads(metadata["config"]), rng)
+                metadata["config"] = text.decode("utf-8", "replace")
+        file.write_bytes(safetensors.numpy.save(found, metadata))
+        return "own.safetensors", lambda: check_weights(load_pretrained(name, weights=file))
+
+    return attempt
+
+
+def hub_configs(folder: Path) -> Attempts:
+    """The hub's config.json beside good weights."""
+    import safetensors.numpy
+
+    from cheem_jax.backbone import hub
+    from cheem_jax.backbone.weights import load_pretrained
+
+    config = {
+        "architecture": "vit", "global_pool": "token", "num_features": 64,
+        "pretrained_cfg": {"tag": "x", "mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.2], "input_size": [3, 12, 12]},
+    }  # fmt: skip
+    (folder / "model.safetensors").write_bytes(safetensors.numpy.save(timm_tensors()))
+
+    def attempt(rng: random.Random) -> Attempt:
+        (folder / "config.json").write_bytes(damaged_json(config, rng))
+
+        def load() -> None:
+            with mock.patch.object(hub, "_cached_or_fetched", lambda repository, name: folder / name):
+                check_weights(load_pretrained("vit_tiny_patch4_12.mystery"))
+
+        return "vit_tiny_patch4_12.mystery", load
+
+    return attempt
+
+
+def records(folder: Path) -> Attempts:
+    """A data set that TFDS has prepared: its metadata, its shards, and the index that is kept beside them."""
+    from prepared import prepare_small
+
+    from cheem_jax.data.decode import decode_image
+    from cheem_jax.data.records import plan_tfds
+
+    spec = "visual_domain_decathlon/daimlerpedcls"
+    labels = {split: np.repeat([0, 1], 3) for split in ("train", "validation")}
+    place = prepare_small(folder, f"{spec}:1.2.0", labels, key="name")
+
+    def read() -> None:
+        plan = plan_tfds(spec, folder)
+        for part in plan.splits.values():
+            for row in range(len(part.files)):
+                check_pixels(decode_image(part.files.read(row), 8, name=part.files.where(row)))
+
+    read()
+    files = {str(file.relative_to(place)): file.read_bytes() for file in place.rglob("*") if file.is_file()}
+    times = {name: (place / name).stat() for name in files}
+    jsons = [name for name in files if name.endswith(".json")]
+    indices = [name for name in files if name.endswith(".npz")]
+
+    def attempt(rng: random.Random) -> Attempt:
+        put(place, files)
+        name = rng.choice([*jsons, *jsons, *indices, *indices, *sorted(files)])
+        if name in jsons and rng.random() < 0.8:
+            data = damaged_json(json.loads(files[name]), rng)
+            if rng.random() < 0.5 and b"pythonClassName" in files[name]:
+                foreign = rng.choice(("os.path", "this.x", "antigravity.fly", "x", "cheem_jax.cli.main", ".", "a..b"))
+                data = re.sub(rb'tensorflow_datasets[^"]*', foreign.encode(), files[name], count=rng.choice((0, 1)))
+            if rng.random() < 0.2:
+                data = re.sub(rb'"(\d+)"', lambda m: b'"%d"' % rng.choice((0, 10**12, int(m[1]))), files[name])
+        elif name in indices and rng.random() < 0.8:
+            data = damaged_npz(files[name], rng)
+        else:
+            data = damaged(files[name], rng)
+        (place / name).write_bytes(data)
+        for kept in files:  # an index counts as long as times do not change
+            if len(data) == len(files[name]) or kept != name or name in indices:
+                os.utime(place / kept, ns=(times[kept].st_atime_ns, times[kept].st_mtime_ns))
+        return "daimlerpedcls", read
+
+    return attempt
+
+
+def checkpoints(folder: Path) -> Attempts:
+    """Saved tasks; an attacker's manifest fits what he wrote, so that the hashes do not stop it."""
+    import jax
+    import small
+
+    from cheem_jax.checkpoint import MANIFEST, content_hash, load_manifest, load_meta, load_task, saved_tasks
+    from cheem_jax.pool import Head, Memory, TaskMemory, base_pool
+    from cheem_jax.saved_memory import open_memory, save_memory_task
+
+    pool = base_pool(small.backbone(), "mlp_down")
+    from cheem_jax.architecture import from_strings
+    from cheem_jax.ops import Expert
+    from cheem_jax.pool import grow
+
+    numbers = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
+    architecture = from_strings(["new", "reuse:0", "skip", "new"])
+    learned = {block: Expert(jax.numpy.asarray(numbers), jax.numpy.asarray(numbers[0])) for block in (0, 3)}
+    grown, experts = grow(pool, architecture, learned, 0)
+    head = Head(jax.numpy.asarray(numbers[:16, :3]), jax.numpy.asarray(numbers[0, :3]))
+    task = TaskMemory("first", ("a", "b", "c"), architecture, experts, head, numbers[:4], numbers[:5])
+    root = folder / "checkpoints"
+    place = save_memory_task(root, Memory(grown, (task,)), 0, 2)
+    files = {str(file.relative_to(place)): file.read_bytes() for file in place.rglob("*") if file.is_file()}
+    arrays, meta = load_task(place)
+
+    def attempt(rng: random.Random) -> Attempt:
+        shutil.rmtree(place)
+        put(place, files)
+        name = rng.choice(["task.json", "task.json", MANIFEST, *sorted(files)])
+        manifest = json.loads(files[MANIFEST])
+        if name in ("task.json", MANIFEST):
+            data = damaged_json(json.loads(files[name]), rng)
+        elif rng.random() < 0.6 and files[name].startswith(b"{"):
+            data = damaged_json(json.loads(files[name]), rng)
+        else:
+            data = damaged(files[name], rng)
+        (place / name).write_bytes(data)
+        if name != MANIFEST and rng.random() < 0.8:
+            from cheem_jax.checkpoint import _hash_files  # what an attacker does as well
+
+            manifest["files"] = _hash_files(place)
+            with contextlib.suppress(ValueError, RecursionError, TypeError):
+                told = json.loads(data) if name == "task.json" else meta
+                manifest["content_sha256"] = content_hash(arrays, told)
+            (place / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        match rng.randrange(4):
+            case 0:
+                return "000-first", lambda: load_meta(place)
+            case 1:
+                return "000-first", lambda: load_manifest(place)
+            case _:
+                return "000-first", lambda: open_memory(root, pool) if saved_tasks(root) else None
+
+    return attempt
+
+
+RUN = {
+    "format": "cheem_jax-run/1", "stream": "demo", "tasks": ["a", "b"], "seed": 0, "cheem": {"ops": {"rank": 2}},
+    "data_sha256": {"a": "0", "b": "1"},
+}  # fmt: skip
+
+
+def run_configs(folder: Path) -> Attempts:
+    from cheem_jax.run_directory import claim
+
+    def attempt(rng: random.Random) -> Attempt:
+        whole = rng.random() < 0.05
+        (folder / "config.json").write_bytes(json.dumps(RUN).encode() if whole else damaged_json(RUN, rng))
+        return folder.name, lambda: claim(folder, RUN)
+
+    return attempt
+
+
+def entries() -> list[dict[str, Any]]:
+    """A record of two tasks."""
+    from cheem_jax.results import SETTING
+
+    setting = dict.fromkeys(SETTING, "x")
+    compiled = {"programs": 1, "cached": 0, "seconds": 0.5}
+    report = {"index": 0, "pool": [], "similarity": [[0.1]], "seconds": {"search": 1.0}, "flops_method": 5,
+              "flops_executed": 4, "params_added_percent": 1.0}  # fmt: skip
+    learned = [
+        {
+            "event": "learned",
+            "method": "cheem",
+            "report": {**report, "index": index},
+            "seconds": 1.0,
+            "compile": compiled,
+        }
+        for index in (0, 1)
+    ]
+    evaluated = [
+        {
+            "event": "evaluated", "index": index, "seconds": 1.0, "compile": compiled, "peak_memory_bytes": 5,
+            "methods": {"cheem": {"accuracy": [0.5] * (index + 1), "local_accuracy": [0.6] * (index + 1),
+                                  "routing": [[1]]}},
+        }
+        for index in (0, 1)
+    ]  # fmt: skip
+    run = {"event": "run", **setting, "method": "cheem"}
+    return [run, learned[0], evaluated[0], learned[1], evaluated[1]]
+
+
+def run_records(folder: Path) -> Attempts:
+    """`metrics.jsonl` as it is read and continued."""
+    from cheem_jax.report.record import NAME, Record, read
+
+    for entry in entries():
+        Record.open(folder).write(**entry)
+    valid = (folder / NAME).read_bytes()
+
+    def use() -> None:
+        found = read(folder)
+        assert all(isinstance(entry, dict) and isinstance(entry.get("event"), str) for entry in found)
+        Record.open(folder).write("next")
+        assert len(read(folder)) == len(found) + 1
+
+    def attempt(rng: random.Random) -> Attempt:
+        lines = valid.splitlines(keepends=True)
+        at = rng.randrange(len(lines))
+        if rng.random() < 0.5:
+            lines[at] = damaged(lines[at], rng)
+        else:
+            lines[at] = damaged_json(json.loads(lines[at]), rng) + rng.choice((b"\n", b""))
+        (folder / NAME).write_bytes(b"".join(lines))
+        return NAME, use
+
+    return attempt
+
+
+def results(folder: Path) -> Attempts:
+    """What a record tells, its hashes being right, as `results.json` needs it."""
+    from cheem_jax.results import results_of
+
+    valid = entries()
+    results_of(valid)
+
+    def attempt(rng: random.Random) -> Attempt:
+        found: Any = valid
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(damaged_json(valid, rng))
+        if not isinstance(found, list) or not all(isinstance(entry, dict) for entry in found):
+            found = valid[:-1]  # which `read` lets nobody see
+        return "", lambda: results_of(found)
+
+    return attempt
+
+
+def architectures(folder: Path) -> Attempts:
+    from cheem_jax.architecture import encode, from_strings, to_strings
+
+    texts = ["reuse:0", "adapt:1", "new", "skip"]
+
+    def attempt(rng: random.Random) -> Attempt:
+        value: Any = list(texts)
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(damaged_json(texts, rng))
+        if rng.random() < 0.3:
+            value = list(texts)
+            value[rng.randrange(4)] = rng.choice(
+                (
+                    "reuse:",
+                    "reuse:-1",
+                    "reuse:²",
+                    "adapt:٣",
+                    "reuse:" + "9" * 5000,
+                    "new:0",
+                    "REUSE:0",
+                    ":",
+                    "reuse:0:1",
+                    "",
+                )
+            )
+
+        def use() -> None:
+            found = from_strings(value)
+            assert from_strings(to_strings(found)) == found
+            encode(found[:4], [2] * len(found[:4]))
+
+        return "", use
+
+    return attempt
+
+
+def readers(folder: Path) -> Attempts:
+    """The official archives of six data sets: their bytes, the lists in them, and the pictures."""
+    import official
+
+    from cheem_jax.data.benchmarks import readers as module
+
+    kinds = {
+        "aircraft": module.read_aircraft, "gtsrb": module.read_gtsrb, "cars": module.read_cars,
+        "sun397": module.read_sun397, "eurosat": module.read_eurosat, "caltech101": module.read_caltech101,
+    }  # fmt: skip
+    contents = {name: getattr(official, name)() for name in kinds}
+    for name, content in contents.items():
+        official.put(folder / name, content)
+    archives = {name: {file.name: file.read_bytes() for file in (folder / name).iterdir()} for name in kinds}
+
+    def attempt(rng: random.Random) -> Attempt:
+        kind = rng.choice(("aircraft", "cars", "cars", "sun397", "eurosat", "gtsrb", "caltech101"))
+        place, content = folder / kind, contents[kind]
+        put(place, archives[kind])
+        name = rng.choice(sorted(content))
+        files = dict(content[name])
+        if rng.random() < 0.25 or name in files:
+            data = damaged(archives[kind][name], rng)
+        else:
+            lists = [key for key in files if not key.endswith((".jpg", ".ppm"))]
+            key = rng.choice(lists if lists and rng.random() < 0.8 else sorted(files))
+            text = key.endswith((".txt", ".csv")) and rng.random() < 0.7
+            if text:
+                cells = [
+                    "",
+                    "x",
+                    "0",
+                    "-1",
+                    "43",
+                    "9" * 5000,
+                    "9" * 200_000,
+                    "\u202e",
+                    "²",
+                    "../x.ppm;8;8;1;1;7;7;0",
+                    "\0",
+                ]
+                separator = ";" if key.endswith("csv") else " "
+                files[key] = damaged_lines(files[key].decode(), cells, rng, separator)
+            else:
+                files[key] = damaged(files[key], rng)
+            if rng.random() < 0.1:
+                files[damaged_name(key, rng)] = files.pop(key)
+            with warnings.catch_warnings(action="ignore"):
+                data = official.zipped(files) if name.endswith(".zip") else official.tar(files)
+        (place / name).write_bytes(data)
+
+        def read() -> None:
+            reading = kinds[kind](place)
+            for split in reading.splits.values():
+                for example in split():
+                    assert isinstance(example.image, bytes) and 0 <= example.label < len(reading.classes)
+
+        return kind, read
+
+    return attempt
+
+
+def downloads(folder: Path) -> Attempts:
+    """What a server answers, and the notes beside a file that had begun to arrive."""
+    from cheem_jax.data.benchmarks import download as module
+
+    body = b"0123456789" * 30
+    file = folder / "set.zip"
+
+    class Response(io.BytesIO):
+        code, reason, headers = 200, "OK", Message()
+
+    def attempt(rng: random.Random) -> Attempt:
+        for old in folder.iterdir():
+            old.unlink()
+        url = "https://example.org/set.zip"
+        if rng.random() < 0.6:
+            memo = {"url": url, "validator": rng.choice(('"tag"', None)), "total": len(body)}
+            (folder / "set.zip.part").write_bytes(body[:100])
+            text = json.dumps(memo).encode() if rng.random() < 0.3 else damaged_json(memo, rng)
+            (folder / "set.zip.part.json").write_bytes(text)
+        if rng.random() < 0.4:
+            (folder / "set.zip.sha256").write_bytes(damaged(b"a" * 64 + b"  set.zip\n", rng))
+        answers = []
+        for _ in range(4):
+            answer = Response(damaged(body, rng) if rng.random() < 0.3 else body)
+            answer.code = rng.choice((200, 200, 206, 206, 416, 404, 500, 429, 301, 204, 0, -1))
+            answer.headers = Message()
+            values = ("300", "100", "-1", "", "9" * 5000, "²", "٣", "bytes 100-299/300", "bytes */300", "bytes 1-0/x",
+                      "bytes 100-299/" + "9" * 5000, "text/html", "W/x", "Mon, 01 Jan 0001 00:00:00 GMT", "1e9", "nan",
+                      "Fri, 31 Dec 9999 23:59:59 -9999", "\u202e", "x" * 70_000)  # fmt: skip
+            for header in ("Content-Length", "Content-Range", "Retry-After", "ETag", "Last-Modified", "Content-Type"):
+                if rng.random() < 0.5:
+                    answer.headers[header] = rng.choice(values)
+            answers.append(answer)
+        coming = iter(answers)
+
+        class Opener:
+            def open(self, request: Any, timeout: float) -> Any:
+                for value in request.headers.values():  # as http.client does it
+                    assert isinstance(value, str)
+                if (answer := next(coming, None)) is None:
+                    raise OSError("no more answers")
+                return answer
+
+        def fetch() -> None:
+            with mock.patch.object(module, "_opener", Opener):
+                module.download(url, file, retries=1, sleep=lambda seconds: None)
+
+        return "set.zip", fetch
+
+    return attempt
+
+
+LOADERS: dict[str, tuple[Callable[[Path], Attempts], int]] = {
+    "images": (images, 1500),
+    "zips": (zips, 300),
+    "archives": (archives, 300),
+    "stream_files": (stream_files, 300),
+    "manifests": (manifests, 300),
+    "caches": (caches, 200),
+    "records": (records, 500),
+    "weights": (weights, 500),
+    "converted": (converted, 500),
+    "hub_configs": (hub_configs, 500),
+    "checkpoints": (checkpoints, 600),
+    "run_configs": (run_configs, 200),
+    "run_records": (run_records, 200),
+    "results": (results, 200),
+    "architectures": (architectures, 200),
+    "readers": (readers, 600),
+    "downloads": (downloads, 200),
+}
+"""What makes the inputs of each loader, and by how many MB at most they may let the process grow."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("loader", choices=[*LOADERS])
+    parser.add_argument("num", type=int)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument("--only", type=int, help="this input alone, with its traceback")
+    options = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+        if options.only is not None:
+            attempts = LOADERS[options.loader][0](Path(folder))
+            _, call = attempts(random.Random(f"{options.loader} {options.seed} {options.only}"))
+            call()
+            return
+        tried = fuzz(options.loader, range(options.num), Path(folder), options.seed)
+    print(json.dumps(tried._asdict()))
+
+
+if __name__ == "__main__":
+    main()

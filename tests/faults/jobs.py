@@ -1,0 +1,399 @@
+"""What the children of the nursery do: small runs under faults, and the demo. Arguments and results are plain JSON."""
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import matplotlib.pyplot  # noqa: F401  once for all children
+import numpy as np
+import small
+from rich.console import Console
+from scenarios import SCENARIOS, Scenario
+from shim import Fault, armed, clock_shifted
+
+from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.checkpoint import load_task, saved_tasks
+from cheem_jax.cli import run_command
+from cheem_jax.commands import demo
+from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import read
+
+CONFIG = RunConfig(small.QUICK, "quick", 0, None)
+TIMES = ("seconds", "seconds_total", "checkpoint_seconds", "compile_seconds", "peak_memory_bytes", "compile")
+TIMES += ("hits", "misses", "evictions")
+"""What a clock, the memory of the process or the programs it holds decide."""
+METHODS = ("cheem", "frozen_linear")
+ERRORS = ("ENOSPC", "EIO", "EROFS", "EDQUOT")
+
+
+class Told(Progress):
+    """Keeps the phase that runs in a file, for who kills it; `begun` is called as each phase begins.
+
+    `die` names a phase that kills the process after so many reports of work done, or at its end.
+    """
+
+    def __init__(
+        self,
+        file: Path | None,
+        begun: Callable[[str, str], None] | None = None,
+        die: tuple[str, int] | None = None,
+    ):
+        super().__init__(Console(file=io.StringIO()))
+        self.begun, self.die, self._open = begun, die, list[str]()
+        self._file = None if file is None else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._tell("starting")
+
+    @contextlib.contextmanager
+    def phase(self, phase: str, *, task: str, total: int, unit: str = "images") -> Iterator[Any]:
+        self._open.append(phase)
+        self._tell(phase)
+        if self.begun is not None:
+            self.begun(phase, task)
+        left = self.die[1] if self.die is not None and self.die[0] == phase else -1
+        with super().phase(phase, task=task, total=total, unit=unit) as advance:
+
+            def reported(num_images: int, note: str = "") -> None:
+                nonlocal left
+                advance(num_images, note)
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            yield reported
+        if left > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._open.pop()
+        # what follows the last phase of learning and every measurement is written to the disk
+        last = "saving" if phase in ("finetune", "means", "evaluate") else phase
+        self._tell(self._open[-1] if self._open else last)
+
+    def _tell(self, phase: str) -> None:
+        if self._file is not None:
+            os.write(self._file, f"{phase}\n".encode())
+
+
+def small_run(
+    directory: str,
+    weights: str,
+    phases: str | None = None,
+    fault: dict[str, Any] | None = None,
+    log: str | None = None,
+    save_every: float | None = None,
+    clock_back: int | None = None,
+    memory: tuple[int, int] | None = None,
+    die: tuple[str, int] | None = None,
+    command: bool = False,
+) -> int:
+    """Learn the stream of two small tasks; returns the number of file operations counted.
+
+    `clock_back` shifts the clock by so many seconds as the second task begins; `memory` leaves so many bytes more
+    than are in use as the phase of that number begins; `command` runs it as the `cheem` command does.
+    """
+    quick_to_compile()
+    count = 0
+
+    def begun(phase: str, task: str) -> None:
+        nonlocal count
+        count += 1
+        if clock_back is not None and (phase, task) == ("similarity", "task1"):
+            shifts.enter_context(clock_shifted(-clock_back))
+        if memory is not None and count == memory[0]:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + memory[1]
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    told = Told(Path(phases) if phases else None, begun, die)
+    with contextlib.ExitStack() as shifts:
+        struck = None
+        if fault is not None or log is not None:
+            struck = shifts.enter_context(armed(Path(directory), Fault(**fault or {}), Path(log) if log else None))
+        if command:
+            run_command(lambda run: _learn(run, Path(weights), told, save_every), Path(directory), Path(directory))
+        else:
+            _learn(Path(directory), Path(weights), told, save_every)
+    return 0 if struck is None else struck.count
+
+
+def demo_run(directory: str, phases: str, save_every: float | None = None, die: tuple[str, int] | None = None) -> None:
+    """`cheem demo`."""
+    known = {field.name for field in dataclasses.fields(demo.Demo)}
+    options: dict[str, Any] = {"save_every": save_every} if "save_every" in known else {}
+    with mock.patch.object(demo, "Progress", lambda: Told(Path(phases), die=die)):
+        run_command(demo.learn_demo, demo.Demo(run_dir=Path(directory), **options), Path(directory))
+
+
+def quick_to_compile() -> None:
+    """Undisturbed and disturbed runs alike, so nothing is lost but speed."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _learn(directory: Path, weights: Path, progress: Progress, save_every: float | None = None) -> None:
+    known = "save_every" in inspect.signature(run_stream).parameters
+    options: dict[str, Any] = {"save_every": save_every} if known else {}
+    run_stream(small.stream(2), _pretrained(weights), CONFIG, directory, progress, **options)
+
+
+def _pretrained(file: Path) -> Pretrained:
+    """The weights of `small`, drawn once for all children."""
+    if not file.exists():
+        found = small.pretrained()
+        part = file.with_suffix(f".{os.getpid()}.npz")
+        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in found.params.items()}
+        np.savez(part, **arrays)
+        os.replace(part, file)
+    with np.load(file) as arrays:
+        return Pretrained(small.CONFIG, dict(arrays), "random", "seed 0", {})
+
+
+def outcome(directory: Path) -> dict[str, Any]:
+    """What a run has come to, times aside: every checkpoint's content, each read back, and the results."""
+    results = directory / "results.json"
+    return {
+        "contents": {method: contents(directory / "checkpoints" / method) for method in METHODS},
+        "results": without_times(json.loads(results.read_text())) if results.exists() else None,
+    }
+
+
+def contents(root: Path) -> list[str]:
+    """The content hash of every saved task, after reading it."""
+    found = []
+    for directory in saved_tasks(root):
+        load_task(directory)
+        found.append(json.loads((directory / "manifest.json").read_text())["content_sha256"])
+    return found
+
+
+def without_times(value: Any) -> Any:
+    """Results less what differs between equal runs."""
+    if isinstance(value, dict):
+        return {key: without_times(item) for key, item in value.items() if key not in TIMES}
+    return [without_times(item) for item in value] if isinstance(value, list) else value
+
+
+# ---- faults of the storage, many in one process
+
+
+def storage_faults(scenario: str, folder: str, variants: list[dict[str, Any]], step: int = 1) -> dict[str, Any]:
+    """One fault at every `step`-th file operation of a scenario, its kind going round among the variants."""
+    return _Trial(SCENARIOS[scenario], Path(folder)).all(variants, step)
+
+
+class _Trial:
+    """One scenario, its states before and after, and what went wrong."""
+
+    def __init__(self, scenario: Scenario, folder: Path):
+        self.scenario, self.template, self.work = scenario, folder / "template", folder / "work"
+        self.template.mkdir(parents=True)
+        scenario.prepare(self.template)
+        self.old, self.kept = scenario.state(self.template), _bytes_of(self.template, scenario.replaced)
+        self.bad, self.kinds, self.tried = [], Counter[str](), 0
+        self._begin()
+        with armed(self.work, Fault()) as struck:
+            scenario.act(self.work)
+        self.new, self.count = scenario.state(self.work), struck.count
+
+    def all(self, variants: list[dict[str, Any]], step: int) -> dict[str, Any]:
+        for number, at in enumerate(range(1, self.count + 1, step)):
+            fault = Fault(**{**variants[number % len(variants)], "at": at})
+            try:
+                self._one(fault)
+            except Exception as error:
+                self.bad.append(f"{fault}: {type(error).__name__}: {error}"[:400])
+        return {"operations": self.count, "tried": self.tried, "bad": self.bad, "kinds": dict(self.kinds)}
+
+    def _begin(self) -> None:
+        shutil.rmtree(self.work, ignore_errors=True)
+        shutil.copytree(self.template, self.work)
+
+    def _one(self, fault: Fault) -> None:
+        self._begin()
+        raised: BaseException | None = None
+        with armed(self.work, fault) as struck:
+            try:
+                self.scenario.act(self.work)
+            except BaseException as error:
+                raised = error
+        if not struck.reached:
+            return  # another number of operations this time
+        self.tried += 1
+        self.kinds[type(raised).__name__ if raised else "unnoticed"] += 1
+        found, wrong = self.scenario.state(self.work), []
+        if raised is not None and not is_reported(raised):
+            wrong.append(f"raised {type(raised).__name__}: {raised}")
+        if raised is None and found != self.new:
+            wrong.append(f"reported success, left {found}")
+        if found not in (self.old, self.new):
+            wrong.append(f"left {found}")
+        if _bytes_of(self.work, self.scenario.replaced) | self.kept != _bytes_of(self.work, self.scenario.replaced):
+            wrong.append("changed what was there before")
+        if found == self.old or self.scenario.repeats:
+            self.scenario.act(self.work)
+            if (again := self.scenario.state(self.work)) != self.new:
+                wrong.append(f"then left {again}")
+        if wrong:
+            self.bad.append(f"{fault}: {'; '.join(wrong)}"[:400])
+
+
+def is_reported(error: BaseException) -> bool:
+    """Whether the command line turns it into one line that says something."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return "RESOURCE_EXHAUSTED" in str(error)
+    return isinstance(error, (ValueError, OSError, FloatingPointError, MemoryError)) and bool(str(error).strip())
+
+
+def _bytes_of(directory: Path, without: str) -> dict[str, bytes]:
+    files = [file for file in directory.rglob("*") if file.is_file() and not (without and file.match(without))]
+    return {file.relative_to(directory).as_posix(): file.read_bytes() for file in files}
+
+
+def stream_faults(
+    folder: str, weights: str, expected: dict[str, Any], operations: int, seed: int, num: int
+) -> dict[str, Any]:
+    """Whole small runs, each with one random fault, and then once more without."""
+    quick_to_compile()
+    rng, bad, kinds, tried = random.Random(seed), [], Counter[str](), 0
+    for number in range(num):
+        directory = Path(folder) / f"{seed}-{number}"
+        fault = Fault(
+            rng.randint(1, operations), rng.choice(ERRORS), rng.random() < 0.5, rng.random() < 0.5
+        )  # fmt: skip
+        raised: BaseException | None = None
+        with armed(directory, fault) as struck:
+            try:
+                _learn(directory, Path(weights), Told(None), 0.0)
+            except BaseException as error:
+                raised = error
+        if not struck.reached:
+            continue
+        tried += 1
+        kinds[type(raised).__name__ if raised else "unnoticed"] += 1
+        wrong = [] if raised is None or is_reported(raised) else [f"raised {type(raised).__name__}: {raised}"]
+        raised = None  # with it goes the lock that its frames hold
+        try:
+            _learn(directory, Path(weights), Told(None))
+            if (found := outcome(directory)) != expected:
+                wrong.append(f"then ended with {_differing(found, expected)}")
+        except Exception as error:
+            wrong.append(f"then {type(error).__name__}: {error}")
+        if wrong:
+            bad.append(f"{fault}: {'; '.join(wrong)}"[:600])
+        else:
+            shutil.rmtree(directory)
+    return {"tried": tried, "bad": bad, "kinds": dict(kinds)}
+
+
+def _differing(found: Any, expected: Any) -> str:
+    if isinstance(found, dict) and isinstance(expected, dict):
+        keys = [key for key in {*found, *expected} if found.get(key) != expected.get(key)]
+        return "; ".join(f"{key}: {_differing(found.get(key), expected.get(key))}" for key in keys)
+    return f"{str(found)[:100]} instead of {str(expected)[:100]}"
+
+
+def read_only(directory: str, weights: str) -> dict[str, Any]:
+    """A run in a folder that cannot be written at all, as the command line tells it."""
+    quick_to_compile()
+    said, status = io.StringIO(), None
+    with armed(Path(directory), Fault(1, "EROFS", persistent=True)), contextlib.redirect_stderr(said):
+        try:
+            run_command(lambda run: _learn(run, Path(weights), Told(None)), Path(directory))
+        except SystemExit as stop:
+            status = stop.code
+    return {"status": status, "said": said.getvalue(), "exists": Path(directory).exists()}
+
+
+def unreadable(directory: str) -> dict[str, Any]:
+    """Every read of a checkpoint fails in turn."""
+    place, accepted = Path(directory), []
+    expected, _ = load_task(place)
+    with armed(place, Fault(reads=True)) as counted:
+        load_task(place)
+    for at in range(1, counted.count + 1):
+        with armed(place, Fault(at, "EIO", reads=True)):
+            try:
+                arrays, _ = load_task(place)
+            except ValueError as error:
+                if place.name not in str(error):
+                    accepted.append(f"read {at}: {error}")
+                continue
+        # a reader that tries again may succeed, but never with other numbers
+        same = jax.tree.map(np.array_equal, arrays, expected)
+        if not all(jax.tree.leaves(same)):
+            accepted.append(f"read {at}: other arrays")
+    return {"tried": counted.count, "bad": accepted}
+
+
+# ---- damaged records of a finished run
+
+
+def damaged_records(source: str, folder: str, weights: str, num: int) -> dict[str, Any]:
+    """Flip, drop and alter bytes of metrics.jsonl and config.json of a finished run, and open it again."""
+    quick_to_compile()
+    rng, bad = random.Random(0), []
+    directory = Path(folder) / "damaged"
+    shutil.copytree(source, directory)
+    for number in range(num):
+        name = ("metrics.jsonl", "config.json")[number % 4 == 3]
+        whole = (directory / name).read_bytes()
+        damaged, what = _damaged(whole, rng)
+        if damaged == whole:
+            continue
+        (directory / name).write_bytes(damaged)
+        try:
+            _learn(directory, Path(weights), Told(None))
+            if not _is_mended(directory, Path(source)):
+                bad.append(f"{name}: {what} accepted")
+        except ValueError as error:
+            if name not in str(error) and str(directory) not in str(error):
+                bad.append(f"{name}: {what} refused without naming it: {error}"[:300])
+        except Exception as error:
+            bad.append(f"{name}: {what} ended in {type(error).__name__}: {error}"[:300])
+        shutil.rmtree(directory)
+        shutil.copytree(source, directory)
+    return {"tried": num, "bad": bad}
+
+
+def _is_mended(directory: Path, source: Path) -> bool:
+    """Whether it has become again what it was: a lost last line is measured anew, a repeated one dropped."""
+    configs = [_without_nulls(json.loads((place / "config.json").read_text())) for place in (directory, source)]
+    records = [without_times([{**entry, "time": 0} for entry in read(place)]) for place in (directory, source)]
+    return configs[0] == configs[1] and records[0] == records[1] and outcome(directory) == outcome(source)
+
+
+def _without_nulls(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {key: _without_nulls(value) for key, value in config.items() if value is not None}  # leaving out means null
+
+
+def _damaged(whole: bytes, rng: random.Random) -> tuple[bytes, str]:
+    kind = rng.choice(("digit", "bit", "line lost", "line twice", "emptied"))
+    lines = whole.splitlines(keepends=True)
+    if kind == "digit":
+        places = [place for place, byte in enumerate(whole) if chr(byte).isdigit()]
+        place = rng.choice(places)
+        other = str((int(chr(whole[place])) + 1 + rng.randrange(9)) % 10).encode()
+        return whole[:place] + other + whole[place + 1 :], f"digit {whole[place : place + 1]!r} at {place} as {other!r}"
+    if kind == "bit":
+        place = rng.randrange(len(whole) - 1)  # a lost newline at the end is a torn line, which is healed
+        return whole[:place] + bytes([whole[place] ^ 1 << rng.randrange(8)]) + whole[place + 1 :], f"bit at {place}"
+    if kind == "emptied":
+        return b"", "emptied"
+    number = rng.randrange(1, len(lines) - 1)
+    changed = lines[:number] + ([] if kind == "line lost" else [lines[number]] * 2) + lines[number + 1 :]
+    return b"".join(changed), f"{kind}, number {number}"

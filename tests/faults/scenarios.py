@@ -1,0 +1,143 @@
+"""The library's writes, one by one: what is there before, the write, and what a reader sees afterwards."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from cheem_jax.architecture import from_strings
+from cheem_jax.atomic import write_atomically
+from cheem_jax.checkpoint import load_manifest, load_task, save_task, saved_tasks
+from cheem_jax.ops import Expert, LowRank
+from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, grow
+from cheem_jax.report.record import Record, read
+from cheem_jax.run_directory import claim, hold
+from cheem_jax.saved_memory import save_memory_task
+
+
+class Scenario(NamedTuple):
+    """A write and its surroundings; every function gets the directory it happens in."""
+
+    prepare: Callable[[Path], object]
+    act: Callable[[Path], object]
+    state: Callable[[Path], Any]
+    replaced: str = ""
+    """Files of this pattern may change."""
+    repeats: bool = False
+    """Whether the write may follow itself without changing what is there."""
+
+
+def memory(num_tasks: int = 2) -> Memory:
+    """Two tasks with random arrays over a backbone of four blocks; nothing is computed."""
+    base = [StoredExpert(Expert(jnp.full((64, 16), float(block)), jnp.zeros(16)), None, None) for block in range(4)]
+    grown = Memory(tuple((expert,) for expert in base))
+    texts = (["adapt:0", "new", "reuse:0", "skip"], ["adapt:1", "reuse:1", "skip", "new"])
+    for index, names in enumerate(texts[:num_tasks]):
+        grown = _grown(grown, index, names)
+    return grown
+
+
+def _grown(before: Memory, index: int, texts: list[str]) -> Memory:
+    rng = np.random.default_rng(index)
+
+    def draw(*shape: int) -> Any:
+        return jnp.asarray(rng.normal(size=shape).astype(np.float32))
+
+    architecture = from_strings(texts)
+    learned: dict[int, Any] = {
+        block: LowRank(draw(64, 2), draw(2, 16)) if choice.kind == "adapt" else Expert(draw(64, 16), draw(16))
+        for block, choice in enumerate(architecture)
+        if choice.kind in ("adapt", "new")
+    }
+    pool, experts = grow(before.pool, architecture, learned, index)
+    head, means, centroids = Head(draw(16, 3), draw(3)), np.asarray(draw(4, 16)), np.asarray(draw(5, 16))
+    name = f"task {index}"
+    return Memory(
+        pool, (*before.tasks, TaskMemory(name, ("a", "b", "c"), architecture, experts, head, means, centroids))
+    )
+
+
+def _contents(root: Path) -> list[str]:
+    for directory in saved_tasks(root):
+        load_task(directory)
+    return [load_manifest(directory)["content_sha256"] for directory in saved_tasks(root)]
+
+
+def _save(root: Path, index: int) -> None:
+    rng = np.random.default_rng(index)
+    arrays = {"x": rng.normal(size=50), "y": {"z": rng.normal(size=(3, 4)).astype(np.float32)}}
+    save_task(root / f"{index:03d}-a", arrays, {"name": f"task {index}"})
+
+
+def _record(directory: Path) -> None:
+    record = Record.open(directory)
+    for index in range(3):
+        record.write("learned", index=index, values=[0.1 * index] * 5)
+
+
+def _entries(directory: Path) -> list[dict[str, Any]]:
+    Record.open(directory)  # as the next process does
+    return [{key: value for key, value in entry.items() if key != "time"} for entry in read(directory)]
+
+
+def _shown(file: str) -> Callable[[Path], str | None]:
+    def show(directory: Path) -> str | None:
+        place = directory / file
+        return place.read_text() if place.exists() else None
+
+    return show
+
+
+def _held(directory: Path) -> None:
+    with hold(directory):
+        pass
+
+
+def _config(directory: Path) -> Any:
+    file = directory / "run" / "config.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+RUN = {"seed": 0, "tasks": ["a", "b"], "rates": [0.1] * 20}
+
+
+@functools.cache
+def _two_tasks() -> Memory:
+    return memory()
+
+
+SCENARIOS = {
+    "save_memory_task": Scenario(
+        lambda root: save_memory_task(root, _two_tasks(), 0, rank=2),
+        lambda root: save_memory_task(root, _two_tasks(), 1, rank=2),
+        _contents,
+    ),
+    "save_task": Scenario(lambda root: _save(root, 0), lambda root: _save(root, 1), _contents),
+    "write_atomically": Scenario(
+        lambda root: (root / "results.json").write_text("old " * 100),
+        lambda root: write_atomically(root / "results.json", "new " * 100),
+        _shown("results.json"),
+        replaced="results.json",
+        repeats=True,
+    ),
+    "Record.write": Scenario(
+        _record,
+        lambda root: Record.open(root).write("evaluated", index=1, accuracy=[0.5] * 50),
+        _entries,
+        replaced="metrics.jsonl",
+    ),
+    "Record.keep": Scenario(
+        _record,
+        lambda root: Record.open(root).keep(lambda entry: entry["index"] < 2),
+        _entries,
+        replaced="metrics.jsonl",
+        repeats=True,
+    ),
+    "claim": Scenario(lambda root: None, lambda root: claim(root / "run", RUN), _config, replaced="config.json",
+                      repeats=True),
+    "hold": Scenario(lambda root: None, _held, lambda root: None, repeats=True),
+}  # fmt: skip

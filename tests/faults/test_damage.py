@@ -1,0 +1,148 @@
+"""Damaged, lost, swapped and foreign files are found before anything is read from them."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from scenarios import memory
+
+from cheem_jax.checkpoint import load_task
+from cheem_jax.saved_memory import save_memory_task
+
+FLIPS_PER_FILE = 24
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two tasks of one memory, and the same two of another run."""
+    root = tmp_path_factory.mktemp("saved")
+    for run in ("one", "two"):
+        for index in range(2):
+            save_memory_task(root / run, memory(), index, rank=2 if run == "one" else 3)
+    return root
+
+
+def files_of(directory: Path) -> list[Path]:
+    return [file for file in sorted(directory.rglob("*")) if file.is_file()]
+
+
+def refused(directory: Path) -> bool:
+    """Whether it is refused by a ValueError that names the directory; anything else raised is a fault of the reader."""
+    try:
+        load_task(directory)
+    except ValueError as error:
+        return str(directory) in str(error)
+    return False
+
+
+class Damage:
+    """Tries contents of files in place of the true ones, which it puts back, and remembers what was accepted."""
+
+    def __init__(self, directory: Path):
+        self.directory, self.tried, self.accepted = directory, 0, []
+
+    def put(self, file: Path, content: bytes | None, what: str) -> None:
+        """`None`: the file is missing."""
+        before = file.read_bytes() if file.exists() else None
+        if content == before:
+            return
+        file.unlink() if content is None else file.write_bytes(content)
+        self.check(f"{file.name} {what}")
+        file.unlink(missing_ok=True) if before is None else file.write_bytes(before)
+
+    def check(self, what: str) -> None:
+        """Count the damage that is there now."""
+        self.tried += 1
+        if not refused(self.directory):
+            self.accepted.append(what)
+
+    def count(self, tally) -> None:
+        """Tell the tally; nothing may have been accepted, and the whole must be readable again."""
+        tally.add("damaged files", tried=self.tried, bad=len(self.accepted))
+        load_task(self.directory)
+        assert not self.accepted, f"{len(self.accepted)} of {self.tried} accepted: {self.accepted[:20]}"
+
+
+def test_flipped_bits_are_found_at_every_place(saved, tally):
+    rng, damage = random.Random(0), Damage(saved / "one" / "000-task-0")
+    for file in files_of(damage.directory):
+        content = file.read_bytes()
+        for place in {0, len(content) - 1, *(rng.randrange(len(content)) for _ in range(FLIPS_PER_FILE))}:
+            bit = rng.randrange(8)
+            flipped = content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :]
+            damage.put(file, flipped, f"bit {bit} of byte {place}")
+    assert damage.tried > 250
+    damage.count(tally)
+
+
+def test_files_cut_emptied_lengthened_or_missing_are_found(saved, tally):
+    damage = Damage(saved / "one" / "001-task-1")
+    for file in files_of(damage.directory):
+        content = file.read_bytes()
+        for length in sorted({0, 1, len(content) // 4, len(content) // 2, len(content) - 2, len(content) - 1}):
+            damage.put(file, content[:length], f"cut to {length}")
+        damage.put(file, content + b"\0", "one byte longer")
+        damage.put(file, content * 2, "twice")
+        damage.put(file, bytes(len(content)), "zeros")
+        damage.put(file, None, "missing")
+    assert damage.tried > 100
+    damage.count(tally)
+
+
+@pytest.mark.parametrize("other", ["one/001-task-1", "two/000-task-0"], ids=["task", "run"])
+def test_files_of_another_task_or_run_are_found(saved, tally, other):
+    damage, source = Damage(saved / "one" / "000-task-0"), saved / other
+    own, foreign = files_of(damage.directory), files_of(source)
+    for file in own:
+        same_name = source / file.relative_to(damage.directory)
+        if same_name.exists():
+            damage.put(file, same_name.read_bytes(), f"of {other}")
+        for taken in foreign:
+            damage.put(file.with_name(f"{taken.name}.1"), taken.read_bytes(), f"added from {other}")
+    assert damage.tried > 50
+    damage.count(tally)
+
+
+def test_a_manifest_of_another_task_does_not_vouch_for_this_one(saved, tally, tmp_path):
+    for part in ("arrays", "task.json", "manifest.json"):
+        copy = tmp_path / part / "000-task-0"
+        shutil.copytree(saved / "one" / "000-task-0", copy)
+        for other in ("one/001-task-1", "two/000-task-0"):
+            source = saved / other / part
+            if source.is_dir():
+                shutil.rmtree(copy / part)
+                shutil.copytree(source, copy / part)
+            else:
+                shutil.copy(source, copy / part)
+            same = part == "arrays" and other.startswith("two")  # equal arrays, saved under other names
+            wrong = not refused(copy)
+            tally.add("damaged files", tried=1, bad=int(wrong and not same))
+            assert same or not wrong, f"{part} of {other} accepted"
+
+
+def test_foreign_folders_and_links_are_found(saved, tally):
+    damage = Damage(saved / "one" / "000-task-0")
+    for folder in (damage.directory, *(file for file in damage.directory.rglob("*") if file.is_dir())):
+        for name in (".hidden", "manifest.json.bak", "d"):
+            if not (folder / name).exists():
+                damage.put(folder / name, b"x", "added")
+    damage.count(tally)
+
+
+def test_damaged_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path):
+    found = nursery.call(
+        "damaged_records", source=str(undisturbed.directory), folder=str(tmp_path), weights=undisturbed.weights, num=16
+    )
+    tally.add("damaged files", tried=found["tried"], bad=len(found["bad"]))
+    assert not found["bad"], "\n".join(found["bad"])
+
+
+@pytest.mark.slow
+def test_many_damaged_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path):
+    child = nursery.start(
+        "damaged_records", source=str(undisturbed.directory), folder=str(tmp_path), weights=undisturbed.weights, num=120
+    )
+    found = child.result(1800)
+    tally.add("damaged files", tried=found["tried"], bad=len(found["bad"]))
+    assert not found["bad"], "\n".join(found["bad"])

@@ -1,0 +1,179 @@
+"""Killed at any moment and started again, a run ends exactly as one that nothing happened to."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from jobs import METHODS, contents, outcome
+from nursery import Child
+
+AT_FILES = [
+    {"kill": "before", "name": "rename", "part": "checkpoints/cheem/000-"},
+    {"kill": "after", "name": "rename", "part": "checkpoints/cheem/000-"},
+    {"kill": "within", "name": "writev", "part": "checkpoints/frozen_linear/"},
+    {"kill": "after", "name": "rename", "part": "checkpoints/frozen_linear/000-"},
+    {"kill": "before", "name": "rename", "part": "results.json"},
+    {"kill": "within", "name": "write", "part": "metrics.jsonl"},
+    {"kill": "before", "name": "rename", "part": "checkpoints/cheem/001-"},
+]
+AT_RANDOM = 6
+PHASES = ("similarity", "supernet", "search", "finetune", "means", "evaluate", "saving")
+
+
+def phase_of(file: Path) -> str:
+    """Which phase ran last."""
+    return (told(file) or ["starting"])[-1]
+
+
+def only_true_checkpoints(directory: Path, expected: dict) -> bool:
+    """Whether all that is there is what the undisturbed run has there."""
+    for method in METHODS:
+        found = contents(directory / "checkpoints" / method)
+        if found != expected["contents"][method][: len(found)]:
+            return False
+    return True
+
+
+def strike(child, phases: Path, number: int, *, after: int = 1, seconds: float = 0.0, phase: str = "") -> int:
+    """Send a signal as the child tells its `after`-th phase, or that one, and some seconds later; gives its status."""
+    before = len(told(phases))
+    while child.poll() is None:
+        lines = told(phases)[before:]
+        if phase in lines if phase else len(lines) >= after:
+            time.sleep(seconds)
+            child.send(number)
+            break
+        time.sleep(0.002)
+    return child.wait(1800)
+
+
+def told(file: Path) -> list[str]:
+    """What has run so far."""
+    return file.read_text().splitlines() if file.exists() else []
+
+
+class Kills:
+    """The kills of one run, each with its phase and whether what it left was true; counted once the end is known."""
+
+    def __init__(self, directory: Path, expected: dict):
+        self.directory, self.expected, self.found = directory, expected, list[tuple[str, bool]]()
+
+    def add(self, phase: str) -> None:
+        """A kill has just happened."""
+        self.found.append((phase, only_true_checkpoints(self.directory, self.expected)))
+
+    def end(self, tally, last: Child) -> None:
+        """Wait for the run to end as the undisturbed one; otherwise every kill counts as not resumed."""
+        status = last.wait(1800)
+        good = status == 0 and outcome(self.directory) == self.expected
+        for phase, true in self.found:
+            tally.add("kills", tried=1, ok=int(good and true), phase=phase)
+        assert good, f"started again after kills in {self.found} it ended with {status}: {last.tail()}"
+        assert all(true for _, true in self.found), f"checkpoints were not true after some of {self.found}"
+
+
+def test_a_run_killed_at_chosen_writes_ends_as_one_that_was_not(faulty, tally, undisturbed, tmp_path):
+    run = {"directory": str(tmp_path / "run"), "weights": undisturbed.weights}
+    kills = Kills(tmp_path / "run", undisturbed.outcome)
+    for fault in AT_FILES:
+        child = faulty.start("small_run", **run, fault={"at": 1, **fault})
+        assert child.wait() == -signal.SIGKILL, f"{fault}: {child.tail()}"
+        kills.add("saving")
+    kills.end(tally, faulty.start("small_run", **run))
+
+
+def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(nursery, tally, undisturbed, tmp_path):
+    run = {"directory": str(tmp_path / "run"), "weights": undisturbed.weights}
+    phases, rng, kills = tmp_path / "phases", random.Random(0), Kills(tmp_path / "run", undisturbed.outcome)
+    for _ in range(AT_RANDOM):
+        child = nursery.start("small_run", **run, phases=str(phases), save_every=0.0)
+        # a moment within whatever is still to come
+        after, seconds = rng.randint(1, len(undisturbed.phases) // 3), rng.choice([0, 0, rng.random()])
+        if strike(child, phases, signal.SIGKILL, after=after, seconds=seconds) != -signal.SIGKILL:
+            break
+        kills.add(phase_of(phases))
+    kills.end(tally, nursery.start("small_run", **run))
+    assert kills.found
+
+
+def stop_and_go_on(nursery, tally, undisturbed, folder: Path, number: int, rng: random.Random) -> str:
+    """Ask a run to stop; says what was wrong with how it did, or with how it ended when started again."""
+    run = {"directory": str(folder / "run"), "weights": undisturbed.weights}
+    phases, last = folder / "phases", len(undisturbed.phases)
+    child, wrong = nursery.start("small_run", **run, phases=str(phases), command=True), []
+    # the work after the first phases and before the last ones is such that a request is heard
+    status = strike(child, phases, number, after=rng.randint(2, last // 2), seconds=rng.random() / 5)
+    place = f"signal {number} in {phase_of(phases)}"
+    if status != 128 + number:
+        wrong.append(f"{place} ended it with {status}; its output ends: {child.tail()[-500:]}")
+    elif "Traceback" in child.tail():
+        wrong.append(f"{place} showed a traceback: {child.tail()[-500:]}")
+    nursery.call("small_run", **run)
+    if outcome(folder / "run") != undisturbed.outcome:
+        wrong.append(f"{place} was followed by another end")
+    tally.add("graceful stops", tried=1, ok=int(not wrong))
+    return "; ".join(wrong)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_run_asked_to_stop_does_so_and_goes_on_exactly(nursery, tally, undisturbed, tmp_path, number):
+    assert not stop_and_go_on(nursery, tally, undisturbed, tmp_path, number, random.Random(int(number)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_run_asked_to_stop_at_many_moments_goes_on_exactly(nursery, tally, undisturbed, tmp_path, number):
+    rng, wrong = random.Random(1000 + int(number)), []
+    for trial in range(10):
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        wrong.append(stop_and_go_on(nursery, tally, undisturbed, folder, number, rng))
+    assert not any(wrong), wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["before", "after", "within"])
+def test_a_run_killed_once_at_any_file_operation_goes_on_exactly(faulty, tally, undisturbed, tmp_path, kill):
+    rng = random.Random(kill)
+    for trial in range(15):
+        run = {"directory": str(tmp_path / str(trial)), "weights": undisturbed.weights}
+        kills = Kills(tmp_path / str(trial), undisturbed.outcome)
+        fault = {"at": rng.randint(1, undisturbed.operations), "kill": kill}
+        if faulty.start("small_run", **run, fault=fault, save_every=0.0).wait() == -signal.SIGKILL:
+            kills.add("file operation")
+        kills.end(tally, faulty.start("small_run", **run))
+
+
+@pytest.fixture(scope="module")
+def demo(nursery, tmp_path_factory):
+    """What the demo comes to undisturbed; its programs are compiled from then on."""
+    directory = tmp_path_factory.mktemp("demo") / "run"
+    nursery.start("demo_run", directory=str(directory), phases=str(directory.parent / "phases")).result(1800)
+    return outcome(directory)
+
+
+@pytest.mark.slow
+def test_kills_through_a_whole_demo_run(nursery, tally, demo, tmp_path):
+    num, rng, covered, tried, runs = 50, random.Random(0), set[str](), 0, 0
+    while tried < num or not covered >= set(PHASES):
+        kills, phases, ended = Kills(tmp_path / str(runs), demo), tmp_path / f"{runs}.txt", False
+        run = {"directory": str(kills.directory), "phases": str(phases), "save_every": 1.0}
+        runs += 1
+        while not ended and (tried < num or not covered >= set(PHASES)):
+            missing = [phase for phase in PHASES if phase not in covered]
+            # every third aims at a phase that random moments have not met, for as long as there is one
+            aim = rng.choice(missing) if missing and tried % 3 == 2 else ""
+            if aim and aim != "saving":
+                child = nursery.start("demo_run", **run, die=(aim, rng.randint(1, 9)))
+                ended = child.wait(1800) != -signal.SIGKILL
+            else:
+                child, seconds = nursery.start("demo_run", **run), 0.0 if aim else rng.uniform(2, 20)
+                ended = strike(child, phases, signal.SIGKILL, seconds=seconds, phase=aim) != -signal.SIGKILL
+            if not ended:
+                tried += 1
+                kills.add(phase_of(phases))
+                covered.add(phase_of(phases))
+            assert tried < 10 * num, f"after {tried} kills still none in {missing}"
+        kills.end(tally, nursery.start("demo_run", **run))
