@@ -75,9 +75,9 @@ def hold(directory: Path) -> Iterator[None]:
         write_atomically(owner, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
         yield
     finally:
-        lock.release()
         with contextlib.suppress(OSError):  # of a failing disk; the next owner writes it anew
             owner.unlink(missing_ok=True)
+        lock.release()
 
 
 def _owner(file: Path) -> str:
