@@ -12,10 +12,13 @@ checkpoint *is*: equal for equal arrays and metadata, whatever Orbax calls its f
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import re
 import shutil
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +52,8 @@ def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        ocp.PyTreeCheckpointer().save((partial / "arrays").absolute(), arrays)
+        with _quietly():
+            ocp.PyTreeCheckpointer().save((partial / "arrays").absolute(), arrays)
         (partial / "task.json").write_text(_text(meta))
         manifest = {"format": FORMAT, "content_sha256": content_hash(arrays, meta), "files": _hash_files(partial)}
         (partial / MANIFEST).write_text(_text(manifest))
@@ -59,11 +63,28 @@ def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
         to_disk(directory.parent)
     except Exception as error:  # Orbax writes in C++ and raises many kinds; all mean the same to a reader
         shutil.rmtree(partial, ignore_errors=True)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = reason if len(reason) < 160 else f"... {reason[-120:]}"  # what came first in a chain comes last
         raise OSError(
             f"checkpoint {directory} could not be written ({reason}); nothing saved before is touched, and the same "
             "command goes on from there once the disk takes it"
         ) from error
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Threads of Orbax's tell of a failing disk in pages of tracebacks; the exception that follows says it once."""
+    logger = logging.getLogger("absl")
+    told = logger.disabled, threading.excepthook, sys.unraisablehook, sys.excepthook
+    logger.disabled, threading.excepthook, sys.unraisablehook, sys.excepthook = True, *[_ignore] * 3
+    try:
+        yield
+    finally:
+        logger.disabled, threading.excepthook, sys.unraisablehook, sys.excepthook = told
+
+
+def _ignore(*_: object) -> None:
+    pass
 
 
 def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:

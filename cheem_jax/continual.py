@@ -7,7 +7,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -265,7 +265,10 @@ def _restore(directory: Path, stream: Stream, methods: tuple[Method, ...], recor
         return True
 
     record.keep(belongs)
-    finished = sum(entry["event"] == "evaluated" for entry in read(directory))
+    evaluated = [entry for entry in read(directory) if entry["event"] == "evaluated"]
+    finished = len(evaluated)
+    if evaluated:
+        _check_contents(evaluated[-1]["checkpoints"], saved)
     names = {name: [load_meta(d)["name"] for d in directories] for name, directories in saved.items()}
     expected = [task.name for task in stream.tasks]
     whole = {(name, index) for name, found in names.items() for index in range(len(found))} == told
@@ -278,6 +281,14 @@ def _restore(directory: Path, stream: Stream, methods: tuple[Method, ...], recor
             f"anew with another --run-dir"
         )
     return finished
+
+
+def _check_contents(recorded: Mapping[str, Sequence[str]], saved: Mapping[str, Sequence[Path]]) -> None:
+    """Raises ValueError for a whole checkpoint that is not the one that was recorded, such as another run's."""
+    for method, contents in recorded.items():
+        for place, content in zip(saved[method], contents, strict=False):
+            if load_manifest(place)["content_sha256"] != content:
+                raise ValueError(f"checkpoint {place} is whole, but not the one that this run saved; bring that back")
 
 
 def _upper_bound(stream: Stream, bound: FullFinetune, run: Run) -> None:

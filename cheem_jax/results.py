@@ -17,7 +17,7 @@ def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     """
     try:
         return _results_of(entries)
-    except (StopIteration, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (StopIteration, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"the record does not hold what results need ({error!r:.200})") from error
 
 

@@ -95,6 +95,15 @@ def _is_leftover(file: Path) -> bool:
 def _differences(held: Any, wanted: Any, place: str = "") -> Iterator[str]:
     if isinstance(held, dict) and isinstance(wanted, dict):
         for key in dict.fromkeys((*held, *wanted)):
-            yield from _differences(held.get(key), wanted.get(key), f"{place}.{key}" if place else key)
+            inner = f"{place}.{key}" if place else key
+            yield from _differences(held.get(key, _Missing), wanted.get(key, _Missing), inner)
     elif held != wanted:
-        yield f"{place} is {json.dumps(held)} there and {json.dumps(wanted)} here"
+        yield f"{place} is {_told(held)} there and {_told(wanted)} here"
+
+
+class _Missing:
+    """Stands for a setting that one side does not have."""
+
+
+def _told(value: Any) -> str:
+    return "missing" if value is _Missing else json.dumps(value)

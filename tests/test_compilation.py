@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -40,6 +41,15 @@ def test_a_second_process_reads_what_the_first_compiled(tmp_path):
     first, second = run(tmp_path), run(tmp_path)
     assert first[0] == second[0] and first[0].startswith(str(tmp_path / ".cache" / "cheem_jax" / "programs"))
     assert first[1] == "1 0 True" and second[1] == "0 1 True"
+
+
+def test_programs_torn_by_a_kill_are_removed_so_that_others_are_kept(tmp_path):
+    kept = Path(run(tmp_path)[0])
+    (time_of_use,) = kept.glob("*-atime")
+    time_of_use.unlink()
+    (kept / "torn-cache").write_bytes(b"half a program")
+    assert run(tmp_path)[1] == "1 0 True"  # compiled anew, and kept
+    assert run(tmp_path)[1] == "0 1 True" and not (kept / "torn-cache").exists()
 
 
 def test_the_user_names_another_directory_or_does_without(tmp_path):

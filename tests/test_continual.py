@@ -263,6 +263,19 @@ def test_a_damaged_task_is_named_and_the_others_are_not(finished, tmp_path):
         run_stream(small.stream(2), small.pretrained(), CONFIG, directory, quiet())
 
 
+def test_another_runs_checkpoint_in_the_place_of_ones_own_is_noticed(finished, tmp_path):
+    other = dataclasses.replace(CONFIG, seed=1)
+    run_stream(small.stream(1), small.pretrained(), other, tmp_path / "other", quiet())
+    directory = tmp_path / "copy"
+    shutil.copytree(finished[0], directory)
+    shutil.rmtree(directory / "checkpoints" / "frozen_linear" / "000-task0")
+    shutil.copytree(
+        tmp_path / "other/checkpoints/frozen_linear/000-task0", directory / "checkpoints/frozen_linear/000-task0"
+    )
+    with pytest.raises(ValueError, match="frozen_linear/000-task0 is whole, but not the one that this run saved"):
+        run_stream(small.stream(2), small.pretrained(), CONFIG, directory, quiet())
+
+
 def test_a_finished_run_is_shown_again_and_learns_nothing(finished):
     directory, results = finished
     before = (directory / "metrics.jsonl").read_text()

@@ -1,5 +1,6 @@
 """What the compiler does: options, the persistent cache, and a count of every program, the tiny ones too."""
 
+import contextlib
 import errno
 import functools
 import hashlib
@@ -9,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import filelock
 import jax
 
 from cheem_jax.kernels import Precision
@@ -86,11 +88,20 @@ def keep_programs() -> Path | None:
             f"cannot keep compiled programs in {directory} ({error.strerror}); name another folder with "
             "JAX_COMPILATION_CACHE_DIR, or go without by JAX_ENABLE_COMPILATION_CACHE=false"
         ) from None
+    _remove_torn(directory)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return directory
+
+
+def _remove_torn(directory: Path) -> None:
+    """A process killed while it kept a program leaves one without its time of use, after which JAX keeps no other."""
+    with contextlib.suppress(OSError, filelock.Timeout), filelock.FileLock(directory / ".lockfile", timeout=10):
+        for program in directory.glob("*-cache"):
+            if not program.with_name(f"{program.name.removesuffix('-cache')}-atime").exists():
+                program.unlink()
 
 
 def _machine() -> str:
