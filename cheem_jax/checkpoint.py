@@ -19,7 +19,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
             to_disk(file)
         os.replace(partial, directory)
         to_disk(directory.parent)
+        to_disk(directory.parent.parent)  # which may be new as well
     except Exception as error:  # Orbax writes in C++ and raises many kinds; all mean the same to a reader
         shutil.rmtree(partial, ignore_errors=True)
         reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -98,6 +99,19 @@ def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if content_hash(arrays, meta) != manifest["content_sha256"]:
             raise ValueError("its content is not what its manifest says")
     return arrays, meta
+
+
+def load_tasks(directories: Sequence[Path]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Several tasks; one ValueError names every damaged one."""
+    found, damaged = [], []
+    for directory in directories:
+        try:
+            found.append(load_task(directory))
+        except ValueError as error:
+            damaged.append(str(error))
+    if damaged:
+        raise ValueError(" / ".join(damaged) + ("; the other tasks are whole" if found else ""))
+    return found
 
 
 def load_meta(directory: Path) -> dict[str, Any]:

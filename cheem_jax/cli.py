@@ -68,7 +68,9 @@ def run_command(command: Callable[[Settings], None], settings: Settings, directo
             where = " What is ready is kept; the same command goes on."
         number = signal.SIGINT
         if isinstance(stop, Stopped):
-            number, where = stop.signal_number, f" In {directory} {stop}; the same command goes on from there."
+            number = stop.signal_number
+            if directory is not None:
+                where = f" In {directory} {stop}; the same command goes on from there."
         print(f"\nstopped.{where}", file=sys.stderr)
         raise SystemExit(128 + number) from None
 

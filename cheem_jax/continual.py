@@ -7,7 +7,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.checkpoint import load_manifest, load_meta, saved_tasks
+from cheem_jax.checkpoint import load_manifest, saved_tasks
 from cheem_jax.data.task import Stream, Task
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.execution.choice import EngineConfig, choose, make_executor
@@ -36,8 +36,9 @@ from cheem_jax.methods.method import FrozenFeatures, Method
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
+from cheem_jax.restoring import restore
 from cheem_jax.results import results_of
-from cheem_jax.rolling import Rolling, Running
+from cheem_jax.rolling import Rolling, RunningTask
 from cheem_jax.run_directory import check_space, claim, hold
 
 
@@ -87,8 +88,8 @@ def run_stream(
         router_executor = make_executor(router_vit, config.cheem.placement, engine, batch_size=batch_size)
         router_features = FrozenFeatures(router_executor, batch_size)
     identity = _identity(stream, pretrained, config, means, router)
-    resumed = claim(directory, identity)
     with hold(directory), stop_requests() as stop:
+        resumed = claim(directory, identity)
         keys = Keys(config.seed, config.seeds)
         cheem = Cheem(executor, config.cheem, keys, means, router_features)
         frozen = FrozenLinear(keys, features, router_features, config.cheem.router)
@@ -97,12 +98,12 @@ def run_stream(
         conditions = fingerprint.take(identity)
         record = Record.open(directory, fingerprint.digest(conditions))
         run = Run(directory, record, progress, stop, save_every)
-        finished = _restore(directory, stream, methods, record) if resumed else 0
+        finished = restore(directory, stream, methods, record) if resumed else 0
         begun = next((entry for entry in read(directory) if entry["event"] == "run"), None)
         if begun is None:
             setting = _setting(stream, pretrained, config, means, router)
             record.write("run", **setting, command=command, conditions=conditions, **start.since())
-        elif finished < len(stream.tasks):
+        elif finished < len(stream.tasks) or (config.upper_bound is not None and missing_bounds(directory, stream)):
             record.write("continued", command=command, conditions=conditions, **start.since())
             if changed := fingerprint.differences(begun["conditions"], conditions):
                 progress.say(f"begun under other conditions, so numbers may differ: {'; '.join(changed)}")
@@ -123,6 +124,8 @@ def run_stream(
             _write_results(directory)
         if config.upper_bound is not None:
             write_report(directory, _write_results(directory))
+            if not missing_bounds(directory, stream):
+                Rolling(run.root(FullFinetune.name), stop).clear()
             _upper_bound(stream, FullFinetune(vit, config.upper_bound, keys, deterministic=engine.deterministic), run)
         results = _write_results(directory)
         write_report(directory, results)
@@ -158,11 +161,11 @@ class Run(NamedTuple):
         """Where a method's checkpoints lie."""
         return self.directory / "checkpoints" / method
 
-    def learning(self, method: str, task: Task, index: int) -> Running:
+    def learning(self, method: str, task: Task, index: int) -> RunningTask:
         """One task while a method learns it."""
         rolling = Rolling(self.root(method), self.stop, every=self.save_every)
         phase = functools.partial(_phase, self.progress, task.name)
-        running = Running(index, rolling, phase, self.progress.say)
+        running = RunningTask(index, rolling, phase, self.progress.say)
         if running.saved is not None:
             self.progress.say(f"{task.name}: going on in the middle")
         return running
@@ -178,7 +181,10 @@ def _learn(task: Task, index: int, method: Method, run: Run) -> float:
     Returns the seconds that checkpoints took.
     """
     root, start = run.root(method.name), Mark.now()
+    if run.stop:
+        raise run.stop.stopped("everything learned is kept")
     if len(saved_tasks(root)) > index:
+        Rolling(root, run.stop).clear()
         return 0.0  # learned and saved before the run stopped
     check_space(run.directory, method.bytes_needed(task) + SPARE_BYTES, f"task {task.name!r}")
     running = run.learning(method.name, task, index)
@@ -245,59 +251,16 @@ def _measure(method: Method, index: int, task: Task) -> dict[str, Any]:
     }
 
 
-def _restore(directory: Path, stream: Stream, methods: tuple[Method, ...], record: Record) -> int:
-    """Open what is saved and drop from the record what belongs to an unfinished task; returns finished tasks.
-
-    Raises ValueError where checkpoints and record do not tell the same story.
-    """
-    saved = {method.name: saved_tasks(directory / "checkpoints" / method.name) for method in methods}
-    for method in methods:
-        method.open(directory / "checkpoints" / method.name)
-    told: set[tuple[str, int]] = set()
-
-    def belongs(entry: dict[str, Any]) -> bool:
-        if entry["event"] != "learned":
-            return True
-        place = (entry["method"], entry["report"]["index"])
-        if place[1] >= len(saved[place[0]]) or place in told:
-            return False
-        told.add(place)
-        return True
-
-    record.keep(belongs)
-    evaluated = [entry for entry in read(directory) if entry["event"] == "evaluated"]
-    finished = len(evaluated)
-    if evaluated:
-        _check_contents(evaluated[-1]["checkpoints"], saved)
-    names = {name: [load_meta(d)["name"] for d in directories] for name, directories in saved.items()}
-    expected = [task.name for task in stream.tasks]
-    whole = {(name, index) for name, found in names.items() for index in range(len(found))} == told
-    if not whole or any(
-        found != expected[: len(found)] or not finished <= len(found) <= finished + 1 for found in names.values()
-    ):
-        raise ValueError(
-            f"record and checkpoints of {str(directory)!r} differ: the record has {finished} finished tasks and tells "
-            f"how {sorted(told)} were learned, the checkpoints hold {names}; bring back what is missing, or begin "
-            f"anew with another --run-dir"
-        )
-    return finished
-
-
-def _check_contents(recorded: Mapping[str, Sequence[str]], saved: Mapping[str, Sequence[Path]]) -> None:
-    """Raises ValueError for a whole checkpoint that is not the one that was recorded, such as another run's."""
-    for method, contents in recorded.items():
-        for place, content in zip(saved[method], contents, strict=False):
-            if load_manifest(place)["content_sha256"] != content:
-                raise ValueError(f"checkpoint {place} is whole, but not the one that this run saved; bring that back")
+def missing_bounds(directory: Path, stream: Stream) -> list[int]:
+    """Tasks whose upper bound is not known yet."""
+    done = {entry["index"] for entry in read(directory) if entry["event"] == "upper_bound"}
+    return [index for index in range(len(stream.tasks)) if index not in done]
 
 
 def _upper_bound(stream: Stream, bound: FullFinetune, run: Run) -> None:
-    done = {entry["index"] for entry in read(run.directory) if entry["event"] == "upper_bound"}
     config = bound.vit_config
-    for index, task in enumerate(stream.tasks):
-        if index in done:
-            continue
-        start = Mark.now()
+    for index in missing_bounds(run.directory, stream):
+        start, task = Mark.now(), stream.tasks[index]
         check_space(run.directory, bound.bytes_needed() + SPARE_BYTES, f"the upper bound of task {task.name!r}")
         running = run.learning(bound.name, task, index)
         found = bound.learn(index, task, running)

@@ -103,6 +103,7 @@ def _device() -> dict[str, Any]:
     return {
         "platform": devices[0].platform,
         "kind": devices[0].device_kind,
+        "runtime": devices[0].client.platform_version,
         "count": len(devices),
         "processor": _processor(),
         "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

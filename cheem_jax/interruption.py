@@ -46,16 +46,19 @@ def stop_requests() -> Iterator[Stop]:
         stop.signal_number = number
         restore()
         # not through `print`, whose buffer the interrupted code may be holding
-        os.write(2, b"\nstopping after the running step; once more stops at once\n")
+        with contextlib.suppress(OSError):  # whoever reads it may be gone
+            os.write(2, b"\nstopping after the running step; once more stops at once\n")
 
-    usual = {number: signal.getsignal(number) for number in SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    # a background process ignores Ctrl-C, and goes on ignoring it
+    usual = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
 
     def restore() -> None:
         for number, handler in usual.items():
             signal.signal(number, handler)
 
     try:
-        for number in SIGNALS:
+        for number in usual:
             signal.signal(number, ask)
         yield stop
     finally:

@@ -13,11 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cheem_jax.checkpoint import load_task, save_task
+from cheem_jax.execution.passes import Advance
 from cheem_jax.interruption import Stop
 
+FORMAT = "cheem_jax-running/1"
+"""Another version's is not gone on from: its task begins anew."""
 SECONDS_BETWEEN = 30.0
 """Least seconds between two rolling checkpoints, unless told."""
 LARGEST_SHARE = 0.02
@@ -31,13 +34,7 @@ class Saved(NamedTuple):
     meta: dict[str, Any]
 
 
-class Advance(Protocol):
-    """Called after work on so many images, with a note for people."""
-
-    def __call__(self, num_images: int, note: str = "", /) -> object: ...
-
-
-Phase = Callable[[str, int], AbstractContextManager[Advance]]
+OpenPhase = Callable[[str, int], AbstractContextManager[Advance]]
 
 
 class Rolling:
@@ -58,42 +55,50 @@ class Rolling:
         wait = self.every if self.every is not None else max(SECONDS_BETWEEN, self._took * (1 / LARGEST_SHARE - 1))
         return self.clock() - self._last >= wait
 
-    def save(self, task: int, saved: Saved) -> None:
+    def save(self, task: int, state: Callable[[], Saved]) -> None:
         """Write a new one, then remove the one before."""
         start, before = self.clock(), self._directories()
+        arrays, meta = state()
         number = 1 + max((int(directory.name.split("-")[1]) for directory in before), default=0)
-        save_task(self.root / f"running-{number:06d}", saved.arrays, {"task": task, **saved.meta})
+        save_task(self.root / f"running-{number:06d}", arrays, {"running": FORMAT, "task": task, **meta})
         _remove(before)
         self._last = self.clock()
         self._took = self._last - start
         self.seconds += self._took
 
     def open(self, task: int, say: Callable[[str], object]) -> Saved | None:
-        """The newest whole one of this task, if there is any; what is damaged or left over from another is removed."""
+        """The newest whole one of this task, if there is any; what is damaged or of another task is removed.
+
+        Raises OSError or MemoryError where a whole one may be there but cannot be read now.
+        """
         for directory in reversed(self._directories()):
             try:
                 arrays, meta = load_task(directory)
             except ValueError as error:
-                say(f"{error}; going on from before it")
+                if isinstance(error.__cause__, MemoryError | PermissionError):
+                    raise error.__cause__ from error
+                say(f"{directory} is damaged; going on from before it")
                 continue
-            if meta.pop("task", None) == task:
+            if (meta.pop("running", None), meta.pop("task", None)) == (FORMAT, task):
                 return Saved(arrays, meta)
         self.clear()
         return None
 
     def clear(self) -> None:
-        """The task is saved for good."""
+        """Remove it: the task is saved for good. What a killed process left half done goes as well."""
         _remove(self._directories())
+        for left in self.root.glob(".running-*"):
+            shutil.rmtree(left, ignore_errors=True)
         self._last = self.clock()
 
     def _directories(self) -> list[Path]:
         return sorted(d for d in self.root.glob("running-*") if re.fullmatch(r"running-\d+", d.name))
 
 
-class Running:
+class RunningTask:
     """One task while it is learned: its phases on the screen, its state on the disk, and requests to stop."""
 
-    def __init__(self, task: int, rolling: Rolling, phase: Phase, say: Callable[[str], object]):
+    def __init__(self, task: int, rolling: Rolling, phase: OpenPhase, say: Callable[[str], object]):
         self.task, self.rolling, self._phase = task, rolling, phase
         self.saved = rolling.open(task, say)
         """What an earlier process left of this task."""
@@ -108,12 +113,13 @@ class Running:
         with self._phase(name, total) if total else _nothing_left() as shown:
 
             def advance(num_images: int, note: str = "", /) -> None:
-                shown(num_images, note)
+                # what is shown comes last: whoever reads it may be gone
                 if state is not None and (rolling.stop or rolling.due()):
-                    rolling.save(self.task, state())
+                    rolling.save(self.task, state)
                 if rolling.stop:
                     place = "before" if state is None else "up to this step of"
                     raise rolling.stop.stopped(f"everything {place} the {name} phase is kept")
+                shown(num_images, note)
 
             yield advance
 

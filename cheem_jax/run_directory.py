@@ -14,7 +14,8 @@ import filelock
 from cheem_jax.atomic import write_atomically
 from cheem_jax.report.record import to_json
 
-NAME = "config.json"
+NAME, LOCK, OWNER = "config.json", ".lock", ".owner.json"
+OURS = (f".{NAME}.", LOCK, OWNER, f".{OWNER}.")
 
 
 def claim(directory: Path, config: Mapping[str, Any]) -> bool:
@@ -37,14 +38,21 @@ def claim(directory: Path, config: Mapping[str, Any]) -> bool:
                 f"Choose another --run-dir, or give the settings that it was begun with"
             )
         return True
-    # a write of config.json that was killed leaves a hidden file, which is no reason to refuse
-    if directory.exists() and (not directory.is_dir() or any(not _is_leftover(f) for f in directory.iterdir())):
-        raise ValueError(
-            f"{str(directory)!r} is no run directory (it has no {NAME}) and is not empty; choose another --run-dir"
-        )
+    refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(config, indent=1) + "\n")
     return False
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Raises ValueError where there is something else than a run; touches nothing."""
+    if not directory.exists() or (directory / NAME).exists():
+        return
+    # a killed first write and the lock leave hidden files, which are no reason to refuse
+    if not directory.is_dir() or any(not file.name.startswith(OURS) for file in directory.iterdir()):
+        raise ValueError(
+            f"{str(directory)!r} is no run directory (it has no {NAME}) and is not empty; choose another --run-dir"
+        )
 
 
 def check_space(directory: Path, needed: int, what: str) -> None:
@@ -59,12 +67,16 @@ def check_space(directory: Path, needed: int, what: str) -> None:
 
 @contextlib.contextmanager
 def hold(directory: Path) -> Iterator[None]:
-    """The directory for this process alone. Raises ValueError naming the process that has it.
+    """The directory, made if there is none, for this process alone. Raises ValueError naming the process that has it.
 
-    The system lets go of the lock with its process, however that ends.
+    Whoever reads or writes anything there holds it first. The system lets go of the lock with its process, however that
+    ends.
     """
-    owner = directory / ".owner.json"
-    lock = filelock.FileLock(directory / ".lock")
+    refuse_foreign(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    owner = directory / OWNER
+    # a soft lock, which is only a file, would outlive its process
+    lock = filelock.FileLock(directory / LOCK, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
@@ -86,10 +98,6 @@ def _owner(file: Path) -> str:
         return f"process {told['pid']} on {told['host']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"
-
-
-def _is_leftover(file: Path) -> bool:
-    return file.name.startswith(f".{NAME}.")
 
 
 def _differences(held: Any, wanted: Any, place: str = "") -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The memory on the disk: a directory per task, and what can be had of it where some are damaged."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cheem_jax.architecture import from_strings, to_strings
-from cheem_jax.checkpoint import Arrays, load_task, named, save_task, saved_tasks, task_directory
+from cheem_jax.checkpoint import Arrays, load_task, load_tasks, named, save_task, saved_tasks, task_directory
 from cheem_jax.ops import Expert, LowRank
 from cheem_jax.pool import Head, Memory, Pool, StoredExpert, TaskMemory, grow
 
@@ -45,14 +45,9 @@ def open_memory(root: Path, pool: Pool) -> Memory:
 
     Raises ValueError that names every damaged task, not the first alone.
     """
-    read = _read_all(saved_tasks(root))
-    if damaged := [str(found) for found in read if isinstance(found, ValueError)]:
-        others = "; the other tasks are whole" if len(damaged) < len(read) else ""
-        raise ValueError(" / ".join(damaged) + others)
-    memory = Memory(pool)
-    for directory, found in zip(saved_tasks(root), read, strict=True):
-        assert not isinstance(found, ValueError)
-        memory = _with_task(memory, directory, *found)
+    memory, directories = Memory(pool), saved_tasks(root)
+    for directory, (arrays, meta) in zip(directories, load_tasks(directories), strict=True):
+        memory = _with_task(memory, directory, arrays, meta)
     return memory
 
 
@@ -68,13 +63,14 @@ def open_usable(root: Path, pool: Pool) -> tuple[Memory, dict[str, str]]:
     What builds on a damaged task's experts is lost with it. The memory is for answering: its pool has gaps.
     """
     blocks, tasks, lost = [list(block) for block in pool], list[TaskMemory](), dict[str, str]()
-    directories = saved_tasks(root)
-    for index, (directory, found) in enumerate(zip(directories, _read_all(directories), strict=True)):
-        if isinstance(found, ValueError):
-            lost[directory.name] = str(found)
+    for index, directory in enumerate(saved_tasks(root)):
+        try:
+            arrays, meta = load_task(directory)
+            with named(directory):
+                task, learned = _task_of(arrays, meta)
+        except ValueError as error:
+            lost[directory.name] = str(error)
             continue
-        with named(directory):
-            task, learned = _task_of(*found)
         missing = []
         for number, (block, choice, expert) in enumerate(zip(blocks, task.architecture, task.experts, strict=True)):
             block += [_gap()] * (1 + max(-1 if e is None else e for e in (expert, choice.expert)) - len(block))
@@ -96,16 +92,6 @@ def open_usable(root: Path, pool: Pool) -> tuple[Memory, dict[str, str]]:
 def _gap() -> StoredExpert:
     """Stands where an expert is lost; of a shape that nothing can be computed with."""
     return StoredExpert(Expert(jnp.zeros((0, 0)), jnp.zeros(0)), None, None)
-
-
-def _read_all(directories: Sequence[Path]) -> list[tuple[dict[str, Any], dict[str, Any]] | ValueError]:
-    def read(directory: Path) -> tuple[dict[str, Any], dict[str, Any]] | ValueError:
-        try:
-            return load_task(directory)
-        except ValueError as error:
-            return error
-
-    return [read(directory) for directory in directories]
 
 
 def _with_task(memory: Memory, directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> Memory:

@@ -360,6 +360,9 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_pa
     with pytest.raises(ValueError, match=f"is in use by process {other.pid} on {socket.gethostname()}"):
         with hold(tmp_path / "run"):
             pass
+    with pytest.raises(ValueError, match=f"is in use by process {other.pid}"):
+        run_stream(small.stream(1), small.pretrained(), dataclasses.replace(CONFIG, seed=5), tmp_path / "run", quiet())
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"seed": 0}
     other.kill()
     other.wait()
     other.stdout.close()

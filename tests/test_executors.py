@@ -11,12 +11,12 @@ import small
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cheem_jax.architecture import decode
+from cheem_jax.architecture import decode, from_strings
 from cheem_jax.execution.executor import Batch, Dense, Executor, Gather, masked_logits
 from cheem_jax.execution.scan import Scan
 from cheem_jax.execution.stages import Stages
 from cheem_jax.execution.whole import ProgramCache, Whole
-from cheem_jax.ops import learned_of, with_learned
+from cheem_jax.ops import LowRank, learned_of, with_learned
 from cheem_jax.pool import grow
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import dense_network
@@ -64,6 +64,27 @@ def close(found, wanted, tolerance=1e-5):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(float(np.abs(b).max()), 1e-3)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_gradient_that_is_no_finite_number_makes_the_loss_nan_and_reaches_nothing(name):
+    supernet = Supernet(jax.random.key(0), pool_of("mlp_down", 0), 3, OpSettings(rank=2))
+    architecture = from_strings(["reuse:0", "adapt:0", "reuse:0", "reuse:0"])
+    learner = supernet.learner(1, architecture[1])
+    assert learner is not None
+    # a zero times anything adds nothing to the loss, and the gradient of the zero overflows
+    down, up = learner.params
+    signs = np.where(np.arange(up.shape[1]) % 3 == 0, 3e38, -3e38)
+    pair = LowRank(jnp.zeros_like(down), jnp.broadcast_to(signs, up.shape).astype(up.dtype))
+    heavy = batch()._replace(weights=1e4 * WEIGHTS)
+    supernet.store(1, architecture[1], learner._replace(params=pair))
+    before = jax.tree.map(np.array, (supernet.learners, supernet.head))
+    loss, grads, _ = executor(name).gradients(supernet.ops(architecture), supernet.head.params, heavy, 3)
+    assert np.isnan(loss) and not np.isfinite(jax.tree.leaves(grads[1])[0]).all()
+    (loss,) = executor(name).train(supernet, [architecture], [[heavy]], [1e-2])
+    assert np.isnan(loss)
+    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves((supernet.learners, supernet.head)), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def reference(supernet, ops, placement):

@@ -16,7 +16,7 @@ ROWS = (
     ("supernet", "hee", "execution"),
     ("evolution", "training"),
     ("data", "checkpoint", "saved_memory", "rolling", "report", "results", "run_directory", "fingerprint"),
-    ("methods", "continual"),
+    ("methods", "restoring", "continual"),
     ("arguments", "commands", "cli", "__main__"),
 )
 # the extras: imported where they are used, never with the package

@@ -6,9 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
+from cheem_jax import rolling
 from cheem_jax.checkpoint import saved_tasks
 from cheem_jax.interruption import Stop, Stopped
-from cheem_jax.rolling import Rolling, Running, Saved
+from cheem_jax.rolling import Rolling, RunningTask, Saved
 
 SAVED = Saved({"x": np.arange(4.0)}, {"step": 3})
 
@@ -29,33 +30,34 @@ def quiet(phase, total):
 
 def test_it_is_due_after_thirty_seconds_and_later_where_saving_is_slow(tmp_path):
     clock = Clock()
-    rolling = Rolling(tmp_path, Stop(), clock=clock)
-    assert not rolling.due()
+    kept = Rolling(tmp_path, Stop(), clock=clock)
+    assert not kept.due()
     clock.now = 30.0
-    assert rolling.due()
+    assert kept.due()
     clock.step = 2.0
-    rolling.save(0, SAVED)
+    kept.save(0, lambda: SAVED)
     saved_at, clock.step = clock.now, 0.0
-    assert rolling.seconds == 2.0
+    assert kept.seconds == 2.0
     clock.now = saved_at + 97.9
-    assert not rolling.due()  # 2 % of the time at most
+    assert not kept.due()  # 2 % of the time at most
     clock.now = saved_at + 98.1
-    assert rolling.due()
-    rolling.clear()
-    assert not rolling.due()
+    assert kept.due()
+    kept.clear()
+    assert not kept.due()
 
 
 def test_seconds_between_two_can_be_told(tmp_path):
     clock = Clock()
-    rolling = Rolling(tmp_path, Stop(), every=5, clock=clock)
+    kept = Rolling(tmp_path, Stop(), every=5, clock=clock)
     clock.now = 5.0
-    assert rolling.due()
+    assert kept.due()
 
 
 def test_the_newest_one_of_the_task_comes_back_and_only_it_is_kept(tmp_path):
-    rolling = Rolling(tmp_path, Stop())
+    kept = Rolling(tmp_path, Stop())
     for step in range(3):
-        rolling.save(2, Saved({"x": np.full(2, step)}, {"step": step}))
+        saved = Saved({"x": np.full(2, step)}, {"step": step})
+        kept.save(2, lambda saved=saved: saved)
     assert [d.name for d in tmp_path.iterdir()] == ["running-000003"]
     found = Rolling(tmp_path, Stop()).open(2, print)
     assert found is not None and found.meta["step"] == 2 and found.arrays["x"].tolist() == [2, 2]
@@ -63,24 +65,63 @@ def test_the_newest_one_of_the_task_comes_back_and_only_it_is_kept(tmp_path):
 
 
 def test_what_is_left_over_from_another_task_is_removed(tmp_path):
-    Rolling(tmp_path, Stop()).save(1, SAVED)
+    Rolling(tmp_path, Stop()).save(1, lambda: SAVED)
     assert Rolling(tmp_path, Stop()).open(2, print) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_one_is_told_and_the_one_before_counts(tmp_path):
-    rolling, said = Rolling(tmp_path, Stop()), []
-    rolling.save(0, SAVED)
+    kept, said = Rolling(tmp_path, Stop()), []
+    kept.save(0, lambda: SAVED)
     shutil.copytree(tmp_path / "running-000001", tmp_path / "running-000002")
     (tmp_path / "running-000002" / "task.json").write_text("{")
     found = Rolling(tmp_path, Stop()).open(0, said.append)
     assert found is not None and found.meta["step"] == 3
-    assert len(said) == 1 and "running-000002 cannot be read" in said[0]
+    assert len(said) == 1 and "running-000002 is damaged" in said[0]
+
+
+def test_one_that_another_version_wrote_is_left_and_the_task_begins_anew(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(rolling, "FORMAT", "cheem_jax-running/0")
+        Rolling(tmp_path, Stop()).save(0, lambda: SAVED)
+    assert Rolling(tmp_path, Stop()).open(0, print) is None
+
+
+def test_one_that_cannot_be_read_now_is_not_removed(tmp_path, monkeypatch):
+    def no_memory(directory):
+        raise ValueError(f"checkpoint {directory} cannot be read") from MemoryError("full")
+
+    Rolling(tmp_path, Stop()).save(0, lambda: SAVED)
+    monkeypatch.setattr(rolling, "load_task", no_memory)
+    with pytest.raises(MemoryError, match="full"):
+        Rolling(tmp_path, Stop()).open(0, print)
+    monkeypatch.undo()
+    assert Rolling(tmp_path, Stop()).open(0, print) is not None
+
+
+def test_what_a_killed_process_left_half_done_goes_with_the_rest(tmp_path):
+    for name in (".running-000004.partial", ".running-000003.old", "000-kept"):
+        (tmp_path / name).mkdir()
+    Rolling(tmp_path, Stop()).clear()
+    assert [d.name for d in tmp_path.iterdir()] == ["000-kept"]
+
+
+def test_what_is_shown_comes_after_what_is_kept(tmp_path):
+    def broken_pipe(num_images, note="", /):
+        raise BrokenPipeError("nobody reads")
+
+    stop = Stop()
+    running = RunningTask(0, Rolling(tmp_path, stop), lambda phase, total: contextlib.nullcontext(broken_pipe), print)
+    stop.signal_number = 2
+    with pytest.raises(Stopped):
+        with running.phase("supernet", 10, lambda: SAVED) as advance:
+            advance(1)
+    assert Rolling(tmp_path, stop).open(0, print) is not None
 
 
 def test_a_request_to_stop_saves_after_the_step_and_ends_the_phase(tmp_path):
     stop = Stop()
-    running = Running(0, Rolling(tmp_path, stop), quiet, print)
+    running = RunningTask(0, Rolling(tmp_path, stop), quiet, print)
     steps = []
     with pytest.raises(Stopped, match="everything up to this step of the supernet phase is kept") as stopped:
         with running.phase("supernet", 10, lambda: Saved({"x": np.array(steps)}, {})) as advance:
@@ -96,7 +137,7 @@ def test_a_request_to_stop_saves_after_the_step_and_ends_the_phase(tmp_path):
 
 def test_a_phase_with_nothing_to_keep_stops_without_saving(tmp_path):
     stop = Stop()
-    running = Running(0, Rolling(tmp_path, stop), quiet, print)
+    running = RunningTask(0, Rolling(tmp_path, stop), quiet, print)
     stop.signal_number = 2
     with pytest.raises(Stopped, match="everything before the similarity phase is kept"):
         with running.phase("similarity", 10) as advance:

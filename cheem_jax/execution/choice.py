@@ -34,7 +34,7 @@ class EngineConfig:
     memory_gb: float | None = None
     """Memory for images and activations kept on the device per task; default: a quarter of it; 0: nothing is kept."""
     deterministic: bool = False
-    """On an accelerator: the same bits in every run, slower; a CPU computes so anyway."""
+    """On an accelerator: networks compiled for the same bits in every run, slower; a CPU computes so anyway."""
     programs: int = 64
     """Programs that the executor `whole` holds at most."""
     steps_per_call: int = 8

@@ -4,6 +4,7 @@ Ridge regression on one-hot labels (scikit-learn's RidgeClassifier), its penalty
 split. Whatever a method learns in the backbone has to beat this.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from sklearn.linear_model import RidgeClassifier
 from sklearn.preprocessing import StandardScaler
 
 from cheem_jax.centroids import RouterConfig, fit_centroids, route
-from cheem_jax.checkpoint import load_task, save_task, saved_tasks, task_directory
+from cheem_jax.checkpoint import load_task, load_tasks, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
 from cheem_jax.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.keys import Keys, Phase
@@ -85,19 +86,18 @@ class FrozenLinear:
         meta = {"name": task.name, "classes": list(task.classes)}
         directory = task_directory(root, index, task.name)
         save_task(directory, arrays, meta)
-        self.tasks[-1] = _read(directory)
+        self.tasks[-1] = _task_of(directory, *load_task(directory))
 
     def open(self, root: Path) -> None:
         """Replace the state by what is saved."""
-        self.tasks = [_read(directory) for directory in saved_tasks(root)]
+        directories = saved_tasks(root)
+        read = zip(directories, load_tasks(directories), strict=True)
+        self.tasks = [_task_of(directory, arrays, meta) for directory, (arrays, meta) in read]
 
 
-def _read(directory: Path) -> LinearTask:
-    arrays, meta = load_task(directory)
-    try:
+def _task_of(directory: Path, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> LinearTask:
+    with named(directory):
         return LinearTask(meta["name"], tuple(meta["classes"]), **arrays)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"checkpoint {directory} is of another method ({error!r:.200})") from error
 
 
 def fit_head(

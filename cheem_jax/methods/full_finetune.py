@@ -23,9 +23,10 @@ from cheem_jax.execution.passes import Advance
 from cheem_jax.images import in_turn
 from cheem_jax.keys import Keys, Phase, next_power_of_two, order_at
 from cheem_jax.methods.method import Running
+from cheem_jax.report.record import to_json
 from cheem_jax.rolling import Saved
 from cheem_jax.supernet import init_head_learner
-from cheem_jax.training import FitConfig, learning_rate_at
+from cheem_jax.training import FitConfig, FitState, images_left, learning_rate_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +94,7 @@ class FullFinetune:
     def learn(self, index: int, task: Task, running: Running) -> UpperBound:
         """Fine-tune for every rate; the test split is looked at with the chosen one only."""
         begun = self._begun(index, task, running.saved)
-        steps = self.config.epochs * num_batches(len(task.train.labels), self.config.batch_size)
-        left = self.num_images(task) - (begun.rate * steps + begun.step) * self.config.batch_size
-        with running.phase("upper bound", left, lambda: _saved(begun)) as advance:
+        with running.phase("upper bound", self._images_left(begun, task), lambda: self._saved(begun)) as advance:
             while begun.rate < len(self.config.learning_rates):
                 rate = self.config.learning_rates[begun.rate]
                 self._train(begun, index, task, rate, advance)
@@ -104,6 +103,11 @@ class FullFinetune:
                     begun.best, begun.best_params = UpperBound(0.0, accuracy, rate), begun.params
                 begun.rate, begun.step = begun.rate + 1, 0
                 begun.params, begun.adam = self._fresh(index, task)
+        if begun.best_params is None:
+            raise FloatingPointError(
+                f"full fine-tuning of task {task.name!r} got no validation image right at any of the learning rates "
+                f"{self.config.learning_rates}; try smaller ones"
+            )
         return begun.best._replace(test_accuracy=self._accuracy(begun.best_params, task.test, len(task.classes)))
 
     def num_images(self, task: Task) -> int:
@@ -114,6 +118,20 @@ class FullFinetune:
         """Parameters, two moments and the best so far, twice."""
         return 4 * 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(self._start))
 
+    def _images_left(self, sweep: "_Sweep", task: Task) -> int:
+        config, num = self.config, len(task.train.labels)
+        if sweep.rate == len(config.learning_rates):
+            return 0
+        this = images_left(FitState(sweep.step), FitConfig(config.epochs), num, config.batch_size)
+        return this + (len(config.learning_rates) - sweep.rate - 1) * config.epochs * num
+
+    def _saved(self, sweep: "_Sweep") -> Saved:
+        arrays = {"now": _numbered((sweep.params, sweep.adam))}
+        if sweep.best_params is not None:
+            arrays["best"] = _numbered(sweep.best_params)
+        meta = {"rate": sweep.rate, "step": sweep.step, "best": list(sweep.best)}
+        return Saved(arrays, {**meta, "config": to_json(dataclasses.asdict(self.config))})
+
     def _fresh(self, index: int, task: Task) -> tuple[Any, Any]:
         key = self.keys.at(index, Phase.UPPER_BOUND_INIT)
         head = init_head_learner(key, self.vit_config.width, next_power_of_two(len(task.classes))).params
@@ -122,7 +140,7 @@ class FullFinetune:
     def _begun(self, index: int, task: Task, saved: Saved | None) -> "_Sweep":
         params, adam = self._fresh(index, task)
         sweep = _Sweep(params, adam)
-        if saved is not None:
+        if saved is not None and saved.meta["config"] == to_json(dataclasses.asdict(self.config)):
             meta, arrays = saved.meta, {name: _leaves_of(found) for name, found in saved.arrays.items()}
             sweep.rate, sweep.step, sweep.best = meta["rate"], meta["step"], UpperBound(*meta["best"])
             sweep.params, sweep.adam = jax.tree.unflatten(jax.tree.structure((params, adam)), arrays["now"])
@@ -166,15 +184,8 @@ class _Sweep:
     adam: Any
     rate: int = 0
     step: int = 0
-    best: UpperBound = UpperBound(0.0, -1.0, 0.0)
+    best: UpperBound = UpperBound(0.0, 0.0, 0.0)
     best_params: Any = None
-
-
-def _saved(sweep: _Sweep) -> Saved:
-    arrays = {"now": _numbered((sweep.params, sweep.adam))}
-    if sweep.best_params is not None:
-        arrays["best"] = _numbered(sweep.best_params)
-    return Saved(arrays, {"rate": sweep.rate, "step": sweep.step, "best": list(sweep.best)})
 
 
 def _numbered(tree: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
 from cheem_jax.evolution import Scored, Searched
@@ -54,7 +55,7 @@ class Underway:
         for fit, state in (("supernet", self.supernet), ("finetune", self.finetune)):
             meta[fit] = {"step": state.step, "losses": state.losses, "skipped": state.skipped}
             if state.running:
-                arrays[f"{fit}_running"] = np.array([float(loss) for loss in state.running])
+                arrays[f"{fit}_running"] = np.array(jax.device_get(state.running), np.float64)
         return Saved(arrays, meta)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cheem_jax.atomic import write_atomically
+from cheem_jax.atomic import to_disk, write_atomically
 
 NAME = "metrics.jsonl"
 
@@ -66,6 +66,7 @@ class Record:
             stream.write(_line({"event": event, "time": now, **stamp, **to_json(values)}))
             stream.flush()
             os.fsync(stream.fileno())
+        to_disk(self.file.parent)
 
     def keep(self, predicate: Callable[[dict[str, Any]], bool]) -> None:
         """Drops every line for which the predicate is false, such as those of an unfinished task."""

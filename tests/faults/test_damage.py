@@ -121,7 +121,7 @@ def test_a_manifest_of_another_task_does_not_vouch_for_this_one(saved, tally, tm
             assert same or not wrong, f"{part} of {other} accepted"
 
 
-def test_foreign_folders_and_links_are_found(saved, tally):
+def test_files_added_to_any_folder_are_found(saved, tally):
     damage = Damage(saved / "one" / "000-task-0")
     for folder in (damage.directory, *(file for file in damage.directory.rglob("*") if file.is_dir())):
         for name in (".hidden", "manifest.json.bak", "d"):
