@@ -124,9 +124,9 @@ def run_stream(
             _write_results(directory)
         if config.upper_bound is not None:
             write_report(directory, _write_results(directory))
-            if not missing_bounds(directory, stream):
-                Rolling(run.root(FullFinetune.name), stop).clear()
-            _upper_bound(stream, FullFinetune(vit, config.upper_bound, keys, deterministic=engine.deterministic), run)
+            bound = FullFinetune(vit, config.upper_bound, keys, deterministic=engine.deterministic)
+            _upper_bound(stream, bound, run)
+            Rolling(run.root(bound.name), stop).clear()
         results = _write_results(directory)
         write_report(directory, results)
         return results

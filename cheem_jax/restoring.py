@@ -38,6 +38,11 @@ def restore(directory: Path, stream: Stream, methods: tuple[Method, ...], record
     record.keep(belongs)
     evaluated = [entry for entry in read(directory) if entry["event"] == "evaluated"]
     finished = len(evaluated)
+    if (measured := [entry["index"] for entry in evaluated]) != list(range(finished)):
+        raise ValueError(
+            f"{record.file} has lost a line: it tells the measurements after the tasks {measured}, one after the other "
+            "from 0 on was expected; bring it back from a copy, or begin anew with another --run-dir"
+        )
     if evaluated:
         _check_contents(evaluated[-1]["checkpoints"], saved)
     names = {name: [load_meta(d)["name"] for d in directories] for name, directories in saved.items()}
