@@ -1,0 +1,112 @@
+"""Writes torchvision's AlexNet, which may choose the task, as a safetensors file under torchvision's names.
+
+python convert/torchvision_alexnet.py --output alexnet.safetensors
+python convert/torchvision_alexnet.py --checkpoint alexnet.pth --output alexnet.safetensors
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cheem_jax.atomic import write_atomically
+from cheem_jax.backbone.alexnet import FORMAT, AlexNetConfig, from_torchvision
+from cheem_jax.backbone.weights import sha256_of
+from cheem_jax.cli import parse
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Convert torchvision's AlexNet; needs torch, which reading the result does not."""
+
+    output: Path
+    """The .safetensors file to write."""
+    checkpoint: Path | None = None
+    """Local .pth file with torchvision's state dict; else torchvision downloads its ImageNet weights."""
+    overwrite: bool = False
+    """Replace an output that exists."""
+
+
+def convert(options: Convert) -> dict[str, np.ndarray]:
+    """Everything the command line does; raises ValueError, OSError or ImportError with one clear message."""
+    from safetensors.numpy import save
+
+    if options.output.suffix != ".safetensors":
+        raise ValueError(f"--output must end in .safetensors, got {str(options.output)!r}")
+    if options.output.exists() and not options.overwrite:
+        raise ValueError(f"{options.output} exists; choose another --output or add --overwrite")
+    if options.checkpoint is not None and not options.checkpoint.is_file():
+        raise FileNotFoundError(f"no checkpoint {str(options.checkpoint)!r}; expected torchvision's .pth file")
+    try:
+        import torch  # noqa: F401
+        import torchvision  # noqa: F401
+    except ImportError as error:
+        raise ImportError("this conversion needs torch and torchvision: `pip install cheem_jax[convert]`") from error
+    checkpoint = options.checkpoint or download()
+    tensors = read_checkpoint(checkpoint)
+    metadata = {"format": FORMAT, "source": checkpoint.name, "sha256": sha256_of(checkpoint)}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(options.output, save(tensors, metadata))
+    return tensors
+
+
+def download() -> Path:
+    """torchvision's own copy of its ImageNet weights, fetched and checked by torchvision unless it is there already."""
+    import torch
+    from torchvision.models import AlexNet_Weights
+
+    weights = AlexNet_Weights.IMAGENET1K_V1
+    try:
+        weights.get_state_dict(progress=True, check_hash=True)
+    except Exception as error:  # urllib's, ssl's and torch's errors have no common class
+        raise ValueError(
+            f"torchvision cannot load {weights.url} ({_reason(error)}); fetch it elsewhere and pass --checkpoint FILE"
+        ) from error
+    return Path(torch.hub.get_dir(), "checkpoints", Path(weights.url).name)
+
+
+def read_checkpoint(checkpoint: Path) -> dict[str, np.ndarray]:
+    """A state dict's tensors in float32, found to be torchvision's AlexNet with or without its classifier."""
+    import torch
+
+    try:
+        state: Any = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        tensors = {name: np.ascontiguousarray(value.detach().float().numpy()) for name, value in state.items()}
+    except Exception as error:  # unpickling raises almost anything on a broken file
+        raise ValueError(f"{checkpoint} is no readable state dict ({_reason(error)}); is it complete?") from error
+    has_classifier = any(name.startswith("classifier.") for name in tensors)
+    head = tensors.get("classifier.6.bias", np.zeros(0))
+    config = AlexNetConfig(feature="fc7", num_classes=head.size) if has_classifier else AlexNetConfig()
+    try:
+        from_torchvision(tensors, config)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.name}: {error}") from error
+    return tensors
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0, or 2 after one line `error: ...`."""
+    try:
+        options = parse(Convert, arguments, description=__doc__)
+    except SystemExit as stop:
+        return 2 if stop.code else 0
+    try:
+        tensors = convert(options)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"stopped; {options.output} was not written", file=sys.stderr)
+        return 130
+    print(f"{options.output}: alexnet, {sum(value.size for value in tensors.values()):,} numbers")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
