@@ -31,6 +31,8 @@ def _arguments(settings: Any, prefix: str) -> Iterator[str]:
         option = f"--{prefix}{name}"
         if dataclasses.is_dataclass(value):
             yield from _arguments(value, f"{prefix}{name}.")
+        elif value is None and any(map(dataclasses.is_dataclass, typing.get_args(hints[field.name]))):
+            continue  # a part that is not there has no option of its own
         elif hints[field.name] is bool:
             yield option if value else f"--{prefix}no-{name}"
         elif isinstance(value, tuple):

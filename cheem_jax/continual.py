@@ -16,23 +16,30 @@ import numpy as np
 
 from cheem_jax import fingerprint, metrics
 from cheem_jax.atomic import write_atomically
+from cheem_jax.backbone.alexnet import PretrainedAlexNet, build_alexnet
+from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
-from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.checkpoint import load_manifest, saved_tasks
 from cheem_jax.data.task import Stream, Task
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.execution.choice import EngineConfig, choose, make_executor
 from cheem_jax.execution.compilation import Compilations, compilations
+from cheem_jax.execution.executor import Token
 from cheem_jax.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.images import Images
 from cheem_jax.interruption import Stop, stop_requests
+from cheem_jax.kernels import Precision
 from cheem_jax.keys import Keys, SeedsConfig
-from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig, Preset
+from cheem_jax.methods.alexnet_encoder import AlexNetEncoder
+from cheem_jax.methods.catalogue import TOLD, MethodConfig, Networks, make, preset_of
+from cheem_jax.methods.cheem import CheemConfig, Preset
 from cheem_jax.methods.frozen_linear import FrozenLinear
 from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
+from cheem_jax.methods.lora_cl import LoraClConfig
 from cheem_jax.methods.method import FrozenFeatures, Method
+from cheem_jax.ops import Placement
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
@@ -46,13 +53,16 @@ from cheem_jax.run_directory import check_space, claim, hold
 class RunConfig:
     """What a run learns and how; together with the data and the weights it decides every result."""
 
-    cheem: CheemConfig
+    method: MethodConfig
     preset: Preset
     seed: int = 0
     upper_bound: FullFinetuneConfig | None = None
     """Also fine-tune the whole backbone per task, the true task given."""
     engine: EngineConfig = EngineConfig()
     seeds: SeedsConfig = SeedsConfig()
+
+
+Router = Pretrained | PretrainedAlexNet
 
 
 def run_stream(
@@ -63,9 +73,10 @@ def run_stream(
     progress: Progress,
     *,
     base_images: Images | None = None,
-    router: Pretrained | None = None,
+    router: Router | None = None,
     save_every: float | None = None,
     command: Sequence[str] | None = None,
+    workshop: dict[Any, Networks] | None = None,
 ) -> dict[str, Any]:
     """Learn the stream in `directory`, or go on where it stopped; returns what `results.json` holds.
 
@@ -73,27 +84,25 @@ def run_stream(
     names the task instead of the backbone (CHEEM-lite). `save_every` are the seconds between rolling checkpoints;
     default: 30, more where they would take over 2 % of the time. Killed at any moment and called again, a run ends as
     one that was not; Ctrl-C and SIGTERM raise Stopped after the running step. `command` is the command line that makes
-    this run again, for the record.
+    this run again, for the record. `workshop` keeps compiled networks for other runs of this process.
     """
     _check_sizes(stream, pretrained, router)
     start = Mark.now()
-    engine, batch_size = config.engine, config.cheem.batch_size
-    vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
-    means = _base_means(pretrained, config, vit, base_images, progress)
-    executor = make_executor(vit, config.cheem.placement, engine, token=config.cheem.token, batch_size=batch_size)
-    features = FrozenFeatures(executor, batch_size)
-    router_features = features
-    if router is not None:
-        router_vit = build(dataclasses.replace(router.config, precision=engine.precision), router.params)
-        router_executor = make_executor(router_vit, config.cheem.placement, engine, batch_size=batch_size)
-        router_features = FrozenFeatures(router_executor, batch_size)
+    engine, batch_size = config.engine, config.method.batch_size
+    means = None
+    if isinstance(config.method, CheemConfig):
+        means = _base_means(pretrained, config.method, engine.precision, base_images, progress)
+    networks = networks_of(pretrained, router, config.method, engine, workshop)
+    features, router_features = networks.features, networks.router_features
+    keys = Keys(config.seed, config.seeds)
+    learner = make(config.method, networks, keys, len(stream.tasks), means)
+    notes = learner.check(stream.tasks)
     identity = _identity(stream, pretrained, config, means, router)
     with hold(directory), stop_requests() as stop:
         resumed = claim(directory, identity)
-        keys = Keys(config.seed, config.seeds)
-        cheem = Cheem(executor, config.cheem, keys, means, router_features)
-        frozen = FrozenLinear(keys, features, router_features, config.cheem.router)
-        methods: tuple[Method, ...] = (cheem, frozen)
+        methods: tuple[Method, ...] = (learner,)
+        if isinstance(config.method, CheemConfig):  # what CHEEM learns has to beat this, so it is always beside it
+            methods = (learner, FrozenLinear(keys, features, router_features, config.method.router))
 
         conditions = fingerprint.take(identity)
         record = Record.open(directory, fingerprint.digest(conditions))
@@ -107,9 +116,11 @@ def run_stream(
             record.write("continued", command=command, conditions=conditions, **start.since())
             if changed := fingerprint.differences(begun["conditions"], conditions):
                 progress.say(f"begun under other conditions, so numbers may differ: {'; '.join(changed)}")
-        chosen = choose(engine, vit.config, batch_size)
+        chosen = choose(engine, pretrained.config, batch_size)
         progress.say(f"executor {chosen.name}, {engine.precision} ({chosen.reason})")
-        if means is None:
+        for note in notes:
+            progress.say(f"{learner.name}: {note}")
+        if means is None and isinstance(config.method, CheemConfig):
             progress.say("base means unknown for this setting: similarity to the backbone's own task is neutral (0)")
         if finished == len(stream.tasks):
             progress.say(f"{directory} holds all {finished} tasks already; nothing to learn")
@@ -124,7 +135,7 @@ def run_stream(
             _write_results(directory)
         if config.upper_bound is not None:
             write_report(directory, _write_results(directory))
-            bound = FullFinetune(vit, config.upper_bound, keys, deterministic=engine.deterministic)
+            bound = FullFinetune(networks.executor, features, config.upper_bound, keys, len(stream.tasks))
             _upper_bound(stream, bound, run)
             Rolling(run.root(bound.name), stop).clear()
         results = _write_results(directory)
@@ -189,8 +200,9 @@ def _learn(task: Task, index: int, method: Method, run: Run) -> float:
     check_space(run.directory, method.bytes_needed(task) + SPARE_BYTES, f"task {task.name!r}")
     running = run.learning(method.name, task, index)
     report = method.learn(task, running)
-    counts = {f"num_{name}": len(split.labels) for name, split in task.splits.items()}
-    run.record.write("learned", method=method.name, report={"index": index, **counts, **report}, **start.since())
+    known = {"index": index, "name": task.name, "classes": list(task.classes)}
+    known |= {f"num_{name}": len(split.labels) for name, split in task.splits.items()}
+    run.record.write("learned", method=method.name, report={**known, **report}, **start.since())
     saving = time.perf_counter()
     method.save(root)
     running.rolling.clear()
@@ -235,9 +247,12 @@ def _evaluate(learned: Sequence[Task], methods: tuple[Method, ...], run: Run, sa
         peak_memory_bytes=peak_memory_bytes(), **start.since(),
     )  # fmt: skip
     last = measured[methods[0].name]
+    given = "true task given"
+    if methods[0].name not in TOLD:
+        given = f"{100 * last['local_accuracy'][-1]:.1f} % with the task given"
     run.progress.say(
-        f"{learned[-1].name}: {100 * last['accuracy'][-1]:.1f} % ({100 * last['local_accuracy'][-1]:.1f} % with the "
-        f"task given); average over {num} tasks {100 * float(np.mean(last['accuracy'])):.1f} %"
+        f"{learned[-1].name}: {100 * last['accuracy'][-1]:.1f} % ({given}); "
+        f"average over {num} tasks {100 * float(np.mean(last['accuracy'])):.1f} %"
     )
 
 
@@ -261,9 +276,9 @@ def _upper_bound(stream: Stream, bound: FullFinetune, run: Run) -> None:
     config = bound.vit_config
     for index in missing_bounds(run.directory, stream):
         start, task = Mark.now(), stream.tasks[index]
-        check_space(run.directory, bound.bytes_needed() + SPARE_BYTES, f"the upper bound of task {task.name!r}")
+        check_space(run.directory, bound.bytes_needed(task) + SPARE_BYTES, f"the upper bound of task {task.name!r}")
         running = run.learning(bound.name, task, index)
-        found = bound.learn(index, task, running)
+        found = bound.bound(index, task, running)
         run.record.write(
             "upper_bound",
             index=index,
@@ -283,15 +298,47 @@ def _write_results(directory: Path) -> dict[str, Any]:
     return results
 
 
+def networks_of(
+    pretrained: Pretrained,
+    router: Router | None,
+    config: MethodConfig,
+    engine: EngineConfig,
+    workshop: dict[Any, Networks] | None = None,
+) -> Networks:
+    """The networks of a run; those in `workshop` are taken from there, with all that they have compiled."""
+    placement: Placement = "mlp_down"
+    token: Token = "component"
+    if isinstance(config, CheemConfig):
+        placement, token = config.placement, config.token
+    elif isinstance(config, LoraClConfig):
+        placement = config.placement
+    size = config.batch_size
+    workshop = {} if workshop is None else workshop
+    weights = (pretrained.sha256, pretrained.config, router and (router.sha256, router.config))
+    place = (weights, placement, token, size, engine)
+    if place not in workshop:
+        vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
+        executor = make_executor(vit, placement, engine, token=token, batch_size=size)
+        features = router_features = FrozenFeatures(executor, size)
+        if isinstance(router, PretrainedAlexNet):
+            router_features = FrozenFeatures(AlexNetEncoder(build_alexnet(router.config, router.params)), size)
+        elif router is not None:
+            router_vit = build(dataclasses.replace(router.config, precision=engine.precision), router.params)
+            router_features = FrozenFeatures(make_executor(router_vit, placement, engine, batch_size=size), size)
+        workshop[place] = Networks(executor, features, router_features)
+    return workshop[place]
+
+
 def _base_means(
-    pretrained: Pretrained, config: RunConfig, vit: ViT, base_images: Images | None, progress: Progress
+    pretrained: Pretrained, config: CheemConfig, precision: Precision, base_images: Images | None, progress: Progress
 ) -> np.ndarray | None:
     """mu of the backbone's own task: only an exact match of size, placement and token counts, else it is measured."""
-    place = f"{pretrained.config.image_size}/{config.cheem.placement}/{config.cheem.token}"
+    place = f"{pretrained.config.image_size}/{config.placement}/{config.token}"
     found = pretrained.base_means.get(place)
     if found is None and base_images is not None:
         progress.say(f"measuring mean class tokens of the backbone's own task on {len(base_images):,} images")
-        found = base_means(vit, base_images, batch_size=config.cheem.batch_size)[place]
+        vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
+        found = base_means(vit, base_images, batch_size=config.batch_size)[place]
     elif base_images is not None:
         progress.say(f"the weights carry base means for {place}: the base data is not needed")
     return found
@@ -307,28 +354,38 @@ def _identity(stream: Stream, pretrained: Pretrained, config: RunConfig, means, 
         "image_size": pretrained.config.image_size,
         "seed": config.seed,
         "seeds": dataclasses.asdict(config.seeds),
-        "cheem": dataclasses.asdict(config.cheem),
+        config.method.name: dataclasses.asdict(config.method),
         "engine": dataclasses.asdict(config.engine),
         "weights_sha256": pretrained.sha256,
         "router_weights_sha256": None if router is None else router.sha256,
         "base_means_sha256": None if means is None else hashlib.sha256(means.tobytes()).hexdigest(),
         "data_sha256": {task.name: data_hash(task) for task in stream.tasks},
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
+        **_pixels(pretrained),
     }
+
+
+def _pixels(pretrained: Pretrained) -> dict[str, Any]:
+    """Where pixels are not scaled as the named backbone's are."""
+    config, known = pretrained.config, CONFIGS.get(pretrained.config.name)
+    usual = known is None or (config.mean, config.std) == (known.mean, known.std)
+    return {} if usual else {"pixels": [config.mean, config.std]}
 
 
 def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, router) -> dict[str, Any]:
     return {
-        "method": "cheem",
+        "method": config.method.name,
         "backbone": pretrained.config.name,
         "source": pretrained.source,
         "stream": stream.name,
         "seed": config.seed,
-        "placement": config.cheem.placement,
-        "preset": config.preset if PRESETS.get(config.preset) == config.cheem else f"{config.preset}, changed",
+        "placement": getattr(config.method, "placement", None),
+        "preset": config.preset
+        if preset_of(config.method.name, config.preset) == config.method
+        else f"{config.preset}, changed",
         "image_size": pretrained.config.image_size,
         "base_means": "neutral" if means is None else "known",
-        "executor": choose(config.engine, pretrained.config, config.cheem.batch_size).name,
+        "executor": choose(config.engine, pretrained.config, config.method.batch_size).name,
         "precision": config.engine.precision,
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
         "router": pretrained.config.name if router is None else router.config.name,
@@ -336,7 +393,7 @@ def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, r
     }
 
 
-def _check_sizes(stream: Stream, pretrained: Pretrained, router: Pretrained | None) -> None:
+def _check_sizes(stream: Stream, pretrained: Pretrained, router: Router | None) -> None:
     shape = stream.tasks[0].train.images.shape[1:]
     for network in filter(None, (pretrained, router)):
         size = network.config.image_size

@@ -32,6 +32,22 @@ def pair_flops(config: ViTConfig, placement: Placement, rank: int) -> int:
     return 2 * config.num_tokens * rank * (num_inputs + config.width)
 
 
+def token_flops(config: ViTConfig, num_tokens: int) -> int:
+    """Extra tokens through all linear layers (S-Prompts)."""
+    return 2 * num_tokens * config.depth * (4 * config.width**2 + 2 * config.width * config.mlp_width)
+
+
+def prefix_flops(config: ViTConfig, num_pairs: int, num_layers: int) -> int:
+    """Prefix keys and values that all tokens attend to, in so many layers; attention products, which the paper's
+    counter sees where attention is explicit."""
+    return 4 * config.num_tokens * num_pairs * config.width * num_layers
+
+
+def adapter_flops(config: ViTConfig, bottleneck: int) -> int:
+    """Bottleneck adapters beside every FFN (TUNA, MoAL, MoE-Adapters)."""
+    return 2 * config.num_tokens * config.depth * 2 * config.width * bottleneck
+
+
 def network_flops(config: ViTConfig, placement: Placement, architecture: Architecture, rank: int) -> int:
     """A task network by the paper's convention: skipped branches saved, this task's own Adapt pairs added."""
     kinds = [choice.kind for choice in architecture]
@@ -62,15 +78,17 @@ def executed_flops(
     return total - shared + 2 * config.width * num_classes
 
 
-def executed_backbone_flops(config: ViTConfig) -> int:
-    """The plain backbone as it runs, without head."""
-    halves = (executed_halves(config, last=block == config.depth - 1) for block in range(config.depth))
+def executed_backbone_flops(config: ViTConfig, num_extra: int = 0) -> int:
+    """The plain backbone as it runs, without head, with so many extra tokens in all blocks."""
+    blocks = range(config.depth)
+    halves = (executed_halves(config, last=block == config.depth - 1, num_extra=num_extra) for block in blocks)
     return 2 * config.num_patches * 3 * config.patch_size**2 * config.width + sum(map(sum, halves))
 
 
-def executed_halves(config: ViTConfig, *, last: bool) -> tuple[int, int]:
+def executed_halves(config: ViTConfig, *, last: bool, num_extra: int = 0) -> tuple[int, int]:
     """Attention half and FFN half of a block as they run; of the last one only the class token comes out."""
-    tokens, width, outputs = config.num_tokens, config.width, 1 if last else config.num_tokens
+    tokens, width = config.num_tokens + num_extra, config.width
+    outputs = 1 if last else tokens
     attention = 2 * (outputs + tokens) * width * width + 2 * outputs * tokens * width
     return 2 * attention, 2 * outputs * 2 * width * config.mlp_width
 

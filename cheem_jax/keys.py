@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,12 @@ class Phase(enum.IntEnum):
     UPPER_BOUND_INIT = 8
     UPPER_BOUND_ORDER = 9
     SIMILARITY = 10
+    METHOD_INIT = 11
+    METHOD_ORDER = 12
+    METHOD_NOISE = 13
+    METHOD_TUNING = 14
+    ALIGNMENT = 15
+    ALIGNMENT_ORDER = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +50,12 @@ _SEEDED_BY = {
     Phase.SUPERNET_INIT: "initialisation",
     Phase.FINETUNE_INIT: "initialisation",
     Phase.UPPER_BOUND_INIT: "initialisation",
+    Phase.METHOD_INIT: "initialisation",
     Phase.SUPERNET_ORDER: "order",
     Phase.FINETUNE_ORDER: "order",
     Phase.UPPER_BOUND_ORDER: "order",
+    Phase.METHOD_ORDER: "order",
+    Phase.ALIGNMENT_ORDER: "order",
     Phase.SUPERNET_MODE: "sampling",
     Phase.SUPERNET_DRAW: "sampling",
     Phase.SEARCH: "search",
@@ -66,6 +76,11 @@ class Keys:
     def seed_at(self, task: int, phase: Phase) -> int:
         """The same for libraries that take numbers instead of keys."""
         return seed_at(self._roots[phase], task, phase)
+
+
+def task_number(name: str) -> int:
+    """A task's number among the keys of a method whose tasks are independent: by name, whatever the order."""
+    return zlib.crc32(name.encode())
 
 
 def key_at(key: jax.Array, *position: int) -> jax.Array:

@@ -6,7 +6,7 @@ earlier task needs can change.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +24,14 @@ class StoredExpert(NamedTuple):
     parent: int | None
     origin: int | None
     """The task that learned it; None is the pretrained backbone."""
+
+    def describe(self) -> dict[str, Any]:
+        """Its place in the pool's history, as JSON values."""
+        return {
+            "origin": "base" if self.origin is None else self.origin,
+            "kind": "full" if self.parent is None else "adapted",
+            "parent": self.parent,
+        }
 
 
 BlockPool = tuple[StoredExpert, ...]

@@ -11,7 +11,7 @@ Entry = Mapping[str, Any]
 
 
 def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
-    """The results after the last evaluated task; methods beside CHEEM stand under `yardsticks`.
+    """The results after the last evaluated task; methods beside the run's own stand under `yardsticks`.
 
     Raises ValueError for a record that lacks what they need.
     """
@@ -29,23 +29,22 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     num_tasks, timed = len(evaluated), [entry for entry in entries if "compile" in entry]
     methods = list(evaluated[0]["methods"])
     learned = {method: _learned(entries, method)[:num_tasks] for method in methods}
-    main = learned["cheem"]
+    name = setting["method"]
+    main = learned[name]
     found = {method: _method(evaluated, learned[method], method) for method in methods}
-    yardsticks = {method: found[method] for method in methods if method != "cheem"}
+    yardsticks = {method: found[method] for method in methods if method != name}
     bound = _upper_bound([e for e in entries if e["event"] == "upper_bound"], num_tasks)
     if bound:
         yardsticks["full_finetune"] = bound
     result = {
         **{key: setting[key] for key in SETTING},
-        **found["cheem"],
+        **found[name],
         "split_sha256": setting.get("split_sha256", {}),
         "checkpoints": evaluated[-1].get("checkpoints", {}),
         "fingerprint": list(dict.fromkeys(entry["fingerprint"] for entry in entries if "fingerprint" in entry)),
         "peak_memory_bytes": max(entry["peak_memory_bytes"] for entry in evaluated),
         "tasks": [_task(report, entry["seconds"]) for report, entry in zip(main, evaluated, strict=True)],
-        "pool": main[-1]["pool"],
         "engine": {key: setting.get(key) for key in ("executor", "precision", "device")} | main[-1].get("engine", {}),
-        "similarity": [report["similarity"] for report in main],
         "compile": {
             "programs": sum(entry["compile"]["programs"] for entry in timed),
             "cached": sum(entry["compile"].get("cached", 0) for entry in timed),
@@ -54,6 +53,10 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         "seconds_total": sum(entry["seconds"] for entry in timed),
         "yardsticks": yardsticks,
     }
+    if "pool" in main[-1]:
+        result["pool"] = main[-1]["pool"]
+    if "similarity" in main[-1]:
+        result["similarity"] = [report["similarity"] for report in main]
     result["fom"] = _figure_of_merit(result)
     return result
 
@@ -86,14 +89,17 @@ def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -
         "flops": {
             "paper": _mean(reports, "flops_method"),
             "executed": _mean(reports, "flops_executed"),
+            "explicit": _mean(reports, "flops_explicit"),
         },
         "params_added_percent": _mean(reports, "params_added_percent"),
+        "params_learned": _mean(reports, "params_learned"),
+        "params_stored": sum(report["params_stored"] for report in reports),
         "seconds": sum(sum(report["seconds"].values()) for report in reports),
     }
 
 
 def _task(report: Entry, seconds_evaluation: float) -> dict[str, Any]:
-    hidden = ("index", "pool", "similarity", "supernet_losses", "finetune_losses")
+    hidden = ("index", "pool", "similarity", "supernet_losses", "finetune_losses", "losses")
     task = {key: value for key, value in report.items() if key not in hidden}
     return {**task, "seconds": {**report["seconds"], "evaluation": seconds_evaluation}}
 

@@ -37,8 +37,9 @@ class FitConfig:
     """Passes over the training images (paper: 50 in the supernet, 20 in fine-tuning)."""
     learning_rate: float = 1e-3
     """Adam's rate at the start (paper: 0.001)."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Rate over the steps of the phase: cosine to 0, or constant."""
+    schedule: Literal["cosine", "epoch_cosine", "constant"] = "cosine"
+    """Rate over the steps of the phase: cosine to 0; the CODA-Prompt code's cosine by whole epochs, which ends at 1.6 %
+    of the rate; or constant."""
     non_finite: Literal["stop", "skip"] = "stop"
     """Where a loss or gradient is no finite number: end with an error, or leave that step out and count it."""
 
@@ -74,6 +75,9 @@ def learning_rate_at(config: FitConfig, step: int, total_steps: int) -> float:
     """The rate of a global step: it follows all steps of the phase, drawn or not."""
     if config.schedule == "constant":
         return config.learning_rate
+    if config.schedule == "epoch_cosine":
+        epoch = step * config.epochs // total_steps
+        return config.learning_rate * math.cos(99 * math.pi * epoch / (200 * max(config.epochs - 1, 1)))
     return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * step / total_steps))
 
 
@@ -127,9 +131,16 @@ def fit(
             if (first - begin) // NOTE_EVERY >= seen:
                 note, seen = f"epoch {epoch + 1}/{config.epochs} loss {float(state.running[-1]):.3f}", seen + 1
             if state.step == (epoch + 1) * steps:
-                _finish_epoch(state, config, [piece.size for piece in pieces], rates, architectures)
+                finish_epoch(
+                    state, config, [piece.size for piece in pieces], rates,
+                    functools.partial(_drawn, architectures),
+                )  # fmt: skip
             advance(sum(size for _, size in coming), note)
     return state
+
+
+def _drawn(architectures: Sequence[Architecture], step: int) -> str:
+    return f" with the architecture {' '.join(to_strings(architectures[step]))}"
 
 
 def images_left(state: FitState, config: FitConfig, num_images: int, batch_size: int) -> int:
@@ -138,13 +149,17 @@ def images_left(state: FitState, config: FitConfig, num_images: int, batch_size:
     return (config.epochs - epochs) * num_images - steps * batch_size
 
 
-def _finish_epoch(
+def finish_epoch(
     state: FitState,
     config: FitConfig,
     sizes: Sequence[int],
     rates: Sequence[float],
-    architectures: Sequence[Architecture],
+    describe: Callable[[int], str] = lambda step: "",
 ) -> None:
+    """Move the running losses of an epoch's steps to its mean; `describe` says what a step trained.
+
+    Raises FloatingPointError where one is no finite number, unless such steps are to be left out.
+    """
     losses = [float(loss) for loss in jax.device_get(state.running)]
     kept = [step for step, loss in enumerate(losses) if math.isfinite(loss)]
     left_out = sorted(set(range(len(losses))) - set(kept))
@@ -152,8 +167,8 @@ def _finish_epoch(
         step = left_out[0]
         raise FloatingPointError(
             f"the loss or a gradient became no finite number at step {step + 1} of {len(losses)} in epoch "
-            f"{len(state.losses) + 1}, at the learning rate {rates[step]:.3g} with the architecture "
-            f"{' '.join(to_strings(architectures[step]))}; try a learning rate below {config.learning_rate}"
+            f"{len(state.losses) + 1}, at the learning rate {rates[step]:.3g}"
+            f"{describe(step)}; try a learning rate below {config.learning_rate}"
             + ("" if config.non_finite == "skip" else ", or non_finite=skip to leave such steps out")
         )
     state.losses.append(sum(losses[step] * sizes[step] for step in kept) / sum(sizes[step] for step in kept))

@@ -1,6 +1,7 @@
-"""CHEEM on MTIL, or on any other stream of image tasks, with a pretrained ViT.
+"""CHEEM, or any other method, on MTIL or on any other stream of image tasks, with a pretrained ViT.
 
     python experiments/mtil.py --backbone deit_tiny --data-dir DATA
+    python experiments/mtil.py --method l2p --options.key-loss batch --data-dir DATA --run-dir runs/l2p
     python experiments/mtil.py --backbone deit_tiny --stream FOLDER --image-size 96 --preset quick --run-dir runs/real
 
 DATA is the data folder that `cheem data prepare mtil --data-dir DATA` fills. FOLDER holds one folder or zip per task
@@ -9,12 +10,17 @@ with `<split>/<class>/<image>` inside.
 
 import dataclasses
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from tyro.conf import AvoidSubcommands
 
 from cheem_jax.arguments import arguments_of, located
-from cheem_jax.backbone.weights import load_pretrained
+from cheem_jax.backbone.alexnet import load_alexnet
+from cheem_jax.backbone.weights import Pretrained, load_pretrained
 from cheem_jax.cli import parse, run_command
-from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.continual import Router, RunConfig, run_stream
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.cache import Phase
 from cheem_jax.data.load import ImagesConfig, load_tasks, load_train
@@ -23,24 +29,31 @@ from cheem_jax.data.task import Stream
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.images import Images
 from cheem_jax.keys import SeedsConfig
+from cheem_jax.methods.catalogue import NAMES, Baseline, MethodConfig, Name, Networks, preset_of
 from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import show
 
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(frozen=True)
 class Mtil:
-    """CHEEM and its yardsticks on a stream of tasks, resumable task by task."""
+    """A method on a stream of tasks, resumable; CHEEM with its yardstick beside it."""
 
     cheem: CheemConfig
-    """Settings of the method; `--preset` chooses their defaults."""
+    """Settings of `cheem` and `cheem_lite`; `--preset` chooses their defaults."""
     preset: Preset = "paper"
     """`paper`: all settings of the paper; `quick`: every part on, sized for a CPU; `demo`: for a few hundred images."""
     backbone: str = "deit_tiny"
     """deit_tiny, vit_base, vit_base_augreg, clip_vit_base, vit_micro, vit_nano, or another plain timm ViT by name."""
     weights: Path | None = None
     """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from the hub."""
+    method: Name = "cheem"
+    """What learns; full_finetune and lora_finetune are upper bounds, which are given the true task."""
+    options: AvoidSubcommands[Baseline | None] = None
+    """Settings of every method but `cheem` and `cheem_lite`."""
     stream: str = "mtil"
     """mtil or vdd (see `cheem data list`), a stream file (TOML), or a folder with one folder or zip per task."""
     data_dir: Path | None = None
@@ -58,10 +71,14 @@ class Mtil:
     anchor the similarity."""
     image_size: int | None = None
     """Pixels of the square images; default: the backbone's own."""
+    pixel_norm: Literal["checkpoint", "unit"] = "checkpoint"
+    """How pixels are scaled: as the weights were trained, or to 0..1, as the CODA-Prompt code does whatever they were
+    trained with."""
     router: str | None = None
-    """A lighter backbone that names the task (CHEEM-lite); default: the backbone itself."""
+    """A lighter network that names the task (`cheem_lite`, `moe_adapters`): a backbone, or alexnet; default: the
+    backbone itself."""
     router_weights: Path | None = None
-    """Weights of the router, as for `--weights`."""
+    """Weights of the router, as for `--weights`; for alexnet what convert/torchvision_alexnet.py writes."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     seed: int = 0
@@ -76,18 +93,59 @@ class Mtil:
     """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
 
 
+class Loaded(NamedTuple):
+    """What a run works on."""
+
+    stream: Stream
+    pretrained: Pretrained
+    router: Router | None
+    base_images: Images | None
+
+    @property
+    def size(self) -> int:
+        """Pixels of the square images."""
+        return self.pretrained.config.image_size
+
+
 def main(settings: Mtil) -> None:
     """Load weights and data, run the stream, print its tables."""
-    progress = Progress()
+    progress, config = Progress(), config_of(settings)
+    results = run(settings, config, load(settings, progress), progress)
+    show(progress, results, settings.run_dir)
+
+
+def config_of(settings: Mtil) -> RunConfig:
+    """What the run learns and how; ValueError for settings of another method."""
+    bound = None
+    if settings.upper_bound:
+        bound = FullFinetuneConfig(settings.cheem.finetune.epochs, batch_size=settings.cheem.batch_size)
+    method = method_of(settings)
+    return RunConfig(method, settings.preset, settings.seed, bound, settings.engine, settings.seeds)
+
+
+def method_of(settings: Mtil) -> MethodConfig:
+    """The settings of the method that was asked for."""
+    preset = preset_of(settings.method, settings.preset)
+    if isinstance(preset, CheemConfig):
+        return type(preset)(**vars(settings.cheem))
+    if settings.cheem != PRESETS[settings.preset]:
+        raise ValueError(f"--cheem.* are settings of cheem; those of {settings.method} are --options.*, see --help")
+    return preset if settings.options is None else settings.options
+
+
+def load(settings: Mtil, progress: Progress) -> Loaded:
+    """Weights and pictures."""
     names = None if settings.tasks is None else [name.strip() for name in settings.tasks.split(",")]
     stream_name, plans = plan_source(
         settings.stream, names, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed
     )
     pretrained = load_pretrained(settings.backbone, weights=settings.weights, image_size=settings.image_size)
+    if settings.pixel_norm == "unit":
+        scaled = dataclasses.replace(pretrained.config, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+        # means of the backbone's own task were measured on pixels scaled as it was trained
+        pretrained = dataclasses.replace(pretrained, config=scaled, base_means={})
     size = pretrained.config.image_size
-    router = None
-    if settings.router is not None:
-        router = load_pretrained(settings.router, weights=settings.router_weights, image_size=size)
+    router = load_router(settings, size)
     progress.say(f"{pretrained.config.name} from {pretrained.source} at {size} pixels")
     cache_dir = settings.images.cache_dir or cache_dir_of(settings.stream, settings.data_dir)
     images = dataclasses.replace(settings.images, cache_dir=cache_dir)
@@ -95,15 +153,27 @@ def main(settings: Mtil) -> None:
     base_images = None
     if settings.base_data is not None:
         base_images = read_base(settings.base_data, settings, size, images, progress)
-    bound = None
-    if settings.upper_bound:
-        bound = FullFinetuneConfig(settings.cheem.finetune.epochs, batch_size=settings.cheem.batch_size)
-    config = RunConfig(settings.cheem, settings.preset, settings.seed, bound, settings.engine, settings.seeds)
-    results = run_stream(
-        stream, pretrained, config, settings.run_dir, progress, base_images=base_images, router=router,
-        save_every=settings.save_every, command=["experiments/mtil.py", *arguments_of(anywhere(settings))],
+    return Loaded(stream, pretrained, router, base_images)
+
+
+def load_router(settings: Mtil, size: int) -> Router | None:
+    """The network that names the task, if it is not the backbone."""
+    if settings.router != "alexnet":
+        router = settings.router
+        return None if router is None else load_pretrained(router, weights=settings.router_weights, image_size=size)
+    feature = "conv5" if settings.method == "moe_adapters" else "pooled_conv"
+    return load_alexnet(settings.router_weights, image_size=size, feature=feature)
+
+
+def run(
+    settings: Mtil, config: RunConfig, loaded: Loaded, progress: Progress, workshop: dict[Any, Networks] | None = None
+) -> dict[str, Any]:
+    """Learn the stream, or go on with it."""
+    return run_stream(
+        loaded.stream, loaded.pretrained, config, settings.run_dir, progress, base_images=loaded.base_images,
+        router=loaded.router, save_every=settings.save_every, workshop=workshop,
+        command=["experiments/mtil.py", *arguments_of(anywhere(settings))],
     )  # fmt: skip
-    show(progress, results, settings.run_dir)
 
 
 def anywhere(settings: Mtil) -> Mtil:
@@ -126,13 +196,19 @@ def read_base(source: str, settings: Mtil, size: int, images: ImagesConfig, prog
 
 
 def read_arguments(arguments: list[str]) -> Mtil:
-    """The command line; the preset is looked at first, since it decides the defaults of the method."""
+    """The command line; method and preset are looked at first, since they decide the defaults."""
+    preset: Preset = peek(arguments, "preset", PRESETS) or "paper"
+    method: Name = peek(arguments, "method", NAMES) or "cheem"
+    defaults = preset_of(method, preset)
+    options = None if isinstance(defaults, CheemConfig) else defaults
+    return parse(Mtil(PRESETS[preset], preset, method=method, options=options), arguments, description=__doc__)
+
+
+def peek(arguments: Sequence[str], option: str, known: Iterable[T]) -> T | None:
+    """The value of an option before the command line is parsed; None where it is not among those known."""
     given = {*zip(arguments, arguments[1:], strict=False), *(tuple(a.split("=", 1)) for a in arguments)}
-    preset: Preset = "paper"
-    for name in PRESETS:
-        if ("--preset", name) in given:
-            preset = name
-    return parse(Mtil(PRESETS[preset], preset), arguments, description=__doc__)
+    found = [name for name in known if (f"--{option}", name) in given]
+    return found[-1] if found else None
 
 
 if __name__ == "__main__":

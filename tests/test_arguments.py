@@ -16,6 +16,7 @@ from cheem_jax.data.load import ImagesConfig
 from cheem_jax.evolution import SearchConfig
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.keys import SeedsConfig
+from cheem_jax.methods import catalogue
 from cheem_jax.methods.cheem import PRESETS, CheemConfig
 from cheem_jax.supernet import OpSettings
 from cheem_jax.training import ExplorationConfig, FitConfig
@@ -93,6 +94,17 @@ def test_a_demos_arguments_give_it_again_whatever_the_defaults_are(demo, bound):
 @settings(max_examples=25)
 def test_the_arguments_of_mtil_give_it_again_from_any_preset(given_settings):
     assert mtil.read_arguments(arguments_of(given_settings)) == given_settings
+
+
+@pytest.mark.parametrize("method", catalogue.NAMES)
+@pytest.mark.parametrize("preset", ["paper", "demo"])
+def test_the_arguments_of_every_method_give_its_settings_again(method, preset):
+    options = None if method in ("cheem", "cheem_lite") else catalogue.preset_of(method, preset)
+    if hasattr(options, "fit"):
+        options = dataclasses.replace(options, fit=dataclasses.replace(options.fit, epochs=3), batch_size=7)
+    asked = mtil.Mtil(PRESETS["quick"], "quick", method=method, options=options, run_dir=Path("/runs"))
+    assert mtil.read_arguments(arguments_of(asked)) == asked
+    assert mtil.method_of(asked).name == method
 
 
 def test_paths_become_absolute_and_a_home_folder_is_looked_up():

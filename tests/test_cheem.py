@@ -21,7 +21,6 @@ from cheem_jax.execution.stages import Stages
 from cheem_jax.keys import Keys
 from cheem_jax.methods.cheem import PAPER, PRESETS, QUICK, Cheem, dense_task_network
 from cheem_jax.methods.frozen_linear import FrozenLinear, fit_head
-from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.methods.method import FrozenFeatures, Undisturbed
 from cheem_jax.pool import dense_expert
 
@@ -176,19 +175,6 @@ def test_no_feature_of_an_earlier_task_is_kept():
         features(task, split)
     features.forget(task)
     assert {split for _, split in features._known} == {"test"}
-
-
-def test_the_upper_bound_picks_its_rate_on_validation():
-    task = small.task("colours", 0)
-    bound = FullFinetune(
-        small.backbone(),
-        FullFinetuneConfig(epochs=6, learning_rates=(1e-9, 1e-2), batch_size=16),
-        Keys(0),
-    )
-    found = bound.learn(0, task, Undisturbed())
-    assert found.learning_rate == 1e-2 and found.test_accuracy > 0.6
-    again = bound.learn(0, task, Undisturbed())
-    assert again == found  # every task starts again from the pretrained weights
 
 
 def test_presets_switch_every_part_on():

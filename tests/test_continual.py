@@ -26,7 +26,7 @@ from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.interruption import Stopped
-from cheem_jax.keys import Keys, SeedsConfig
+from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.compare import timeless
 from cheem_jax.report.progress import Progress
@@ -57,11 +57,11 @@ def compiled_once():
             _made[key] = make(vit, *settings, **named)
         return _made[key]
 
-    def bound_once(vit, config, keys, **named):  # all runs here that have a bound have one seed
-        return once(make_bound, vit, config, **named)
-
-    def make_bound(vit, config, **named):
-        return bound(vit, config, Keys(0), **named)
+    def bound_once(executor, features, config, keys, num_tasks):  # all runs here that have a bound have one seed
+        key = (id(executor), config)
+        if key not in _made:
+            _made[key] = bound(executor, features, config, keys, num_tasks)
+        return _made[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(continual, "make_executor", functools.partial(once, make))

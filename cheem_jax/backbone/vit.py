@@ -4,7 +4,8 @@ A block (paper, appendix 'Identifying the Task-Synergy Internal Memory') is
 `z = x + Proj(MHSA(LN1 x))`, `y = z + Down(GELU(Up(LN2 z)))`; the plastic layer is `Down` or `Proj`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,6 +14,25 @@ from jaxtyping import Array, Float, UInt8
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.kernels import Activation, Precision, activate, attend, layer_norm, product
 from cheem_jax.ops import Expert, Op, Placement, Reuse, Skip, apply_op
+
+
+class Prefix(NamedTuple):
+    """Learned keys and values in front of a block's own: they pass no projection, and the sequence stays as long."""
+
+    keys: Float[Array, "B P D"]
+    values: Float[Array, "B P D"]
+
+
+class SidePrefix(NamedTuple):
+    """Learned keys and values in a softmax of their own, whose result is added with a weight per image."""
+
+    keys: Float[Array, "B P D"]
+    values: Float[Array, "B P D"]
+    weight: Float[Array, "B"]
+
+
+Adapter = Callable[[Float[Array, "B N D"]], Float[Array, "B N D"]]
+"""What is added to a block's FFN: a function of the tokens after its attention half, before LayerNorm."""
 
 
 class Block(nnx.Module):
@@ -36,7 +56,9 @@ class Block(nnx.Module):
         assert layer.bias is not None  # every Linear here is built with a bias
         return Expert(layer.kernel[...], layer.bias[...])
 
-    def mix_tokens(self, x: Float[Array, "B N D"], *, outputs: int | None = None) -> Float[Array, "B M D"]:
+    def mix_tokens(
+        self, x: Float[Array, "B N D"], *, outputs: int | None = None, prefix: Prefix | SidePrefix | None = None
+    ) -> Float[Array, "B M D"]:
         """The attention branch up to its projection, the input of `proj`, for the first `outputs` tokens."""
         b, n, d = x.shape
         h = self.norm1(x)
@@ -49,9 +71,19 @@ class Block(nnx.Module):
             query = product(h[:, :outputs], weight[:, :d], self.precision) + bias[:d]
             mixed = product(h, weight[:, d:], self.precision) + bias[d:]
             key, value = mixed[..., :d], mixed[..., d:]
-        shape = (b, -1, self.num_heads, d // self.num_heads)
-        query, key, value = (t.reshape(shape).transpose(0, 2, 1, 3) for t in (query, key, value))
-        return attend(query, key, value, self.precision).transpose(0, 2, 1, 3).reshape(b, -1, d)
+
+        def heads(t: Float[Array, "B N D"]) -> Float[Array, "B H N d"]:
+            return t.reshape(b, -1, self.num_heads, d // self.num_heads).transpose(0, 2, 1, 3)
+
+        query, key, value = heads(query), heads(key), heads(value)
+        if isinstance(prefix, Prefix):
+            key = jnp.concatenate([heads(prefix.keys), key], axis=2)
+            value = jnp.concatenate([heads(prefix.values), value], axis=2)
+        mixed = attend(query, key, value, self.precision)
+        if isinstance(prefix, SidePrefix):
+            beside = attend(query, heads(prefix.keys), heads(prefix.values), self.precision)
+            mixed = mixed + prefix.weight[:, None, None, None] * beside
+        return mixed.transpose(0, 2, 1, 3).reshape(b, -1, d)
 
     def mix_channels(self, z: Float[Array, "B N D"]) -> Float[Array, "B N F"]:
         """The FFN branch up to its down-projection: the input of `down`."""
@@ -99,6 +131,19 @@ class Block(nnx.Module):
         z = self.enter(x, placement=placement, outputs=outputs)
         u = None if isinstance(op, Skip) else self.widen(z, placement=placement, outputs=outputs)
         return self.leave(op, z, u, placement=placement, outputs=outputs)
+
+    def run_adapted(
+        self,
+        x: Float[Array, "B N D"],
+        *,
+        prefix: Prefix | SidePrefix | None = None,
+        adapter: Adapter | None = None,
+        outputs: int | None = None,
+    ) -> Float[Array, "B M D"]:
+        """The block with its own weights, learned keys and values in its attention, an adapter beside its FFN."""
+        z = x[:, :outputs] + self._linear(self.proj, self.mix_tokens(x, outputs=outputs, prefix=prefix))
+        y = z + self._linear(self.down, self.mix_channels(z))
+        return y if adapter is None else y + adapter(z)
 
     def _linear(self, layer: nnx.Linear, x: Float[Array, "B N I"]) -> Float[Array, "B N O"]:
         assert layer.bias is not None
@@ -156,6 +201,27 @@ class ViT(nnx.Module):
         for index, (block, op) in enumerate(zip(self.blocks, ops, strict=True)):
             x, _ = block.run(op, x, placement=placement, outputs=self.outputs(index))
         return self.features(x)
+
+    def run_blocks(
+        self,
+        x: Float[Array, "B N D"],
+        begin: int = 0,
+        until: int | None = None,
+        *,
+        prefixes: Mapping[int, Prefix | SidePrefix] = {},
+        adapters: Mapping[int, Adapter] = {},
+        all_tokens: bool = False,
+    ) -> Float[Array, "B M D"]:
+        """The tokens behind blocks `begin` to `until` with what methods put beside them, by block.
+
+        Behind the last block only the class token comes out, unless `all_tokens`.
+        """
+        for index in range(begin, self.config.depth if until is None else until):
+            x = self.blocks[index].run_adapted(
+                x, prefix=prefixes.get(index), adapter=adapters.get(index),
+                outputs=None if all_tokens else self.outputs(index),
+            )  # fmt: skip
+        return x
 
     def logits(self, features: Float[Array, "B D"]) -> Float[Array, "B classes"]:
         """The pretrained head, where the weights carry one."""

@@ -2,14 +2,16 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from cheem_jax.arguments import arguments_of
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
+from cheem_jax.data.task import Stream
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.keys import SeedsConfig
-from cheem_jax.methods.cheem import PRESETS
+from cheem_jax.methods.catalogue import NEED_A_ROUTER, Name, Networks, preset_of
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import show
@@ -21,6 +23,8 @@ class Demo:
 
     run_dir: Path = Path("runs/demo")
     """Where the run is kept; an unfinished one is continued."""
+    method: Name = "cheem"
+    """What learns; `cheem_lite` and `moe_adapters` name the task by the bundled vit_nano."""
     seed: int = 0
     """Root of every PRNG key in the run."""
     seeds: SeedsConfig = SeedsConfig()
@@ -37,12 +41,19 @@ def learn_demo(settings: Demo) -> None:
     """Learn the demo stream and print its tables."""
     progress = Progress()
     progress.say("cheem_jax demo: making six tasks of 32x32 images")
-    stream = demo_stream()
-    bound = FullFinetuneConfig(epochs=24, learning_rates=(1e-3,), batch_size=32) if settings.upper_bound else None
-    config = RunConfig(PRESETS["demo"], "demo", settings.seed, bound, settings.engine, settings.seeds)
-    pretrained = load_pretrained("vit_micro")
-    results = run_stream(
-        stream, pretrained, config, settings.run_dir, progress, save_every=settings.save_every,
-        command=["cheem", "demo", *arguments_of(settings)],
-    )  # fmt: skip
+    results = run_demo(settings, demo_stream(), progress)
     show(progress, results, settings.run_dir)
+
+
+def run_demo(
+    settings: Demo, stream: Stream, progress: Progress, workshop: dict[Any, Networks] | None = None
+) -> dict[str, Any]:
+    """Learn the stream, or go on with it."""
+    bound = FullFinetuneConfig(24, (1e-3,), batch_size=32) if settings.upper_bound else None
+    method = preset_of(settings.method, "demo")
+    config = RunConfig(method, "demo", settings.seed, bound, settings.engine, settings.seeds)
+    router = load_pretrained("vit_nano") if settings.method in NEED_A_ROUTER else None
+    return run_stream(
+        stream, load_pretrained("vit_micro"), config, settings.run_dir, progress, router=router,
+        save_every=settings.save_every, command=["cheem", "demo", *arguments_of(settings)], workshop=workshop,
+    )  # fmt: skip

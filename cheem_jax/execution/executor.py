@@ -114,27 +114,27 @@ class Executor(abc.ABC):
         def block_of(leaves) -> Block:
             return nnx.merge(block_graph, jax.tree.unflatten(block_tree, leaves))
 
-        def whole(leaves) -> ViT:
+        def vit_of(leaves) -> ViT:
             return nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
 
         def begin(leaves, images):
-            vit = whole(leaves)
+            vit = vit_of(leaves)
             return vit.blocks[0].enter(vit.embed(images), placement=placement, outputs=first_outputs)
 
         def features(leaves, tokens):
-            return whole(leaves).features(tokens)
+            return vit_of(leaves).features(tokens)
 
         def mean_loss(leaves, head, tokens, labels, weights, num_classes):
-            logits = masked_logits(head, whole(leaves).features(tokens), num_classes)
+            logits = masked_logits(head, vit_of(leaves).features(tokens), num_classes)
             return (optax.softmax_cross_entropy_with_integer_labels(logits, labels) * weights).sum()
 
         def classify(leaves, head, tokens, labels, mask, num_classes):
-            logits = masked_logits(head, whole(leaves).features(tokens), num_classes)
+            logits = masked_logits(head, vit_of(leaves).features(tokens), num_classes)
             # a network that computes NaN must not pass for one that answers class 0
             answers = jnp.where(jnp.isfinite(logits).all(axis=-1), logits.argmax(axis=-1), -1)
             return answers, ((answers == labels) & (mask > 0)).sum()
 
-        self.block_of, self.begin_of, self.mean_loss = block_of, begin, mean_loss
+        self.vit_of, self.block_of, self.begin_of, self.mean_loss = vit_of, block_of, begin, mean_loss
         self._begin, self._features, self._classify = self.jit(begin), self.jit(features), self.jit(classify)
 
     @property

@@ -6,29 +6,24 @@ the chosen network, growth of the pool, task centroids (paper section 'Our Propo
 
 import dataclasses
 import functools
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.architecture import decode, to_strings
-from cheem_jax.centroids import RouterConfig, fit_centroids, route
+from cheem_jax.architecture import decode
+from cheem_jax.centroids import RouterConfig, fit_centroids
 from cheem_jax.data.task import Task
 from cheem_jax.evolution import SearchConfig, Searched, prepare_search, search
-from cheem_jax.execution.executor import Dense, Executor, Network, Token
-from cheem_jax.execution.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
-from cheem_jax.execution.inference import Inference, Inferred, TaskNetwork
-from cheem_jax.execution.passes import answers, answers_and_features, network_features, token_means
-from cheem_jax.flops import backbone_flops, backbone_params, executed_backbone_flops, executed_flops, network_flops
+from cheem_jax.execution.executor import Executor, Network, Token
+from cheem_jax.execution.feed import Budget, Feed, Subset, feed_images, keep_tokens
+from cheem_jax.execution.passes import token_means
 from cheem_jax.hee import cosines, exploit_table, norm_cosine, uniform_table
 from cheem_jax.keys import Keys, Phase, next_power_of_two
-from cheem_jax.methods.method import Answers, FrozenFeatures, Running
+from cheem_jax.methods.expert_memory import ExpertMemory, dense_task_network, task_network
+from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.methods.underway import Underway
 from cheem_jax.ops import Placement
-from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, pool_sizes
-from cheem_jax.saved_memory import open_memory, save_memory_task, with_task
+from cheem_jax.pool import TaskMemory, dense_expert, grow, pool_sizes
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import (
     ExplorationConfig,
@@ -48,6 +43,7 @@ from cheem_jax.training import (
 class CheemConfig:
     """Everything that decides what CHEEM learns."""
 
+    name: ClassVar[str] = "cheem"
     placement: Placement = "mlp_down"
     """Component that holds the experts."""
     token: Token = "component"
@@ -94,7 +90,7 @@ Preset = Literal["paper", "quick", "demo"]
 PRESETS: dict[Preset, CheemConfig] = {"paper": PAPER, "quick": QUICK, "demo": DEMO}
 
 
-class Cheem:
+class Cheem(ExpertMemory):
     """A continual learner over one frozen backbone.
 
     `base_means` are mu of the backbone's own task `[L, D]` at this placement, token and image size, or None (neutral).
@@ -111,9 +107,8 @@ class Cheem:
         base_means: np.ndarray | None,
         features: FrozenFeatures,
     ):
-        self.executor, self.config, self.keys = executor, config, keys
-        self.base_means, self.features = base_means, features
-        self.memory = self._before = Memory(executor.base_pool)
+        super().__init__(executor, features, config.router, rank=config.ops.rank, batch_size=config.batch_size)
+        self.config, self.keys, self.base_means = config, keys, base_means
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Learn the next task of the stream, from where `running` left it; returns its report."""
@@ -206,10 +201,10 @@ class Cheem:
             seed = keys.seed_at(index, Phase.CENTROIDS)
             centroids = fit_centroids(self.features(task, "train"), seed=seed, config=config.router)
         learned = TaskMemory(task.name, task.classes, architecture, used, network.trained_head(), means, centroids)
-        self._before, self.memory = self.memory, Memory(pool, (*self.memory.tasks, learned))
+        self.remember(pool, learned)
         return {
             **self.costs(index),
-            "pool": [[_describe(stored) for stored in block] for block in pool],
+            "pool": [[stored.describe() for stored in block] for block in pool],
             "similarity": [[None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity],
             "supernet_losses": underway.supernet.losses,
             "finetune_losses": underway.finetune.losses,
@@ -242,7 +237,7 @@ class Cheem:
             seen = token_means(
                 self.executor, networks, Subset(train, rows), len(rows), batch_size=config.batch_size, advance=advance
             )
-        if len(rows) == num and self.features.executor is self.executor:
+        if len(rows) == num and self.features.of(self.executor):
             self.features.remember(task, "train", seen.features)
         base = np.zeros_like(seen.means[0]) if self.base_means is None else self.base_means
         known = np.stack([base, *(task.means for task in self.memory.tasks)])
@@ -250,135 +245,6 @@ class Cheem:
         neutral = np.zeros(len(known), bool)
         neutral[0] = self.base_means is None
         return norm_cosine(cosines(known, seen.means, present), neutral)
-
-    def costs(self, index: int) -> dict[str, Any]:
-        """What a learned task costs: FLOPs by both conventions and parameters."""
-        task, config, vit = self.memory.tasks[index], self.config, self.executor.config
-        own = [
-            stored.params
-            for block in self.memory.pool
-            for stored in block
-            if stored.origin == index
-        ]  # fmt: skip
-        added = sum(leaf.size for leaf in jax.tree.leaves(own))
-        router = self.features.executor.config
-        return {
-            "name": task.name,
-            "classes": list(task.classes),
-            "architecture": to_strings(task.architecture),
-            "experts": list(task.experts),
-            "flops": network_flops(vit, config.placement, task.architecture, config.ops.rank),
-            "flops_method": network_flops(vit, config.placement, task.architecture, config.ops.rank)
-            + backbone_flops(router),
-            "flops_executed": self._executed(index),
-            "params_added": added,
-            "params_added_percent": 100 * added / backbone_params(vit),
-            "head_params": sum(leaf.size for leaf in task.head),
-            "centroid_params": task.centroids.size,
-        }
-
-    def _executed(self, index: int) -> int:
-        """Task identification and the task's network: resumed where it leaves the backbone, if that names the task."""
-        task, config, vit = self.memory.tasks[index], self.config, self.executor.config
-        identify = executed_backbone_flops(self.features.executor.config)
-        begin = 0
-        if self.features.executor is self.executor:
-            begin = next((i for i, expert in enumerate(task.experts) if expert != 0), vit.depth)
-        return identify + executed_flops(vit, config.placement, task.architecture, len(task.classes), begin=begin)
-
-    def inference(self) -> Inference:
-        """All learned tasks behind the router, sharing what they share with the backbone."""
-        networks = [
-            TaskNetwork(task_network(self.memory.pool, task.experts), padded_head(task.head), len(task.classes))
-            for task in self.memory.tasks
-        ]
-        return Inference(self.executor, self.features.network, networks, batch_size=self.config.batch_size)
-
-    def predict(self, images: np.ndarray) -> Inferred:
-        """Task and class of each image uint8 `[N, S, S, 3]`, decided per image.
-
-        With a lighter router its own features name the task and nothing is shared.
-        """
-        centroids, config = [task.centroids for task in self.memory.tasks], self.config.router
-        if not centroids:
-            raise ValueError("nothing has been learned yet, so there is no task to name")
-        if self.features.executor is self.executor:
-            feed = HostImages(self.executor, images)
-            return self.inference()(feed, len(images), lambda features: route(features, centroids, config))
-        lighter = self.features.executor
-        features = network_features(
-            lighter, self.features.network, HostImages(lighter, images), len(images), batch_size=self.config.batch_size
-        )
-        tasks = route(features, centroids, config)
-        classes = np.zeros(len(images), np.int32)
-        for index in np.unique(tasks):
-            rows, task = np.flatnonzero(tasks == index), self.memory.tasks[index]
-            classes[rows] = answers(
-                self.executor, task_network(self.memory.pool, task.experts), padded_head(task.head), len(task.classes),
-                HostImages(self.executor, images[rows]), len(rows), batch_size=self.config.batch_size,
-            )  # fmt: skip
-        return Inferred(tasks, classes)
-
-    def answers(self, index: int, task: Task) -> Answers:
-        """Answers to a learned task's test images."""
-        local = self.predict_given(index, task)
-        chosen = route(self.features(task, "test"), [t.centroids for t in self.memory.tasks], self.config.router)
-        return Answers(local, chosen, local)
-
-    def predict_given(self, index: int, task: Task) -> np.ndarray:
-        """Classes that task `index`'s network gives the test images, the task being told."""
-        learned, images, batch_size = self.memory.tasks[index], task.test.images, self.config.batch_size
-        network, head = task_network(self.memory.pool, learned.experts), padded_head(learned.head)
-        feed, num_classes = HostImages(self.executor, images), len(learned.classes)
-        if self.features.known(task, "test") or self.features.executor is not self.executor:
-            return answers(self.executor, network, head, num_classes, feed, len(images), batch_size=batch_size)
-        found, features = answers_and_features(
-            self.executor, self.features.network, network, head, num_classes, feed, len(images), batch_size=batch_size
-        )
-        self.features.remember(task, "test", features)
-        return found
-
-    def save(self, root: Path) -> None:
-        """Save what the last task added, and go on with what is read back."""
-        directory = save_memory_task(root, self.memory, len(self.memory.tasks) - 1, self.config.ops.rank)
-        self.memory = with_task(self._before, directory)
-
-    def open(self, root: Path) -> None:
-        """Replace the memory by the saved one."""
-        self.memory = open_memory(root, self.executor.base_pool)
-
-
-def _describe(stored: StoredExpert) -> dict[str, Any]:
-    """An expert's place in the pool's history."""
-    return {
-        "origin": "base" if stored.origin is None else stored.origin,
-        "kind": "full" if stored.parent is None else "adapted",
-        "parent": stored.parent,
-    }
-
-
-def dense_task_network(experts, used) -> list[Dense]:
-    """A finished network over dense experts; its codes are pool indices, so networks that share experts share work."""
-    return [
-        Dense(-1, None) if expert is None else Dense(expert, experts[block][expert])
-        for block, expert in enumerate(used)
-    ]
-
-
-def task_network(pool, used) -> list[Dense]:
-    """The same straight from the pool, merging what this network needs."""
-    return [
-        Dense(-1, None) if expert is None else Dense(expert, dense_expert(pool[block], expert))
-        for block, expert in enumerate(used)
-    ]
-
-
-def padded_head(head: Head) -> Head:
-    """A stored head at its padding bucket's width."""
-    num = head.bias.shape[0]
-    extra = next_power_of_two(num) - num
-    weight = np.pad(np.asarray(head.weight), ((0, 0), (0, extra)))
-    return Head(jnp.asarray(weight), jnp.asarray(np.pad(np.asarray(head.bias), (0, extra))))
 
 
 def search_note(searched: Searched, num_images: int) -> str:

@@ -4,23 +4,35 @@ Ridge regression on one-hot labels (scikit-learn's RidgeClassifier), its penalty
 split. Whatever a method learns in the backbone has to beat this.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from sklearn.linear_model import RidgeClassifier
 from sklearn.preprocessing import StandardScaler
 
 from cheem_jax.centroids import RouterConfig, fit_centroids, route
 from cheem_jax.checkpoint import load_task, load_tasks, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
-from cheem_jax.flops import backbone_flops, executed_backbone_flops
+from cheem_jax.execution.inference import Inferred
 from cheem_jax.keys import Keys, Phase
-from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running
+from cheem_jax.methods.heads import classes_by_task
+from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
+from cheem_jax.pool import Head
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenLinearConfig:
+    """The yardstick has hardly any."""
+
+    name: ClassVar[str] = "frozen_linear"
+    router: RouterConfig = RouterConfig()
+    batch_size: int = 64
 
 
 class LinearTask(NamedTuple):
@@ -42,34 +54,40 @@ class FrozenLinear:
         self.keys, self.features, self.router_features, self.router = keys, features, router_features, router
         self.tasks: list[LinearTask] = []
 
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """See `Method.check`."""
+        return []
+
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Fit the head and the centroids."""
-        clock, index = Clock(), len(self.tasks)
+        clock = Clock()
         with clock("head"):
             weight, bias, penalty = fit_head(
                 self.features(task, "train"), task.train.labels, self.features(task, "val"), task.val.labels
             )
         with clock("router"):
-            seed = self.keys.seed_at(index, Phase.CENTROIDS)
+            seed = self.keys.seed_at(len(self.tasks), Phase.CENTROIDS)
             centroids = fit_centroids(self.router_features(task, "train"), seed=seed, config=self.router)
         self.tasks.append(LinearTask(task.name, task.classes, weight, bias, centroids))
-        features, router = self.features.executor.config, self.router_features.executor.config
-        shared = self.features.executor is self.router_features.executor
-        extra = 2 * features.width * len(task.classes)
+        shared = self.features is self.router_features
+        encoders = [self.features.encoder] if shared else [self.features.encoder, self.router_features.encoder]
+        head = weight.size + bias.size
         return {
             "name": task.name,
             "penalty": penalty,
-            "flops_method": backbone_flops(features) + (0 if shared else backbone_flops(router)),
-            "flops_executed": executed_backbone_flops(features) + extra
-            + (0 if shared else executed_backbone_flops(router)),
+            "flops_method": sum(encoder.flops() for encoder in encoders),
+            "flops_explicit": sum(encoder.flops(count_attention=True) for encoder in encoders),
+            "flops_executed": sum(encoder.executed_flops() for encoder in encoders) + 2 * weight.size,
             "params_added_percent": 0.0,
+            "params_learned": head,
+            "params_stored": head + centroids.size,
             "seconds": clock.seconds,
-        }  # fmt: skip
+        }
 
     def bytes_needed(self, task: Task) -> int:
         """Head and centroids."""
-        num_centroids, width = self.router.num_centroids, self.router_features.executor.config.width
-        return 4 * ((self.features.executor.config.width + 1) * len(task.classes) + num_centroids * width)
+        num_centroids, width = self.router.num_centroids, self.router_features.encoder.width
+        return 4 * ((self.features.encoder.width + 1) * len(task.classes) + num_centroids * width)
 
     def answers(self, index: int, task: Task) -> Answers:
         """Answers to a learned task's test images."""
@@ -78,6 +96,16 @@ class FrozenLinear:
         centroids = [t.centroids for t in self.tasks]
         chosen = route(self.router_features(task, "test"), centroids, self.router)
         return Answers(local, chosen, local)
+
+    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """See `Method.predict`."""
+        check_given(self.name, len(self.tasks), tasks)
+        features = self.features.compute(images)
+        if tasks is None:
+            named = features if self.features is self.router_features else self.router_features.compute(images)
+            tasks = route(named, [t.centroids for t in self.tasks], self.router)
+        heads = [Head(t.weight, t.bias) for t in self.tasks]  # pyright: ignore[reportArgumentType]
+        return Inferred(np.asarray(tasks, np.int32), classes_by_task(features, heads, tasks))
 
     def save(self, root: Path) -> None:
         """Save what the last task added, and go on with what is read back."""

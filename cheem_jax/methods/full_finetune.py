@@ -1,47 +1,55 @@
 """The upper bound: the whole backbone fine-tuned for each task on its own, the true task given.
 
 Nothing is shared or remembered between tasks, so this is no continual learner. Adam, no weight decay; the learning rate
-is swept on validation (1e-3 with Adam destroys a pretrained ViT).
+of the backbone is swept on validation (1e-3 with Adam destroys a pretrained ViT), the head has one of its own.
 """
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
+from jaxtyping import Int
 
-from cheem_jax.backbone.vit import ViT
+from cheem_jax.checkpoint import load_task, load_tasks, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Split, Task
-from cheem_jax.execution.batches import batches, num_batches
-from cheem_jax.execution.compilation import DETERMINISTIC
-from cheem_jax.execution.executor import masked_logits
+from cheem_jax.execution.executor import Executor
+from cheem_jax.execution.inference import Inferred
 from cheem_jax.execution.passes import Advance
-from cheem_jax.images import in_turn
-from cheem_jax.keys import Keys, Phase, next_power_of_two, order_at
-from cheem_jax.methods.method import Running
+from cheem_jax.flops import backbone_flops, executed_backbone_flops
+from cheem_jax.images import Images
+from cheem_jax.keys import Keys, Phase, next_power_of_two
+from cheem_jax.methods.fitting import Batch, Fitter, Fitting, Inputs, left, numbered, over_batches, unnumbered
+from cheem_jax.methods.heads import cut, head_logits, local_cross_entropy, padded
+from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
+from cheem_jax.pool import Head
 from cheem_jax.report.record import to_json
 from cheem_jax.rolling import Saved
 from cheem_jax.supernet import init_head_learner
-from cheem_jax.training import FitConfig, FitState, images_left, learning_rate_at
+from cheem_jax.training import FitConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class FullFinetuneConfig:
     """How the upper bound is trained."""
 
+    name: ClassVar[str] = "full_finetune"
     epochs: int = 20
     """Passes over the training images."""
     learning_rates: tuple[float, ...] = (1e-5, 3e-5, 5e-5, 1e-4)
-    """Rates tried per task; the best on the validation split is kept."""
+    """Rates of the backbone tried per task; the best on the validation split is kept."""
+    head_learning_rate: float = 1e-3
+    """Rate of the head, which begins at random."""
     batch_size: int = 64
 
     def __post_init__(self) -> None:
         if not self.learning_rates:
             raise ValueError("learning_rates is empty; the upper bound needs at least one rate")
+        if min(self.learning_rates) <= 0 or self.head_learning_rate <= 0:
+            raise ValueError(f"learning rates are {self.learning_rates}, {self.head_learning_rate}; expected positive")
 
 
 class UpperBound(NamedTuple):
@@ -52,145 +60,192 @@ class UpperBound(NamedTuple):
     learning_rate: float
 
 
+class Finetuned(NamedTuple):
+    """One task's own network: all leaves of the backbone, and the padded head."""
+
+    name: str
+    classes: tuple[str, ...]
+    leaves: tuple[jax.Array, ...]
+    head: Head
+
+
 class FullFinetune:
     """Compiled steps of one backbone; every task starts again from the pretrained weights."""
 
     name = "full_finetune"
+    told = True
 
-    def __init__(self, vit: ViT, config: FullFinetuneConfig, keys: Keys, *, deterministic: bool = False):
-        self.config, self.keys, self.vit_config = config, keys, vit.config
-        graphdef, self._start = nnx.split(vit)
-        optimizer = optax.scale_by_adam()
-        options = DETERMINISTIC if deterministic and jax.default_backend() != "cpu" else None
+    def __init__(
+        self, executor: Executor, features: FrozenFeatures, config: FullFinetuneConfig, keys: Keys, num_tasks: int
+    ):
+        self.executor, self.config, self.keys, self.vit_config = executor, config, keys, executor.config
+        self.tasks: list[Finetuned] = []
 
-        def mean_loss(params, images, labels, mask, num_classes):
-            state, head = params
-            logits = masked_logits(head, nnx.merge(graphdef, state)(images), num_classes)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-            return (losses * mask).sum() / mask.sum()
+        def logits(params, images):
+            leaves, head = params
+            return head_logits(head, executor.vit_of(leaves)(images))
 
-        @functools.partial(jax.jit, donate_argnums=(0, 1), compiler_options=options)
-        def step(params, adam, rate, images, labels, mask, num_classes):
-            loss, grads = jax.value_and_grad(mean_loss)(params, images, labels, mask, num_classes)
-            updates, adam = optimizer.update(grads, adam)
-            return jax.tree.map(lambda p, u: p - rate * u, params, updates), adam, loss
+        def loss(params, num, batch: Batch):
+            return local_cross_entropy(logits(params, batch.inputs["images"]), batch.labels, batch.weights, 0, num)
 
-        @jax.jit
-        def right(params, images, labels, mask, num_classes):
-            state, head = params
-            logits = masked_logits(head, nnx.merge(graphdef, state)(images), num_classes)
+        @executor.jit
+        def answer(params, images, num):
+            found = logits(params, images)
+            found = jnp.where(jnp.arange(found.shape[-1]) < num, found, -1e30)
             # a rate that ended in NaN must not pass for a network that answers class 0
-            found = jnp.isfinite(logits).all(axis=-1) & (logits.argmax(axis=-1) == labels)
-            return (found & (mask > 0)).sum()
+            return jnp.where(jnp.isfinite(found).all(axis=-1), found.argmax(axis=-1), -1)
 
-        @jax.jit
-        def begin(state, head):
-            # fresh buffers: the step donates its parameters, and the pretrained ones must survive
-            params = jax.tree.map(jnp.copy, (state, head))
-            return params, optimizer.init(params)
+        self._fitter, self._answer = Fitter(loss, jit=executor.jit), answer
 
-        self._step, self._right, self._begin = step, right, begin
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """See `Method.check`."""
+        return []
 
-    def learn(self, index: int, task: Task, running: Running) -> UpperBound:
-        """Fine-tune for every rate; the test split is looked at with the chosen one only."""
-        begun = self._begun(index, task, running.saved)
-        with running.phase("upper bound", self._images_left(begun, task), lambda: self._saved(begun)) as advance:
-            while begun.rate < len(self.config.learning_rates):
-                rate = self.config.learning_rates[begun.rate]
-                self._train(begun, index, task, rate, advance)
-                accuracy = self._accuracy(begun.params, task.val, len(task.classes))
-                if accuracy > begun.best.val_accuracy:
-                    begun.best, begun.best_params = UpperBound(0.0, accuracy, rate), begun.params
-                begun.rate, begun.step = begun.rate + 1, 0
-                begun.params, begun.adam = self._fresh(index, task)
-        if begun.best_params is None:
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """Fine-tune the next task and keep its network."""
+        clock = Clock()
+        with clock("train"):
+            bound, (leaves, head) = self._sweep(len(self.tasks), task, running)
+        self.tasks.append(Finetuned(task.name, task.classes, leaves, head))
+        num_backbone = sum(leaf.size for leaf in leaves)
+        num = num_backbone + (self.vit_config.width + 1) * len(task.classes)
+        return {
+            "name": task.name,
+            "learning_rate": bound.learning_rate,
+            "validation_accuracy": bound.val_accuracy,
+            "flops_method": backbone_flops(self.vit_config),
+            "flops_explicit": backbone_flops(self.vit_config, count_attention=True),
+            "flops_executed": executed_backbone_flops(self.vit_config) + 2 * self.vit_config.width * len(task.classes),
+            "params_added_percent": 100.0,
+            "params_learned": num,
+            "params_stored": num,
+            "seconds": clock.seconds,
+        }
+
+    def bound(self, index: int, task: Task, running: Running) -> UpperBound:
+        """The bound of one task alone, its network thrown away; the test split is seen at the chosen rate only."""
+        found, params = self._sweep(index, task, running)
+        return found._replace(test_accuracy=self._accuracy(params, task.test, len(task.classes)))
+
+    def _sweep(self, index: int, task: Task, running: Running) -> tuple[UpperBound, Any]:
+        config, keys = self.config, self.keys
+        sweep = self._begun(index, task, running.saved)
+        rates = config.learning_rates
+        with running.phase("upper bound", self._images_left(sweep, task), lambda: self._saved(sweep)) as advance:
+            while sweep.rate < len(rates):
+                rate = rates[sweep.rate]
+                try:
+                    self._fitter.run(
+                        sweep.fitting, np.int32(len(task.classes)), task.train.labels, Inputs(task.train.images),
+                        self._fit(rate), batch_size=config.batch_size,
+                        order_key=keys.at(index, Phase.UPPER_BOUND_ORDER),
+                        noise_key=keys.at(index, Phase.METHOD_NOISE),
+                        advance=_noted(advance, f"rate {rate:g}, "), scale=(1.0, config.head_learning_rate / rate),
+                    )  # fmt: skip
+                    accuracy = self._accuracy(sweep.fitting.learned, task.val, len(task.classes))
+                except FloatingPointError:
+                    accuracy = 0.0  # too large a rate: what the sweep is there to find out
+                if accuracy > sweep.best.val_accuracy:
+                    sweep.best, sweep.best_params = UpperBound(0.0, accuracy, rate), sweep.fitting.learned
+                sweep.rate += 1
+                sweep.fitting = self._fresh(index, task)
+        if sweep.best_params is None:
             raise FloatingPointError(
                 f"full fine-tuning of task {task.name!r} got no validation image right at any of the learning rates "
-                f"{self.config.learning_rates}; try smaller ones"
+                f"{rates}; try smaller ones"
             )
-        return begun.best._replace(test_accuracy=self._accuracy(begun.best_params, task.test, len(task.classes)))
+        return sweep.best, sweep.best_params
 
-    def num_images(self, task: Task) -> int:
-        """Training images that `learn` works through."""
-        return self.config.epochs * len(self.config.learning_rates) * len(task.train.labels)
+    def _fit(self, rate: float) -> FitConfig:
+        return FitConfig(self.config.epochs, rate)
 
-    def bytes_needed(self) -> int:
+    def bytes_needed(self, task: Task) -> int:
         """Parameters, two moments and the best so far, twice."""
-        return 4 * 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(self._start))
+        head = (self.vit_config.width + 1) * next_power_of_two(len(task.classes))
+        return 4 * 4 * 2 * (sum(leaf.size for leaf in self.executor.leaves) + head)
 
     def _images_left(self, sweep: "_Sweep", task: Task) -> int:
         config, num = self.config, len(task.train.labels)
         if sweep.rate == len(config.learning_rates):
             return 0
-        this = images_left(FitState(sweep.step), FitConfig(config.epochs), num, config.batch_size)
+        this = left(sweep.fitting, self._fit(1.0), num, config.batch_size)
         return this + (len(config.learning_rates) - sweep.rate - 1) * config.epochs * num
 
     def _saved(self, sweep: "_Sweep") -> Saved:
-        arrays = {"now": _numbered((sweep.params, sweep.adam))}
+        arrays = sweep.fitting.arrays()
         if sweep.best_params is not None:
-            arrays["best"] = _numbered(sweep.best_params)
-        meta = {"rate": sweep.rate, "step": sweep.step, "best": list(sweep.best)}
+            arrays["best"] = numbered(sweep.best_params)
+        meta = {**sweep.fitting.meta(), "rate": sweep.rate, "best": list(sweep.best)}
         return Saved(arrays, {**meta, "config": to_json(dataclasses.asdict(self.config))})
 
-    def _fresh(self, index: int, task: Task) -> tuple[Any, Any]:
+    def _fresh(self, index: int, task: Task, saved: Saved | None = None) -> Fitting:
         key = self.keys.at(index, Phase.UPPER_BOUND_INIT)
         head = init_head_learner(key, self.vit_config.width, next_power_of_two(len(task.classes))).params
-        return self._begin(self._start, head)
+        return self._fitter.begun((tuple(self.executor.leaves), head), saved)
 
     def _begun(self, index: int, task: Task, saved: Saved | None) -> "_Sweep":
-        params, adam = self._fresh(index, task)
-        sweep = _Sweep(params, adam)
-        if saved is not None and saved.meta["config"] == to_json(dataclasses.asdict(self.config)):
-            meta, arrays = saved.meta, {name: _leaves_of(found) for name, found in saved.arrays.items()}
-            sweep.rate, sweep.step, sweep.best = meta["rate"], meta["step"], UpperBound(*meta["best"])
-            sweep.params, sweep.adam = jax.tree.unflatten(jax.tree.structure((params, adam)), arrays["now"])
-            if "best" in arrays:
-                sweep.best_params = jax.tree.unflatten(jax.tree.structure(params), arrays["best"])
+        if saved is None or saved.meta["config"] != to_json(dataclasses.asdict(self.config)):
+            return _Sweep(self._fresh(index, task))
+        sweep = _Sweep(self._fresh(index, task, saved), saved.meta["rate"], UpperBound(*saved.meta["best"]))
+        if "best" in saved.arrays:
+            sweep.best_params = unnumbered(sweep.fitting.learned, saved.arrays["best"])
         return sweep
 
-    def _train(self, sweep: "_Sweep", index: int, task: Task, rate: float, advance: Advance) -> None:
-        config, num_classes = self.config, len(task.classes)
-        fit = FitConfig(config.epochs, rate)
-        steps = num_batches(len(task.train.labels), config.batch_size)
-        for epoch in range(sweep.step // steps, config.epochs):
-            begin = sweep.step % steps
-            order = order_at(self.keys.at(index, Phase.UPPER_BOUND_ORDER, epoch), len(task.train.labels))
-            pieces = list(batches(order, config.batch_size))[begin:]
-            read = in_turn(task.train.images, [batch.rows for batch in pieces])
-            for batch, images in zip(pieces, read, strict=True):
-                now = learning_rate_at(fit, sweep.step, config.epochs * steps)
-                sweep.params, sweep.adam, _ = self._step(
-                    sweep.params, sweep.adam, np.float32(now), images, task.train.labels[batch.rows],
-                    batch.mask, np.int32(num_classes),
-                )  # fmt: skip
-                sweep.step += 1
-                advance(batch.size, f"rate {rate:g}, epoch {epoch + 1}/{config.epochs}")
+    def _answers(self, params: Any, images: Images, num_classes: int) -> Int[np.ndarray, "N"]:
+        num = np.int32(num_classes)
+        return over_batches(
+            lambda read: self._answer(params, read["images"], num), Inputs(images), len(images),
+            batch_size=self.config.batch_size,
+        ).astype(np.int32)  # fmt: skip
 
-    def _accuracy(self, params, split: Split, num_classes: int) -> float:
-        pieces = list(batches(np.arange(len(split.labels)), self.config.batch_size))
-        read = in_turn(split.images, [b.rows for b in pieces])
-        total = sum(
-            int(self._right(params, images, split.labels[b.rows], b.mask, np.int32(num_classes)))
-            for b, images in zip(pieces, read, strict=True)
-        )
-        return total / len(split.labels)
+    def _accuracy(self, params: Any, split: Split, num_classes: int) -> float:
+        return float((self._answers(params, split.images, num_classes) == split.labels).mean())
+
+    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """See `Method.predict`; the true tasks have to be given."""
+        check_given(self.name, len(self.tasks), tasks, told=True)
+        assert tasks is not None
+        classes = np.zeros(len(images), np.int32)
+        for index in np.unique(tasks):
+            rows, task = np.flatnonzero(tasks == index), self.tasks[index]
+            classes[rows] = self._answers((task.leaves, task.head), images[rows], len(task.classes))
+        return Inferred(np.asarray(tasks, np.int32), classes)
+
+    def answers(self, index: int, task: Task) -> Answers:
+        """See `Method.answers`."""
+        learned = self.tasks[index]
+        found = self._answers((learned.leaves, learned.head), task.test.images, len(learned.classes))
+        return Answers(found, np.full(len(found), index, np.int32), found)
+
+    def save(self, root: Path) -> None:
+        """Save the last task's network, and go on with what is read back."""
+        task = self.tasks[-1]
+        arrays = {"backbone": numbered(task.leaves), "head": cut(task.head, len(task.classes))._asdict()}
+        directory = task_directory(root, len(self.tasks) - 1, task.name)
+        save_task(directory, arrays, {"name": task.name, "classes": list(task.classes)})
+        self.tasks[-1] = self._read(directory, *load_task(directory))
+
+    def open(self, root: Path) -> None:
+        """Replace the state by what is saved."""
+        directories = saved_tasks(root)
+        read = zip(directories, load_tasks(directories), strict=True)
+        self.tasks = [self._read(directory, arrays, meta) for directory, (arrays, meta) in read]
+
+    def _read(self, directory: Path, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> Finetuned:
+        with named(directory):
+            leaves = unnumbered(tuple(self.executor.leaves), arrays["backbone"])
+            return Finetuned(meta["name"], tuple(meta["classes"]), leaves, padded(Head(**arrays["head"])))
 
 
 @dataclasses.dataclass
 class _Sweep:
     """How far the rates of one task have been tried."""
 
-    params: Any
-    adam: Any
+    fitting: Fitting
     rate: int = 0
-    step: int = 0
     best: UpperBound = UpperBound(0.0, 0.0, 0.0)
     best_params: Any = None
 
 
-def _numbered(tree: Any) -> dict[str, Any]:
-    return {f"{number:04d}": leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
-
-
-def _leaves_of(numbered: dict[str, Any]) -> list[jax.Array]:
-    return [jnp.asarray(leaf) for _, leaf in sorted(numbered.items())]
+def _noted(advance: Advance, before: str) -> Advance:
+    return lambda num_images, note="", /: advance(num_images, before + note)

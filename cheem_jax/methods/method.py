@@ -1,7 +1,7 @@
 """What the loop over a stream asks of a method, and the frozen features that several methods share."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -12,7 +12,10 @@ from jaxtyping import Float, Int
 from cheem_jax.data.task import Task
 from cheem_jax.execution.executor import Dense, Executor
 from cheem_jax.execution.feed import HostImages
+from cheem_jax.execution.inference import Inferred
 from cheem_jax.execution.passes import Advance, network_features
+from cheem_jax.flops import backbone_flops, executed_backbone_flops
+from cheem_jax.images import Images
 from cheem_jax.pool import dense_expert
 from cheem_jax.rolling import Saved
 
@@ -61,6 +64,13 @@ class Method(Protocol):
 
     name: str
 
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """Look at a whole stream before any of it is learned; returns what is worth saying about it.
+
+        Raises ValueError where the settings cannot work with it.
+        """
+        ...
+
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Learn the next task; returns its report: JSON values with `seconds` by phase."""
         ...
@@ -79,6 +89,13 @@ class Method(Protocol):
 
     def answers(self, index: int, task: Task) -> Answers:
         """Answers to the test images of a learned task."""
+        ...
+
+    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """Task and class within it for each image uint8 `[N, S, S, 3]`, decided per image.
+
+        `tasks` gives the true task of each, as upper bounds need it.
+        """
         ...
 
 
@@ -104,23 +121,70 @@ class Clock:
         return seconds
 
 
-class FrozenFeatures:
-    """Features of the initial frozen backbone, computed once per image and run (deterministic: no augmentation)."""
+@runtime_checkable
+class Encoder(Protocol):
+    """A frozen network whose features name tasks or query prompts."""
 
-    def __init__(self, executor: Executor, batch_size: int):
-        self.executor, self.batch_size = executor, batch_size
-        self.network = base_network(executor)
+    @property
+    def name(self) -> str: ...
+    @property
+    def width(self) -> int: ...
+    def flops(self, *, count_attention: bool = False) -> int:
+        """Per image by the paper's convention."""
+        ...
+
+    def executed_flops(self) -> int:
+        """Per image as it runs."""
+        ...
+
+    def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
+        """Features of images uint8 `[N, S, S, 3]`."""
+        ...
+
+
+class Backbone:
+    """The plain backbone of an executor as an encoder: its class token after the last LayerNorm."""
+
+    def __init__(self, executor: Executor):
+        self.executor, self.network = executor, base_network(executor)
+        self.name, self.width = executor.config.name, executor.config.width
+
+    def flops(self, *, count_attention: bool = False) -> int:
+        """See `Encoder.flops`."""
+        return backbone_flops(self.executor.config, count_attention=count_attention)
+
+    def executed_flops(self) -> int:
+        """See `Encoder.executed_flops`."""
+        return executed_backbone_flops(self.executor.config)
+
+    def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
+        """See `Encoder.features`."""
+        feed = HostImages(self.executor, images)
+        return network_features(self.executor, self.network, feed, len(images), batch_size=batch_size)
+
+
+class FrozenFeatures:
+    """Features of an initial frozen network, computed once per image and run (deterministic: no augmentation)."""
+
+    def __init__(self, encoder: Encoder | Executor, batch_size: int):
+        self.encoder: Encoder = Backbone(encoder) if isinstance(encoder, Executor) else encoder
+        self.batch_size = batch_size
         self._known: dict[tuple[str, str], Float[np.ndarray, "N D"]] = {}
+
+    def of(self, executor: Executor) -> bool:
+        """Whether these are the features of this very backbone, so that its passes give them as well."""
+        return isinstance(self.encoder, Backbone) and self.encoder.executor is executor
 
     def __call__(self, task: Task, split: str) -> Float[np.ndarray, "N D"]:
         """Features of one split of a task."""
         place = (task.name, split)
         if place not in self._known:
-            images = getattr(task, split).images
-            self._known[place] = network_features(
-                self.executor, self.network, HostImages(self.executor, images), len(images), batch_size=self.batch_size
-            )
+            self._known[place] = self.compute(getattr(task, split).images)
         return self._known[place]
+
+    def compute(self, images: Images) -> Float[np.ndarray, "N D"]:
+        """Features of any images uint8 `[N, S, S, 3]`."""
+        return self.encoder.features(images, batch_size=self.batch_size)
 
     def known(self, task: Task, split: str) -> bool:
         """Whether a split's features need no pass any more."""
@@ -134,6 +198,18 @@ class FrozenFeatures:
         """Drop a learned task's training and validation features: no feature of an earlier task may be kept."""
         for split in ("train", "val"):
             self._known.pop((task.name, split), None)
+
+
+def check_given(method: str, num_tasks: int, tasks: np.ndarray | None, *, told: bool = False) -> None:
+    """ValueError where nothing was learned, or the true tasks are missing or unknown."""
+    if not num_tasks:
+        raise ValueError(f"nothing has been learned yet, so {method} has no task to name")
+    if told and tasks is None:
+        raise ValueError(f"{method} is an upper bound: it has to be given each image's true task")
+    if tasks is not None and len(tasks) and not (0 <= np.min(tasks) and np.max(tasks) < num_tasks):
+        raise ValueError(
+            f"tasks {sorted(set(np.asarray(tasks).tolist()))} given, but {num_tasks} learned: 0..{num_tasks - 1}"
+        )
 
 
 def base_network(executor: Executor) -> list[Dense]:

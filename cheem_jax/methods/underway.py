@@ -1,4 +1,4 @@
-"""How far CHEEM has come with a task: what its rolling checkpoint holds, and what going on begins with."""
+"""How far CHEEM or LoRA-CL has come with a task: what a rolling checkpoint holds, and what going on begins with."""
 
 import dataclasses
 from typing import Any
@@ -36,7 +36,7 @@ class Underway:
             searched = Searched(meta["generations"], Scored(**arrays["searched"]))
         fits = {name: _fit_state(arrays, meta, name) for name in ("supernet", "finetune")}
         learned = {name: arrays[name] for name in fits if name in arrays}
-        return cls(Clock(meta["seconds"]), arrays["similarity"], **fits, searched=searched, learned=learned)
+        return cls(Clock(meta["seconds"]), arrays.get("similarity"), **fits, searched=searched, learned=learned)
 
     def restore(self, name: str, network: Supernet) -> None:
         """Give a network back what it had learned in the phase of that name."""
@@ -45,7 +45,9 @@ class Underway:
 
     def saved(self, name: str, network: Supernet) -> Saved:
         """Everything so far; `network` is what the phase of that name trains, or the search scores."""
-        arrays: dict[str, Any] = {"similarity": self.similarity, name: network.arrays()}
+        arrays: dict[str, Any] = {name: network.arrays()}
+        if self.similarity is not None:
+            arrays["similarity"] = self.similarity
         if self.searched is not None:
             arrays["searched"] = self.searched.scored._asdict()
         meta: dict[str, Any] = {

@@ -20,11 +20,11 @@ BASE_MEANS = {
 
 def write_report(directory: Path, results: Results) -> Path:
     """Draws the figures into `figures/`, writes `report.md` beside them and returns its file."""
-    draw = {
-        "architectures": figures.architecture_grid,
-        "accuracy": figures.accuracy_heatmap,
-        "similarity": figures.similarity_heatmap,
-    }
+    draw = {"accuracy": figures.accuracy_heatmap}
+    if "pool" in results:
+        draw["architectures"] = figures.architecture_grid
+    if "similarity" in results:
+        draw["similarity"] = figures.similarity_heatmap
     for name, function in draw.items():
         function(results, directory / "figures" / f"{name}.png")
     file = directory / "report.md"
@@ -44,14 +44,11 @@ def report(results: Results) -> str:
         "## Tasks",
         tasks.to_markdown(),
         _lines(tasks.caption),
-        "## Networks",
-        "![Op chosen at each block of each task](figures/architectures.png)",
-        _pool(results),
+        *_networks(results),
         "## Accuracy after every task",
         "![Accuracy after learning each task on each task](figures/accuracy.png)",
         _just_trained(results),
-        "## Similarity of tasks",
-        "![Similarity of each task to the earlier ones at each block](figures/similarity.png)",
+        *_similarity(results),
         "## Routing",
         "Where the router sent each task's test images after the last task, in % of the row.",
         _routing(results).to_markdown(),
@@ -70,6 +67,19 @@ def _setting(results: Results) -> Grid:
     keys = ("backbone", "source", "stream", "preset", "placement", "image_size", "base_means", "seed")
     rows = [(key.replace("_", " "), str(results[key])) for key in keys if results.get(key) is not None]
     return Grid("setting", ("setting", "value"), tuple(rows), 2)
+
+
+def _networks(results: Results) -> list[str]:
+    if "pool" not in results:
+        return []
+    return ["## Networks", "![Op chosen at each block of each task](figures/architectures.png)", _pool(results)]
+
+
+def _similarity(results: Results) -> list[str]:
+    if "similarity" not in results:
+        return []
+    picture = "![Similarity of each task to the earlier ones at each block](figures/similarity.png)"
+    return ["## Similarity of tasks", picture]
 
 
 def _pool(results: Results) -> str:
@@ -115,11 +125,16 @@ def _seconds(results: Results) -> Grid:
 
 def _parameters(results: Results) -> Grid:
     """What each task added, by where it is kept."""
+    names = {
+        "params_added": "New and Adapt", "head_params": "head", "centroid_params": "centroids",
+        "params_learned": "all that it trained", "params_stored": "all that it keeps",
+    }  # fmt: skip
+    shown = [key for key in names if all(key in task for task in results["tasks"])]
     rows = [
-        (f"T{index} {task['name']}", *(f"{task[key]:,}" for key in ("params_added", "head_params", "centroid_params")))
+        (f"T{index} {task['name']}", *(f"{task[key]:,}" for key in shown))
         for index, task in enumerate(results["tasks"])
     ]
-    return Grid("parameters", ("task", "New and Adapt", "head", "centroids"), tuple(rows), 1)
+    return Grid("parameters", ("task", *(names[key] for key in shown)), tuple(rows), 1)
 
 
 def _cost(results: Results) -> str:
@@ -139,9 +154,10 @@ def _notes(results: Results) -> str:
         "Forgetting: best accuracy since learning minus that at the end, mean over all tasks but the last.",
         "FLOPs are 2 x multiply-adds per image, router included. `paper`: patch embedding and linear layers, "
         "no attention products, adapters un-merged. `executed`: every matrix product that ran.",
-        "Parameters added: learned experts in % of the backbone, mean over tasks, heads and centroids apart.",
-        f"Base means {results['base_means']}{': ' if base_means else ''}{base_means}.",
+        "Parameters added: what stands beside the backbone in % of it, mean over tasks, heads and centroids apart.",
     ]
+    if "similarity" in results:
+        notes.append(f"Base means {results['base_means']}{': ' if base_means else ''}{base_means}.")
     splits = {name: sha256 for name, sha256 in results.get("split_sha256", {}).items() if sha256}
     if splits:
         told = ", ".join(f"{name} `{sha256[:12]}`" for name, sha256 in splits.items())

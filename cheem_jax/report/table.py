@@ -15,14 +15,29 @@ from cheem_jax.report.progress import Progress
 
 METHODS = {
     "cheem": "CHEEM",
+    "cheem_lite": "CHEEM-lite",
+    "lora_cl": "LoRA-CL",
+    "s_prompts": "S-Prompts",
+    "l2p": "L2P",
+    "dualprompt": "DualPrompt",
+    "coda_prompt": "CODA-Prompt",
+    "diki": "DIKI",
+    "ewc": "EWC",
+    "tuna": "TUNA",
+    "moal": "MoAL",
+    "moe_adapters": "MoE-Adapters",
     "frozen_linear": "frozen, linear heads",
+    "lora_finetune": "LoRA fine-tuning",
     "full_finetune": "full fine-tuning",
 }
+TOLD = ("full_finetune", "lora_finetune")
+"""Upper bounds, which are given the true task."""
 EXPLAINED = {
     "frozen_linear": "frozen, linear heads: on the pretrained backbone's features, with the same router",
+    "lora_finetune": "LoRA fine-tuning: low-rank pairs of its own per task, true task given (an upper bound)",
     "full_finetune": "full fine-tuning: a network of its own per task, true task given (the upper bound)",
 }
-SHORT = {"cheem": "CHEEM", "frozen_linear": "frozen", "full_finetune": "full FT"}
+SHORT = METHODS | {"frozen_linear": "frozen", "full_finetune": "full FT", "lora_finetune": "LoRA FT"}
 SIZES = ("classes", "train\nimages")
 """Columns that only a wide page has room for."""
 NONE = "–"
@@ -86,14 +101,14 @@ def task_table(results: Results) -> rich.table.Table:
 
 
 def method_grid(results: Results) -> Grid:
-    """CHEEM and the yardsticks that were run."""
+    """The run's method and the yardsticks beside it."""
     columns = (
         "method", "average\naccuracy\n%", "task\ngiven\n%", "average\nforgetting\npoints",
         "FLOPs\npaper", "FLOPs\nexecuted", "params\nadded\n%", "time\ns",
     )  # fmt: skip
     rows = []
     for name, run in _runs(results).items():
-        is_bound = name == "full_finetune"  # it is given the true task, so it has no routed accuracy
+        is_bound = name in TOLD  # it is given the true task, so it has no routed accuracy
         local = run.get("local_average_accuracy", run.get("average_accuracy") if is_bound else None)
         flops = run.get("flops") or {}
         seconds = run.get("seconds")
@@ -118,31 +133,33 @@ def method_grid(results: Results) -> Grid:
 def task_grid(results: Results) -> Grid:
     """Accuracies after the last task, in %; `given` is with the true task given."""
     runs = _runs(results)
-    columns = ["task", "archi-\ntecture", *SIZES]
+    drawn = all("architecture" in task for task in results["tasks"])
+    columns = ["task", *(["archi-\ntecture"] if drawn else []), *SIZES]
     accuracies = []
     for name, run in runs.items():
         short = SHORT.get(name, name)
         for key, title in (("accuracy", f"{short}\n%"), ("local_accuracy", f"{short}\ngiven\n%")):
-            if run.get(key):
+            if run.get(key) and (key, name in TOLD) != ("accuracy", True):
                 columns.append(title)
                 accuracies.append(last_row(run[key]))
     columns += ["routed\nright\n%", "FLOPs\n% of\nbase"]
     base = plain_flops(results)
     rows = []
     for index, task in enumerate(results["tasks"]):
-        flops = task.get("flops")
+        flops = task.get("flops", task.get("flops_method"))
         rows.append((
             f"T{index} {task['name']}",
-            letters(task["architecture"]),
+            *([letters(task["architecture"])] if drawn else []),
             str(len(task["classes"])),
             str(task["num_train"]),
             *(percent(row[index]) for row in accuracies),
             percent(results["routing"][index][index]),
             number(100 * flops / base, 1) if base and flops is not None else format_flops(flops),
         ))  # fmt: skip
-    caption = "R reuse, A adapt, N new, S skip, one per block; given: with the true task given\n"
-    caption += "FLOPs: per image, the task's network by the paper's convention, router apart"
-    return Grid("per task, after the last one", tuple(columns), tuple(rows), 2, caption)
+    caption = "given: with the true task given\nFLOPs: per image by the paper's convention"
+    if drawn:
+        caption = f"R reuse, A adapt, N new, S skip, one per block; {caption}, the task's network, router apart"
+    return Grid("per task, after the last one", tuple(columns), tuple(rows), 1 + drawn, caption)
 
 
 def fom_line(results: Results) -> str:
@@ -155,7 +172,8 @@ def fom_line(results: Results) -> str:
     for name, value in fom.items():
         gaps = [100 * (upper - run["average_accuracy"]) for run in (results, yardsticks[name])]
         short, text = SHORT.get(name, name), number(value, 2)
-        below = f"points below full FT: CHEEM {gaps[0]:.1f}, {short} {gaps[1]:.1f}"
+        own = SHORT.get(results.get("method", "cheem"), "this method")
+        below = f"points below full FT: {own} {gaps[0]:.1f}, {short} {gaps[1]:.1f}"
         parts.append(f"FoM against {short}: {text} ({below})")
     return "\n".join(parts)
 

@@ -257,7 +257,7 @@ def agree(ours: Ours, peer: Any, architectures: Sequence[Architecture], images, 
         pairs = [(ours_, theirs) for block in grads for ours_, theirs in zip(grads[block], wanted[block], strict=True)]
         pairs += list(zip(head_grad, wanted_head, strict=True))
         largest["loss"] = max(largest["loss"], abs(float(loss) - wanted_loss) / abs(wanted_loss))
-        largest["gradient"] = max(largest["gradient"], *(_difference(*pair) for pair in pairs))
+        largest["gradient"] = max(largest["gradient"], *(difference(*pair) for pair in pairs))
     if max(largest.values()) > LARGEST_DIFFERENCE:
         raise ValueError(f"losses and gradients differ from PyTorch's by {largest}; at most {LARGEST_DIFFERENCE}")
     say(f"steps: loss and gradients agree with PyTorch's, largest relative differences {largest}")
@@ -310,7 +310,8 @@ def to_timm(pretrained: Pretrained) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _difference(found, wanted: np.ndarray) -> float:
+def difference(found, wanted: np.ndarray) -> float:
+    """Largest difference of two arrays, relative to the largest entry."""
     return float(jnp.abs(found - wanted).max() / max(float(np.abs(wanted).max()), 1e-12))
 
 

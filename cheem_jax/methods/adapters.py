@@ -1,0 +1,127 @@
+"""Bottleneck adapters beside every FFN, and cosine heads on the features they lead to: what TUNA and MoAL share.
+
+An adapter reads the tokens after a block's attention half, before LayerNorm, and adds to what the FFN gives. Its up
+half begins at 0, so a network with new adapters is the plain backbone. (AdaptFormer: Chen et al., NeurIPS 2022.)
+"""
+
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from cheem_jax.backbone.config import ViTConfig
+from cheem_jax.backbone.vit import Adapter, ViT
+from cheem_jax.flops import adapter_flops
+from cheem_jax.kernels import Precision, product
+from cheem_jax.methods.heads import grow_head
+from cheem_jax.pool import Head
+
+Optimizer = Literal["adam", "sgd"]
+
+
+class Adapters(NamedTuple):
+    """The adapters of all L blocks, D -> r -> D."""
+
+    down: Float[Array, "L D r"]
+    down_bias: Float[Array, "L r"]
+    up: Float[Array, "L r D"]
+    up_bias: Float[Array, "L D"]
+
+
+@runtime_checkable
+class AdapterConfig(Protocol):
+    """What the settings of a method with adapters hold."""
+
+    @property
+    def bottleneck(self) -> int: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def dropout(self) -> float: ...
+
+
+def check_adapters(config: AdapterConfig) -> None:
+    """ValueError for adapters that cannot be."""
+    if config.bottleneck < 1:
+        raise ValueError(f"bottleneck is {config.bottleneck}; an adapter needs a rank of at least 1")
+    if not config.scale > 0:
+        raise ValueError(f"scale is {config.scale}; expected a positive number")
+    if not 0 <= config.dropout < 1:
+        raise ValueError(f"dropout is {config.dropout}; expected a share in [0, 1)")
+
+
+def init_adapters(key: jax.Array, config: ViTConfig, bottleneck: int) -> Adapters:
+    """The down half uniform in +-1/sqrt(D), all else 0."""
+    depth, width = config.depth, config.width
+    bound = width**-0.5
+    return Adapters(
+        jax.random.uniform(key, (depth, width, bottleneck), minval=-bound, maxval=bound),
+        jnp.zeros((depth, bottleneck)),
+        jnp.zeros((depth, bottleneck, width)),
+        jnp.zeros((depth, width)),
+    )
+
+
+def adapter_params(config: ViTConfig, bottleneck: int) -> int:
+    """Numbers that the adapters of all blocks hold."""
+    return config.depth * (2 * config.width * bottleneck + bottleneck + config.width)
+
+
+def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
+    """What their products cost as they run: in the last block only the class token comes out."""
+    tokens = config.depth * config.num_tokens
+    return adapter_flops(config, bottleneck) * (tokens - config.num_tokens + 1) // tokens
+
+
+def adapted_features(
+    vit: ViT, adapters: Adapters, images: Array, config: AdapterConfig, key: jax.Array | None = None
+) -> Float[Array, "B D"]:
+    """Features of the network with these adapters; `key` draws the hidden values that a training step leaves out."""
+    depth = vit.config.depth
+    keys = [None] * depth if key is None else list(jax.random.split(key, depth))
+    found = {block: _beside(adapters, block, config, vit.config.precision, keys[block]) for block in range(depth)}
+    return vit.features(vit.run_blocks(vit.embed(images), adapters=found))
+
+
+def _beside(
+    adapters: Adapters, block: int, config: AdapterConfig, precision: Precision, key: jax.Array | None
+) -> Adapter:
+    def adapter(z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        hidden = jax.nn.relu(product(z, adapters.down[block], precision) + adapters.down_bias[block])
+        if key is not None and config.dropout:
+            kept = jax.random.bernoulli(key, 1 - config.dropout, hidden.shape)
+            hidden = jnp.where(kept, hidden / (1 - config.dropout), 0.0)
+        return config.scale * (product(hidden, adapters.up[block], precision) + adapters.up_bias[block])
+
+    return adapter
+
+
+def unit(x: Array, axis: int = -1) -> Array:
+    """Scaled to unit length; a zero vector stays zero, with a finite gradient."""
+    return x * jax.lax.rsqrt((x * x).sum(axis, keepdims=True) + 1e-24)
+
+
+def cosines(features: Float[Array, "B D"], weight: Float[Array, "D P"]) -> Float[Array, "B P"]:
+    """Cosine of every feature with every class's weight."""
+    return unit(features) @ unit(weight, axis=0)
+
+
+def grow_weight(key: jax.Array, weight: np.ndarray | jax.Array | None, width: int, num_seen: int, num_new: int) -> Head:
+    """A cosine head (its bias is 0 and takes no part) with `num_new` more columns; those of `num_seen` stay."""
+    head = None if weight is None else cosine_head(weight)
+    return grow_head(key, head, width, num_seen, num_new)
+
+
+def cosine_head(weight: np.ndarray | jax.Array) -> Head:
+    """A weight as a head, for what works on heads."""
+    return Head(jnp.asarray(weight), jnp.zeros(weight.shape[1]))
+
+
+def directions(optimizer: Optimizer, decay: float = 5e-4) -> optax.GradientTransformation:
+    """Adam without weight decay, as in the paper's comparison, or the official codes' SGD with momentum 0.9."""
+    if optimizer == "adam":
+        return optax.scale_by_adam()
+    return optax.chain(optax.add_decayed_weights(decay), optax.trace(decay=0.9))

@@ -1,0 +1,156 @@
+"""Every method by name: its settings, their presets, and the learner that they make."""
+
+import dataclasses
+import difflib
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import numpy as np
+
+from cheem_jax.execution.executor import Executor
+from cheem_jax.keys import Keys
+from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig, Preset
+from cheem_jax.methods.cheem_lite import CheemLite, CheemLiteConfig
+from cheem_jax.methods.coda_prompt import CodaPrompt, CodaPromptConfig
+from cheem_jax.methods.diki import Diki, DikiConfig
+from cheem_jax.methods.dualprompt import DualPrompt, DualPromptConfig
+from cheem_jax.methods.ewc import Ewc, EwcConfig
+from cheem_jax.methods.frozen_linear import FrozenLinear, FrozenLinearConfig
+from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
+from cheem_jax.methods.l2p import L2p, L2pConfig
+from cheem_jax.methods.lora_cl import LoraCl, LoraClConfig
+from cheem_jax.methods.lora_finetune import LoraFinetune, LoraFinetuneConfig
+from cheem_jax.methods.method import FrozenFeatures, Method
+from cheem_jax.methods.moal import Moal, MoalConfig
+from cheem_jax.methods.moe_adapters import MoeAdapters, MoeAdaptersConfig
+from cheem_jax.methods.s_prompts import SPrompts, SPromptsConfig
+from cheem_jax.methods.tuna import Tuna, TunaConfig
+
+Name = Literal[
+    "cheem", "cheem_lite", "lora_cl", "s_prompts", "l2p", "dualprompt", "coda_prompt", "diki", "ewc", "tuna", "moal",
+    "moe_adapters", "full_finetune", "lora_finetune", "frozen_linear",
+]  # fmt: skip
+NAMES: tuple[Name, ...] = get_args(Name)
+
+Baseline = (
+    LoraClConfig
+    | LoraFinetuneConfig
+    | SPromptsConfig
+    | L2pConfig
+    | DualPromptConfig
+    | CodaPromptConfig
+    | DikiConfig
+    | EwcConfig
+    | TunaConfig
+    | MoalConfig
+    | MoeAdaptersConfig
+    | FullFinetuneConfig
+    | FrozenLinearConfig
+)
+MethodConfig = CheemConfig | Baseline
+
+NEED_A_ROUTER = ("cheem_lite", "moe_adapters")
+"""Methods that name the task by another network than the one that answers."""
+TOLD = ("full_finetune", "lora_finetune")
+"""Upper bounds: given the true task."""
+
+
+class Networks(NamedTuple):
+    """The backbone behind its executor, its features, and those that name the task (the same without a router)."""
+
+    executor: Executor
+    features: FrozenFeatures
+    router_features: FrozenFeatures
+
+
+def check_name(method: str) -> Name:
+    """The name itself; ValueError with the nearest ones for an unknown method."""
+    if method not in NAMES:
+        near = difflib.get_close_matches(method, NAMES, n=3) or NAMES
+        raise ValueError(f"unknown method {method!r}; nearest: {', '.join(near)}")
+    return cast(Name, method)
+
+
+def preset_of(method: str, preset: Preset) -> MethodConfig:
+    """A method's settings: the paper's comparison, sized for a CPU, or for a few hundred small images per task."""
+    match check_name(method):
+        case "cheem":
+            return PRESETS[preset]
+        case "cheem_lite":
+            return CheemLiteConfig(**vars(PRESETS[preset]))
+    kind = next(kind for kind in get_args(Baseline) if kind.name == method)
+    return kind() if preset == "paper" else _sized(kind(), preset)
+
+
+def _sized(config: Any, preset: Literal["quick", "demo"]) -> Any:
+    """A baseline's defaults, which are the paper's, with the epochs, rate and batches that CHEEM's preset has."""
+    epochs, rate, batch_size = {"quick": (8, 1e-3, 32), "demo": (24, 2e-3, 32)}[preset]
+    changes: dict[str, Any] = {"batch_size": batch_size}
+    match config:
+        case FrozenLinearConfig():
+            return config
+        case FullFinetuneConfig():
+            changes |= {"epochs": epochs, "learning_rates": (3e-5, 1e-4) if preset == "quick" else (1e-3,)}
+        case _:
+            changes["fit"] = dataclasses.replace(config.fit, epochs=epochs, learning_rate=rate)
+    match config:
+        case LoraClConfig():
+            changes["rank"] = 16
+        case EwcConfig():
+            changes["fit"] = dataclasses.replace(config.fit, epochs=epochs, learning_rate=rate / 20)
+            changes["penalties"] = (10.0, 1e3, 1e5)
+        case MoalConfig():
+            changes["hidden"] = 1000
+    return dataclasses.replace(config, **changes)
+
+
+def make(
+    config: MethodConfig, networks: Networks, keys: Keys, num_tasks: int, base_means: np.ndarray | None = None
+) -> Method:
+    """The learner of these settings. `num_tasks` is told to methods that divide their prompts beforehand.
+
+    `base_means` are those of `Cheem`. Raises ValueError where the backbone cannot hold what the settings ask for.
+    """
+    executor, features, router_features = networks
+    shared = router_features is features
+    if config.name in NEED_A_ROUTER and shared:
+        raise ValueError(
+            f"{config.name} names tasks with another network than the one that answers; give it one: --router "
+            "deit_tiny, --router alexnet --router-weights FILE, or --router vit_nano"
+        )
+    # from the most special on: LoraFinetuneConfig is a LoraClConfig too
+    match config:
+        case CheemLiteConfig():
+            return CheemLite(executor, config, keys, base_means, router_features)
+        case CheemConfig():
+            return Cheem(executor, config, keys, base_means, router_features)
+        case LoraFinetuneConfig():
+            kind = LoraFinetune
+        case LoraClConfig():
+            return LoraCl(executor, router_features, config, keys, num_tasks)
+        case SPromptsConfig():
+            return SPrompts(executor, router_features, config, keys, num_tasks)
+        case L2pConfig():
+            kind = L2p
+        case DualPromptConfig():
+            kind = DualPrompt
+        case CodaPromptConfig():
+            kind = CodaPrompt
+        case DikiConfig():
+            kind = Diki
+        case EwcConfig():
+            kind = Ewc
+        case TunaConfig():
+            kind = Tuna
+        case MoalConfig():
+            kind = Moal
+        case FullFinetuneConfig():
+            kind = FullFinetune
+        case MoeAdaptersConfig():
+            return MoeAdapters(executor, features, config, keys, num_tasks, router_features=router_features)
+        case FrozenLinearConfig():
+            return FrozenLinear(keys, features, router_features, config.router)
+    if not shared:
+        raise ValueError(
+            f"{config.name} names no task by a router, so --router has no meaning for it; leave it out"
+        )  # fmt: skip
+    return cast(Any, kind)(executor, features, config, keys, num_tasks)

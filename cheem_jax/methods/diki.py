@@ -1,0 +1,245 @@
+"""DIKI: learned keys and values in a softmax of their own beside a block's attention; a Gaussian per task names it.
+
+Values start at zero, so a task starts exactly at the pretrained network, and what it learns is added to attention
+instead of taking part in its softmax. The task of an image is the one whose full Gaussian of frozen, normalised
+features gives it the largest density. Tang et al., "Mind the Interference: Retaining Pre-trained Knowledge in Parameter
+Efficient Continual Learning of Vision-Language Models", ECCV 2024, without its text tower.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float64, Int
+from scipy.linalg import solve_triangular
+from scipy.special import expit
+from sklearn.covariance import ledoit_wolf_shrinkage
+
+from cheem_jax.backbone.vit import SidePrefix, ViT
+from cheem_jax.centroids import normalise
+from cheem_jax.data.task import Task
+from cheem_jax.execution.batches import batches
+from cheem_jax.execution.executor import Executor
+from cheem_jax.flops import backbone_flops, executed_backbone_flops, executed_halves, prefix_flops
+from cheem_jax.images import Images, in_turn
+from cheem_jax.keys import Keys
+from cheem_jax.methods.fitting import Inputs, over_batches
+from cheem_jax.methods.l2p import check_layers
+from cheem_jax.methods.method import FrozenFeatures, Running
+from cheem_jax.methods.own_prompts import OwnPrompts, PromptedTask
+from cheem_jax.training import FitConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class DikiConfig:
+    """DIKI on one image tower with linear heads, as the paper's comparison implies it."""
+
+    name: ClassVar[str] = "diki"
+    length: int = 8
+    """Pairs of a key and a value per block."""
+    layers: Literal["last3", "first8"] | tuple[int, ...] = "last3"
+    """Blocks with prefixes: the last three reproduce the paper's FLOPs, the first eight are the official code's; or
+    any, by number. What comes before the first of them runs once for router and answer."""
+    mix: Literal["one", "confidence"] = "one"
+    """Weight of the prefixes in answering: 1 as in training, or a sigmoid of the image's log-density, which lets images
+    that no task expects fall back to the pretrained network."""
+    cov_shrinkage: float | Literal["ledoit_wolf"] = 0.0
+    """Share of a multiple of the identity, as large on average, in each covariance; with fewer images than dimensions
+    a Gaussian without any names hardly an unseen image as its own (official: 0)."""
+    jitter: float = 1e-7
+    """Added to the diagonal of every covariance."""
+    fit: FitConfig = FitConfig(epochs=20)
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"length is {self.length}; a block needs at least 1 pair of a key and a value")
+        if self.cov_shrinkage != "ledoit_wolf" and not 0 <= self.cov_shrinkage <= 1:
+            raise ValueError(f"cov_shrinkage is {self.cov_shrinkage}; expected a share in [0, 1], or ledoit_wolf")
+        if not self.jitter > 0:
+            raise ValueError(f"jitter is {self.jitter}; expected a positive number, or covariances may be singular")
+
+
+class Diki(OwnPrompts):
+    """See the module."""
+
+    name = "diki"
+
+    def __init__(self, executor: Executor, features: FrozenFeatures, config: DikiConfig, keys: Keys, num_tasks: int):
+        if not features.of(executor):
+            raise ValueError("diki names the task within the pass that answers; give it its own backbone's features")
+        self.config, self.num_tasks = config, num_tasks
+        self.layers = layers_of(config.layers, executor.config.depth)
+        super().__init__(executor, features, config, keys)
+
+        @executor.jit
+        def tokens_and_features(leaves, images):
+            vit = executor.vit_of(leaves)
+            tokens = self.enter(vit, images)
+            return tokens, vit.features(vit.run_blocks(tokens, begin=self.layers[0]))
+
+        @executor.jit
+        def tokens(leaves, images):
+            return self.enter(executor.vit_of(leaves), images)
+
+        self._tokens, self._tokens_and_features = tokens, tokens_and_features
+
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """See `Method.check`."""
+        width = self.executor.config.width
+        few = [task.name for task in tasks if len(task.train.labels) <= width]
+        if not few or self.config.cov_shrinkage:
+            return []
+        return [
+            f"no more training images than the {width} dimensions of a Gaussian, so in some directions only the jitter "
+            f"{self.config.jitter:g} is left of its covariance, and the router may fail; cov_shrinkage helps: "
+            f"{', '.join(few)}"
+        ]
+
+    def begin_prompts(self, key: jax.Array) -> dict[str, Array]:
+        """Keys U(-1, 1) and values 0."""
+        shape = (len(self.layers), self.config.length, self.executor.config.width)
+        return {"keys": jax.random.uniform(key, shape, minval=-1.0, maxval=1.0), "values": jnp.zeros(shape)}
+
+    def enter(self, vit: ViT, images: Array) -> Float[Array, "B N D"]:
+        """See `OwnPrompts.enter`: the input of the first block with prefixes."""
+        return vit.run_blocks(vit.embed(images), until=self.layers[0])
+
+    def prompted(
+        self, vit: ViT, tokens: Float[Array, "B N D"], prompts: Mapping[str, Float[Array, "B ..."]], weight: Array
+    ) -> Float[Array, "B D"]:
+        """See `OwnPrompts.prompted`."""
+        prefixes = {
+            layer: SidePrefix(prompts["keys"][:, place], prompts["values"][:, place], weight)
+            for place, layer in enumerate(self.layers)
+        }
+        return vit.features(vit.run_blocks(tokens, begin=self.layers[0], prefixes=prefixes))
+
+    def inputs(self, task: Task, running: Running) -> Inputs:
+        """See `OwnPrompts.inputs`: the tokens that no prompt changes, where they fit; else the images."""
+        images, num, vit = task.train.images, len(task.train.labels), self.executor.config
+        if 4 * num * vit.num_tokens * vit.width > self.executor.budget:
+            return Inputs(images)
+        kept = np.empty((num, vit.num_tokens, vit.width), np.float32)
+        pieces = list(batches(np.arange(num), self.batch_size))
+        with running.phase("keep", num) as advance:
+            for piece, read in zip(pieces, in_turn(images, [piece.rows for piece in pieces]), strict=True):
+                kept[piece.rows[: piece.size]] = np.asarray(self._tokens(self.executor.leaves, read))[: piece.size]
+                advance(piece.size)
+        return Inputs(tokens=kept)
+
+    def fit_router(self, features: Float[np.ndarray, "N E"], number: int) -> dict[str, np.ndarray]:
+        """See `OwnPrompts.fit_router`."""
+        gaussian = fit_gaussian(features, shrinkage=self.config.cov_shrinkage, jitter=self.config.jitter)
+        rows, columns = np.tril_indices(len(gaussian.mean))
+        return {"mean": gaussian.mean, "factor": gaussian.factor[rows, columns]}
+
+    def run(
+        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray], *, name_tasks: bool
+    ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
+        """See `OwnPrompts.run`: one pass to the first prefix, and from there once without and once with prefixes."""
+        leaves, stack, num, confident = self.executor.leaves, self.stack(), len(images), self.config.mix == "confidence"
+        gaussians = [gaussian_of(task) for task in self.tasks]
+
+        def answer(read: dict[str, Any]) -> tuple[Any, Any]:
+            size = len(read["images"])
+            chosen, weight = read.get("task"), np.ones(size, np.float32)
+            if name_tasks or confident:
+                tokens, features = self._tokens_and_features(leaves, read["images"])
+                densities = np.stack([log_density(np.asarray(features), gaussian) for gaussian in gaussians], axis=1)
+                chosen = densities.argmax(axis=1).astype(np.int32)
+                used = read.get("task", chosen)
+                if confident:
+                    weight = mixing_weight(densities[np.arange(size), used], features.shape[1])
+            else:
+                tokens, used = self._tokens(leaves, read["images"]), chosen
+            return chosen, self._answer(leaves, stack, {"tokens": tokens, "task": used, "weight": weight})
+
+        told = {} if given is None else {"task": given}
+        return over_batches(answer, Inputs(images, **told), num, batch_size=self.batch_size)
+
+    def router_numbers(self, num_images: int) -> int:
+        """See `OwnPrompts.router_numbers`: a mean and the triangle of a covariance."""
+        width = self.executor.config.width
+        return width + width * (width + 1) // 2
+
+    def more_report(self, features: Float[np.ndarray, "N E"], task: PromptedTask) -> dict[str, Any]:
+        """Mean log-density of the task's own training images per dimension, of which `confidence` takes the sigmoid."""
+        mean = float(log_density(features, gaussian_of(task)).mean())
+        return {"log_density_per_dimension": mean / features.shape[1], "layers": list(self.layers)}
+
+    def flops(self, num_classes: int) -> dict[str, int]:
+        """See `OwnPrompts.flops`. One pass, and the blocks from the first prefix on once more.
+
+        `flops_paper` counts attention products in those blocks alone: with the last three it is the paper's row.
+        """
+        vit, first = self.executor.config, self.layers[0]
+        again = range(first, vit.depth)
+        linear = 2 * vit.num_tokens * (4 * vit.width**2 + 2 * vit.width * vit.mlp_width) * len(again)
+        attention = 4 * vit.num_tokens**2 * vit.width * len(again)
+        prefixes = prefix_flops(vit, self.config.length, len(self.layers))
+        executed = sum(sum(executed_halves(vit, last=block == vit.depth - 1)) for block in again)
+        router = len(self.tasks) * vit.width**2  # a triangular system per task
+        return {
+            "flops_method": backbone_flops(vit) + linear,
+            "flops_explicit": backbone_flops(vit, count_attention=True) + linear + attention + prefixes,
+            "flops_paper": backbone_flops(vit) + linear + attention + prefixes,
+            "flops_executed": executed_backbone_flops(vit) + executed + prefixes + router + 2 * vit.width * num_classes,
+        }
+
+
+class Gaussian(NamedTuple):
+    """A full Gaussian by the Cholesky factor of its covariance, lower triangle."""
+
+    mean: Float64[np.ndarray, "D"]
+    factor: Float64[np.ndarray, "D D"]
+
+
+def fit_gaussian(
+    features: Float[np.ndarray, "N D"], *, shrinkage: float | Literal["ledoit_wolf"] = 0.0, jitter: float = 1e-7
+) -> Gaussian:
+    """Mean and sample covariance of normalised features in float64, shrunk towards a multiple of the identity."""
+    points = normalise(features.astype(np.float64))
+    mean, width = points.mean(axis=0), points.shape[1]
+    covariance = (points - mean).T @ (points - mean) / max(len(points) - 1, 1)
+    if shrinkage == "ledoit_wolf":
+        shrinkage = float(ledoit_wolf_shrinkage(points)) if len(points) > 1 else 0.0
+    level = float(np.trace(covariance)) / width
+    covariance = (1 - shrinkage) * covariance + (shrinkage * level + jitter) * np.eye(width)
+    return Gaussian(mean, np.linalg.cholesky(covariance))
+
+
+def gaussian_of(task: PromptedTask) -> Gaussian:
+    """A learned task's Gaussian, its factor unpacked."""
+    mean = task.router["mean"]
+    factor = np.zeros((len(mean), len(mean)))
+    factor[np.tril_indices(len(mean))] = task.router["factor"]
+    return Gaussian(mean, factor)
+
+
+def log_density(features: Float[np.ndarray, "N D"], gaussian: Gaussian) -> Float64[np.ndarray, "N"]:
+    """log N(f; mean, covariance) of normalised features, in float64."""
+    departure = normalise(features.astype(np.float64)) - gaussian.mean
+    whitened = solve_triangular(gaussian.factor, departure.T, lower=True)
+    log_det = 2 * np.log(np.diag(gaussian.factor)).sum()
+    return -0.5 * ((whitened**2).sum(axis=0) + log_det + len(gaussian.mean) * math.log(2 * math.pi))
+
+
+def mixing_weight(log_densities: Float64[np.ndarray, "N"], width: int) -> Float[np.ndarray, "N"]:
+    """sigmoid(log-density / D - 1); the official code's divisor is its feature's width, 512."""
+    return expit(log_densities / width - 1).astype(np.float32)
+
+
+def layers_of(layers: Literal["last3", "first8"] | tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """Blocks with prefixes, in order; ValueError for those that the backbone does not have."""
+    if layers == "last3":
+        layers = tuple(range(depth - 3, depth))
+    elif layers == "first8":
+        layers = tuple(range(8))
+    assert not isinstance(layers, str)
+    check_layers(layers, depth)
+    return tuple(sorted(layers))

@@ -1,0 +1,382 @@
+"""EWC: the whole backbone goes on learning, and what earlier tasks needed is held back by a quadratic penalty.
+
+The diagonal Fisher information of a finished task says how much each weight matters to it; learning the next one pays
+for moving such weights away from where they were. One network and one head answer for all classes, and nothing names
+the task. Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", PNAS 2017, with the one running
+Fisher of online EWC: Schwarz et al., "Progress & Compress: A scalable framework for continual learning", ICML 2018.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from cheem_jax.checkpoint import load_meta, load_task, named, save_task, saved_tasks, task_directory
+from cheem_jax.data.task import Task
+from cheem_jax.execution.batches import batches
+from cheem_jax.execution.executor import Executor
+from cheem_jax.execution.inference import Inferred
+from cheem_jax.execution.passes import Advance
+from cheem_jax.flops import backbone_flops, backbone_params, executed_backbone_flops
+from cheem_jax.images import Images
+from cheem_jax.keys import Keys, Phase, order_at
+from cheem_jax.methods.fitting import Batch, Fitter, Fitting, Inputs, left, numbered, over_batches, unnumbered
+from cheem_jax.methods.heads import (
+    FAR,
+    Classes,
+    columns,
+    cut,
+    grow_head,
+    head_logits,
+    local_cross_entropy,
+    padded,
+    with_columns,
+)
+from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
+from cheem_jax.pool import Head
+from cheem_jax.rolling import Saved
+from cheem_jax.training import FitConfig
+
+TUNED_ON = 3
+"""Tasks of the stream on which the penalty's strength is chosen."""
+GRADIENT_BYTES = 2**30
+"""Room for the gradients of a chunk of images, one backbone each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EwcConfig:
+    """Online EWC; the paper does not say how it set the penalty."""
+
+    name: ClassVar[str] = "ewc"
+    penalties: tuple[float, ...] = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
+    """Strengths of the penalty. Of several, the one with the best average validation accuracy over the stream's first
+    three tasks is kept, the class being chosen among those of all three; one alone is taken as it is."""
+    gamma: float = 1.0
+    """What is left of the running Fisher information when a task's own is added to it."""
+    fisher: Literal["sampled", "empirical", "batch"] = "sampled"
+    """Squared gradients per image of labels that the network draws itself, or of the true ones; `batch` squares the
+    mean gradient of a batch, a frequent mistake that makes them smaller by up to the batch size."""
+    fisher_images: int = 0
+    """Training images, drawn once per task, that the Fisher information is estimated on; 0: all of them."""
+    head_learning_rate: float = 1e-3
+    """Rate of the head at the start; `fit.learning_rate` is the backbone's."""
+    fit: FitConfig = FitConfig(epochs=20, learning_rate=5e-5)
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.penalties or not all(0 <= penalty < float("inf") for penalty in self.penalties):
+            raise ValueError(f"penalties are {self.penalties}; expected one or more finite numbers, 0 or more")
+        if not 0 <= self.gamma <= 1:
+            raise ValueError(f"gamma is {self.gamma}; expected 0 (only the last task's Fisher) to 1 (all tasks' sum)")
+        if self.fisher_images < 0:
+            raise ValueError(f"fisher_images is {self.fisher_images}; expected a number of images, or 0 for all")
+        if not self.head_learning_rate > 0:
+            raise ValueError(f"head_learning_rate is {self.head_learning_rate}; expected a positive number")
+
+
+class Known(NamedTuple):
+    """What EWC keeps between tasks: weights of the backbone, their Fisher information (0 at the start), the head."""
+
+    leaves: list[jax.Array]
+    fisher: list[jax.Array]
+    head: Head | None
+
+
+class Ewc:
+    """See the module."""
+
+    name = "ewc"
+
+    def __init__(self, executor: Executor, features: FrozenFeatures, config: EwcConfig, keys: Keys, num_tasks: int):
+        self.executor, self.config, self.keys = executor, config, keys
+        self.fit, self.batch_size = config.fit, config.batch_size
+        self.known: Known | None = None
+        self.classes = Classes()
+        self.penalty = config.penalties[0] if len(config.penalties) == 1 else None
+        """The strength in use; None before it is chosen."""
+        self._first: list[Task] = []
+        num_params = sum(leaf.size for leaf in executor.leaves)
+        per_image = max(1, min(32, GRADIENT_BYTES // (4 * num_params)))
+        self.chunk = config.batch_size if config.fisher == "batch" else per_image
+        """Images whose gradients are computed at once."""
+
+        def logits(leaves, head, images):
+            return head_logits(head, executor.vit_of(leaves)(images))
+
+        def loss(learned, fixed, batch: Batch):
+            (leaves, head), (known, fisher, strength, num) = learned, fixed
+            found = logits(leaves, head, batch.inputs["images"])
+            local = local_cross_entropy(found, batch.labels, batch.weights, 0, num)
+            return local + 0.5 * strength * moved(leaves, known, fisher)
+
+        @functools.partial(executor.jit, donate_argnums=0)
+        def add_fisher(sums, leaves, head, images, labels, weights, rows, key, num):
+            def of_batch(leaves):
+                return local_cross_entropy(logits(leaves, head, images), labels, weights / weights.sum(), 0, num)
+
+            def of_image(leaves, image, label, row):
+                found = logits(leaves, head, image[None])
+                if config.fisher == "sampled":
+                    own = jnp.where(jnp.arange(found.shape[-1]) < num, jax.lax.stop_gradient(found[0]), FAR)
+                    label = jax.random.categorical(jax.random.fold_in(key, row), own)
+                return -local_cross_entropy(found, label[None], jnp.ones(1), 0, num)
+
+            if config.fisher == "batch":
+                new = jax.tree.map(lambda g: weights.sum() * g * g, jax.grad(of_batch)(leaves))
+            else:
+                new = squared_gradients(of_image, leaves, weights, images, labels, rows)
+            return jax.tree.map(jnp.add, sums, new)
+
+        @executor.jit
+        def scaled(fisher, factor):
+            return jax.tree.map(lambda leaf: factor * leaf, fisher)
+
+        self._fitter = Fitter(loss, _optimizer(config), jit=executor.jit)
+        self._add_fisher, self._scaled, self._answer = add_fisher, scaled, executor.jit(logits)
+
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """See `Method.check`."""
+        self._first, num = list(tasks[:TUNED_ON]), len(self.config.penalties)
+        if num == 1:
+            return []
+        if len(tasks) == 1:
+            return [f"a single task needs no penalty, so the {num} given are not compared"]
+        names = ", ".join(task.name for task in self._first[1:])
+        return [f"learns {names} {num} times beforehand, to choose among {num} penalties on validation images"]
+
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """Train backbone and head under the penalty, then add the task's Fisher information."""
+        index, num, seen = len(self.classes), len(task.classes), int(self.classes.first[-1])
+        penalties, several = self.config.penalties, len(self.config.penalties) > 1
+        tunes = index == 0 and several
+        if tunes and [shown.name for shown in self._first[:1]] != [task.name]:
+            raise ValueError(
+                f"ewc has {len(penalties)} penalties to choose from on a stream's first tasks, but was not shown a "
+                f"stream that begins with {task.name!r}: call check(tasks) first, or give one penalty"
+            )
+        if tunes and len(self._first) == 1:
+            tunes, self.penalty = False, penalties[0]
+        clock = Clock(running.saved.meta["seconds"] if running.saved else None)
+        tried = np.full(len(penalties), np.nan)
+        if running.saved and "tried" in running.saved.arrays:
+            tried = np.array(running.saved.arrays["tried"], np.float64)
+        before = self._before()
+        fitting = self._begun(before, index, seen, num, running.saved)
+
+        def state() -> Saved:
+            return Saved({**fitting.arrays(), "tried": tried}, {**fitting.meta(), "seconds": clock.so_far()})
+
+        total = left(fitting, self.fit, len(task.train.labels), self.batch_size)
+        with clock("train"), running.phase("train", total, state) as advance:
+            self._train(fitting, before, index, task, 0.0 if index == 0 else self.penalty, advance)
+        with clock("fisher"), running.phase("fisher", self._num_fisher(task), state) as advance:
+            known = self._known(before, fitting, index, task, seen, advance)
+        if tunes:
+            with clock("penalty"):
+                self._tune(known, tried, running, state)
+            self.penalty = penalties[int(tried.argmax())]
+        self.known = known
+        self.classes.add(task.name, task.classes)
+        vit, width = self.executor.config, self.executor.config.width
+        params, head_params = backbone_params(vit), (width + 1) * num
+        return {
+            "name": task.name,
+            "penalty": self.penalty,
+            **({"penalty_accuracies": dict(zip(map(str, penalties), tried.tolist(), strict=True))} if tunes else {}),
+            "flops_method": backbone_flops(vit),
+            "flops_explicit": backbone_flops(vit, count_attention=True),
+            "flops_executed": executed_backbone_flops(vit) + 2 * width * (seen + num),
+            "params_added_percent": 0.0,
+            "params_learned": params + head_params,
+            # the weights take the place of the pretrained ones; their Fisher information is kept beside them
+            "params_stored": (params if index == 0 else 0) + head_params,
+            "losses": fitting.state.losses,
+            "skipped_steps": fitting.state.skipped,
+            "seconds": clock.seconds,
+        }
+
+    def bytes_needed(self, task: Task) -> int:
+        """Weights, Fisher information and head; in a rolling checkpoint and its successor with both moments."""
+        params = sum(leaf.size for leaf in self.executor.leaves)
+        head = (self.executor.config.width + 1) * 2 * (int(self.classes.first[-1]) + len(task.classes))
+        return 4 * (2 * params + head + 2 * 3 * (params + head))
+
+    def add_fisher(
+        self, fisher: list[jax.Array], leaves: list[jax.Array], head: Head, index: int, task: Task, advance: Advance
+    ) -> list[jax.Array]:
+        """The running Fisher information with that of task `index`, whose own head is given."""
+        labels, batched = task.train.labels, self.config.fisher == "batch"
+        rows = np.arange(len(labels))
+        if 0 < self.config.fisher_images < len(labels):
+            order = order_at(self.keys.at(index, Phase.METHOD_NOISE, 2), len(labels))
+            rows = np.sort(order[: self.config.fisher_images])
+        if batched:
+            # as in training: neighbours may be of one class
+            rows = rows[order_at(self.keys.at(index, Phase.METHOD_NOISE, 3), len(rows))]
+        key = self.keys.at(index, Phase.METHOD_NOISE, 1)
+        pieces = list(batches(rows, self.chunk))
+        read = Inputs(task.train.images).follow([piece.rows for piece in pieces])
+        sums = self._scaled(fisher, np.float32(self.config.gamma))
+        for piece, inputs in zip(pieces, read, strict=True):
+            # each image counts alike, or each batch as a whole by its number of images
+            weights = piece.mask / np.float32(len(rows))
+            sums = self._add_fisher(
+                sums, leaves, head, inputs["images"], labels[piece.rows], weights, piece.rows.astype(np.int32), key,
+                np.int32(len(task.classes)),
+            )  # fmt: skip
+            advance(piece.size)
+        return sums
+
+    def _before(self) -> Known:
+        if self.known is not None:
+            return self.known
+        leaves = list(self.executor.leaves)
+        return Known(leaves, self._scaled(leaves, np.float32(0)), None)
+
+    def _begun(self, before: Known, index: int, seen: int, num: int, saved: Saved | None = None) -> Fitting:
+        return self._fitter.begun((before.leaves, columns(self._grown(before, index, seen, num), seen, num)), saved)
+
+    def _grown(self, before: Known, index: int, seen: int, num: int) -> Head:
+        key = self.keys.at(index, Phase.METHOD_INIT)
+        return grow_head(key, before.head, self.executor.config.width, seen, num)
+
+    def _train(
+        self, fitting: Fitting, before: Known, index: int, task: Task, strength: float | None, advance: Advance
+    ) -> None:
+        assert strength is not None
+        fixed = (before.leaves, before.fisher, np.float32(strength), np.int32(len(task.classes)))
+        self._fitter.run(
+            fitting, fixed, task.train.labels, Inputs(task.train.images), self.fit, batch_size=self.batch_size,
+            order_key=self.keys.at(index, Phase.METHOD_ORDER), noise_key=self.keys.at(index, Phase.METHOD_NOISE, 0),
+            advance=advance,
+        )  # fmt: skip
+
+    def _known(self, before: Known, fitting: Fitting, index: int, task: Task, seen: int, advance: Advance) -> Known:
+        """What is kept after a task: its weights, and its Fisher information beside that of those before."""
+        (leaves, head), grown = fitting.learned, self._grown(before, index, seen, len(task.classes))
+        fisher = self.add_fisher(before.fisher, leaves, head, index, task, advance)
+        return Known(leaves, fisher, with_columns(grown, head, seen, len(task.classes)))
+
+    def _num_fisher(self, task: Task) -> int:
+        num = len(task.train.labels)
+        return min(num, self.config.fisher_images) if self.config.fisher_images else num
+
+    def _tune(self, begun: Known, tried: np.ndarray, running: Running, state: Callable[[], Saved]) -> None:
+        """Fill in the validation accuracy that each penalty not tried yet leads to.
+
+        The first task knows no penalty, so all go on from it, with the draws that the stream itself will use.
+        """
+        tasks, todo = self._first, np.flatnonzero(np.isnan(tried))
+        training = sum(self.fit.epochs * len(task.train.labels) for task in tasks[1:])
+        fishers, validation = sum(map(self._num_fisher, tasks[1:-1])), sum(len(task.val.labels) for task in tasks)
+        with running.phase("penalty", len(todo) * (training + fishers + validation), state) as advance:
+            for place in todo:
+                try:
+                    tried[place] = self._accuracy_with(self.config.penalties[place], begun, tasks, advance)
+                except FloatingPointError:
+                    tried[place] = -1.0
+        if tried.max() < 0:
+            raise FloatingPointError(
+                f"ewc: training broke down on the first {len(tasks)} tasks with each of the penalties "
+                f"{self.config.penalties}; try a learning rate below {self.fit.learning_rate}"
+            )
+
+    def _accuracy_with(self, strength: float, known: Known, tasks: Sequence[Task], advance: Advance) -> float:
+        first = np.cumsum([0, *(len(task.classes) for task in tasks)])
+        for index, task in enumerate(tasks[1:], 1):
+            seen = int(first[index])
+            fitting = self._begun(known, index, seen, len(task.classes))
+            self._train(fitting, known, index, task, strength, advance)
+            if index + 1 < len(tasks):
+                known = self._known(known, fitting, index, task, seen, advance)
+            else:
+                (leaves, head), grown = fitting.learned, self._grown(known, index, seen, len(task.classes))
+                known = Known(leaves, known.fisher, with_columns(grown, head, seen, len(task.classes)))
+        accuracies = []
+        for index, task in enumerate(tasks):
+            logits = self._logits(known, task.val.images, advance)[:, : first[-1]]
+            right = np.isfinite(logits).all(axis=1) & (logits.argmax(axis=1) == first[index] + task.val.labels)
+            accuracies.append(right.mean())
+        return float(np.mean(accuracies))
+
+    def _logits(self, known: Known | None, images: Images, advance: Advance | None = None) -> Float[np.ndarray, "N P"]:
+        assert known is not None
+
+        def answer(read: dict[str, Any]) -> jax.Array:
+            return self._answer(known.leaves, known.head, read["images"])
+
+        return over_batches(answer, Inputs(images), len(images), batch_size=self.batch_size, advance=advance)
+
+    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """See `Method.predict`."""
+        check_given(self.name, len(self.classes), tasks)
+        return self.classes.inferred(self._logits(self.known, images), tasks)
+
+    def answers(self, index: int, task: Task) -> Answers:
+        """See `Method.answers`."""
+        return self.classes.answers(self._logits(self.known, task.test.images), index)
+
+    def save(self, root: Path) -> None:
+        """Save weights, Fisher information and head, which every task changes, and go on with what is read back."""
+        assert self.known is not None and self.known.head is not None
+        arrays = {
+            "backbone": numbered(self.known.leaves),
+            "fisher": numbered(self.known.fisher),
+            "head": cut(self.known.head, int(self.classes.first[-1]))._asdict(),
+        }
+        name, classes = self.classes.names[-1], list(self.classes.classes[-1])
+        directory = task_directory(root, len(self.classes) - 1, name)
+        save_task(directory, arrays, {"name": name, "classes": classes, "penalty": self.penalty})
+        self._restore(directory, *load_task(directory))
+
+    def open(self, root: Path) -> None:
+        """Replace the state by what the last task saved; of earlier ones only the classes count."""
+        directories, self.classes = saved_tasks(root), Classes()
+        for directory in directories:
+            with named(directory):
+                meta = load_meta(directory)
+                self.classes.add(meta["name"], meta["classes"])
+        if directories:
+            self._restore(directories[-1], *load_task(directories[-1]))
+
+    def _restore(self, directory: Path, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        with named(directory):
+            like, self.penalty = self.executor.leaves, meta["penalty"]
+            weights, fisher = unnumbered(like, arrays["backbone"]), unnumbered(like, arrays["fisher"])
+            self.known = Known(weights, fisher, padded(Head(**arrays["head"])))
+
+
+def moved(leaves: Sequence[Array], known: Sequence[Array], fisher: Sequence[Array]) -> Float[Array, ""]:
+    """How far weights have moved, squared and each weighted by its Fisher information."""
+    return sum(
+        ((f * (leaf - star) ** 2).sum() for leaf, star, f in zip(leaves, known, fisher, strict=True)), jnp.zeros(())
+    )
+
+
+def squared_gradients(
+    log_likelihood: Callable[..., jax.Array], params: Any, weights: Float[Array, "B"], *examples: Array
+) -> Any:
+    """Weighted sum over images of the squared gradient of `log_likelihood(params, *example)`, each image's by itself.
+
+    The mean over images estimates the diagonal of the Fisher information where the labels are drawn by the model.
+    """
+    grads = jax.vmap(jax.grad(log_likelihood), (None, *[0] * len(examples)))(params, *examples)
+    return jax.tree.map(lambda g: (weights.reshape(-1, *[1] * (g.ndim - 1)) * g * g).sum(axis=0), grads)
+
+
+def _optimizer(config: EwcConfig) -> optax.GradientTransformation:
+    """Adam, with a rate of its own for the head."""
+    ratio = config.head_learning_rate / config.fit.learning_rate
+
+    def scale(updates, params):
+        backbone, head = updates
+        return backbone, jax.tree.map(lambda update: ratio * update, head)
+
+    return optax.chain(optax.scale_by_adam(), optax.stateless(scale))

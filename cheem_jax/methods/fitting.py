@@ -1,0 +1,204 @@
+"""Gradient training of any pytree: what prompts, adapters and whole backbones have in common.
+
+A method gives the loss of a batch as a pure function of what is learned, what is frozen and the batch; one compiled
+step serves every task. Keys and data order follow from the step, so a fit that goes on ends as an unbroken one.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from cheem_jax.execution.batches import Batch as Rows
+from cheem_jax.execution.batches import batches, num_batches
+from cheem_jax.execution.feed import ahead
+from cheem_jax.execution.passes import Advance
+from cheem_jax.images import Images, in_turn
+from cheem_jax.keys import key_at, order_at
+from cheem_jax.rolling import Saved
+from cheem_jax.supernet import guard
+from cheem_jax.training import NOTE_EVERY, FitConfig, FitState, finish_epoch, images_left, learning_rate_at
+
+T = TypeVar("T")
+
+
+class Batch(NamedTuple):
+    """What one step learns from; `weights` sum to 1 and are 0 for padding, `inputs` are arrays `[B, ...]` by name."""
+
+    inputs: dict[str, Any]
+    labels: Int[Array, "B"]
+    weights: Float[Array, "B"]
+    key: jax.Array
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """Loss of one batch, a pure function: what is learned, what is not, the batch."""
+
+    def __call__(self, learned: Any, fixed: Any, batch: Batch, /) -> jax.Array: ...
+
+
+class Inputs:
+    """Images of a data set with other arrays of one row per image, such as the features that query prompts."""
+
+    def __init__(self, images: Images | None = None, **beside: np.ndarray):
+        self.images, self.beside = images, beside
+
+    def follow(self, order: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """The inputs of each of these rows in turn, read ahead where that pays."""
+        pictures = itertools.repeat(None) if self.images is None else in_turn(self.images, order)
+        for rows, images in zip(order, pictures, strict=False):
+            found = {name: values[rows] for name, values in self.beside.items()}
+            yield found if images is None else {"images": images, **found}
+
+
+@dataclasses.dataclass
+class Fitting:
+    """What is learned, the optimizer's state and how far they have come."""
+
+    learned: Any
+    moments: Any
+    state: FitState = dataclasses.field(default_factory=FitState)
+
+    def arrays(self) -> dict[str, Any]:
+        """Everything as arrays by name, for a rolling checkpoint."""
+        found: dict[str, Any] = {"fitting": numbered((self.learned, self.moments))}
+        if self.state.running:
+            found["running"] = np.array(jax.device_get(self.state.running), np.float64)
+        return found
+
+    def meta(self) -> dict[str, Any]:
+        """The rest of it as JSON values."""
+        return {"step": self.state.step, "losses": self.state.losses, "skipped": self.state.skipped}
+
+
+class Fitter:
+    """The compiled step of one loss. `optimizer` gives directions at the rate 1, as `optax.scale_by_adam()`."""
+
+    def __init__(
+        self, loss: Loss, optimizer: optax.GradientTransformation | None = None, *, jit: Callable[..., Any] = jax.jit
+    ):
+        adam = optax.scale_by_adam() if optimizer is None else optimizer
+
+        @functools.partial(jit, donate_argnums=(0, 1))
+        def step(learned, moments, rate, fixed, batch):
+            value, grads = jax.value_and_grad(loss)(learned, fixed, batch)
+            value = guard(value, grads)
+            updates, next_moments = adam.update(grads, moments, learned)
+            rates = jax.tree.broadcast(rate, learned)
+            stepped = jax.tree.map(lambda p, u, r: p - r * u, learned, updates, rates)
+            # a step without a finite loss and gradient must not reach any parameter
+            learned, moments = jax.tree.map(
+                lambda new, old: jnp.where(jnp.isfinite(value), new, old), (stepped, next_moments), (learned, moments)
+            )
+            return learned, moments, value
+
+        @jit
+        def begin(learned):
+            # fresh buffers: the step donates them
+            learned = jax.tree.map(jnp.copy, learned)
+            return learned, adam.init(learned)
+
+        self.loss, self._step, self._begin = loss, step, begin
+
+    def begun(self, learned: Any, saved: Saved | None = None) -> Fitting:
+        """A fit from `learned` on, or as far as an earlier process brought it."""
+        fitting = Fitting(*self._begin(jax.tree.map(jnp.asarray, learned)))
+        if saved is not None:
+            both = (fitting.learned, fitting.moments)
+            fitting.learned, fitting.moments = unnumbered(both, saved.arrays["fitting"])
+            running = [float(loss) for loss in saved.arrays.get("running", ())]
+            meta = saved.meta
+            fitting.state = FitState(meta["step"], list(meta["losses"]), [*running], meta["skipped"])
+        return fitting
+
+    def run(
+        self,
+        fitting: Fitting,
+        fixed: Any,
+        labels: Int[np.ndarray, "N"],
+        inputs: Inputs,
+        config: FitConfig,
+        *,
+        batch_size: int,
+        order_key: jax.Array,
+        noise_key: jax.Array,
+        advance: Advance,
+        scale: Any = 1.0,
+    ) -> None:
+        """Train in place to the last epoch; `fitting` is up to date whenever `advance` is called.
+
+        `scale` multiplies the rate, for all that is learned or, as a tree, for parts of it.
+        Raises FloatingPointError where a loss or gradient is no finite number; no such step reaches a parameter.
+        """
+        state, steps = fitting.state, num_batches(len(labels), batch_size)
+        note = ""
+        for epoch in range(state.step // steps, config.epochs):
+            begin = state.step % steps
+            rates = [learning_rate_at(config, epoch * steps + step, config.epochs * steps) for step in range(steps)]
+            pieces = list(batches(order_at(key_at(order_key, epoch), len(labels)), batch_size))
+            coming = ahead(self._batches(inputs, labels, pieces[begin:]))
+            for step, (batch, size) in enumerate(coming, begin):
+                batch = batch._replace(key=key_at(noise_key, state.step))
+                fitting.learned, fitting.moments, loss = self._step(
+                    fitting.learned, fitting.moments, _scaled(scale, rates[step]), fixed, batch
+                )
+                state.running.append(loss)
+                state.step += 1
+                if (step - begin) % NOTE_EVERY == 0:
+                    note = f"epoch {epoch + 1}/{config.epochs} loss {float(loss):.3f}"
+                if state.step == (epoch + 1) * steps:
+                    finish_epoch(state, config, [piece.size for piece in pieces], rates)
+                advance(size, note)
+
+    def _batches(self, inputs: Inputs, labels: np.ndarray, pieces: Sequence[Rows]) -> Iterator[tuple[Batch, int]]:
+        read = inputs.follow([piece.rows for piece in pieces])
+        for piece, found in zip(pieces, read, strict=True):
+            weights = piece.mask / piece.mask.sum()
+            yield Batch(found, labels[piece.rows], weights, np.zeros(())), piece.size  # pyright: ignore[reportArgumentType]
+
+
+def _scaled(scale: Any, rate: float) -> Any:
+    return jax.tree.map(lambda s: np.float32(s * rate), scale)
+
+
+def left(fitting: Fitting, config: FitConfig, num_images: int, batch_size: int) -> int:
+    """Images that a fit still works through."""
+    return images_left(fitting.state, config, num_images, batch_size)
+
+
+def over_batches(
+    function: Callable[[dict[str, Any]], Any],
+    inputs: Inputs,
+    num: int,
+    *,
+    batch_size: int,
+    advance: Advance | None = None,
+) -> Any:
+    """What a compiled function gives for all rows, computed in batches of one shape; a pytree of arrays `[N, ...]`."""
+    pieces = list(batches(np.arange(num), batch_size))
+    found = []
+    for piece, read in zip(pieces, inputs.follow([piece.rows for piece in pieces]), strict=True):
+        part = jax.tree.map(np.asarray, function(read))
+        found.append(jax.tree.map(lambda values: values[: piece.size], part))  # noqa: B023 (called at once)
+        if advance is not None:
+            advance(piece.size)
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+
+
+def numbered(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree by number, as a checkpoint keeps them."""
+    return {f"{number:04d}": leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def unnumbered(like: T, arrays: Mapping[str, Any]) -> T:
+    """The inverse of `numbered`, in the structure of `like`."""
+    leaves = [jnp.asarray(leaf) for _, leaf in sorted(arrays.items())]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)

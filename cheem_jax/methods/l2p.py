@@ -1,0 +1,117 @@
+"""L2P: a pool of prompts that all tasks share, of which each image gets those whose keys its feature is nearest to.
+
+Query: the frozen class token. The five nearest of 30 keys (cosine) give their prompts, which become keys and values of
+the first block's attention. Selected keys are pulled towards the query. Nothing is protected: every task overwrites
+what it selects, which is why L2P forgets. Wang et al., "Learning to Prompt for Continual Learning", CVPR 2022, in the
+form of the CODA-Prompt code that the paper adapted.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from cheem_jax.backbone.vit import Prefix
+from cheem_jax.execution.executor import Executor
+from cheem_jax.flops import prefix_flops, token_flops
+from cheem_jax.keys import Keys
+from cheem_jax.methods.method import FrozenFeatures
+from cheem_jax.methods.prompting import Attached, Prompting, Prompts, cosine
+from cheem_jax.training import FitConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class L2pConfig:
+    """L2P as the paper's comparison ran it; options name what other codes do."""
+
+    name: ClassVar[str] = "l2p"
+    pool: int = 30
+    """Prompts in the pool (original: 10)."""
+    length: int = 20
+    """Rows of a prompt: half become keys, half values (original: 10 tokens)."""
+    top_k: int = 5
+    """Prompts that an image gets (original: 4)."""
+    layers: tuple[int, ...] = (0,)
+    """Blocks with a pool each; (0, 1, 2, 3, 4) is the variant called deep."""
+    inject: Literal["prefix", "tokens"] = "prefix"
+    """Keys and values of the attention, or, as originally, tokens before the class token, whose mean output is then
+    classified."""
+    init: Literal["uniform", "small", "symmetric"] = "uniform"
+    """Start of prompts and keys: U(0, 1), the original's U(0, 0.01), or the PyTorch port's U(-1, 1)."""
+    key_loss: Literal["image", "batch"] = "image"
+    """Selected keys are pulled to their own image's query, or, as an indexing slip in the adapted code has it, to those
+    of the whole batch."""
+    key_weight: float = 1.0
+    """Weight of the key loss (PyTorch port: 0.1)."""
+    fit: FitConfig = FitConfig(epochs=50)
+    batch_size: int = 128
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.pool:
+            raise ValueError(f"top_k is {self.top_k} of a pool of {self.pool}; expected 1..{self.pool}")
+        if self.inject == "prefix" and self.length % 2:
+            raise ValueError(f"length is {self.length}; a prefix needs an even one, half keys and half values")
+        if self.inject == "tokens" and self.layers != (0,):
+            raise ValueError(f"layers are {self.layers}; tokens enter before the first block alone: (0,)")
+
+
+class L2p(Prompting):
+    """See the module."""
+
+    name = "l2p"
+
+    def __init__(self, executor: Executor, features: FrozenFeatures, config: L2pConfig, keys: Keys, num_tasks: int):
+        self.config = config
+        check_layers(config.layers, executor.config.depth)
+        super().__init__(executor, features, config, keys, num_tasks)
+
+    def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
+        """A pool that was drawn once; every task goes on with it."""
+        if prompts:
+            return prompts
+        config, width, layers = self.config, self.executor.config.width, len(self.config.layers)
+        low, high = {"uniform": (0.0, 1.0), "small": (0.0, 0.01), "symmetric": (-1.0, 1.0)}[config.init]
+        pool_key, keys_key = jax.random.split(key)
+        return {
+            "pool": jax.random.uniform(pool_key, (layers, config.pool, config.length, width), minval=low, maxval=high),
+            "keys": jax.random.uniform(keys_key, (layers, config.pool, width), minval=low, maxval=high),
+        }
+
+    def attach(self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], *, training: bool) -> Attached:
+        """The prompts of the nearest keys, per image; in training and in answering alike."""
+        config, found, key_loss, tokens = self.config, {}, jnp.zeros(len(query)), None
+        for place, layer in enumerate(config.layers):
+            near = cosine(query[:, None], prompts["keys"][place])  # [B, M]
+            _, chosen = jax.lax.top_k(near, config.top_k)
+            if config.key_loss == "image":
+                key_loss += (1.0 - jnp.take_along_axis(near, chosen, axis=1)).sum(axis=1)
+            else:
+                # every selected key against every query of the batch: [B of queries, B of selections, k]
+                key_loss += (1.0 - near[:, chosen]).sum(axis=(1, 2))
+            picked, half = prompts["pool"][place][chosen], config.length // 2  # [B, k, length, D]
+            keys, values = picked[:, :, :half], picked[:, :, half:]
+            if config.inject == "tokens":
+                tokens = _joined(picked)
+            else:
+                found[layer] = Prefix(_joined(keys), _joined(values))
+        return Attached(found, config.key_weight * key_loss, tokens)
+
+    def prompt_flops(self) -> int:
+        """See `Prompting.prompt_flops`; tokens pass all linear layers."""
+        config, vit = self.config, self.executor.config
+        if config.inject == "tokens":
+            return token_flops(vit, config.top_k * config.length)
+        return prefix_flops(vit, config.top_k * config.length // 2, len(config.layers))
+
+
+def _joined(prompts: Float[Array, "B k P D"]) -> Float[Array, "B kP D"]:
+    return prompts.reshape(len(prompts), -1, prompts.shape[-1])
+
+
+def check_layers(layers: tuple[int, ...], depth: int) -> None:
+    """ValueError for blocks that the backbone does not have."""
+    wrong = [layer for layer in layers if not 0 <= layer < depth]
+    if wrong or not layers or len(set(layers)) < len(layers):
+        raise ValueError(f"layers {layers} are no blocks of this backbone; expected some of 0..{depth - 1}, each once")

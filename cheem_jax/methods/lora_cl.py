@@ -1,0 +1,112 @@
+"""LoRA-CL: every task adapts every plastic layer by a low-rank pair of its own; the task is named by its centroids.
+
+It is CHEEM with Adapt everywhere and no search: y = W h + b + B A h per block, from the pretrained weights and not from
+the task before, so tasks are independent and their order changes nothing. Low-rank pairs after Hu et al., "LoRA:
+Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual learner is a baseline of the CHEEM paper.
+"""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cheem_jax.architecture import Choice, encode
+from cheem_jax.centroids import RouterConfig, fit_centroids
+from cheem_jax.data.task import Task
+from cheem_jax.execution.executor import Executor
+from cheem_jax.execution.feed import Budget, feed_images, keep_tokens
+from cheem_jax.keys import Keys, Phase, next_power_of_two, task_number
+from cheem_jax.methods.expert_memory import ExpertMemory
+from cheem_jax.methods.method import FrozenFeatures, Running
+from cheem_jax.methods.underway import Underway
+from cheem_jax.ops import Placement
+from cheem_jax.pool import TaskMemory, grow
+from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.training import FitConfig, constant_draws, fit, images_left
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraClConfig:
+    """LoRA-CL as the paper's comparison ran it: 20 epochs, un-merged FLOPs that imply a rank of about 40."""
+
+    name: ClassVar[str] = "lora_cl"
+    placement: Placement = "mlp_down"
+    """Layer that every block adapts."""
+    rank: int = 40
+    """Rank of the pairs; 37 to 47 reproduce the paper's FLOPs."""
+    fit: FitConfig = FitConfig(epochs=20)
+    router: RouterConfig = RouterConfig()
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}; a low-rank pair needs at least rank 1")
+
+
+class LoraCl(ExpertMemory):
+    """See the module."""
+
+    name = "lora_cl"
+
+    def __init__(
+        self,
+        executor: Executor,
+        features: FrozenFeatures,
+        config: LoraClConfig,
+        keys: Keys,
+        num_tasks: int,
+    ):
+        super().__init__(executor, features, config.router, rank=config.rank, batch_size=config.batch_size)
+        self.config, self.keys = config, keys
+
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """Train a pair per block and the head, then the task's centroids; earlier tasks play no part."""
+        config, executor, keys, index = self.config, self.executor, self.keys, len(self.memory.tasks)
+        number, num, batch_size = task_number(task.name), len(task.train.labels), self.batch_size
+        underway, budget = Underway.begun(running.saved), Budget(executor.budget)
+        clock = underway.clock
+        network = Supernet(
+            keys.at(number, Phase.METHOD_INIT), executor.base_pool, len(task.classes), OpSettings(rank=config.rank)
+        )
+        underway.restore("finetune", network)
+        architecture = (Choice("adapt", 0),) * executor.num_blocks
+        train = feed_images(executor, task.train.images, budget)
+        with clock("keep"):
+            train = keep_tokens(
+                "training images", executor, train, num, (), batch_size=batch_size, budget=budget
+            )  # fmt: skip
+        left = images_left(underway.finetune, config.fit, num, batch_size)
+        state = functools.partial(underway.saved, "finetune", network)
+        with clock("train"), running.phase("train", left, state) as advance:
+            fit(
+                keys.at(number, Phase.METHOD_ORDER), executor, network, task.train.labels, train,
+                constant_draws(encode(architecture, network.sizes)), config.fit, batch_size=batch_size,
+                advance=advance, state=underway.finetune,
+            )  # fmt: skip
+        pool, used = grow(self.memory.pool, architecture, network.learned(architecture), index)
+        # nobody asks for mean class tokens, and nothing names a task that is told
+        means, centroids = np.zeros((1, executor.config.width), np.float32), np.zeros((1, 1), np.float32)
+        if not self.told:
+            with clock("router"):
+                seed = keys.seed_at(number, Phase.CENTROIDS)
+                centroids = fit_centroids(self.features(task, "train"), seed=seed, config=config.router)
+        self.remember(
+            pool, TaskMemory(task.name, task.classes, architecture, used, network.trained_head(), means, centroids)
+        )
+        return {
+            **self.costs(index),
+            "pool": [[stored.describe() for stored in block] for block in pool],
+            "losses": underway.finetune.losses,
+            "skipped_steps": underway.finetune.skipped,
+            "not_kept": budget.refused,
+            "engine": executor.counters(),
+            "seconds": clock.seconds,
+        }
+
+    def bytes_needed(self, task: Task) -> int:
+        """All pairs and the head with Adam's moments, twice (a rolling checkpoint and its successor)."""
+        weight = self.memory.pool[0][0].params[0]
+        pairs = self.executor.num_blocks * self.rank * sum(weight.shape)
+        head = (self.executor.config.width + 1) * next_power_of_two(len(task.classes))
+        return 4 * 3 * 2 * (pairs + head)

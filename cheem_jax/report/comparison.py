@@ -1,0 +1,138 @@
+"""Methods beside each other: one table from the results of several runs, as text, CSV and numbers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cheem_jax import metrics
+from cheem_jax.report.table import METHODS, NONE, TOLD, Grid, format_flops, number
+
+Runs = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Results by method, one per seed."""
+
+MEASURES = (
+    "average_accuracy", "local_average_accuracy", "just_trained", "average_forgetting", "local_average_forgetting",
+    "flops_paper", "flops_explicit", "flops_executed", "params_learned", "params_stored", "params_added_percent",
+    "seconds", "fom",
+)  # fmt: skip
+"""What the comparison holds of each method: accuracies in [0, 1], counts per image or per task, seconds of learning."""
+
+
+def comparison(found: Runs) -> list[dict[str, Any]]:
+    """A row per method: mean and standard deviation over the runs (n - 1; None for one run) of every measure.
+
+    `fom` is CHEEM's figure of merit against the method, of the means over runs, where both and the bound were run.
+    """
+    rows = []
+    for method, runs in found.items():
+        values = {name: [v for v in (measure(run, name) for run in runs) if v is not None] for name in MEASURES}
+        rows.append({
+            "method": method,
+            "runs": len(runs),
+            "seeds": [run["seed"] for run in runs],
+            "router": runs[0]["router"],
+            **{
+                name: None if len(each) < len(runs)
+                else {"mean": float(np.mean(each)), "std": float(np.std(each, ddof=1)) if len(each) > 1 else None}
+                for name, each in values.items()
+            },
+        })  # fmt: skip
+    by_name = {row["method"]: row for row in rows}
+    for row in rows:
+        row["fom"] = _figure_of_merit(by_name, row)
+    return rows
+
+
+def measure(run: Mapping[str, Any], name: str) -> float | None:
+    """One number of a run's results; upper bounds have no accuracy without the task."""
+    if name.startswith("flops_"):
+        return run["flops"][name.removeprefix("flops_")]
+    if run["method"] in TOLD and name in ("average_accuracy", "average_forgetting"):
+        return None
+    value = run.get(name)
+    if name == "fom":
+        return None
+    return float(np.mean(value)) if isinstance(value, list) else value
+
+
+def _figure_of_merit(rows: Mapping[str, Mapping[str, Any]], other: Mapping[str, Any]) -> dict[str, Any] | None:
+    if not {"cheem", "full_finetune"} <= set(rows) or other["method"] in ("cheem", *TOLD):
+        return None
+    upper, own = rows["full_finetune"]["local_average_accuracy"], rows["cheem"]
+    value = metrics.figure_of_merit(
+        upper["mean"], own["average_accuracy"]["mean"], own["flops_paper"]["mean"],
+        other["average_accuracy"]["mean"], other["flops_paper"]["mean"],
+    )  # fmt: skip
+    return None if value is None else {"mean": value, "std": None}
+
+
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "average_accuracy": ("average\naccuracy\n%", lambda v: f"{100 * v:.1f}"),
+    "local_average_accuracy": ("task\ngiven\n%", lambda v: f"{100 * v:.1f}"),
+    "just_trained": ("just\ntrained\n%", lambda v: f"{100 * v:.1f}"),
+    "average_forgetting": ("forget-\nting\npoints", lambda v: f"{100 * v:.1f}"),
+    "local_average_forgetting": ("forget-\nting, task\ngiven", lambda v: f"{100 * v:.1f}"),
+    "flops_paper": ("FLOPs\npaper", format_flops),
+    "flops_explicit": ("FLOPs with\nattention", format_flops),
+    "flops_executed": ("FLOPs\nexecuted", format_flops),
+    "params_learned": ("params\nlearned\nper task", lambda v: f"{v / 1e3:,.1f} k"),
+    "params_stored": ("params\nstored\nin all", lambda v: f"{v / 1e3:,.1f} k"),
+    "seconds": ("time\ns", lambda v: number(v, 0)),
+    "fom": ("FoM of\nCHEEM", lambda v: number(v, 2)),
+}
+ONLY_WIDE = ("local_average_forgetting", "flops_explicit", "flops_executed")
+"""Measures that a terminal has no room for."""
+
+
+def comparison_grid(found: Runs) -> Grid:
+    """The table over methods."""
+    rows, first = comparison(found), next(iter(found.values()))[0]
+    several = any(row["runs"] > 1 for row in rows)
+
+    def cell(row: Mapping[str, Any], name: str) -> str:
+        value, (_, shown) = row[name], COLUMNS[name]
+        if value is None:
+            return NONE
+        percent = "accuracy" in name or "forgetting" in name or name == "just_trained"
+        spread = f" ± {100 * value['std']:.1f}" if percent and value["std"] is not None else ""
+        return shown(value["mean"]) + spread
+
+    lines = tuple(
+        (METHODS[row["method"]], *([str(row["runs"])] if several else []), *(cell(row, name) for name in COLUMNS))
+        for row in rows
+    )
+    columns = ("method", *(["runs"] if several else []), *(title for title, _ in COLUMNS.values()))
+    captions = [
+        "average accuracy: task and class found per image; task given: within the true task; just trained: that, right "
+        "after each task",
+        "upper bounds are told the true task; FLOPs: per image by the paper's convention; time: learning",
+        "FoM of CHEEM: how many times better than the method, from the gaps to full fine-tuning and the FLOPs",
+    ]
+    named: dict[str, list[str]] = {}
+    for row in rows:
+        if row["router"] != first["backbone"]:
+            named.setdefault(row["router"], []).append(METHODS[row["method"]])
+    captions += [f"{' and '.join(names)}: the task is named by {router}" for router, names in named.items()]
+    title = f"{first['stream']}: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels"
+    return Grid(f"{title}, {first['preset']}", columns, lines, 1, "\n".join(captions))
+
+
+def narrow(grid: Grid) -> Grid:
+    """The table without the columns that a terminal has no room for."""
+    hidden = {COLUMNS[name][0] for name in ONLY_WIDE}
+    kept = [index for index, column in enumerate(grid.columns) if column not in hidden]
+    rows = tuple(tuple(row[index] for index in kept) for row in grid.rows)
+    return grid._replace(columns=tuple(grid.columns[index] for index in kept), rows=rows)
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Means and standard deviations, empty where there is none."""
+    lines = [",".join(["method", "runs", *(f"{name},{name}_std" for name in MEASURES)])]
+    for row in rows:
+        cells = [row["method"], str(row["runs"])]
+        for name in MEASURES:
+            value = row[name] or {"mean": None, "std": None}
+            cells += ["" if v is None else repr(v) for v in (value["mean"], value["std"])]
+        lines.append(",".join(cells))
+    return "\n".join(lines) + "\n"

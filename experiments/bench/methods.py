@@ -1,0 +1,178 @@
+"""Training of two baselines on DeiT-Tiny, L2P and LoRA-CL, beside the same written plainly in PyTorch with timm.
+
+    python -m experiments.bench.methods
+
+Both sides have the same weights and images, and must agree on losses and gradients before anything is timed. Without
+torch and timm only our side is measured.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from cheem_jax.architecture import Choice, encode
+from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.cli import parse
+from cheem_jax.execution.feed import HostImages
+from cheem_jax.execution.stages import Stages
+from cheem_jax.keys import Keys, next_power_of_two
+from cheem_jax.methods.fitting import Batch, Inputs
+from cheem_jax.methods.l2p import L2p, L2pConfig
+from cheem_jax.methods.method import FrozenFeatures
+from cheem_jax.pool import Head
+from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.training import FitConfig, constant_draws, fit, prepare
+from experiments.bench import steps
+from experiments.bench.measure import (
+    Bench,
+    Row,
+    alternate,
+    backbone,
+    command,
+    ignore_advance,
+    medians,
+    ratio,
+    save,
+    say,
+)
+
+OURS, CACHED, PLAIN, EAGER = "ours", "PyTorch, cached queries", "PyTorch, queries in every step", "PyTorch eager"
+GOAL = 1.0
+NUM_CLASSES, RANK = 20, 40
+NAME = "deit_tiny_patch16_224"
+
+
+def main(settings: Bench) -> None:
+    """Measure everything and write `methods.json`."""
+    pretrained = backbone("deit_tiny", 32 if settings.quick else None)
+    batch, num_steps, repeats = (4, 2, 1) if settings.quick else (32, 3, 5)
+    executor = steps.make_executor(pretrained, "float32")
+    images, labels = steps.data(batch * num_steps, pretrained.config)
+    has_peer = all(importlib.util.find_spec(name) for name in ("torch", "timm"))
+    if not has_peer:
+        say("methods: torch and timm are not installed, so PyTorch's sides are left out")
+    rows, samples, checks = [], {}, {}
+    for what, measure in (("L2P", l2p), ("LoRA-CL", lora_cl)):
+        sides, found = measure(pretrained, executor, images, labels, batch, has_peer)
+        checks |= {f"{what} {name}": value for name, value in found.items()}
+        name = f"{what}, {num_steps} steps of {batch} images at {pretrained.config.image_size} pixels, float32"
+        samples[name] = times = alternate(sides, repeats)
+        seconds = medians(times)
+        for other in (CACHED, PLAIN, EAGER):
+            if other in seconds:
+                rows.append(Row(f"{name}, against {other}", seconds, ratio(seconds, other, OURS), GOAL))
+        if not has_peer:
+            rows.append(Row(name, seconds))
+    save(settings.out, "methods", rows, quick=settings.quick, checks=checks, samples=samples, weights=pretrained.source)
+
+
+Sides = dict[str, Callable[[], object]]
+
+
+def l2p(
+    pretrained: Pretrained, executor: Stages, images: np.ndarray, labels: np.ndarray, batch: int, has_peer: bool
+) -> tuple[Sides, dict[str, float]]:
+    """One pass over the images with prompts at the first block; the optimiser included."""
+    config = L2pConfig(fit=FitConfig(epochs=1), batch_size=batch)
+    features = FrozenFeatures(executor, batch)
+    method = L2p(executor, features, config, Keys(0), 1)
+    query = features.compute(images)
+    prompts = method.begin_task(jax.random.key(1), {}, 0)
+    width, columns = executor.config.width, next_power_of_two(NUM_CLASSES)
+    weight = 0.02 * np.asarray(jax.random.normal(jax.random.key(2), (width, columns)))
+    head = Head(jax.numpy.asarray(weight), jax.numpy.zeros(columns))
+    fixed = (executor.leaves, np.int32(0), np.int32(0), np.int32(NUM_CLASSES))
+
+    def ours() -> None:
+        fitting = method.fitter.begun((prompts, head))
+        method.fitter.run(
+            fitting, fixed, labels, Inputs(images, query=query), config.fit, batch_size=batch,
+            order_key=jax.random.key(3), noise_key=jax.random.key(4), advance=ignore_advance,
+        )  # fmt: skip
+        jax.block_until_ready(fitting.learned)
+
+    sides: Sides = {OURS: ours}
+    if not has_peer:
+        return sides, {}
+    from experiments.bench.peer_l2p import L2pPeer
+
+    peer = L2pPeer(
+        steps.to_timm(pretrained), NAME, pretrained.config.image_size, config, NUM_CLASSES,
+        device="cpu" if jax.default_backend() == "cpu" else "cuda",
+    )  # fmt: skip
+    peer.put(
+        np.asarray(prompts["pool"][0]), np.asarray(prompts["keys"][0]), weight[:, :NUM_CLASSES], np.zeros(NUM_CLASSES)
+    )
+    rows = slice(0, batch)
+    weights = np.full(batch, 1 / batch, np.float32)
+    inputs: Any = {"images": images[rows], "query": query[rows]}
+    given = Batch(inputs, labels[rows], weights, jax.random.key(5))  # pyright: ignore[reportArgumentType]
+    loss, (own, own_head) = jax.jit(jax.value_and_grad(method.fitter.loss))((prompts, head), fixed, given)
+    wanted_loss, wanted = peer.gradients(images[rows], labels[rows])
+    grads = [own["pool"][0], own["keys"][0], own_head.weight[:, :NUM_CLASSES], own_head.bias[:NUM_CLASSES]]
+    checks = agreement(float(loss), grads, wanted_loss, wanted)
+
+    cached = [peer.query(images[start : start + batch]) for start in range(0, len(images), batch)]
+
+    def theirs(with_queries: bool) -> None:
+        for number, start in enumerate(range(0, len(images), batch)):
+            part = slice(start, start + batch)
+            peer.step(images[part], labels[part], cached[number] if with_queries else None)
+
+    sides[CACHED] = lambda: theirs(True)
+    sides[PLAIN] = lambda: theirs(False)
+    return sides, checks
+
+
+def lora_cl(
+    pretrained: Pretrained, executor: Stages, images: np.ndarray, labels: np.ndarray, batch: int, has_peer: bool
+) -> tuple[Sides, dict[str, float]]:
+    """One pass over the images with a pair in every block; the optimiser included."""
+    settings, architecture = OpSettings(rank=RANK), (Choice("adapt", 0),) * executor.num_blocks
+    supernet = Supernet(jax.random.key(1), executor.base_pool, NUM_CLASSES, settings)
+    prepare(executor, supernet, batch)
+    feed, codes = HostImages(executor, images), encode(architecture, supernet.sizes)
+
+    def ours() -> None:
+        fit(
+            jax.random.key(2), executor, supernet, labels, feed, constant_draws(codes), FitConfig(epochs=1),
+            batch_size=batch, advance=ignore_advance,
+        )  # fmt: skip
+        jax.block_until_ready((supernet.head, supernet.learners))
+
+    sides: Sides = {OURS: ours}
+    if not has_peer:
+        return sides, {}
+    from experiments.bench.peer import TorchPeer
+
+    peer = TorchPeer(
+        steps.to_timm(pretrained), NAME, pretrained.config.image_size, rank=RANK,
+        num_outputs=next_power_of_two(NUM_CLASSES), device="cpu" if jax.default_backend() == "cpu" else "cuda",
+    )  # fmt: skip
+
+    def theirs() -> None:
+        for start in range(0, len(images), batch):
+            peer.step(architecture, images[start : start + batch], labels[start : start + batch], NUM_CLASSES)
+
+    sides[EAGER] = theirs
+    # losses and gradients of such steps are compared by the part `steps`, architecture by architecture
+    return sides, {}
+
+
+def agreement(loss: float, grads: list[Any], wanted_loss: float, wanted: list[np.ndarray]) -> dict[str, float]:
+    """Largest relative differences; ValueError where the sides compute something else."""
+    found = {
+        "loss": abs(loss - wanted_loss) / abs(wanted_loss),
+        "gradient": max(steps.difference(grad, other) for grad, other in zip(grads, wanted, strict=True)),
+    }
+    if max(found.values()) > steps.LARGEST_DIFFERENCE:
+        raise ValueError(f"loss and gradients differ from PyTorch's by {found}; at most {steps.LARGEST_DIFFERENCE}")
+    say(f"methods: loss and gradients agree with PyTorch's, largest relative differences {found}")
+    return found
+
+
+if __name__ == "__main__":
+    command(main, parse(Bench, description=__doc__))

@@ -1,0 +1,128 @@
+"""What is demanded of every method: learn, save, open, stop and go on, answer per image."""
+
+import copy
+import functools
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import small
+
+from cheem_jax.execution.stages import Stages
+from cheem_jax.keys import Keys
+from cheem_jax.methods.heads import Classes
+from cheem_jax.methods.method import FrozenFeatures, Method
+from cheem_jax.rolling import Saved
+
+
+class Interrupted(Exception):
+    """Stands for the end of a process."""
+
+
+class Watched:
+    """A task that is stopped after `until` reports of progress, with what a rolling checkpoint would then hold."""
+
+    def __init__(self, until: int | None = None, saved: Saved | None = None):
+        self.until, self.saved, self.left = until, saved, saved
+        self.reports = 0
+
+    @contextmanager
+    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None):
+        def advance(num_images: int, note: str = "", /) -> None:
+            self.reports += 1
+            if self.reports == self.until:
+                if state is not None:
+                    # as it comes back from a disk: host arrays that nobody changes
+                    arrays, meta = state()
+                    self.left = Saved(_copied(arrays), dict(meta))
+                raise Interrupted
+
+        yield advance
+
+
+def _copied(tree: Any) -> Any:
+    return {k: _copied(v) for k, v in tree.items()} if isinstance(tree, dict) else np.array(tree)
+
+
+def fresh(method: Method) -> Method:
+    """A method before its first task with the compiled programs of another one that is."""
+    copied = copy.copy(method)
+    for name, value in vars(method).items():
+        if isinstance(value, list | dict | Classes):
+            setattr(copied, name, copy.deepcopy(value))
+    return copied
+
+
+@functools.cache
+def stages() -> Stages:
+    """The small backbone with all that was compiled for it; nothing that is learned lives there."""
+    return Stages(small.backbone(), "mlp_down")
+
+
+def learner(kind: Callable[..., Method], config: Any, *, seed: int = 0, num_tasks: int = 3, **more: Any) -> Any:
+    """A method over the small backbone."""
+    features = FrozenFeatures(stages(), config.batch_size)
+    return kind(stages(), features, config, Keys(seed), num_tasks, **more)
+
+
+def check_method(begun: Method, directory: Path, *, told: bool = False) -> Method:
+    """Every law that holds for any method, from before its first task; `told` ones are given the true task."""
+
+    def make() -> Method:
+        return fresh(begun)
+
+    method, tasks = make(), small.stream(3).tasks
+    method.check(tasks)
+    for task in tasks:
+        assert method.bytes_needed(task) > 0
+        report = method.learn(task, Watched())
+        method.save(directory / "one")
+        costs = ("flops_method", "flops_explicit", "flops_executed", "params_learned", "params_stored")
+        assert all(report[cost] >= 0 for cost in costs) and sum(report["seconds"].values()) > 0
+    images = np.concatenate([task.test.images[:9] for task in tasks])
+    true = np.repeat(np.arange(3), 9).astype(np.int32)
+    given, answers = true if told else None, method.answers(1, tasks[1])
+    found = method.predict(images, given)
+    assert found.tasks.max() <= 2 and found.classes.min() >= 0
+
+    # the same image in other company: reversed, and among few
+    backwards = method.predict(images[::-1], given[::-1] if told else None)
+    few = method.predict(images[3:8], given[3:8] if told else None)
+    for part, rows in ((backwards, slice(None, None, -1)), (few, slice(3, 8))):
+        np.testing.assert_array_equal(part.tasks, found.tasks[rows])
+        np.testing.assert_array_equal(part.classes, found.classes[rows])
+
+    # what is measured is what is predicted
+    own = method.predict(tasks[1].test.images, np.full(20, 1, np.int32) if told else None)
+    np.testing.assert_array_equal(answers.chosen_task, own.tasks)
+    right = own.tasks == 1
+    np.testing.assert_array_equal(answers.chosen_class[right], own.classes[right])
+    told_tasks = method.predict(tasks[1].test.images, np.full(20, 1, np.int32))
+    np.testing.assert_array_equal(answers.given_task, told_tasks.classes)
+
+    # from the disk alone
+    again = make()
+    again.open(directory / "one")
+    for a, b in zip(again.predict(images, given), found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+    # stopped in the middle of the second task and gone on with elsewhere
+    halted, watched = make(), Watched(4)
+    halted.learn(tasks[0], Watched())
+    halted.save(directory / "two")
+    try:
+        halted.learn(tasks[1], watched)
+    except Interrupted:
+        pass
+    else:
+        raise AssertionError("the task ended before it could be stopped")
+    resumed = make()
+    resumed.open(directory / "two")
+    resumed.learn(tasks[1], Watched(saved=watched.left))
+    resumed.save(directory / "two")
+    resumed.learn(tasks[2], Watched())
+    for a, b in zip(resumed.predict(images, given), found, strict=True):
+        np.testing.assert_array_equal(a, b)
+    return method

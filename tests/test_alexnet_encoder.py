@@ -1,0 +1,46 @@
+"""AlexNet as the encoder of a router."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cheem_jax.backbone.alexnet import AlexNet, AlexNetConfig, build_alexnet, shapes_of
+from cheem_jax.methods.alexnet_encoder import AlexNetEncoder
+from cheem_jax.methods.method import Encoder, FrozenFeatures
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (7, 63, 63, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def network() -> AlexNet:
+    config, rng = AlexNetConfig(63, "conv5"), np.random.default_rng(1)
+    return build_alexnet(config, {
+        name: rng.standard_normal(shape, np.float32) * (2 / max(np.prod(shape[:-1]), 2)) ** 0.5
+        for name, shape in shapes_of(config).items()
+    })  # fmt: skip
+
+
+def test_the_encoder_gives_the_networks_features_and_its_cost(network):
+    encoder = AlexNetEncoder(network)
+    assert isinstance(encoder, Encoder) and (encoder.name, encoder.width) == ("alexnet", 2304)
+    found = FrozenFeatures(encoder, 4).compute(IMAGES)
+    assert found.shape == (7, 2304) and found.dtype == np.float32
+    np.testing.assert_allclose(found, network(jnp.asarray(IMAGES)), rtol=0, atol=1e-5)
+    assert np.abs(found[0] - found[1]).max() > 1e-3
+    # 15, 7, 3, 3 and 3 pixels a side
+    products = 15**2 * 23_232 + 7**2 * 307_200 + 9 * (663_552 + 884_736 + 589_824)
+    assert encoder.flops() == encoder.flops(count_attention=True) == encoder.executed_flops() == 2 * products
+
+
+def test_all_numbers_of_images_share_one_program_and_company_changes_nothing(network, compilations):
+    features = FrozenFeatures(AlexNetEncoder(network), 4)
+    together = features.compute(IMAGES)
+    with compilations() as programs:
+        np.testing.assert_array_equal(features.compute(IMAGES[2:]), together[2:])
+        np.testing.assert_array_equal(features.compute(IMAGES[::-1])[::-1], together)
+    assert programs.count == 0
+
+
+def test_images_of_another_size_are_refused(network):
+    with pytest.raises(ValueError, match="images of 64 x 64 pixels, expected 63 x 63"):
+        AlexNetEncoder(network).features(np.zeros((2, 64, 64, 3), np.uint8), batch_size=2)

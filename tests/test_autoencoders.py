@@ -1,0 +1,117 @@
+"""Auto-encoders name the task whose features they rebuild best."""
+
+import copy
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import expit
+
+from cheem_jax.methods.autoencoders import (
+    AutoEncoder,
+    AutoEncoderConfig,
+    AutoEncoders,
+    autoencoder_flops,
+    autoencoder_params,
+    errors,
+    init_autoencoder,
+)
+
+CONFIG = AutoEncoderConfig(hidden=5, iterations=60, batch_size=8)
+
+
+@pytest.fixture(scope="module")
+def programs() -> AutoEncoders:
+    return AutoEncoders(12, CONFIG)
+
+
+def changed(programs: AutoEncoders, **changes: int) -> AutoEncoders:
+    """The same compiled programs under other settings."""
+    copied = copy.copy(programs)
+    copied.config = dataclasses.replace(CONFIG, **changes)
+    return copied
+
+
+def clusters(num: int = 30, width: int = 12) -> list[np.ndarray]:
+    """Features of three tasks, each around a place of its own."""
+    rng = np.random.default_rng(0)
+    return [(3 * rng.normal(size=width) + 0.3 * rng.normal(size=(num, width))).astype(np.float32) for _ in range(3)]
+
+
+def fitted(programs: AutoEncoders, features: np.ndarray, advance=lambda num, note="": None):
+    return programs.fit(jax.random.key(0), jax.random.key(1), features, advance)
+
+
+def test_the_error_of_an_image_is_the_mean_square_that_numpy_computes():
+    made = init_autoencoder(jax.random.key(3), 6, 4)
+    made = made._replace(down_bias=made.down_bias + 0.3, up_bias=made.up_bias - 0.2)
+    features = np.random.default_rng(0).normal(size=(3, 6)).astype(np.float32)
+    down, down_bias, up, up_bias = (np.asarray(leaf, np.float64) for leaf in made)
+    inputs = expit(features.astype(np.float64))
+    rebuilt = expit(np.maximum(inputs @ down + down_bias, 0) @ up + up_bias)
+    np.testing.assert_allclose(errors(made, jnp.asarray(features)), ((inputs - rebuilt) ** 2).mean(axis=1), rtol=1e-5)
+
+
+def test_each_tasks_images_go_to_their_own_auto_encoder_in_any_company(programs):
+    parts = clusters()
+    known = [fitted(programs, part[:20])[0] for part in parts]
+    held_out = np.concatenate([part[20:] for part in parts])
+    found = programs.route(held_out, known, batch_size=8)
+    np.testing.assert_array_equal(found, np.repeat(np.arange(3), 10))
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(programs.route(held_out[::-1], known, batch_size=8)[::-1], found)
+    np.testing.assert_array_equal(programs.route(held_out[5:8], known, batch_size=8), found[5:8])
+
+
+def test_equal_errors_go_to_the_first_task(programs):
+    zero = AutoEncoder(*(jnp.zeros(shape) for shape in ((12, 5), 5, (5, 12), 12)))
+    found = programs.route(clusters()[0], [zero, zero], batch_size=8)
+    np.testing.assert_array_equal(found, 0)
+
+
+@pytest.mark.parametrize(("num", "iterations", "images"), [(20, 7, 20 + 20 + 8), (20, 6, 40), (5, 3, 15), (64, 3, 24)])
+def test_a_fit_takes_as_many_steps_as_it_was_told(programs, num, iterations, images):
+    programs, reported = changed(programs, iterations=iterations), []
+    _, losses = fitted(programs, np.zeros((num, 12), np.float32), lambda num, note="": reported.append(num))
+    assert len(reported) == iterations and sum(reported) == images == programs.images(num)
+    assert len(losses) == -(-iterations // -(-num // 8))
+
+
+def test_the_rate_falls_to_a_tenth_and_the_error_with_it(programs):
+    # one step per epoch; Adam's first steps move every weight that has a gradient by the rate
+    features = clusters()[0][:8]
+    ends = [fitted(changed(programs, iterations=n, decay_every=2), features)[0] for n in (1, 2, 3)]
+    moves = [np.abs(np.asarray(b.up_bias) - np.asarray(a.up_bias)).max() for a, b in zip(ends, ends[1:], strict=False)]
+    np.testing.assert_allclose(np.abs(ends[0].up_bias), 0.01, rtol=1e-3)
+    assert 0.008 < moves[0] < 0.011 and 0.0008 < moves[1] < 0.0011
+    _, losses = fitted(programs, clusters()[0])
+    assert losses[-1] < losses[0] / 3
+
+
+def test_data_sets_of_any_size_share_one_program(programs, compilations):
+    fitted(programs, clusters()[0])
+    with compilations() as compiled:
+        fitted(programs, clusters()[1][:27])
+    assert compiled.count == 0
+
+
+def test_features_that_are_no_numbers_are_not_learned_from(programs):
+    with pytest.raises(FloatingPointError, match="error became no finite number in epoch 1"):
+        fitted(programs, np.full((9, 12), np.nan, np.float32))
+
+
+def test_conv5_at_224_has_8_7_million_parameters_and_17_3_mflops():
+    assert autoencoder_params(43_264, 100) == 8_696_164
+    assert autoencoder_flops(43_264, 100) == 17_305_600
+    leaves = jax.eval_shape(lambda: init_autoencoder(jax.random.key(0), 43_264, 100))
+    assert sum(leaf.size for leaf in leaves) == 8_696_164
+
+
+@pytest.mark.parametrize("name", ["hidden", "iterations", "decay_every", "batch_size"])
+def test_impossible_settings_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name} is 0; an auto-encoder needs at least 1"):
+        AutoEncoderConfig(**{name: 0})
+    with pytest.raises(ValueError, match=r"learning_rate is -1.0; expected a positive number"):
+        AutoEncoderConfig(learning_rate=-1.0)

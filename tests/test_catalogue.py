@@ -1,0 +1,66 @@
+"""Every method by name: presets, learners, and what is refused before anything is trained."""
+
+import dataclasses
+
+import pytest
+import small
+from baselines import stages
+
+from cheem_jax.keys import Keys
+from cheem_jax.methods import catalogue
+from cheem_jax.methods.catalogue import NAMES, NEED_A_ROUTER, TOLD, Networks, check_name, make, preset_of
+from cheem_jax.methods.cheem import PRESETS
+from cheem_jax.methods.method import FrozenFeatures, Method
+from cheem_jax.report import table
+
+
+def networks(*, routed: bool = False) -> Networks:
+    features = FrozenFeatures(stages(), 16)
+    return Networks(stages(), features, FrozenFeatures(stages(), 16) if routed else features)
+
+
+def fitting_config(name: str, preset: str = "demo"):
+    """A preset that the backbone of four blocks can hold."""
+    config = preset_of(name, preset)
+    if name in ("coda_prompt", "dualprompt"):
+        fields = [f.name for f in dataclasses.fields(config) if f.name.endswith("layers")]
+        config = dataclasses.replace(config, **{field: (index,) for index, field in enumerate(fields)})
+    return config
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_method_has_every_preset(name, preset):
+    config = preset_of(name, preset)
+    assert config.name == name and config.batch_size >= 1
+    if preset == "paper" and name not in ("cheem", "cheem_lite"):
+        assert config == type(config)()  # the defaults are the paper's comparison
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_is_made_from_its_settings(name):
+    method = make(fitting_config(name), networks(routed=name in NEED_A_ROUTER), Keys(0), 2)
+    assert isinstance(method, Method) and method.name == name
+    assert all(isinstance(note, str) for note in method.check(small.stream(2).tasks))
+    assert getattr(method, "told", False) == (name in TOLD)
+
+
+def test_an_unknown_method_is_answered_with_the_nearest_names():
+    with pytest.raises(ValueError, match="unknown method 'l2q'; nearest: l2p"):
+        check_name("l2q")
+
+
+@pytest.mark.parametrize("name", NEED_A_ROUTER)
+def test_methods_that_need_another_network_say_so(name):
+    with pytest.raises(ValueError, match="give it one: --router"):
+        make(preset_of(name, "demo"), networks(), Keys(0), 2)
+
+
+def test_a_router_for_a_method_without_one_is_refused():
+    with pytest.raises(ValueError, match="l2p names no task by a router"):
+        make(preset_of("l2p", "demo"), networks(routed=True), Keys(0), 2)
+
+
+def test_tables_know_every_method_and_which_are_upper_bounds():
+    assert set(table.METHODS) == set(NAMES)
+    assert set(table.TOLD) == set(catalogue.TOLD)

@@ -1,0 +1,147 @@
+"""CODA-Prompt: rows of a task's own, orthogonal at the start and untouched afterwards; weights without a softmax."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from baselines import check_method, fresh, learner
+
+from cheem_jax.backbone.config import config_of
+from cheem_jax.flops import backbone_flops
+from cheem_jax.keys import Phase
+from cheem_jax.methods.coda_prompt import CodaPrompt, CodaPromptConfig, component_weights, departure
+from cheem_jax.methods.method import Undisturbed
+from cheem_jax.training import FitConfig
+
+CONFIG = CodaPromptConfig(
+    pool=7, length=4, layers=(0, 2), orthogonality=0.1, fit=FitConfig(2, 1e-2, "epoch_cosine"), batch_size=16
+)
+
+
+@pytest.fixture(scope="module")
+def begun():
+    return learner(CodaPrompt, CONFIG)
+
+
+def test_coda_prompt_learns_saves_opens_and_answers_per_image(begun, tmp_path):
+    coda: Any = check_method(begun, tmp_path)
+    # what was divided among three tasks means something else among two
+    with pytest.raises(ValueError, match="divided among 3 tasks, not 2; open it as it was learned"):
+        learner(CodaPrompt, CONFIG, num_tasks=2).open(tmp_path / "one")
+    assert coda.check([]) == ["each of 3 tasks gets 2 of 7 components; 1 stay unused"]
+
+
+def test_earlier_rows_and_head_columns_keep_their_bytes_and_later_rows_stay_empty(begun):
+    coda: Any = fresh(begun)
+    reports = [coda.learn(small.task("first", 0), Undisturbed())]
+    before, head = jax.tree.map(np.array, coda.prompts), np.array(coda.head.weight[:, :3])
+    started = coda.begin_task(coda.keys.at(1, Phase.METHOD_INIT, 0), coda.prompts, 1)
+    reports.append(coda.learn(small.task("second", 1, num_classes=4), Undisturbed()))
+    for name, values in coda.prompts.items():
+        np.testing.assert_array_equal(values[:, :2], before[name][:, :2])
+        assert np.abs(values - started[name])[:, 2:4].reshape(4, -1).max(axis=1).min() > 1e-3
+        assert not np.any(values[:, 4:])
+    np.testing.assert_array_equal(coda.head.weight[:, :3], head)
+    # per task: 2 blocks x 2 rows x (4 + 2) x 16, and its columns of the head
+    assert [report["params_stored"] for report in reports] == [384 + 17 * 3, 384 + 17 * 4]
+    assert reports[1]["losses"][-1] < reports[1]["losses"][0]
+
+
+def test_each_task_starts_orthonormal_to_all_rows_before():
+    coda, prompts = learner(CodaPrompt, dataclasses.replace(CONFIG, pool=12), num_tasks=4), {}
+    for index in range(4):
+        prompts = coda.begin_task(jax.random.key(index), prompts, index)
+        seen = 3 * (index + 1)
+        for values in prompts.values():
+            rows = np.asarray(values).reshape(2, 12, -1)[:, :seen]
+            np.testing.assert_allclose(rows @ rows.swapaxes(1, 2), np.tile(np.eye(seen), (2, 1, 1)), atol=1e-5)
+
+
+def test_rows_beyond_the_width_start_in_random_directions():
+    coda = learner(CodaPrompt, dataclasses.replace(CONFIG, pool=20), num_tasks=1)
+    assert any("more components than the 16 dimensions" in note for note in coda.check([]))
+    keys = np.asarray(coda.begin_task(jax.random.key(0), {}, 0)["keys"][0])
+    np.testing.assert_allclose(np.linalg.norm(keys, axis=1), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(keys[:16] @ keys[:16].T, np.eye(16), atol=1e-4)
+    assert np.abs(keys[16:] @ keys[:16].T).max() > 0.1
+
+
+def test_eleven_tasks_own_nine_of_a_hundred_components_each():
+    coda = learner(CodaPrompt, CodaPromptConfig(layers=(0,)), num_tasks=11)
+    assert coda.rows == 9
+    assert coda.check([])[0] == "each of 11 tasks gets 9 of 100 components; 1 stay unused"
+
+
+def test_prompts_are_weighted_sums_of_the_rows_so_far_in_numpy(begun):
+    coda, prompts = begun, {}
+    for index in range(2):
+        prompts = coda.begin_task(jax.random.key(index), prompts, index)
+    query = np.asarray(jax.random.normal(jax.random.key(5), (3, 16)))
+    attached = coda.attach(prompts, jnp.asarray(query), jnp.int32(1), training=False)
+    for place, layer in enumerate((0, 2)):
+        rows, keys, attention = (np.asarray(prompts[n][place]) for n in ("components", "keys", "attention"))
+        for image in range(3):
+            attended = query[image] * attention[:4]
+            cosines = (attended * keys[:4]).sum(1) / np.linalg.norm(attended, axis=1) / np.linalg.norm(keys[:4], axis=1)
+            mixed = np.sum([weight * row for weight, row in zip(cosines, rows[:4], strict=True)], axis=0)
+            np.testing.assert_allclose(attached.prefixes[layer].keys[image], mixed[:2], atol=1e-5)
+            np.testing.assert_allclose(attached.prefixes[layer].values[image], mixed[2:], atol=1e-5)
+    # a task of which nothing is known yet takes no part
+    first = coda.attach(prompts, jnp.asarray(query), jnp.int32(0), training=False)
+    assert np.abs(first.prefixes[0].keys - attached.prefixes[0].keys).max() > 1e-3
+
+
+def test_the_weight_of_an_empty_row_is_zero_with_a_finite_gradient():
+    empty = jnp.zeros((2, 16))
+    weights, grads = jax.value_and_grad(lambda a, k: component_weights(jnp.ones((3, 16)), a, k).sum(), (0, 1))(
+        empty, empty
+    )
+    assert weights == 0 and all(np.isfinite(grad).all() for grad in grads)
+
+
+def test_the_orthogonality_loss_is_the_mean_departure_of_the_rows_in_use_and_moves_only_the_tasks_own(begun):
+    rows = np.array([[3.0, 0.0], [1.0, 1.0], [9.0, 9.0]], np.float32)
+    # products [[9, 3], [3, 2]] against the identity: (64 + 9 + 9 + 1) / 4
+    assert float(departure(jnp.asarray(rows), jnp.array([True, True, False]))) == pytest.approx(83 / 4)
+    coda, prompts = begun, {}
+    for index in range(2):
+        prompts = coda.begin_task(jax.random.key(index), prompts, index)
+    prompts = jax.tree.map(lambda values: 2.0 * values, prompts)
+
+    def loss(prompts):
+        return coda.attach(prompts, jnp.ones((1, 16)), jnp.int32(1), training=True).key_loss[0]
+
+    # products are 4 on the diagonal, in 2 blocks and 3 tables of 4 rows in use
+    assert float(loss(prompts)) == pytest.approx(0.1 * 2 * 3 * 9 * 4 / 16, rel=1e-4)
+    for grad in jax.grad(loss)(prompts).values():
+        moved = np.abs(np.asarray(grad)).reshape(2, 7, -1).max(axis=2) > 0
+        np.testing.assert_array_equal(moved, np.tile([False, False, True, True, False, False, False], (2, 1)))
+
+
+@pytest.mark.parametrize("backbone, paper", [("vit_base", 70.3), ("deit_tiny", 5.0)])
+def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flops(backbone, paper):
+    vit = config_of(backbone)
+    prefixes = CodaPrompt.prompt_flops(SimpleNamespace(config=CodaPromptConfig(), executor=SimpleNamespace(config=vit)))  # pyright: ignore
+    assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(paper, abs=0.05)
+    # the two passes alone are 70.25 and 5.014: the row cannot tell prefixes from none
+    assert prefixes == 4 * 197 * 4 * vit.width * 5
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValueError, match="length is 3; expected an even number"):
+        dataclasses.replace(CONFIG, length=3)
+    with pytest.raises(ValueError, match="pool is 0"):
+        dataclasses.replace(CONFIG, pool=0)
+    with pytest.raises(ValueError, match="orthogonality is -1.0"):
+        dataclasses.replace(CONFIG, orthogonality=-1.0)
+    with pytest.raises(ValueError, match=r"layers \(0, 4\) are no blocks"):
+        learner(CodaPrompt, dataclasses.replace(CONFIG, layers=(0, 4)))
+    with pytest.raises(ValueError, match="7 components cannot be divided among 8 tasks; .* set pool to 8 or more"):
+        learner(CodaPrompt, CONFIG, num_tasks=8).check(small.stream(2).tasks)
+    with pytest.raises(ValueError, match="divided among 2 tasks and has none left for task 3"):
+        learner(CodaPrompt, CONFIG, num_tasks=2).check(small.stream(3).tasks)

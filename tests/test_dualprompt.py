@@ -1,0 +1,107 @@
+"""DualPrompt: slots per task, found by the nearest key, per image and block."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from baselines import check_method, learner
+
+from cheem_jax.backbone.config import config_of
+from cheem_jax.flops import backbone_flops
+from cheem_jax.methods.dualprompt import DualPrompt, DualPromptConfig
+from cheem_jax.methods.method import Undisturbed
+from cheem_jax.training import FitConfig
+
+CONFIG = DualPromptConfig(
+    general_length=2, expert_length=4, general_layers=(0,), expert_layers=(1, 2),
+    fit=FitConfig(2, 1e-2), batch_size=16,
+)  # fmt: skip
+ORIGINAL = dataclasses.replace(CONFIG, init="small", shared_keys=True, copy_previous=True)
+
+
+@pytest.mark.parametrize("config", [CONFIG, ORIGINAL], ids=["adapted", "original"])
+def test_dualprompt_learns_saves_opens_and_answers_per_image(config, tmp_path):
+    check_method(learner(DualPrompt, config), tmp_path)
+
+
+def test_a_task_moves_its_own_slot_and_the_general_prompt_alone():
+    dual = learner(DualPrompt, dataclasses.replace(CONFIG, pool=4))
+    reports = [dual.learn(small.task("first", 0), Undisturbed())]
+    before = jax.tree.map(np.array, dual.prompts)
+    reports.append(dual.learn(small.task("second", 1), Undisturbed()))
+    for name in ("expert", "keys"):
+        moved = np.abs(dual.prompts[name] - before[name]).reshape(2, 4, -1).max(axis=2) > 0
+        np.testing.assert_array_equal(moved, np.tile([False, True, False, False], (2, 1)))
+    assert np.abs(dual.prompts["general"] - before["general"]).min() > 0
+    # per slot: 2 blocks x (4 rows + 1 key) x 16; the general prompt: 2 rows x 16; a head of 3 x 17
+    assert [report["params_learned"] for report in reports] == [160 + 32 + 51] * 2
+    assert [report["params_stored"] for report in reports] == [160 + 32 + 51, 160 + 51]
+    assert reports[0]["slots_chosen"] == [[1.0], [1.0]]
+    np.testing.assert_allclose(np.sum(reports[1]["slots_chosen"], axis=1), 1.0)
+
+
+def test_a_copied_slot_begins_as_the_task_before_ended():
+    dual = learner(DualPrompt, ORIGINAL)
+    first = dual.begin_task(jax.random.key(0), {}, 0)
+    second = dual.begin_task(jax.random.key(1), first, 1)
+    np.testing.assert_array_equal(second["expert"][:, 1], first["expert"][:, 0])
+    assert np.abs(first["expert"][:, 1] - first["expert"][:, 0]).max() > 0
+    assert float(first["expert"].max()) <= 0.01 and first["keys"].shape == (1, 10, 16)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_image_gets_the_slot_of_its_nearest_learned_key_in_numpy(shared):
+    dual = learner(DualPrompt, dataclasses.replace(CONFIG, shared_keys=shared))
+    prompts = dual.begin_task(jax.random.key(0), {}, 0)
+    query = np.asarray(jax.random.normal(jax.random.key(1), (12, 16)))
+    told = dual.attach(prompts, jnp.asarray(query), jnp.int32(4), training=True)
+    found = dual.attach(prompts, jnp.asarray(query), jnp.int32(4), training=False)
+    general, key_loss, chosen_slots = np.asarray(prompts["general"][0]), 0.0, set()
+    for place, layer in enumerate((1, 2)):
+        keys = np.asarray(prompts["keys"][0 if shared else place])
+        cosines = query @ keys.T / np.linalg.norm(keys, axis=1) / np.linalg.norm(query, axis=1, keepdims=True)
+        if not (shared and place):
+            key_loss = key_loss + 1 - cosines[:, 4]
+        slots = cosines[:, :5].argmax(axis=1)  # ten slots, five learned
+        chosen_slots |= set(slots.tolist())
+        expert = np.asarray(prompts["expert"][place])
+        for image, slot in enumerate(slots):
+            np.testing.assert_array_equal(found.prefixes[layer].keys[image], expert[slot][:2])
+            np.testing.assert_array_equal(found.prefixes[layer].values[image], expert[slot][2:])
+            np.testing.assert_array_equal(told.prefixes[layer].keys[image], expert[4][:2])
+            np.testing.assert_array_equal(found.prefixes[0].keys[image], general[:1])
+            np.testing.assert_array_equal(found.prefixes[0].values[image], general[1:])
+    np.testing.assert_allclose(told.key_loss, key_loss, rtol=1e-5)
+    assert len(chosen_slots) > 1
+
+
+@pytest.mark.parametrize("backbone, paper", [("vit_base", 70.3), ("deit_tiny", 5.0)])
+def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flops(backbone, paper):
+    vit = config_of(backbone)
+    prefixes = DualPrompt.prompt_flops(SimpleNamespace(config=DualPromptConfig(), executor=SimpleNamespace(config=vit)))  # pyright: ignore
+    assert prefixes == 4 * 197 * vit.width * (3 * 2 + 10 * 3)
+    assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(paper, abs=0.05)
+
+
+def test_the_pool_holds_at_least_one_slot_per_task():
+    assert learner(DualPrompt, CONFIG).pool == 10
+    assert learner(DualPrompt, CONFIG, num_tasks=11).pool == 11
+    with pytest.raises(ValueError, match="2 slots has none for task 3; expected one per task: set pool to 3 or more"):
+        learner(DualPrompt, dataclasses.replace(CONFIG, pool=2)).check(small.stream(3).tasks)
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValueError, match="expert_length is 5; expected an even number"):
+        dataclasses.replace(CONFIG, expert_length=5)
+    with pytest.raises(ValueError, match="pool is 0"):
+        dataclasses.replace(CONFIG, pool=0)
+    with pytest.raises(ValueError, match=r"blocks \[1\] have a general and an expert prompt"):
+        dataclasses.replace(CONFIG, general_layers=(0, 1))
+    with pytest.raises(ValueError, match=r"layers \(0, 1, 9\) are no blocks"):
+        learner(DualPrompt, dataclasses.replace(CONFIG, expert_layers=(1, 9)))
+    with pytest.raises(ValueError, match="expert_layers is empty"):
+        learner(DualPrompt, dataclasses.replace(CONFIG, expert_layers=()))

@@ -1,0 +1,207 @@
+"""EWC: what its Fisher information is, what the penalty holds back, and how its strength is chosen."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from baselines import Interrupted, Watched, check_method, fresh, learner
+
+from cheem_jax import flops
+from cheem_jax.backbone.config import config_of
+from cheem_jax.keys import Phase
+from cheem_jax.methods.ewc import Ewc, EwcConfig, squared_gradients
+from cheem_jax.methods.method import Undisturbed
+from cheem_jax.training import FitConfig
+
+CONFIG = EwcConfig(
+    penalties=(100.0,), head_learning_rate=1e-2, fit=FitConfig(epochs=2, learning_rate=1e-3), batch_size=16
+)
+
+
+@functools.cache
+def begun(fisher: str = "sampled") -> Ewc:
+    ewc = learner(Ewc, dataclasses.replace(CONFIG, fisher=fisher))
+    ewc.chunk = 16  # so that the last one is padded
+    return ewc
+
+
+def ewc_with(**changed) -> Ewc:
+    """Other settings with the same compiled programs."""
+    ewc = fresh(begun())
+    ewc.config = dataclasses.replace(CONFIG, **changed)
+    ewc.penalty = ewc.config.penalties[0] if len(ewc.config.penalties) == 1 else None
+    return ewc
+
+
+def quiet(num_images: int, note: str = "", /) -> None:
+    pass
+
+
+def test_ewc_learns_saves_opens_and_answers_per_image(tmp_path):
+    check_method(begun(), tmp_path)
+
+
+def logistic(weight, x, y):
+    return y * jax.nn.log_sigmoid(weight @ x) + (1 - y) * jax.nn.log_sigmoid(-weight @ x)
+
+
+def test_the_fisher_information_of_logistic_regression_is_the_analytic_one():
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(50, 3)).astype(np.float32), np.array([0.5, -1.0, 2.0], np.float32)
+    p = 1 / (1 + np.exp(-x @ weight))
+    y = (rng.random(50) < 0.5).astype(np.float32)
+    mean = np.full(50, 1 / 50, np.float32)
+    empirical = squared_gradients(logistic, weight, jnp.asarray(mean), jnp.asarray(x), jnp.asarray(y))
+    np.testing.assert_allclose(empirical, ((y - p)[:, None] ** 2 * x**2).mean(axis=0), rtol=1e-4)
+    # the expectation over labels from the model itself: both labels, each as often as the model draws it
+    both = squared_gradients(logistic, weight, jnp.asarray(p / 50), jnp.asarray(x), jnp.ones(50))
+    both += squared_gradients(logistic, weight, jnp.asarray((1 - p) / 50), jnp.asarray(x), jnp.zeros(50))
+    np.testing.assert_allclose(both, ((p * (1 - p))[:, None] * x**2).mean(axis=0), rtol=1e-4)
+
+
+def test_where_gradients_oppose_each_other_the_batch_mean_makes_the_fisher_information_too_small():
+    # at weight 0 the gradients are +x/2 and -x/2: six against two
+    x, y = jnp.ones((8, 1)), jnp.array([1.0, 1, 1, 1, 1, 1, 0, 0])
+    weight = np.zeros(1, np.float32)
+    per_image = squared_gradients(logistic, weight, jnp.full(8, 1 / 8), x, y)
+    batched = jax.grad(lambda w: jax.vmap(logistic, (None, 0, 0))(w, x, y).mean())(weight) ** 2
+    np.testing.assert_allclose([per_image[0], batched[0]], [1 / 4, 1 / 4 * ((6 - 2) / 8) ** 2], rtol=1e-6)
+
+
+@functools.cache
+def spelled_out():
+    """Log-probabilities of one image, and the gradient of one of them."""
+    vit_of = begun().executor.vit_of
+
+    def log_probabilities(leaves, head, image):
+        features = vit_of(leaves)(image[None])
+        return jax.nn.log_softmax((features @ head.weight + head.bias)[0, :3])
+
+    gradient = jax.grad(lambda leaves, head, image, label: log_probabilities(leaves, head, image)[label])
+    return jax.jit(log_probabilities), jax.jit(gradient)
+
+
+@pytest.mark.parametrize("kind, num", [("sampled", 40), ("empirical", 40), ("batch", 13)])
+def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images(kind, num):
+    ewc, task = fresh(begun(kind)), small.task("colours", 0, num=num)
+    leaves, head = ewc._begun(ewc._before(), 0, 0, 3).learned
+    found = ewc.add_fisher(ewc._before().fisher, leaves, head, 0, task, quiet)
+
+    values, gradient = spelled_out()
+    labels = task.train.labels
+    if kind == "sampled":
+        key = ewc.keys.at(0, Phase.METHOD_NOISE, 1)
+        drawn = [
+            jax.random.categorical(jax.random.fold_in(key, row), jnp.append(values(leaves, head, image), -1e30))
+            for row, image in enumerate(task.train.images)
+        ]
+        assert 0 < (np.array(drawn) != labels).sum() < num
+        labels = np.array(drawn)
+    images = [gradient(leaves, head, image, label) for image, label in zip(task.train.images, labels, strict=True)]
+    for leaf, own in zip(found, zip(*images, strict=True), strict=True):
+        own = np.stack(own).astype(np.float64)
+        expected = own.mean(axis=0) ** 2 if kind == "batch" else (own**2).mean(axis=0)
+        np.testing.assert_allclose(leaf, expected, rtol=2e-3, atol=2e-5 * expected.max() + 1e-12)
+
+
+def test_the_first_task_pays_no_penalty_and_a_larger_one_keeps_later_tasks_nearer():
+    tasks, steps = small.stream(2).tasks, {}
+    for penalty in (0.0, 1e6):
+        ewc = ewc_with(penalties=(penalty,))
+        ewc.learn(tasks[0], Undisturbed())
+        first = ewc.known
+        ewc.learn(tasks[1], Undisturbed())
+        assert all(leaf.min() >= 0 for leaf in first.fisher)
+        # only the first task's columns have come through unchanged
+        np.testing.assert_array_equal(ewc.known.head.weight[:, :3], first.head.weight[:, :3])
+        assert np.abs(ewc.known.head.weight[:, 3:7]).min() > 0
+        pairs = zip(ewc.known.leaves, first.leaves, first.fisher, strict=True)
+        steps[penalty] = sum(float((f * (new - old) ** 2).sum()) for new, old, f in pairs), first
+    assert steps[1e6][0] < 0.2 * steps[0.0][0]
+    for a, b in zip(steps[0.0][1].leaves, steps[1e6][1].leaves, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_gamma_keeps_that_much_of_the_running_fisher_information():
+    tasks, fishers = small.stream(2).tasks, {}
+    for gamma in (0.0, 0.5):
+        # without a penalty gamma changes nothing else
+        ewc = ewc_with(penalties=(0.0,), gamma=gamma)
+        ewc.learn(tasks[0], Undisturbed())
+        first = ewc.known.fisher
+        ewc.learn(tasks[1], Undisturbed())
+        fishers[gamma] = ewc.known.fisher
+    for half, own, old in zip(fishers[0.5], fishers[0.0], first, strict=True):
+        np.testing.assert_allclose(half, own + 0.5 * old, rtol=1e-5, atol=1e-9)
+
+
+def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_goes_on(tmp_path):
+    tasks = small.stream(3).tasks
+    searching = ewc_with(penalties=(0.0, 1e2, 1e9))
+    assert searching.check(tasks) == [
+        "learns task1, task2 3 times beforehand, to choose among 3 penalties on validation images"
+    ]
+    whole = fresh(searching)
+    report = whole.learn(tasks[0], Undisturbed())
+    accuracies = report["penalty_accuracies"]
+    assert list(accuracies) == ["0.0", "100.0", "1000000000.0"] and len(set(accuracies.values())) > 1
+    assert accuracies[str(report["penalty"])] == max(accuracies.values())
+
+    # what the search says of a penalty is what a stream with this penalty comes to
+    alone = ewc_with(penalties=(100.0,))
+    right = []
+    for task in tasks:
+        alone.learn(task, Undisturbed())
+    for index, task in enumerate(tasks):
+        found = alone.predict(task.val.images)
+        right.append(((found.tasks == index) & (found.classes == task.val.labels)).mean())
+    assert accuracies["100.0"] == pytest.approx(np.mean(right), abs=1e-9)
+
+    # training takes 6 steps, the Fisher information 3 chunks, each penalty 2 x 6 + 3 + 3 x 2
+    stopped, watched = fresh(searching), Watched(until=9 + 21 + 3)
+    with pytest.raises(Interrupted):
+        stopped.learn(tasks[0], watched)
+    assert np.isnan(watched.left.arrays["tried"]).tolist() == [False, True, True]
+    again, counted = fresh(searching), Watched(saved=watched.left)
+    assert again.learn(tasks[0], counted)["penalty_accuracies"] == accuracies
+    assert counted.reports == 3 + 2 * 21
+    again.save(tmp_path)
+    opened = fresh(searching)
+    opened.open(tmp_path)
+    assert opened.penalty == report["penalty"]
+
+
+def test_costs_are_those_of_one_plain_forward_pass():
+    ewc = fresh(begun())
+    report = ewc.learn(small.task("colours", 0), Undisturbed())
+    vit = ewc.executor.config
+    assert report["flops_method"] == flops.backbone_flops(vit)
+    assert report["flops_explicit"] == flops.backbone_flops(vit, count_attention=True)
+    assert report["flops_executed"] == flops.executed_backbone_flops(vit) + 2 * 16 * 3
+    params = flops.backbone_params(vit)
+    assert (report["params_learned"], report["params_stored"]) == (params + 17 * 3, params + 17 * 3)
+    # the table's row: 33.7 and 2.2 (rounded up there), attention products not counted
+    for name, row in (("vit_base", 33.7), ("deit_tiny", 2.2)):
+        assert flops.backbone_flops(config_of(name)) / 1e9 == pytest.approx(row, abs=0.06)
+
+
+def test_impossible_settings_are_refused():
+    for wrong, sentence in (
+        ({"penalties": ()}, "one or more finite numbers"),
+        ({"penalties": (1.0, -1.0)}, r"penalties are \(1.0, -1.0\)"),
+        ({"gamma": 1.5}, "gamma is 1.5"),
+        ({"fisher_images": -1}, "0 for all"),
+        ({"head_learning_rate": 0.0}, "a positive number"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            dataclasses.replace(CONFIG, **wrong)
+    tasks = small.stream(2).tasks
+    ewc = ewc_with(penalties=(1.0, 2.0))
+    with pytest.raises(ValueError, match=r"begins with 'task0': call check\(tasks\) first, or give one penalty"):
+        ewc.learn(tasks[0], Undisturbed())
+    assert ewc.check(tasks[:1]) == ["a single task needs no penalty, so the 2 given are not compared"]
+    assert ewc.learn(tasks[0], Undisturbed())["penalty"] == 1.0

@@ -1,0 +1,46 @@
+"""The upper bound: a network of its own per task, its rate chosen on validation."""
+
+import jax
+import numpy as np
+import pytest
+import small
+from baselines import check_method, learner
+
+from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
+from cheem_jax.methods.method import Undisturbed
+
+CONFIG = FullFinetuneConfig(epochs=2, learning_rates=(1e-3, 1e-2), head_learning_rate=1e-2, batch_size=16)
+
+
+def test_full_finetuning_learns_saves_opens_and_answers_per_image(tmp_path):
+    check_method(learner(FullFinetune, CONFIG), tmp_path, told=True)
+
+
+def test_the_rate_is_picked_on_validation_and_every_task_starts_from_the_pretrained_weights():
+    task = small.task("colours", 0)
+    config = FullFinetuneConfig(epochs=6, learning_rates=(1e-9, 1e-2), head_learning_rate=1e-9, batch_size=16)
+    method = learner(FullFinetune, config)
+    found = method.bound(0, task, Undisturbed())
+    assert found.learning_rate == 1e-2 and found.test_accuracy > 0.6
+    assert method.bound(0, task, Undisturbed()) == found
+
+
+def test_a_rate_that_ends_in_nan_loses_to_one_that_does_not():
+    config = FullFinetuneConfig(epochs=2, learning_rates=(1e30, 1e-2), head_learning_rate=1e-2, batch_size=16)
+    assert learner(FullFinetune, config).bound(0, small.task("colours", 0), Undisturbed()).learning_rate == 1e-2
+
+
+def test_no_step_changes_the_pretrained_weights():
+    method = learner(FullFinetune, CONFIG)
+    before = [np.array(leaf) for leaf in method.executor.leaves]
+    method.learn(small.task("colours", 0), Undisturbed())
+    for a, b in zip(before, method.executor.leaves, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.array_equal(jax.tree.leaves(method.tasks[0].leaves)[0], before[0])
+
+
+def test_impossible_rates_are_refused():
+    with pytest.raises(ValueError, match="learning_rates is empty"):
+        FullFinetuneConfig(learning_rates=())
+    with pytest.raises(ValueError, match="expected positive"):
+        FullFinetuneConfig(learning_rates=(0.0,))

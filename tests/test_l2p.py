@@ -1,0 +1,58 @@
+"""L2P: selection by cosine, per image, and what its losses reach."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from baselines import check_method, learner
+
+from cheem_jax.methods.l2p import L2p, L2pConfig
+from cheem_jax.methods.method import Undisturbed
+from cheem_jax.training import FitConfig
+
+CONFIG = L2pConfig(pool=5, length=4, top_k=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16)
+
+
+@pytest.mark.parametrize("changed", [{}, {"layers": (0, 2)}, {"inject": "tokens"}, {"key_loss": "batch"}], ids=str)
+def test_l2p_learns_saves_opens_and_answers_per_image(changed, tmp_path):
+    check_method(learner(L2p, dataclasses.replace(CONFIG, **changed)), tmp_path)
+
+
+def test_keys_that_no_image_selects_keep_their_bytes():
+    l2p = learner(L2p, dataclasses.replace(CONFIG, pool=40, top_k=1))
+    begun = l2p.begin_task(jax.random.key(1), {}, 0)
+    l2p.prompts = begun
+    task = small.task("colours", 0)
+    query = l2p.features(task, "train")
+    l2p.learn(task, Undisturbed())
+    near = query @ begun["keys"][0].T / np.linalg.norm(begun["keys"][0], axis=1)
+    never = sorted(set(range(40)) - set(near.argmax(axis=1).tolist()))
+    moved = np.abs(np.asarray(l2p.prompts["pool"][0]) - np.asarray(begun["pool"][0])).max(axis=(1, 2))
+    assert len(never) > 30
+    np.testing.assert_array_equal(moved[never[:30]] > 0, False)
+
+
+def test_the_prefix_of_an_image_is_that_of_its_nearest_keys_in_numpy():
+    l2p = learner(L2p, CONFIG)
+    prompts = l2p.begin_task(jax.random.key(0), {}, 0)
+    query = jax.random.normal(jax.random.key(1), (3, 16))
+    attached = l2p.attach(prompts, query, jnp.int32(0), training=True)
+    pool, keys = np.asarray(prompts["pool"][0]), np.asarray(prompts["keys"][0])
+    for image in range(3):
+        cosines = keys @ np.asarray(query[image]) / np.linalg.norm(keys, axis=1) / np.linalg.norm(query[image])
+        best = np.argsort(-cosines)[:2]
+        np.testing.assert_allclose(attached.prefixes[0].keys[image], np.concatenate([pool[b][:2] for b in best]))
+        np.testing.assert_allclose(attached.prefixes[0].values[image], np.concatenate([pool[b][2:] for b in best]))
+        np.testing.assert_allclose(attached.key_loss[image], (1 - cosines[best]).sum(), rtol=1e-5)
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ValueError, match=r"top_k is 6 of a pool of 5; expected 1\.\.5"):
+        dataclasses.replace(CONFIG, top_k=6)
+    with pytest.raises(ValueError, match="an even one"):
+        dataclasses.replace(CONFIG, length=3)
+    with pytest.raises(ValueError, match=r"layers \(7,\) are no blocks of this backbone; expected some of 0\.\.3"):
+        learner(L2p, dataclasses.replace(CONFIG, layers=(7,)))

@@ -1,0 +1,100 @@
+"""LoRA-CL and its upper bound: independent tasks, merged and un-merged alike, the paper's FLOPs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from baselines import check_method, learner
+
+from cheem_jax.backbone.config import CONFIGS
+from cheem_jax.flops import backbone_flops, pair_flops
+from cheem_jax.kernels import product
+from cheem_jax.methods.lora_cl import LoraCl, LoraClConfig
+from cheem_jax.methods.lora_finetune import LoraFinetune, LoraFinetuneConfig
+from cheem_jax.methods.method import Undisturbed
+from cheem_jax.ops import Adapt, LowRank, apply_op
+from cheem_jax.pool import dense_expert
+from cheem_jax.training import FitConfig
+
+SETTINGS = {"rank": 2, "fit": FitConfig(epochs=2, learning_rate=1e-2), "batch_size": 16}
+
+
+@pytest.fixture(scope="module")
+def begun():
+    return learner(LoraCl, LoraClConfig(**SETTINGS))
+
+
+def test_lora_cl_learns_saves_opens_and_answers_per_image(begun, tmp_path):
+    check_method(begun, tmp_path)
+
+
+def test_lora_finetuning_is_told_the_task_and_refuses_to_guess(tmp_path):
+    method = check_method(learner(LoraFinetune, LoraFinetuneConfig(**SETTINGS)), tmp_path, told=True)
+    with pytest.raises(ValueError, match="has to be given each image's true task"):
+        method.predict(np.zeros((1, 8, 8, 3), np.uint8))
+
+
+def test_tasks_learned_in_any_order_and_by_either_method_get_the_same_weights():
+    tasks = small.stream(2).tasks
+
+    def pairs_of(method, name):
+        (task,) = [task for task in method.memory.tasks if task.name == name]
+        return [method.memory.pool[block][e].params for block, e in enumerate(task.experts)], task.head
+
+    methods = [learner(LoraCl, LoraClConfig(**SETTINGS)) for _ in range(2)]
+    methods.append(learner(LoraFinetune, LoraFinetuneConfig(**SETTINGS)))
+    for method, order in zip(methods, ([0, 1], [1, 0], [0, 1]), strict=True):
+        for index in order:
+            method.learn(tasks[index], Undisturbed())
+    for other in methods[1:]:
+        for a, b in zip(
+            jax.tree.leaves(pairs_of(methods[0], "task1")), jax.tree.leaves(pairs_of(other, "task1")), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_merged_and_unmerged_pairs_agree_and_a_zero_pair_changes_nothing():
+    expert = small.backbone().blocks[0].expert("mlp_down")
+    keys = jax.random.split(jax.random.key(0), 3)
+    down, up = jax.random.normal(keys[0], (64, 3)), jax.random.normal(keys[1], (3, 16))
+    x = jax.random.normal(keys[2], (2, 5, 64))
+    plain = product(x, expert.weight) + expert.bias
+    unmerged = apply_op(Adapt(expert, LowRank(down, up)), x, "float32")
+    merged = product(x, expert.weight + down @ up) + expert.bias
+    np.testing.assert_allclose(unmerged, merged, atol=1e-5 * float(jnp.abs(merged).max()))
+    np.testing.assert_array_equal(apply_op(Adapt(expert, LowRank(down, jnp.zeros_like(up))), x, "float32"), plain)
+
+
+def test_every_task_adapts_the_pretrained_layer_and_not_the_task_before(begun):
+    method = learner(LoraCl, LoraClConfig(**SETTINGS))
+    for task in small.stream(2).tasks:
+        method.learn(task, Undisturbed())
+    assert [stored.parent for stored in method.memory.pool[0]] == [None, 0, 0]
+    base, pair = method.memory.pool[0][0].params, method.memory.pool[0][2].params
+    merged = base.weight + pair.down @ pair.up
+    np.testing.assert_allclose(dense_expert(method.memory.pool[0], 2).weight, merged, rtol=1e-5, atol=1e-6)
+
+
+def test_flops_of_the_papers_row_follow_from_a_rank_of_40():
+    for name, printed, expected in (("vit_base", 68.2, 68.12), ("deit_tiny", 4.5, 4.48)):
+        config = CONFIGS[name]
+        flops = 2 * backbone_flops(config) + config.depth * pair_flops(config, "mlp_down", 40)
+        assert flops / 1e9 == pytest.approx(expected, abs=0.005)
+        assert flops / 1e9 == pytest.approx(printed, abs=0.1)
+
+
+def test_a_task_reports_two_passes_and_its_upper_bound_one():
+    task = small.task("colours", 0)
+    reports = [
+        learner(kind, config(**SETTINGS)).learn(task, Undisturbed())
+        for kind, config in ((LoraCl, LoraClConfig), (LoraFinetune, LoraFinetuneConfig))
+    ]
+    plain = backbone_flops(small.CONFIG)
+    assert reports[0]["flops_method"] == 2 * plain + 4 * pair_flops(small.CONFIG, "mlp_down", 2)
+    assert reports[1]["flops_method"] == plain
+    assert reports[1]["flops_executed"] < reports[0]["flops_executed"]
+    with pytest.raises(ValueError, match="at least rank 1"):
+        dataclasses.replace(LoraClConfig(), rank=0)

@@ -1,0 +1,255 @@
+"""MoAL: the analytic head is exact, adapters follow their average, and rumination shifts what it should."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import small
+from baselines import check_method, fresh, learner
+
+from cheem_jax import flops
+from cheem_jax.backbone.config import config_of
+from cheem_jax.data.task import Split, Task
+from cheem_jax.keys import Phase, order_at
+from cheem_jax.methods.adapters import adapter_params
+from cheem_jax.methods.method import Undisturbed
+from cheem_jax.methods.moal import (
+    Analytic,
+    Moal,
+    MoalConfig,
+    best_ridge,
+    drift_map,
+    least_squares,
+    lift,
+    nearest_new,
+    one_hot,
+    ridge_inverse,
+    second_moments,
+    shifted_sources,
+)
+from cheem_jax.training import FitConfig
+
+CONFIG = MoalConfig(
+    bottleneck=3, scale=1.0, hidden=40, ema=0.6, analytic_batch=16, fit=FitConfig(epochs=2, learning_rate=1e-2),
+    batch_size=16,
+)  # fmt: skip
+
+
+@functools.cache
+def begun() -> Any:
+    return learner(Moal, CONFIG)
+
+
+def moal_with(**changed) -> Any:
+    """Other settings of the head with the same compiled programs."""
+    moal = fresh(begun())
+    moal.config = dataclasses.replace(CONFIG, **changed)
+    return moal
+
+
+def learned(moal: Any, tasks) -> Any:
+    for task in tasks:
+        moal.learn(task, Undisturbed())
+    return moal
+
+
+def test_moal_learns_saves_opens_and_answers_per_image(tmp_path):
+    moal: Any = check_method(begun(), tmp_path)
+    # x64 is off in JAX, and yet nothing is lost on the way to the disk and back
+    assert moal.known.analytic.inverse.dtype == moal.known.analytic.weight.dtype == np.float64
+    again = fresh(begun())
+    again.open(tmp_path / "one")
+    for kept, opened in zip(jax.tree.leaves(moal.known), jax.tree.leaves(again.known), strict=True):
+        np.testing.assert_array_equal(kept, opened)
+    np.testing.assert_array_equal(moal.known.analytic.inverse, moal.known.analytic.inverse.T)
+
+
+@pytest.mark.parametrize("sizes", [(30, 70), (1, 5, 94), (100,)])
+def test_recursive_least_squares_is_the_ridge_regression_on_all_images(sizes):
+    rng = np.random.default_rng(0)
+    x, y = np.maximum(rng.normal(size=(150, 60)), 0), one_hot(rng.integers(0, 5, 150), 5)
+    inverse, penalty = ridge_inverse(x[:50].T @ x[:50], 0.1)
+    assert penalty == 0.1
+    analytic, begin = Analytic(inverse, inverse @ x[:50].T @ y[:50]), 50
+    for size in sizes:
+        least_squares(analytic, x[begin : begin + size], y[begin : begin + size])
+        begin += size
+    closed = np.linalg.inv(x.T @ x + 0.1 * np.eye(60))
+    np.testing.assert_allclose(analytic.inverse, closed, atol=1e-8)
+    np.testing.assert_allclose(analytic.weight, closed @ x.T @ y, atol=1e-8)
+    np.testing.assert_array_equal(analytic.inverse, analytic.inverse.T)
+
+
+def test_without_factor_and_rumination_two_tasks_give_the_ridge_regression_on_both():
+    tasks = small.stream(2).tasks
+    # with ema 1 the adapters stay, so features of the first task are still known
+    moal = moal_with(first_scale=1.0, ruminate=False)
+    moal._average = lambda old, new: old
+    report = moal.learn(tasks[0], Undisturbed())
+    first = moal.known.adapters
+    moal.learn(tasks[1], Undisturbed())
+    assert moal.known.adapters is first
+    x = np.concatenate([lift(moal.features(first, task.train.images), moal.known.projection) for task in tasks])
+    y = one_hot(np.concatenate([tasks[0].train.labels, 3 + tasks[1].train.labels]), 7)
+    closed = np.linalg.solve(x.T @ x + report["ridge"] * np.eye(40), x.T @ y)
+    np.testing.assert_allclose(moal.known.analytic.weight, closed, atol=1e-8)
+    np.testing.assert_allclose(
+        moal.logits(tasks[0].test.images),
+        lift(moal.features(first, tasks[0].test.images), moal.known.projection) @ closed,
+        atol=1e-6,
+    )
+    # the factor is the first task's alone
+    scaled = moal_with(ruminate=False)
+    scaled.learn(tasks[0], Undisturbed())
+    alone = np.linalg.solve(x[:40].T @ x[:40] + report["ridge"] * np.eye(40), x[:40].T @ y[:40, :3])
+    np.testing.assert_allclose(scaled.known.analytic.weight, 0.9 * alone, atol=1e-8)
+
+
+def test_the_penalty_is_the_best_on_held_out_images():
+    rng = np.random.default_rng(1)
+    truth = rng.normal(size=(20, 3))
+    x, noisy = rng.normal(size=(200, 20)), rng.normal(size=(200, 3))
+    held = rng.normal(size=(50, 20))
+    exact = best_ridge(*second_moments(iter([(x[:100], x[:100] @ truth), (x[100:], x[100:] @ truth)])),
+                       lambda: iter([(held, held @ truth)]))  # fmt: skip
+    nothing = best_ridge(*second_moments(iter([(x, noisy)])), lambda: iter([(held, np.zeros((50, 3)))]))
+    assert exact == 1e-8 and nothing == 1e8
+
+
+def test_a_penalty_too_small_for_float64_grows_until_it_is_not():
+    x = np.random.default_rng(0).normal(size=(3, 30)) * 1e6
+    inverse, penalty = ridge_inverse(x.T @ x, 1e-8)
+    assert 1e-8 < penalty < 1e3 and np.isfinite(inverse).all()
+
+
+def test_adapters_follow_their_average_by_epochs_from_the_second_task_on():
+    tasks = small.stream(2).tasks
+    moal, ends = fresh(begun()), []
+
+    def average(old, new):
+        ends.append((old, jax.tree.map(np.asarray, new)))
+        return begun()._average(old, new)
+
+    moal._average = average
+    learned(moal, tasks[:1])
+    first = moal.known.adapters
+    assert ends == []
+    learned(moal, tasks[1:])
+    assert len(ends) == CONFIG.fit.epochs and ends[0][0] is not None
+    expected = first
+    for _, new in ends:
+        expected = jax.tree.map(lambda a, b: 0.6 * a + 0.4 * b, expected, new)
+    for a, b in zip(moal.known.adapters, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    assert np.abs(moal.known.adapters.up - first.up).max() > 1e-4
+
+
+def test_the_drift_map_is_the_identity_without_drift_and_finds_a_linear_one():
+    rng = np.random.default_rng(2)
+    old = rng.normal(size=(400, 8)).astype(np.float32)
+    np.testing.assert_array_equal(drift_map(old, old), np.eye(8))
+    turn = np.eye(8) + 0.3 * rng.normal(size=(8, 8))
+    np.testing.assert_allclose(drift_map(old, (old @ turn).astype(np.float32)), turn, atol=1e-4)
+    # fewer images than dimensions: near the identity where nothing is known
+    few = drift_map(old[:4], (old[:4] @ turn).astype(np.float32))
+    unseen = np.linalg.svd(old[:4])[2][4:]
+    np.testing.assert_allclose(unseen @ few, unseen, atol=1e-4)
+    np.testing.assert_array_equal(drift_map(old[:1], old[1:2]), np.eye(8))
+
+
+def test_old_classes_are_stood_for_by_images_of_the_new_class_nearest_by_cosine():
+    means = np.array([[1.0, 0.1], [0.1, 2.0], [0.0, 1.0], [5.0, 0.0]], np.float32)
+    np.testing.assert_array_equal(nearest_new(means, 2), [3, 2])
+    sources, classes = shifted_sources(np.array([2, 3, 2], np.int32), means, 2)
+    np.testing.assert_array_equal(sources, [0, 1, 2, 1, 0, 2])
+    np.testing.assert_array_equal(classes, [2, 3, 2, 0, 1, 1])
+
+
+def test_rumination_learns_again_what_the_head_gets_wrong_and_nothing_else():
+    tasks = list(small.stream(2).tasks)
+    # labels by chance, so that much is wrong
+    chance = np.random.default_rng(0).permutation(tasks[1].train.labels)
+    tasks[1] = dataclasses.replace(tasks[1], train=Split(tasks[1].train.images, chance))
+    first = learned(fresh(begun()), tasks[:1])
+    with_it, without = fresh(begun()), moal_with(ruminate=False)
+    with_it.known, without.known = first.known, first.known
+    for moal in (with_it, without):
+        moal.classes.add(tasks[0].name, tasks[0].classes)
+    report = with_it.learn(tasks[1], Undisturbed())
+    assert without.learn(tasks[1], Undisturbed())["ruminated"] == 0
+    # once more by hand, from where plain least squares ends
+    known, labels = with_it.known, 3 + tasks[1].train.labels
+    analytic = Analytic(*(part.copy() for part in without.known.analytic))
+    features = with_it.features(known.adapters, tasks[1].train.images)
+    examples = [(feature, int(c)) for feature, c in zip(features, labels, strict=True)]
+    for c, new in enumerate(nearest_new(known.means, 3)):
+        examples += [(f - known.means[new] + known.means[c], c) for f in features[labels == new]]
+    assert report["ruminated"] == len(examples) and 0 < report["ruminated_wrong"] < len(examples)
+    order, wrong = order_at(with_it.keys.at(1, Phase.ALIGNMENT_ORDER, 1), len(examples)), 0
+    for begin in range(0, len(order), 16):
+        chunk = [examples[i] for i in order[begin : begin + 16]]
+        x, y = lift(np.stack([f for f, _ in chunk]), known.projection), np.array([c for _, c in chunk])
+        missed = (x @ analytic.weight).argmax(axis=1) != y
+        least_squares(analytic, x[missed], one_hot(y[missed], 7))
+        wrong += missed.sum()
+    assert wrong == report["ruminated_wrong"]
+    np.testing.assert_allclose(known.analytic.weight, analytic.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_new_columns_of_the_auxiliary_head_begin_small_or_at_zero():
+    moal = learned(fresh(begun()), small.stream(2).tasks[:1])
+    old = np.asarray(moal.known.auxiliary.weight)[:, :3]
+    for kind, least in (("small", 1e-3), ("zeros", 0.0)):
+        moal.config = dataclasses.replace(CONFIG, aux_init=kind)
+        weight = np.asarray(moal._begin(moal.known, 1, 3, 4)[1].weight)
+        np.testing.assert_array_equal(weight[:, :3], old)
+        assert np.abs(weight[:, 3:7]).max() == 0 if kind == "zeros" else np.abs(weight[:, 3:7]).mean() > least
+    moal.config = dataclasses.replace(CONFIG, aux_init="zeros")
+    report = moal.learn(small.stream(2).tasks[1], Undisturbed())
+    assert np.isfinite(report["losses"]).all() and np.isfinite(np.asarray(moal.known.adapters.up)).all()
+
+
+def test_classes_of_one_image_are_learned():
+    split = small.task("few", 1, num_classes=3, num=6).val
+    lone = Task("few", ("c0", "c1", "c2"), split, split, split)
+    for tasks in ((lone, small.task("colours", 0)), (small.task("colours", 0), lone)):
+        moal = learned(fresh(begun()), tasks)
+        assert moal.predict(split.images).classes.min() >= 0
+        assert np.isfinite(moal.known.analytic.weight).all()
+
+
+def test_costs_are_those_of_one_forward_pass():
+    moal = fresh(begun())
+    reports = [moal.learn(task, Undisturbed()) for task in small.stream(2).tasks]
+    vit, own = moal.executor.config, adapter_params(moal.executor.config, 3)
+    adapters, head = 4 * 5 * 2 * 2 * 16 * 3, 2 * 40 * (16 + 7)
+    assert reports[1]["flops_method"] == flops.backbone_flops(vit)
+    assert reports[1]["flops_explicit"] == flops.backbone_flops(vit, count_attention=True) + adapters + head
+    assert reports[1]["flops_executed"] == flops.executed_backbone_flops(vit) + adapters * 16 // 20 + head
+    kept = own + 1 + 16 * 7 + moal.known.means.size + sum(part.size for part in moal.known.analytic)
+    assert sum(report["params_stored"] for report in reports) == kept + moal.known.projection.size
+    assert [report["params_added_percent"] > 0 for report in reports] == [True, False]
+    # the table's row is the plain pass; the adapters it leaves out would make it 34.2
+    base = config_of("vit_base")
+    assert flops.backbone_flops(base) / 1e9 == pytest.approx(33.7, abs=0.05)
+    assert (flops.backbone_flops(base) + flops.adapter_flops(base, 64)) / 1e9 == pytest.approx(34.16, abs=0.05)
+    assert flops.backbone_flops(config_of("deit_tiny")) / 1e9 == pytest.approx(2.2, abs=0.06)
+
+
+def test_impossible_settings_are_refused_and_much_memory_is_said():
+    for wrong, sentence in (
+        ({"hidden": 0}, "hidden is 0; expected at least 1"),
+        ({"first_scale": 0.0}, "first_scale is 0.0"),
+        ({"ema": 1.5}, "ema is 1.5"),
+        ({"analytic_batch": 0}, "analytic_batch is 0"),
+        ({"bottleneck": 0}, "a rank of at least 1"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            dataclasses.replace(CONFIG, **wrong)
+    assert begun().check(small.stream(2).tasks) == []
+    assert moal_with(hidden=20000).check(small.stream(2).tasks) == [
+        "moal: 20000 random features take up to 8.9 GiB of memory on the host"
+    ]

@@ -1,0 +1,337 @@
+"""MoE-Adapters: two experts per image, chosen by its task's router; frozen ones keep their bytes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small
+from baselines import Interrupted, Watched, check_method, fresh, learner
+from scipy.special import erf
+
+from cheem_jax.backbone.alexnet import AlexNetConfig, build_alexnet, shapes_of
+from cheem_jax.backbone.config import config_of
+from cheem_jax.execution.stages import Stages
+from cheem_jax.methods.alexnet_encoder import AlexNetEncoder
+from cheem_jax.methods.autoencoders import AutoEncoderConfig
+from cheem_jax.methods.method import Encoder, FrozenFeatures, Undisturbed
+from cheem_jax.methods.moe_adapters import (
+    Experts,
+    Gates,
+    MoeAdapters,
+    MoeAdaptersConfig,
+    draw,
+    freeze,
+    gate,
+    init_experts,
+    mixture,
+    moe_flops,
+    smoothed_cross_entropy,
+)
+from cheem_jax.training import FitConfig
+
+CONFIG = MoeAdaptersConfig(
+    experts=6,
+    bottleneck=2,
+    autoencoder=AutoEncoderConfig(hidden=6, iterations=40, batch_size=16),
+    fit=FitConfig(epochs=2, learning_rate=1e-2),
+    batch_size=16,
+)
+
+
+@pytest.fixture(scope="module")
+def begun() -> MoeAdapters:
+    """Before its first task; each test goes on with one made `anew`, which shares the compiled programs."""
+    return learner(MoeAdapters, CONFIG, num_tasks=3)
+
+
+def anew(begun: MoeAdapters) -> MoeAdapters:
+    copied = fresh(begun)
+    assert isinstance(copied, MoeAdapters)
+    return copied
+
+
+def parts(moe: MoeAdapters) -> list[np.ndarray]:
+    """Its experts on the host."""
+    assert moe.experts is not None
+    return [np.asarray(leaf) for leaf in moe.experts]
+
+
+def random_experts(seed: int = 0, experts: int = 6) -> Experts:
+    """Experts of which every part counts."""
+    shapes = init_experts(jax.random.key(0), small.CONFIG, dataclasses.replace(CONFIG, experts=experts))
+    rng = np.random.default_rng(seed)
+    return Experts(*(jnp.asarray(rng.normal(0, 1, leaf.shape), jnp.float32) for leaf in shapes))
+
+
+def test_moe_adapters_learn_save_open_and_answer_per_image(begun, tmp_path):
+    method = check_method(begun, tmp_path)
+    tasks = small.stream(3).tasks
+    told = [np.mean(method.answers(i, task).given_task == task.test.labels) for i, task in enumerate(tasks)]
+    named = [np.mean(method.answers(i, task).chosen_task == i) for i, task in enumerate(tasks)]
+    assert min(told) > 0.6 and np.mean(named) > 0.6
+
+
+def test_so_do_they_with_another_encoder_when_experts_run_out(tmp_path):
+    encoder = FrozenFeatures(Stages(small.backbone(1), "mlp_down"), 16)
+    config = dataclasses.replace(CONFIG, experts=3, label_smoothing=0.2, dropout=0.0)
+    check_method(learner(MoeAdapters, config, router_features=encoder), tmp_path)
+
+
+def test_a_task_stopped_at_its_auto_encoder_ends_as_an_unbroken_one(begun):
+    task, whole, watched = small.task("colours", 0), anew(begun), Watched(2 * 3 + 3 + 5)
+    whole.learn(task, Undisturbed())
+    halted = anew(begun)
+    with pytest.raises(Interrupted):
+        halted.learn(task, watched)
+    resumed = anew(begun)
+    report = resumed.learn(task, Watched(saved=watched.left))
+    assert len(report["losses"]) == 2
+    for a, b in zip(jax.tree.leaves(resumed.tasks[0][2:]), jax.tree.leaves(whole.tasks[0][2:]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(parts(resumed), parts(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_zero_routers_give_two_gates_of_a_half():
+    token = jax.random.normal(jax.random.key(0), (5, 16))
+    gates = gate(jnp.zeros((4, 16, 6)), token, jnp.arange(5) % 4)
+    np.testing.assert_array_equal(gates.weights, 0.5)
+    np.testing.assert_array_equal(gates.chosen, np.tile([0, 1], (5, 1)))
+
+
+def test_training_noise_chooses_other_experts_per_image_and_only_there():
+    token, routers = jax.random.normal(jax.random.key(0), (200, 16)), jnp.zeros((1, 16, 6))
+    tasks, drawn = jnp.zeros(200, jnp.int32), draw(jax.random.key(1), jnp.zeros((1, 16, 6)), 200, 5, CONFIG)
+    gates = gate(routers, token, tasks, jax.tree.map(lambda leaf: leaf[0], drawn))
+    counts = np.bincount(np.asarray(gates.chosen).ravel(), minlength=6)
+    assert counts.min() > 40  # 66.7 of 200 each by chance
+    np.testing.assert_allclose(gates.weights.sum(axis=1), 1.0, rtol=1e-6)
+    # softplus(0) + 0.01 is the deviation: the larger weight is the logistic of a difference of such noise
+    difference = np.log(gates.weights[:, 0] / gates.weights[:, 1])
+    draws = np.sort(0.7031 * np.random.default_rng(0).normal(size=(20_000, 6)), axis=1)
+    np.testing.assert_allclose(difference.mean(), (draws[:, -1] - draws[:, -2]).mean(), rtol=0.2)
+
+
+def test_experts_add_nothing_before_they_have_learned(begun):
+    moe, images = anew(begun), small.task("colours", 0).test.images
+    experts = init_experts(jax.random.key(0), small.CONFIG, CONFIG)
+    found, _ = moe._over(experts, np.ones((1, 4, 16, 6), np.float32), images, np.zeros(20, np.int32))
+    np.testing.assert_allclose(found, moe.router_features.compute(images), rtol=0, atol=1e-5)
+
+
+def plain_norm(x, layer, epsilon=1e-6):
+    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    return (x - mean) / np.sqrt(variance + epsilon) * np.asarray(layer.scale[...]) + np.asarray(layer.bias[...])
+
+
+def plain_linear(x, layer):
+    return x @ np.asarray(layer.kernel[...], np.float64) + np.asarray(layer.bias[...])
+
+
+def plain_block(block, x, experts, router):
+    """One adapted block for one image `[N, D]`, and the experts it got."""
+    n, d = x.shape
+    query, key, value = np.split(plain_linear(plain_norm(x, block.norm1), block.qkv), 3, axis=-1)
+    mixed = np.zeros((n, d))
+    for head in np.split(np.arange(d), block.num_heads):
+        scores = query[:, head] @ key[:, head].T / np.sqrt(len(head))
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        mixed[:, head] = weights / weights.sum(axis=1, keepdims=True) @ value[:, head]
+    z = x + plain_linear(mixed, block.proj)
+    up = plain_linear(plain_norm(z, block.norm2), block.up)
+    y = z + plain_linear(up * 0.5 * (1 + erf(up / np.sqrt(2))), block.down)
+    logits = z[0] @ router
+    chosen = np.argsort(-logits)[:2]
+    weights = np.exp(logits[chosen]) / np.exp(logits[chosen]).sum()
+    for expert, weight in zip(chosen, weights, strict=True):
+        down, down_bias, up, up_bias = (leaf[expert] for leaf in experts)
+        y = y + weight * 0.1 * (np.maximum(z @ down.T + down_bias, 0) @ up + up_bias)
+    return y, chosen
+
+
+def test_every_image_runs_the_two_experts_of_its_own_task_as_numpy_does(begun):
+    moe, vit, experts = anew(begun), small.backbone(), random_experts()
+    routers = np.random.default_rng(1).normal(0, 1, (4, 4, 16, 6)).astype(np.float32)
+    images, tasks = small.task("colours", 0).test.images[:3], np.array([2, 0, 1], np.int32)
+    found, chosen = moe._over(experts, routers, images, tasks)
+    host = [np.asarray(leaf, np.float64) for leaf in experts]
+    for image, task in enumerate(tasks):
+        x = np.asarray(vit.embed(jnp.asarray(images[image : image + 1])), np.float64)[0]
+        for index, block in enumerate(vit.blocks):
+            x, picked = plain_block(block, x, [leaf[index] for leaf in host], routers[task, index])
+            np.testing.assert_array_equal(chosen[image, index], picked)
+        expected = plain_norm(x[0], vit.norm)
+        np.testing.assert_allclose(found[image], expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    assert len(set(map(bytes, chosen))) == 3
+
+
+def test_dropout_leaves_hidden_values_out_and_scales_the_others():
+    identity = jnp.broadcast_to(jnp.eye(4), (2, 4, 4))
+    experts = Experts(identity, jnp.zeros((2, 4)), identity, jnp.zeros((2, 4)))
+    gates = Gates(jnp.tile(jnp.array([[0, 1]]), (3, 1)), jnp.full((3, 2), 0.5))
+    z = jnp.ones((3, 50, 4))
+    mixed = jax.jit(mixture, static_argnames="dropout")
+    np.testing.assert_allclose(mixed(experts, gates, z), 1.0)
+    config = dataclasses.replace(CONFIG, bottleneck=4, dropout=0.5)
+    kept = draw(jax.random.key(0), jnp.zeros((1, 4, 6)), 3, 50, config).kept
+    assert kept is not None and kept.shape == (1, 3, 50, 8)
+    # each of two experts gives 0.5 * 2 or 0
+    values, counts = np.unique(mixed(experts, gates, z, kept[0], dropout=0.5), return_counts=True)
+    np.testing.assert_allclose(values, [0, 1, 2])
+    np.testing.assert_allclose(counts / 600, [0.25, 0.5, 0.25], atol=0.08)
+    assert draw(jax.random.key(0), jnp.zeros((1, 4, 6)), 3, 50, dataclasses.replace(config, dropout=0.0)).kept is None
+
+
+def test_the_most_used_experts_of_each_block_are_frozen():
+    uses = np.array([[5, 9, 9, 0], [1, 1, 1, 1], [0, 12, 0, 0]])
+    frozen = freeze(np.zeros((3, 4), bool), uses, 2)
+    np.testing.assert_array_equal(frozen, [[0, 1, 1, 0], [1, 1, 0, 0], [0, 1, 0, 0]])
+    # some of the most used may be frozen already, and fewer than two are then new
+    again = freeze(frozen, np.array([[0, 3, 0, 8], [0, 9, 9, 0], [9, 9, 0, 0]]), 2)
+    np.testing.assert_array_equal(again, [[0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
+    np.testing.assert_array_equal(freeze(frozen, uses, 0), frozen)
+
+
+def test_frozen_experts_keep_their_bytes_while_others_learn(begun):
+    moe = anew(begun)
+    first = moe.learn(small.task("one", 1), Undisturbed())
+    frozen, before = moe.frozen, parts(moe)
+    assert first["experts_free"] == [6] * 4
+    assert [np.flatnonzero(row).tolist() for row in frozen] == first["experts_frozen"]
+    np.testing.assert_array_equal(frozen.sum(axis=1), 2)
+    np.testing.assert_array_equal(np.sum(first["expert_uses"], axis=1), 2 * 40)
+    second = moe.learn(small.task("two", 2), Undisturbed())
+    assert second["experts_free"] == [4] * 4
+    for old, new in zip(before, parts(moe), strict=True):
+        assert old[frozen].tobytes() == new[frozen].tobytes()
+        # every block's other experts have moved, and with noise on the gates most of them
+        moved = (old != new).reshape(*frozen.shape, -1).any(axis=-1)
+        assert moved.sum() >= 12
+    assert second["params_stored"] < first["params_stored"]
+
+
+def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn(begun):
+    moe = anew(begun)
+    moe.learn(small.task("one", 1), Undisturbed())
+    moe.frozen, before = np.ones((4, 6), bool), parts(moe)
+    report = moe.learn(small.task("two", 2), Undisturbed())
+    assert report["experts_free"] == [0] * 4 and report["experts_frozen"] == [[]] * 4
+    np.testing.assert_array_equal(np.sum(report["expert_uses"], axis=1), 2 * 40)
+    for old, new in zip(before, parts(moe), strict=True):
+        assert old.tobytes() == new.tobytes()
+    assert report["losses"][-1] < report["losses"][0] and np.abs(moe.tasks[1].router).max() > 0
+    assert report["params_learned"] == 2 * 4 * 16 * 6 + 17 * 3 + (2 * 16 * 6 + 6 + 16)
+
+
+def test_what_later_tasks_change_is_what_earlier_ones_share(begun):
+    moe, one = anew(begun), small.task("one", 1)
+    moe.learn(one, Undisturbed())
+    kept = [np.copy(moe.tasks[0].router), *map(np.copy, moe.tasks[0].head), *map(np.copy, moe.tasks[0].autoencoder)]
+    moe.learn(small.task("two", 2), Undisturbed())
+    now = [moe.tasks[0].router, *moe.tasks[0].head, *moe.tasks[0].autoencoder]
+    for a, b in zip(kept, now, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_fourth_task_compiles_nothing_anew(begun, compilations):
+    moe = anew(begun)
+    for index in range(3):
+        moe.learn(small.task(f"task{index}", index), Undisturbed())
+        moe.answers(index, small.task(f"task{index}", index))
+    with compilations() as programs:
+        moe.learn(small.task("other", 5, num=37), Undisturbed())
+        moe.answers(3, small.task("other", 5, num=37))
+    assert programs.count == 0
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_loss_is_optaxs_over_the_tasks_own_classes(smoothing):
+    logits, labels = jax.random.normal(jax.random.key(0), (5, 4)), jnp.array([0, 1, 2, 1, 0])
+    weights = jnp.array([0.25, 0.25, 0.25, 0.25, 0.0])
+    targets = optax.smooth_labels(jax.nn.one_hot(labels, 3), smoothing)
+    expected = (optax.softmax_cross_entropy(logits[:, :3], targets) * weights).sum()
+    loss = jax.jit(jax.value_and_grad(smoothed_cross_entropy), static_argnums=4)
+    found, grads = loss(logits, labels, weights, np.int32(3), smoothing)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_array_equal(grads[:, 3], 0)
+
+
+@pytest.fixture(scope="module")
+def conv5() -> Encoder:
+    config = AlexNetConfig(224, "conv5")
+    params = {name: np.zeros(shape, np.float32) for name, shape in shapes_of(config).items()}
+    return AlexNetEncoder(build_alexnet(config, params))
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "with_adapters", "without", "paper"),
+    [("vit_base", 768, 35.33, 35.21, 35.4), ("deit_tiny", 192, 3.70, 3.67, 3.7)],
+)
+def test_the_papers_flops_are_twelve_auto_encoders_and_two_experts_of_rank_8(
+    conv5, name, width, with_adapters, without, paper
+):
+    # eleven tasks and the official reference auto-encoder; the paper's 35.4 leaves no room for experts of rank 64
+    vit, config = config_of(name), MoeAdaptersConfig()
+    found = moe_flops(vit, conv5, config, 12)
+    assert round(found / 1e9, 2) == with_adapters
+    assert abs(found / 1e9 - paper) < 0.08
+    adapters = 2 * 197 * 12 * 2 * width * 2 * 8
+    assert round((found - adapters) / 1e9, 2) == without
+    assert moe_flops(vit, conv5, dataclasses.replace(config, bottleneck=64), 12) / 1e9 > paper + 0.19
+    attention = 2 * 12 * 2 * 197**2 * width
+    assert moe_flops(vit, conv5, config, 12, count_attention=True) == found + attention
+
+
+def test_a_report_counts_the_auto_encoders_of_the_whole_stream(begun):
+    moe = anew(begun)
+    first, second = (moe.learn(small.task(f"task{i}", i), Undisturbed()) for i in range(2))
+    vit, encoder = small.CONFIG, moe.encoder
+    assert first["flops_method"] == second["flops_method"] == moe_flops(vit, encoder, CONFIG, 3)
+    # two passes (the encoder is the backbone), 3 auto-encoders 16-6-16, experts of rank 4 in all at 3 x 5 + 1 tokens
+    # of 16 values, the logits of 4 routers (3 padded) of 6 experts in 4 blocks, and a head of 3 classes
+    own = 3 * 4 * 16 * 6 + 16 * 4 * 16 * 4 + 4 * 4 * 2 * 16 * 6 + 2 * 16 * 3
+    assert first["flops_executed"] == 2 * encoder.executed_flops() + own
+    experts, router = 4 * 6 * (2 * 2 * 16 + 2 + 16), 4 * 16 * 6
+    rest = 17 * 3 + 2 * 16 * 6 + 6 + 16
+    assert first["params_stored"] == experts + router + rest and second["params_stored"] == router + rest
+    assert first["params_learned"] == experts + 2 * router + rest
+    assert second["params_learned"] == experts * 2 // 3 + 2 * router + rest
+
+
+def test_the_stream_is_looked_at_before_it_is_learned(begun, conv5):
+    tasks = small.stream(3).tasks
+    assert anew(begun).check(tasks) == []
+    (said,) = learner(MoeAdapters, dataclasses.replace(CONFIG, experts=4)).check(tasks)
+    assert "may freeze 2 of 4 experts per block, so from task 3 of 3 on fewer than 2 may be left to learn" in said
+    assert learner(MoeAdapters, dataclasses.replace(CONFIG, experts=2, freeze=0)).check(tasks) == []
+    moe = learner(MoeAdapters, MoeAdaptersConfig(), router_features=FrozenFeatures(conv5, 16))
+    assert moe.check(tasks * 3) == []
+    many = small.task("many", 0, num=18_000)
+    (said,) = moe.check([dataclasses.replace(task, test=many.test) for task in (many, many, many)])
+    assert "features of alexnet, 43264 per image, may take 8.7 GiB of memory" in said
+
+
+@pytest.mark.parametrize(
+    ("changed", "shown"),
+    [
+        ({"experts": 1}, "experts is 1; expected 2 or more"),
+        ({"bottleneck": 0}, "bottleneck is 0; an expert needs a rank of at least 1"),
+        ({"freeze": 7}, r"freeze is 7 of 6 experts; expected 0 \(never\)\.\.6"),
+        ({"scale": 0.0}, "scale is 0.0; expected a positive number"),
+        ({"dropout": 1.0}, r"dropout is 1.0; expected a share in \[0, 1\)"),
+        ({"label_smoothing": -0.1}, r"label_smoothing is -0.1; expected a share in \[0, 1\)"),
+        ({"batch_size": 0}, "batch_size is 0; expected at least 1"),
+    ],
+    ids=str,
+)
+def test_impossible_settings_are_refused(changed, shown):
+    with pytest.raises(ValueError, match=shown):
+        dataclasses.replace(CONFIG, **changed)
+
+
+def test_nothing_is_answered_before_anything_is_learned(begun):
+    with pytest.raises(ValueError, match="so moe_adapters has no task to name"):
+        anew(begun).predict(np.zeros((1, 8, 8, 3), np.uint8))

@@ -1,0 +1,120 @@
+"""S-Prompts: tokens and a head per task, each image with those of the task that its nearest centroid names."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from baselines import check_method, fresh, learner
+
+from cheem_jax.backbone.config import config_of
+from cheem_jax.centroids import RouterConfig
+from cheem_jax.flops import backbone_flops, executed_backbone_flops, token_flops
+from cheem_jax.methods.method import Undisturbed
+from cheem_jax.methods.s_prompts import SPrompts, SPromptsConfig
+from cheem_jax.ops import Reuse
+from cheem_jax.training import FitConfig
+
+CONFIG = SPromptsConfig(
+    length=3, fit=FitConfig(2, 1e-2, "constant"), router=RouterConfig(num_centroids=2), batch_size=16
+)
+
+
+@pytest.fixture(scope="module")
+def begun():
+    return learner(SPrompts, CONFIG)
+
+
+def test_s_prompts_learn_save_open_and_answer_per_image(begun, tmp_path):
+    check_method(begun, tmp_path)
+
+
+def test_tasks_learn_the_same_in_any_order_and_images_of_all_share_one_program(begun, compilations):
+    def learned(order):
+        method: Any = fresh(begun)
+        for index in order:
+            report = method.learn(small.task(f"task{index}", index), Undisturbed())
+        # 3 tokens of 16, a head of 17 x 3, 2 centroids
+        assert (report["params_learned"], report["params_stored"]) == (48 + 51, 48 + 51 + 32)
+        return {task.name: task for task in method.tasks}, method
+
+    forwards, _ = learned([0, 1, 2])
+    backwards, method = learned([2, 1, 0])
+    for name, task in forwards.items():
+        np.testing.assert_array_equal(task.prompts["tokens"], backwards[name].prompts["tokens"])
+        np.testing.assert_array_equal(task.head.weight, backwards[name].head.weight)
+        np.testing.assert_array_equal(task.router["centroids"], backwards[name].router["centroids"])
+    images = np.asarray(small.task("task0", 0).test.images)
+    three = method.predict(images)
+    method.tasks.append(method.tasks[0])  # a fourth task fits the stack of three
+    with compilations() as programs:
+        four = method.predict(images, np.full(len(images), 3, np.int32))
+    assert programs.count == 0
+    rows = three.tasks == 0
+    np.testing.assert_array_equal(four.classes[rows], three.classes[rows])
+
+
+def test_the_prompt_tokens_stand_between_class_token_and_patches(begun):
+    vit = small.backbone()
+    images = jnp.asarray(small.task("any", 0).test.images[:2])
+    prompts = jax.random.normal(jax.random.key(0), (2, 3, 16))
+    x = vit.embed(images)
+    x = jnp.stack([jnp.concatenate([tokens[:1], own, tokens[1:]]) for tokens, own in zip(x, prompts, strict=True)])
+    for block in vit.blocks:
+        x, _ = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
+    found = begun.prompted(vit, begun.enter(vit, images), {"tokens": prompts}, jnp.ones(2))
+    np.testing.assert_allclose(found, vit.norm(x[:, 0]), atol=1e-5)
+    # without a position of their own their order says nothing
+    swapped = begun.prompted(vit, begun.enter(vit, images), {"tokens": prompts[:, ::-1]}, jnp.ones(2))
+    np.testing.assert_allclose(found, swapped, atol=1e-5)
+    start = begun.begin_prompts(jax.random.key(1))["tokens"]
+    assert 0.2 < float(jnp.abs(start).max()) <= 0.25
+
+
+def test_the_named_task_is_the_nearest_in_l1_by_brute_force(begun):
+    method: Any = fresh(begun)
+    rng = np.random.default_rng(0)
+    method.learn(small.task("task0", 0), Undisturbed())
+    centroids = [rng.normal(size=(2, 16)).astype(np.float32) / 4 for _ in range(5)]
+    method.tasks = [method.tasks[0]._replace(router={"centroids": some}) for some in centroids]
+    features = rng.normal(size=(40, 16)).astype(np.float32)
+    points = features / np.linalg.norm(features, axis=1, keepdims=True)
+    away = points[:, None, None] - np.stack(centroids)  # [N, T, K, D]
+    by_l1, by_l2 = np.abs(away).sum(-1).min(-1).argmin(-1), (away**2).sum(-1).min(-1).argmin(-1)
+    np.testing.assert_array_equal(method.named(features), by_l1)
+    assert (by_l1 != by_l2).any()
+
+
+def test_the_papers_flops_need_one_token_for_vit_b_and_ten_for_deit_tiny():
+    def method_flops(backbone, length):
+        vit = config_of(backbone)
+        return (2 * backbone_flops(vit) + token_flops(vit, length)) / 1e9
+
+    # printed 67.6 and 4.4: no one length gives both
+    assert method_flops("vit_base", 1) == pytest.approx(67.6, abs=0.05)
+    assert method_flops("deit_tiny", 1) == pytest.approx(4.31, abs=0.01)
+    assert method_flops("vit_base", 10) == pytest.approx(69.09, abs=0.01)
+    assert method_flops("deit_tiny", 10) == pytest.approx(4.4, abs=0.05)
+
+
+def test_the_reported_flops_count_the_router_and_the_longer_sequence(begun):
+    vit, found = begun.executor.config, begun.flops(3)
+    assert found["flops_method"] == 2 * backbone_flops(vit) + token_flops(vit, 3)
+    longer = 4 * 4 * 16 * (8**2 - 5**2)  # 4 blocks, 5 tokens and 3 prompts
+    assert found["flops_explicit"] == 2 * backbone_flops(vit, count_attention=True) + token_flops(vit, 3) + longer
+    # three blocks of 8 tokens, the last of them for the class token alone
+    whole = 3 * 2 * (12 * 8 * 16**2 + 2 * 8 * 8 * 16)
+    last = 2 * (2 * 8 + 2 + 8) * 16**2 + 4 * 8 * 16
+    assert executed_backbone_flops(vit, 3) == 2 * 4 * 48 * 16 + whole + last
+    assert found["flops_executed"] == executed_backbone_flops(vit) + executed_backbone_flops(vit, 3) + 2 * 16 * 3
+
+
+def test_impossible_settings_are_refused_and_few_images_told(begun):
+    with pytest.raises(ValueError, match="length is 0; a task needs at least 1 prompt token"):
+        SPromptsConfig(length=0)
+    many = learner(SPrompts, SPromptsConfig(router=RouterConfig(num_centroids=41)))
+    assert many.check(small.stream(2).tasks) == [
+        "fewer training images than 41 centroids, so fewer centroids: task0, task1"
+    ]
