@@ -11,7 +11,7 @@ from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Stream
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.keys import SeedsConfig
-from cheem_jax.methods.catalogue import NEED_A_ROUTER, Name, Networks, preset_of
+from cheem_jax.methods.catalogue import DEMO_BOUND, NEED_A_ROUTER, Name, Networks, preset_of
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import show
@@ -49,7 +49,7 @@ def run_demo(
     settings: Demo, stream: Stream, progress: Progress, workshop: dict[Any, Networks] | None = None
 ) -> dict[str, Any]:
     """Learn the stream, or go on with it."""
-    bound = FullFinetuneConfig(24, (1e-3,), batch_size=32) if settings.upper_bound else None
+    bound = FullFinetuneConfig(**DEMO_BOUND, batch_size=32) if settings.upper_bound else None
     method = preset_of(settings.method, "demo")
     config = RunConfig(method, "demo", settings.seed, bound, settings.engine, settings.seeds)
     router = load_pretrained("vit_nano") if settings.method in NEED_A_ROUTER else None

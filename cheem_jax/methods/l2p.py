@@ -45,7 +45,7 @@ class L2pConfig:
     of the whole batch."""
     key_weight: float = 1.0
     """Weight of the key loss (PyTorch port: 0.1)."""
-    fit: FitConfig = FitConfig(epochs=50)
+    fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
     batch_size: int = 128
 
     def __post_init__(self) -> None:

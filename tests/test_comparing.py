@@ -1,0 +1,83 @@
+"""`experiments/compare.py`: several methods on one stream, what is finished is not run again."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cheem_jax.cli import run_command
+from cheem_jax.data.task import Split, Stream, Task
+from cheem_jax.report.record import read
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run
+import compare
+
+
+def stream_of_colours() -> Stream:
+    rng = np.random.default_rng(0)
+
+    def split(task: int, num: int) -> Split:
+        labels = np.arange(num, dtype=np.int32) % 2
+        base = np.array([[200, 30, 30], [30, 200, 30], [30, 30, 200], [200, 200, 30]], np.uint8)[2 * task + labels]
+        return Split(base[:, None, None] + rng.integers(0, 30, (num, 32, 32, 3)).astype(np.uint8), labels)
+
+    names = ("warm", "cold")
+    return Stream("demo", tuple(Task(n, ("a", "b"), *(split(t, m) for m in (24, 8, 10))) for t, n in enumerate(names)))
+
+
+@pytest.fixture
+def settings(monkeypatch, tmp_path):
+    stream = stream_of_colours()
+    monkeypatch.setattr(compare, "demo_stream", lambda: stream)
+    return compare.Compare(methods="frozen_linear,diki", run_dir=tmp_path)
+
+
+def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_are(settings, monkeypatch, capsys):
+    run_demo = compare.run_demo
+
+    def stopped_at_diki(demo, *given):
+        if demo.method == "frozen_linear":
+            raise KeyboardInterrupt
+        return run_demo(demo, *given)
+
+    monkeypatch.setattr(compare, "run_demo", stopped_at_diki)
+    with pytest.raises(SystemExit) as stop:
+        run_command(compare.main, settings, settings.run_dir)
+    assert stop.value.code == 130
+    begun = json.loads((settings.run_dir / "comparison.json").read_text())
+    assert [row["method"] for row in begun] == ["diki"]
+    before = read(settings.run_dir / "diki" / "seed-0")
+
+    monkeypatch.setattr(compare, "run_demo", run_demo)
+    capsys.readouterr()
+    compare.main(settings)
+    said = capsys.readouterr().out
+    assert "seed-0 holds all 2 tasks already" in "".join(said.split("\n")) and "frozen, linear heads" in said
+    assert read(settings.run_dir / "diki" / "seed-0") == before
+    rows = json.loads((settings.run_dir / "comparison.json").read_text())
+    assert [row["method"] for row in rows] == ["diki", "frozen_linear"]  # in the order of the table
+    assert rows[0] == begun[0]
+    results = json.loads((settings.run_dir / "diki" / "seed-0" / "results.json").read_text())
+    assert rows[0]["average_accuracy"]["mean"] == results["average_accuracy"]
+    assert "| DIKI |" in (settings.run_dir / "comparison.md").read_text()
+
+
+def test_wrong_names_and_seeds_are_refused_before_anything_is_made(settings, capsys):
+    for changed, message in (
+        ({"methods": "l2q"}, "unknown method 'l2q'; nearest: l2p"),
+        ({"seeds": "0,x"}, "--seeds is '0,x'; expected different whole numbers"),
+        ({"seeds": "1,1"}, "--seeds is '1,1'"),
+        ({"preset": "paper"}, "the demo stream has settings of its own"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            run_command(compare.main, dataclasses.replace(settings, **changed), settings.run_dir)
+        assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert not list(settings.run_dir.iterdir())
+
+
+def test_all_means_every_method_once():
+    assert compare.methods_of("all") == list(compare.NAMES)
+    assert compare.methods_of("l2p, cheem") == ["cheem", "l2p"]
