@@ -44,7 +44,8 @@ jax.monitoring.register_event_duration_secs_listener(_on_duration)
 
 
 @contextlib.contextmanager
-def _count_compilations() -> Iterator[Compilations]:
+def count_compilations() -> Iterator[Compilations]:
+    """As the fixture below, for helpers."""
     compilations = Compilations()
     _counting.append(compilations)
     try:
@@ -56,7 +57,7 @@ def _count_compilations() -> Iterator[Compilations]:
 @pytest.fixture
 def compilations() -> Callable[[], contextlib.AbstractContextManager[Compilations]]:
     """`with compilations() as programs: ...`, then `programs.count`; blocks may be nested."""
-    return _count_compilations
+    return count_compilations
 
 
 @pytest.fixture(scope="session")

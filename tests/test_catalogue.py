@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 import small
-from baselines import stages
+from baselines import check_method, stages
 
 from cheem_jax.keys import Keys
 from cheem_jax.methods import catalogue
 from cheem_jax.methods.catalogue import NAMES, NEED_A_ROUTER, TOLD, Networks, check_name, make, preset_of
 from cheem_jax.methods.cheem import PRESETS
+from cheem_jax.methods.cheem_lite import CheemLiteConfig
 from cheem_jax.methods.method import FrozenFeatures, Method
 from cheem_jax.report import table
 
@@ -43,6 +44,15 @@ def test_every_method_is_made_from_its_settings(name):
     assert isinstance(method, Method) and method.name == name
     assert all(isinstance(note, str) for note in method.check(small.stream(2).tasks))
     assert getattr(method, "told", False) == (name in TOLD)
+
+
+@pytest.mark.parametrize("name", ["frozen_linear", "cheem_lite"])
+def test_what_every_method_holds_to_holds_for(name, tmp_path):
+    config = preset_of(name, "demo")
+    if name == "cheem_lite":
+        config = CheemLiteConfig(**vars(small.QUICK))
+    method = make(config, networks(routed=name == "cheem_lite"), Keys(0), 3)
+    check_method(method, tmp_path, stops=name == "cheem_lite")
 
 
 def test_an_unknown_method_is_answered_with_the_nearest_names():

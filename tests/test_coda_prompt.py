@@ -28,12 +28,12 @@ def begun():
     return learner(CodaPrompt, CONFIG)
 
 
-def test_coda_prompt_learns_saves_opens_and_answers_per_image(begun, tmp_path):
-    coda: Any = check_method(begun, tmp_path)
-    # what was divided among three tasks means something else among two
-    with pytest.raises(ValueError, match="divided among 3 tasks, not 2; open it as it was learned"):
+def test_coda_prompt_learns_saves_opens_and_answers_per_image(tmp_path):
+    coda: Any = check_method(learner(CodaPrompt, CONFIG, num_tasks=4), tmp_path)
+    # what was divided among four tasks means something else among two
+    with pytest.raises(ValueError, match="divided among 4 tasks, not 2; open it as it was learned"):
         learner(CodaPrompt, CONFIG, num_tasks=2).open(tmp_path / "one")
-    assert coda.check([]) == ["each of 3 tasks gets 2 of 7 components; 1 stay unused"]
+    assert coda.check([]) == ["each of 4 tasks gets 1 of 7 components; 3 stay unused"]
 
 
 def test_earlier_rows_and_head_columns_keep_their_bytes_and_later_rows_stay_empty(begun):

@@ -27,7 +27,8 @@ def test_keys_that_no_image_selects_keep_their_bytes():
     l2p.prompts = begun
     task = small.task("colours", 0)
     query = l2p.features(task, "train")
-    l2p.learn(task, Undisturbed())
+    report = l2p.learn(task, Undisturbed())
+    assert sum(report["prompts_picked"][0]) == len(task.train.labels)
     near = query @ begun["keys"][0].T / np.linalg.norm(begun["keys"][0], axis=1)
     never = sorted(set(range(40)) - set(near.argmax(axis=1).tolist()))
     moved = np.abs(np.asarray(l2p.prompts["pool"][0]) - np.asarray(begun["pool"][0])).max(axis=(1, 2))

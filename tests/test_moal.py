@@ -251,5 +251,5 @@ def test_impossible_settings_are_refused_and_much_memory_is_said():
             dataclasses.replace(CONFIG, **wrong)
     assert begun().check(small.stream(2).tasks) == []
     assert moal_with(hidden=20000).check(small.stream(2).tasks) == [
-        "moal: 20000 random features take up to 8.9 GiB of memory on the host"
+        "20000 random features take up to 8.9 GiB of memory on the host"
     ]

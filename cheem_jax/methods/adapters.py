@@ -116,8 +116,8 @@ def grow_weight(key: jax.Array, weight: np.ndarray | jax.Array | None, width: in
 
 
 def cosine_head(weight: np.ndarray | jax.Array) -> Head:
-    """A weight as a head, for what works on heads."""
-    return Head(jnp.asarray(weight), jnp.zeros(weight.shape[1]))
+    """A weight as a head; on the host, as on the device each number of classes would be a program of its own."""
+    return Head(np.asarray(weight), np.zeros(weight.shape[1], np.float32))  # pyright: ignore[reportArgumentType]
 
 
 def directions(optimizer: Optimizer, decay: float = 5e-4) -> optax.GradientTransformation:

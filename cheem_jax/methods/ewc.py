@@ -232,7 +232,7 @@ class Ewc:
                 np.int32(len(task.classes)),
             )  # fmt: skip
             advance(piece.size)
-        return sums
+        return jax.block_until_ready(sums)
 
     def _before(self) -> Known:
         if self.known is not None:
@@ -338,7 +338,7 @@ class Ewc:
 
     def open(self, root: Path) -> None:
         """Replace the state by what the last task saved; of earlier ones only the classes count."""
-        directories, self.classes = saved_tasks(root), Classes()
+        directories, self.known, self.classes = saved_tasks(root), None, Classes()
         for directory in directories:
             with named(directory):
                 meta = load_meta(directory)

@@ -69,7 +69,9 @@ def grow_head(key: jax.Array, head: Head | None, width: int, num_seen: int, num_
     size = next_power_of_two(num_seen + num_new)
     weight, bias = np.zeros((width, size), np.float32), np.zeros(size, np.float32)
     if head is not None:
-        weight[:, :num_seen], bias[:num_seen] = head.weight[:, :num_seen], head.bias[:num_seen]
+        # on the host: a slice on the device would be a program of its own for every number of classes
+        weight[:, :num_seen] = np.asarray(head.weight)[:, :num_seen]
+        bias[:num_seen] = np.asarray(head.bias)[:num_seen]
     new = _truncated(key, width, next_power_of_two(num_new))
     weight[:, num_seen : num_seen + num_new] = np.asarray(new)[:, :num_new]
     return Head(jnp.asarray(weight), jnp.asarray(bias))
@@ -120,7 +122,8 @@ def columns(head: Head, first: int, num: int) -> Head:
 def with_columns(head: Head, own: Head, first: int, num: int) -> Head:
     """The head with a task's own part in its place."""
     weight, bias = np.array(head.weight), np.array(head.bias)
-    weight[:, first : first + num], bias[first : first + num] = own.weight[:, :num], own.bias[:num]
+    # on the host: each length would be a program of its own
+    weight[:, first : first + num], bias[first : first + num] = cut(own, num)
     return Head(jnp.asarray(weight), jnp.asarray(bias))
 
 

@@ -7,13 +7,15 @@ form of the CODA-Prompt code that the paper adapted.
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.vit import Prefix
+from cheem_jax.centroids import normalise
 from cheem_jax.execution.executor import Executor
 from cheem_jax.flops import prefix_flops, token_flops
 from cheem_jax.keys import Keys
@@ -97,6 +99,15 @@ class L2p(Prompting):
             else:
                 found[layer] = Prefix(_joined(keys), _joined(values))
         return Attached(found, config.key_weight * key_loss, tokens)
+
+    def more_report(self, query: Float[np.ndarray, "N D"], index: int) -> dict[str, Any]:
+        """How many of the task's training images pick each prompt, per block: the same few win for every task."""
+        uses = []
+        for keys in np.asarray(self.prompts["keys"]):
+            near = normalise(query) @ normalise(keys).T
+            picked = np.argsort(-near, axis=1, kind="stable")[:, : self.config.top_k]
+            uses.append(np.bincount(picked.ravel(), minlength=self.config.pool).tolist())
+        return {"prompts_picked": uses}
 
     def prompt_flops(self) -> int:
         """See `Prompting.prompt_flops`; tokens pass all linear layers."""

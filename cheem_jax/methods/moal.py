@@ -151,7 +151,7 @@ class Moal:
         needed = 8 * hidden * (3 * hidden + 2 * num_classes)
         if needed <= MUCH_MEMORY:
             return []
-        return [f"moal: {hidden} random features take up to {needed / 2**30:.1f} GiB of memory on the host"]
+        return [f"{hidden} random features take up to {needed / 2**30:.1f} GiB of memory on the host"]
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Train adapters and auxiliary head, average them, then carry the analytic head on."""

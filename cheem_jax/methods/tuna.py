@@ -169,14 +169,13 @@ class Tuna:
         single, few, said = int((images == 1).sum()), int((images <= width).sum()), []
         if few and config.statistics == "covariance":
             said.append(
-                f"tuna: {few} of {len(images)} classes have no more training images than features have dimensions "
+                f"{few} of {len(images)} classes have no more training images than features have dimensions "
                 f"({width}), so their covariances lack full rank; {JITTER:g} is added to each variance. "
                 "statistics=variance keeps less and needs fewer images"
             )
         if single:
             said.append(
-                f"tuna: {single} classes have a single training image; the variance of their features is taken as "
-                f"{JITTER:g}"
+                f"{single} classes have a single training image; the variance of their features is taken as {JITTER:g}"
             )
         return said
 
