@@ -77,7 +77,7 @@ def main(settings: Compare) -> None:
     methods, seeds = methods_of(settings.methods), seeds_of(settings.seeds)
     run_of, workshop = prepared(settings, methods, progress), dict[Any, Networks]()
     found: dict[str, list[dict[str, Any]]] = {}
-    runs = [(method, seed) for method in methods for seed in seeds]
+    runs: list[tuple[Name, int]] = [(method, seed) for method in methods for seed in seeds]
     for number_of_run, (method, seed) in enumerate(runs, 1):
         directory = settings.run_dir / method / f"seed-{seed}"
         progress.say(f"{METHODS[method]}, seed {seed}: run {number_of_run} of {len(runs)}")

@@ -135,7 +135,7 @@ def check_method(begun: Method, directory: Path, *, told: bool = False, stops: b
     later = fresh(method)
     with count_compilations() as programs:
         later.learn(small.task("task3", 3), Watched())
-        later.save(directory / "one")
+        later.save(directory / "later")
         later.predict(images, given)
     assert programs.count == 0
     return method
