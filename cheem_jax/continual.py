@@ -373,6 +373,7 @@ def _pixels(pretrained: Pretrained) -> dict[str, Any]:
 
 
 def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, router) -> dict[str, Any]:
+    base_means_word = "neutral" if means is None else "known"
     return {
         "method": config.method.name,
         "backbone": pretrained.config.name,
@@ -384,7 +385,7 @@ def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, r
         if preset_of(config.method.name, config.preset) == config.method
         else f"{config.preset}, changed",
         "image_size": pretrained.config.image_size,
-        "base_means": "neutral" if means is None else "known",
+        "base_means": base_means_word if isinstance(config.method, CheemConfig) else None,
         "executor": choose(config.engine, pretrained.config, config.method.batch_size).name,
         "precision": config.engine.precision,
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},

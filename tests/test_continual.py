@@ -27,11 +27,17 @@ from cheem_jax.data.task import Stream
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.interruption import Stopped
 from cheem_jax.keys import SeedsConfig
+from cheem_jax.methods.catalogue import preset_of
+from cheem_jax.methods.coda_prompt import CodaPromptConfig
+from cheem_jax.methods.dualprompt import DualPromptConfig
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.methods.l2p import L2pConfig
+from cheem_jax.methods.lora_finetune import LoraFinetuneConfig
 from cheem_jax.report.compare import timeless
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
 from cheem_jax.run_directory import claim, hold
+from cheem_jax.training import FitConfig
 
 CONFIG = RunConfig(small.QUICK, "quick", 0, None)
 
@@ -369,3 +375,41 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_pa
     other.stdin.close()
     with hold(tmp_path / "run"):  # the system let go of it
         pass
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        L2pConfig(pool=4, length=4, top_k=1, fit=FitConfig(2, 1e-2), batch_size=16),
+        LoraFinetuneConfig(rank=2, fit=FitConfig(2, 1e-2), batch_size=16),
+    ],
+    ids=lambda config: config.name,
+)
+def test_any_method_runs_stops_goes_on_and_has_a_report(method, tmp_path):
+    config, stream = RunConfig(method, "quick"), small.stream(2)
+    whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
+    with pytest.raises(Stopped):
+        progress = Signalling(("train", "task1"), 2, signal.SIGINT)
+        run_stream(stream, small.pretrained(), config, tmp_path / "run", progress)
+    found = run_stream(stream, small.pretrained(), config, tmp_path / "run", quiet())
+    assert timeless(found) == timeless(whole)
+    assert found["method"] == method.name and found["yardsticks"] == {} and found["base_means"] is None
+    assert found["flops"].keys() == {"paper", "explicit", "executed"}
+    assert found["params_stored"] == sum(task["params_stored"] for task in found["tasks"])
+    told = method.name == "lora_finetune"
+    assert (found["accuracy"] == found["local_accuracy"]) == told
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert ("## Networks" in report) == told and "## Similarity" not in report and "base means" not in report
+    pictures = {file.name for file in (tmp_path / "run" / "figures").iterdir()}
+    assert pictures == ({"accuracy.png", "architectures.png"} if told else {"accuracy.png"})
+
+
+def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_is_made(tmp_path):
+    for config, message in (
+        (CodaPromptConfig(pool=1, layers=(0,), batch_size=16), "pool"),
+        (DualPromptConfig(pool=1, general_layers=(0,), expert_layers=(1,), batch_size=16), "has none for task 2"),
+        (preset_of("cheem_lite", "demo"), "give it one: --router"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_stream(small.stream(2), small.pretrained(), RunConfig(config, "demo"), tmp_path / "run", quiet())
+    assert not (tmp_path / "run").exists()

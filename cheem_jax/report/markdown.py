@@ -50,7 +50,7 @@ def report(results: Results) -> str:
         _just_trained(results),
         *_similarity(results),
         "## Routing",
-        "Where the router sent each task's test images after the last task, in % of the row.",
+        "The task that answers to each true task's test images belong to, after the last task, in % of the row.",
         _routing(results).to_markdown(),
         "## Parameters added",
         _parameters(results).to_markdown(),
