@@ -87,6 +87,8 @@ def run_stream(
     this run again, for the record. `workshop` keeps compiled networks for other runs of this process.
     """
     _check_sizes(stream, pretrained, router)
+    if config.upper_bound is not None and config.method.name == "full_finetune":
+        raise ValueError("full_finetune is the upper bound itself: leave out --upper-bound")
     start = Mark.now()
     engine, batch_size = config.engine, config.method.batch_size
     means = None
@@ -321,7 +323,8 @@ def networks_of(
         executor = make_executor(vit, placement, engine, token=token, batch_size=size)
         features = router_features = FrozenFeatures(executor, size)
         if isinstance(router, PretrainedAlexNet):
-            router_features = FrozenFeatures(AlexNetEncoder(build_alexnet(router.config, router.params)), size)
+            encoder = AlexNetEncoder(build_alexnet(router.config, router.params), jit=executor.jit)
+            router_features = FrozenFeatures(encoder, size)
         elif router is not None:
             router_vit = build(dataclasses.replace(router.config, precision=engine.precision), router.params)
             router_features = FrozenFeatures(make_executor(router_vit, placement, engine, batch_size=size), size)
@@ -368,8 +371,10 @@ def _identity(stream: Stream, pretrained: Pretrained, config: RunConfig, means, 
 def _pixels(pretrained: Pretrained) -> dict[str, Any]:
     """Where pixels are not scaled as the named backbone's are."""
     config, known = pretrained.config, CONFIGS.get(pretrained.config.name)
-    usual = known is None or (config.mean, config.std) == (known.mean, known.std)
-    return {} if usual else {"pixels": [config.mean, config.std]}
+    scaling = (config.mean, config.std)
+    unit = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    usual = scaling != unit if known is None else scaling == (known.mean, known.std)
+    return {} if usual else {"pixels": scaling}
 
 
 def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, router) -> dict[str, Any]:

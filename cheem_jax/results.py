@@ -89,11 +89,11 @@ def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -
         "flops": {
             "paper": _mean(reports, "flops_method"),
             "executed": _mean(reports, "flops_executed"),
-            "explicit": _mean(reports, "flops_explicit"),
+            "explicit": _mean_if_told(reports, "flops_explicit"),
         },
         "params_added_percent": _mean(reports, "params_added_percent"),
-        "params_learned": _mean(reports, "params_learned"),
-        "params_stored": sum(report["params_stored"] for report in reports),
+        "params_learned": _mean_if_told(reports, "params_learned"),
+        "params_stored": _sum_if_told(reports, "params_stored"),
         "seconds": sum(sum(report["seconds"].values()) for report in reports),
     }
 
@@ -137,3 +137,12 @@ def _figure_of_merit(result: Mapping[str, Any]) -> dict[str, float | None] | Non
 
 def _mean(reports: Sequence[Entry], key: str) -> float:
     return float(np.mean([report[key] for report in reports]))
+
+
+def _mean_if_told(reports: Sequence[Entry], key: str) -> float | None:
+    """None for runs of an earlier version, whose record does not tell it."""
+    return _mean(reports, key) if all(key in report for report in reports) else None
+
+
+def _sum_if_told(reports: Sequence[Entry], key: str) -> int | None:
+    return sum(report[key] for report in reports) if all(key in report for report in reports) else None

@@ -19,7 +19,7 @@ from cheem_jax.checkpoint import load_task, save_task
 from cheem_jax.execution.passes import Advance
 from cheem_jax.interruption import Stop
 
-FORMAT = "cheem_jax-running/1"
+FORMAT = "cheem_jax-running/2"
 """Another version's is not gone on from: its task begins anew."""
 SECONDS_BETWEEN = 30.0
 """Least seconds between two rolling checkpoints, unless told."""

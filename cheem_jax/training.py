@@ -64,6 +64,12 @@ class ExplorationConfig:
             raise ValueError(f"epsilon is {self.epsilon}; expected a probability in [0, 1]")
 
 
+def check_batch_size(batch_size: int) -> None:
+    """ValueError for a batch without images."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected at least 1")
+
+
 Draws = Callable[[int, int], Int[np.ndarray, "steps L"]]
 """Epoch and number of steps to candidate indices, one architecture per step."""
 

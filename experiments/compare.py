@@ -147,6 +147,14 @@ def with_router(settings: mtil.Mtil, method: Name, router: str | None, weights: 
 def _on_demo(settings: Compare, progress: Progress) -> Callable[[Name, int, Path], Run]:
     if settings.preset not in (None, "demo"):
         raise ValueError(f"--preset is {settings.preset!r}; the demo stream has settings of its own: demo")
+    same = ("stream", "methods", "seeds", "preset", "engine", "run_dir", "save_every", "images")
+    changed = [
+        f"--{field.name.replace('_', '-')}"
+        for field in dataclasses.fields(settings)
+        if field.name not in same and getattr(settings, field.name) != field.default
+    ]
+    if changed:
+        raise ValueError(f"the demo stream has networks and tasks of its own; leave out {', '.join(changed)}")
     progress.say("making six tasks of 32x32 images")
     stream = demo_stream()
 

@@ -9,6 +9,7 @@ with `<split>/<class>/<image>` inside.
 """
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -118,8 +119,11 @@ def config_of(settings: Mtil) -> RunConfig:
     """What the run learns and how; ValueError for settings of another method."""
     bound = None
     if settings.upper_bound:
-        bound = FullFinetuneConfig(settings.cheem.finetune.epochs, batch_size=settings.cheem.batch_size)
+        bound = preset_of("full_finetune", settings.preset)
+        assert isinstance(bound, FullFinetuneConfig)
     method = method_of(settings)
+    if settings.base_data is not None and not isinstance(method, CheemConfig):
+        raise ValueError(f"--base-data anchors CHEEM's similarity, and {method.name} has none; leave it out")
     return RunConfig(method, settings.preset, settings.seed, bound, settings.engine, settings.seeds)
 
 
@@ -130,7 +134,10 @@ def method_of(settings: Mtil) -> MethodConfig:
         return type(preset)(**vars(settings.cheem))
     if settings.cheem != PRESETS[settings.preset]:
         raise ValueError(f"--cheem.* are settings of cheem; those of {settings.method} are --options.*, see --help")
-    return preset if settings.options is None else settings.options
+    options = preset if settings.options is None else settings.options
+    if options.name != settings.method:
+        raise ValueError(f"--method is {settings.method}, but its options are those of {options.name}; give it once")
+    return options
 
 
 def load(settings: Mtil, progress: Progress) -> Loaded:
@@ -206,9 +213,13 @@ def read_arguments(arguments: list[str]) -> Mtil:
 
 def peek(arguments: Sequence[str], option: str, known: Iterable[T]) -> T | None:
     """The value of an option before the command line is parsed; None where it is not among those known."""
-    given = {*zip(arguments, arguments[1:], strict=False), *(tuple(a.split("=", 1)) for a in arguments)}
-    found = [name for name in known if (f"--{option}", name) in given]
-    return found[-1] if found else None
+    found = None
+    for word, following in itertools.zip_longest(arguments, arguments[1:]):
+        name, is_one, value = word.partition("=")
+        if name == f"--{option}":
+            told = value if is_one else following
+            found = next((name for name in known if name == told), None)  # the last one counts, as for the parser
+    return found
 
 
 if __name__ == "__main__":

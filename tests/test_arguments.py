@@ -107,6 +107,19 @@ def test_the_arguments_of_every_method_give_its_settings_again(method, preset):
     assert mtil.method_of(asked).name == method
 
 
+def test_of_options_given_twice_the_last_one_counts_everywhere():
+    twice = mtil.read_arguments(["--method", "ewc", "--method=l2p", "--preset", "quick", "--preset", "demo"])
+    assert mtil.method_of(twice) == catalogue.preset_of("l2p", "demo")
+
+
+def test_settings_of_another_method_are_refused():
+    asked = mtil.read_arguments(["--method", "l2p", "--cheem.ops.rank", "3"])
+    with pytest.raises(ValueError, match="those of l2p are --options"):
+        mtil.method_of(asked)
+    with pytest.raises(ValueError, match="anchors CHEEM's similarity"):
+        mtil.config_of(mtil.read_arguments(["--method", "l2p", "--base-data", "pictures"]))
+
+
 def test_paths_become_absolute_and_a_home_folder_is_looked_up():
     arguments = arguments_of(Demo(run_dir=Path("runs/here")))
     assert arguments[:2] == ["--run-dir", os.path.join(os.getcwd(), "runs/here")]

@@ -55,6 +55,12 @@ def test_what_every_method_holds_to_holds_for(name, tmp_path):
     check_method(method, tmp_path, stops=name == "cheem_lite")
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_without_images_is_refused_by_every_method(name):
+    with pytest.raises(ValueError, match="batch_size is 0; expected at least 1"):
+        dataclasses.replace(preset_of(name, "paper"), batch_size=0)
+
+
 def test_an_unknown_method_is_answered_with_the_nearest_names():
     with pytest.raises(ValueError, match="unknown method 'l2q'; nearest: l2p"):
         check_name("l2q")

@@ -71,6 +71,7 @@ def test_wrong_names_and_seeds_are_refused_before_anything_is_made(settings, cap
         ({"seeds": "0,x"}, "--seeds is '0,x'; expected different whole numbers"),
         ({"seeds": "1,1"}, "--seeds is '1,1'"),
         ({"preset": "paper"}, "the demo stream has settings of its own"),
+        ({"router": "alexnet", "image_size": 96}, "leave out --image-size, --router"),
     ):
         with pytest.raises(SystemExit) as stop:
             run_command(compare.main, dataclasses.replace(settings, **changed), settings.run_dir)

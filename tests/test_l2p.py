@@ -9,6 +9,8 @@ import pytest
 import small
 from baselines import check_method, learner
 
+from cheem_jax.backbone.config import CONFIGS
+from cheem_jax.flops import backbone_flops, prefix_flops, token_flops
 from cheem_jax.methods.l2p import L2p, L2pConfig
 from cheem_jax.methods.method import Undisturbed
 from cheem_jax.training import FitConfig
@@ -53,7 +55,26 @@ def test_the_prefix_of_an_image_is_that_of_its_nearest_keys_in_numpy():
 def test_impossible_settings_are_refused():
     with pytest.raises(ValueError, match=r"top_k is 6 of a pool of 5; expected 1\.\.5"):
         dataclasses.replace(CONFIG, top_k=6)
-    with pytest.raises(ValueError, match="an even one"):
-        dataclasses.replace(CONFIG, length=3)
+    for length in (3, 0, -2):
+        with pytest.raises(ValueError, match="an even one"):
+            dataclasses.replace(CONFIG, length=length)
+    with pytest.raises(ValueError, match="at least 1 token"):
+        dataclasses.replace(CONFIG, inject="tokens", length=0)
     with pytest.raises(ValueError, match=r"layers \(7,\) are no blocks of this backbone; expected some of 0\.\.3"):
         learner(L2p, dataclasses.replace(CONFIG, layers=(7,)))
+
+
+def test_flops_of_the_papers_row_come_from_one_layer_and_tokens_pass_all_layers():
+    """70.3 / 5.1 in the paper: the first fits one layer, the second five; no setting gives both."""
+    for name, expected in (("vit_base", (70.28, 70.40)), ("deit_tiny", (5.02, 5.05))):
+        config, found = CONFIGS[name], []
+        for layers in (1, 5):
+            plain = 2 * backbone_flops(config, count_attention=True)
+            found.append((plain + prefix_flops(config, 50, layers)) / 1e9)
+        np.testing.assert_allclose(found, expected, atol=0.005)
+    task, plain = small.task("colours", 0), backbone_flops(small.CONFIG)
+    prefix = learner(L2p, CONFIG).learn(task, Undisturbed())
+    tokens = learner(L2p, dataclasses.replace(CONFIG, inject="tokens")).learn(task, Undisturbed())
+    assert prefix["flops_method"] == 2 * plain
+    assert tokens["flops_method"] == 2 * plain + token_flops(small.CONFIG, 8)
+    assert tokens["flops_executed"] > prefix["flops_executed"]

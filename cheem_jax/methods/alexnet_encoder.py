@@ -3,6 +3,9 @@
 Its images have the size that the network was built for; features come in float32, one program per batch size.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import numpy as np
 from flax import nnx
@@ -16,11 +19,11 @@ from cheem_jax.methods.fitting import Inputs, over_batches
 class AlexNetEncoder:
     """A built AlexNet as an `Encoder`; which feature it gives stands in its config."""
 
-    def __init__(self, network: alexnet.AlexNet):
+    def __init__(self, network: alexnet.AlexNet, *, jit: Callable[..., Any] = jax.jit):
         self.config = network.config
         self.name, self.width = self.config.name, self.config.width
         graphdef, self._state = nnx.split(network)
-        self._features = jax.jit(lambda state, images: nnx.merge(graphdef, state)(images))
+        self._features = jit(lambda state, images: nnx.merge(graphdef, state)(images))
 
     def flops(self, *, count_attention: bool = False) -> int:
         """See `Encoder.flops`; there is no attention to count."""

@@ -29,6 +29,7 @@ from cheem_jax.training import (
     ExplorationConfig,
     FitConfig,
     architecture_flops,
+    check_batch_size,
     constant_draws,
     fit,
     frozen_prefix,
@@ -62,8 +63,7 @@ class CheemConfig:
     """Training images that the similarity of tasks looks at, a seeded subsample; 0: all, as in the paper."""
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; expected at least 1")
+        check_batch_size(self.batch_size)
         if self.similarity_images < 0:
             raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
 

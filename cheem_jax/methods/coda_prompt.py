@@ -22,7 +22,7 @@ from cheem_jax.keys import Keys
 from cheem_jax.methods.l2p import check_layers
 from cheem_jax.methods.method import FrozenFeatures
 from cheem_jax.methods.prompting import Attached, Prompting, Prompts, halves
-from cheem_jax.training import FitConfig
+from cheem_jax.training import FitConfig, check_batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +42,7 @@ class CodaPromptConfig:
     batch_size: int = 128
 
     def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
         if self.pool < 1:
             raise ValueError(f"pool is {self.pool}; expected at least one component per task")
         if self.length < 2 or self.length % 2:

@@ -31,7 +31,7 @@ from cheem_jax.methods.fitting import Inputs, over_batches
 from cheem_jax.methods.l2p import check_layers
 from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.methods.own_prompts import OwnPrompts, PromptedTask
-from cheem_jax.training import FitConfig
+from cheem_jax.training import FitConfig, check_batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,7 @@ class DikiConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
         if self.length < 1:
             raise ValueError(f"length is {self.length}; a block needs at least 1 pair of a key and a value")
         if self.cov_shrinkage != "ledoit_wolf" and not 0 <= self.cov_shrinkage <= 1:
@@ -175,7 +176,7 @@ class Diki(OwnPrompts):
     def flops(self, num_classes: int) -> dict[str, int]:
         """See `OwnPrompts.flops`. One pass, and the blocks from the first prefix on once more.
 
-        `flops_paper` counts attention products in those blocks alone: with the last three it is the paper's row.
+        `flops_as_printed` counts attention products in those blocks alone: with the last three it is the paper's row.
         """
         vit, first = self.executor.config, self.layers[0]
         again = range(first, vit.depth)
@@ -187,7 +188,7 @@ class Diki(OwnPrompts):
         return {
             "flops_method": backbone_flops(vit) + linear,
             "flops_explicit": backbone_flops(vit, count_attention=True) + linear + attention + prefixes,
-            "flops_paper": backbone_flops(vit) + linear + attention + prefixes,
+            "flops_as_printed": backbone_flops(vit) + linear + attention + prefixes,
             "flops_executed": executed_backbone_flops(vit) + executed + prefixes + router + 2 * vit.width * num_classes,
         }
 
@@ -210,7 +211,13 @@ def fit_gaussian(
         shrinkage = float(ledoit_wolf_shrinkage(points)) if len(points) > 1 else 0.0
     level = float(np.trace(covariance)) / width
     covariance = (1 - shrinkage) * covariance + (shrinkage * level + jitter) * np.eye(width)
-    return Gaussian(mean, np.linalg.cholesky(covariance))
+    try:
+        return Gaussian(mean, np.linalg.cholesky(covariance))
+    except np.linalg.LinAlgError as error:
+        raise ValueError(
+            f"the covariance of {len(points)} images in {width} dimensions is singular with the jitter {jitter:g}; try "
+            "a larger jitter, or cov_shrinkage"
+        ) from error
 
 
 def gaussian_of(task: PromptedTask) -> Gaussian:

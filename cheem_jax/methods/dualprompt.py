@@ -8,6 +8,7 @@ Complementary Prompting for Rehearsal-Free Continual Learning", ECCV 2022, in th
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -22,7 +23,7 @@ from cheem_jax.keys import Keys
 from cheem_jax.methods.l2p import check_layers
 from cheem_jax.methods.method import FrozenFeatures
 from cheem_jax.methods.prompting import Attached, Prompting, Prompts, cosine, halves
-from cheem_jax.training import FitConfig
+from cheem_jax.training import FitConfig, check_batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class DualPromptConfig:
     batch_size: int = 128
 
     def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
         if self.pool is not None and self.pool < 1:
             raise ValueError(f"pool is {self.pool}; expected one slot per task, or none to follow the number of tasks")
         for name in ("general_length", "expert_length"):
@@ -79,6 +81,12 @@ class DualPrompt(Prompting):
         """See `Method.check`."""
         self._check_slot(len(tasks) - 1)
         return []
+
+    def open(self, root: Path) -> None:
+        """See `Prompting.open`; the slots are those that were learned with, however many tasks are told now."""
+        super().open(root)
+        if self.prompts:
+            self.pool = self.prompts["expert"].shape[1]
 
     def _check_slot(self, index: int) -> None:
         if index >= self.pool:

@@ -42,7 +42,7 @@ from cheem_jax.methods.heads import (
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
 from cheem_jax.pool import Head
 from cheem_jax.rolling import Saved
-from cheem_jax.training import FitConfig
+from cheem_jax.training import FitConfig, check_batch_size
 
 TUNED_ON = 3
 """Tasks of the stream on which the penalty's strength is chosen."""
@@ -71,6 +71,7 @@ class EwcConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
         if not self.penalties or not all(0 <= penalty < float("inf") for penalty in self.penalties):
             raise ValueError(f"penalties are {self.penalties}; expected one or more finite numbers, 0 or more")
         if not 0 <= self.gamma <= 1:

@@ -68,10 +68,14 @@ class ExpertMemory:
             "params_added": added,
             "params_added_percent": 100 * added / backbone_params(vit),
             "params_learned": added + head,
-            "params_stored": added + head + task.centroids.size + task.means.size,
+            "params_stored": added + head + sum(kept.size for kept in self.kept_beside(task)),
             "head_params": head,
             "centroid_params": task.centroids.size,
         }
+
+    def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
+        """What a task keeps beside experts and head, and needs."""
+        return [task.centroids, task.means]
 
     def _executed(self, index: int) -> int:
         """Task identification and the task's network: resumed where it leaves the backbone, if that names the task."""

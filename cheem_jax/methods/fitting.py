@@ -183,6 +183,8 @@ def over_batches(
     advance: Advance | None = None,
 ) -> Any:
     """What a compiled function gives for all rows, computed in batches of one shape; a pytree of arrays `[N, ...]`."""
+    if num == 0:
+        raise ValueError("there are no images to answer; expected at least one")
     pieces = list(batches(np.arange(num), batch_size))
     found = []
     for piece, read in zip(pieces, inputs.follow([piece.rows for piece in pieces]), strict=True):

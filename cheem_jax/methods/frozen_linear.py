@@ -22,6 +22,7 @@ from cheem_jax.keys import Keys, Phase
 from cheem_jax.methods.heads import classes_by_task
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
 from cheem_jax.pool import Head
+from cheem_jax.training import check_batch_size
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
 
@@ -33,6 +34,9 @@ class FrozenLinearConfig:
     name: ClassVar[str] = "frozen_linear"
     router: RouterConfig = RouterConfig()
     batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
 
 
 class LinearTask(NamedTuple):

@@ -19,7 +19,7 @@ from cheem_jax.data.task import Split, Task
 from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.inference import Inferred
 from cheem_jax.execution.passes import Advance
-from cheem_jax.flops import backbone_flops, executed_backbone_flops
+from cheem_jax.flops import backbone_flops, backbone_params, executed_backbone_flops
 from cheem_jax.images import Images
 from cheem_jax.keys import Keys, Phase, next_power_of_two
 from cheem_jax.methods.fitting import Batch, Fitter, Fitting, Inputs, left, numbered, over_batches, unnumbered
@@ -29,7 +29,7 @@ from cheem_jax.pool import Head
 from cheem_jax.report.record import to_json
 from cheem_jax.rolling import Saved
 from cheem_jax.supernet import init_head_learner
-from cheem_jax.training import FitConfig
+from cheem_jax.training import FitConfig, check_batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +41,17 @@ class FullFinetuneConfig:
     """Passes over the training images."""
     learning_rates: tuple[float, ...] = (1e-5, 3e-5, 5e-5, 1e-4)
     """Rates of the backbone tried per task; the best on the validation split is kept."""
+    batch_size: int = 64
     head_learning_rate: float = 1e-3
     """Rate of the head, which begins at random."""
-    batch_size: int = 64
 
     def __post_init__(self) -> None:
         if not self.learning_rates:
             raise ValueError("learning_rates is empty; the upper bound needs at least one rate")
-        if min(self.learning_rates) <= 0 or self.head_learning_rate <= 0:
+        if not all(0 < rate < float("inf") for rate in (*self.learning_rates, self.head_learning_rate)):
             raise ValueError(f"learning rates are {self.learning_rates}, {self.head_learning_rate}; expected positive")
+        check_batch_size(self.batch_size)
+        FitConfig(self.epochs)
 
 
 class UpperBound(NamedTuple):
@@ -103,12 +105,11 @@ class FullFinetune:
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Fine-tune the next task and keep its network."""
-        clock = Clock()
+        clock = Clock(running.saved.meta["seconds"] if running.saved else None)
         with clock("train"):
-            bound, (leaves, head) = self._sweep(len(self.tasks), task, running)
+            bound, (leaves, head) = self._sweep(len(self.tasks), task, running, clock)
         self.tasks.append(Finetuned(task.name, task.classes, leaves, head))
-        num_backbone = sum(leaf.size for leaf in leaves)
-        num = num_backbone + (self.vit_config.width + 1) * len(task.classes)
+        num = backbone_params(self.vit_config) + (self.vit_config.width + 1) * len(task.classes)
         return {
             "name": task.name,
             "learning_rate": bound.learning_rate,
@@ -124,14 +125,14 @@ class FullFinetune:
 
     def bound(self, index: int, task: Task, running: Running) -> UpperBound:
         """The bound of one task alone, its network thrown away; the test split is seen at the chosen rate only."""
-        found, params = self._sweep(index, task, running)
+        found, params = self._sweep(index, task, running, Clock())
         return found._replace(test_accuracy=self._accuracy(params, task.test, len(task.classes)))
 
-    def _sweep(self, index: int, task: Task, running: Running) -> tuple[UpperBound, Any]:
+    def _sweep(self, index: int, task: Task, running: Running, clock: Clock) -> tuple[UpperBound, Any]:
         config, keys = self.config, self.keys
         sweep = self._begun(index, task, running.saved)
         rates = config.learning_rates
-        with running.phase("upper bound", self._images_left(sweep, task), lambda: self._saved(sweep)) as advance:
+        with running.phase("upper bound", self._images_left(sweep, task), lambda: self._saved(sweep, clock)) as advance:
             while sweep.rate < len(rates):
                 rate = rates[sweep.rate]
                 try:
@@ -171,11 +172,11 @@ class FullFinetune:
         this = left(sweep.fitting, self._fit(1.0), num, config.batch_size)
         return this + (len(config.learning_rates) - sweep.rate - 1) * config.epochs * num
 
-    def _saved(self, sweep: "_Sweep") -> Saved:
+    def _saved(self, sweep: "_Sweep", clock: Clock) -> Saved:
         arrays = sweep.fitting.arrays()
         if sweep.best_params is not None:
             arrays["best"] = numbered(sweep.best_params)
-        meta = {**sweep.fitting.meta(), "rate": sweep.rate, "best": list(sweep.best)}
+        meta = {**sweep.fitting.meta(), "rate": sweep.rate, "best": list(sweep.best), "seconds": clock.so_far()}
         return Saved(arrays, {**meta, "config": to_json(dataclasses.asdict(self.config))})
 
     def _fresh(self, index: int, task: Task, saved: Saved | None = None) -> Fitting:

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 from cheem_jax.backbone.vit import Prefix
 from cheem_jax.centroids import normalise
 from cheem_jax.execution.executor import Executor
-from cheem_jax.flops import prefix_flops, token_flops
+from cheem_jax.flops import executed_halves, prefix_flops, token_flops
 from cheem_jax.keys import Keys
 from cheem_jax.methods.method import FrozenFeatures
 from cheem_jax.methods.prompting import Attached, Prompting, Prompts, cosine
-from cheem_jax.training import FitConfig
+from cheem_jax.training import FitConfig, check_batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +51,13 @@ class L2pConfig:
     batch_size: int = 128
 
     def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
         if not 1 <= self.top_k <= self.pool:
             raise ValueError(f"top_k is {self.top_k} of a pool of {self.pool}; expected 1..{self.pool}")
-        if self.inject == "prefix" and self.length % 2:
+        if self.inject == "prefix" and (self.length < 2 or self.length % 2):
             raise ValueError(f"length is {self.length}; a prefix needs an even one, half keys and half values")
+        if self.length < 1:
+            raise ValueError(f"length is {self.length}; a prompt needs at least 1 token")
         if self.inject == "tokens" and self.layers != (0,):
             raise ValueError(f"layers are {self.layers}; tokens enter before the first block alone: (0,)")
 
@@ -110,11 +113,26 @@ class L2p(Prompting):
         return {"prompts_picked": uses}
 
     def prompt_flops(self) -> int:
-        """See `Prompting.prompt_flops`; tokens pass all linear layers."""
+        """See `Prompting.prompt_flops`."""
         config, vit = self.config, self.executor.config
+        if config.inject == "prefix":
+            return prefix_flops(vit, config.top_k * config.length // 2, len(config.layers))
+        num_tokens = vit.num_tokens + config.top_k * config.length
+        return 4 * vit.depth * vit.width * (num_tokens**2 - vit.num_tokens**2)
+
+    def linear_flops(self) -> int:
+        """See `Prompting.linear_flops`; tokens pass all linear layers."""
+        prefix = self.config.inject == "prefix"
+        return 0 if prefix else token_flops(self.executor.config, self.config.top_k * self.config.length)
+
+    def choice_flops(self) -> int:
+        """Cosines to all keys; with tokens also the last block's work for all tokens, not the class token alone."""
+        config, vit = self.config, self.executor.config
+        found = 2 * vit.width * config.pool * len(config.layers)
         if config.inject == "tokens":
-            return token_flops(vit, config.top_k * config.length)
-        return prefix_flops(vit, config.top_k * config.length // 2, len(config.layers))
+            whole, trimmed = (sum(executed_halves(vit, last=last)) for last in (False, True))
+            found += whole - trimmed
+        return found
 
 
 def _joined(prompts: Float[Array, "B k P D"]) -> Float[Array, "B kP D"]:

@@ -23,7 +23,7 @@ from cheem_jax.methods.underway import Underway
 from cheem_jax.ops import Placement
 from cheem_jax.pool import TaskMemory, grow
 from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import FitConfig, constant_draws, fit, images_left
+from cheem_jax.training import FitConfig, check_batch_size, constant_draws, fit, images_left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ class LoraClConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
         if self.rank < 1:
             raise ValueError(f"rank is {self.rank}; a low-rank pair needs at least rank 1")
 
@@ -103,6 +104,10 @@ class LoraCl(ExpertMemory):
             "engine": executor.counters(),
             "seconds": clock.seconds,
         }
+
+    def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
+        """See `ExpertMemory.kept_beside`."""
+        return [] if self.told else [task.centroids]
 
     def bytes_needed(self, task: Task) -> int:
         """All pairs and the head with Adam's moments, twice (a rolling checkpoint and its successor)."""

@@ -27,4 +27,4 @@ class LoraFinetune(LoraCl):
     def costs(self, index: int) -> dict[str, Any]:
         """As LoRA-CL's with merged adapters, as the paper counts its upper bounds, and no router."""
         plain = [backbone_flops(self.executor.config, count_attention=count) for count in (False, True)]
-        return {**super().costs(index), "flops_method": plain[0], "flops_explicit": plain[1]}
+        return {**super().costs(index), "flops": plain[0], "flops_method": plain[0], "flops_explicit": plain[1]}

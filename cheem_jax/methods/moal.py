@@ -46,7 +46,7 @@ from cheem_jax.methods.heads import Classes, local_cross_entropy, padded
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
 from cheem_jax.pool import Head
 from cheem_jax.rolling import Saved
-from cheem_jax.training import FitConfig
+from cheem_jax.training import FitConfig, check_batch_size
 
 RIDGES = tuple(10.0**power for power in range(-8, 9))
 """Penalties of the first task's ridge regression to choose from."""
@@ -88,6 +88,7 @@ class MoalConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
         check_adapters(self)
         for name in ("hidden", "analytic_batch"):
             if getattr(self, name) < 1:

@@ -41,7 +41,7 @@ from cheem_jax.methods.heads import FAR, classes_by_task, cut, grow_head, head_l
 from cheem_jax.methods.method import Answers, Clock, Encoder, FrozenFeatures, Running, check_given
 from cheem_jax.methods.prompting import saved
 from cheem_jax.pool import Head
-from cheem_jax.training import FitConfig
+from cheem_jax.training import FitConfig, check_batch_size
 
 ACTIVE = 2
 """Experts that an image gets in every block."""
@@ -87,8 +87,7 @@ class MoeAdaptersConfig:
         for name in ("dropout", "label_smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a share in [0, 1)")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}; expected at least 1")
+        check_batch_size(self.batch_size)
 
 
 class Experts(NamedTuple):
@@ -335,7 +334,7 @@ class MoeAdapters:
     def open(self, root: Path) -> None:
         """Replace the state by what is saved."""
         directories = saved_tasks(root)
-        self.tasks = []
+        self.tasks, self.experts, self.frozen = [], None, np.zeros_like(self.frozen)
         for directory, (arrays, meta) in zip(directories, load_tasks(directories), strict=True):
             self._restore(directory, arrays, meta)
 

@@ -96,7 +96,7 @@ class Prompting(abc.ABC):
 
     @abc.abstractmethod
     def prompt_flops(self) -> int:
-        """Attention to the prompts, per image."""
+        """Attention products that the prompts add, per image."""
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -128,9 +128,10 @@ class Prompting(abc.ABC):
         attention = 2 * (backbone_flops(vit, count_attention=True) - backbone_flops(vit))
         return {
             "name": task.name,
-            "flops_method": passes,
-            "flops_explicit": passes + attention + self.prompt_flops(),
+            "flops_method": passes + self.linear_flops(),
+            "flops_explicit": passes + self.linear_flops() + attention + self.prompt_flops(),
             "flops_executed": 2 * executed_backbone_flops(vit)
+            + self.linear_flops()
             + self.prompt_flops()
             + self.choice_flops()
             + 2 * width * (seen + num),
@@ -150,6 +151,10 @@ class Prompting(abc.ABC):
     def num_added(self, index: int) -> int:
         """Prompt parameters kept from task `index` on: the whole pool with the first, unless tasks own their parts."""
         return self.num_learned(index) if index == 0 else 0
+
+    def linear_flops(self) -> int:
+        """Prompts through linear layers, per image: none, as keys and values pass none."""
+        return 0
 
     def choice_flops(self) -> int:
         """Products that choose or mix prompts: they run, but no count of the paper's holds them."""
@@ -200,6 +205,7 @@ class Prompting(abc.ABC):
     def open(self, root: Path) -> None:
         """Replace the state by what is saved."""
         directories, self.classes = saved_tasks(root), Classes()
+        self.prompts, self.head = {}, None
         for directory, (arrays, meta) in zip(directories, load_tasks(directories), strict=True):
             with named(directory):
                 self.classes.add(meta["name"], meta["classes"])

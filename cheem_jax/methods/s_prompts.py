@@ -25,7 +25,7 @@ from cheem_jax.keys import Keys, Phase
 from cheem_jax.methods.fitting import Inputs, over_batches
 from cheem_jax.methods.method import FrozenFeatures
 from cheem_jax.methods.own_prompts import OwnPrompts
-from cheem_jax.training import FitConfig
+from cheem_jax.training import FitConfig, check_batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ class SPromptsConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
         if self.length < 1:
             raise ValueError(f"length is {self.length}; a task needs at least 1 prompt token")
 

@@ -46,7 +46,7 @@ from cheem_jax.methods.heads import FAR, Classes, columns, local_cross_entropy, 
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
 from cheem_jax.methods.prompting import saved
 from cheem_jax.pool import Head
-from cheem_jax.training import FitConfig
+from cheem_jax.training import FitConfig, check_batch_size
 
 JITTER = 1e-4
 """Added to every variance: classes of few images have a covariance without full rank."""
@@ -89,6 +89,7 @@ class TunaConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
         check_adapters(self)
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; expected a positive factor of the cosines")

@@ -153,7 +153,8 @@ def _notes(results: Results) -> str:
         "An answer counts as right only if task and class are right; `given` columns are told the true task.",
         "Forgetting: best accuracy since learning minus that at the end, mean over all tasks but the last.",
         "FLOPs are 2 x multiply-adds per image, router included. `paper`: patch embedding and linear layers, "
-        "no attention products, adapters un-merged. `executed`: every matrix product that ran.",
+        "no attention products; docs/methods.md says what it counts of adapters. `executed`: every matrix product that "
+        "ran.",
         "Parameters added: what stands beside the backbone in % of it, mean over tasks, heads and centroids apart.",
     ]
     if "similarity" in results:
