@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import small
-from conftest import count_compilations
+from compiling import count_compilations
 
 from cheem_jax.execution.stages import Stages
 from cheem_jax.keys import Keys

@@ -6,12 +6,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what is counted is compiled, and no test writes to a user's home
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
 import jax
 import pytest
+from compiling import Compilations, count_compilations
 from jaxtyping import install_import_hook
 
 # Only what is imported from here on is checked, so nothing above may lead to these packages.
@@ -22,36 +23,6 @@ jax.config.update("jax_debug_key_reuse", True)
 # a first example compiles and the later ones do not, so a deadline per example says nothing
 hypothesis.settings.register_profile("cheem_jax", deadline=None)
 hypothesis.settings.load_profile("cheem_jax")
-
-
-class Compilations:
-    """`count` programs compiled by the XLA backend since the block was entered; final once it is left."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-_counting: list[Compilations] = []
-
-
-def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
-    if event == "/jax/core/compile/backend_compile_duration":
-        for compilations in _counting:
-            compilations.count += 1
-
-
-jax.monitoring.register_event_duration_secs_listener(_on_duration)
-
-
-@contextlib.contextmanager
-def count_compilations() -> Iterator[Compilations]:
-    """As the fixture below, for helpers."""
-    compilations = Compilations()
-    _counting.append(compilations)
-    try:
-        yield compilations
-    finally:
-        _counting.remove(compilations)
 
 
 @pytest.fixture
