@@ -59,6 +59,8 @@ class Compare:
     """Where decoded pictures are kept."""
     image_size: int | None = None
     """Pixels of the square images; default: the backbone's own."""
+    base_data: str | None = None
+    """Pictures of the backbone's own task, for CHEEM's similarity."""
     router: str = "vit_nano"
     """The lighter network of `cheem_lite` and `moe_adapters`: a backbone, or alexnet."""
     router_weights: Path | None = None
@@ -116,7 +118,7 @@ def prepared(settings: Compare, methods: Sequence[Name], progress: Progress) -> 
         cheem=PRESETS[settings.preset or "quick"], preset=settings.preset or "quick", backbone=settings.backbone,
         weights=settings.weights, stream=settings.stream, data_dir=settings.data_dir, order=settings.order,
         tasks=settings.tasks, images=settings.images, image_size=settings.image_size, engine=settings.engine,
-        save_every=settings.save_every,
+        save_every=settings.save_every, base_data=settings.base_data,
     )  # fmt: skip
     loaded = mtil.load(sources, progress)
     routers = {
@@ -134,6 +136,8 @@ def prepared(settings: Compare, methods: Sequence[Name], progress: Progress) -> 
         if method in NEED_A_ROUTER:
             changed = with_router(changed, method, router, settings.router_weights)
         own = loaded._replace(router=routers.get(method))
+        if not isinstance(defaults, CheemConfig):  # no other method asks for similarity
+            changed, own = dataclasses.replace(changed, base_data=None), own._replace(base_images=None)
         return lambda progress, workshop: mtil.run(changed, mtil.config_of(changed), own, progress, workshop)
 
     return run_of

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from cheem_jax.cli import run_command
 from cheem_jax.data.task import Split, Stream, Task
@@ -82,3 +83,28 @@ def test_wrong_names_and_seeds_are_refused_before_anything_is_made(settings, cap
 def test_all_means_every_method_once():
     assert compare.methods_of("all") == list(compare.NAMES)
     assert compare.methods_of("l2p, cheem") == ["cheem", "l2p"]
+
+
+def test_a_folder_of_tasks_is_compared_with_any_backbone_and_the_network_that_names_tasks(tmp_path, capsys):
+    stream = stream_of_colours()
+    for task in stream.tasks:
+        for split in task.splits:
+            for index, (image, label) in enumerate(
+                zip(task.splits[split].images, task.splits[split].labels, strict=True)
+            ):
+                file = tmp_path / "data" / task.name / split / task.classes[label] / f"{index}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(image).save(file)
+    settings = compare.Compare(
+        stream=str(tmp_path / "data"), methods="frozen_linear,moe_adapters", backbone="vit_micro",
+        run_dir=tmp_path / "runs",
+    )  # fmt: skip
+    compare.main(settings)
+    rows = json.loads((settings.run_dir / "comparison.json").read_text())
+    assert [(row["method"], row["router"]) for row in rows] == [
+        ("moe_adapters", "vit_nano"),
+        ("frozen_linear", "vit_micro"),
+    ]
+    assert "MoE-Adapters: the task is named by vit_nano" in (settings.run_dir / "comparison.md").read_text()
+    config = json.loads((settings.run_dir / "moe_adapters" / "seed-0" / "config.json").read_text())
+    assert config["moe_adapters"]["fit"]["epochs"] == 8  # quick, as no preset is named
