@@ -18,7 +18,10 @@ from cheem_jax.training import FitConfig
 CONFIG = L2pConfig(pool=5, length=4, top_k=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16)
 
 
-@pytest.mark.parametrize("changed", [{}, {"layers": (0, 2)}, {"inject": "tokens"}, {"key_loss": "batch"}], ids=str)
+SLOW = [pytest.param(changed, marks=pytest.mark.slow) for changed in ({"layers": (0, 2)}, {"key_loss": "batch"})]
+
+
+@pytest.mark.parametrize("changed", [{}, {"inject": "tokens"}, *SLOW], ids=str)
 def test_l2p_learns_saves_opens_and_answers_per_image(changed, tmp_path):
     check_method(learner(L2p, dataclasses.replace(CONFIG, **changed)), tmp_path)
 
