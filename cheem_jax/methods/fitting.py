@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.execution.batches import Batch as Rows
 from cheem_jax.execution.batches import batches, num_batches
+from cheem_jax.execution.executor import add
 from cheem_jax.execution.feed import ahead
 from cheem_jax.execution.passes import Advance
 from cheem_jax.images import Images, in_turn
@@ -80,16 +81,24 @@ class Fitting:
 
 
 class Fitter:
-    """The compiled step of one loss. `optimizer` gives directions at the rate 1, as `optax.scale_by_adam()`."""
+    """The compiled step of one loss. `optimizer` gives directions at the rate 1, as `optax.scale_by_adam()`.
+
+    `rows` says in parts of how many images a batch is best computed (`Executor.rows`: large activations leave a CPU's
+    cache). Only for a loss that is a weighted sum over images, each by itself and without noise: parts then add up.
+    """
 
     def __init__(
-        self, loss: Loss, optimizer: optax.GradientTransformation | None = None, *, jit: Callable[..., Any] = jax.jit
+        self,
+        loss: Loss,
+        optimizer: optax.GradientTransformation | None = None,
+        *,
+        jit: Callable[..., Any] = jax.jit,
+        rows: Callable[[int], int] = lambda batch_size: batch_size,
     ):
         adam = optax.scale_by_adam() if optimizer is None else optimizer
+        gradient = jax.value_and_grad(loss)
 
-        @functools.partial(jit, donate_argnums=(0, 1))
-        def step(learned, moments, rate, fixed, batch):
-            value, grads = jax.value_and_grad(loss)(learned, fixed, batch)
+        def update(learned, moments, rate, value, grads):
             value = guard(value, grads)
             updates, next_moments = adam.update(grads, moments, learned)
             rates = jax.tree.broadcast(rate, learned)
@@ -100,13 +109,18 @@ class Fitter:
             )
             return learned, moments, value
 
+        @functools.partial(jit, donate_argnums=(0, 1))
+        def step(learned, moments, rate, fixed, batch):
+            return update(learned, moments, rate, *gradient(learned, fixed, batch))
+
         @jit
         def begin(learned):
             # fresh buffers: the step donates them
             learned = jax.tree.map(jnp.copy, learned)
             return learned, adam.init(learned)
 
-        self.loss, self._step, self._begin = loss, step, begin
+        self.loss, self.rows, self._step, self._begin = loss, rows, step, begin
+        self._gradient, self._update = jit(gradient), jit(update, donate_argnums=(0, 1))
 
     def begun(self, learned: Any, saved: Saved | None = None) -> Fitting:
         """A fit from `learned` on, or as far as an earlier process brought it."""
@@ -147,8 +161,8 @@ class Fitter:
             coming = ahead(self._batches(inputs, labels, pieces[begin:]))
             for step, (batch, size) in enumerate(coming, begin):
                 batch = batch._replace(key=key_at(noise_key, state.step))
-                fitting.learned, fitting.moments, loss = self._step(
-                    fitting.learned, fitting.moments, _scaled(scale, rates[step]), fixed, batch
+                fitting.learned, fitting.moments, loss = self._stepped(
+                    fitting, _scaled(scale, rates[step]), fixed, batch
                 )
                 state.running.append(loss)
                 state.step += 1
@@ -158,11 +172,26 @@ class Fitter:
                     finish_epoch(state, config, [piece.size for piece in pieces], rates)
                 advance(size, note)
 
+    def _stepped(self, fitting: Fitting, rate: Any, fixed: Any, batch: Batch) -> tuple[Any, Any, jax.Array]:
+        size = len(batch.labels)
+        rows = self.rows(size)
+        if rows == size:
+            return self._step(fitting.learned, fitting.moments, rate, fixed, batch)
+        found = self._gradient(fitting.learned, fixed, _part(batch, slice(0, rows)))
+        for start in range(rows, size, rows):
+            found = add(found, self._gradient(fitting.learned, fixed, _part(batch, slice(start, start + rows))))
+        return self._update(fitting.learned, fitting.moments, rate, *found)
+
     def _batches(self, inputs: Inputs, labels: np.ndarray, pieces: Sequence[Rows]) -> Iterator[tuple[Batch, int]]:
         read = inputs.follow([piece.rows for piece in pieces])
         for piece, found in zip(pieces, read, strict=True):
             weights = piece.mask / piece.mask.sum()
             yield Batch(found, labels[piece.rows], weights, np.zeros(())), piece.size  # pyright: ignore[reportArgumentType]
+
+
+def _part(batch: Batch, part: slice) -> Batch:
+    inputs = {name: values[part] for name, values in batch.inputs.items()}
+    return Batch(inputs, batch.labels[part], batch.weights[part], batch.key)
 
 
 def _scaled(scale: Any, rate: float) -> Any:

@@ -72,6 +72,10 @@ class L2p(Prompting):
         check_layers(config.layers, executor.config.depth)
         super().__init__(executor, features, config, keys, num_tasks)
 
+    def each_by_itself(self) -> bool:
+        """See `Prompting.each_by_itself`."""
+        return self.config.key_loss == "image"
+
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
         """A pool that was drawn once; every task goes on with it."""
         if prompts:

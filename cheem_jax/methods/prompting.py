@@ -81,7 +81,12 @@ class Prompting(abc.ABC):
         def answer(prompts, head, leaves, inputs, task):
             return logits(prompts, head, leaves, inputs, task, False)[0]
 
-        self.fitter, self._answer = Fitter(loss, jit=executor.jit), answer
+        rows = executor.rows if self.each_by_itself() else lambda batch_size: batch_size
+        self.fitter, self._answer = Fitter(loss, jit=executor.jit, rows=rows), answer
+
+    def each_by_itself(self) -> bool:
+        """Whether no image's loss depends on the others of its batch."""
+        return True
 
     @abc.abstractmethod
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:

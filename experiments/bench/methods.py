@@ -16,7 +16,7 @@ import numpy as np
 from cheem_jax.architecture import Choice, encode
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cli import parse
-from cheem_jax.execution.feed import HostImages
+from cheem_jax.execution.feed import Budget, HostImages, keep_tokens
 from cheem_jax.execution.stages import Stages
 from cheem_jax.keys import Keys, next_power_of_two
 from cheem_jax.methods.fitting import Batch, Inputs
@@ -134,7 +134,11 @@ def lora_cl(
     settings, architecture = OpSettings(rank=RANK), (Choice("adapt", 0),) * executor.num_blocks
     supernet = Supernet(jax.random.key(1), executor.base_pool, NUM_CLASSES, settings)
     prepare(executor, supernet, batch)
-    feed, codes = HostImages(executor, images), encode(architecture, supernet.sizes)
+    codes = encode(architecture, supernet.sizes)
+    # as the method does: what no pair changes is computed once, before the first epoch
+    feed = keep_tokens(
+        "", executor, HostImages(executor, images), len(images), (), batch_size=batch, budget=Budget(steps.PLENTY)
+    )
 
     def ours() -> None:
         fit(
