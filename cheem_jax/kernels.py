@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 Precision = Literal["float32", "bfloat16"]
@@ -88,31 +89,45 @@ def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
     return jnp.matmul(x, jnp.full((width, 1), 1.0 / width, x.dtype), precision="highest")
 
 
-def activate(a: Float[Array, "*B F"], activation: Activation) -> Float[Array, "*B F"]:
-    """Exact GELU, or CLIP's approximation; keeps its derivative, which shares the costly part of the value."""
-    return _activate(a, activation)
+def activate(x: Float[Array, "*B F"], bias: Float[Array, "F"], activation: Activation) -> Float[Array, "*B F"]:
+    """Exact GELU, or CLIP's approximation, of `x + bias`; keeps x, which as a product's result lies in memory anyway.
+
+    The gradient computes the gate again: cheaper than to write the derivative and to read it back.
+    """
+    return _activate(x, bias, activation)
 
 
-def _value_and_slope(a, activation):
+def _value(a, activation):
+    return a * _gate(a, activation)
+
+
+def _slope(a, activation):
+    gate = _gate(a, activation)
     if activation == "quick_gelu":
-        gate = jax.nn.sigmoid(1.702 * a)
-        value = a * gate
-        return value, gate + 1.702 * value * (1.0 - gate)
-    gate = 0.5 + 0.5 * jax.lax.erf(a * 0.5**0.5)
+        return gate + 1.702 * a * gate * (1.0 - gate)
     density = jnp.exp(-0.5 * a * a) * (0.5 / jnp.pi) ** 0.5
-    return a * gate, gate + a * density
+    return gate + a * density
 
 
-def _activate_forward(a, activation):
-    # the barrier keeps XLA from computing the product before this twice, once per result
-    return _value_and_slope(jax.lax.optimization_barrier(a), activation)
+def _gate(a, activation):
+    if activation == "quick_gelu":
+        return jax.nn.sigmoid(1.702 * a)
+    return 0.5 + 0.5 * jax.lax.erf(a * 0.5**0.5)
 
 
-def _activate_backward(activation, slope, grad):
-    return (grad * slope,)
+def _activate_forward(x, bias, activation):
+    # the barrier keeps XLA from computing the product before this twice, for the value and to be kept
+    x = jax.lax.optimization_barrier(x)
+    return _value(x + bias, activation), (x, bias)
 
 
-_activate: Any = jax.custom_vjp(lambda *given: _value_and_slope(*given)[0], nondiff_argnums=(1,))
+def _activate_backward(activation, kept, grad):
+    x, bias = kept
+    grad = grad * _slope(x + bias, activation)
+    return grad, grad.reshape(-1, grad.shape[-1]).sum(0)
+
+
+_activate: Any = jax.custom_vjp(lambda x, bias, activation: _value(x + bias, activation), nondiff_argnums=(2,))
 _activate.defvjp(_activate_forward, _activate_backward)
 
 
@@ -126,14 +141,23 @@ def attend(
     return _attend(query, key, value, precision)
 
 
+def _attend_value(query, key, value, precision):
+    return _attended(query * query.shape[-1] ** -0.5, key, value, precision)[0]
+
+
 def _attend_forward(query, key, value, precision):
-    query = query * query.shape[-1] ** -0.5
+    # else XLA lays each of the three out twice, for the products and to be kept
+    query, key, value = map(_in_order, (query * query.shape[-1] ** -0.5, key, value))
+    mixed, weights, inverse = _attended(query, key, value, precision)
+    return mixed, (query, key, value, weights, inverse, mixed)
+
+
+def _attended(query, key, value, precision):
     scores = dot(query, key.mT, precision)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     inverse = 1.0 / weights.sum(axis=-1, keepdims=True)
     # divided after the product, which has fewer columns than the weights
-    mixed = dot(weights, value, precision) * inverse
-    return mixed, (query, key, value, weights, inverse, mixed)
+    return dot(weights, value, precision) * inverse, weights, inverse
 
 
 def _attend_backward(precision, kept, grad):
@@ -148,5 +172,9 @@ def _attend_backward(precision, kept, grad):
     )
 
 
-_attend: Any = jax.custom_vjp(lambda *given: _attend_forward(*given)[0], nondiff_argnums=(3,))
+def _in_order(values):
+    return with_layout_constraint(values, Layout(tuple(range(values.ndim))))
+
+
+_attend: Any = jax.custom_vjp(_attend_value, nondiff_argnums=(3,))
 _attend.defvjp(_attend_forward, _attend_backward)

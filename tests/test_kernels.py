@@ -28,8 +28,16 @@ def plain_attention(query, key, value):
 CASES = {
     "product": (product, lambda x, w: x @ w, (array(2, 5, 7), array(7, 3))),
     "norm": (lambda x, s, b: layer_norm(x, s, b, 1e-6), plain_norm, (array(2, 5, 16), array(16), array(16))),
-    "gelu": (lambda a: activate(a, "gelu"), lambda a: jax.nn.gelu(a, approximate=False), (4 * array(3, 50),)),
-    "quick": (lambda a: activate(a, "quick_gelu"), lambda a: a * jax.nn.sigmoid(1.702 * a), (4 * array(3, 50),)),
+    "gelu": (
+        lambda x, b: activate(x, b, "gelu"),
+        lambda x, b: jax.nn.gelu(x + b, approximate=False),
+        (4 * array(2, 3, 50), array(50)),
+    ),
+    "quick": (
+        lambda x, b: activate(x, b, "quick_gelu"),
+        lambda x, b: (x + b) * jax.nn.sigmoid(1.702 * (x + b)),
+        (4 * array(2, 3, 50), array(50)),
+    ),
     "attention": (attend, plain_attention, (array(2, 3, 5, 8), array(2, 3, 7, 8), array(2, 3, 7, 8))),
 }
 
@@ -46,7 +54,7 @@ def test_values_and_gradients_are_jaxs_own(name):
 
 
 def test_gelu_is_zero_and_flat_far_below_zero():
-    value, pull = jax.vjp(lambda a: activate(a, "gelu"), jnp.array([-30.0, -8.0]))
+    value, pull = jax.vjp(lambda a: activate(a, jnp.zeros(2), "gelu"), jnp.array([-30.0, -8.0]))
     np.testing.assert_allclose(value, 0, atol=1e-6)
     np.testing.assert_allclose(pull(jnp.ones(2))[0], 0, atol=1e-6)
 

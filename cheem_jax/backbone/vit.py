@@ -87,7 +87,9 @@ class Block(nnx.Module):
 
     def mix_channels(self, z: Float[Array, "B N D"]) -> Float[Array, "B N F"]:
         """The FFN branch up to its down-projection: the input of `down`."""
-        return activate(self._linear(self.up, self.norm2(z)), self.activation)
+        assert self.up.bias is not None
+        widened = product(self.norm2(z), self.up.kernel[...], self.precision)
+        return activate(widened, self.up.bias[...], self.activation)
 
     def enter(
         self, x: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None

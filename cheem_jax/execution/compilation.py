@@ -125,10 +125,11 @@ def jit_options(precision: Precision, deterministic: bool = False) -> dict[str, 
     """Compiler options of the blocks' programs.
 
     `deterministic` makes an accelerator give equal bits for equal work, as a CPU does anyway. On a CPU float32
-    products go to Eigen instead of YNNPACK, whose batched ones (attention) leave one of two cores idle; bfloat16 ones
-    stay, because only YNNPACK uses the processor's bfloat16 instructions.
+    products go to Eigen instead of YNNPACK, whose batched ones (attention) leave one of two cores idle. Sums and
+    maxima stay with YNNPACK, since XLA's own take one number at a time; so do bfloat16 products, because only YNNPACK
+    uses the processor's bfloat16 instructions.
     """
-    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    options = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}
     if jax.default_backend() != "cpu":
         return DETERMINISTIC if deterministic else None
     if precision != "float32":

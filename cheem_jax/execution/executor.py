@@ -24,9 +24,13 @@ from jaxtyping import Array, Float, Int
 from cheem_jax.architecture import Architecture
 from cheem_jax.backbone.vit import Block, ViT
 from cheem_jax.execution.compilation import jit_options
+from cheem_jax.execution.parts import side_by_side
 from cheem_jax.ops import Expert, Learned, Ops, Placement
 from cheem_jax.pool import Head, base_pool
 from cheem_jax.supernet import Supernet, adam_update
+
+WORKING_SET = 5 * 2**20
+"""Bytes of a block's widest activations (the plastic layer's input) above which a CPU gets slower per image."""
 
 Token = Literal["component", "block"]
 """Where mean class tokens are read: the plastic layer's output before the residual sum, or the block's output."""
@@ -160,8 +164,11 @@ class Executor(abc.ABC):
         """Class answers `[B]` of a padded head and how many of the unmasked ones are right."""
         return self._classify(self.leaves, head, tokens, labels, mask, np.int32(num_classes))
 
-    def rows(self, batch_size: int) -> int:
-        """Images per call of a program, for batches of `batch_size`: a divisor of it."""
+    def rows(self, batch_size: int, working_set: int = WORKING_SET) -> int:
+        """Images per call of a program, for batches of `batch_size`: a divisor of it.
+
+        On a CPU `stages` takes as many as keep a block's widest activations within `working_set` bytes.
+        """
         return batch_size
 
     @abc.abstractmethod
@@ -197,7 +204,9 @@ class Executor(abc.ABC):
 
     def _train_step(self, supernet: Supernet, architecture: Architecture, step: Step, rate: np.float32) -> jax.Array:
         ops = supernet.ops(architecture)
-        results = (self.gradients(ops, supernet.head.params, batch, supernet.num_classes) for batch in step)
+        results = side_by_side(
+            lambda batch: self.gradients(ops, supernet.head.params, batch, supernet.num_classes), step
+        )
         loss, grads, head_grad = next(results)
         for more_loss, more_grads, more_head in results:
             loss, head_grad = add(loss, more_loss), add(head_grad, more_head)

@@ -13,13 +13,10 @@ import jax
 import numpy as np
 
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.execution.executor import Batch, Executor, Gather, Network, Token, Tokens, Walked
+from cheem_jax.execution.executor import WORKING_SET, Batch, Executor, Gather, Network, Token, Tokens, Walked
 from cheem_jax.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.pool import Head
 from cheem_jax.supernet import guard
-
-WORKING_SET = 12 * 2**20
-"""Bytes of a block's widest activations (the plastic layer's input) above which a CPU gets slower per image."""
 
 
 class Stages(Executor):
@@ -75,12 +72,12 @@ class Stages(Executor):
         self._backward = self.jit(backward)
         self._loss = self.jit(loss_and_gradients)
 
-    def rows(self, batch_size: int) -> int:
-        """On a CPU, as many images as keep a block's widest activations within the last cache it shares."""
+    def rows(self, batch_size: int, working_set: int = WORKING_SET) -> int:
+        """See `Executor.rows`."""
         per_image = 4 * self.config.num_tokens * self.config.mlp_width
-        if jax.default_backend() != "cpu" or batch_size * per_image <= WORKING_SET:
+        if jax.default_backend() != "cpu" or batch_size * per_image <= working_set:
             return batch_size
-        fitting = max(WORKING_SET // per_image, 1)
+        fitting = max(working_set // per_image, 1)
         return max(num for num in range(1, fitting + 1) if batch_size % num == 0)
 
     def gradients(

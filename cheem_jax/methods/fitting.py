@@ -20,6 +20,7 @@ from cheem_jax.execution.batches import Batch as Rows
 from cheem_jax.execution.batches import batches, num_batches
 from cheem_jax.execution.executor import add
 from cheem_jax.execution.feed import ahead
+from cheem_jax.execution.parts import side_by_side
 from cheem_jax.execution.passes import Advance
 from cheem_jax.images import Images, in_turn
 from cheem_jax.keys import key_at, order_at
@@ -28,6 +29,15 @@ from cheem_jax.supernet import guard
 from cheem_jax.training import NOTE_EVERY, FitConfig, FitState, finish_epoch, images_left, learning_rate_at
 
 T = TypeVar("T")
+
+
+WORKING_SET = 5 * 2**19
+"""As for an executor's parts, but half of it: a whole network keeps more beside the widest activations."""
+
+
+def whole(batch_size: int, working_set: int) -> int:
+    """A batch in one part."""
+    return batch_size
 
 
 class Batch(NamedTuple):
@@ -83,8 +93,8 @@ class Fitting:
 class Fitter:
     """The compiled step of one loss. `optimizer` gives directions at the rate 1, as `optax.scale_by_adam()`.
 
-    `rows` says in parts of how many images a batch is best computed (`Executor.rows`: large activations leave a CPU's
-    cache). Only for a loss that is a weighted sum over images, each by itself and without noise: parts then add up.
+    `rows` is `Executor.rows` of who computes the loss: on a CPU a batch is then computed in parts, side by side. Only
+    for a loss that is a weighted sum over images, each by itself and without noise: parts then add up.
     """
 
     def __init__(
@@ -93,7 +103,7 @@ class Fitter:
         optimizer: optax.GradientTransformation | None = None,
         *,
         jit: Callable[..., Any] = jax.jit,
-        rows: Callable[[int], int] = lambda batch_size: batch_size,
+        rows: Callable[[int, int], int] = whole,
     ):
         adam = optax.scale_by_adam() if optimizer is None else optimizer
         gradient = jax.value_and_grad(loss)
@@ -174,12 +184,11 @@ class Fitter:
 
     def _stepped(self, fitting: Fitting, rate: Any, fixed: Any, batch: Batch) -> tuple[Any, Any, jax.Array]:
         size = len(batch.labels)
-        rows = self.rows(size)
+        rows = self.rows(size, WORKING_SET)
         if rows == size:
             return self._step(fitting.learned, fitting.moments, rate, fixed, batch)
-        found = self._gradient(fitting.learned, fixed, _part(batch, slice(0, rows)))
-        for start in range(rows, size, rows):
-            found = add(found, self._gradient(fitting.learned, fixed, _part(batch, slice(start, start + rows))))
+        parts = [_part(batch, slice(start, start + rows)) for start in range(0, size, rows)]
+        found = functools.reduce(add, side_by_side(lambda part: self._gradient(fitting.learned, fixed, part), parts))
         return self._update(fitting.learned, fitting.moments, rate, *found)
 
     def _batches(self, inputs: Inputs, labels: np.ndarray, pieces: Sequence[Rows]) -> Iterator[tuple[Batch, int]]:

@@ -23,7 +23,7 @@ from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.inference import Inferred
 from cheem_jax.flops import backbone_flops, backbone_params, executed_backbone_flops
 from cheem_jax.keys import Keys, Phase
-from cheem_jax.methods.fitting import Batch, Fitter, Fitting, Inputs, left, over_batches
+from cheem_jax.methods.fitting import Batch, Fitter, Fitting, Inputs, left, over_batches, whole
 from cheem_jax.methods.heads import Classes, cut, grow_head, head_logits, local_cross_entropy, padded
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
 from cheem_jax.pool import Head
@@ -81,7 +81,7 @@ class Prompting(abc.ABC):
         def answer(prompts, head, leaves, inputs, task):
             return logits(prompts, head, leaves, inputs, task, False)[0]
 
-        rows = executor.rows if self.each_by_itself() else lambda batch_size: batch_size
+        rows = executor.rows if self.each_by_itself() else whole
         self.fitter, self._answer = Fitter(loss, jit=executor.jit, rows=rows), answer
 
     def each_by_itself(self) -> bool:
