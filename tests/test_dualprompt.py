@@ -58,8 +58,8 @@ def test_an_image_gets_the_slot_of_its_nearest_learned_key_in_numpy(shared):
     dual = learner(DualPrompt, dataclasses.replace(CONFIG, shared_keys=shared))
     prompts = dual.begin_task(jax.random.key(0), {}, 0)
     query = np.asarray(jax.random.normal(jax.random.key(1), (12, 16)))
-    told = dual.attach(prompts, jnp.asarray(query), jnp.int32(4), training=True)
-    found = dual.attach(prompts, jnp.asarray(query), jnp.int32(4), training=False)
+    told = dual.attach(prompts, jnp.asarray(query), jnp.int32(4), jnp.full(len(query), 1 / len(query)))
+    found = dual.attach(prompts, jnp.asarray(query), jnp.int32(4), None)
     general, key_loss, chosen_slots = np.asarray(prompts["general"][0]), 0.0, set()
     for place, layer in enumerate((1, 2)):
         keys = np.asarray(prompts["keys"][0 if shared else place])

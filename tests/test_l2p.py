@@ -45,7 +45,7 @@ def test_the_prefix_of_an_image_is_that_of_its_nearest_keys_in_numpy():
     l2p = learner(L2p, CONFIG)
     prompts = l2p.begin_task(jax.random.key(0), {}, 0)
     query = jax.random.normal(jax.random.key(1), (3, 16))
-    attached = l2p.attach(prompts, query, jnp.int32(0), training=True)
+    attached = l2p.attach(prompts, query, jnp.int32(0), jnp.full(len(query), 1 / len(query)))
     pool, keys = np.asarray(prompts["pool"][0]), np.asarray(prompts["keys"][0])
     for image in range(3):
         cosines = keys @ np.asarray(query[image]) / np.linalg.norm(keys, axis=1) / np.linalg.norm(query[image])
@@ -53,6 +53,15 @@ def test_the_prefix_of_an_image_is_that_of_its_nearest_keys_in_numpy():
         np.testing.assert_allclose(attached.prefixes[0].keys[image], np.concatenate([pool[b][:2] for b in best]))
         np.testing.assert_allclose(attached.prefixes[0].values[image], np.concatenate([pool[b][2:] for b in best]))
         np.testing.assert_allclose(attached.key_loss[image], (1 - cosines[best]).sum(), rtol=1e-5)
+
+
+def test_a_key_loss_over_the_batch_leaves_out_its_padding():
+    l2p = learner(L2p, dataclasses.replace(CONFIG, key_loss="batch"))
+    prompts = l2p.begin_task(jax.random.key(0), {}, 0)
+    query = jax.random.normal(jax.random.key(1), (5, 16))
+    whole = l2p.attach(prompts, query[:3], jnp.int32(0), jnp.full(3, 1 / 3))
+    padded = l2p.attach(prompts, query, jnp.int32(0), jnp.asarray([1 / 3, 1 / 3, 1 / 3, 0, 0]))
+    np.testing.assert_allclose(padded.key_loss[:3], whole.key_loss, rtol=1e-6)
 
 
 def test_impossible_settings_are_refused():

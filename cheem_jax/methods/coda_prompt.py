@@ -103,7 +103,9 @@ class CodaPrompt(Prompting):
             begun[name] = drawn.reshape(before.shape)
         return begun
 
-    def attach(self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], *, training: bool) -> Attached:
+    def attach(
+        self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], weights: Float[Array, "B"] | None
+    ) -> Attached:
         """Sums over the rows of all tasks so far, of which only the running task's learn."""
         row = jnp.arange(self.config.pool)
         used, own = row < (task + 1) * self.rows, row >= task * self.rows
@@ -112,7 +114,7 @@ class CodaPrompt(Prompting):
             here = {name: _only(own, values[place]) for name, values in prompts.items()}
             weights = component_weights(query, here["attention"], here["keys"]) * used
             found[layer] = halves(jnp.einsum("bm,mld->bld", weights, here["components"], precision="highest"))
-            if training and self.config.orthogonality:
+            if weights is not None and self.config.orthogonality:
                 penalty += sum(departure(values.reshape(len(row), -1), used) for values in here.values())
         return Attached(found, jnp.broadcast_to(self.config.orthogonality * penalty, len(query)))
 

@@ -114,7 +114,9 @@ class DualPrompt(Prompting):
         drawn = zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True)
         return {name: jax.random.uniform(name_key, shape, maxval=high) for (name, shape), name_key in drawn}
 
-    def attach(self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], *, training: bool) -> Attached:
+    def attach(
+        self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], weights: Float[Array, "B"] | None
+    ) -> Attached:
         """The general prompt, and the running task's slot in training or the nearest learned one in answering."""
         config, key_loss, found = self.config, jnp.zeros(len(query)), {}
         for place, layer in enumerate(config.general_layers):
@@ -122,7 +124,7 @@ class DualPrompt(Prompting):
             found[layer] = halves(jnp.broadcast_to(general, (len(query), *general.shape)))
         for place, layer in enumerate(config.expert_layers):
             keys = prompts["keys"][0 if config.shared_keys else place]
-            if training:
+            if weights is not None:
                 slot = jnp.broadcast_to(task, len(query))
                 if place < len(prompts["keys"]):
                     key_loss += 1.0 - cosine(query, keys[task])

@@ -88,7 +88,9 @@ class L2p(Prompting):
             "keys": jax.random.uniform(keys_key, (layers, config.pool, width), minval=low, maxval=high),
         }
 
-    def attach(self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], *, training: bool) -> Attached:
+    def attach(
+        self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], weights: Float[Array, "B"] | None
+    ) -> Attached:
         """The prompts of the nearest keys, per image; in training and in answering alike."""
         config, found, key_loss, tokens = self.config, {}, jnp.zeros(len(query)), None
         for place, layer in enumerate(config.layers):
@@ -98,7 +100,8 @@ class L2p(Prompting):
                 key_loss += (1.0 - jnp.take_along_axis(near, chosen, axis=1)).sum(axis=1)
             else:
                 # every selected key against every query of the batch: [B of queries, B of selections, k]
-                key_loss += (1.0 - near[:, chosen]).sum(axis=(1, 2))
+                pulls = (1.0 - near[:, chosen]).sum(axis=2)
+                key_loss += pulls.sum(axis=1) if weights is None else pulls @ (weights > 0).astype(pulls.dtype)
             picked, half = prompts["pool"][place][chosen], config.length // 2  # [B, k, length, D]
             keys, values = picked[:, :, :half], picked[:, :, half:]
             if config.inject == "tokens":

