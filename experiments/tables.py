@@ -1,0 +1,417 @@
+"""The paper's tables from finished runs, our numbers beside the paper's.
+
+    python experiments/tables.py --runs runs/compare --out runs/tables
+    python experiments/tables.py --only fom,heads
+
+Every folder below `--runs` that holds a finished run is read. Cells are means over seeds with the standard deviation
+(n - 1) and the number of runs; what was not run stays empty. Without runs the tables hold the paper's numbers alone.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
+
+from cheem_jax import metrics
+from cheem_jax.atomic import write_atomically
+from cheem_jax.cli import parse, run_command
+from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, VDD
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.table import METHODS, TOLD, Grid
+
+
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """The paper's tables from finished runs."""
+
+    runs: tuple[Path, ...] = ()
+    """Folders with runs, at any depth."""
+    out: Path = Path("runs/tables")
+    """Where the tables are written, as Markdown, CSV and LaTeX."""
+    only: str | None = None
+    """Names of tables, separated by commas; default: all."""
+
+
+class Layout(NamedTuple):
+    """One table of the paper: its title, what is measured, and which runs it is of (None: any)."""
+
+    title: str
+    measures: tuple[str, ...]
+    methods: tuple[str, ...] | None = None
+    variants: tuple[str, ...] | None = None
+    per_task: bool = False
+
+
+BASELINES = (
+    "ewc", "coda_prompt", "dualprompt", "l2p", "s_prompts", "diki", "lora_cl", "tuna", "moal", "moe_adapters",
+    "frozen_linear",
+)  # fmt: skip
+SUMMARY = ("average_accuracy", "average_forgetting", "flops")
+LAYOUTS = {
+    "fom": Layout("Figure of merit of CHEEM", ("fom",), BASELINES, ("",)),
+    "upper_bounds": Layout("CHEEM and the upper bounds", SUMMARY, (*TOLD, "cheem"), ("",)),
+    "breakdown": Layout("Accuracy, forgetting and FLOPs", SUMMARY, (*BASELINES, "cheem"), ("",)),
+    "taskwise_flops": Layout("FLOPs of CHEEM by task", ("flops",), ("cheem",), ("",), per_task=True),
+    "training_time": Layout("Hours of training per task", ("hours",), (*BASELINES, "cheem"), ("",)),
+    "placement": Layout(
+        "Where the memory is placed", ("average_accuracy", "flops", "params_added_percent"), ("cheem",),
+        ("mlp_down", "attn_proj"),
+    ),
+    "sampling": Layout(
+        "HEE against uniform sampling", ("average_accuracy", "flops", "params_added_percent"), ("cheem",),
+        ("hee", "uniform"),
+    ),
+    "full": Layout("Accuracy by task", ("accuracy", "average_accuracy", "average_forgetting"), per_task=True),
+    "clip": Layout("Backbones pretrained by CLIP", SUMMARY, variants=("",)),
+    "lite": Layout("A lighter network names the task", SUMMARY, ("moe_adapters", "cheem", "cheem_lite")),
+    "heads": Layout(
+        "Designs of the head", ("average_accuracy", "local_average_accuracy", "just_trained"), variants=("",)
+    ),
+    "task_orders": Layout(
+        "Orders of the tasks", ("accuracy", "average_accuracy", "average_forgetting"), ("cheem",), per_task=True
+    ),
+    "components": Layout("Components of a block, fine-tuned", ("average_accuracy", "average_forgetting")),
+}  # fmt: skip
+COUNTS = "Images and classes"
+TITLES = {
+    "average_accuracy": "accuracy %",
+    "average_forgetting": "forgetting",
+    "local_average_accuracy": "task given %",
+    "just_trained": "just trained %",
+    "params_added_percent": "params added %",
+    "flops": "GFLOPs",
+    "hours": "hours",
+    "fom": "FoM",
+}
+Found = Mapping[str, Mapping[Cell, Sequence[float]]]
+
+
+def main(settings: Tables) -> None:
+    """Write every table, and one page with all."""
+    progress = Progress()
+    names = names_of(settings.only)
+    runs, left_out = read(settings.runs)
+    ours = measured(runs)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    pages = []
+    for name in names:
+        grids = counts() if name == "counts" else grids_of(name, ours.get(name, {}))
+        page = [f"## {COUNTS if name == 'counts' else LAYOUTS[name].title}"]
+        for index, grid in enumerate(grids):
+            stem = name if len(grids) == 1 else f"{name}-{index + 1}"
+            write_atomically(settings.out / f"{stem}.csv", csv_of(grid))
+            write_atomically(settings.out / f"{stem}.tex", latex_of(grid))
+            page.append(f"{grid.title}\n\n{grid.to_markdown()}")
+        page += [NOTES[name]] if name in NOTES else []
+        pages.append("\n\n".join(page))
+    if left_out:
+        pages.append("## Left out\n\n" + "\n".join(f"- {directory}: {why}" for directory, why in left_out))
+    write_atomically(settings.out / "tables.md", HEAD + "\n\n".join(pages) + "\n")
+    for directory, why in left_out:
+        progress.say(f"left out {directory}: {why}")
+    progress.say(f"{len(names)} tables from {len(runs)} runs: {settings.out / 'tables.md'}")
+
+
+HEAD = """# The paper's tables
+
+`ours` is the mean over runs with its standard deviation and, behind it, the number of runs; `paper` is what the paper
+prints. An empty cell was not run, or is not in the paper.
+
+"""
+
+
+def names_of(only: str | None) -> list[str]:
+    """Names of the tables that are asked for."""
+    known = [*LAYOUTS, "counts"]
+    if only is None:
+        return known
+    asked = [name.strip() for name in only.split(",")]
+    unknown = [name for name in asked if name not in known]
+    if unknown:
+        raise ValueError(f"--only names {', '.join(map(repr, unknown))}; the tables are {', '.join(known)}")
+    return [name for name in known if name in asked]
+
+
+class Run(NamedTuple):
+    """A finished run: its folder, results and configuration."""
+
+    directory: Path
+    results: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        return tuple(task["name"] for task in self.results["tasks"])
+
+
+def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
+    """All finished runs below the folders, and what had to be left out, with the reason."""
+    runs: list[Run] = []
+    left_out: list[tuple[Path, str]] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"--runs names {folder}, which is no folder; expected one that holds finished runs")
+        for file in sorted(folder.rglob("config.json")):
+            directory = file.parent
+            try:
+                results = json.loads((directory / "results.json").read_text())
+                run = Run(directory, results, json.loads(file.read_text()))
+                missing = len(run.config["tasks"]) - len(run.order)
+            except FileNotFoundError:
+                left_out.append((directory, "unfinished: it has no results yet"))
+            except (ValueError, KeyError, TypeError, OSError) as error:
+                left_out.append((directory, f"damaged ({error!r:.100})"))
+            else:
+                if missing:
+                    left_out.append(
+                        (directory, f"unfinished: {missing} of {len(run.config['tasks'])} tasks are missing")
+                    )
+                else:
+                    runs.append(run)
+    return runs, left_out
+
+
+IDENTITY = ("image_size", "data_sha256", "weights_sha256", "split_sha256")
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """ValueError where runs that stand in one table saw other data, weights or pixels, or one cell other settings."""
+    first: dict[tuple[str, str], Run] = {}
+    settings: dict[tuple[object, ...], Run] = {}
+    for run in runs:
+        results = run.results
+        reference = first.setdefault((results["stream"], results["backbone"]), run)
+        for key in IDENTITY:
+            ours, theirs = (r.config.get(key, r.results.get(key)) for r in (run, reference))
+            if ours != theirs:
+                raise ValueError(
+                    f"{run.directory} and {reference.directory} are both {results['stream']} on {results['backbone']}, "
+                    f"but differ in {key}: {_difference(ours, theirs)}; tabulate them apart"
+                )
+        alike = settings.setdefault(
+            (results["stream"], results["backbone"], results["method"], variant_of(run), run.order), run
+        )
+        own, other = (_without_seeds(r.config) for r in (run, alike))
+        if own != other:
+            raise ValueError(
+                f"{run.directory} and {alike.directory} would share cells, but differ in {_difference(own, other)}; "
+                "tabulate them apart"
+            )
+
+
+def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in ("seed", "seeds", "engine")}
+
+
+def _difference(a: object, b: object) -> str:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        key = next(key for key in [*a, *b] if a.get(key) != b.get(key))
+        return f"{key}: {_difference(a.get(key), b.get(key))}"
+    return f"{a!r:.80} and {b!r:.80}"
+
+
+def variant_of(run: Run) -> str:
+    """What sets a run apart from CHEEM's usual one: placement or sampling; else nothing."""
+    if run.results["method"] != "cheem":
+        return ""
+    if run.results["placement"] != "mlp_down":
+        return run.results["placement"]
+    sampling = run.config.get("cheem", {}).get("sampling", "hee")
+    return "" if sampling == "hee" else sampling
+
+
+def measured(runs: Sequence[Run]) -> Found:
+    """Our numbers by table and cell, one per run; the first run's order of tasks is the stream's."""
+    check_comparable(runs)
+    orders: dict[str, list[tuple[str, ...]]] = {}
+    found: dict[str, dict[Cell, list[float]]] = {name: {} for name in LAYOUTS}
+    for run in runs:
+        known = orders.setdefault(run.results["stream"], [])
+        if run.order not in known:
+            known.append(run.order)
+        number, variant = known.index(run.order), variant_of(run)
+        values = {key: value for key, value in numbers_of(run.results).items() if value is not None}
+        for name, layout in LAYOUTS.items():
+            method = run.results["method"]
+            if layout.methods is not None and method not in layout.methods:
+                continue
+            own = {
+                "task_orders": f"order{number + 1}" if not variant else None,
+                "placement": variant or "mlp_down",
+                "sampling": variant or "hee",
+                "lite": run.results["router"],
+            }.get(name, variant)
+            elsewhere = layout.variants is not None and own not in layout.variants
+            if own is None or elsewhere or (number and name != "task_orders") or not belongs(name, run.results):
+                continue
+            for (measure, task), value in values.items():
+                if measure in layout.measures and (layout.per_task or not task or name == "training_time"):
+                    cell = Cell(run.results["stream"], run.results["backbone"], method, measure, own, task)
+                    found[name].setdefault(cell, []).append(value)
+    found["fom"] = figures_of_merit(found)
+    return found
+
+
+def belongs(table: str, results: Mapping[str, Any]) -> bool:
+    """Whether a table is about such a run: CLIP's backbones have one of their own."""
+    return results["backbone"].startswith("clip") == (table == "clip") or table in ("heads", "lite", "task_orders")
+
+
+def numbers_of(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
+    """What one run measured, in the paper's units, by measure and task."""
+    told = results["method"] in TOLD
+    matrix = results["local_accuracy" if told else "accuracy"]
+    names = [task["name"] for task in results["tasks"]]
+    found: dict[tuple[str, str], float | None] = {
+        ("average_accuracy", ""): 100 * results["local_average_accuracy" if told else "average_accuracy"],
+        ("average_forgetting", ""): None if told else _percent(results["average_forgetting"]),
+        ("local_average_accuracy", ""): 100 * results["local_average_accuracy"],
+        ("just_trained", ""): 100 * float(np.mean(results["just_trained"])),
+        ("flops", ""): results["flops"]["paper"] / 1e9,
+        ("params_added_percent", ""): results["params_added_percent"],
+        ("hours", ""): results["seconds"] / 3600 / len(names),
+    }
+    last = matrix[-1] if isinstance(matrix[-1], list) else matrix
+    for index, name in enumerate(names):
+        task = results["tasks"][index]
+        found["accuracy", name] = _percent(last[index])
+        found["flops", name] = _scaled(task.get("flops_method"), 1e-9)
+    for phase in ("supernet", "search", "finetune"):
+        seconds = [task["seconds"].get(phase) for task in results["tasks"]]
+        if None not in seconds:
+            found["hours", phase] = float(np.mean(seconds)) / 3600
+    return found
+
+
+def _percent(value: float | None) -> float | None:
+    return _scaled(value, 100)
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def figures_of_merit(found: Found) -> dict[Cell, list[float]]:
+    """One value from the means over runs, where the method, CHEEM and the bound were all run."""
+
+    def mean(cell: Cell) -> float | None:
+        values = found["breakdown"].get(cell) or found["upper_bounds"].get(cell)
+        return float(np.mean(values)) if values else None
+
+    figures = {}
+    for cell in found["breakdown"]:
+        if cell.measure != "average_accuracy" or cell.method == "cheem":
+            continue
+        given = (
+            mean(cell._replace(method=TOLD_METHOD)), mean(cell._replace(method="cheem")),
+            mean(cell._replace(method="cheem", measure="flops")), mean(cell), mean(cell._replace(measure="flops")),
+        )  # fmt: skip
+        value = None if None in given else metrics.figure_of_merit(*given)  # pyright: ignore[reportArgumentType]
+        if value is not None:
+            figures[cell._replace(measure="fom")] = [value]
+    return figures
+
+
+def grids_of(name: str, ours: Mapping[Cell, Sequence[float]]) -> list[Grid]:
+    """A table once per stream and backbone, ours and the paper's."""
+    theirs = printed().get(name, {})
+    places = list(dict.fromkeys((cell.stream, cell.backbone) for cell in (*theirs, *ours)))
+    return [_grid(name, place, theirs, ours) for place in places]
+
+
+def _grid(
+    name: str, place: tuple[str, str], theirs: Mapping[Cell, Printed], ours: Mapping[Cell, Sequence[float]]
+) -> Grid:
+    layout = LAYOUTS[name]
+    own = sorted(ours, key=lambda cell: list(METHODS).index(cell.method))
+    cells = [cell for cell in (*theirs, *own) if (cell.stream, cell.backbone) == place]
+    if name == "training_time":  # the phases are rows, like methods
+        cells = [cell._replace(variant=cell.task, task="") for cell in cells]
+        theirs = {cell._replace(variant=cell.task, task=""): value for cell, value in theirs.items()}
+        ours = {cell._replace(variant=cell.task, task=""): value for cell, value in ours.items()}
+    rows = list(dict.fromkeys((cell.method, cell.variant) for cell in cells))
+    tasks = list(dict.fromkeys(cell.task for cell in cells if cell.task))
+    heads = [(measure, task) for measure in layout.measures for task in (tasks if measure == "accuracy" else [""])]
+    if name == "taskwise_flops":
+        heads = [("flops", task) for task in [*tasks, ""]]
+    columns, table = ["method"], [[row_title(*row)] for row in rows]
+    for measure, task in heads:
+        column = [Cell(*place, method, measure, variant, task) for method, variant in rows]
+        title = task or TITLES[measure]
+        sources: list[tuple[str, Callable[[Cell], str]]] = [
+            ("ours", lambda cell: our_text(ours.get(cell))),
+            ("paper", lambda cell: theirs[cell].text if cell in theirs else ""),
+        ]
+        if name == "fom":
+            sources.append(
+                ("recomputed", lambda cell: _number(recomputed_fom(cell.stream, cell.backbone, cell.method)))
+            )
+        for source, text in sources:
+            texts = [text(cell) for cell in column]
+            if any(texts):
+                columns.append(f"{title}, {source}")
+                for line, cell_text in zip(table, texts, strict=True):
+                    line.append(cell_text)
+    return Grid(f"{layout.title}: {place[0]}, {place[1]}", tuple(columns), tuple(map(tuple, table)), 1)
+
+
+def row_title(method: str, variant: str) -> str:
+    """A method's name with what sets the row apart."""
+    name = {"component": "component"}.get(method, METHODS.get(method, method))
+    return f"{name}, {variant}" if variant else name
+
+
+def our_text(values: Sequence[float] | None) -> str:
+    """Mean, standard deviation of several, and the number of runs."""
+    if not values:
+        return ""
+    spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
+    return f"{_number(float(np.mean(values)))}{spread} ({len(values)})"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def counts() -> list[Grid]:
+    """Images and classes of every task, as the library cuts them; a test holds them against the paper's."""
+    columns = ("task", "train", "validation", "test", "classes")
+    grids = []
+    for stream, names in (("MTIL", MTIL["default"]), ("VDD", VDD)):
+        tasks = [BY_NAME[name] for name in names.split()]
+        rows = tuple((t.title, *map(str, t.counts), str(t.num_classes)) for t in tasks)
+        grids.append(Grid(f"{COUNTS}: {stream}", columns, rows, 1))
+    return grids
+
+
+def csv_of(grid: Grid) -> str:
+    """The grid with quoted cells."""
+    lines = [grid.columns, *grid.rows]
+    return "".join(",".join('"' + cell.replace('"', '""') + '"' for cell in line) + "\n" for line in lines)
+
+
+def latex_of(grid: Grid) -> str:
+    """A booktabs table."""
+    lines = [" & ".join(map(_escaped, line)) + r" \\" for line in (grid.columns, *grid.rows)]
+    body = "\n".join([lines[0], r"\midrule", *lines[1:]])
+    form = "l" * grid.num_left + "r" * (len(grid.columns) - grid.num_left)
+    return (
+        f"\\begin{{table}}\n\\centering\n\\caption{{{_escaped(grid.title)}}}\n\\begin{{tabular}}{{{form}}}\n\\toprule\n"
+        f"{body}\n\\bottomrule\n\\end{{tabular}}\n\\end{{table}}\n"
+    )
+
+
+def _escaped(text: str) -> str:
+    for character in "\\&%#_{}$":
+        text = text.replace(character, {"\\": r"\textbackslash "}.get(character, f"\\{character}"))
+    return text.replace("±", r"$\pm$").replace("–", "--")
+
+
+if __name__ == "__main__":
+    run_command(main, parse(Tables, description=__doc__))

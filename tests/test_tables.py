@@ -1,0 +1,154 @@
+"""The paper's tables: its printed numbers, and ours beside them."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run
+import tables
+from paper.printed import Cell, printed, recomputed_fom
+
+TASKS = ("shapes", "letters")
+UNEVEN = {("mtil", "deit_tiny", "coda_prompt"), ("mtil", "deit_tiny", "dualprompt"), ("vdd", "vit_base", "tuna")}
+"""Figures of merit that do not follow from what the paper prints."""
+
+
+def test_the_papers_figures_of_merit_follow_from_its_accuracies_and_flops():
+    off = set()
+    for cell, number in printed()["fom"].items():
+        found = recomputed_fom(cell.stream, cell.backbone, cell.method)
+        assert found is not None
+        if abs(found / number.value - 1) > 0.03:
+            off.add((cell.stream, cell.backbone, cell.method))
+    assert len(printed()["fom"]) == 36 and off == UNEVEN
+
+
+def test_the_papers_averages_follow_from_its_full_rows():
+    full = printed()["full"]
+    averages = [cell for cell in full if cell.measure == "average_accuracy"]
+    assert len(averages) == 46
+    gaps = []
+    for cell in averages:
+        method = cell._replace(measure="accuracy")
+        row = [number.value for other, number in full.items() if other.task and other._replace(task="") == method]
+        assert len(row) == {"mtil": 11, "vdd": 9}[cell.stream]
+        gaps.append(abs(np.mean(row) - full[cell].value))
+    assert max(gaps) < 0.06 and np.median(gaps) < 0.006
+
+
+def write_run(directory: Path, method="cheem", seed=0, accuracy=0.8, **changed) -> Path:
+    """What a run leaves behind, as far as tables read it."""
+    matrix = [[accuracy, None], [accuracy - 0.02, accuracy]]
+    results = {
+        "stream": "demo", "backbone": "vit_micro", "method": method, "placement": "mlp_down", "router": "vit_micro",
+        "image_size": 32, "seed": seed, "split_sha256": {"shapes": "a", "letters": "b"},
+        "accuracy": matrix, "local_accuracy": matrix,
+        "average_accuracy": accuracy - 0.01, "average_forgetting": 0.02,
+        "local_average_accuracy": accuracy - 0.01, "just_trained": [accuracy, accuracy],
+        "flops": {"paper": 5e9}, "params_added_percent": 1.5, "seconds": 7200.0,
+        "tasks": [{"name": name, "flops_method": 4e9, "seconds": {"supernet": 1800.0}} for name in TASKS],
+    }  # fmt: skip
+    config = {"tasks": list(TASKS), "seed": seed, "cheem": {"sampling": "hee"}, "data_sha256": {"shapes": "x"}}
+    for key, value in changed.items():
+        (results if key in results else config)[key] = value
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "results.json").write_text(json.dumps(results))
+    return directory
+
+
+def rows_of(file: Path) -> dict[str, dict[str, str]]:
+    with file.open(newline="") as opened:
+        return {row["method"]: row for row in csv.DictReader(opened)}
+
+
+def run_tables(tmp_path: Path, *names: str) -> Path:
+    out = tmp_path / "out"
+    tables.main(tables.Tables(runs=(tmp_path / "runs",), out=out, only=",".join(names)))
+    return out
+
+
+def test_cells_are_means_over_seeds_with_the_number_of_runs(tmp_path):
+    for seed, accuracy in enumerate((0.8, 0.84)):
+        write_run(tmp_path / f"runs/cheem/{seed}", seed=seed, accuracy=accuracy)
+    write_run(tmp_path / "runs/bound", "full_finetune", accuracy=0.91)
+    write_run(tmp_path / "runs/lora", "lora_cl", accuracy=0.71)
+    out = run_tables(tmp_path, "breakdown", "fom", "upper_bounds", "training_time", "full")
+    rows = rows_of(out / "breakdown-5.csv")  # behind the paper's four
+    assert rows["CHEEM"] == {
+        "method": "CHEEM", "accuracy %, ours": "81.00 ± 2.83 (2)", "forgetting, ours": "2.00 ± 0.00 (2)",
+        "GFLOPs, ours": "5.00 ± 0.00 (2)",
+    }  # fmt: skip
+    # (90 - 70) / (90 - 81) * 5 / 5
+    assert rows_of(out / "fom-5.csv")["LoRA-CL"]["FoM, ours"] == "2.22 (1)"
+    assert rows_of(out / "upper_bounds-5.csv")["full fine-tuning"]["forgetting, ours"] == ""
+    hours = rows_of(out / "training_time-2.csv")
+    assert hours["CHEEM"]["hours, ours"] == "1.00 ± 0.00 (2)" and hours["CHEEM, supernet"]["hours, ours"][:4] == "0.50"
+    assert rows_of(out / "full-5.csv")["LoRA-CL"]["shapes, ours"] == "69.00 (1)"
+
+
+def test_ours_stand_beside_the_papers(tmp_path):
+    write_run(tmp_path / "runs/a", stream="mtil", backbone="deit_tiny")
+    row = rows_of(run_tables(tmp_path, "placement") / "placement-2.csv")["CHEEM, mlp_down"]
+    assert (row["accuracy %, ours"], row["accuracy %, paper"]) == ("79.00 (1)", "74.51")
+
+
+def test_variants_and_orders_have_tables_of_their_own(tmp_path):
+    write_run(tmp_path / "runs/1")
+    write_run(tmp_path / "runs/2", cheem={"sampling": "uniform"}, accuracy=0.7)
+    turned = [{"name": name, "flops_method": 4e9, "seconds": {}} for name in reversed(TASKS)]
+    write_run(tmp_path / "runs/3", tasks=turned, accuracy=0.6)
+    out = run_tables(tmp_path, "breakdown", "sampling", "task_orders")
+    assert rows_of(out / "breakdown-5.csv")["CHEEM"]["accuracy %, ours"] == "79.00 (1)"
+    assert rows_of(out / "sampling-3.csv")["CHEEM, uniform"]["accuracy %, ours"] == "69.00 (1)"
+    orders = rows_of(out / "task_orders-2.csv")
+    assert orders["CHEEM, order2"]["accuracy %, ours"] == "59.00 (1)"
+    assert orders["CHEEM, order2"]["shapes, ours"] == "60.00 (1)"  # by name, not by place
+
+
+def test_runs_on_other_data_are_refused_with_the_difference(tmp_path):
+    write_run(tmp_path / "runs/1")
+    write_run(tmp_path / "runs/2", "lora_cl", split_sha256={"shapes": "a", "letters": "other"})
+    differ = r"both demo on vit_micro, but differ in split_sha256: letters: '(b' and 'other|other' and 'b)'"
+    with pytest.raises(ValueError, match=differ):
+        run_tables(tmp_path, "breakdown")
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_with_other_settings_do_not_share_a_cell(tmp_path):
+    write_run(tmp_path / "runs/1")
+    write_run(tmp_path / "runs/2", seed=1, cheem={"sampling": "hee", "batch_size": 7})
+    with pytest.raises(ValueError, match="would share cells, but differ in cheem: batch_size"):
+        run_tables(tmp_path, "breakdown")
+
+
+def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path, capsys):
+    write_run(tmp_path / "runs/good")
+    (write_run(tmp_path / "runs/begun", "lora_cl") / "results.json").unlink()
+    (write_run(tmp_path / "runs/broken", "l2p") / "results.json").write_text("{")
+    write_run(tmp_path / "runs/short", "diki", tasks=[{"name": "shapes", "flops_method": 1, "seconds": {}}])
+    page = (run_tables(tmp_path, "breakdown") / "tables.md").read_text()
+    assert "begun: unfinished: it has no results yet" in page and "broken: damaged" in page
+    assert "short: unfinished: 1 of 2 tasks are missing" in page
+    assert "L2P" not in page.split("demo, vit_micro")[1].split("##")[0]
+    assert "left out" in capsys.readouterr().out
+
+
+def test_wrong_names_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"--only names 'foms'; the tables are fom, .*counts"):
+        run_tables(tmp_path, "foms")
+    with pytest.raises(ValueError, match="which is no folder"):
+        run_tables(tmp_path, "fom")
+
+
+def test_latex_is_escaped_and_the_paper_alone_makes_tables(tmp_path):
+    (tmp_path / "runs").mkdir()
+    out = run_tables(tmp_path, "breakdown", "counts")
+    text = (out / "breakdown-1.tex").read_text()
+    assert r"accuracy \%, paper" in text and r"44.6 $\pm$ 6.4" in text and r"vit\_base" in text
+    assert "| FGVC Aircraft | 3334 | 3333 | 3333 | 100 |" in (out / "tables.md").read_text()
+    assert Cell("mtil", "vit_base", "ewc", "flops") in printed()["breakdown"]
