@@ -10,6 +10,8 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3 python3.11 python3.12 python3.13
 PYTHON312 ?= python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12)
 PYTEST_ARGS ?=
+# test files at a time; compiling, most of the work, has one thread each. 0 shows everything in one process
+WORKERS ?= 2
 BENCH_ARGS ?=
 BENCH_PYTHON ?= python3
 RUN_DIR ?= runs/demo
@@ -30,7 +32,7 @@ demo: $(VENV)/.base ## learn the bundled stream of small tasks on this machine, 
 	@$(VENV)/bin/python -m cheem_jax demo --run-dir $(RUN_DIR)
 
 test: $(VENV)/.test ## the tests that need no torch, no TensorFlow, no network and no GPU
-	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test ## the tests that take minutes or install packages
 	@$(VENV)/bin/python -m pytest -m slow --ignore tests/faults $(PYTEST_ARGS)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cheem_jax.architecture import decode, from_strings
 from cheem_jax.execution.executor import Batch, Dense, Executor, Gather, masked_logits
+from cheem_jax.execution.parts import side_by_side
 from cheem_jax.execution.scan import Scan
 from cheem_jax.execution.stages import Stages
 from cheem_jax.execution.whole import ProgramCache, Whole
@@ -186,6 +187,36 @@ def test_a_batch_in_parts_gives_the_gradients_of_the_whole():
     )
     close(supernet.head.adam, other.head.adam)
     close(supernet.learners, other.learners)
+
+
+def test_parts_side_by_side_train_as_the_whole_batch_and_always_alike(compilations):
+    architecture = from_strings(["reuse:0", "adapt:0", "new", "reuse:0"])
+    parts = [
+        Batch(executor("stages").begin(IMAGES[part]), LABELS[part], WEIGHTS[part])
+        for part in (slice(start, start + 2) for start in range(0, 8, 2))
+    ]
+
+    def trained(step):
+        supernet = trained_supernet("mlp_down", 0)
+        (loss,) = executor("stages").train(supernet, [architecture], [step], [1e-2])
+        return loss, supernet.learners, supernet.head
+
+    close(trained(parts), trained([batch()]))
+    with compilations() as programs:
+        first, again = trained(parts), trained(parts)
+    assert programs.count == 0
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+
+
+def test_an_error_in_one_part_is_raised():
+    def fail(part):
+        if part == 2:
+            raise FloatingPointError("part 2")
+        return part
+
+    with pytest.raises(FloatingPointError, match="part 2"):
+        list(side_by_side(fail, [1, 2, 3]))
+    assert list(side_by_side(lambda part: 2 * part, [1, 2, 3])) == [2, 4, 6]
 
 
 def test_one_program_serves_every_architecture_of_the_scan_and_one_each_signature_of_whole(compilations):

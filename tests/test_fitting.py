@@ -27,7 +27,7 @@ def fitted(fitter, x=X, config=CONFIG, *, batch_size=8, **more):
 
 
 def test_a_batch_computed_in_parts_learns_what_it_learns_as_a_whole():
-    whole, parts = fitted(Fitter(loss)), fitted(Fitter(loss, rows=lambda batch_size: 2))
+    whole, parts = fitted(Fitter(loss)), fitted(Fitter(loss, rows=lambda batch_size, working_set: 2))
     np.testing.assert_allclose(parts.learned, whole.learned, rtol=1e-5)
     np.testing.assert_allclose(parts.state.losses, whole.state.losses, rtol=1e-5)
     assert left(whole, CONFIG, 21, 8) == 0
@@ -43,7 +43,7 @@ def test_a_fit_of_least_squares_ends_where_the_closed_form_is():
 def test_a_step_that_is_no_number_stops_the_fit_or_is_left_out_and_reaches_no_parameter(rows):
     x = X.copy()
     x[5] = np.nan
-    fitter = Fitter(loss, rows=lambda batch_size: rows)
+    fitter = Fitter(loss, rows=lambda batch_size, working_set: rows)
     with pytest.raises(FloatingPointError, match="no finite number at step"):
         fitted(fitter, x)
     fitting = fitted(fitter, x, FitConfig(epochs=3, learning_rate=0.1, non_finite="skip"))

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from cheem_jax.checkpoint import load_meta, load_task, named, save_task, saved_tasks, task_directory
+from cheem_jax.checkpoint import load_task, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor
@@ -37,6 +37,7 @@ from cheem_jax.methods.heads import (
     head_logits,
     local_cross_entropy,
     padded,
+    saved_classes,
     with_columns,
 )
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
@@ -339,11 +340,8 @@ class Ewc:
 
     def open(self, root: Path) -> None:
         """Replace the state by what the last task saved; of earlier ones only the classes count."""
-        directories, self.known, self.classes = saved_tasks(root), None, Classes()
-        for directory in directories:
-            with named(directory):
-                meta = load_meta(directory)
-                self.classes.add(meta["name"], meta["classes"])
+        directories = saved_tasks(root)
+        self.known, self.classes = None, saved_classes(directories)
         if directories:
             self._restore(directories[-1], *load_task(directories[-1]))
 

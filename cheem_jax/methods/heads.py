@@ -5,6 +5,7 @@ All are padded to a power of two, so few programs serve every number of classes.
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+from cheem_jax.checkpoint import load_meta, named
 from cheem_jax.execution.inference import Inferred
 from cheem_jax.keys import next_power_of_two
 from cheem_jax.methods.method import Answers
@@ -62,6 +64,16 @@ class Classes:
         chosen = self.inferred(logits)
         given = self.inferred(logits, np.full(len(logits), index))
         return Answers(given.classes, chosen.tasks, chosen.classes)
+
+
+def saved_classes(directories: Sequence[Path]) -> Classes:
+    """The classes of tasks that were saved, in their order."""
+    classes = Classes()
+    for directory in directories:
+        with named(directory):
+            meta = load_meta(directory)
+            classes.add(meta["name"], meta["classes"])
+    return classes
 
 
 def grow_head(key: jax.Array, head: Head | None, width: int, num_seen: int, num_new: int) -> Head:

@@ -19,7 +19,7 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Float, Int
 
-from cheem_jax.checkpoint import load_meta, load_task, named, save_task, saved_tasks, task_directory
+from cheem_jax.checkpoint import load_task, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
 from cheem_jax.execution.batches import num_batches
 from cheem_jax.execution.executor import Executor
@@ -42,7 +42,7 @@ from cheem_jax.methods.adapters import (
     init_adapters,
 )
 from cheem_jax.methods.fitting import Batch, Fitter, Inputs, left, numbered, over_batches, unnumbered
-from cheem_jax.methods.heads import Classes, local_cross_entropy, padded
+from cheem_jax.methods.heads import Classes, local_cross_entropy, padded, saved_classes
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
 from cheem_jax.pool import Head
 from cheem_jax.rolling import Saved
@@ -350,11 +350,8 @@ class Moal:
 
     def open(self, root: Path) -> None:
         """Replace the state by what the last task saved; of earlier ones only the classes count."""
-        directories, self.known, self.classes = saved_tasks(root), None, Classes()
-        for directory in directories:
-            with named(directory):
-                meta = load_meta(directory)
-                self.classes.add(meta["name"], meta["classes"])
+        directories = saved_tasks(root)
+        self.known, self.classes = None, saved_classes(directories)
         if directories:
             self._restore(directories[-1], load_task(directories[-1])[0])
 
