@@ -258,8 +258,14 @@ def is_reported(error: BaseException) -> bool:
 
 
 def _bytes_of(directory: Path, without: str) -> dict[str, bytes]:
-    files = [file for file in directory.rglob("*") if file.is_file() and not (without and file.match(without))]
-    return {file.relative_to(directory).as_posix(): file.read_bytes() for file in files}
+    found = {}
+    # threads of Orbax's that failed still clear up meanwhile: os.walk passes over folders that have gone
+    for folder, _, names in os.walk(directory):
+        for file in (Path(folder, name) for name in names):
+            if not (without and file.match(without)):
+                with contextlib.suppress(FileNotFoundError):
+                    found[file.relative_to(directory).as_posix()] = file.read_bytes()
+    return found
 
 
 def stream_faults(
