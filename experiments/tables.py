@@ -9,6 +9,7 @@ Every folder below `--runs` that holds a finished run is read. Cells are means o
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,8 +48,7 @@ class Layout(NamedTuple):
 
 
 BASELINES = (
-    "ewc", "coda_prompt", "dualprompt", "l2p", "s_prompts", "diki", "lora_cl", "tuna", "moal", "moe_adapters",
-    "frozen_linear",
+    "ewc", "coda_prompt", "dualprompt", "l2p", "s_prompts", "diki", "lora_cl", "tuna", "moal", "frozen_linear",
 )  # fmt: skip
 SUMMARY = ("average_accuracy", "average_forgetting", "flops")
 LAYOUTS = {
@@ -74,7 +74,7 @@ LAYOUTS = {
     "task_orders": Layout(
         "Orders of the tasks", ("accuracy", "average_accuracy", "average_forgetting"), ("cheem",), per_task=True
     ),
-    "components": Layout("Components of a block, fine-tuned", ("average_accuracy", "average_forgetting")),
+    "components": Layout("Components of a block, fine-tuned", ("average_accuracy", "average_forgetting"), ()),
 }  # fmt: skip
 COUNTS = "Images and classes"
 TITLES = {
@@ -95,7 +95,8 @@ def main(settings: Tables) -> None:
     progress = Progress()
     names = names_of(settings.only)
     runs, left_out = read(settings.runs)
-    ours = measured(runs)
+    ours, unused = measured(runs)
+    left_out += unused
     settings.out.mkdir(parents=True, exist_ok=True)
     pages = []
     for name in names:
@@ -144,38 +145,46 @@ class Run(NamedTuple):
     config: Mapping[str, Any]
 
     @property
+    def place(self) -> tuple[str, str]:
+        return self.results["stream"], self.results["backbone"]
+
+    @property
     def order(self) -> tuple[str, ...]:
         return tuple(task["name"] for task in self.results["tasks"])
 
 
 def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
-    """All finished runs below the folders, and what had to be left out, with the reason."""
+    """All finished runs below the folders, each once, and what had to be left out, with the reason."""
     runs: list[Run] = []
     left_out: list[tuple[Path, str]] = []
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"--runs names {folder}, which is no folder; expected one that holds finished runs")
-        for file in sorted(folder.rglob("config.json")):
-            directory = file.parent
-            try:
-                results = json.loads((directory / "results.json").read_text())
-                run = Run(directory, results, json.loads(file.read_text()))
-                missing = len(run.config["tasks"]) - len(run.order)
-            except FileNotFoundError:
-                left_out.append((directory, "unfinished: it has no results yet"))
-            except (ValueError, KeyError, TypeError, OSError) as error:
-                left_out.append((directory, f"damaged ({error!r:.100})"))
+    directories = {file.parent.resolve(): file.parent for folder in folders for file in folder.rglob("config.json")}
+    first: dict[object, Path] = {}
+    for directory in sorted(directories.values()):
+        try:
+            results, config = (json.loads((directory / f"{name}.json").read_text()) for name in ("results", "config"))
+            run = Run(directory, results, config)
+            missing = len(config["tasks"]) - len(run.order)
+            numbers_of(results)
+            identity = (*cell_of(run), json.dumps(config, sort_keys=True))
+        except FileNotFoundError:
+            left_out.append((directory, "unfinished: it has no results yet"))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
+            left_out.append((directory, f"damaged ({error!r:.100})"))
+        else:
+            same = first.setdefault(identity, directory)
+            if missing:
+                left_out.append((directory, f"unfinished: {missing} of {len(config['tasks'])} tasks are missing"))
+            elif same != directory:
+                left_out.append((directory, f"the same run as {same}"))
             else:
-                if missing:
-                    left_out.append(
-                        (directory, f"unfinished: {missing} of {len(run.config['tasks'])} tasks are missing")
-                    )
-                else:
-                    runs.append(run)
+                runs.append(run)
     return runs, left_out
 
 
-IDENTITY = ("image_size", "data_sha256", "weights_sha256", "split_sha256")
+IDENTITY = ("image_size", "data_sha256", "weights_sha256", "split_sha256", "preset")
 
 
 def check_comparable(runs: Sequence[Run]) -> None:
@@ -183,18 +192,15 @@ def check_comparable(runs: Sequence[Run]) -> None:
     first: dict[tuple[str, str], Run] = {}
     settings: dict[tuple[object, ...], Run] = {}
     for run in runs:
-        results = run.results
-        reference = first.setdefault((results["stream"], results["backbone"]), run)
+        reference = first.setdefault(run.place, run)
         for key in IDENTITY:
-            ours, theirs = (r.config.get(key, r.results.get(key)) for r in (run, reference))
+            ours, theirs = (_identity(other, key) for other in (run, reference))
             if ours != theirs:
                 raise ValueError(
-                    f"{run.directory} and {reference.directory} are both {results['stream']} on {results['backbone']}, "
-                    f"but differ in {key}: {_difference(ours, theirs)}; tabulate them apart"
+                    f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but differ in "
+                    f"{key}: {_difference(ours, theirs)}; tabulate them apart"
                 )
-        alike = settings.setdefault(
-            (results["stream"], results["backbone"], results["method"], variant_of(run), run.order), run
-        )
+        alike = settings.setdefault(cell_of(run), run)
         own, other = (_without_seeds(r.config) for r in (run, alike))
         if own != other:
             raise ValueError(
@@ -203,8 +209,20 @@ def check_comparable(runs: Sequence[Run]) -> None:
             )
 
 
+def _identity(run: Run, key: str) -> object:
+    if key == "preset":  # "paper, changed" where single settings differ
+        return run.results["preset"].split(",")[0]
+    return run.config.get(key, run.results.get(key))
+
+
+def cell_of(run: Run) -> tuple[object, ...]:
+    """Runs of one cell differ in their seeds alone."""
+    return (*run.place, run.results["method"], variant_of(run), run.order)
+
+
 def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in ("seed", "seeds", "engine")}
+    kept = {key: value for key, value in config.items() if key not in ("seed", "seeds", "engine")}
+    return {**kept, "precision": config.get("engine", {}).get("precision", "float32")}
 
 
 def _difference(a: object, b: object) -> str:
@@ -215,45 +233,66 @@ def _difference(a: object, b: object) -> str:
 
 
 def variant_of(run: Run) -> str:
-    """What sets a run apart from CHEEM's usual one: placement or sampling; else nothing."""
-    if run.results["method"] != "cheem":
-        return ""
-    if run.results["placement"] != "mlp_down":
-        return run.results["placement"]
-    sampling = run.config.get("cheem", {}).get("sampling", "hee")
-    return "" if sampling == "hee" else sampling
+    """What sets a run apart from the usual one of its method: placement, sampling, the network that names the task."""
+    results, found = run.results, []
+    if results["method"] == "cheem":
+        found += [results["placement"]] if results["placement"] != "mlp_down" else []
+        sampling = run.config.get("cheem", {}).get("sampling", "hee")
+        found += [sampling] if sampling != "hee" else []
+    if results["router"] != results["backbone"]:
+        found.append(results["router"])
+    return ", ".join(found)
 
 
-def measured(runs: Sequence[Run]) -> Found:
-    """Our numbers by table and cell, one per run; the first run's order of tasks is the stream's."""
+def order_names(runs: Sequence[Run]) -> dict[tuple[str, tuple[str, ...]], str]:
+    """What each stream's orders of tasks are called.
+
+    `default` is the benchmark's own, else the one that most runs have; others have the benchmark's names, or a number.
+    """
+    named = {("mtil", tuple(tasks.split())): str(name) for name, tasks in MTIL.items()}
+    named["vdd", tuple(VDD.split())] = "default"
+    counts = Counter((run.results["stream"], run.order) for run in runs)
+    found: dict[tuple[str, tuple[str, ...]], str] = {}
+    for place, _ in sorted(counts.most_common(), key=lambda counted: counted[0] not in named):
+        has_default = "default" in (name for (stream, _), name in found.items() if stream == place[0])
+        others = sum(stream == place[0] for stream, _ in found)
+        found[place] = named.get(place) or ("default" if not has_default else f"order{others + 1}")
+    return found
+
+
+def measured(runs: Sequence[Run]) -> tuple[Found, list[tuple[Path, str]]]:
+    """Our numbers by table and cell, one per run, and the runs that no table shows."""
     check_comparable(runs)
-    orders: dict[str, list[tuple[str, ...]]] = {}
+    orders = order_names(runs)
     found: dict[str, dict[Cell, list[float]]] = {name: {} for name in LAYOUTS}
+    unused = []
     for run in runs:
-        known = orders.setdefault(run.results["stream"], [])
-        if run.order not in known:
-            known.append(run.order)
-        number, variant = known.index(run.order), variant_of(run)
+        order, variant, method = orders[run.results["stream"], run.order], variant_of(run), run.results["method"]
         values = {key: value for key, value in numbers_of(run.results).items() if value is not None}
+        shown = False
         for name, layout in LAYOUTS.items():
-            method = run.results["method"]
-            if layout.methods is not None and method not in layout.methods:
-                continue
             own = {
-                "task_orders": f"order{number + 1}" if not variant else None,
+                "task_orders": None if variant else order,
                 "placement": variant or "mlp_down",
                 "sampling": variant or "hee",
-                "lite": run.results["router"],
+                "lite": run.results["router"] if variant in ("", run.results["router"]) else None,
             }.get(name, variant)
-            elsewhere = layout.variants is not None and own not in layout.variants
-            if own is None or elsewhere or (number and name != "task_orders") or not belongs(name, run.results):
+            if (
+                own is None
+                or (layout.methods is not None and method not in layout.methods)
+                or (layout.variants is not None and own not in layout.variants)
+                or (order != "default" and name != "task_orders")
+                or not belongs(name, run.results)
+            ):
                 continue
+            shown = True
             for (measure, task), value in values.items():
                 if measure in layout.measures and (layout.per_task or not task or name == "training_time"):
-                    cell = Cell(run.results["stream"], run.results["backbone"], method, measure, own, task)
-                    found[name].setdefault(cell, []).append(value)
+                    found[name].setdefault(Cell(*run.place, method, measure, own, task), []).append(value)
+        if not shown:
+            unused.append((run.directory, f"no table shows {method}{variant and f' ({variant})'} in the order {order}"))
     found["fom"] = figures_of_merit(found)
-    return found
+    return found, unused
 
 
 def belongs(table: str, results: Mapping[str, Any]) -> bool:

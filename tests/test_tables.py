@@ -45,7 +45,7 @@ def write_run(directory: Path, method="cheem", seed=0, accuracy=0.8, **changed) 
     matrix = [[accuracy, None], [accuracy - 0.02, accuracy]]
     results = {
         "stream": "demo", "backbone": "vit_micro", "method": method, "placement": "mlp_down", "router": "vit_micro",
-        "image_size": 32, "seed": seed, "split_sha256": {"shapes": "a", "letters": "b"},
+        "image_size": 32, "seed": seed, "preset": "paper", "split_sha256": {"shapes": "a", "letters": "b"},
         "accuracy": matrix, "local_accuracy": matrix,
         "average_accuracy": accuracy - 0.01, "average_forgetting": 0.02,
         "local_average_accuracy": accuracy - 0.01, "just_trained": [accuracy, accuracy],
@@ -92,7 +92,7 @@ def test_cells_are_means_over_seeds_with_the_number_of_runs(tmp_path):
 
 
 def test_ours_stand_beside_the_papers(tmp_path):
-    write_run(tmp_path / "runs/a", stream="mtil", backbone="deit_tiny")
+    write_run(tmp_path / "runs/a", stream="mtil", backbone="deit_tiny", router="deit_tiny")
     row = rows_of(run_tables(tmp_path, "placement") / "placement-2.csv")["CHEEM, mlp_down"]
     assert (row["accuracy %, ours"], row["accuracy %, paper"]) == ("79.00 (1)", "74.51")
 
@@ -108,6 +108,46 @@ def test_variants_and_orders_have_tables_of_their_own(tmp_path):
     orders = rows_of(out / "task_orders-2.csv")
     assert orders["CHEEM, order2"]["accuracy %, ours"] == "59.00 (1)"
     assert orders["CHEEM, order2"]["shapes, ours"] == "60.00 (1)"  # by name, not by place
+
+
+def test_a_run_is_counted_once_and_variants_are_not_averaged(tmp_path):
+    write_run(tmp_path / "runs/1")
+    write_run(tmp_path / "runs/copy")
+    write_run(tmp_path / "runs/uniform", cheem={"sampling": "uniform"}, accuracy=0.5)
+    for router in ("vit_nano", "alexnet"):
+        write_run(tmp_path / f"runs/{router}", "cheem_lite", router=router, router_weights_sha256=router)
+    out = tmp_path / "out"
+    tables.main(tables.Tables(runs=(tmp_path / "runs", tmp_path / "runs/1"), out=out, only="lite,full,components"))
+    lite = rows_of(out / "lite-5.csv")
+    assert lite["CHEEM, vit_micro"]["accuracy %, ours"] == "79.00 (1)"
+    assert {"CHEEM-lite, vit_nano", "CHEEM-lite, alexnet"} <= set(lite)
+    assert rows_of(out / "full-5.csv")["CHEEM"]["shapes, ours"] == "78.00 (1)"
+    assert "copy: the same run as" in (out / "tables.md").read_text()
+    assert not (out / "components-2.csv").exists()  # no run of ours is one
+
+
+def test_the_benchmarks_orders_have_the_papers_names(tmp_path):
+    names = tables.MTIL["paper_b"].split()
+    tasks = [{"name": name, "flops_method": 1e9, "seconds": {}} for name in names]
+    matrix = [[0.5] * len(names)] * len(names)
+    write_run(tmp_path / "runs/b", stream="mtil", backbone="vit_base", router="vit_base", tasks=tasks, accuracy=0.5,
+              local_accuracy=matrix)  # fmt: skip
+    config = tmp_path / "runs/b/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tasks": names}))
+    results = tmp_path / "runs/b/results.json"
+    results.write_text(json.dumps(json.loads(results.read_text()) | {"accuracy": matrix}))
+    row = rows_of(run_tables(tmp_path, "task_orders") / "task_orders.csv")["CHEEM, paper_b"]
+    assert (row["sun397, ours"], row["sun397, paper"]) == ("50.00 (1)", "66.86")
+
+
+def test_other_precisions_and_presets_are_refused(tmp_path):
+    write_run(tmp_path / "runs/1")
+    write_run(tmp_path / "runs/2", seed=1, engine={"precision": "bfloat16"})
+    with pytest.raises(ValueError, match="differ in precision: 'bfloat16' and 'float32'"):
+        run_tables(tmp_path, "breakdown")
+    write_run(tmp_path / "other/2", "l2p", preset="quick, changed")
+    with pytest.raises(ValueError, match="differ in preset: "):
+        tables.main(tables.Tables(runs=(tmp_path / "runs/1", tmp_path / "other"), out=tmp_path / "out"))
 
 
 def test_runs_on_other_data_are_refused_with_the_difference(tmp_path):
@@ -130,9 +170,10 @@ def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path, capsys):
     write_run(tmp_path / "runs/good")
     (write_run(tmp_path / "runs/begun", "lora_cl") / "results.json").unlink()
     (write_run(tmp_path / "runs/broken", "l2p") / "results.json").write_text("{")
+    (write_run(tmp_path / "runs/empty", "tuna") / "results.json").write_text('{"stream": "demo", "tasks": []}')
     write_run(tmp_path / "runs/short", "diki", tasks=[{"name": "shapes", "flops_method": 1, "seconds": {}}])
     page = (run_tables(tmp_path, "breakdown") / "tables.md").read_text()
-    assert "begun: unfinished: it has no results yet" in page and "broken: damaged" in page
+    assert "begun: unfinished: it has no results yet" in page and "broken: damaged" in page and "empty: damaged" in page
     assert "short: unfinished: 1 of 2 tasks are missing" in page
     assert "L2P" not in page.split("demo, vit_micro")[1].split("##")[0]
     assert "left out" in capsys.readouterr().out

@@ -97,7 +97,11 @@ class FullFinetune:
             # a rate that ended in NaN must not pass for a network that answers class 0
             return jnp.where(jnp.isfinite(found).all(axis=-1), found.argmax(axis=-1), -1)
 
-        self._fitter, self._answer = Fitter(loss, jit=executor.jit, rows=executor.rows), answer
+        def rows(batch_size: int, working_set: int) -> int:
+            # fewer and larger parts: every one makes a gradient of all weights
+            return executor.rows(batch_size, 6 * working_set)
+
+        self._fitter, self._answer = Fitter(loss, jit=executor.jit, rows=rows), answer
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
