@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where i
 import tables
 from paper.printed import Cell, printed, recomputed_fom
 
+from cheem_jax.data.benchmarks.table import MTIL
+
 TASKS = ("shapes", "letters")
 UNEVEN = {("mtil", "deit_tiny", "coda_prompt"), ("mtil", "deit_tiny", "dualprompt"), ("vdd", "vit_base", "tuna")}
 """Figures of merit that do not follow from what the paper prints."""
@@ -127,7 +129,7 @@ def test_a_run_is_counted_once_and_variants_are_not_averaged(tmp_path):
 
 
 def test_the_benchmarks_orders_have_the_papers_names(tmp_path):
-    names = tables.MTIL["paper_b"].split()
+    names = MTIL["paper_b"].split()
     tasks = [{"name": name, "flops_method": 1e9, "seconds": {}} for name in names]
     matrix = [[0.5] * len(names)] * len(names)
     write_run(tmp_path / "runs/b", stream="mtil", backbone="vit_base", router="vit_base", tasks=tasks, accuracy=0.5,
@@ -183,6 +185,10 @@ def test_wrong_names_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--only names 'foms'; the tables are fom, .*counts"):
         run_tables(tmp_path, "foms")
     with pytest.raises(ValueError, match="which is no folder"):
+        run_tables(tmp_path, "fom")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "out").touch()
+    with pytest.raises(ValueError, match="--out names .*, which is no folder"):
         run_tables(tmp_path, "fom")
 
 

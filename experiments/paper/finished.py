@@ -1,0 +1,169 @@
+"""Finished runs: what they measured, whether they may stand in one table, and what sets them apart."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cheem_jax.data.benchmarks.table import MTIL, VDD
+from cheem_jax.report.table import TOLD
+
+
+class Run(NamedTuple):
+    """A finished run: its folder, results and configuration."""
+
+    directory: Path
+    results: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.results["stream"], self.results["backbone"]
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        return tuple(task["name"] for task in self.results["tasks"])
+
+
+def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
+    """All finished runs below the folders, each once, and what had to be left out, with the reason."""
+    runs: list[Run] = []
+    left_out: list[tuple[Path, str]] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"--runs names {folder}, which is no folder; expected one that holds finished runs")
+    directories = {file.parent.resolve(): file.parent for folder in folders for file in folder.rglob("config.json")}
+    first: dict[object, Path] = {}
+    for directory in sorted(directories.values()):
+        try:
+            results, config = (json.loads((directory / f"{name}.json").read_text()) for name in ("results", "config"))
+            run = Run(directory, results, config)
+            missing = len(config["tasks"]) - len(run.order)
+            numbers_of(results)
+            identity = (*cell_of(run), json.dumps(config, sort_keys=True))
+        except FileNotFoundError:
+            left_out.append((directory, "unfinished: it has no results yet"))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
+            left_out.append((directory, f"damaged ({error!r:.100})"))
+        else:
+            same = first.setdefault(identity, directory)
+            if missing:
+                left_out.append((directory, f"unfinished: {missing} of {len(config['tasks'])} tasks are missing"))
+            elif same != directory:
+                left_out.append((directory, f"the same run as {same}"))
+            else:
+                runs.append(run)
+    return runs, left_out
+
+
+IDENTITY = ("image_size", "data_sha256", "weights_sha256", "split_sha256", "preset")
+
+
+def check_comparable(runs: Sequence[Run]) -> None:
+    """ValueError where runs that stand in one table saw other data, weights or pixels, or one cell other settings."""
+    first: dict[tuple[str, str], Run] = {}
+    settings: dict[tuple[object, ...], Run] = {}
+    for run in runs:
+        reference = first.setdefault(run.place, run)
+        for key in IDENTITY:
+            ours, theirs = (_identity(other, key) for other in (run, reference))
+            if ours != theirs:
+                raise ValueError(
+                    f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but differ in "
+                    f"{key}: {_difference(ours, theirs)}; tabulate them apart"
+                )
+        alike = settings.setdefault(cell_of(run), run)
+        own, other = (_without_seeds(r.config) for r in (run, alike))
+        if own != other:
+            raise ValueError(
+                f"{run.directory} and {alike.directory} would share cells, but differ in {_difference(own, other)}; "
+                "tabulate them apart"
+            )
+
+
+def _identity(run: Run, key: str) -> object:
+    if key == "preset":  # "paper, changed" where single settings differ
+        return run.results["preset"].split(",")[0]
+    return run.config.get(key, run.results.get(key))
+
+
+def cell_of(run: Run) -> tuple[object, ...]:
+    """Runs of one cell differ in their seeds alone."""
+    return (*run.place, run.results["method"], variant_of(run), run.order)
+
+
+def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in config.items() if key not in ("seed", "seeds", "engine")}
+    return {**kept, "precision": config.get("engine", {}).get("precision", "float32")}
+
+
+def _difference(a: object, b: object) -> str:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        key = next(key for key in [*a, *b] if a.get(key) != b.get(key))
+        return f"{key}: {_difference(a.get(key), b.get(key))}"
+    return f"{a!r:.80} and {b!r:.80}"
+
+
+def variant_of(run: Run) -> str:
+    """What sets a run apart from the usual one of its method: placement, sampling, the network that names the task."""
+    results, found = run.results, []
+    if results["method"] == "cheem":
+        found += [results["placement"]] if results["placement"] != "mlp_down" else []
+        sampling = run.config.get("cheem", {}).get("sampling", "hee")
+        found += [sampling] if sampling != "hee" else []
+    if results["router"] != results["backbone"]:
+        found.append(results["router"])
+    return ", ".join(found)
+
+
+def order_names(runs: Sequence[Run]) -> dict[tuple[str, tuple[str, ...]], str]:
+    """What each stream's orders of tasks are called.
+
+    `default` is the benchmark's own, else the one that most runs have; others have the benchmark's names, or a number.
+    """
+    named = {("mtil", tuple(tasks.split())): str(name) for name, tasks in MTIL.items()}
+    named["vdd", tuple(VDD.split())] = "default"
+    counts = Counter((run.results["stream"], run.order) for run in runs)
+    found: dict[tuple[str, tuple[str, ...]], str] = {}
+    for place, _ in sorted(counts.most_common(), key=lambda counted: counted[0] not in named):
+        has_default = "default" in (name for (stream, _), name in found.items() if stream == place[0])
+        others = sum(stream == place[0] for stream, _ in found)
+        found[place] = named.get(place) or ("default" if not has_default else f"order{others + 1}")
+    return found
+
+
+def numbers_of(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
+    """What one run measured, in the paper's units, by measure and task."""
+    told = results["method"] in TOLD
+    matrix = results["local_accuracy" if told else "accuracy"]
+    names = [task["name"] for task in results["tasks"]]
+    found: dict[tuple[str, str], float | None] = {
+        ("average_accuracy", ""): 100 * results["local_average_accuracy" if told else "average_accuracy"],
+        ("average_forgetting", ""): None if told else _percent(results["average_forgetting"]),
+        ("local_average_accuracy", ""): 100 * results["local_average_accuracy"],
+        ("just_trained", ""): 100 * float(np.mean(results["just_trained"])),
+        ("flops", ""): results["flops"]["paper"] / 1e9,
+        ("params_added_percent", ""): results["params_added_percent"],
+        ("hours", ""): results["seconds"] / 3600 / len(names),
+    }
+    last = matrix[-1] if isinstance(matrix[-1], list) else matrix
+    for index, name in enumerate(names):
+        task = results["tasks"][index]
+        found["accuracy", name] = _percent(last[index])
+        found["flops", name] = _scaled(task.get("flops_method"), 1e-9)
+    for phase in ("supernet", "search", "finetune"):
+        seconds = [task["seconds"].get(phase) for task in results["tasks"]]
+        if None not in seconds:
+            found["hours", phase] = float(np.mean(seconds)) / 3600
+    return found
+
+
+def _percent(value: float | None) -> float | None:
+    return _scaled(value, 100)
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
