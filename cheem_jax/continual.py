@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ from cheem_jax.methods.cheem import CheemConfig, Preset
 from cheem_jax.methods.frozen_linear import FrozenLinear
 from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.methods.lora_cl import LoraClConfig
-from cheem_jax.methods.method import FrozenFeatures, Method
+from cheem_jax.methods.method import Answers, FrozenFeatures, Method
 from cheem_jax.ops import Placement
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.progress import Progress
@@ -77,6 +78,7 @@ def run_stream(
     save_every: float | None = None,
     command: Sequence[str] | None = None,
     workshop: dict[Any, Networks] | None = None,
+    data: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Learn the stream in `directory`, or go on where it stopped; returns what `results.json` holds.
 
@@ -84,7 +86,8 @@ def run_stream(
     names the task instead of the backbone (CHEEM-lite). `save_every` are the seconds between rolling checkpoints;
     default: 30, more where they would take over 2 % of the time. Killed at any moment and called again, a run ends as
     one that was not; Ctrl-C and SIGTERM raise Stopped after the running step. `command` is the command line that makes
-    this run again, for the record. `workshop` keeps compiled networks for other runs of this process.
+    this run again, for the record, and `data` tells where its pictures come from, so that a report can show some.
+    `workshop` keeps compiled networks for other runs of this process.
     """
     _check_sizes(stream, pretrained, router)
     if config.upper_bound is not None and config.method.name == "full_finetune":
@@ -113,7 +116,7 @@ def run_stream(
         begun = next((entry for entry in read(directory) if entry["event"] == "run"), None)
         if begun is None:
             setting = _setting(stream, pretrained, config, means, router)
-            record.write("run", **setting, command=command, conditions=conditions, **start.since())
+            record.write("run", **setting, command=command, data=data, conditions=conditions, **start.since())
         elif finished < len(stream.tasks) or (config.upper_bound is not None and missing_bounds(directory, stream)):
             record.write("continued", command=command, conditions=conditions, **start.since())
             if changed := fingerprint.differences(begun["conditions"], conditions):
@@ -123,7 +126,8 @@ def run_stream(
         for note in notes:
             progress.say(f"{learner.name}: {note}")
         if means is None and isinstance(config.method, CheemConfig):
-            progress.say("base means unknown for this setting: similarity to the backbone's own task is neutral (0)")
+            why = "left out" if config.method.base_means == "neutral" else "unknown for this setting"
+            progress.say(f"base means {why}: similarity to the backbone's own task is neutral (0)")
         if finished == len(stream.tasks):
             progress.say(f"{directory} holds all {finished} tasks already; nothing to learn")
         elif resumed:
@@ -223,13 +227,16 @@ SPARE_BYTES = 16 * 2**20
 
 def _evaluate(learned: Sequence[Task], methods: tuple[Method, ...], run: Run, saving: float) -> None:
     """Measure every task so far with every method; `saving` are the seconds that the last one's checkpoints took."""
-    measured, start, num = {}, Mark.now(), len(learned)
+    measured, answered, start, num = {}, {}, Mark.now(), len(learned)
     for method in methods:
         rows = []
         total = sum(len(task.test.labels) for task in learned)
         with run.progress.phase("evaluate", task=f"{num} tasks, {method.name}", total=total) as advance:
             for index, task in enumerate(learned):
-                rows.append(_measure(method, index, task))
+                answers = method.answers(index, task)
+                rows.append(_measure(answers, index, task))
+                if method is methods[0]:
+                    answered |= {f"{name}_{index}": found for name, found in answers._asdict().items()}
                 advance(len(task.test.labels), "")
                 if run.stop:
                     raise run.stop.stopped("everything learned is kept, and measured again")
@@ -242,6 +249,7 @@ def _evaluate(learned: Sequence[Task], methods: tuple[Method, ...], run: Run, sa
                 num,
             ),
         }
+    _write_answers(run.directory, answered)
     saved = {method.name: saved_tasks(run.root(method.name)) for method in methods}
     contents = {name: [load_manifest(place)["content_sha256"] for place in places] for name, places in saved.items()}
     run.record.write(
@@ -258,14 +266,21 @@ def _evaluate(learned: Sequence[Task], methods: tuple[Method, ...], run: Run, sa
     )
 
 
-def _measure(method: Method, index: int, task: Task) -> dict[str, Any]:
-    answers, labels = method.answers(index, task), task.test.labels
+def _measure(answers: Answers, index: int, task: Task) -> dict[str, Any]:
+    labels = task.test.labels
     right = (answers.chosen_task == index) & (answers.chosen_class == labels)
     return {
         "accuracy": float(right.mean()),
         "local_accuracy": float((answers.given_task == labels).mean()),
         "chosen": answers.chosen_task,
     }
+
+
+def _write_answers(directory: Path, answered: Mapping[str, np.ndarray]) -> None:
+    """`answers.npz`: what the run's own method answers to every test image of every task so far, by task index."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{name: found.astype(np.int32) for name, found in answered.items()})  # pyright: ignore[reportArgumentType]
+    write_atomically(directory / "answers.npz", buffer.getvalue())
 
 
 def missing_bounds(directory: Path, stream: Stream) -> list[int]:
@@ -336,6 +351,8 @@ def _base_means(
     pretrained: Pretrained, config: CheemConfig, precision: Precision, base_images: Images | None, progress: Progress
 ) -> np.ndarray | None:
     """mu of the backbone's own task: only an exact match of size, placement and token counts, else it is measured."""
+    if config.base_means == "neutral":
+        return None
     place = f"{pretrained.config.image_size}/{config.placement}/{config.token}"
     found = pretrained.base_means.get(place)
     if found is None and base_images is not None:

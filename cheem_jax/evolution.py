@@ -6,7 +6,7 @@ Pure over keys and integer arrays; the score is an argument, so the search runs 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from cheem_jax.architecture import num_candidates
 from cheem_jax.hee import sample_mixed
 from cheem_jax.keys import key_at
 
@@ -92,7 +91,6 @@ def search(
     flops: Score,
     exploit: Float[np.ndarray, "L C"],
     uniform: Float[np.ndarray, "L C"],
-    sizes: Sequence[int],
     num_images: int,
     config: SearchConfig,
     on_generation: Callable[[Searched], object] = lambda searched: None,
@@ -104,7 +102,7 @@ def search(
     where the space holds no unseen ones the search stops. A search that goes on from where another stopped (`begun`)
     ends as one that never did.
     """
-    begin, scored = begun or Searched(0, Scored(np.zeros((0, len(sizes)), np.int32), np.zeros(0), np.zeros(0)))
+    begin, scored = begun or Searched(0, Scored(np.zeros((0, len(uniform)), np.int32), np.zeros(0), np.zeros(0)))
     seen: dict[tuple[int, ...], None] = {tuple(genome.tolist()): None for genome in scored.genomes}
     for generation in range(begin, config.generations):
         generation_key = key_at(key, generation)
@@ -121,7 +119,7 @@ def search(
         if len(fresh) < config.population:
             _take(fresh, seen, _draw(generation_key, 3, uniform, uniform, config), config.population)
         if len(fresh) < config.population:
-            _take(fresh, seen, _unseen(sizes, seen), config.population)
+            _take(fresh, seen, _unseen(exploit + uniform, seen), config.population)
         if not fresh:
             break
         genomes = np.array(fresh, np.int32)
@@ -197,8 +195,8 @@ def _take(fresh: list, seen: dict, candidates, total: int) -> None:
             fresh.append(genome)
 
 
-def _unseen(sizes: Sequence[int], seen: dict):
+def _unseen(table: Float[np.ndarray, "L C"], seen: dict):
     """The rest of a small space in order; nothing where random draws are as good as sure to find unseen ones."""
-    space = np.prod([float(num_candidates(n)) for n in sizes])
-    if len(seen) < space <= 1e5:
-        yield from itertools.product(*(range(num_candidates(n)) for n in sizes))
+    candidates = [np.flatnonzero(row).tolist() for row in table]
+    if len(seen) < np.prod([float(len(genes)) for genes in candidates]) <= 1e5:
+        yield from itertools.product(*candidates)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from cheem_jax.architecture import num_candidates
 from cheem_jax.keys import next_power_of_two
+from cheem_jax.ops import KINDS, Kind
 
 
 def cosines(
@@ -85,6 +86,20 @@ def uniform_table(sizes: Sequence[int], *, with_adapt: bool = True) -> Float[np.
         if not with_adapt:
             table[block, n : 2 * n] = 0.0
     return table / table.sum(axis=1, keepdims=True)
+
+
+def without(table: Float[np.ndarray, "L C"], removed: Sequence[Kind], sizes: Sequence[int]) -> Float[np.ndarray, "L C"]:
+    """The table with some ops left out; where nothing else had a probability, uniform over the others."""
+    if not removed:
+        return table
+    kept = np.zeros_like(table)
+    for block, n in enumerate(sizes):
+        begins = {"reuse": 0, "adapt": n, "new": 2 * n, "skip": 2 * n + 1}
+        for kind in set(KINDS) - set(removed):
+            kept[block, begins[kind] : begins[kind] + (n if kind in ("reuse", "adapt") else 1)] = 1.0
+    left = table * kept
+    left = np.where(left.any(axis=1, keepdims=True), left, kept)
+    return left / left.sum(axis=1, keepdims=True)
 
 
 @functools.partial(jax.jit, static_argnames="num")

@@ -99,7 +99,7 @@ def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -
 
 
 def _task(report: Entry, seconds_evaluation: float) -> dict[str, Any]:
-    hidden = ("index", "pool", "similarity", "supernet_losses", "finetune_losses", "losses")
+    hidden = ("index", "pool", "similarity", "search", "supernet_losses", "finetune_losses", "losses")
     task = {key: value for key, value in report.items() if key not in hidden}
     return {**task, "seconds": {**report["seconds"], "evaluation": seconds_evaluation}}
 

@@ -104,6 +104,14 @@ class Supernet:
         """Candidate index of a choice at a block."""
         return int(encode((choice,), self.sizes[block : block + 1])[0])
 
+    def inherit(self, trained: "Supernet", architecture: Architecture) -> None:
+        """Begin with what another supernet has learned for an architecture; Adam begins anew."""
+        for block, choice in enumerate(architecture):
+            learner = trained.learner(block, choice)
+            if learner is not None:
+                self.store(block, choice, _begun_again(learner))
+        self.head = _begun_again(trained.head)
+
     def arrays(self) -> dict[str, Any]:
         """Everything learned so far with its moments, as arrays by name."""
         learners = {f"{block}:{code}": _named(learner) for (block, code), learner in self.learners.items()}
@@ -175,6 +183,12 @@ def init_new_learner(key, base: Expert, how: Literal["random", "copy", "zero"]) 
     """A New expert at its start with fresh moments."""
     expert = init_new(key, base, how=how)
     return OpLearner(expert, _adam.init(expert))
+
+
+@jax.jit
+def _begun_again(learner: Learner) -> Learner:
+    """The same parameters with fresh moments."""
+    return learner._replace(adam=_adam.init(learner.params))
 
 
 @functools.lru_cache

@@ -10,6 +10,7 @@ with `<split>/<class>/<image>` inside.
 
 import dataclasses
 import itertools
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,19 +25,22 @@ from cheem_jax.cli import parse, run_command
 from cheem_jax.continual import Router, RunConfig, run_stream
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.cache import Phase
+from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.load import ImagesConfig, load_tasks, load_train
 from cheem_jax.data.sources import cache_dir_of, plan_source
-from cheem_jax.data.task import Stream
+from cheem_jax.data.task import Stream, select
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.images import Images
 from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods.catalogue import NAMES, Baseline, MethodConfig, Name, Networks, preset_of
 from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.report.comparison import comparison_grid, narrow
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import show
 
 T = TypeVar("T")
+DEMO = "demo"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +51,9 @@ class Mtil:
     """Settings of `cheem` and `cheem_lite`; `--preset` chooses their defaults."""
     preset: Preset = "paper"
     """`paper`: all settings of the paper; `quick`: every part on, sized for a CPU; `demo`: for a few hundred images."""
-    backbone: str = "deit_tiny"
-    """deit_tiny, vit_base, vit_base_augreg, clip_vit_base, vit_micro, vit_nano, or another plain timm ViT by name."""
+    backbone: str | None = None
+    """deit_tiny (the default), vit_base, vit_base_augreg, clip_vit_base, vit_micro (the demo stream's default),
+    vit_nano, or another plain timm ViT by name."""
     weights: Path | None = None
     """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from the hub."""
     method: Name = "cheem"
@@ -56,7 +61,8 @@ class Mtil:
     options: AvoidSubcommands[Baseline | None] = None
     """Settings of every method but `cheem` and `cheem_lite`."""
     stream: str = "mtil"
-    """mtil or vdd (see `cheem data list`), a stream file (TOML), or a folder with one folder or zip per task."""
+    """mtil or vdd (see `cheem data list`), a stream file (TOML), a folder with one folder or zip per task, or demo: the
+    bundled stream of small tasks."""
     data_dir: Path | None = None
     """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     order: Order = "default"
@@ -84,6 +90,9 @@ class Mtil:
     """How networks are run."""
     seed: int = 0
     """Root of every PRNG key in the run."""
+    num_seeds: int | None = None
+    """Runs with this seed and the following ones, each in a folder of its own below the run directory; default: 3 for
+    the preset `paper`, else 1."""
     seeds: SeedsConfig = SeedsConfig()
     """Seeds of their own for parts of the run."""
     upper_bound: bool = False
@@ -109,10 +118,28 @@ class Loaded(NamedTuple):
 
 
 def main(settings: Mtil) -> None:
-    """Load weights and data, run the stream, print its tables."""
+    """Load weights and data, run the stream with every seed, print the tables."""
     progress, config = Progress(), config_of(settings)
-    results = run(settings, config, load(settings, progress), progress)
-    show(progress, results, settings.run_dir)
+    runs = runs_of(settings)
+    loaded, workshop = load(settings, progress), dict[Any, Networks]()
+    found = []
+    for one in runs:
+        if len(runs) > 1:
+            progress.say(f"seed {one.seed}: run {len(found) + 1} of {len(runs)}")
+        found.append(run(one, dataclasses.replace(config, seed=one.seed), loaded, progress, workshop))
+        show(progress, found[-1], one.run_dir)
+    if len(runs) > 1:
+        progress.console.print(narrow(comparison_grid({settings.method: found})).to_rich())
+
+
+def runs_of(settings: Mtil) -> list[Mtil]:
+    """One run per seed; several have folders of their own."""
+    num = (3 if settings.preset == "paper" else 1) if settings.num_seeds is None else settings.num_seeds
+    if num < 1:
+        raise ValueError(f"--num-seeds is {num}; expected at least 1")
+    seeds = range(settings.seed, settings.seed + num)
+    folder = (lambda seed: settings.run_dir / f"seed-{seed}") if num > 1 else (lambda seed: settings.run_dir)
+    return [dataclasses.replace(settings, seed=seed, num_seeds=1, run_dir=folder(seed)) for seed in seeds]
 
 
 def config_of(settings: Mtil) -> RunConfig:
@@ -143,10 +170,17 @@ def method_of(settings: Mtil) -> MethodConfig:
 def load(settings: Mtil, progress: Progress) -> Loaded:
     """Weights and pictures."""
     names = None if settings.tasks is None else [name.strip() for name in settings.tasks.split(",")]
-    stream_name, plans = plan_source(
-        settings.stream, names, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed
-    )
-    pretrained = load_pretrained(settings.backbone, weights=settings.weights, image_size=settings.image_size)
+    planned = None
+    if settings.stream != DEMO:
+        planned = plan_source(
+            settings.stream, names, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed
+        )
+    elif settings.order != "default":
+        raise ValueError(
+            f"--order {settings.order} belongs to mtil; name the demo stream's tasks in the order you want"
+        )
+    backbone = settings.backbone or ("vit_micro" if planned is None else "deit_tiny")
+    pretrained = load_pretrained(backbone, weights=settings.weights, image_size=settings.image_size)
     if settings.pixel_norm == "unit":
         scaled = dataclasses.replace(pretrained.config, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
         # means of the backbone's own task were measured on pixels scaled as it was trained
@@ -156,7 +190,11 @@ def load(settings: Mtil, progress: Progress) -> Loaded:
     progress.say(f"{pretrained.config.name} from {pretrained.source} at {size} pixels")
     cache_dir = settings.images.cache_dir or cache_dir_of(settings.stream, settings.data_dir)
     images = dataclasses.replace(settings.images, cache_dir=cache_dir)
-    stream = Stream(stream_name, load_tasks(plans, size, images, decoding(progress)))
+    if planned is None:
+        stream = demo_stream(image_size=size)
+        stream = stream if names is None else select(stream, names)
+    else:
+        stream = Stream(planned[0], load_tasks(planned[1], size, images, decoding(progress)))
     base_images = None
     if settings.base_data is not None:
         base_images = read_base(settings.base_data, settings, size, images, progress)
@@ -178,15 +216,28 @@ def run(
     """Learn the stream, or go on with it."""
     return run_stream(
         loaded.stream, loaded.pretrained, config, settings.run_dir, progress, base_images=loaded.base_images,
-        router=loaded.router, save_every=settings.save_every, workshop=workshop,
-        command=["experiments/mtil.py", *arguments_of(anywhere(settings))],
+        router=loaded.router, save_every=settings.save_every, workshop=workshop, data=data_of(settings, loaded.stream),
+        command=["experiments/mtil.py", *arguments_of(dataclasses.replace(anywhere(settings), num_seeds=1))],
     )  # fmt: skip
 
 
 def anywhere(settings: Mtil) -> Mtil:
     """The same settings for another working directory."""
     base_data = None if settings.base_data is None else located(settings.base_data)
-    return dataclasses.replace(settings, stream=located(settings.stream), base_data=base_data)
+    stream = DEMO if settings.stream == DEMO else located(settings.stream)
+    return dataclasses.replace(settings, stream=stream, base_data=base_data)
+
+
+def data_of(settings: Mtil, stream: Stream) -> dict[str, Any]:
+    """Where the pictures come from, for the record."""
+    names = [task.name for task in stream.tasks]
+    if settings.stream == DEMO:
+        return {"stream": DEMO, "tasks": names}
+    data_dir = None if settings.data_dir is None else str(Path(os.path.expanduser(settings.data_dir)).absolute())
+    return {
+        "stream": anywhere(settings).stream, "data_dir": data_dir, "order": settings.order, "tasks": names,
+        "split_seed": settings.split_seed,
+    }  # fmt: skip
 
 
 def decoding(progress: Progress) -> Phase:
@@ -202,13 +253,14 @@ def read_base(source: str, settings: Mtil, size: int, images: ImagesConfig, prog
     return load_train(plans[0], size, images, decoding(progress)).images
 
 
-def read_arguments(arguments: list[str]) -> Mtil:
+def read_arguments(arguments: list[str], description: str | None = __doc__, **defaults: Any) -> Mtil:
     """The command line; method and preset are looked at first, since they decide the defaults."""
     preset: Preset = peek(arguments, "preset", PRESETS) or "paper"
     method: Name = peek(arguments, "method", NAMES) or "cheem"
-    defaults = preset_of(method, preset)
-    options = None if isinstance(defaults, CheemConfig) else defaults
-    return parse(Mtil(PRESETS[preset], preset, method=method, options=options), arguments, description=__doc__)
+    config = preset_of(method, preset)
+    options = None if isinstance(config, CheemConfig) else config
+    settings = Mtil(PRESETS[preset], preset, method=method, options=options, **defaults)
+    return parse(settings, arguments, description=description)
 
 
 def peek(arguments: Sequence[str], option: str, known: Iterable[T]) -> T | None:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from paper.finished import Run, check_comparable, numbers_of, order_names, read, variant_of
 from paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
 
 from cheem_jax import metrics
 from cheem_jax.atomic import write_atomically
 from cheem_jax.cli import parse, run_command
 from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, VDD
+from cheem_jax.report.finished import Run, check_comparable, numbers_of, order_names, read, variant_of
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import METHODS, TOLD, Grid
 

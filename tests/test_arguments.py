@@ -61,6 +61,8 @@ METHODS = st.builds(
     router=st.builds(RouterConfig, num_centroids=COUNTS),
     batch_size=COUNTS,
     similarity_images=st.integers(0, 10**6),
+    remove=st.sampled_from([(), ("skip",), ("new", "reuse")]),
+    weights=st.sampled_from(["initial", "inherited"]),
 )
 MTILS = st.builds(
     mtil.Mtil,
@@ -77,6 +79,7 @@ MTILS = st.builds(
     engine=ENGINES,
     seed=st.integers(),
     seeds=SEEDS,
+    num_seeds=st.none() | COUNTS,
     save_every=st.none() | POSITIVE,
     upper_bound=st.booleans(),
     run_dir=PATHS,
@@ -90,6 +93,8 @@ def test_a_demos_arguments_give_it_again_whatever_the_defaults_are(demo, bound):
     assert parse(Demo(upper_bound=bound, seed=7), arguments_of(demo)) == demo
 
 
+# beartype looks at a random item of `remove`, a tuple of any length
+@pytest.mark.filterwarnings("ignore:Do not use the .random. module:hypothesis.errors.HypothesisDeprecationWarning")
 @given(MTILS)
 @settings(max_examples=25)
 def test_the_arguments_of_mtil_give_it_again_from_any_preset(given_settings):

@@ -97,6 +97,34 @@ def test_a_new_task_sees_the_base_neutral_without_means_and_measured_with_them()
     assert max(report["similarity"][0]) == 1 and min(report["similarity"][0]) == -1
 
 
+@pytest.mark.parametrize("removed", [("skip",), ("new", "adapt"), ("reuse", "adapt", "new")])
+def test_no_task_chooses_an_op_that_was_removed(removed):
+    cheem = learner(dataclasses.replace(small.QUICK, remove=removed))
+    for task in small.stream(2).tasks:
+        report = cheem.learn(task, Undisturbed())
+        assert not {choice.split(":")[0] for choice in report["architecture"]} & set(removed)
+        chosen = report["search"]["chosen"]
+        assert report["search"]["correct"][chosen] == report["validation_accuracy"] * report["search"]["num_images"]
+
+
+@pytest.mark.parametrize("removed", [("reuse", "adapt", "new", "skip"), ("new", "new")])
+def test_removing_every_op_or_one_twice_is_refused(removed):
+    with pytest.raises(ValueError, match="remove names"):
+        dataclasses.replace(small.QUICK, remove=removed)
+
+
+def test_inherited_weights_begin_fine_tuning_where_the_supernet_ended():
+    """At a rate of almost nothing, fine-tuning from the supernet's weights ends at their loss, from new ones not."""
+    still = dataclasses.replace(small.QUICK.finetune, learning_rate=1e-9)
+    last = {}
+    for weights in ("initial", "inherited"):
+        cheem = learner(dataclasses.replace(small.QUICK, weights=weights, finetune=still))
+        report = cheem.learn(small.stream(1).tasks[0], Undisturbed())
+        last[weights] = report["finetune_losses"][-1]
+        trained = report["supernet_losses"]
+    assert last["inherited"] < trained[0] < last["initial"] + 0.5 and last["inherited"] < last["initial"] - 0.05
+
+
 def test_uniform_sampling_never_asks_the_similarity():
     config = dataclasses.replace(small.QUICK, sampling="uniform")
     means = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)

@@ -15,6 +15,7 @@ from cheem_jax.report.record import read
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run
 import compare
+import mtil
 
 
 def stream_of_colours() -> Stream:
@@ -32,19 +33,19 @@ def stream_of_colours() -> Stream:
 @pytest.fixture
 def settings(monkeypatch, tmp_path):
     stream = stream_of_colours()
-    monkeypatch.setattr(compare, "demo_stream", lambda: stream)
+    monkeypatch.setattr(mtil, "demo_stream", lambda image_size: stream)
     return compare.Compare(methods="frozen_linear,diki", run_dir=tmp_path)
 
 
 def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_are(settings, monkeypatch, capsys):
-    run_demo = compare.run_demo
+    run = mtil.run
 
-    def stopped_at_diki(demo, *given):
-        if demo.method == "frozen_linear":
+    def stopped_after_diki(run_settings, *given):
+        if run_settings.method == "frozen_linear":
             raise KeyboardInterrupt
-        return run_demo(demo, *given)
+        return run(run_settings, *given)
 
-    monkeypatch.setattr(compare, "run_demo", stopped_at_diki)
+    monkeypatch.setattr(mtil, "run", stopped_after_diki)
     with pytest.raises(SystemExit) as stop:
         run_command(compare.main, settings, settings.run_dir)
     assert stop.value.code == 130
@@ -52,7 +53,7 @@ def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_ar
     assert [row["method"] for row in begun] == ["diki"]
     before = read(settings.run_dir / "diki" / "seed-0")
 
-    monkeypatch.setattr(compare, "run_demo", run_demo)
+    monkeypatch.setattr(mtil, "run", run)
     capsys.readouterr()
     compare.main(settings)
     said = capsys.readouterr().out
@@ -71,8 +72,9 @@ def test_wrong_names_and_seeds_are_refused_before_anything_is_made(settings, cap
         ({"methods": "l2q"}, "unknown method 'l2q'; nearest: l2p"),
         ({"seeds": "0,x"}, "--seeds is '0,x'; expected different whole numbers"),
         ({"seeds": "1,1"}, "--seeds is '1,1'"),
-        ({"preset": "paper"}, "the demo stream has settings of its own"),
-        ({"router": "alexnet", "image_size": 96}, "leave out --image-size, --router"),
+        ({"tasks": "warm,colt"}, "stream 'demo' has no task 'colt'; did you mean cold"),
+        ({"order": "paper_a"}, "--order paper_a belongs to mtil"),
+        ({"backbone": "vit_huge_27"}, "vit_huge_27"),
     ):
         with pytest.raises(SystemExit) as stop:
             run_command(compare.main, dataclasses.replace(settings, **changed), settings.run_dir)

@@ -24,7 +24,7 @@ def no_cost(genomes):
 
 def run(score=toy_score, flops=no_cost, seed=0, **settings):
     config = SearchConfig(**{"population": 12, "generations": 10, "num_parents": 4, **settings})
-    return search(jax.random.key(seed), score, flops, UNIFORM, UNIFORM, SIZES, 100, config)
+    return search(jax.random.key(seed), score, flops, UNIFORM, UNIFORM, 100, config)
 
 
 def test_the_known_optimum_is_found():
@@ -63,7 +63,7 @@ def test_an_infinite_score_never_wins():
 @pytest.mark.parametrize("generations", [1, 3])
 def test_a_search_that_goes_on_ends_as_one_that_was_not_stopped(generations):
     config = SearchConfig(population=12, generations=5, num_parents=3)
-    arguments = (toy_score, no_cost, UNIFORM, UNIFORM, SIZES, 100)
+    arguments = (toy_score, no_cost, UNIFORM, UNIFORM, 100)
     winner, scored = search(jax.random.key(4), *arguments, config)
     kept = []
     search(jax.random.key(4), *arguments, dataclasses.replace(config, generations=generations), kept.append)
@@ -88,7 +88,7 @@ def test_a_search_without_any_score_says_so():
 
 def test_a_small_space_is_searched_whole_and_then_the_search_stops():
     winner, scored = search(
-        jax.random.key(0), toy_score_two, no_cost, hee.uniform_table([1, 1]), hee.uniform_table([1, 1]), [1, 1], 10,
+        jax.random.key(0), toy_score_two, no_cost, hee.uniform_table([1, 1]), hee.uniform_table([1, 1]), 10,
         SearchConfig(population=10, generations=5, num_parents=3),
     )  # fmt: skip
     assert len(scored.genomes) == 16

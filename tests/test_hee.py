@@ -135,3 +135,12 @@ def test_drawing_from_another_table_of_the_same_bucket_compiles_nothing(compilat
 def test_tables_are_padded_to_powers_of_two(sizes):
     width = hee.uniform_table(sizes).shape[1]
     assert width & (width - 1) == 0 and width >= num_candidates(max(sizes))
+
+
+def test_what_is_removed_has_no_probability_and_the_rest_keeps_its_proportions():
+    table = np.array([[0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.5, 0.5]])
+    np.testing.assert_allclose(hee.without(table, ("skip",), [1, 1]), [[1 / 6, 1 / 3, 1 / 2, 0], [0, 0, 1, 0]])
+    # nothing that is left had a probability in the second block: uniform over reuse and adapt
+    expected = [[1 / 3, 2 / 3, 0, 0], [1 / 2, 1 / 2, 0, 0]]
+    np.testing.assert_allclose(hee.without(table, ("new", "skip"), [1, 1]), expected)
+    assert hee.without(table, (), [1, 1]) is table

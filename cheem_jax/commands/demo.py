@@ -56,4 +56,5 @@ def run_demo(
     return run_stream(
         stream, load_pretrained("vit_micro"), config, settings.run_dir, progress, router=router,
         save_every=settings.save_every, command=["cheem", "demo", *arguments_of(settings)], workshop=workshop,
+        data={"stream": "demo", "tasks": [task.name for task in stream.tasks]},
     )  # fmt: skip

@@ -17,12 +17,12 @@ from cheem_jax.evolution import SearchConfig, Searched, prepare_search, search
 from cheem_jax.execution.executor import Executor, Network, Token
 from cheem_jax.execution.feed import Budget, Feed, Subset, feed_images, keep_tokens
 from cheem_jax.execution.passes import token_means
-from cheem_jax.hee import cosines, exploit_table, norm_cosine, uniform_table
+from cheem_jax.hee import cosines, exploit_table, norm_cosine, uniform_table, without
 from cheem_jax.keys import Keys, Phase, next_power_of_two
 from cheem_jax.methods.expert_memory import ExpertMemory, dense_task_network, task_network
 from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.methods.underway import Underway
-from cheem_jax.ops import Placement
+from cheem_jax.ops import KINDS, Kind, Placement
 from cheem_jax.pool import TaskMemory, dense_expert, grow, pool_sizes
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import (
@@ -50,12 +50,18 @@ class CheemConfig:
     token: Token = "component"
     """Where mean class tokens are read: the component's output before the residual sum, or the block's output."""
     ops: OpSettings = OpSettings()
+    remove: tuple[Kind, ...] = ()
+    """Ops that no task may choose, such as skip; the paper has all four."""
+    base_means: Literal["known", "neutral"] = "known"
+    """`neutral` takes the similarity to the backbone's own task as 0 even where its mean class tokens are known."""
     supernet: FitConfig = FitConfig(epochs=50)
     sampling: Literal["hee", "uniform"] = "hee"
     """`uniform` is the paper's pure exploration: eps1 = eps2 = 1, mutation included."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
     finetune: FitConfig = FitConfig(epochs=20)
+    weights: Literal["initial", "inherited"] = "initial"
+    """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has learned."""
     router: RouterConfig = RouterConfig()
     batch_size: int = 64
     """Images per step; the last, partial batch is padded and masked."""
@@ -66,6 +72,8 @@ class CheemConfig:
         check_batch_size(self.batch_size)
         if self.similarity_images < 0:
             raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
+        if not len(set(self.remove)) == len(self.remove) < len(KINDS):
+            raise ValueError(f"remove names {', '.join(self.remove)}; expected some of {', '.join(KINDS)}, each once")
 
 
 PAPER = CheemConfig(ops=OpSettings(rank=40))
@@ -139,8 +147,9 @@ class Cheem(ExpertMemory):
             with clock("similarity"):
                 underway.similarity = self._similarity(index, task, train, networks, earlier, running)
         similarity = underway.similarity
-        exploit = exploit_table(similarity, earlier, sizes)
-        uniform = uniform_table(sizes, with_adapt=config.exploration.over == "uniform")
+        exploit = without(exploit_table(similarity, earlier, sizes), config.remove, sizes)
+        with_adapt = config.exploration.over == "uniform"
+        uniform = without(uniform_table(sizes, with_adapt=with_adapt), config.remove, sizes)
         epsilon1, epsilon2 = config.exploration.epsilon, config.search.epsilon
         if config.sampling == "uniform":
             epsilon1 = epsilon2 = 1.0
@@ -175,11 +184,13 @@ class Cheem(ExpertMemory):
                     executor, supernet, task.val.labels, val, batch_size=config.batch_size, advance=advance
                 ),
                 architecture_flops(executor, supernet),
-                exploit, uniform, sizes, num_val, search_config, keep, underway.searched,
+                exploit, uniform, num_val, search_config, keep, underway.searched,
             )  # fmt: skip
         architecture = decode(codes, sizes)
 
         network = network_for(Phase.FINETUNE_INIT, "finetune")
+        if config.weights == "inherited" and not underway.finetune.step:
+            network.inherit(supernet, architecture)
         unchanged = kept("what fine-tuning leaves unchanged", train, num, frozen_prefix(network, architecture))
         left = images_left(underway.finetune, config.finetune, num, config.batch_size)
         state = functools.partial(underway.saved, "finetune", network)
@@ -210,6 +221,13 @@ class Cheem(ExpertMemory):
             "finetune_losses": underway.finetune.losses,
             "skipped_steps": underway.supernet.skipped + underway.finetune.skipped,
             "searched": len(scored.genomes),
+            "search": {
+                "correct": scored.correct.tolist(),
+                "flops": scored.flops.astype(int).tolist(),
+                "population": config.search.population,
+                "num_images": num_val,
+                "chosen": int(np.flatnonzero((scored.genomes == codes).all(axis=1))[0]),
+            },
             "validation_accuracy": float(scored.correct[(scored.genomes == codes).all(axis=1)][0]) / num_val,
             "best_validation_accuracy": float(np.nanmax(scored.correct)) / num_val,
             "not_kept": budget.refused,

@@ -167,7 +167,7 @@ def measure(num_tasks: int, quick: bool) -> dict[str, Any]:
     first = alternate({"first": lambda: step(supernet, following)}, repeats)
     search(
         jax.random.key(2), lambda genomes: genomes.sum(axis=1) % 7, lambda genomes: genomes.sum(axis=1) % 5,
-        exploit, uniform, sizes, 7, config,
+        exploit, uniform, 7, config,
     )  # fmt: skip
     counts = {
         "programs": compilations().since(start).programs,

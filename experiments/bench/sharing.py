@@ -192,7 +192,7 @@ def real_search(
         return score(genomes)
 
     cost = architecture_flops(executor, supernet)
-    search(key, scored, cost, exploit, uniform, sizes, len(task.val.labels), config)
+    search(key, scored, cost, exploit, uniform, len(task.val.labels), config)
     return supernet, generations
 
 

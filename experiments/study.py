@@ -1,0 +1,153 @@
+"""Several runs of `mtil.py` on the same pictures: what the studies share.
+
+Every run has a directory of its own, `RUN_DIR/<variant>/seed-<seed>`, and is one that `mtil.py` could have made. What
+is finished is not run again, and what was stopped goes on.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import mtil
+
+from cheem_jax.data.benchmarks.table import Order
+from cheem_jax.data.load import ImagesConfig
+from cheem_jax.execution.choice import EngineConfig
+from cheem_jax.keys import SeedsConfig
+from cheem_jax.methods.catalogue import Name, Networks, preset_of
+from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
+from cheem_jax.report.progress import Progress
+
+Config = TypeVar("Config")
+Found = dict[str, list[dict[str, Any]]]
+"""Results by variant, one per seed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What every study over several runs is told."""
+
+    stream: str = "demo"
+    """demo, or whatever `experiments/mtil.py --stream` takes."""
+    preset: Preset | None = None
+    """Settings of every method; default: demo for the demo stream, quick for any other."""
+    seeds: str | None = None
+    """Seeds separated by commas; default: 0,1,2 for the preset `paper`, else 0."""
+    backbone: str | None = None
+    """As for mtil.py."""
+    weights: Path | None = None
+    """A safetensors or npz file; default: bundled, else from the hub."""
+    data_dir: Path | None = None
+    """Where prepared data sets lie."""
+    order: Order = "default"
+    """Order of MTIL's tasks."""
+    tasks: str | None = None
+    """Names of the tasks in learning order, separated by commas; default: all."""
+    images: ImagesConfig = ImagesConfig()
+    """Where decoded pictures are kept."""
+    image_size: int | None = None
+    """Pixels of the square images; default: the backbone's own."""
+    base_data: str | None = None
+    """Pictures of the backbone's own task, for CHEEM's similarity."""
+    engine: EngineConfig = EngineConfig()
+    """How networks are run."""
+    save_every: float | None = None
+    """Seconds between rolling checkpoints."""
+    run_dir: Path = Path("runs/study")
+    """Where runs and tables are kept; what is unfinished is continued."""
+
+    @property
+    def chosen_preset(self) -> Preset:
+        return self.preset or ("demo" if self.stream == mtil.DEMO else "quick")
+
+    @property
+    def chosen_seeds(self) -> list[int]:
+        return seeds_of(self.seeds or ("0,1,2" if self.chosen_preset == "paper" else "0"))
+
+
+class Variant(NamedTuple):
+    """One row of a study: a method, and what is changed in its settings (dotted names) and in those of the run."""
+
+    name: str
+    title: str
+    method: Name = "cheem"
+    config: Mapping[str, Any] = {}
+    run: Mapping[str, Any] = {}
+
+
+def seeds_of(text: str) -> list[int]:
+    """Whole numbers from 0 on."""
+    try:
+        seeds = [int(seed) for seed in text.split(",")]
+    except ValueError:
+        seeds = [-1]
+    if min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds is {text!r}; expected different whole numbers separated by commas, such as 0,1,2")
+    return seeds
+
+
+def run_all(
+    study: Study, variants: Sequence[Variant], progress: Progress, after_each: Callable[[Found], None]
+) -> Found:
+    """Run what is missing; `after_each` gets what there is so far, so that a stopped study has its tables."""
+    settings = [(variant, run_settings(study, variant, seed)) for variant in variants for seed in study.chosen_seeds]
+    found, workshop, load = Found(), dict[Any, Networks](), loader(study, progress)
+    for number, (variant, one) in enumerate(settings, 1):
+        progress.say(f"{variant.title}, seed {one.seed}: run {number} of {len(settings)}")
+        result = mtil.run(one, mtil.config_of(one), load(one), progress, workshop)
+        found.setdefault(variant.name, []).append(result)
+        after_each(found)
+    return found
+
+
+def run_settings(study: Study, variant: Variant, seed: int) -> mtil.Mtil:
+    """One run of a study as the settings of `mtil.py`."""
+    preset = study.chosen_preset
+    config = changed(preset_of(variant.method, preset), variant.config)
+    is_cheem = isinstance(config, CheemConfig)
+    shared = {field.name: getattr(study, field.name) for field in dataclasses.fields(Study)}
+    shared |= {"preset": preset, "seeds": SeedsConfig(), "run_dir": study.run_dir / variant.name / f"seed-{seed}"}
+    return mtil.Mtil(**{
+        **shared,
+        "method": variant.method,
+        "cheem": CheemConfig(**vars(config)) if is_cheem else PRESETS[preset],
+        "options": None if is_cheem else config,
+        "base_data": study.base_data if is_cheem else None,  # no other method asks for similarity
+        "seed": seed,
+        "num_seeds": 1,
+        **variant.run,
+    })  # fmt: skip
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """A settings dataclass with other values; `search.epsilon` is the field epsilon of its field search."""
+    for name, value in changes.items():
+        outer, _, inner = name.partition(".")
+        value = changed(getattr(config, outer), {inner: value}) if inner else value
+        config = dataclasses.replace(config, **{outer: value})  # pyright: ignore[reportArgumentType]
+    return config
+
+
+LOADED_BY = (
+    "stream", "data_dir", "order", "tasks", "images", "image_size", "backbone", "weights",
+)  # fmt: skip
+"""What weights and pictures depend on."""
+
+
+def loader(study: Study, progress: Progress) -> Callable[[mtil.Mtil], mtil.Loaded]:
+    """Loads weights and pictures of a run; those of the last one serve again where they are the same."""
+    held: dict[tuple[Any, ...], mtil.Loaded] = {}
+
+    def load(settings: mtil.Mtil) -> mtil.Loaded:
+        place = tuple(getattr(settings, name) for name in LOADED_BY)
+        if place not in held:
+            held.clear()
+            shared = dataclasses.replace(settings, router=None, router_weights=None, base_data=study.base_data)
+            held[place] = mtil.load(shared, progress)
+        loaded = held[place]
+        if settings.base_data is None:
+            loaded = loaded._replace(base_images=None)
+        return loaded._replace(router=mtil.load_router(settings, loaded.size))
+
+    return load
