@@ -23,7 +23,7 @@ VENV_PREPARE := .venv-prepare
 INPUTS := pyproject.toml constraints.txt
 CODE := cheem_jax convert experiments tests
 
-.PHONY: help demo test test-slow faults test-convert test-prepare test-312 bench bench-gpu lint format clean
+.PHONY: help demo test test-slow faults test-convert test-browser test-prepare test-312 bench bench-gpu lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ faults: $(VENV)/.test ## kills, full disks, damaged files and hostile input by t
 
 test-convert: $(VENV_CONVERT)/.convert ## parity with timm, in an environment with torch
 	@$(VENV_CONVERT)/bin/python -m pytest -m convert $(PYTEST_ARGS)
+
+test-browser: $(VENV)/.browser ## reports in Chromium, which the system has to have (Debian: apt-get install chromium)
+	@$(VENV)/bin/python -m pytest -m browser $(PYTEST_ARGS)
 
 test-prepare: $(VENV_PREPARE)/.prepare ## TFDS's own builders, in an environment with TensorFlow
 	@$(VENV_PREPARE)/bin/python -m pytest -m prepare $(PYTEST_ARGS)
@@ -87,6 +90,10 @@ $(VENV)/.test: $(INPUTS)
 
 $(VENV)/.dev: $(INPUTS)
 	$(call install,$(VENV),.[dev])
+	touch $(VENV)/.base $(VENV)/.test $@
+
+$(VENV)/.browser: $(INPUTS)
+	$(call install,$(VENV),.[browser])
 	touch $(VENV)/.base $(VENV)/.test $@
 
 $(VENV_312)/.test: $(INPUTS)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import tyro
 
-from cheem_jax.commands import data, demo
+from cheem_jax.commands import data, demo, report, tensorboard, watch
 from cheem_jax.data.sources import MissingTasks
 from cheem_jax.execution.compilation import NotKept, keep_programs
 from cheem_jax.interruption import Stopped
@@ -77,6 +77,9 @@ def run_command(command: Callable[[Settings], None], settings: Settings, directo
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "demo": (demo.Demo, demo.learn_demo),
+    "report": (report.Report, report.write_report_page),
+    "watch": (watch.Watch, watch.watch_run),
+    "tensorboard": (tensorboard.Tensorboard, tensorboard.write_tensorboard),
     "data list": (data.List, data.list_data),
     "data prepare": (data.Prepare, data.prepare_data),
     "data verify": (data.Verify, data.verify_data),

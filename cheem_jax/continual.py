@@ -44,6 +44,8 @@ from cheem_jax.ops import Placement
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
+from cheem_jax.report.status import Status
+from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.restoring import restore
 from cheem_jax.results import results_of
 from cheem_jax.rolling import Rolling, RunningTask
@@ -79,6 +81,7 @@ def run_stream(
     command: Sequence[str] | None = None,
     workshop: dict[Any, Networks] | None = None,
     data: Mapping[str, Any] | None = None,
+    tensorboard: bool = False,
 ) -> dict[str, Any]:
     """Learn the stream in `directory`, or go on where it stopped; returns what `results.json` holds.
 
@@ -87,7 +90,7 @@ def run_stream(
     default: 30, more where they would take over 2 % of the time. Killed at any moment and called again, a run ends as
     one that was not; Ctrl-C and SIGTERM raise Stopped after the running step. `command` is the command line that makes
     this run again, for the record, and `data` tells where its pictures come from, so that a report can show some.
-    `workshop` keeps compiled networks for other runs of this process.
+    `workshop` keeps compiled networks for other runs of this process; `tensorboard` writes event files after each task.
     """
     _check_sizes(stream, pretrained, router)
     if config.upper_bound is not None and config.method.name == "full_finetune":
@@ -103,7 +106,9 @@ def run_stream(
     learner = make(config.method, networks, keys, len(stream.tasks), means)
     notes = learner.check(stream.tasks)
     identity = _identity(stream, pretrained, config, means, router)
-    with hold(directory), stop_requests() as stop:
+    if tensorboard:
+        check_installed()
+    with hold(directory), stop_requests() as stop, Status(directory) as status:
         resumed = claim(directory, identity)
         methods: tuple[Method, ...] = (learner,)
         if isinstance(config.method, CheemConfig):  # what CHEEM learns has to beat this, so it is always beside it
@@ -111,7 +116,7 @@ def run_stream(
 
         conditions = fingerprint.take(identity)
         record = Record.open(directory, fingerprint.digest(conditions))
-        run = Run(directory, record, progress, stop, save_every)
+        run = Run(directory, record, progress, stop, save_every, status)
         finished = restore(directory, stream, methods, record) if resumed else 0
         begun = next((entry for entry in read(directory) if entry["event"] == "run"), None)
         if begun is None:
@@ -138,13 +143,13 @@ def run_stream(
             _evaluate(stream.tasks[: index + 1], methods, run, saving)
             features.forget(stream.tasks[index])
             router_features.forget(stream.tasks[index])
-            _write_results(directory)
+            _write_results(directory, tensorboard)
         if config.upper_bound is not None:
-            write_report(directory, _write_results(directory))
+            write_report(directory, _write_results(directory, tensorboard))
             bound = FullFinetune(networks.executor, features, config.upper_bound, keys, len(stream.tasks))
             _upper_bound(stream, bound, run)
             Rolling(run.root(bound.name), stop).clear()
-        results = _write_results(directory)
+        results = _write_results(directory, tensorboard)
         write_report(directory, results)
         return results
 
@@ -173,6 +178,7 @@ class Run(NamedTuple):
     progress: Progress
     stop: Stop
     save_every: float | None
+    status: Status
 
     def root(self, method: str) -> Path:
         """Where a method's checkpoints lie."""
@@ -181,15 +187,15 @@ class Run(NamedTuple):
     def learning(self, method: str, task: Task, index: int) -> RunningTask:
         """One task while a method learns it."""
         rolling = Rolling(self.root(method), self.stop, every=self.save_every)
-        phase = functools.partial(_phase, self.progress, task.name)
+        phase = functools.partial(_phase, self.progress, self.status, task.name)
         running = RunningTask(index, rolling, phase, self.progress.say)
         if running.saved is not None:
             self.progress.say(f"{task.name}: going on in the middle")
         return running
 
 
-def _phase(progress: Progress, task: str, phase: str, total: int):
-    return progress.phase(phase, task=task, total=total)
+def _phase(progress: Progress, status: Status, task: str, phase: str, total: int):
+    return status.phase(phase, task, total, progress.phase(phase, task=task, total=total))
 
 
 def _learn(task: Task, index: int, method: Method, run: Run) -> float:
@@ -231,7 +237,7 @@ def _evaluate(learned: Sequence[Task], methods: tuple[Method, ...], run: Run, sa
     for method in methods:
         rows = []
         total = sum(len(task.test.labels) for task in learned)
-        with run.progress.phase("evaluate", task=f"{num} tasks, {method.name}", total=total) as advance:
+        with _phase(run.progress, run.status, f"{num} tasks, {method.name}", "evaluate", total) as advance:
             for index, task in enumerate(learned):
                 answers = method.answers(index, task)
                 rows.append(_measure(answers, index, task))
@@ -309,7 +315,9 @@ def _upper_bound(stream: Stream, bound: FullFinetune, run: Run) -> None:
         run.progress.say(f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (true task given)")
 
 
-def _write_results(directory: Path) -> dict[str, Any]:
+def _write_results(directory: Path, tensorboard: bool) -> dict[str, Any]:
+    if tensorboard:
+        write_events(directory)
     results = results_of(read(directory))
     write_atomically(directory / "results.json", json.dumps(results, indent=1) + "\n")
     return results

@@ -15,7 +15,7 @@ from cheem_jax.atomic import write_atomically
 from cheem_jax.report.record import to_json
 
 NAME, LOCK, OWNER = "config.json", ".lock", ".owner.json"
-OURS = (f".{NAME}.", LOCK, OWNER, f".{OWNER}.")
+OURS = (f".{NAME}.", LOCK, OWNER, f".{OWNER}.", ".status.json", "..status.json.")
 
 
 def claim(directory: Path, config: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ Every run has a directory of its own, `RUN_DIR/<method>/seed-<seed>`, and is one
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import study
@@ -44,8 +44,7 @@ def main(settings: Compare) -> None:
     progress = Progress()
     variants = variants_of(settings, methods_of(settings.methods))
     found = study.run_all(settings, variants, progress, lambda found: write(settings.run_dir, found))
-    progress.console.print(narrow(comparison_grid(found)).to_rich())
-    progress.say(f"table: {settings.run_dir / 'comparison.md'}   numbers: {settings.run_dir / 'comparison.json'}")
+    show(settings.run_dir, found, progress)
 
 
 def variants_of(settings: Compare, methods: Sequence[Name]) -> list[Variant]:
@@ -64,9 +63,15 @@ def methods_of(text: str) -> list[Name]:
     return [name for name in NAMES if name in asked]
 
 
-def write(directory: Path, found: Found) -> None:
+def show(directory: Path, found: Found, progress: Progress, titles: Mapping[str, str] = METHODS) -> None:
+    """The table on the terminal, and where it is kept."""
+    progress.console.print(narrow(comparison_grid(found, titles)).to_rich())
+    progress.say(f"table: {directory / 'comparison.md'}   numbers: {directory / 'comparison.json'}")
+
+
+def write(directory: Path, found: Found, titles: Mapping[str, str] = METHODS) -> None:
     """The table as Markdown and CSV, and its numbers."""
-    grid, rows = comparison_grid(found), comparison(found)
+    grid, rows = comparison_grid(found, titles), comparison(found)
     write_atomically(directory / "comparison.json", json.dumps(rows, indent=1) + "\n")
     write_atomically(directory / "comparison.csv", csv_of(rows))
     text = f"# {grid.title}\n\n{grid.to_markdown()}\n\n" + grid.caption.replace("\n", "  \n") + "\n"

@@ -97,6 +97,8 @@ class Mtil:
     """Seeds of their own for parts of the run."""
     upper_bound: bool = False
     """Also fine-tune the whole backbone per task, the true task given; takes its own time."""
+    tensorboard: bool = False
+    """Also write TensorBoard's event files after each task (extra `tensorboard`)."""
     run_dir: Path = Path("runs/mtil")
     """Where the run is kept; an unfinished one is continued."""
     save_every: float | None = None
@@ -217,6 +219,7 @@ def run(
     return run_stream(
         loaded.stream, loaded.pretrained, config, settings.run_dir, progress, base_images=loaded.base_images,
         router=loaded.router, save_every=settings.save_every, workshop=workshop, data=data_of(settings, loaded.stream),
+        tensorboard=settings.tensorboard,
         command=["experiments/mtil.py", *arguments_of(dataclasses.replace(anywhere(settings), num_seeds=1))],
     )  # fmt: skip
 

@@ -88,11 +88,15 @@ def seeds_of(text: str) -> list[int]:
 
 
 def run_all(
-    study: Study, variants: Sequence[Variant], progress: Progress, after_each: Callable[[Found], None]
+    study: Study, variants: Sequence[Variant], progress: Progress, after_each: Callable[[Found], object]
 ) -> Found:
     """Run what is missing; `after_each` gets what there is so far, so that a stopped study has its tables."""
     settings = [(variant, run_settings(study, variant, seed)) for variant in variants for seed in study.chosen_seeds]
     found, workshop, load = Found(), dict[Any, Networks](), loader(study, progress)
+    for _, one in settings:  # what cannot be had is told before hours of other runs
+        mtil.config_of(one)
+        if one.router is not None:
+            load(one)
     for number, (variant, one) in enumerate(settings, 1):
         progress.say(f"{variant.title}, seed {one.seed}: run {number} of {len(settings)}")
         result = mtil.run(one, mtil.config_of(one), load(one), progress, workshop)

@@ -73,6 +73,10 @@ LAYOUTS = {
     "task_orders": Layout(
         "Orders of the tasks", ("accuracy", "average_accuracy", "average_forgetting"), ("cheem",), per_task=True
     ),
+    "ablations": Layout(
+        "Ablations of CHEEM", ("average_accuracy", "local_average_accuracy", "flops", "params_added_percent"),
+        ("cheem",),
+    ),
     "components": Layout("Components of a block, fine-tuned", ("average_accuracy", "average_forgetting"), ()),
 }  # fmt: skip
 COUNTS = "Images and classes"
@@ -105,7 +109,7 @@ def main(settings: Tables) -> None:
         page = [f"## {COUNTS if name == 'counts' else LAYOUTS[name].title}"]
         for index, grid in enumerate(grids):
             stem = name if len(grids) == 1 else f"{name}-{index + 1}"
-            write_atomically(settings.out / f"{stem}.csv", csv_of(grid))
+            write_atomically(settings.out / f"{stem}.csv", grid.to_csv())
             write_atomically(settings.out / f"{stem}.tex", latex_of(grid))
             page.append(f"{grid.title}\n\n{grid.to_markdown()}")
         page += [NOTES[name]] if name in NOTES else []
@@ -271,12 +275,6 @@ def counts() -> list[Grid]:
         rows = tuple((t.title, *map(str, t.counts), str(t.num_classes)) for t in tasks)
         grids.append(Grid(f"{COUNTS}: {stream}", columns, rows, 1))
     return grids
-
-
-def csv_of(grid: Grid) -> str:
-    """The grid with quoted cells."""
-    lines = [grid.columns, *grid.rows]
-    return "".join(",".join('"' + cell.replace('"', '""') + '"' for cell in line) + "\n" for line in lines)
 
 
 def latex_of(grid: Grid) -> str:

@@ -87,7 +87,17 @@ def test_a_run_leaves_its_files_and_the_record_tells_its_numbers(finished):
     directory, results = finished
     assert json.loads((directory / "results.json").read_text()) == json.loads(json.dumps(results))
     names = {file.name for file in directory.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "results.json", "report.md", "checkpoints", "figures", ".lock"}
+    left = {
+        "config.json",
+        "metrics.jsonl",
+        "results.json",
+        "report.md",
+        "answers.npz",
+        "checkpoints",
+        "figures",
+        ".lock",
+    }
+    assert names == left
     hashes = results["checkpoints"]["cheem"] + results["checkpoints"]["frozen_linear"]
     assert len(set(hashes)) == 4 and all(len(found) == 64 for found in hashes)
     assert {f.name for f in (directory / "figures").iterdir()} >= {
@@ -413,3 +423,13 @@ def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_i
         with pytest.raises(ValueError, match=message):
             run_stream(small.stream(2), small.pretrained(), RunConfig(config, "demo"), tmp_path / "run", quiet())
     assert not (tmp_path / "run").exists()
+
+
+def test_the_answers_of_a_run_give_its_accuracies_again(finished):
+    directory, results = finished
+    with np.load(directory / "answers.npz", allow_pickle=False) as answers:
+        for index, task in enumerate(small.stream(2).tasks):
+            right = answers[f"chosen_class_{index}"] == task.test.labels
+            right &= answers[f"chosen_task_{index}"] == index
+            assert right.mean() == results["accuracy"][-1][index]
+            assert (answers[f"given_task_{index}"] == task.test.labels).mean() == results["local_accuracy"][-1][index]

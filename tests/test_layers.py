@@ -15,12 +15,12 @@ ROWS = (
     ("backbone", "pool", "centroids", "flops"),
     ("supernet", "hee", "execution"),
     ("evolution", "training"),
-    ("data", "checkpoint", "saved_memory", "rolling", "report", "results", "run_directory", "fingerprint"),
+    ("data", "checkpoint", "saved_memory", "rolling", "results", "report", "run_directory", "fingerprint"),
     ("methods", "restoring", "continual"),
     ("arguments", "commands", "cli", "__main__"),
 )
 # the extras: imported where they are used, never with the package
-OPTIONAL = ("torch", "tensorflow", "timm", "tensorflow_datasets", "grain", "array_record", "pyarrow")
+OPTIONAL = ("tensorboardX", "torch", "tensorflow", "timm", "tensorflow_datasets", "grain", "array_record", "pyarrow")
 # made of classes of an extra's, so imported only by the function that needs them
 NEEDS_AN_EXTRA = {"cheem_jax.data.benchmarks.builders"}
 

@@ -31,6 +31,8 @@ class Demo:
     """Seeds of their own for parts of the run."""
     upper_bound: bool = False
     """Also fine-tune the whole backbone per task."""
+    tensorboard: bool = False
+    """Also write TensorBoard's event files after each task (extra `tensorboard`)."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     save_every: float | None = None
@@ -56,5 +58,5 @@ def run_demo(
     return run_stream(
         stream, load_pretrained("vit_micro"), config, settings.run_dir, progress, router=router,
         save_every=settings.save_every, command=["cheem", "demo", *arguments_of(settings)], workshop=workshop,
-        data={"stream": "demo", "tasks": [task.name for task in stream.tasks]},
+        data={"stream": "demo", "tasks": [task.name for task in stream.tasks]}, tensorboard=settings.tensorboard,
     )  # fmt: skip

@@ -316,14 +316,18 @@ class Ewc:
 
         return over_batches(answer, Inputs(images), len(images), batch_size=self.batch_size, advance=advance)
 
+    def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
+        """Logits of all classes so far, padded, for each image."""
+        return self._logits(self.known, images)
+
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
         check_given(self.name, len(self.classes), tasks)
-        return self.classes.inferred(self._logits(self.known, images), tasks)
+        return self.classes.inferred(self.logits(images), tasks)
 
     def answers(self, index: int, task: Task) -> Answers:
         """See `Method.answers`."""
-        return self.classes.answers(self._logits(self.known, task.test.images), index)
+        return self.classes.answers(self.logits(task.test.images), index)
 
     def save(self, root: Path) -> None:
         """Save weights, Fisher information and head, which every task changes, and go on with what is read back."""

@@ -169,7 +169,8 @@ class FrozenFeatures:
     def __init__(self, encoder: Encoder | Executor, batch_size: int):
         self.encoder: Encoder = Backbone(encoder) if isinstance(encoder, Executor) else encoder
         self.batch_size = batch_size
-        self._known: dict[tuple[str, str], Float[np.ndarray, "N D"]] = {}
+        # with the images that they are of: another run of this process may have others under the same names
+        self._known: dict[tuple[str, str], tuple[Images, Float[np.ndarray, "N D"]]] = {}
 
     def of(self, executor: Executor) -> bool:
         """Whether these are the features of this very backbone, so that its passes give them as well."""
@@ -177,10 +178,9 @@ class FrozenFeatures:
 
     def __call__(self, task: Task, split: str) -> Float[np.ndarray, "N D"]:
         """Features of one split of a task."""
-        place = (task.name, split)
-        if place not in self._known:
-            self._known[place] = self.compute(getattr(task, split).images)
-        return self._known[place]
+        if not self.known(task, split):
+            self.remember(task, split, self.compute(getattr(task, split).images))
+        return self._known[task.name, split][1]
 
     def compute(self, images: Images) -> Float[np.ndarray, "N D"]:
         """Features of any images uint8 `[N, S, S, 3]`."""
@@ -188,11 +188,12 @@ class FrozenFeatures:
 
     def known(self, task: Task, split: str) -> bool:
         """Whether a split's features need no pass any more."""
-        return (task.name, split) in self._known
+        place = (task.name, split)
+        return place in self._known and self._known[place][0] is getattr(task, split).images
 
     def remember(self, task: Task, split: str, features: Float[np.ndarray, "N D"]) -> None:
         """Take features that another pass computed anyway."""
-        self._known[task.name, split] = features
+        self._known[task.name, split] = getattr(task, split).images, features
 
     def forget(self, task: Task) -> None:
         """Drop a learned task's training and validation features: no feature of an earlier task may be kept."""

@@ -19,8 +19,8 @@ CIRCUMSTANCES = frozenset((
 """What a clock, the memory, the history of a process, or the machine and who used it decide: no result of a run."""
 
 STORY = (
-    "index", "name", "classes", "num_train", "num_val", "num_test", "similarity", "supernet_losses", "search", "searched",
-    "validation_accuracy", "best_validation_accuracy", "architecture", "experts", "finetune_losses",
+    "index", "name", "classes", "num_train", "num_val", "num_test", "similarity", "supernet_losses", "search",
+    "searched", "validation_accuracy", "best_validation_accuracy", "architecture", "experts", "finetune_losses",
 )  # fmt: skip
 """The order in which a task's report came about; whatever else it holds came later."""
 

@@ -85,8 +85,8 @@ ONLY_WIDE = ("local_average_forgetting", "flops_explicit", "flops_executed")
 """Measures that a terminal has no room for."""
 
 
-def comparison_grid(found: Runs) -> Grid:
-    """The table over methods."""
+def comparison_grid(found: Runs, titles: Mapping[str, str] = METHODS) -> Grid:
+    """The table over methods, or over what else the runs are called; `titles` gives the names of the rows."""
     rows, first = comparison(found), next(iter(found.values()))[0]
     several = any(row["runs"] > 1 for row in rows)
 
@@ -99,7 +99,7 @@ def comparison_grid(found: Runs) -> Grid:
         return shown(value["mean"]) + spread
 
     lines = tuple(
-        (METHODS[row["method"]], *([str(row["runs"])] if several else []), *(cell(row, name) for name in COLUMNS))
+        (titles[row["method"]], *([str(row["runs"])] if several else []), *(cell(row, name) for name in COLUMNS))
         for row in rows
     )
     columns = ("method", *(["runs"] if several else []), *(title for title, _ in COLUMNS.values()))
@@ -112,7 +112,7 @@ def comparison_grid(found: Runs) -> Grid:
     named: dict[str, list[str]] = {}
     for row in rows:
         if row["router"] != first["backbone"]:
-            named.setdefault(row["router"], []).append(METHODS[row["method"]])
+            named.setdefault(row["router"], []).append(titles[row["method"]])
     captions += [f"{' and '.join(names)}: the task is named by {router}" for router, names in named.items()]
     title = f"{first['stream']}: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels"
     return Grid(f"{title}, {first['preset']}", columns, lines, 1, "\n".join(captions))

@@ -28,7 +28,7 @@ MEANING = {
 Results = Mapping[str, Any]
 
 
-def architecture_grid(results: Results, file: Path) -> None:
+def architecture_grid(results: Results, file: Path, title: str | None = None) -> None:
     """Tasks in rows under the base, blocks in columns; colour is the op, text the source of its expert."""
     tasks, pool = results["tasks"], results["pool"]
     num_blocks, num_rows = len(pool), len(tasks) + 1
@@ -54,7 +54,7 @@ def architecture_grid(results: Results, file: Path) -> None:
         axes.text(num_blocks + 0.2, row + 0.5, added, ha="left", va="center", color=FAINT, fontsize=9)
     figure.text(
         (left + num_blocks * width / 2) / figure.get_figwidth(), 1 - 0.12 / figure.get_figheight(),
-        f"The network found for each task: {results['stream']}, {results['backbone']}",
+        title or f"The network found for each task: {results['stream']}, {results['backbone']}",
         ha="center", va="top", fontsize=12, color=INK,
     )  # fmt: skip
     handles = [FancyBboxPatch((0, 0), 1, 1, facecolor=colour, edgecolor="none") for colour in COLOURS.values()]

@@ -108,15 +108,30 @@ def _difference(a: object, b: object) -> str:
 
 
 def variant_of(run: Run) -> str:
-    """What sets a run apart from the usual one of its method: placement, sampling, the network that names the task."""
+    """What sets a run apart from the usual one of its method: placement, sampling and other settings of CHEEM that an
+    ablation changes, the network that names the task."""
     results, found = run.results, []
     if results["method"] == "cheem":
         found += [results["placement"]] if results["placement"] != "mlp_down" else []
-        sampling = run.config.get("cheem", {}).get("sampling", "hee")
-        found += [sampling] if sampling != "hee" else []
+        found += _unusual(run.config.get("cheem", {}))
     if results["router"] != results["backbone"]:
         found.append(results["router"])
     return ", ".join(found)
+
+
+def _unusual(cheem: Mapping[str, Any]) -> list[str]:
+    """The settings of CHEEM that are not the paper's, as far as a study changes them."""
+    found = [cheem["sampling"]] if cheem.get("sampling", "hee") != "hee" else []
+    found += [f"without {kind}" for kind in cheem.get("remove", ())]
+    found += ["inherited weights"] if cheem.get("weights", "initial") != "initial" else []
+    found += ["neutral base means"] if cheem.get("base_means", "known") != "known" else []
+    search, exploration = cheem.get("search", {}), cheem.get("exploration", {})
+    epsilons = exploration.get("epsilon", 0.3), search.get("epsilon", 0.5)
+    if epsilons != (0.3, 0.5):
+        found.append(f"eps1 {epsilons[0]:g}, eps2 {epsilons[1]:g}")
+    if (tolerance := search.get("tolerance", 0.02)) != 0.02:
+        found.append(f"tau {tolerance:g}")
+    return found
 
 
 def order_names(runs: Sequence[Run]) -> dict[tuple[str, tuple[str, ...]], str]:

@@ -1,5 +1,7 @@
 """The tables of a run, for the terminal and for the report, made from `results.json`."""
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +78,14 @@ class Grid(NamedTuple):
         for row in self.rows:
             table.add_row(*map(Text, row))  # a task's name may hold brackets
         return table
+
+    def to_csv(self) -> str:
+        """For other programs, every cell as it is shown."""
+        text = io.StringIO()
+        lines = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
+        lines.writerow([column.replace("-\n", "").replace("\n", " ") for column in self.columns])
+        lines.writerows(self.rows)
+        return text.getvalue()
 
     def to_markdown(self) -> str:
         """For the report; the title and caption are left to the text around it."""

@@ -23,6 +23,8 @@ FAMILIES: dict[str, tuple[tuple[str, ...], Draw]] = {
     "shapes_recoloured": (shapes.CLASSES, shapes.draw_recoloured),
 }
 
+TASKS = (*FAMILIES, "digits")
+
 
 def demo_stream(
     *, image_size: int = 32, seed: int = 0, num_train: int = 600, num_val: int = 150, num_test: int = 250

@@ -1,0 +1,40 @@
+"""`cheem report`: runs as one page to look at."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from cheem_jax.atomic import write_atomically
+from cheem_jax.report.page.assemble import page
+from cheem_jax.report.page.loading import load
+from cheem_jax.report.progress import Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Draw one or several runs as a single HTML page that needs no network."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Run directories, or folders that hold runs at any depth."""
+    out: Path | None = None
+    """The file to write; default: report.html in the first folder named."""
+    images: bool = True
+    """Show test images with right and wrong answers, where they can be found."""
+
+
+def write_report_page(settings: Report) -> None:
+    """Write the page and say where it is."""
+    if not settings.runs:
+        raise ValueError("no run was named; give a run directory, such as runs/demo after `cheem demo`")
+    progress, loaded = Progress(), load(settings.runs)
+    file = settings.out or settings.runs[0] / "report.html"
+    if file.is_dir():
+        raise ValueError(f"--out {str(file)!r} is a folder; expected the name of a file to write")
+    text, left_out = page(loaded, images=settings.images)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, text)
+    for directory, reason in left_out:
+        progress.say(f"left out {directory}: {reason}")
+    progress.say(f"wrote {file} ({len(text.encode()) / 1e6:.1f} MB): open it in a browser")

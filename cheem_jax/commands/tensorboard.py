@@ -1,0 +1,35 @@
+"""`cheem tensorboard`: event files for TensorBoard, from the records of runs."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.tensorboard import check_installed, write_events
+from cheem_jax.run_directory import NAME
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensorboard:
+    """Write TensorBoard event files of runs, finished or not; written again, they go on from what is there."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """The runs' directories."""
+
+
+def write_tensorboard(settings: Tensorboard) -> None:
+    """Event files into `tensorboard` in every run's directory."""
+    check_installed()
+    if not settings.runs:
+        raise ValueError("no run is named; e.g. `cheem tensorboard runs/demo`")
+    for directory in settings.runs:
+        if not (directory / NAME).is_file():
+            raise ValueError(f"{str(directory)!r} is no run directory (it has no {NAME}); give what --run-dir said")
+    progress = Progress()
+    for directory in settings.runs:
+        progress.say(f"wrote {write_events(directory)}")
+    above = os.path.commonpath([directory.absolute() for directory in settings.runs])
+    progress.say(f"look at them with: tensorboard --logdir {above}")

@@ -1,0 +1,397 @@
+"""What one sees of a run from outside: a view of what lies in its directory, while it works or afterwards."""
+
+import contextlib
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import rich.box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cheem_jax import metrics
+from cheem_jax.architecture import from_strings
+from cheem_jax.report import COLOURS, record
+from cheem_jax.report.status import Doing, Owner, read_object, read_owner, read_status
+from cheem_jax.report.table import METHODS, NONE, TOLD, final_table, percent
+
+NAME = "config.json"
+SILENT = 60.0
+"""Seconds without a word after which a view says so."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+
+
+class Seen(NamedTuple):
+    """What lies in a run's directory at `time` (seconds since 1970)."""
+
+    directory: Path
+    config: dict[str, Any]
+    entries: list[dict[str, Any]]
+    trouble: list[str]
+    """What cannot be read, in words."""
+    results: dict[str, Any]
+    """What the run itself made of its record; {} while it works."""
+    status: Doing | None
+    owner: Owner | None
+    time: float
+    stamp: tuple[int, int] | None
+    """Size and time of the record, which is read again only when they change."""
+
+
+class Facts(NamedTuple):
+    """What the record tells of a run's own method; tasks by index, accuracies in [0, 1]."""
+
+    setting: dict[str, Any]
+    names: list[str]
+    reports: dict[int, dict[str, Any]]
+    accuracy: np.ndarray
+    """After each task (row) on each task (column), NaN where not measured: `[T, T]`."""
+    given: np.ndarray
+    """The same with the true task given."""
+    seconds: dict[int, float]
+    """What each finished task took."""
+    bounds: list[float]
+    """Seconds of each upper bound that is known."""
+    last: float | None
+    """When the record was last written, seconds since 1970."""
+    begun: float
+    """When work on the task that is not finished began."""
+
+    @property
+    def num_finished(self) -> int:
+        """Tasks that are learned and measured."""
+        return max(self.seconds, default=-1) + 1
+
+
+def look(directory: Path, now: float, before: Seen | None = None) -> Seen:
+    """Read a run's directory. Raises ValueError where there is no run."""
+    if not directory.is_dir():
+        raise ValueError(f"no folder {str(directory)!r}; a run makes it when it begins: give what its --run-dir says")
+    config, trouble = {}, []
+    try:
+        config = json.loads((directory / NAME).read_text())
+        if not isinstance(config, dict):
+            raise ValueError("no JSON object")
+    except FileNotFoundError:
+        below = sorted(file.parent for depth in ("*", "*/*") for file in directory.glob(f"{depth}/{NAME}"))
+        way_out = (
+            f"it holds {len(below)} runs, such as {str(below[0])!r}" if below else "give what a run's --run-dir says"
+        )
+        raise ValueError(f"{str(directory)!r} is no run directory (it has no {NAME}); {way_out}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        config = {}
+        trouble.append(f"{NAME} cannot be read ({error})")
+    try:
+        stat = (directory / record.NAME).stat()
+        stamp = (stat.st_size, stat.st_mtime_ns)
+    except OSError:
+        stamp = None
+    if before is not None and before.stamp == stamp:
+        entries, trouble = before.entries, before.trouble
+    else:
+        entries, damage = _entries(directory)
+        trouble += damage
+    doing, owner = read_status(directory), read_owner(directory)
+    results = read_object(directory / "results.json") if owner is None else {}
+    return Seen(directory, config, entries, trouble, results, doing, owner, now, stamp)
+
+
+def _entries(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The record; where it is damaged, the lines that still are entries, and what is wrong."""
+    try:
+        return record.read(directory), []
+    except OSError as error:
+        return [], [f"{record.NAME} cannot be read ({error})"]
+    except ValueError as error:
+        damage = f"{error}; numbers below may be wrong"
+    entries = []
+    for line in (directory / record.NAME).read_bytes().decode("utf-8", errors="replace").splitlines():
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("event"), str):
+            entries.append(entry)
+    return entries, [damage]
+
+
+def facts_of(seen: Seen) -> Facts:
+    """What there is to show; an entry that lacks something is left out."""
+    setting = next((entry for entry in seen.entries if entry["event"] == "run"), {})
+    names = seen.config.get("tasks") or list(setting.get("split_sha256") or {})
+    num = len(names)
+    accuracy, given = np.full((num, num), np.nan), np.full((num, num), np.nan)
+    reports, seconds, bounds, learning = {}, {}, [], {}
+    last, begun = None, 0.0
+    for entry in seen.entries:
+        try:
+            last = datetime.datetime.fromisoformat(entry["time"]).timestamp()
+            begun = last if entry["event"] != "learned" else begun
+            match entry["event"]:
+                case "learned":
+                    index = entry["report"]["index"]
+                    learning[index] = learning.get(index, 0.0) + entry["seconds"]
+                    if entry["method"] == setting["method"]:
+                        reports[index] = entry["report"]
+                case "evaluated":
+                    index, found = entry["index"], entry["methods"][setting["method"]]
+                    routed = "local_accuracy" if setting["method"] in TOLD else "accuracy"
+                    accuracy[index, : index + 1] = found[routed]
+                    given[index, : index + 1] = found["local_accuracy"]
+                    seconds[index] = learning.get(index, 0.0) + entry["seconds"]
+                case "upper_bound":
+                    bounds.append(entry["seconds"])
+        except MALFORMED:
+            continue
+    return Facts(setting, names, reports, accuracy, given, seconds, bounds, last, begun)
+
+
+def is_over(seen: Seen) -> bool:
+    """Whether nobody works on it: finished or stopped."""
+    return seen.owner is None
+
+
+def view(seen: Seen, width: int, rows: int) -> RenderableType:
+    """All there is to see, `width` characters wide, with at most `rows` tasks."""
+    facts = facts_of(seen)
+    parts: list[RenderableType] = [_header(seen, facts)]
+    parts += [Text(f"! {trouble}", style="bold red") for trouble in seen.trouble]
+    parts.append(_overall(seen, facts, width))
+    if (doing := _doing(seen, facts)) is not None:
+        parts += ["", *_phase(seen, doing, width)]
+    if losses := _learned_losses(facts, width):
+        parts.append(losses)
+    parts.append(_tasks(seen, facts, width, rows))
+    if _is_finished(seen, facts):
+        with contextlib.suppress(*MALFORMED):  # missing or damaged: the record says the same above
+            parts.append(final_table(seen.results))
+    return Group(*parts)
+
+
+def line(seen: Seen) -> str:
+    """The same in one line, for logs."""
+    facts = facts_of(seen)
+    parts = [_state(seen, facts), f"{facts.num_finished} of {len(facts.names)} tasks", *_averages(facts)]
+    if (doing := _doing(seen, facts)) is not None:
+        parts += [f"[{doing.phase}] {doing.task}: {_counted(doing)}", *_pace(seen, doing), *filter(None, [doing.note])]
+    if (left := _left(seen, facts)) is not None:
+        parts.append(f"about {_span(left)} left in all")
+    return ", ".join([*parts, *seen.trouble])
+
+
+def _is_finished(seen: Seen, facts: Facts) -> bool:
+    return is_over(seen) and 0 < len(facts.names) <= facts.num_finished
+
+
+def _doing(seen: Seen, facts: Facts) -> Doing | None:
+    """The phase at work, or the one that was when the run was killed; not that of an earlier process."""
+    doing, owner = seen.status, seen.owner
+    if doing is None or _is_finished(seen, facts) or (owner is not None and owner.pid != doing.pid):
+        return None
+    return doing
+
+
+def _state(seen: Seen, facts: Facts) -> str:
+    owner, doing = seen.owner, seen.status
+    if owner is not None:
+        heard = max(facts.last or owner.since, owner.since, doing.time if doing is not None else 0.0)
+        silent = f", silent for {_span(seen.time - heard)}" if seen.time - heard > SILENT else ""
+        since = f"{datetime.datetime.fromtimestamp(owner.since):%H:%M} ({_span(seen.time - owner.since)})"
+        return f"running since {since}, process {owner.pid} on {owner.host}{silent}"
+    word = "finished" if _is_finished(seen, facts) else "stopped"
+    at = f" {datetime.datetime.fromtimestamp(facts.last):%Y-%m-%d %H:%M}" if facts.last is not None else ""
+    return word + at + ("" if word == "finished" else "; the same command goes on")
+
+
+def _header(seen: Seen, facts: Facts) -> Text:
+    config, setting = seen.config, facts.setting
+    method = setting.get("method") or next((name for name in METHODS if name in config), "")
+    parts = [config.get("stream", setting.get("stream")), config.get("backbone", setting.get("backbone"))]
+    parts += [METHODS.get(method, method), f"seed {config.get('seed', setting.get('seed', NONE))}"]
+    if preset := setting.get("preset"):
+        parts.append(f"preset {preset}")
+    state = _state(seen, facts)
+    style = {"running": "bold green", "finished": "bold blue"}.get(state.split()[0], "bold yellow")
+    title = Text(" · ".join(str(part) for part in parts if part), style="bold")
+    return title.append(f"\n{seen.directory}\n", style="dim").append(state, style=style)
+
+
+def _overall(seen: Seen, facts: Facts, width: int) -> Text:
+    total = max(len(facts.names), 1)
+    text = Text(f"{facts.num_finished} of {len(facts.names)} tasks  ")
+    text.append_text(_bar(facts.num_finished / total, min(30, width // 4)))
+    left = _left(seen, facts)
+    if left is not None:
+        text.append(f"  about {_span(left)} left")
+    elif seen.owner is not None:
+        text.append("  time left: known after the first task")
+    if facts.bounds:
+        text.append(f"  (upper bound of {len(facts.bounds)})")
+    averages = ", ".join(_averages(facts))
+    return text.append(f"\n{averages}" if averages else "")
+
+
+def _averages(facts: Facts) -> list[str]:
+    """Of the tasks measured so far; [] where the record does not hold them all."""
+    num = facts.num_finished
+    try:
+        accuracy, given = facts.accuracy[:num, :num], facts.given[:num, :num]
+        found = [f"average accuracy {percent(metrics.average_accuracy(accuracy))} %"]
+        if facts.setting.get("method") not in TOLD:
+            found.append(f"task given {percent(metrics.average_accuracy(given))} %")
+        if (forgetting := metrics.average_forgetting(accuracy)) is not None:
+            found.append(f"forgetting {percent(forgetting)} points")
+        return found
+    except MALFORMED:
+        return []
+
+
+def _left(seen: Seen, facts: Facts) -> float | None:
+    """Seconds until the run ends if the tasks to come take as long as the finished ones did on average."""
+    if seen.owner is None or not facts.seconds:
+        return None
+    durations, waiting = list(facts.seconds.values()), len(facts.names) - facts.num_finished
+    if not waiting:  # the upper bound comes last
+        durations, waiting = facts.bounds, len(facts.names) - len(facts.bounds)
+    if not durations:
+        return None
+    each = float(np.mean(durations))
+    return max(0.0, each - (seen.time - max(seen.owner.since, facts.begun))) + each * max(waiting - 1, 0)
+
+
+def _phase(seen: Seen, doing: Doing, width: int) -> list[Text]:
+    text = Text(f"{doing.phase}  ", style="bold").append(f"{doing.task}  ", style="not bold")
+    text.append_text(_bar(doing.done / max(doing.total, 1), min(30, width // 4)))
+    lines = [text, Text(", ".join([_counted(doing), *_pace(seen, doing)]))]
+    if doing.note or len(doing.losses) > 1:
+        lines.append(Text(f"{doing.note}  ", style="dim").append(sparkline(doing.losses, width // 3), style="cyan"))
+    return lines
+
+
+def _counted(doing: Doing) -> str:
+    return f"{doing.done:,} of {doing.total:,} images"
+
+
+def _pace(seen: Seen, doing: Doing) -> list[str]:
+    if seen.owner is None:
+        return [f"last heard of {_span(seen.time - doing.time)} ago"]
+    return [] if doing.left is None else [f"{doing.rate:,.0f} images/s", f"{_span(doing.left)} left"]
+
+
+def _learned_losses(facts: Facts, width: int) -> Text | None:
+    """The losses per epoch of the task that was learned last."""
+    if not facts.reports:
+        return None
+    index = max(facts.reports)
+    text = Text(f"{facts.reports[index].get('name', index)}  ", style="dim")
+    for key, losses in facts.reports[index].items():
+        told = [loss for loss in losses if isinstance(loss, float)] if isinstance(losses, list) else []
+        if key.endswith("losses") and told:
+            phase = key.removesuffix("losses").replace("_", " ")
+            text.append(f"{phase}loss ").append(sparkline(told, width // 5), style="cyan").append(f" {told[-1]:.3g}  ")
+    return text if text.spans else None
+
+
+class Measure(NamedTuple):
+    """A column of numbers: its title, and the characters it needs."""
+
+    title: str
+    size: int
+
+
+TASK, STATE = 14, 9
+WHEN, NOW = Measure("when\nlearned\n%", 7), Measure("now\n%", 5)
+FORGOTTEN, GIVEN = Measure("forgotten\npoints", 9), Measure("given\n%", 5)
+
+
+def _tasks(seen: Seen, facts: Facts, width: int, rows: int) -> RenderableType:
+    num, num_finished = len(facts.names), facts.num_finished
+    shown = shown_tasks(num, num_finished, rows)
+    names = [f"T{index} {facts.names[index]}" for index in shown]
+    blocks = max((len(facts.reports[i].get("architecture") or ()) for i in shown if i in facts.reports), default=0)
+    # a column has two characters around it; what there is no room for goes
+    room = width - sum(size + 2 for size in (TASK, STATE, WHEN.size, NOW.size))
+    measures = [WHEN, NOW]
+    has_letters = 0 < blocks and max(blocks, len("blocks")) + 2 <= room
+    room -= has_letters * (max(blocks, len("blocks")) + 2)
+    for measure in (FORGOTTEN, GIVEN):
+        if measure.size + 2 <= room:
+            measures.append(measure)
+            room -= measure.size + 2
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("task", width=min(max(map(len, [*names, "task"])), max(8, TASK + room)), no_wrap=True)
+    table.add_column("state", width=STATE, no_wrap=True)
+    if has_letters:
+        table.add_column("blocks", no_wrap=True)
+    for measure in measures:
+        table.add_column(measure.title, width=measure.size, justify="right", no_wrap=True)
+    for index, name in zip(shown, names, strict=True):
+        cells = [Text(name, overflow="ellipsis"), _task_state(seen, facts, index)]
+        if has_letters:
+            cells.append(_letters(facts.reports.get(index, {}).get("architecture") or ()))
+        column = facts.accuracy[index : facts.num_finished, index]
+        if len(column):
+            given = facts.given[facts.num_finished - 1, index]
+            values = {WHEN: column[0], NOW: column[-1], FORGOTTEN: column.max() - column[-1], GIVEN: given}
+            cells += [Text(NONE if np.isnan(values[m]) else percent(float(values[m]))) for m in measures]
+        table.add_row(*cells)
+    hidden = [f"{n:,} {word}" for n, word in ((shown.start, "before"), (num - shown.stop, "after")) if n]
+    notes = [f"{num:,} tasks, not shown: {' and '.join(hidden)} these"] if hidden else []
+    notes += ["blocks: R reuse, A adapt, N new, S skip"] if has_letters else []
+    return Group(table, *(Text(note, style="dim") for note in notes))
+
+
+def shown_tasks(num: int, current: int, rows: int) -> range:
+    """Which of `num` tasks have room in `rows`: those around the current one, more of those before it."""
+    start = max(0, min(current + 3, num) - rows)
+    return range(start, min(num, start + rows))
+
+
+def _task_state(seen: Seen, facts: Facts, index: int) -> Text:
+    if index < facts.num_finished:
+        return Text("learned")
+    if index != facts.num_finished or seen.owner is None:
+        return Text("waiting", style="dim")
+    return Text("measuring" if index in facts.reports else "learning", style="bold green")
+
+
+def _letters(architecture: Sequence[str]) -> Text:
+    text = Text()
+    try:
+        for choice in from_strings(architecture):
+            text.append(choice.kind[0].upper(), style=f"#202020 on {COLOURS[choice.kind]}")
+    except ValueError:
+        return Text(NONE)
+    return text
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """One block per value, at most `width`, as high as the value between the least and the greatest."""
+    if not values:
+        return ""
+    kept = [values[round(i)] for i in np.linspace(0, len(values) - 1, min(len(values), max(width, 1)))]
+    low, high = min(kept), max(kept)
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[round(top * (value - low) / (high - low)) if high > low else 0] for value in kept)
+
+
+def _bar(share: float, width: int) -> Text:
+    full = round(min(max(share, 0.0), 1.0) * width)
+    text = Text("━" * full, style="green").append("╌" * (width - full), style="dim")
+    return text.append(f" {100 * share:.0f} %", style="default")
+
+
+def _span(seconds: float) -> str:
+    minutes, seconds = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

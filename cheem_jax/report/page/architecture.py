@@ -1,0 +1,66 @@
+"""The paper's figure as a table one can ask: the op at each block of each task, and where its expert comes from."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cheem_jax.architecture import from_strings
+
+Results = Mapping[str, Any]
+ROWS = 400
+"""Tasks that are drawn."""
+MEANING = {
+    "reuse": "an expert as it is",
+    "adapt": "an expert with a low-rank Δ",
+    "new": "an expert learned anew",
+    "skip": "the branch left out",
+}
+
+
+class Cell(NamedTuple):
+    """One block of one task; `expert` is the pool index of what runs there, None where skipped."""
+
+    kind: str
+    text: str
+    expert: int | None
+
+
+class Row(NamedTuple):
+    label: str
+    cells: tuple[Cell, ...]
+    added: str
+
+
+class Architectures(NamedTuple):
+    """The grid, and what its tooltips need: per block and expert origin (-1: base) and parent (-1: none)."""
+
+    num_blocks: int
+    rows: tuple[Row, ...]
+    pool: tuple[tuple[tuple[int, int], ...], ...]
+    caption: str
+
+
+def architectures(results: Results) -> Architectures:
+    """Tasks in rows under the base, blocks in columns. Raises ValueError where the results contradict themselves."""
+    pool, tasks = results["pool"], results["tasks"]
+    rows = [Row("base", tuple(Cell("base", "base", 0) for _ in pool), "")]
+    for index, task in enumerate(tasks[:ROWS]):
+        cells = []
+        for block, choice, expert in zip(pool, from_strings(task["architecture"]), task["experts"], strict=True):
+            source = "" if choice.expert is None else _short(block[choice.expert]["origin"])
+            text = {"reuse": source, "adapt": f"{source}+Δ"}.get(choice.kind, choice.kind)
+            if expert is not None and not 0 <= expert < len(block):
+                raise ValueError(f"task {task['name']!r} uses expert {expert} of a block with {len(block)}")
+            cells.append(Cell(choice.kind, text, expert))
+        rows.append(Row(f"T{index} {task['name']}", tuple(cells), f"{task['params_added_percent']:.1f} %"))
+    caption = "Point at or tap a cell to see its expert's history and who shares it."
+    if len(tasks) > ROWS:
+        caption += f" The first {ROWS} of {len(tasks):,} tasks are drawn."
+    described = tuple(
+        tuple((-1 if e["origin"] == "base" else e["origin"], -1 if e["parent"] is None else e["parent"]) for e in block)
+        for block in pool
+    )
+    return Architectures(len(pool), tuple(rows), described, caption)
+
+
+def _short(origin: int | str) -> str:
+    return f"T{origin}" if isinstance(origin, int) else origin

@@ -1,0 +1,231 @@
+"""The page from its parts: what each section says of a run, and the template that lays it out."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from cheem_jax import __version__
+from cheem_jax.report import COLOURS
+from cheem_jax.report.finished import Run, variant_of
+from cheem_jax.report.markdown import BASE_MEANS
+from cheem_jax.report.page import charts
+from cheem_jax.report.page.architecture import MEANING, Architectures, architectures
+from cheem_jax.report.page.comparing import accuracy_against_flops, compare, comparison_table, name_in
+from cheem_jax.report.page.examples import Album, Examples, NoPictures
+from cheem_jax.report.page.loading import Loaded, Told, tell
+from cheem_jax.report.page.search import search_chart
+from cheem_jax.report.page.specs import Chart
+from cheem_jax.report.table import METHODS, SHORT, TOLD, Grid, format_flops, method_grid, number, plain_flops, task_grid
+
+HERE = Path(__file__).parent
+ROWS = 1000
+"""Rows of a table."""
+
+
+class Tile(NamedTuple):
+    """One headline number."""
+
+    title: str
+    value: str
+    unit: str
+    note: str
+
+
+class Section(NamedTuple):
+    """A part of a run's page: figures, a table, and what is missing and why."""
+
+    key: str
+    title: str
+    lead: str
+    charts: tuple[Chart, ...] = ()
+    grid: Grid | None = None
+    architectures: Architectures | None = None
+    examples: Examples | None = None
+    missing: str = ""
+
+
+class View(NamedTuple):
+    """A run as the template shows it."""
+
+    key: str
+    name: str
+    title: str
+    lead: str
+    warnings: tuple[str, ...]
+    tiles: tuple[Tile, ...]
+    methods: Grid
+    sections: tuple[Section, ...]
+    setting: tuple[tuple[str, str], ...]
+    config: str
+
+
+class Page(NamedTuple):
+    """HTML, and the runs that it only names, each with the reason."""
+
+    text: str
+    left_out: tuple[tuple[Path, str], ...]
+
+
+def page(loaded: Loaded, *, images: bool) -> Page:
+    """The whole page. Runs that cannot be drawn are named at its end; ValueError where none can be."""
+    album = Album() if images else None
+    views, drawn, left_out = [], [], list(loaded.left_out)
+    for run in loaded.runs:
+        try:
+            views.append(view_of(run, f"run-{len(views) + 1}", album))
+            drawn.append(run)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            left_out.append((run.directory, f"damaged ({error!r:.200})"))
+    if not views:
+        raise ValueError("; ".join(f"{directory}: {reason}" for directory, reason in left_out))
+    names = Counter(view.name for view in views)
+    views = [
+        view._replace(name=f"{view.name} ({run.directory})") if names[view.name] > 1 else view
+        for view, run in zip(views, drawn, strict=True)
+    ]
+    compared = compare(drawn) if len(views) > 1 else None
+    both = reversed([*zip(drawn, views, strict=True)])  # the first run of a method comes last and stays
+    links = {compared.titles[name_in(run, drawn)]: view.key for run, view in both} if compared else {}
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    text = environment.get_template("template.html").render(
+        views=views, left_out=left_out, title=views[0].title, version=__version__, colours=COLOURS, meaning=MEANING,
+        table=comparison_table(compared) if compared else None,
+        comparison=accuracy_against_flops(compared) if compared else None,
+        css=Markup((HERE / "page.css").read_text()), js=Markup((HERE / "page.js").read_text()),
+        plotly=Markup(get_plotlyjs()), text_of=text_of, most_rows=ROWS, links=links,
+    )  # fmt: skip
+    return Page(text, tuple(left_out))
+
+
+def text_of(value: Any) -> Markup:
+    """JSON that can stand in a script element: no character of it can end one."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return Markup(re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def view_of(run: Run, key: str, album: Album | None) -> View:
+    """One run's part of the page; `album` None leaves out pictures."""
+    results, told = run.results, tell(run)
+    num, planned = len(run.order), len(run.config["tasks"])
+    variant = variant_of(run)
+    name = METHODS[results["method"]] + (f" ({variant})" if variant else "") + f", seed {results['seed']}"
+    warnings = []
+    if num < planned:
+        warnings.append(f"Unfinished: {num} of {planned} tasks so far; every number is about these.")
+    if told.damage:
+        warnings.append(f"What the record alone holds is left out, because it cannot be read: {told.damage}.")
+    return View(
+        key, name, f"{results['stream']} on {results['backbone']}",
+        f"{num:,} task{'s' if num > 1 else ''} of {results['image_size']} × {results['image_size']} pixels, "
+        f"learned one after the other; preset {results['preset']}.",
+        tuple(warnings), _tiles(results), method_grid(results), tuple(_sections(run, told, album)), _setting(run, told),
+        json.dumps(run.config, indent=1, ensure_ascii=False),
+    )  # fmt: skip
+
+
+def _tiles(results: Mapping[str, Any]) -> tuple[Tile, ...]:
+    is_told, flops, plain = results["method"] in TOLD, results["flops"], plain_flops(results)
+    tiles = []
+    if not is_told:
+        tiles.append(Tile("Average accuracy", _percent(results["average_accuracy"]), "%",
+            _beside(results, "average_accuracy") or "task and class found for each image"))  # fmt: skip
+    tiles.append(Tile("With the task given", _percent(results["local_average_accuracy"]), "%",
+        _beside(results, "local_average_accuracy") or "class found within the true task"))  # fmt: skip
+    if not is_told and results["average_forgetting"] is not None:
+        tiles.append(Tile("Forgetting", _percent(results["average_forgetting"]), "points",
+            "from the best so far to the end, mean over tasks"))  # fmt: skip
+    value, unit = format_flops(flops["paper"]).split()
+    times = f"{flops['paper'] / plain:.2f} × the plain backbone" if plain else "by the paper's convention"
+    tiles.append(Tile("FLOPs per image", value, unit, times))
+    learned = results.get("params_learned")
+    tiles.append(Tile("Parameters added", number(results["params_added_percent"], 2), "%",
+        "per task, of the backbone" + ("" if learned is None else f"; {learned / 1e3:,.1f} k learned")))  # fmt: skip
+    compiling = 100 * results["compile"]["seconds"] / max(results["seconds_total"], 1e-9)
+    seconds = results["seconds_total"]
+    unit, length = next((u, n) for u, n in (("h", 3600), ("min", 60), ("s", 1)) if seconds >= 2 * n or n == 1)
+    tiles.append(Tile("Time", number(seconds / length, 1), unit, f"the whole run; {compiling:.0f} % compiling"))
+    return tuple(tiles)
+
+
+def _percent(value: float | None) -> str:
+    return number(None if value is None else 100 * value, 1)
+
+
+def _beside(results: Mapping[str, Any], key: str) -> str:
+    """The same number of the yardsticks; a bound knows only accuracies with the task given."""
+    told = []
+    for name, other in (results.get("yardsticks") or {}).items():
+        key_there = "average_accuracy" if name in TOLD else key
+        if other.get(key_there) is not None:
+            told.append(f"{SHORT.get(name, name)} {_percent(other[key_there])}")
+    return ", ".join(told)
+
+
+def _sections(run: Run, told: Told, album: Album | None) -> list[Section]:
+    results, num = run.results, len(run.order)
+    found = []
+    if "pool" in results:
+        drawn = architectures(results)
+        found.append(Section("architectures", "Architectures", "What each block of each task's network does, and "
+            "which task its expert comes from.", architectures=drawn))  # fmt: skip
+        found.append(Section("pool", "How the pool grew", "Experts are only ever added: what an earlier task needs "
+            "cannot change.", charts.pool_growth(results)))  # fmt: skip
+    found.append(Section("tasks", "Tasks", "", grid=task_grid(results)))
+    found.append(Section("accuracy", "Accuracy after every task", "Rows are moments, columns are tasks.",
+        (charts.accuracy_matrix(results),)))  # fmt: skip
+    if num > 1:
+        found.append(Section("forgetting", "Forgetting", "What later tasks cost the earlier ones.",
+            (charts.forgetting(results),)))  # fmt: skip
+        if results["method"] not in TOLD and results.get("routing"):
+            found.append(Section("routing", "Routing", "Which task answers to whose images, after the last task.",
+                (charts.routing(results),)))  # fmt: skip
+    if "similarity" in results:
+        found.append(Section("similarity", "Similarity of tasks", "What the sampling of the supernet goes by.",
+            (charts.similarity(results),)))  # fmt: skip
+    if "search" in {phase for task in results["tasks"] for phase in task["seconds"]}:
+        chart = search_chart(told, run.config.get(results["method"], {}).get("search", {}).get("tolerance"))
+        missing = "" if chart else "The run was made by an earlier version, which kept only the search's winner."
+        if told.damage:
+            missing = "Only the record holds it, which cannot be read."
+        found.append(Section("search", "The search", "Accuracy is weighed against compute.",
+            (chart,) if chart else (), missing=missing))  # fmt: skip
+    found.append(Section("time", "Time", "Where the seconds went.", (charts.time(results, told),)))
+    if album is not None:
+        lead, examples, missing = "Test images of each task.", None, ""
+        try:
+            examples = album.examples(run, told)
+        except NoPictures as error:
+            missing = str(error)
+        found.append(Section("examples", "Right and wrong answers", lead, examples=examples, missing=missing))
+    return found
+
+
+def _setting(run: Run, told: Told) -> tuple[tuple[str, str], ...]:
+    results, conditions = run.results, told.begin.get("conditions") or {}
+    keys = ("method", "backbone", "source", "router", "stream", "preset", "placement", "image_size", "seed")
+    rows = [(key.replace("_", " "), str(results[key])) for key in keys if results.get(key) is not None]
+    if (means := results.get("base_means")) is not None:
+        rows.append(("base means", BASE_MEANS.get(means, str(means))))
+    rows += [(key, str(value)) for key, value in results["engine"].items() if isinstance(value, str)]
+    if peak := results.get("peak_memory_bytes"):
+        rows.append(("peak memory", f"{peak / 1e9:.2f} GB"))
+    code = conditions.get("code") or {}
+    rows += [(f"cheem_jax {key}", str(value)) for key, value in code.items() if value]
+    if versions := conditions.get("versions"):
+        rows.append(("versions", ", ".join(f"{package} {version}" for package, version in versions.items())))
+    if processor := (conditions.get("device") or {}).get("processor"):
+        rows.append(("processor", str(processor)))
+    rows.append(("fingerprint", ", ".join(results["fingerprint"])))
+    if command := told.begin.get("command"):
+        rows.append(("command", " ".join(map(str, command))))
+    rows.append(("directory", str(run.directory)))
+    return tuple(rows)

@@ -1,0 +1,194 @@
+"""Test images of each task with right and wrong answers, as small pictures inside the page."""
+
+import base64
+import io
+import json
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from cheem_jax.data.decode import decode_in_order
+from cheem_jax.data.demo import demo_stream
+from cheem_jax.data.sources import plan_source
+from cheem_jax.data.task import fingerprint, select
+from cheem_jax.report.finished import Run
+from cheem_jax.report.page.loading import Told
+
+TASKS = 24
+"""Tasks with pictures: the first ones."""
+EACH = 4
+"""Right and wrong answers per task, at most."""
+LARGEST = 224
+"""Pixels of a picture, at most."""
+CRISP = 64
+"""Pixels up to which a picture is enlarged with its pixels visible, and kept as PNG."""
+
+
+class Example(NamedTuple):
+    source: str
+    """A data URI."""
+    truth: str
+    answer: str
+    """What was answered instead; empty for a right answer."""
+    given: str = ""
+    """What is answered with the task given, where another task was taken."""
+
+
+class TaskExamples(NamedTuple):
+    label: str
+    right: tuple[Example, ...]
+    wrong: tuple[Example, ...]
+    num_right: int
+    num_wrong: int
+
+
+class Examples(NamedTuple):
+    tasks: tuple[TaskExamples, ...]
+    is_crisp: bool
+    note: str
+
+
+class Pictures(NamedTuple):
+    """Test images of one task: labels `[N]`, and rows to uint8 `[n, S, S, 3]`."""
+
+    labels: np.ndarray
+    decode: Callable[[Sequence[int]], np.ndarray]
+
+
+class NoPictures(ValueError):
+    """Why there are none, as a sentence."""
+
+
+class Album:
+    """Opens the pictures of runs, each stream once."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, dict[str, Pictures] | NoPictures] = {}
+
+    def examples(self, run: Run, told: Told) -> Examples:
+        """Raises NoPictures where answers or pictures cannot be had."""
+        data = told.begin.get("data")
+        if data is None:
+            raise NoPictures(
+                f"The record cannot be read: {told.damage}." if told.damage else
+                "The run was made by an earlier version or a script that does not tell where its pictures are."
+            )  # fmt: skip
+        answers = _answers(run.directory)
+        opened = self._open(run, data)
+        tasks, size = [], run.results["image_size"]
+        for index, task in enumerate(run.results["tasks"][:TASKS]):
+            tasks.append(_of_task(index, run.results["tasks"], answers, opened[task["name"]]))
+        num = len(run.results["tasks"])
+        note = f"The first {TASKS} of {num:,} tasks." if num > TASKS else ""
+        return Examples(tuple(tasks), size <= CRISP, note)
+
+    def _open(self, run: Run, data: Mapping[str, Any]) -> dict[str, Pictures]:
+        size = run.results["image_size"]
+        key = json.dumps([data, size, run.config.get("data_sha256"), run.results.get("split_sha256")], sort_keys=True)
+        if key not in self._opened:
+            try:
+                self._opened[key] = _demo(run) if data["stream"] == "demo" else _planned(run, data, size)
+            except NoPictures as error:
+                self._opened[key] = error
+            except (ValueError, KeyError, OSError, ImportError) as error:
+                self._opened[key] = NoPictures(f"The pictures are not where the run found them: {error}.")
+        found = self._opened[key]
+        if isinstance(found, NoPictures):
+            raise found
+        return found
+
+
+def _demo(run: Run) -> dict[str, Pictures]:
+    stream = select(demo_stream(image_size=run.results["image_size"]), run.order)
+    wanted = run.config["data_sha256"]
+    if changed := [task.name for task in stream.tasks if fingerprint(task) != wanted.get(task.name)]:
+        raise NoPictures(f"This version draws other pictures for {', '.join(changed)} than the run has seen.")
+    return {
+        task.name: Pictures(task.test.labels, lambda rows, images=task.test.images: np.asarray(images[:])[list(rows)])
+        for task in stream.tasks
+    }
+
+
+def _planned(run: Run, data: Mapping[str, Any], size: int) -> dict[str, Pictures]:
+    data_dir = None if data["data_dir"] is None else Path(data["data_dir"])
+    _, plans = plan_source(
+        data["stream"], data["tasks"], data_dir=data_dir, order=data["order"], seed=data["split_seed"]
+    )
+    wanted = run.results["split_sha256"]
+    by_name = {plan.name: plan for plan in plans if plan.name in run.order}
+    if changed := [name for name, plan in by_name.items() if wanted.get(name) not in (None, plan.split_sha256)]:
+        raise NoPictures(f"Other files or labels are there now than the run has seen: {', '.join(changed)}.")
+
+    def pictures(name: str) -> Pictures:
+        part = by_name[name].test
+        return Pictures(part.labels, lambda rows: np.concatenate(list(decode_in_order(part.files, size, rows))))
+
+    return {name: pictures(name) for name in run.order[:TASKS]}
+
+
+def _answers(directory: Path) -> Mapping[str, np.ndarray]:
+    file = directory / "answers.npz"
+    if not file.exists():
+        raise NoPictures("The run was made by an earlier version, which did not keep its answers (answers.npz).")
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
+            return {name: held[name] for name in held.files}
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise NoPictures(f"{file} cannot be read: {error}.") from error
+
+
+def _of_task(
+    index: int, tasks: Sequence[Mapping[str, Any]], answers: Mapping[str, np.ndarray], pictures: Pictures
+) -> TaskExamples:
+    task, labels = tasks[index], pictures.labels
+    try:
+        given, routed, classes = (answers[f"{name}_{index}"] for name in ("given_task", "chosen_task", "chosen_class"))
+    except KeyError as error:
+        raise NoPictures(f"answers.npz holds no {error} for task {task['name']!r}.") from error
+    if not len(given) == len(routed) == len(classes) == len(labels):
+        raise NoPictures(f"answers.npz holds {len(given)} answers for the {len(labels)} test images of {task['name']}.")
+    is_right = (routed == index) & (classes == labels)
+    chosen = [_some(np.flatnonzero(is_right)), _some(np.flatnonzero(~is_right))]
+    try:
+        images = dict(
+            zip([row for rows in chosen for row in rows], pictures.decode([*chosen[0], *chosen[1]]), strict=True)
+        )
+    except (ValueError, OSError) as error:
+        raise NoPictures(f"The pictures of {task['name']!r} cannot be read: {error}.") from error
+
+    def example(row: int) -> Example:
+        truth, source = task["classes"][labels[row]], data_uri(images[row])
+        if is_right[row]:
+            return Example(source, truth, "")
+        if routed[row] == index:
+            return Example(source, truth, task["classes"][classes[row]])
+        other = f"sent to T{routed[row]} {tasks[routed[row]]['name']}"
+        return Example(source, truth, other, task["classes"][given[row]])
+
+    right, wrong = (tuple(map(example, rows)) for rows in chosen)
+    return TaskExamples(f"T{index} {task['name']}", right, wrong, int(is_right.sum()), int((~is_right).sum()))
+
+
+def _some(rows: np.ndarray) -> list[int]:
+    """A few rows, evenly spread."""
+    if len(rows) <= EACH:
+        return rows.tolist()
+    return rows[np.linspace(0, len(rows) - 1, EACH).round().astype(int)].tolist()
+
+
+def data_uri(image: np.ndarray) -> str:
+    """A picture `[S, S, 3]` as text that a page can hold."""
+    picture, stream = Image.fromarray(image), io.BytesIO()
+    if len(image) <= CRISP:
+        picture.save(stream, "PNG", optimize=True)
+        kind = "png"
+    else:
+        if len(image) > LARGEST:
+            picture = picture.resize((LARGEST, LARGEST), Image.Resampling.BICUBIC)
+        picture.save(stream, "JPEG", quality=85)
+        kind = "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}"

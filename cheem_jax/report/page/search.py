@@ -1,0 +1,93 @@
+"""Every architecture that the search evaluated: FLOPs against validation accuracy, one chart per task."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cheem_jax.report.page.loading import Told
+from cheem_jax.report.page.specs import Chart, Spec, Variant, rounded, spread
+
+CHARTS = 60
+"""Tasks with a chart."""
+
+
+def search_chart(told: Told, tolerance: float | None) -> Chart | None:
+    """A chart per task with a selector; None where the record holds no search. `tolerance` is tau of the search."""
+    found = [entry["report"] for entry in told.learned]
+    if not found or not all("search" in report for report in found):
+        return None
+    kept = spread(len(found), CHARTS)
+    variants = tuple(
+        Variant(f"T{index} {found[index]['name']}", _scatter(found[index]["search"], tolerance)) for index in kept
+    )
+    caption = (
+        "Every architecture that the search evaluated: FLOPs of the task's network against accuracy on the validation "
+        "images. The colour tells the generation, the ring marks the chosen one"
+    )
+    if tolerance is not None:
+        points = f"{100 * tolerance:g} points"
+        caption += f": the cheapest of those whose accuracy is less than {points} below the best (the band)"
+    caption += "."
+    if len(kept) < len(found):
+        caption += f" Of {len(found):,} tasks, {len(kept)} have a chart, evenly spread."
+    return Chart(caption, variants, 420, 0, 860, "task")
+
+
+def _scatter(search: Mapping[str, Any], tolerance: float | None) -> Spec:
+    correct = np.array([np.nan if value is None else value for value in search["correct"]], np.float64)
+    accuracy = 100 * correct / search["num_images"]
+    flops = np.asarray(search["flops"], np.float64) / 1e6
+    generation = np.arange(len(correct)) // search["population"] + 1
+    scored, chosen = np.isfinite(accuracy), search["chosen"]
+    best, lowest = float(np.nanmax(accuracy)), _lower_end(accuracy[scored], accuracy[chosen])
+    is_below = accuracy[scored] < lowest
+    dots = {
+        "type": "scatter", "mode": "markers", "x": rounded(flops[scored], 5),
+        "y": rounded(np.maximum(accuracy[scored], lowest)),
+        "customdata": rounded(np.stack([generation[scored], accuracy[scored]], axis=1)), "showlegend": False,
+        "cliponaxis": False,
+        "marker": {
+            "size": 8, "color": generation[scored].tolist(), "colorscale": "@generations", "cmin": 1,
+            "cmax": max(2, int(generation.max())), "line": {"width": 0.5, "color": "@paper"},
+            "symbol": np.where(is_below, "triangle-down", "circle").tolist() if is_below.any() else "circle",
+            "colorbar": {
+                "title": {"text": "generation", "side": "right", "font": {"size": 12}}, "thickness": 8,
+                "outlinewidth": 0, "x": 1.01, "ticklen": 0, "nticks": 6,
+            },
+        },
+        "hovertemplate": "generation %{customdata[0]}<br>%{x:.4~g} MFLOPs<br><b>%{customdata[1]:.1f} %</b>"
+        "<extra></extra>",
+    }  # fmt: skip
+    ring = {
+        "type": "scatter", "mode": "markers", "x": rounded(flops[[chosen]], 5), "y": rounded(accuracy[[chosen]]),
+        "marker": {"size": 17, "symbol": "circle-open", "color": "@winner", "line": {"width": 3}}, "showlegend": False,
+        "hovertemplate": "chosen<br>%{x:.4~g} MFLOPs<br><b>%{y:.1f} %</b><extra></extra>",
+    }  # fmt: skip
+    shapes = []
+    if tolerance:
+        shapes.append({
+            "type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": best - 100 * tolerance, "y1": best,
+            "fillcolor": "@band", "line": {"width": 0}, "layer": "below",
+        })  # fmt: skip
+    failed = int((~scored).sum())
+    told = f"{len(correct):,} evaluated" + (f", {failed:,} of them without a score" if failed else "")
+    if is_below.any():
+        told += f", ▾ {int(is_below.sum()):,} below the axis"
+    layout = {
+        "xaxis": {"title": {"text": f"MFLOPs of the task's network<br>{told}"}},
+        "yaxis": {
+            "title": {"text": "validation accuracy, %"},
+            "range": [lowest - 0.03 * (best - lowest) - 0.1, best + 0.06 * (best - lowest) + 0.1],
+        },
+        "shapes": shapes, "margin": {"t": 8, "b": 60, "l": 52, "r": 8}, "hovermode": "closest",
+    }  # fmt: skip
+    return {"data": [dots, ring], "layout": layout}
+
+
+def _lower_end(accuracy: np.ndarray, chosen: float) -> float:
+    """Where the axis begins: a few candidates far below the others would leave no room to tell these apart."""
+    lowest, best = float(accuracy.min()), float(accuracy.max())
+    bulk = min(float(np.quantile(accuracy, 0.1)), chosen)
+    end = bulk - 0.5 * (best - bulk)
+    return end if lowest < end and best > bulk else lowest

@@ -1,0 +1,218 @@
+"""TensorBoard event files of a run, all from its record.
+
+    tensorboard/cheem/events.out.tfevents.cheem_jax          one folder per method, so that curves lie over each other
+    tensorboard/frozen_linear/events.out.tfevents.cheem_jax
+
+The same record gives the same bytes and a longer one goes on from them, so a file is appended to where that is all that
+is new, which a TensorBoard that is open follows, and replaced as a whole where it is not.
+"""
+
+import datetime
+import io
+import json
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cheem_jax import metrics
+from cheem_jax.atomic import write_atomically
+from cheem_jax.report.record import read
+from cheem_jax.report.table import TOLD
+
+FOLDER, NAME = "tensorboard", "events.out.tfevents.cheem_jax"
+AVERAGES = ("average/accuracy", "average/given_accuracy", "average/forgetting")
+COSTS = (
+    "flops_method", "flops_executed", "flops_explicit",
+    "params_added", "params_added_percent", "params_learned", "params_stored",
+)  # fmt: skip
+
+
+class Point(NamedTuple):
+    """A number, or a text in Markdown, of one method; after task i the step is i + 1."""
+
+    method: str
+    tag: str
+    value: float | str
+    step: int
+    time: float
+    """Seconds since 1970."""
+
+
+def check_installed() -> None:
+    """Raises ValueError where what writes event files is missing."""
+    try:
+        import tensorboardX  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ValueError(
+            f"TensorBoard's event files need the package tensorboardX ({error}); pip install 'cheem_jax[tensorboard]'"
+        ) from error
+
+
+def write_events(directory: Path) -> Path:
+    """Write the event files of a run, finished or not, and return their folder.
+
+    Raises ValueError where the record is missing or damaged, or tensorboardX is not installed.
+    """
+    check_installed()
+    entries = read(directory)
+    setting = next((entry for entry in entries if entry["event"] == "run"), None)
+    if setting is None:
+        raise ValueError(
+            f"{str(directory)!r} has no record of a run yet; give the folder of one, as its --run-dir said"
+        )
+    try:
+        points = list(points_of(entries))
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"the record in {str(directory)!r} does not hold what event files need ({error!r})") from error
+    for method in dict.fromkeys((setting["method"], *(point.method for point in points))):
+        own = [point for point in points if point.method == method]
+        config = _config(directory, setting) if method == setting["method"] else None
+        _write(directory / FOLDER / method / NAME, _content(own, config, _seconds(setting)))
+    return directory / FOLDER
+
+
+def points_of(entries: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
+    """All that a record tells, in its order."""
+    rows: dict[str, list[tuple[list[float], list[float]]]] = {}
+    names: dict[int, str] = {}
+    for entry in entries:
+        time = _seconds(entry)
+        match entry["event"]:
+            case "learned":
+                report = entry["report"]
+                names[report["index"]] = f"T{report['index']}_{report['name']}"
+                for tag, value, step in _learned(report, names[report["index"]]):
+                    yield Point(entry["method"], tag, value, step, time)
+            case "evaluated":
+                step = entry["index"] + 1
+                yield Point(next(iter(entry["methods"])), "seconds/evaluate", entry["seconds"], step, time)
+                for method, found in entry["methods"].items():
+                    routed = found["local_accuracy" if method in TOLD else "accuracy"]
+                    measured = rows.setdefault(method, [])
+                    measured.append((routed, found["local_accuracy"]))
+                    for tag, value in _measured(measured, names):
+                        yield Point(method, tag, value, step, time)
+            case "upper_bound":
+                tag = f"given_accuracy/T{entry['index']}_{entry['name']}"
+                yield Point("full_finetune", tag, entry["test_accuracy"], entry["index"] + 1, time)
+                yield Point("full_finetune", "seconds/bound", entry["seconds"], entry["index"] + 1, time)
+
+
+def _learned(report: Mapping[str, Any], name: str) -> Iterator[tuple[str, float | str, int]]:
+    """Tag, value and step of what is told when a task is learned; losses are over epochs."""
+    step = report["index"] + 1
+    for key, values in report.items():
+        if key.endswith("losses") and isinstance(values, list):
+            phase = key.removesuffix("losses").rstrip("_") or "train"
+            for epoch, loss in enumerate(values, start=1):
+                if loss is not None:  # was not finite
+                    yield f"loss_{phase}/{name}", loss, epoch
+    for key in COSTS:
+        if report.get(key) is not None:
+            yield f"cost/{key}", report[key], step
+    for phase, seconds in report["seconds"].items():
+        yield f"seconds/{phase}", seconds, step
+    if architecture := report.get("architecture"):
+        yield "architecture", f"{name}: {', '.join(architecture)}", step
+
+
+def _measured(rows: Sequence[tuple[list[float], list[float]]], names: Mapping[int, str]) -> Iterator[tuple[str, float]]:
+    """Accuracies of every task so far in [0, 1], routed and with the task given, and their averages."""
+    num = len(rows)
+    accuracy, given = np.full((2, num, num), np.nan)
+    for index, row in enumerate(rows):
+        accuracy[index, : index + 1], given[index, : index + 1] = row
+    for index, values in enumerate(zip(*rows[-1], strict=True)):
+        yield f"accuracy/{names[index]}", values[0]
+        yield f"given_accuracy/{names[index]}", values[1]
+    averages = (
+        metrics.average_accuracy(accuracy),
+        metrics.average_accuracy(given),
+        metrics.average_forgetting(accuracy),
+    )
+    for tag, value in zip(AVERAGES, averages, strict=True):
+        if value is not None:
+            yield tag, value
+
+
+def _config(directory: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run was asked for: its settings and its configuration without hashes."""
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}); bring it back from a copy") from error
+    told = {key: setting.get(key) for key in ("method", "preset", "executor", "precision", "device")}
+    return told | {key: value for key, value in config.items() if not key.endswith("sha256")}
+
+
+def _content(points: Sequence[Point], config: Mapping[str, Any] | None, begun: float) -> bytes:
+    """An event file: TFRecords of Event messages."""
+    from tensorboardX import summary  # pyright: ignore[reportMissingImports]
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportMissingImports]
+
+    events = [Event(wall_time=begun, file_version="brain.Event:2")]
+    if config is not None:
+        text = f"```json\n{json.dumps(config, indent=1)}\n```"
+        for told in (summary.text("config", text), *_hparams(config)):
+            events.append(Event(wall_time=begun, step=0, summary=told))
+    for point in points:
+        tag = re.sub(r"[^-/\w.]", "_", point.tag)
+        told = summary.text(tag, point.value) if isinstance(point.value, str) else summary.scalar(tag, point.value)
+        events.append(Event(wall_time=point.time, step=point.step, summary=told))
+    stream = io.BytesIO()
+    for event in events:
+        _append(stream, event.SerializeToString(deterministic=True))
+    return stream.getvalue()
+
+
+def _hparams(config: Mapping[str, Any]) -> list[Any]:
+    """Messages for TensorBoard's table of runs: a row of settings beside the averages."""
+    from tensorboardX import summary  # pyright: ignore[reportMissingImports]
+    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData  # pyright: ignore[reportMissingImports]
+
+    messages = summary.hparams(dict(_flat(config)), dict.fromkeys(AVERAGES))[:2]  # the third would say: it has ended
+    for message in messages:
+        for value in message.value:
+            plugin = value.metadata.plugin_data
+            plugin.content = HParamsPluginData.FromString(plugin.content).SerializeToString(deterministic=True)
+    return list(messages)
+
+
+def _flat(value: Any, place: str = "") -> Iterator[tuple[str, bool | float | str]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{place}.{key}" if place else key)
+    elif isinstance(value, list):
+        yield place, ", ".join(map(str, value))
+    elif value is not None:
+        yield place, value
+
+
+def _append(stream: io.BytesIO, data: bytes) -> None:
+    from tensorboardX.record_writer import masked_crc32c  # pyright: ignore[reportMissingImports]
+
+    header = struct.pack("<Q", len(data))
+    stream.write(header + struct.pack("<I", masked_crc32c(header)) + data + struct.pack("<I", masked_crc32c(data)))
+
+
+def _write(file: Path, content: bytes) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    held = file.read_bytes() if file.exists() else None
+    # also after a write that was cut off: a reader waits at a record that is not whole
+    if held is not None and content.startswith(held):
+        with file.open("ab") as stream:
+            stream.write(content[len(held) :])
+            stream.flush()
+            os.fsync(stream.fileno())
+    else:
+        write_atomically(file, content)
+
+
+def _seconds(entry: Mapping[str, Any]) -> float:
+    return datetime.datetime.fromisoformat(entry["time"]).timestamp()

@@ -1,0 +1,204 @@
+"""What each part of CHEEM is worth: the paper's ablations and more, one table and a picture for each.
+
+    python experiments/ablations.py
+    python experiments/ablations.py --only epsilon,sampling --seeds 0,1,2 --run-dir runs/ablations
+    python experiments/ablations.py --stream mtil --preset paper --backbone vit_base --data-dir DATA
+
+The studies: epsilon (eps1 = eps2), tolerance (tau, beside S-Prompts and LoRA-CL), sampling (HEE against uniform),
+placement, ops (one removed), weights (inherited from the supernet or new), base_means (known or neutral). CHEEM as it
+is belongs to all of them and is run once. `tables.py` reads the runs as well, for the paper's own tables.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pictures import side_by_side, sweep_picture
+from study import Found, Study, Variant, run_all
+
+from cheem_jax.atomic import write_atomically
+from cheem_jax.cli import parse, run_command
+from cheem_jax.methods.cheem import PRESETS
+from cheem_jax.ops import KINDS
+from cheem_jax.report.comparison import comparison
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.table import METHODS, NONE, Grid, format_flops
+
+STUDIES = ("epsilon", "tolerance", "sampling", "placement", "ops", "weights", "base_means")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ablations(Study):
+    """CHEEM with one thing changed at a time."""
+
+    only: str | None = None
+    """Studies separated by commas; default: all."""
+    epsilons: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    """Values of eps1 = eps2."""
+    tolerances: tuple[float, ...] = (0.01, 0.02, 0.04, 0.06, 0.08)
+    """Values of tau."""
+    run_dir: Path = Path("runs/ablations")
+    """Where runs and tables are kept; what is unfinished is continued."""
+
+
+def main(settings: Ablations) -> None:
+    """Run what is missing, then write a table per study."""
+    progress, studies = Progress(), studies_of(settings)
+    variants = {variant.name: variant for study in studies.values() for variant in study}
+    found = run_all(settings, list(variants.values()), progress, lambda found: write(settings.run_dir, studies, found))
+    grids = write(settings.run_dir, studies, found)
+    draw(settings.run_dir, studies, found)
+    for grid in grids.values():
+        progress.console.print(grid.to_rich())
+    progress.say(f"tables: {settings.run_dir / 'ablations.md'}   numbers: {settings.run_dir / 'ablations.json'}")
+
+
+def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
+    """The variants of each study that is asked for, CHEEM as it is first."""
+    asked = list(STUDIES) if settings.only is None else [name.strip() for name in settings.only.split(",")]
+    unknown = [name for name in asked if name not in STUDIES]
+    if unknown:
+        raise ValueError(f"--only names {', '.join(map(repr, unknown))}; the studies are {', '.join(STUDIES)}")
+    usual = PRESETS[settings.chosen_preset]
+    epsilons = usual.exploration.epsilon, usual.search.epsilon
+    plain = Variant("cheem", "CHEEM")
+    return {name: _study(name, settings, plain, epsilons, usual.search.tolerance) for name in STUDIES if name in asked}
+
+
+def _study(
+    name: str, settings: Ablations, plain: Variant, epsilons: tuple[float, float], tolerance: float
+) -> list[Variant]:
+    match name:
+        case "epsilon":
+            return [
+                plain._replace(title=f"eps1 = {epsilons[0]:g}, eps2 = {epsilons[1]:g}"),
+                *(
+                    Variant(f"epsilon-{e:g}", f"eps1 = eps2 = {e:g}", config=dict.fromkeys(EPSILONS, e))
+                    for e in _checked("epsilons", settings.epsilons)
+                ),
+            ]
+        case "tolerance":
+            return [
+                *(
+                    plain._replace(title=f"tau = {100 * t:g} %") if t == tolerance
+                    else Variant(f"tolerance-{t:g}", f"tau = {100 * t:g} %", config={"search.tolerance": t})
+                    for t in sorted({tolerance, *_checked("tolerances", settings.tolerances)})
+                ),
+                Variant("s_prompts", METHODS["s_prompts"], "s_prompts"),
+                Variant("lora_cl", METHODS["lora_cl"], "lora_cl"),
+            ]  # fmt: skip
+        case "sampling":
+            return [plain._replace(title="HEE"), Variant("uniform", "uniform", config={"sampling": "uniform"})]
+        case "placement":
+            other = Variant("attn_proj", "attn_proj", config={"placement": "attn_proj"})
+            return [plain._replace(title="mlp_down"), other]
+        case "ops":
+            return [
+                plain._replace(title="all four ops"),
+                *(Variant(f"no-{kind}", f"without {kind}", config={"remove": (kind,)}) for kind in KINDS),
+            ]
+        case "weights":
+            inherited = Variant("inherited", "inherited from the supernet", config={"weights": "inherited"})
+            return [plain._replace(title="initialised anew"), inherited]
+        case _:
+            neutral = Variant("neutral", "neutral base means", config={"base_means": "neutral"})
+            return [plain._replace(title="base means where known"), neutral]
+
+
+EPSILONS = ("exploration.epsilon", "search.epsilon")
+
+
+def _checked(name: str, values: Sequence[float]) -> list[float]:
+    if not values or not all(0 <= value <= 1 for value in values):
+        raise ValueError(f"--{name} is {' '.join(map(str, values))}; expected numbers from 0 to 1")
+    return sorted(set(values))
+
+
+def write(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Found) -> dict[str, Grid]:
+    """All tables as Markdown and CSV, and their numbers; what was not run yet is left out."""
+    rows = {row["method"]: {**row, "ops": ops_of(found[row["method"]])} for row in comparison(found)}
+    first = next(iter(found.values()))[0]
+    head = f"# Ablations: {first['stream']}, {len(first['tasks'])} tasks, {first['backbone']}, preset {first['preset']}"
+    pages, grids, numbers = [head, CAPTION], {}, {}
+    for name, study in studies.items():
+        kept = [variant for variant in study if variant.name in rows]
+        if kept:
+            grids[name] = grid_of(name, kept, rows)
+            numbers[name] = [{**rows[variant.name], "variant": variant.title} for variant in kept]
+            pages.append(f"## {name.replace('_', ' ')}\n\n{grids[name].to_markdown()}")
+    write_atomically(directory / "ablations.md", "\n\n".join(pages) + "\n")
+    write_atomically(directory / "ablations.json", json.dumps(numbers, indent=1) + "\n")
+    for name, grid in grids.items():
+        write_atomically(directory / f"{name}.csv", grid.to_csv())
+    return grids
+
+
+CAPTION = """Accuracies in % (mean ± standard deviation over runs), FLOPs per image by the paper's convention with the
+router's pass, parameters added per task in % of the backbone, and the share of blocks, over all tasks, that chose
+each op."""
+
+
+def ops_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """The share of blocks that chose each op, over all tasks of all runs; None for a method without a choice."""
+    tasks = [task for result in results for task in result["tasks"]]
+    if not all("architecture" in task for task in tasks):
+        return None
+    chosen = [choice.split(":")[0] for task in tasks for choice in task["architecture"]]
+    return {kind: chosen.count(kind) / len(chosen) for kind in KINDS}
+
+
+def grid_of(name: str, variants: Sequence[Variant], rows: Mapping[str, Mapping[str, Any]]) -> Grid:
+    """The table of one study."""
+    columns = (
+        "variant", "runs", "average\naccuracy", "task\ngiven", "forget-\nting", "FLOPs\npaper", "params\nadded %",
+        *KINDS, "learning s",
+    )  # fmt: skip
+    lines = []
+    for variant in variants:
+        row = rows[variant.name]
+        ops = row["ops"]
+        lines.append((
+            variant.title,
+            str(row["runs"]),
+            *(_percent(row[key]) for key in ("average_accuracy", "local_average_accuracy", "average_forgetting")),
+            format_flops(row["flops_paper"]["mean"]),
+            f"{row['params_added_percent']['mean']:.2f}",
+            *(NONE if ops is None else f"{100 * ops[kind]:.0f} %" for kind in KINDS),
+            f"{row['seconds']['mean']:,.0f}",
+        ))  # fmt: skip
+    return Grid(name, columns, tuple(lines), 1)
+
+
+def _percent(value: Mapping[str, float | None] | None) -> str:
+    if value is None or value["mean"] is None:
+        return NONE
+    spread = "" if value["std"] is None else f" ± {100 * value['std']:.1f}"
+    return f"{100 * value['mean']:.1f}{spread}"
+
+
+def draw(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Found) -> None:
+    """The paper's figures: both sweeps, and the networks of both samplings and of both placements side by side."""
+    if "epsilon" in studies:
+        usual, *swept = studies["epsilon"]
+        sweep_picture(
+            directory / "epsilon.png", "exploration probability eps1 = eps2",
+            [(variant.config[EPSILONS[0]], found[variant.name]) for variant in swept],
+            "params_added_percent", marked=(usual.title, found[usual.name]),
+        )  # fmt: skip
+    if "tolerance" in studies:
+        *swept, prompts, lora = studies["tolerance"]
+        sweep_picture(
+            directory / "tolerance.png", "tolerance tau, points of accuracy",
+            [(float(variant.title.split()[2]), found[variant.name]) for variant in swept],
+            "flops_paper", lines={variant.title: found[variant.name] for variant in (prompts, lora)},
+        )  # fmt: skip
+    for name in ("sampling", "placement"):
+        if name in studies:
+            side_by_side(directory / f"{name}.png", {v.title: found[v.name][0] for v in studies[name]})
+
+
+if __name__ == "__main__":
+    parsed = parse(Ablations, description=__doc__)
+    run_command(main, parsed, parsed.run_dir)

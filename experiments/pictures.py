@@ -1,0 +1,110 @@
+"""Pictures over several runs, as PNG files drawn without a display."""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from PIL import Image
+
+from cheem_jax.atomic import write_atomically
+from cheem_jax.report.comparison import measure
+from cheem_jax.report.figures import DPI, FAINT, INK, architecture_grid, save
+
+Runs = Sequence[Mapping[str, Any]]
+ACCURACY, COST = "#1f77b4", "#c0392b"
+COSTS = {
+    "params_added_percent": ("parameters added per task, % of the backbone", 1.0),
+    "flops_paper": ("FLOPs per image, G", 1e-9),
+}
+
+
+def sweep_picture(
+    file: Path,
+    label: str,
+    points: Sequence[tuple[float, Runs]],
+    cost: str,
+    *,
+    marked: tuple[str, Runs] | None = None,
+    lines: Mapping[str, Runs] | None = None,
+) -> None:
+    """Average accuracy (left) and a cost (right) over the values of one setting, with the deviation over runs.
+
+    `marked` is the usual setting, a star on either axis; `lines` are other methods, level lines.
+    """
+    figure = Figure(figsize=(6.4, 4.0), dpi=DPI, layout="constrained")
+    left = figure.add_subplot()
+    right = left.twinx()
+    title, scale = COSTS[cost]
+    values = [value for value, _ in points]
+    for axes, name, factor, colour, shape in (
+        (left, "average_accuracy", 100.0, ACCURACY, "o-"),
+        (right, cost, scale, COST, "s--"),
+    ):
+        spread = [_spread(runs, name, factor) for _, runs in points]
+        means, errors = zip(*spread, strict=True)
+        axes.errorbar(values, means, yerr=errors, fmt=shape, color=colour, markersize=5, capsize=3, linewidth=1.5)
+        if marked is not None:
+            mean, _ = _spread(marked[1], name, factor)
+            axes.plot([float(np.mean(values))], [mean], "*", color=colour, markersize=13, markeredgecolor="white")
+        for style, (method, runs) in zip((":", "-."), (lines or {}).items(), strict=False):
+            mean, _ = _spread(runs, name, factor)
+            axes.axhline(mean, color=colour, linestyle=style, linewidth=1, alpha=0.8)
+            at = values[0] if axes is left else values[-1]
+            axes.annotate(
+                method, (at, mean), xytext=(0, 2), textcoords="offset points", color=colour, fontsize=8,
+                ha="left" if axes is left else "right",
+            )  # fmt: skip
+        axes.tick_params(axis="y", colors=colour, labelsize=9)
+        axes.spines[["top"]].set_visible(False)
+    left.set_ylabel("average accuracy, %", color=ACCURACY)
+    right.set_ylabel(title, color=COST)
+    left.set_xlabel(label, color=INK)
+    left.set_xticks(values, [f"{value:g}" for value in values])
+    if marked is not None:
+        left.set_title(f"star: {marked[0]}, drawn in the middle", fontsize=9, color=FAINT)
+    save(figure, file)
+
+
+def side_by_side(file: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """The networks found for each task, one grid per variant, beside each other."""
+    with TemporaryDirectory() as folder:
+        grids = []
+        for index, (title, result) in enumerate(results.items()):
+            part = Path(folder) / f"{index}.png"
+            architecture_grid(result, part, title)
+            grids.append(Image.open(part).convert("RGB"))
+        width, height = sum(grid.width for grid in grids), max(grid.height for grid in grids)
+        whole, left = Image.new("RGB", (width, height), "white"), 0
+        for grid in grids:
+            whole.paste(grid, (left, 0))
+            left += grid.width
+        picture = io.BytesIO()
+        whole.save(picture, "PNG")
+        write_atomically(file, picture.getvalue())
+
+
+def stacked_bars(file: Path, seconds: Mapping[str, Mapping[str, float]], label: str) -> None:
+    """A bar per method, made of its phases."""
+    figure = Figure(figsize=(7.2, 1.2 + 0.42 * len(seconds)), dpi=DPI, layout="constrained")
+    axes, colours = figure.add_subplot(), colormaps["tab20"].colors  # pyright: ignore[reportAttributeAccessIssue]
+    phases = list(dict.fromkeys(phase for each in seconds.values() for phase in each))
+    names, begins = list(seconds), np.zeros(len(seconds))
+    for index, phase in enumerate(phases):
+        widths = np.array([seconds[name].get(phase, 0.0) for name in names])
+        axes.barh(names, widths, left=begins, color=colours[index % len(colours)], label=phase)
+        begins += widths
+    axes.invert_yaxis()
+    axes.set_xlabel(label, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    save(figure, file)
+
+
+def _spread(runs: Runs, name: str, factor: float) -> tuple[float, float]:
+    values = [factor * value for run in runs if (value := measure(run, name)) is not None]
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0

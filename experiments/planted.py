@@ -1,0 +1,166 @@
+"""Planted synergy: how often CHEEM finds a structure that is known to be right, with HEE and with uniform sampling.
+
+    python experiments/planted.py --run-dir runs/planted
+    python experiments/planted.py --preset paper --run-dir runs/planted-paper
+
+Six generated tasks: shapes, unrelated letters, easy colours, shapes in other colours (kin), alien noise, shapes again
+(twin). Every run has a directory of its own, `RUN_DIR/<sampling>/seed-<seed>`. What is finished is not run again, and
+what was stopped goes on. `planted.md` holds findings, tables and pictures; `.csv` and `.json` the numbers.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from planting import pages, pictures
+from planting.stream import planted_stream
+from planting.structure import costs_of
+from study import seeds_of
+
+from cheem_jax.arguments import arguments_of
+from cheem_jax.atomic import write_atomically
+from cheem_jax.backbone.means import base_means
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.weights import Pretrained, load_pretrained
+from cheem_jax.cli import parse, run_command
+from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.data.task import Stream
+from cheem_jax.execution.choice import EngineConfig
+from cheem_jax.methods.catalogue import Networks
+from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
+from cheem_jax.report.progress import Progress
+
+Sampling = Literal["hee", "uniform"]
+SAMPLINGS: tuple[Sampling, ...] = ("hee", "uniform")
+
+
+class Size(NamedTuple):
+    """What a preset of this experiment stands for."""
+
+    cheem: Preset
+    seeds: str
+    num_train: int
+    num_val: int
+    num_test: int
+
+
+SIZES = {
+    "quick": Size("demo", "0,1,2", 400, 150, 200),
+    "paper": Size("paper", "0,1,2,3,4", 2000, 500, 500),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """CHEEM on a stream whose right structure is known."""
+
+    preset: Literal["quick", "paper"] = "quick"
+    """quick: a few hundred images per task, sized for a laptop; paper: epochs and search of the paper, more images."""
+    sampling: Literal["both", "hee", "uniform"] = "both"
+    """How architectures are drawn."""
+    seeds: str | None = None
+    """Seeds separated by commas; default: 0,1,2 for quick, five for paper."""
+    stream_seed: int | None = None
+    """Draws the pictures; default: the run's own seed, so that runs differ in pictures too."""
+    engine: EngineConfig = EngineConfig()
+    """How networks are run."""
+    run_dir: Path = Path("runs/planted")
+    """Where runs and tables are kept; what is unfinished is continued."""
+    save_every: float | None = None
+    """Seconds between rolling checkpoints."""
+
+
+def main(settings: Planted) -> None:
+    """Run what is missing, then judge all runs."""
+    progress, size = Progress(), SIZES[settings.preset]
+    seeds = seeds_of(size.seeds if settings.seeds is None else settings.seeds)
+    if settings.stream_seed is not None and settings.stream_seed < 0:
+        raise ValueError(f"--stream-seed is {settings.stream_seed}; expected 0 or more")
+    samplings: tuple[Sampling, ...] = SAMPLINGS if settings.sampling == "both" else (settings.sampling,)
+    pretrained = load_pretrained("vit_micro")
+    found: dict[str, list[dict[str, Any]]] = {sampling: [] for sampling in samplings}
+    for seed in seeds:
+        stream = stream_of(settings, seed)
+        # networks keep features of test pictures by the task's name, so they are not for other pictures
+        workshop = dict[Any, Networks]()
+        for sampling in samplings:
+            progress.say(f"{sampling} sampling, seed {seed}")
+            found[sampling].append(run(settings, sampling, seed, stream, pretrained, progress, workshop))
+    means = means_of(stream_of(settings, seeds[0]), pretrained, method_of(settings, samplings[0]))
+    write(settings, found, pretrained, means, progress)
+
+
+def run(
+    settings: Planted,
+    sampling: Sampling,
+    seed: int,
+    stream: Stream,
+    pretrained: Pretrained,
+    progress: Progress,
+    workshop: dict[Any, Networks],
+) -> dict[str, Any]:
+    """Learn the stream, or go on with it, or read what is finished."""
+    alone = dataclasses.replace(settings, sampling=sampling, seeds=str(seed))
+    config = RunConfig(method_of(settings, sampling), SIZES[settings.preset].cheem, seed, engine=settings.engine)
+    return run_stream(
+        stream, pretrained, config, settings.run_dir / sampling / f"seed-{seed}", progress,
+        save_every=settings.save_every, command=["experiments/planted.py", *arguments_of(alone)], workshop=workshop,
+    )  # fmt: skip
+
+
+def method_of(settings: Planted, sampling: Sampling) -> CheemConfig:
+    """The preset's settings with one way of sampling."""
+    return dataclasses.replace(PRESETS[SIZES[settings.preset].cheem], sampling=sampling)
+
+
+def stream_of(settings: Planted, seed: int) -> Stream:
+    """The pictures of a run."""
+    size, chosen = SIZES[settings.preset], settings.stream_seed
+    return planted_stream(
+        seed=seed if chosen is None else chosen,
+        num_train=size.num_train, num_val=size.num_val, num_test=size.num_test,
+    )  # fmt: skip
+
+
+def means_of(stream: Stream, pretrained: Pretrained, cheem: CheemConfig) -> dict[str, Float[np.ndarray, "L D"]]:
+    """Mean class tokens of every task in the plain backbone, and of its own task where they are known."""
+    vit = build(pretrained.config, pretrained.params)
+    place = f"{pretrained.config.image_size}/{cheem.placement}/{cheem.token}"
+    own = {"base": pretrained.base_means[place]} if place in pretrained.base_means else {}
+    return own | {task.name: base_means(vit, task.train.images)[place] for task in stream.tasks}
+
+
+def write(
+    settings: Planted,
+    found: pages.Runs,
+    pretrained: Pretrained,
+    means: dict[str, Float[np.ndarray, "L D"]],
+    progress: Progress,
+) -> None:
+    """Page, table, numbers and pictures."""
+    size, first = SIZES[settings.preset], next(iter(found.values()))[0]
+    costs = costs_of(pretrained.config, PRESETS[size.cheem])
+    judged = pages.judge_all(found, costs)
+    setting = (
+        f"{first['backbone']}, settings of `{size.cheem}`, {size.num_train} training, {size.num_val} validation and "
+        f"{size.num_test} test images per task; mean class tokens of the backbone's own task: {first['base_means']}."
+    )
+    text = pages.page(found, judged, costs, means, setting)
+    write_atomically(settings.run_dir / "planted.md", text)
+    write_atomically(settings.run_dir / "planted.csv", pages.table(judged.summaries))
+    write_atomically(settings.run_dir / "planted.json", json.dumps(pages.numbers(found, judged), indent=1) + "\n")
+    pictures.architectures(found, settings.run_dir / "architectures.png")
+    pictures.similarity(found, settings.run_dir / "similarity.png")
+    progress.console.print(pages.claims_grid(judged.summaries).to_rich())
+    for sentence in pages.findings(found, judged.summaries, costs):
+        progress.say(sentence)
+    progress.say(f"page: {settings.run_dir / 'planted.md'}   numbers: {settings.run_dir / 'planted.json'}")
+
+
+if __name__ == "__main__":
+    parsed = parse(Planted, sys.argv[1:], description=__doc__)
+    run_command(main, parsed, parsed.run_dir)

@@ -1,0 +1,94 @@
+"""Seconds of training by method and phase (the paper's table of training times).
+
+    python experiments/training_time.py
+    python experiments/training_time.py --stream mtil --preset paper --backbone vit_base --data-dir DATA
+    python experiments/training_time.py --run-dir runs/compare
+
+Runs what is missing as `compare.py` does, whose folder may be given: what is finished there is not run again. The first
+run of a process compiles what others then share, so compilation is told apart.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import compare
+import numpy as np
+from pictures import stacked_bars
+from study import Found, run_all
+from tables import Tables
+from tables import main as write_tables
+
+from cheem_jax.atomic import write_atomically
+from cheem_jax.cli import parse, run_command
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.table import METHODS, NONE, Grid
+
+TIMED = "cheem,lora_cl,s_prompts,l2p,dualprompt,coda_prompt,diki"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingTime(compare.Compare):
+    """What training costs."""
+
+    methods: str = TIMED
+    """Names separated by commas, or all; default: those of the paper's table."""
+    run_dir: Path = Path("runs/training_time")
+    """Where runs and tables are kept; what is unfinished is continued."""
+
+
+def main(settings: TrainingTime) -> None:
+    """Run what is missing, then write a row per method."""
+    progress = Progress()
+    variants = compare.variants_of(settings, compare.methods_of(settings.methods))
+    found = run_all(settings, variants, progress, lambda found: write(settings.run_dir, found))
+    progress.console.print(write(settings.run_dir, found).to_rich())
+    seconds = {
+        METHODS[name]: {phase: mean for phase, (mean, _) in phases_of(runs).items()} for name, runs in found.items()
+    }
+    stacked_bars(settings.run_dir / "training_time.png", seconds, "seconds of training per task")
+    write_tables(Tables(runs=(settings.run_dir,), out=settings.run_dir / "tables", only="training_time"))
+
+
+def phases_of(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float | None]]:
+    """Mean seconds per task of each phase of learning, and their deviation over runs; evaluation is none of them."""
+    names = list(dict.fromkeys(phase for run in runs for task in run["tasks"] for phase in task["seconds"]))
+    found = {}
+    for name in names:
+        means = [float(np.mean([task["seconds"].get(name, 0.0) for task in run["tasks"]])) for run in runs]
+        if name != "evaluation":
+            found[name] = float(np.mean(means)), float(np.std(means, ddof=1)) if len(means) > 1 else None
+    return found
+
+
+def write(directory: Path, found: Found) -> Grid:
+    """The table as Markdown and CSV, and its numbers."""
+    measured = {name: phases_of(runs) for name, runs in found.items()}
+    totals = {name: sum(mean for mean, _ in phases.values()) for name, phases in measured.items()}
+    rows = []
+    for name, phases in measured.items():
+        compiling = float(np.mean([run["compile"]["seconds"] for run in found[name]])) / len(found[name][0]["tasks"])
+        largest = sorted(phases.items(), key=lambda item: -item[1][0])[:4]
+        told = ", ".join(f"{phase} {_seconds(*value)}" for phase, value in largest if value[0] >= 0.005 * totals[name])
+        beside = f"{totals[name] / totals['cheem']:.2f}" if totals.get("cheem") else NONE
+        rows.append((METHODS[name], str(len(found[name])), f"{totals[name]:,.1f}", beside, f"{compiling:.1f}", told))
+    first = next(iter(found.values()))[0]
+    columns = ("method", "runs", "seconds\nper task", "of CHEEM's", "compiling\nper task", "longest phases")
+    title = f"{first['stream']}, {first['backbone']}, {first['preset']}, {first['engine']['device']}: training per task"
+    grid = Grid(title, columns, tuple(rows), 1)
+    write_atomically(directory / "training_time.md", f"# {title}\n\n{grid.to_markdown()}\n")
+    write_atomically(directory / "training_time.csv", grid.to_csv())
+    numbers = {name: {p: {"mean": m, "std": s} for p, (m, s) in phases.items()} for name, phases in measured.items()}
+    write_atomically(directory / "training_time.json", json.dumps(numbers, indent=1) + "\n")
+    return grid
+
+
+def _seconds(mean: float, std: float | None) -> str:
+    return f"{mean:.1f}" + ("" if std is None else f" ± {std:.1f}")
+
+
+if __name__ == "__main__":
+    parsed = parse(TrainingTime, description=__doc__)
+    run_command(main, parsed, parsed.run_dir)

@@ -1,0 +1,110 @@
+"""The HTML page in a browser: drawn without errors or network, at both widths and in both themes."""
+
+import re
+
+import pytest
+
+pytestmark = pytest.mark.browser
+
+UNDRAWN = "[...document.querySelectorAll('.plot')].filter(p => p.offsetParent && !p.querySelector('.main-svg')).length"
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+
+
+def read_to_the_end(page) -> None:
+    """Scrolls as a reader would, so that every chart comes into view."""
+    place, end = 0, 1
+    while place < end:
+        page.evaluate(f"window.scrollTo({{top: {place}, behavior: 'instant'}})")
+        page.wait_for_timeout(60)
+        place, end = place + 700, page.evaluate("document.documentElement.scrollHeight")
+    page.wait_for_function(f"{UNDRAWN} === 0")
+
+
+def cell(page, row: int, block: int):
+    """The architecture grid's cell; row 0 is the base."""
+    return page.locator(".architectures tbody tr:visible").nth(row).locator("td").nth(block)
+
+
+@pytest.mark.parametrize("which", ["one_run", "three_runs"])
+def test_every_chart_is_drawn_and_nothing_is_wider_than_the_page(which, opened, request):
+    page = opened(request.getfixturevalue(which))
+    read_to_the_end(page)
+    assert page.locator(".plot:visible .main-svg").count() >= 9
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_cell_tells_its_experts_history_and_who_shares_it(one_run, opened):
+    page = opened(one_run)
+    tip = page.locator("#tip")
+    cell(page, 3, 0).scroll_into_view_if_needed()
+    cell(page, 3, 0).hover()
+    assert tip.locator("b").inner_text() == "T2 three, block 1: adapt"
+    assert tip.locator("li").all_inner_texts() == [
+        "expert 3 of T2 three: low-rank Δ on expert 2",
+        "expert 2 of T1 two: low-rank Δ on expert 1",
+        "expert 1 of T0 one: low-rank Δ on expert 0",
+        "expert 0 of the backbone: pretrained, full",
+    ]
+    assert tip.locator("p").inner_text() == "No other task shares it"
+    assert page.locator("td.same").count() == 1 and page.locator("td.kin").count() == 3
+    box = tip.bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= page.viewport_size["width"]
+    page.mouse.move(1, 1)
+    assert tip.is_hidden() and page.locator(".asking").count() == 0
+
+
+def test_the_grid_can_be_asked_with_the_keyboard(one_run, opened_wide):
+    page = opened_wide(one_run)
+    cell(page, 0, 0).focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#tip b").inner_text() == "T0 one, block 2: new"
+    page.keyboard.press("Escape")
+    assert page.locator("#tip").is_hidden()
+
+
+def test_runs_are_switched_by_choice_and_by_address(three_runs, opened_wide):
+    page = opened_wide(three_runs)
+    visible = page.locator("article:visible")
+    assert visible.count() == 1 and visible.locator(".title").inner_text() == "CHEEM, seed 0"
+    page.select_option("#runs", "run-3")
+    page.wait_for_url(re.compile("#run-3$"))
+    assert visible.locator(".title").inner_text() == "EWC, seed 0" and visible.locator(".architectures").count() == 0
+    page.go_back()
+    page.wait_for_function("document.querySelector('#runs').value === 'run-1'")
+    page.locator(".comparison td a, .comparison th a", has_text="EWC").click()
+    page.wait_for_function("document.querySelector('#runs').value === 'run-3'")
+    opened_wide(three_runs, "#run-2-routing")
+    page.reload()
+    assert page.locator("article:visible .title").inner_text() == "CHEEM, seed 1"
+
+
+def test_the_theme_can_be_changed_and_charts_follow(one_run, opened_wide):
+    page = opened_wide(one_run)
+    page.locator(".chart").first.scroll_into_view_if_needed()
+    page.wait_for_selector(".chart .main-svg")
+    ticks = "getComputedStyle(document.querySelector('.plot .xtick text')).fill"
+    before = page.evaluate(f"[{BACKGROUND}, {ticks}]")
+    page.locator("#theme").click()
+    page.wait_for_function(f"{ticks} !== {before[1]!r}")
+    after = page.evaluate(f"[{BACKGROUND}, {ticks}]")
+    assert after[0] != before[0] and after[1] != before[1]
+    page.emulate_media(color_scheme="dark")  # the choice stays
+    assert page.evaluate(BACKGROUND) == after[0]
+
+
+def test_a_selector_shows_another_task(one_run, opened_wide):
+    page = opened_wide(one_run)
+    figure = page.locator("section[id$=similarity] .chart")
+    figure.scroll_into_view_if_needed()
+    figure.locator(".ytick text").first.wait_for()
+    assert figure.locator(".ytick").count() == 4  # of the last task: the base and three tasks
+    figure.locator("select").select_option("T0 one")
+    page.wait_for_function("document.querySelectorAll('section[id$=similarity] .ytick').length === 1")
+
+
+def test_markup_in_a_name_is_shown_as_text(three_runs, opened_wide):
+    page = opened_wide(three_runs)
+    read_to_the_end(page)
+    assert page.locator("article:visible img").count() == 0
+    assert "<img src=x" in page.locator("article:visible section[id$=forgetting] .plot").inner_text()

@@ -1,0 +1,344 @@
+"""The HTML page: what it shows, what it refuses, and that no name or size breaks it."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from page_runs import entries, write_config, write_pictures, write_run
+from PIL import Image
+from plotly.offline import get_plotlyjs
+
+from cheem_jax.commands.report import Report, write_report_page
+from cheem_jax.report import record
+from cheem_jax.report.finished import read
+from cheem_jax.report.page.assemble import text_of
+from cheem_jax.report.page.charts import duration
+from cheem_jax.report.page.examples import data_uri
+from cheem_jax.report.page.loading import tell
+from cheem_jax.report.page.search import search_chart
+from cheem_jax.report.page.specs import spread
+from cheem_jax.results import results_of
+
+HOSTILE = "</script><script>alert(1)</script><b>\"'`{{7*7}}%{x}$x$"
+PLOTLY = get_plotlyjs()
+NAMES = ("one", "two", "three")
+
+
+class Parsed(HTMLParser):
+    """Elements of a page with their attributes, its text outside scripts and styles, and what its scripts hold."""
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text, self.scripts, self._inside = "", [], ""
+        assert text.count(PLOTLY) == 1  # megabytes, needed once
+        self.feed(text.replace(PLOTLY, ""))
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self._inside = tag if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside == "script":
+            self.scripts.append(data)
+        elif not self._inside:
+            self.text += data
+
+    @property
+    def charts(self) -> list[dict]:
+        specs = [json.loads(script) for script in self.scripts if script.startswith(("{", "["))]
+        return [spec for spec in specs if "data" in spec]
+
+    def ids(self) -> list[str]:
+        return [attributes["id"] or "" for _, attributes in self.elements if "id" in attributes]
+
+
+def report(*runs: Path, images: bool = True) -> str:
+    out = runs[0].parent / "page.html"
+    write_report_page(Report(runs, out, images))
+    return out.read_text()
+
+
+def parsed(*runs: Path, images: bool = True) -> Parsed:
+    return Parsed(report(*runs, images=images))
+
+
+def sections(page: Parsed, run: int = 1) -> list[str]:
+    return [name.removeprefix(f"run-{run}-") for name in page.ids() if name.startswith(f"run-{run}-")]
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return write_run(tmp_path / "run", pictures=write_pictures(tmp_path / "small", NAMES))
+
+
+def test_a_run_of_cheem_has_every_section(run, capsys):
+    write_report_page(Report((run,)))
+    assert "wrote" in capsys.readouterr().out
+    page = Parsed((run / "report.html").read_text())
+    assert sections(page) == [
+        "architectures", "pool", "tasks", "accuracy", "forgetting", "routing", "similarity", "search", "time",
+        "examples", "setting",
+    ]  # fmt: skip
+    assert len(page.charts) == 2 + 2 + 1 + 1 + 3 + 3 + 1  # pool, accuracy, curves, routing, S, search by task, time
+
+
+def test_a_method_without_a_pool_has_neither_architectures_nor_a_search(tmp_path):
+    page = parsed(write_run(tmp_path / "run", method="ewc"))
+    assert sections(page) == ["tasks", "accuracy", "forgetting", "routing", "time", "examples", "setting"]
+
+
+def test_nothing_on_the_page_comes_from_elsewhere(run):
+    page = parsed(run)
+    places = [value or "" for _, found in page.elements for name, value in found.items() if name in ("src", "href")]
+    assert len(places) > 10 and all(place.startswith(("data:", "#")) for place in places)
+    style = re.search("<style>(.*?)</style>", report(run), re.DOTALL)
+    assert style and "url(" not in style[1] and "@import" not in style[1]
+
+
+def test_hostile_names_are_text_and_nothing_else(tmp_path):
+    page = parsed(write_run(tmp_path / "run", names=(HOSTILE, "two"), classes=(HOSTILE, "dog")))
+    assert HOSTILE in page.text
+    assert not any("alert(1)</script>" in script for script in page.scripts)
+    assert [tag for tag, _ in page.elements].count("script") == 3 + 1 + len(page.charts)  # one holds the pool
+    [label] = {
+        text for spec in page.charts for text in spec["layout"]["xaxis"].get("categoryarray", ()) if "T0" in text
+    }
+    assert label.startswith("T0 &lt;/script&gt;")  # plotly reads markup and entities
+
+
+def test_json_cannot_end_the_script_it_stands_in():
+    text = text_of({"name": "</script><!--&"})
+    assert not set("<>&") & set(text) and json.loads(text) == {"name": "</script><!--&"}
+
+
+def test_examples_are_the_pictures_with_what_was_answered(run):
+    page = parsed(run)
+    pictures = [found["src"] or "" for tag, found in page.elements if tag == "img"]
+    assert len(pictures) == 3 * (4 + 2)  # of ten right answers four, both wrong ones
+    part = page.text[page.text.index("Right and wrong answers") :]
+    assert part.count("sent to T1 two") == 1 and part.count("sent to T0 one") == 1  # by the first and the last task
+    assert part.count("task given: cat") == 3 and part.count("10 right") == 3 and part.count("2 wrong") == 3
+
+
+def test_small_pictures_keep_their_pixels_and_large_ones_become_smaller():
+    import base64
+    import io
+
+    rng = np.random.default_rng(0)
+    small = rng.integers(0, 256, (8, 8, 3), np.uint8)
+    kind, _, text = data_uri(small).partition(";base64,")
+    assert kind == "data:image/png"
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(text)))), small)
+    kind, _, text = data_uri(np.zeros((384, 384, 3), np.uint8)).partition(";base64,")
+    assert kind == "data:image/jpeg" and Image.open(io.BytesIO(base64.b64decode(text))).size == (224, 224)
+
+
+def test_pictures_that_have_moved_are_told_and_stop_nothing(run):
+    shutil.move(run.parent / "small", run.parent / "elsewhere")
+    page = parsed(run)
+    assert "The pictures are not where the run found them" in page.text and "search" in sections(page)
+
+
+def test_other_pictures_than_the_run_has_seen_are_not_shown(run):
+    (run.parent / "small" / "two" / "test" / "cat" / "0.png").rename(
+        run.parent / "small" / "two" / "test" / "cat" / "z.png"
+    )
+    page = parsed(run)
+    assert "Other files or labels are there now than the run has seen: two." in page.text
+    assert not any(tag == "img" for tag, _ in page.elements)
+
+
+def test_the_demo_streams_pictures_are_held_against_what_the_run_has_seen(tmp_path):
+    run = write_run(tmp_path / "run", names=("colours", "digits"))
+    lines = record.read(run)
+    lines[0]["data"] = {"stream": "demo", "tasks": ["colours", "digits"]}
+    (run / "metrics.jsonl").unlink()
+    for line in lines:
+        record.Record.open(run).write(**{key: value for key, value in line.items() if key not in ("time", "check")})
+    assert "This version draws other pictures for colours, digits than the run has seen." in parsed(run).text
+
+
+def test_damaged_answers_are_told(run):
+    (run / "answers.npz").write_bytes(b"PK\x03\x04 no archive")
+    assert "answers.npz cannot be read" in parsed(run).text
+
+
+def test_without_images_there_is_no_such_section(run):
+    page = parsed(run, images=False)
+    assert "examples" not in sections(page) and not any(tag == "img" for tag, _ in page.elements)
+
+
+def test_runs_of_earlier_versions_say_what_they_did_not_keep(tmp_path):
+    page = parsed(write_run(tmp_path / "run", earlier=True))
+    assert "which kept only the search's winner" in page.text
+    assert "an earlier version or a script that does not tell where its pictures are" in page.text
+
+
+def test_a_damaged_record_costs_only_what_it_alone_holds(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join([*lines[:2], lines[2].replace("0.8", "0.9"), *lines[3:]]))
+    page = parsed(run)
+    assert "metrics.jsonl, line 3 is not as it was written" in page.text
+    assert "Only the record holds it, which cannot be read." in page.text and "accuracy" in sections(page)
+
+
+def test_an_unfinished_run_is_shown_as_far_as_it_is(tmp_path):
+    page = parsed(write_run(tmp_path / "run", planned=5))
+    assert "Unfinished: 3 of 5 tasks so far" in page.text and "search" in sections(page)
+
+
+def test_a_run_without_an_evaluated_task_cannot_be_shown(tmp_path):
+    run = write_run(tmp_path / "run", planned=5)
+    first = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
+    (run / "metrics.jsonl").write_text(first)
+    with pytest.raises(ValueError, match="cannot be shown yet .* no evaluated task"):
+        report(run)
+
+
+def test_several_runs_are_compared_with_their_spread_over_seeds(tmp_path):
+    for seed, accuracy in enumerate((0.8, 0.84)):
+        write_run(tmp_path / f"runs/cheem/{seed}", seed=seed, accuracy=accuracy)
+    write_run(tmp_path / "runs/ewc", method="ewc", accuracy=0.5)
+    write_run(tmp_path / "runs/bound", method="full_finetune", accuracy=0.9)
+    page = parsed(tmp_path / "runs")
+    table = page.text[: page.text.index("Up and to the left")]
+    # after the last of three tasks (0.8 - 2/300 + 0.8 - 1/300 + 0.8) / 3 = 0.7967, and 0.8367
+    assert "81.7 ± 2.8" in table
+    assert "CHEEM, seed 1" in page.text and "EWC, seed 0" in page.text
+    links = [
+        found["href"] for tag, found in page.elements if tag == "a" and (found.get("href") or "").startswith("#run")
+    ]
+    assert {"#run-1", "#run-2", "#run-3"} <= set(links)
+    named = {name for trace in page.charts[0]["data"] for name in trace["text"]}
+    assert named == {"CHEEM", "EWC", "full FT"}
+
+
+def test_variants_of_a_method_have_rows_of_their_own(tmp_path):
+    write_run(tmp_path / "runs/usual")
+    changed = write_run(tmp_path / "runs/uniform", accuracy=0.7)
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {"cheem": {**config["cheem"], "sampling": "uniform"}}))
+    page = parsed(tmp_path / "runs")
+    named = {name for trace in page.charts[0]["data"] for name in trace["text"]}
+    assert named == {"CHEEM", "CHEEM (uniform)"} and "CHEEM (uniform), seed 0" in page.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"names": ("one", "two")}, "differ in order of tasks"),
+        ({"names": ("three", "two", "one")}, "differ in order of tasks"),
+        ({"data_sha256": "y"}, "differ in data_sha256: one: .y. and .x."),
+    ],
+)
+def test_runs_that_saw_something_else_are_refused(tmp_path, changed, told):
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", method="ewc", **changed)
+    with pytest.raises(ValueError, match=told):
+        report(tmp_path / "runs")
+
+
+@pytest.mark.parametrize(("key", "other"), [("stream", "big"), ("backbone", "vit_nano"), ("image_size", 9)])
+def test_runs_of_other_settings_are_refused(tmp_path, key, other):
+    write_run(tmp_path / "runs/a")
+    changed = write_run(tmp_path / "runs/b", method="ewc")
+    for name in ("config.json", "results.json"):
+        held = json.loads((changed / name).read_text())
+        (changed / name).write_text(json.dumps(held | {key: other}))
+    with pytest.raises(ValueError, match=f"differ in {key}: .*{other}"):
+        report(tmp_path / "runs")
+
+
+def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path):
+    write_run(tmp_path / "runs/good")
+    write_run(tmp_path / "runs/part", method="ewc", planned=5)
+    broken = write_run(tmp_path / "runs/broken", method="l2p")
+    (broken / "results.json").write_text("{")
+    strange = write_run(tmp_path / "runs/strange", seed=1)
+    held = json.loads((strange / "results.json").read_text())
+    held["tasks"][1]["experts"] = [7, None]
+    (strange / "results.json").write_text(json.dumps(held))
+    page = parsed(tmp_path / "runs")
+    told = page.text[page.text.index("Not shown") :]
+    assert "part unfinished: it has no results yet" in told and "broken damaged" in told
+    assert "strange damaged" in told and "expert 7" in told
+    assert "run-1" in page.ids() and "run-2" not in page.ids()
+
+
+def test_folders_without_a_run_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no finished run in"):
+        report(tmp_path)
+    with pytest.raises(ValueError, match="is no folder"):
+        report(tmp_path / "absent")
+    with pytest.raises(ValueError, match="no run was named"):
+        write_report_page(Report(()))
+
+
+def test_a_folder_is_no_file_to_write(run):
+    with pytest.raises(ValueError, match="is a folder"):
+        write_report_page(Report((run,), run))
+
+
+def test_a_thousand_tasks_stay_small(tmp_path):
+    names = [f"task{index}" for index in range(1000)]
+    write_config(tmp_path, names)
+    results = results_of([*entries(names=names, classes=("cat", "dog"))])
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    text = report(tmp_path)
+    assert len(text) < 8_500_000
+    page = Parsed(text)
+    cells = [found for tag, found in page.elements if tag == "td" and "data-e" in found]
+    assert len(cells) <= 2 * 401
+    assert max(len(trace.get("z", ())) for spec in page.charts for trace in spec["data"]) == 120
+    assert "Of 1,000 tasks, 120 are drawn, evenly spread." in page.text
+
+
+def test_a_thousand_classes_stay_small_too(tmp_path):
+    few, many = (write_run(tmp_path / str(num), classes=[f"class{i}" for i in range(num)]) for num in (2, 1000))
+    assert len(report(many)) < len(report(few)) + 1000
+
+
+def test_a_single_task_has_no_forgetting_and_no_routing(tmp_path):
+    assert sections(parsed(write_run(tmp_path / "run", names=("one",), method="ewc"))) == [
+        "tasks", "accuracy", "time", "examples", "setting",
+    ]  # fmt: skip
+
+
+def test_cells_without_an_accuracy_stay_empty(run):
+    matrix = next(
+        spec for spec in parsed(run).charts if spec["layout"]["xaxis"].get("title", {}).get("text") == "tested on"
+    )
+    [trace] = matrix["data"]
+    assert trace["z"][0] == [80.0, None, None] and None not in trace["z"][2]
+
+
+def test_the_ring_is_around_the_chosen_candidate(run):
+    [found], _ = read([run])
+    chart = search_chart(tell(found), 0.02)
+    assert chart is not None
+    dots, ring = chart.variants[0].spec["data"]
+    assert (ring["x"], ring["y"]) == ([12.0], [90.0])
+    assert len(dots["x"]) == 5  # of six candidates one has no score
+    assert dots["marker"]["color"] == [1, 1, 2, 3, 3]
+
+
+def test_positions_are_spread_from_the_first_to_the_last():
+    assert spread(3, 5) == [0, 1, 2] and spread(9, 3) == [0, 4, 8]
+
+
+def test_durations_have_two_units():
+    assert [duration(s) for s in (2.345, 59.4, 127.4, 3600, 7260)] == [
+        "2.3 s",
+        "59 s",
+        "2 min 7 s",
+        "1 h 0 min",
+        "2 h 1 min",
+    ]

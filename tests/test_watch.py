@@ -1,0 +1,356 @@
+"""`cheem watch`: what a run tells while it works, and what one sees of it from another process."""
+
+import io
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_report import made_up
+
+from cheem_jax.commands import watch
+from cheem_jax.commands.watch import Watch, watch_run
+from cheem_jax.report import live
+from cheem_jax.report.live import look, shown_tasks, sparkline, view
+from cheem_jax.report.record import Record
+from cheem_jax.report.status import NAME, Doing, Status, read_owner, read_status
+from cheem_jax.run_directory import hold
+
+NAMES = ["digits", "letters", "textures"]
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def unseen(num_images: int, note: str = "") -> None:
+    pass
+
+
+def told_in(directory: Path) -> Doing:
+    doing = read_status(directory)
+    assert doing is not None
+    return doing
+
+
+def begin(directory: Path, names: list[str] = NAMES, method: str = "cheem") -> Record:
+    directory.mkdir(exist_ok=True)
+    config = {"stream": "made-up", "tasks": names, "backbone": "vit_micro", "seed": 7, method: {}}
+    (directory / "config.json").write_text(json.dumps(config))
+    record = Record.open(directory)
+    record.write("run", method=method, preset="quick, changed", seconds=0.5)
+    return record
+
+
+def learn(record: Record, index: int, accuracy: list[float], seconds: float = 8.0) -> None:
+    """A task of `seconds` + 2 s, measured."""
+    report = {
+        "index": index, "name": f"task {index}", "architecture": ["reuse:0", "adapt:0", "new", "skip"],
+        "losses": [2.0, 1.0, 0.5],
+    }  # fmt: skip
+    record.write("learned", method="cheem", report=report, seconds=seconds)
+    found = {"accuracy": accuracy, "local_accuracy": [0.9] * len(accuracy)}
+    record.write("evaluated", index=index, methods={"cheem": found}, seconds=2.0)
+
+
+def text_of(directory: Path, width: int = 100, rows: int = 20, now: float | None = None) -> str:
+    console = Console(width=width, file=io.StringIO(), record=True)
+    console.print(view(look(directory, time.time() if now is None else now), width, rows))
+    return console.export_text()
+
+
+def line_with(word: str, text: str) -> str:
+    (line,) = [line for line in text.splitlines() if word in line]
+    return line
+
+
+def test_a_phase_tells_what_is_done_every_two_seconds_and_the_last_loss_of_each_epoch(tmp_path):
+    clock, shown = Clock(), []
+
+    def seen(num_images: int, note: str = "") -> None:
+        shown.append((num_images, note))
+
+    with Status(tmp_path, clock=clock) as status:
+        with status.phase("finetune", "digits", 400, nullcontext(seen)) as tell:
+            assert told_in(tmp_path)[:7] == ("finetune", "digits", 0, 400, 0.0, "", [])
+            clock.now = 1.9
+            tell(100, "epoch 1/2 loss 2.000")
+            assert told_in(tmp_path).done == 0  # not again before two seconds are over
+            clock.now = 2.0
+            tell(60, "epoch 1/2 loss 1.500")
+            clock.now = 4.0
+            tell(40, "epoch 2/2 loss 1.000")
+        told = told_in(tmp_path)
+        assert (told.done, told.total, told.seconds, told.note) == (200, 400, 4.0, "epoch 2/2 loss 1.000")
+        assert told.losses == [1.5, 1.0] and told.pid == os.getpid()
+        assert told.rate == 50 and told.left == 4.0
+    assert shown == [(100, "epoch 1/2 loss 2.000"), (60, "epoch 1/2 loss 1.500"), (40, "epoch 2/2 loss 1.000")]
+    assert list(tmp_path.iterdir()) == []  # removed at the end
+
+
+def test_what_is_no_loss_is_no_loss(tmp_path):
+    clock = Clock()
+    notes = ("searched 3 of 9", " loss 1", "epoch 1/3 loss nan", "epoch 2/3 loss none", "rate 0.1, epoch 1/3 loss 0.5")
+    with Status(tmp_path, clock=clock) as status:
+        with status.phase("train", "digits", 400, nullcontext(unseen)) as tell:
+            for note in notes:
+                clock.now += 2.0
+                tell(1, note)
+        assert told_in(tmp_path).losses == [0.5]
+
+
+@pytest.mark.parametrize("step", ["write_text", "replace"])
+def test_a_status_that_cannot_be_written_stops_nothing_and_leaves_nothing(tmp_path, monkeypatch, step):
+    def full(*_):
+        (tmp_path / f".{NAME}.{os.getpid()}.tmp").touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(*((Path, step) if step == "write_text" else (os, step)), full)
+    shown = []
+
+    def seen(num_images: int, note: str = "") -> None:
+        shown.append(num_images)
+
+    with Status(tmp_path, clock=Clock()) as status:
+        with status.phase("search", "digits", 10, nullcontext(seen)) as tell:
+            tell(10)
+    assert shown == [10] and list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_disk_makes_the_status_rarer_so_that_it_takes_a_share_of_the_time_at_most(tmp_path, monkeypatch):
+    clock, writes = Clock(), []
+
+    def slow(self, doing):
+        clock.now += 0.1
+        writes.append(clock.now)
+
+    monkeypatch.setattr(Status, "_write", slow)
+    with Status(tmp_path, clock=clock).phase("train", "digits", 1, nullcontext(unseen)) as tell:
+        while clock.now < 1000:
+            clock.now += 0.5
+            tell(0)
+    assert 0.1 * len(writes) / clock.now <= 0.01 and len(writes) > 80
+
+
+def test_a_running_run_shows_tasks_phase_and_the_time_that_the_finished_ones_foretell(tmp_path):
+    record, clock = begin(tmp_path), Clock()
+    with hold(tmp_path), Status(tmp_path, clock=clock) as status:
+        learn(record, 0, [0.9])
+        learn(record, 1, [0.85, 0.7], seconds=18.0)
+        with status.phase("finetune", "textures", 4000, nullcontext(unseen)) as tell:
+            for epoch in range(1, 5):
+                clock.now += 5.0
+                tell(250, f"epoch {epoch}/16 loss {1 / epoch:.3f}")
+            now = told_in(tmp_path).time
+            text = text_of(tmp_path, now=now)
+            said = live.line(look(tmp_path, now))
+    assert "made-up · vit_micro · CHEEM · seed 7 · preset quick, changed" in text
+    assert f"process {os.getpid()} on {socket.gethostname()}" in line_with("running since", text)
+    # tasks took 10 s and 20 s; the third has just begun
+    assert "67 %" in line_with("2 of 3 tasks", text) and "about 15 s left" in line_with("2 of 3 tasks", text)
+    assert "average accuracy 77.5 %, task given 90.0 %, forgetting 5.0 points" in text
+    assert "25 %" in line_with("finetune", text)
+    assert "1,000 of 4,000 images, 50 images/s, 1 min 00 s left" in text
+    assert "epoch 4/16 loss 0.250  █▃▂▁" in text
+    assert line_with("T0 digits", text).split() == ["T0", "digits", "learned", "RANS", "90.0", "85.0", "5.0", "90.0"]
+    assert line_with("T1 letters", text).split() == ["T1", "letters", "learned", "RANS", "70.0", "70.0", "0.0", "90.0"]
+    assert line_with("T2 textures", text).split() == ["T2", "textures", "learning"]
+    assert "task 1  loss █▃▁ 0.5" in text
+    for part in ("2 of 3 tasks", "[finetune] textures: 1,000 of 4,000 images", "about 15 s left in all"):
+        assert part in said and "\n" not in said
+
+
+def test_letters_have_the_colours_of_the_figures(tmp_path):
+    learn(begin(tmp_path), 0, [0.9])
+    terminal = io.StringIO()
+    console = Console(
+        file=terminal, force_terminal=True, color_system="truecolor", width=80, _environ={"TERM": "xterm"}
+    )
+    console.print(view(look(tmp_path, time.time()), 80, 9))
+    for red, green, blue in ((156, 206, 167), (254, 178, 76), (158, 201, 226), (242, 172, 202)):
+        assert f"48;2;{red};{green};{blue}" in terminal.getvalue()
+
+
+def test_a_killed_run_is_told_with_the_phase_it_was_in_and_ends_the_view(tmp_path):
+    learn(begin(tmp_path), 0, [0.9])
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # ended, though its parent has not asked how
+    child = ended.pid
+    (tmp_path / ".owner.json").write_text(json.dumps({"pid": child, "host": socket.gethostname()}))
+    doing = {"phase": "search", "task": "letters", "done": 3, "total": 4, "seconds": 1.0, "note": "", "losses": []}
+    now = time.time()
+    (tmp_path / NAME).write_text(json.dumps({**doing, "pid": child, "time": now - 90}))
+    try:
+        assert read_owner(tmp_path) is None
+        text = text_of(tmp_path, now=now)
+        assert "stopped" in text and "the same command goes on" in text
+        assert "3 of 4 images, last heard of 1 min 30 s ago" in text
+        assert line_with("T1 letters", text).split() == ["T1", "letters", "waiting"]
+        watch_run(Watch(tmp_path), Console(file=io.StringIO(), width=80))  # ends by itself
+    finally:
+        ended.wait()
+    assert read_owner(tmp_path) is None
+    # of another machine nobody knows whether it lives, only for how long it has said nothing
+    (tmp_path / ".owner.json").write_text(json.dumps({"pid": child, "host": "elsewhere"}))
+    assert f"process {child} on elsewhere, silent for 10 min" in text_of(tmp_path, now=time.time() + 600)
+
+
+def test_the_status_of_an_earlier_process_is_not_shown(tmp_path):
+    begin(tmp_path)
+    with Status(tmp_path) as status, hold(tmp_path):
+        with status.phase("search", "letters", 10, nullcontext(unseen)):
+            assert "search" in text_of(tmp_path)
+            told = json.loads((tmp_path / NAME).read_text())
+            (tmp_path / NAME).write_text(json.dumps({**told, "pid": told["pid"] + 1}))
+            assert "search" not in text_of(tmp_path)
+            for damaged in ("", "{", "[]", "{}", json.dumps({**told, "losses": 3}), json.dumps({**told, "done": None})):
+                (tmp_path / NAME).write_text(damaged)
+                assert "search" not in text_of(tmp_path)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("blocks", [4, 24])
+def test_every_width_keeps_names_states_and_accuracies_and_no_line_is_longer(tmp_path, width, blocks):
+    record = begin(tmp_path, ["a_task_with_a_rather_long_name", "b"])
+    record.write(
+        "learned", method="cheem", seconds=1.0,
+        report={"index": 0, "name": "a", "architecture": ["reuse:0", "new"] * (blocks // 2)},
+    )  # fmt: skip
+    found = {"accuracy": [0.873], "local_accuracy": [0.9]}
+    record.write("evaluated", index=0, methods={"cheem": found}, seconds=1.0)
+    text = text_of(tmp_path, width)
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    row = line_with("T0 a_", text)
+    assert "learned" in row and row.count("87.3") == 2
+    assert ("RN" * (blocks // 2) in row) == (width >= 80 or (width, blocks) == (60, 4))
+
+
+def test_a_thousand_tasks_show_those_around_the_one_that_is_learned_and_count_the_others(tmp_path):
+    record = begin(tmp_path, [f"task_{index}" for index in range(1000)])
+    found = {"accuracy": [0.5] * 700, "local_accuracy": [0.5] * 700}
+    record.write("evaluated", index=699, methods={"cheem": found}, seconds=1.0)
+    with hold(tmp_path):
+        text = text_of(tmp_path, rows=12)
+    assert [int(number) for number in re.findall(r"task_(\d+)", text)] == list(range(691, 703))
+    assert "1,000 tasks, not shown: 691 before and 297 after these" in text
+    assert "learning" in line_with("task_700", text) and len(text.splitlines()) < 30
+
+
+def test_the_tasks_shown_fill_the_room_and_hold_the_current_one():
+    assert shown_tasks(3, 1, 10) == range(3)
+    assert shown_tasks(1000, 0, 10) == range(10)
+    assert shown_tasks(1000, 1000, 10) == range(990, 1000)
+    for num in (1, 5, 50):
+        for current in range(num):
+            for rows in (3, 7, 20):
+                shown = shown_tasks(num, current, rows)
+                assert current in shown and len(shown) == min(num, rows) and shown.stop <= num
+
+
+def test_a_sparkline_goes_from_the_least_to_the_greatest():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([7.0, 0.0], 8) == "█▁" and sparkline([3.0, 3.0], 8) == "▁▁" and sparkline([], 8) == ""
+    long = sparkline(list(range(1000)), 20)
+    assert len(long) == 20 and long[0] == "▁" and long[-1] == "█"
+
+
+def test_a_damaged_record_is_told_and_the_rest_is_shown(tmp_path):
+    record = begin(tmp_path)
+    learn(record, 0, [0.9])
+    learn(record, 1, [0.8, 0.7])
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    assert '"index": 0, "methods"' in lines[2]
+    file.write_text("".join([*lines[:2], "\0nonsense\n", *lines[3:]]))
+    text = " ".join(text_of(tmp_path, 200).split())
+    assert "line 3 is not as it was written" in text and "numbers below may be wrong" in text
+    assert "T0 digits learned RANS – 80.0 – 90.0" in text  # what was on the lost line is not known
+    assert "T1 letters learned RANS 70.0 70.0 0.0 90.0" in text
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json cannot be read" in " ".join(text_of(tmp_path, 200).split())
+
+
+def test_the_record_is_read_again_only_where_it_changed(tmp_path):
+    record = begin(tmp_path)
+    first = look(tmp_path, 0.0)
+    assert look(tmp_path, 1.0, first).entries is first.entries
+    learn(record, 0, [0.9])
+    assert len(look(tmp_path, 2.0, first).entries) == 3
+
+
+def test_what_is_no_run_is_named_with_the_way_out(tmp_path):
+    with pytest.raises(ValueError, match="no folder .*/nowhere'; a run makes it when it begins"):
+        look(tmp_path / "nowhere", 0.0)
+    with pytest.raises(ValueError, match="is no run directory .it has no config.json.; give what"):
+        look(tmp_path, 0.0)
+    (tmp_path / "compare").mkdir()
+    begin(tmp_path / "compare" / "cheem")
+    with pytest.raises(ValueError, match="it holds 1 runs, such as .*compare/cheem"):
+        look(tmp_path, 0.0)
+    for every in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"every is {every}"):
+            watch_run(Watch(tmp_path, every=every))
+
+
+def test_a_finished_run_shows_its_result_and_ends(tmp_path):
+    record = begin(tmp_path, ["digits"])
+    learn(record, 0, [0.9])
+    shown = io.StringIO()
+    watch_run(Watch(tmp_path), Console(file=shown, width=80))
+    assert "finished" in shown.getvalue() and "1 of 1 tasks" in shown.getvalue() and "90.0" in shown.getvalue()
+    assert "full fine-tuning" not in shown.getvalue()
+    (tmp_path / "results.json").write_text(json.dumps(made_up(["digits"], 4, "vit_micro", 32)))
+    assert "84.6" in line_with("full fine-tuning  ", text_of(tmp_path))  # the table of the run and its yardsticks
+
+
+def test_without_a_terminal_there_is_a_line_after_every_task_and_the_view_at_the_end(tmp_path, monkeypatch):
+    record, shown = begin(tmp_path), io.StringIO()
+    running = hold(tmp_path)
+    running.__enter__()
+    steps = [lambda: None, lambda: learn(record, 0, [0.9]), lambda: None, lambda: running.__exit__(None, None, None)]
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: steps.pop(0)())
+    watch_run(Watch(tmp_path), Console(file=shown, width=100))
+    lines = [line for line in shown.getvalue().splitlines() if line.startswith("running")]
+    assert ["0 of 3" in line for line in lines] == [True, False] and "1 of 3 tasks" in lines[1]
+    assert "stopped" in shown.getvalue() and steps == []
+
+
+def test_ctrl_c_ends_the_view_gives_the_terminal_back_and_leaves_the_run_alone(tmp_path, monkeypatch):
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    begin(tmp_path)
+    monkeypatch.setattr(watch.time, "sleep", interrupted)
+    terminal = io.StringIO()
+    with hold(tmp_path):
+        before = sorted(file.name for file in tmp_path.iterdir())
+        watch_run(
+            Watch(tmp_path),
+            Console(file=terminal, force_terminal=True, width=80, height=24, _environ={"TERM": "xterm"}),
+        )
+        assert sorted(file.name for file in tmp_path.iterdir()) == before
+    shown = terminal.getvalue()
+    for on, off in (("\x1b[?25l", "\x1b[?25h"), ("\x1b[?1049h", "\x1b[?1049l")):  # the cursor, the screen of its own
+        assert shown.count(on) == shown.count(off) == 1 and shown.index(on) < shown.index(off)
+    assert "T0 digits" in shown[shown.index("\x1b[?1049l") :]  # the last view stays
+
+
+def test_once_shows_a_running_run_and_ends(tmp_path):
+    begin(tmp_path)
+    shown = io.StringIO()
+    with hold(tmp_path):
+        watch_run(Watch(tmp_path, once=True), Console(file=shown, width=80))
+    assert "running since" in shown.getvalue() and "known after the first task" in shown.getvalue()
