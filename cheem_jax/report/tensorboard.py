@@ -154,7 +154,7 @@ def _config(directory: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
 def _content(points: Sequence[Point], config: Mapping[str, Any] | None, begun: float) -> bytes:
     """An event file: TFRecords of Event messages."""
     from tensorboardX import summary  # pyright: ignore[reportMissingImports]
-    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportMissingImports]
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore  (made when it is imported)
 
     events = [Event(wall_time=begun, file_version="brain.Event:2")]
     if config is not None:
@@ -174,7 +174,7 @@ def _content(points: Sequence[Point], config: Mapping[str, Any] | None, begun: f
 def _hparams(config: Mapping[str, Any]) -> list[Any]:
     """Messages for TensorBoard's table of runs: a row of settings beside the averages."""
     from tensorboardX import summary  # pyright: ignore[reportMissingImports]
-    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData  # pyright: ignore[reportMissingImports]
+    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData  # pyright: ignore  (as above)
 
     messages = summary.hparams(dict(_flat(config)), dict.fromkeys(AVERAGES))[:2]  # the third would say: it has ended
     for message in messages:
