@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pictures import side_by_side, sweep_picture
+from pictures import architecture_sheet, sweep_picture
 from study import Found, Study, Variant, run_all
 
 from cheem_jax.atomic import write_atomically
@@ -124,7 +124,7 @@ def write(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Foun
     pages, grids, numbers = [head, CAPTION], {}, {}
     for name, study in studies.items():
         kept = [variant for variant in study if variant.name in rows]
-        if kept:
+        if len(kept) > 1:  # one alone compares nothing
             grids[name] = grid_of(name, kept, rows)
             numbers[name] = [{**rows[variant.name], "variant": variant.title} for variant in kept]
             pages.append(f"## {name.replace('_', ' ')}\n\n{grids[name].to_markdown()}")
@@ -196,7 +196,7 @@ def draw(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Found
         )  # fmt: skip
     for name in ("sampling", "placement"):
         if name in studies:
-            side_by_side(directory / f"{name}.png", {v.title: found[v.name][0] for v in studies[name]})
+            architecture_sheet(directory / f"{name}.png", [{v.title: found[v.name][0]} for v in studies[name]])
 
 
 if __name__ == "__main__":

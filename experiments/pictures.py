@@ -70,22 +70,24 @@ def sweep_picture(
     save(figure, file)
 
 
-def side_by_side(file: Path, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """The networks found for each task, one grid per variant, beside each other."""
+def architecture_sheet(file: Path, columns: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+    """The networks found for each task, one grid per run; columns of runs by title."""
     with TemporaryDirectory() as folder:
-        grids = []
-        for index, (title, result) in enumerate(results.items()):
-            part = Path(folder) / f"{index}.png"
-            architecture_grid(result, part, title)
-            grids.append(Image.open(part).convert("RGB"))
-        width, height = sum(grid.width for grid in grids), max(grid.height for grid in grids)
-        whole, left = Image.new("RGB", (width, height), "white"), 0
-        for grid in grids:
-            whole.paste(grid, (left, 0))
-            left += grid.width
-        picture = io.BytesIO()
-        whole.save(picture, "PNG")
-        write_atomically(file, picture.getvalue())
+        part, grids = Path(folder) / "grid.png", []
+        for column in columns:
+            grids.append([])
+            for title, results in column.items():
+                architecture_grid(results, part, title)
+                with Image.open(part) as grid:
+                    grids[-1].append(grid.convert("RGB"))
+    width, height = (max(size) for size in zip(*(grid.size for column in grids for grid in column), strict=True))
+    sheet = Image.new("RGB", (width * len(grids), height * max(map(len, grids))), "white")
+    for x, column in enumerate(grids):
+        for y, grid in enumerate(column):
+            sheet.paste(grid, (x * width, y * height))
+    picture = io.BytesIO()
+    sheet.save(picture, "PNG")
+    write_atomically(file, picture.getvalue())
 
 
 def stacked_bars(file: Path, seconds: Mapping[str, Mapping[str, float]], label: str) -> None:

@@ -83,10 +83,9 @@ def main(settings: Planted) -> None:
     samplings: tuple[Sampling, ...] = SAMPLINGS if settings.sampling == "both" else (settings.sampling,)
     pretrained = load_pretrained("vit_micro")
     found: dict[str, list[dict[str, Any]]] = {sampling: [] for sampling in samplings}
+    workshop = dict[Any, Networks]()
     for seed in seeds:
         stream = stream_of(settings, seed)
-        # networks keep features of test pictures by the task's name, so they are not for other pictures
-        workshop = dict[Any, Networks]()
         for sampling in samplings:
             progress.say(f"{sampling} sampling, seed {seed}")
             found[sampling].append(run(settings, sampling, seed, stream, pretrained, progress, workshop))

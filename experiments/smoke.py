@@ -68,7 +68,7 @@ def smoke(variants: Sequence[Variant], backbone: str, progress: Progress) -> Non
             str(programs), f"{results['seconds_total']:.0f}",
         ))  # fmt: skip
         progress.say(f"{variant.title}: learned, saved and read back {len(TASKS)} tasks")
-    columns = ("method", "task named by", "FLOPs\npaper", "params\nadded %", "programs", "seconds")
+    columns = ("method", "frozen\nfeatures of", "FLOPs\npaper", "params\nadded %", "programs", "seconds")
     progress.console.print(Grid(f"{backbone}, {MARK}", columns, tuple(lines), 2).to_rich())
 
 

@@ -205,6 +205,14 @@ def test_no_feature_of_an_earlier_task_is_kept():
     assert {split for _, split in features._known} == {"test"}
 
 
+def test_features_are_those_of_the_images_and_not_of_a_name():
+    features = FrozenFeatures(Stages(small.backbone(), "mlp_down"), 16)
+    first, other = small.task("colours", 0), small.task("colours", 1)
+    kept = features(first, "test")
+    assert features(first, "test") is kept
+    assert np.abs(features(other, "test") - kept).max() > 1e-3 and not features.known(first, "test")
+
+
 def test_presets_switch_every_part_on():
     assert (PAPER.supernet.epochs, PAPER.finetune.epochs, PAPER.ops.rank, PAPER.batch_size) == (
         50,

@@ -1,7 +1,5 @@
 """Two pictures of a planted experiment: the networks of all runs beside each other, and whom kin and twin resemble."""
 
-import io
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +8,13 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from PIL import Image
+from pictures import architecture_sheet
 from planting.claims import KIN, TWIN, relative_and_rivals, similarity_of
 from planting.stream import NAMES, PLAN
 
-from cheem_jax.atomic import write_atomically
 from cheem_jax.hee import first_level
 from cheem_jax.report import COLOURS
-from cheem_jax.report.figures import DPI, FAINT, INK, architecture_grid, save
+from cheem_jax.report.figures import DPI, FAINT, INK, save
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 LINES = ("-", "--", ":", "-.")
@@ -25,25 +22,11 @@ LINES = ("-", "--", ":", "-.")
 
 def architectures(runs: Runs, file: Path) -> None:
     """A row per seed, a column per sampling."""
-    with tempfile.TemporaryDirectory() as folder:
-        pictures = []
-        for sampling, found in runs.items():
-            column = []
-            for results in found:
-                one = Path(folder, f"{sampling}-{results['seed']}.png")
-                architecture_grid({**results, "stream": f"{sampling}, seed {results['seed']}"}, one)
-                with Image.open(one) as opened:
-                    column.append(opened.convert("RGB"))
-            pictures.append(column)
-    width = max(p.width for column in pictures for p in column)
-    height = max(p.height for column in pictures for p in column)
-    sheet = Image.new("RGB", (width * len(pictures), height * max(map(len, pictures))), "white")
-    for x, column in enumerate(pictures):
-        for y, picture in enumerate(column):
-            sheet.paste(picture, (x * width, y * height))
-    buffer = io.BytesIO()
-    sheet.save(buffer, "PNG")
-    write_atomically(file, buffer.getvalue())
+    sheet = [
+        {f"{sampling} sampling, seed {results['seed']}": results for results in found}
+        for sampling, found in runs.items()
+    ]
+    architecture_sheet(file, sheet)
 
 
 def similarity(runs: Runs, file: Path) -> None:

@@ -18,7 +18,8 @@ def browser() -> Iterator:
     from playwright.sync_api import sync_playwright
 
     if not Path(CHROMIUM).exists():
-        pytest.skip(f"no {CHROMIUM}: install Chromium, or name it with CHEEM_CHROMIUM")
+        reason = f"no {CHROMIUM}: install Chromium, or name it with CHEEM_CHROMIUM"
+        pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield chromium
