@@ -23,25 +23,41 @@ def claim(directory: Path, config: Mapping[str, Any]) -> bool:
 
     Raises ValueError with every difference where the directory holds another run, or files of something else.
     """
-    file = directory / NAME
     config = to_json(config)
-    if file.exists():
-        try:
-            held = json.loads(file.read_text())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file} is no JSON ({error}); choose another run directory") from error
-        if not isinstance(held, dict):
-            raise ValueError(f"{file} holds no JSON object; choose another run directory")
-        if differences := list(_differences(held, config)):
-            raise ValueError(
-                f"run directory {str(directory)!r} holds another run: {'; '.join(differences)}. "
-                f"Choose another --run-dir, or give the settings that it was begun with"
-            )
+    if (held := _held(directory)) is not None:
+        _check_same(directory, held, config)
         return True
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(config, indent=1) + "\n")
+    write_atomically(directory / NAME, json.dumps(config, indent=1) + "\n")
     return False
+
+
+def check_held(directory: Path, known: Mapping[str, Any]) -> None:
+    """Raises ValueError where a run in the directory differs in what is known of another, before its data are read."""
+    if (held := _held(directory)) is not None:
+        _check_same(directory, {key: value for key, value in held.items() if key in known}, to_json(known))
+
+
+def _held(directory: Path) -> dict[str, Any] | None:
+    file = directory / NAME
+    if not file.exists():
+        return None
+    try:
+        held = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON ({error}); choose another run directory") from error
+    if not isinstance(held, dict):
+        raise ValueError(f"{file} holds no JSON object; choose another run directory")
+    return held
+
+
+def _check_same(directory: Path, held: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    if differences := list(_differences(held, config)):
+        raise ValueError(
+            f"run directory {str(directory)!r} holds another run: {'; '.join(differences)}. "
+            f"Choose another --run-dir, or give the settings that it was begun with"
+        )
 
 
 def refuse_foreign(directory: Path) -> None:

@@ -120,7 +120,8 @@ def write(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Foun
     """All tables as Markdown and CSV, and their numbers; what was not run yet is left out."""
     rows = {row["method"]: {**row, "ops": ops_of(found[row["method"]])} for row in comparison(found)}
     first = next(iter(found.values()))[0]
-    head = f"# Ablations: {first['stream']}, {len(first['tasks'])} tasks, {first['backbone']}, preset {first['preset']}"
+    preset = first["preset"].split(",")[0]  # behind the comma it says that something was changed
+    head = f"# Ablations: {first['stream']}, {len(first['tasks'])} tasks, {first['backbone']}, preset {preset}"
     pages, grids, numbers = [head, CAPTION], {}, {}
     for name, study in studies.items():
         kept = [variant for variant in study if variant.name in rows]

@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 import mtil
 from components.learning import Network, Training
-from components.parts import Component, components_of, num_params
+from components.parts import COMPONENTS, Component, components_of, num_params
 from components.report import rows_of, setting_of, table, write
 from components.units import Units
 from study import seeds_of
 
 from cheem_jax import fingerprint
+from cheem_jax.arguments import arguments_of
 from cheem_jax.cli import parse, run_command
 from cheem_jax.continual import networks_of
 from cheem_jax.data.load import ImagesConfig
@@ -78,7 +79,10 @@ def main(settings: ComponentStudy) -> None:
     progress = Progress()
     components, seeds = components_of(settings.components), seeds_of(settings.seeds)
     loaded, training = load(settings, progress), PRESETS[settings.preset]
-    learn(settings.run_dir, loaded, training, components, seeds, progress, settings.engine, settings.save_every)
+    learn(
+        settings.run_dir, loaded, training, components, seeds, progress, settings.engine, settings.save_every,
+        command=["experiments/component_study.py", *arguments_of(settings)],
+    )  # fmt: skip
 
 
 def load(settings: ComponentStudy, progress: Progress) -> mtil.Loaded:
@@ -99,6 +103,7 @@ def learn(
     progress: Progress,
     engine: EngineConfig,
     save_every: float | None = None,
+    command: list[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Train in `directory` what is missing there; returns the rows of the table, as `component_study.json` has them."""
     stream, pretrained = loaded.stream, loaded.pretrained
@@ -122,13 +127,14 @@ def learn(
         # parameters and two moments of whatever a component may hold, and the checkpoint before
         check_space(directory, 2 * 3 * 4 * sum(leaf.size for leaf in executor.leaves), "a rolling checkpoint")
         record = Record.open(directory, fingerprint.digest(conditions))
-        record.write("continued" if resumed else "run", conditions=conditions)
+        record.write("continued" if resumed else "run", command=command, conditions=conditions)
         network = Network(executor, training.batch_size)
         units = Units(directory, network, stream, training, record, stop, save_every, progress.say)
         setting, sizes = setting_of(stream, pretrained, training, seeds), num_params(executor)
 
         def rows() -> list[dict[str, Any]]:
-            return rows_of(read(directory), components, sizes, setting)
+            # those of earlier calls too
+            return rows_of(read(directory), COMPONENTS, sizes, setting)
 
         total = units.images_left(components, seeds)
         with progress.phase("components", task=stream.name, total=total) as shown:

@@ -72,10 +72,18 @@ def main(settings: HeadAnalysis) -> None:
         raise ValueError(f"--out names {out}, which is no folder; expected one, there already or to be made")
     if settings.num_draws < 1:
         raise ValueError(f"--num-draws is {settings.num_draws}; expected 1 or more")
+    for folder in settings.runs:
+        if not folder.is_dir():
+            raise ValueError(f"--runs names {folder}, which is no folder; expected one that holds finished runs")
     if settings.train:
+        if (settings.stream, settings.data_dir, settings.weights) != (None, None, None):
+            raise ValueError(
+                "--train runs the demo stream with its own weights; leave out --stream, --data-dir, --weights"
+            )
         compare.main(compare.Compare(methods=COMPARED, seeds=settings.seeds, run_dir=settings.run_dir))
         folders = (*folders, settings.run_dir)
     runs, left_out = shown(folders)
+    check_comparable(runs)
     measured = measure_all(runs, settings, progress)
     write(out, measured, left_out, theory(settings.num_draws))
     for directory, why in left_out:

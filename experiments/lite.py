@@ -52,7 +52,7 @@ def main(settings: Lite) -> None:
 def variants_of(settings: Lite) -> list[Variant]:
     """CHEEM, then each lighter network; MoE-Adapters has the last of them."""
     default = "vit_nano" if settings.stream == mtil.DEMO and not settings.smoke else "alexnet"
-    routers = [name.strip() for name in (settings.routers or default).split(",")]
+    routers = list(dict.fromkeys(name.strip() for name in (settings.routers or default).split(",")))
 
     def run(router: str) -> dict:
         weights = settings.alexnet_weights if router == "alexnet" else None

@@ -139,6 +139,11 @@ def runs_of(settings: Mtil) -> list[Mtil]:
     num = (3 if settings.preset == "paper" else 1) if settings.num_seeds is None else settings.num_seeds
     if num < 1:
         raise ValueError(f"--num-seeds is {num}; expected at least 1")
+    if num > 1 and (settings.run_dir / "config.json").exists():
+        raise ValueError(
+            f"{str(settings.run_dir)!r} holds a run of one seed; choose another --run-dir for {num} seeds, or give "
+            "--num-seeds 1"
+        )
     seeds = range(settings.seed, settings.seed + num)
     folder = (lambda seed: settings.run_dir / f"seed-{seed}") if num > 1 else (lambda seed: settings.run_dir)
     return [dataclasses.replace(settings, seed=seed, num_seeds=1, run_dir=folder(seed)) for seed in seeds]

@@ -88,7 +88,8 @@ def main(settings: Planted) -> None:
         stream = stream_of(settings, seed)
         for sampling in samplings:
             progress.say(f"{sampling} sampling, seed {seed}")
-            found[sampling].append(run(settings, sampling, seed, stream, pretrained, progress, workshop))
+            directory = settings.run_dir / sampling / f"seed-{seed}"
+            found[sampling].append(run(settings, sampling, seed, stream, directory, pretrained, progress, workshop))
     means = means_of(stream_of(settings, seeds[0]), pretrained, method_of(settings, samplings[0]))
     write(settings, found, pretrained, means, progress)
 
@@ -98,17 +99,26 @@ def run(
     sampling: Sampling,
     seed: int,
     stream: Stream,
+    directory: Path,
     pretrained: Pretrained,
     progress: Progress,
-    workshop: dict[Any, Networks],
+    workshop: dict[Any, Networks] | None = None,
 ) -> dict[str, Any]:
     """Learn the stream, or go on with it, or read what is finished."""
-    alone = dataclasses.replace(settings, sampling=sampling, seeds=str(seed))
+    alone = dataclasses.replace(settings, sampling=sampling, seeds=str(seed), run_dir=directory)
     config = RunConfig(method_of(settings, sampling), SIZES[settings.preset].cheem, seed, engine=settings.engine)
     return run_stream(
-        stream, pretrained, config, settings.run_dir / sampling / f"seed-{seed}", progress,
+        stream, pretrained, config, directory, progress,
         save_every=settings.save_every, command=["experiments/planted.py", *arguments_of(alone)], workshop=workshop,
     )  # fmt: skip
+
+
+def run_alone(settings: Planted) -> None:
+    """One run in the run directory itself, as its record has it; without the study's pages."""
+    progress, (seed,) = Progress(), seeds_of(settings.seeds or "")
+    assert settings.sampling != "both"
+    stream = stream_of(settings, seed)
+    run(settings, settings.sampling, seed, stream, settings.run_dir, load_pretrained("vit_micro"), progress)
 
 
 def method_of(settings: Planted, sampling: Sampling) -> CheemConfig:
@@ -148,6 +158,8 @@ def write(
         f"{first['backbone']}, settings of `{size.cheem}`, {size.num_train} training, {size.num_val} validation and "
         f"{size.num_test} test images per task; mean class tokens of the backbone's own task: {first['base_means']}."
     )
+    if settings.stream_seed is not None:
+        setting += f" All runs on the pictures of seed {settings.stream_seed}: intervals and p are of these alone."
     text = pages.page(found, judged, costs, means, setting)
     write_atomically(settings.run_dir / "planted.md", text)
     write_atomically(settings.run_dir / "planted.csv", pages.table(judged.summaries))

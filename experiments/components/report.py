@@ -54,9 +54,10 @@ def rows_of(
             continue
         places = [Place(component.name, seed, rate) for seed in seeds]
         sequences = [found_at(entries, "sequential", place) for place in places]
-        if any(len(sequence) < num_tasks for sequence in sequences):
+        diverged = any(found_at(entries, "diverged", place) for place in places)
+        if not diverged and any(len(sequence) < num_tasks for sequence in sequences):
             continue
-        matrices = [_matrix(sequence) for sequence in sequences]
+        matrices = [] if diverged else [_matrix(sequence) for sequence in sequences]
         transfer = [found_at(entries, "transfer", place) for place in places]
         forgetting = [metrics.average_forgetting(matrix) for matrix in matrices]
         rows.append({
@@ -68,8 +69,10 @@ def rows_of(
                 f"{tried:g}": mean_validation(entries, component, tried, seeds, num_tasks) for tried in rates
             },
             "average_accuracy": _spread([np.mean([unit["test_accuracy"] for unit in t.values()]) for t in transfer]),
-            "average_forgetting": None if None in forgetting else _spread(forgetting),
-            "sequential_average_accuracy": _spread([metrics.average_accuracy(matrix) for matrix in matrices]),
+            "average_forgetting": None if diverged or None in forgetting else _spread(forgetting),
+            "sequential_average_accuracy": None
+            if diverged
+            else _spread([metrics.average_accuracy(matrix) for matrix in matrices]),
             "accuracy": [[t[index]["test_accuracy"] for index in range(num_tasks)] for t in transfer],
             "sequential_accuracy": [metrics.matrix_to_json(matrix) for matrix in matrices],
             "paper": {
@@ -153,22 +156,27 @@ def caption(rows: Sequence[Row], setting: Mapping[str, Any]) -> str:
         f"{training['batch_size']}; heads begin at random and learn at {training['head_rate']:g}.",
         f"rate: the best of {', '.join(f'{rate:g}' for rate in training['rates'])} on the validation splits, task to "
         "task, one per component; the same sequentially." + (" *: at an end of the sweep." if ends_of(setting) else ""),
-        "params: the component in all blocks, heads apart.",
+        "params: the component in all blocks, heads apart. MHSA: with its output projection.",
     ]
     if len(rows) > 2 and all(len(row["ranks"]) == 2 for row in rows):
         accuracy, forgetting = (
             _rank_correlation([row[measure]["mean"] for row in rows], [row["paper"][measure] for row in rows])
             for measure in MEASURES
         )
+        accuracy, forgetting = ("none" if np.isnan(found) else f"{found:.2f}" for found in (accuracy, forgetting))
         lines.append(
             f"ranks: 1 is the most accurate and the least forgetful of these {len(rows)}; Spearman's correlation of "
-            f"ours with the paper's is {accuracy:.2f} for accuracy and {forgetting:.2f} for forgetting."
+            f"ours with the paper's is {accuracy} for accuracy and {forgetting} for forgetting."
         )
+    if any(row["average_forgetting"] is None for row in rows) and len(tasks) > 1:
+        lines.append(f"{NONE}: the sequence diverged at this rate.")
     return "\n".join(lines)
 
 
 def _rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    return float(np.corrcoef(rankdata(np.round(a, 6)), rankdata(np.round(b, 6)))[0, 1])
+    ranks = rankdata(np.round(a, 6)), rankdata(np.round(b, 6))
+    # of equal values there is none
+    return float("nan") if min(map(np.ptp, ranks)) == 0 else float(np.corrcoef(*ranks)[0, 1])
 
 
 def sweep(rows: Sequence[Row], setting: Mapping[str, Any]) -> Grid:
@@ -192,8 +200,9 @@ def write(directory: Path, rows: Sequence[Row], setting: Mapping[str, Any]) -> N
     notes = grid.caption.replace("\n", "  \n")
     text = f"# {grid.title}\n\n{grid.to_markdown()}\n\n{notes}\n\n## {rates.title}\n\n{rates.to_markdown()}\n"
     write_atomically(directory / "component_study.md", text)
-    if len(rows) > 1 and all(row["average_forgetting"] for row in rows):
-        picture(rows, setting, PAPER, directory / "component_study.png")
+    shown = [row for row in rows if row["average_forgetting"]]
+    if len(shown) > 1:
+        picture(shown, setting, PAPER, directory / "component_study.png")
 
 
 def csv_of(rows: Sequence[Row]) -> str:

@@ -110,7 +110,16 @@ class Units:
         rate = chosen_rate(read(self.directory), component, rates, seeds, num)
         assert rate is not None  # all units of the sweep are there
         for seed in seeds:
-            self._sequence(learner, Place(component.name, seed, rate), shown)
+            place = Place(component.name, seed, rate)
+            if found_at(read(self.directory), "diverged", place):
+                continue
+            try:
+                self._sequence(learner, place, shown)
+            except FloatingPointError as error:
+                # what a rate does to single tasks does not tell what it does to a long sequence
+                self.record.write("diverged", **place._asdict(), index=0, reason=str(error))
+                self.rolling.clear()
+                self.say(f"{place}: the sequence diverged, so this component has no forgetting")
 
     def _transfer(self, learner: Learner, place: Place, index: int, shown: Advance) -> None:
         task, keys = self.stream.tasks[index], Keys(place.seed)

@@ -15,12 +15,13 @@ from cheem_jax.keys import Keys
 from cheem_jax.methods.catalogue import Networks, make, preset_of
 from cheem_jax.methods.ewc import Ewc
 from cheem_jax.methods.fitting import Inputs
+from cheem_jax.methods.moal import Moal
 from cheem_jax.methods.prompting import Prompting
 from cheem_jax.report.finished import Run
 
 from .theory import match_probability, match_with_unequal_rivals
 
-GLOBAL_HEADS = ("ewc", "coda_prompt", "dualprompt", "l2p")
+GLOBAL_HEADS = ("ewc", "moal", "coda_prompt", "dualprompt", "l2p")
 """Methods whose logits of all tasks' classes come from one pass through one head, and may be compared."""
 
 FEW = 10
@@ -180,7 +181,7 @@ def measure(
     engine = rebuilt(EngineConfig(), run.config["engine"])
     config = rebuilt(preset_of(name, "paper"), run.config[name])
     networks = networks_of(pretrained, None, config, engine, workshop)
-    method = cast(Prompting | Ewc, make(config, networks, Keys(run.config["seed"]), len(stream.tasks)))
+    method = cast(Prompting | Ewc | Moal, make(config, networks, Keys(run.config["seed"]), len(stream.tasks)))
     method.open(run.directory / "checkpoints" / name)
     if (names := tuple(method.classes.names)) != run.order:
         raise ValueError(f"{run.directory} learned {run.order}, but its checkpoints hold {names}; bring back the rest")
@@ -191,7 +192,7 @@ def measure(
     return found
 
 
-def logits_of(method: Prompting | Ewc, task: Task) -> Float[np.ndarray, "N P"]:
+def logits_of(method: Prompting | Ewc | Moal, task: Task) -> Float[np.ndarray, "N P"]:
     """Logits of a task's test images for all classes, padding behind them."""
     images = task.test.images
     if isinstance(method, Prompting):

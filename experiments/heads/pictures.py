@@ -18,7 +18,7 @@ from cheem_jax.report.table import METHODS
 
 from .margins import Margins, fit_of
 
-MARKERS = {"ewc": "^", "coda_prompt": "D", "dualprompt": "s", "l2p": "o"}
+MARKERS = {"ewc": "^", "moal": "v", "coda_prompt": "D", "dualprompt": "s", "l2p": "o"}
 HIT, MISS, THEORY = "#1b6ca8", "#c8553d", INK
 GAPS = Normalize(0, 5)
 COLOURS = colormaps["viridis_r"]

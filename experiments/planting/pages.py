@@ -141,7 +141,7 @@ def _compared(by_claim: Mapping[str, Mapping[str, Summary]]) -> str:
     told += f"{', '.join(less) or 'nothing'}. "
     if apart:
         return told + f"The 95 % intervals are apart for {', '.join(apart)}."
-    return told + "The 95 % intervals overlap in every claim, so these runs do not tell the two apart."
+    return told + "The 95 % intervals overlap in every claim."
 
 
 def _cost(runs: Runs) -> str:
