@@ -17,10 +17,7 @@ from cheem_jax.report.figures import DPI, FAINT, INK, architecture_grid, save
 
 Runs = Sequence[Mapping[str, Any]]
 ACCURACY, COST = "#1f77b4", "#c0392b"
-COSTS = {
-    "params_added_percent": ("parameters added per task, % of the backbone", 1.0),
-    "flops_paper": ("FLOPs per image, G", 1e-9),
-}
+COSTS = {"params_added_percent": "parameters added per task, % of the backbone", "flops_paper": "FLOPs per image"}
 
 
 def sweep_picture(
@@ -39,7 +36,10 @@ def sweep_picture(
     figure = Figure(figsize=(6.4, 4.0), dpi=DPI, layout="constrained")
     left = figure.add_subplot()
     right = left.twinx()
-    title, scale = COSTS[cost]
+    title, scale = COSTS[cost], 1.0
+    if cost == "flops_paper":
+        giga = max(_spread(runs, cost, 1.0)[0] for _, runs in points) >= 1e9
+        title, scale = (f"{title}, G", 1e-9) if giga else (f"{title}, M", 1e-6)
     values = [value for value, _ in points]
     for axes, name, factor, colour, shape in (
         (left, "average_accuracy", 100.0, ACCURACY, "o-"),
