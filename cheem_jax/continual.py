@@ -119,11 +119,12 @@ def run_stream(
         run = Run(directory, record, progress, stop, save_every, status)
         finished = restore(directory, stream, methods, record) if resumed else 0
         begun = next((entry for entry in read(directory) if entry["event"] == "run"), None)
+        bound = {"upper_bound": config.upper_bound is not None}
         if begun is None:
             setting = _setting(stream, pretrained, config, means, router)
-            record.write("run", **setting, command=command, data=data, conditions=conditions, **start.since())
+            record.write("run", **setting, command=command, data=data, conditions=conditions, **bound, **start.since())
         elif finished < len(stream.tasks) or (config.upper_bound is not None and missing_bounds(directory, stream)):
-            record.write("continued", command=command, conditions=conditions, **start.since())
+            record.write("continued", command=command, conditions=conditions, **bound, **start.since())
             if changed := fingerprint.differences(begun["conditions"], conditions):
                 progress.say(f"begun under other conditions, so numbers may differ: {'; '.join(changed)}")
         chosen = choose(engine, pretrained.config, batch_size)
@@ -146,9 +147,9 @@ def run_stream(
             _write_results(directory, tensorboard)
         if config.upper_bound is not None:
             write_report(directory, _write_results(directory, tensorboard))
-            bound = FullFinetune(networks.executor, features, config.upper_bound, keys, len(stream.tasks))
-            _upper_bound(stream, bound, run)
-            Rolling(run.root(bound.name), stop).clear()
+            upper = FullFinetune(networks.executor, features, config.upper_bound, keys, len(stream.tasks))
+            _upper_bound(stream, upper, run)
+            Rolling(run.root(upper.name), stop).clear()
         results = _write_results(directory, tensorboard)
         write_report(directory, results)
         return results

@@ -85,8 +85,8 @@ def check_space(directory: Path, needed: int, what: str) -> None:
 def hold(directory: Path) -> Iterator[None]:
     """The directory, made if there is none, for this process alone. Raises ValueError naming the process that has it.
 
-    Whoever reads or writes anything there holds it first. The system lets go of the lock with its process, however that
-    ends.
+    Whoever learns there holds it first; who only looks does not. The system lets go of the lock with its process,
+    however that ends.
     """
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -425,6 +425,17 @@ def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_i
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_writes_event_files_as_it_goes_and_tells_beforehand_where_it_cannot(tmp_path, monkeypatch):
+    config = RunConfig(preset_of("frozen_linear", "quick"), "quick")
+    run_stream(small.stream(2), small.pretrained(), config, tmp_path / "run", quiet(), tensorboard=True)
+    events = tmp_path / "run" / "tensorboard" / "frozen_linear" / "events.out.tfevents.cheem_jax"
+    assert events.read_bytes().count(b"average/accuracy") >= 2
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match=r"pip install 'cheem_jax\[tensorboard\]'"):
+        run_stream(small.stream(2), small.pretrained(), config, tmp_path / "other", quiet(), tensorboard=True)
+    assert not (tmp_path / "other").exists()
+
+
 def test_the_answers_of_a_run_give_its_accuracies_again(finished):
     directory, results = finished
     with np.load(directory / "answers.npz", allow_pickle=False) as answers:

@@ -13,6 +13,7 @@ import tables
 from paper.printed import Cell, printed, recomputed_fom
 
 from cheem_jax.data.benchmarks.table import MTIL
+from cheem_jax.report.finished import check_comparable, read
 
 TASKS = ("shapes", "letters")
 UNEVEN = {("mtil", "deit_tiny", "coda_prompt"), ("mtil", "deit_tiny", "dualprompt"), ("vdd", "vit_base", "tuna")}
@@ -140,6 +141,22 @@ def test_the_benchmarks_orders_have_the_papers_names(tmp_path):
     results.write_text(json.dumps(json.loads(results.read_text()) | {"accuracy": matrix}))
     row = rows_of(run_tables(tmp_path, "task_orders") / "task_orders.csv")["CHEEM, paper_b"]
     assert (row["sun397, ours"], row["sun397, paper"]) == ("50.00 (1)", "66.86")
+
+
+def test_two_runs_of_one_seed_count_once_whatever_ran_them(tmp_path):
+    write_run(tmp_path / "runs/a", engine={"executor": "stages", "precision": "float32"})
+    write_run(tmp_path / "runs/b", engine={"executor": "scan", "precision": "float32"})
+    runs, left_out = read([tmp_path / "runs"])
+    assert len(runs) == 1 and left_out == [(tmp_path / "runs/b", f"the same run as {tmp_path / 'runs/a'}")]
+
+
+def test_runs_of_other_tasks_of_a_stream_are_refused_with_their_names(tmp_path):
+    write_run(tmp_path / "runs")
+    ((run, *_), _) = read([tmp_path / "runs"])
+    shapes, letters = run.results["tasks"]
+    other = run._replace(results={**run.results, "tasks": [shapes, {**letters, "name": "digits"}]})
+    with pytest.raises(ValueError, match="but of other tasks: digits, letters"):
+        check_comparable([run, other])
 
 
 def test_other_precisions_and_presets_are_refused(tmp_path):

@@ -354,3 +354,31 @@ def test_once_shows_a_running_run_and_ends(tmp_path):
     with hold(tmp_path):
         watch_run(Watch(tmp_path, once=True), Console(file=shown, width=80))
     assert "running since" in shown.getvalue() and "known after the first task" in shown.getvalue()
+
+
+def test_a_run_that_was_stopped_before_its_last_upper_bound_is_not_finished(tmp_path):
+    record = begin(tmp_path, NAMES[:2])
+    record.write("continued", upper_bound=True)
+    learn(record, 0, [0.8])
+    learn(record, 1, [0.7, 0.9])
+    assert "stopped" in text_of(tmp_path)
+    for index in range(2):
+        assert "the same command goes on" in text_of(tmp_path)
+        record.write("upper_bound", index=index, name=NAMES[index], test_accuracy=0.95, seconds=4.0)
+    assert "finished" in text_of(tmp_path) and "upper bound of 2" in text_of(tmp_path)
+
+
+def test_a_process_that_began_after_the_name_was_written_is_another_one(tmp_path):
+    owner = tmp_path / ".owner.json"
+    owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+    assert read_owner(tmp_path) is not None
+    os.utime(owner, (1e9, 1e9))  # long before this process began
+    assert read_owner(tmp_path) is None
+
+
+@pytest.mark.parametrize("tasks", [3, {"a": 1}, [1, 2], None])
+def test_a_configuration_that_names_no_tasks_is_no_reason_to_fail(tmp_path, tasks):
+    begin(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tasks": tasks}))
+    assert "0 of 0 tasks" in text_of(tmp_path)

@@ -13,7 +13,7 @@ Place = tuple[str | int, ...]
 
 CIRCUMSTANCES = frozenset((
     "time", "seconds", "seconds_total", "compile_seconds", "checkpoint_seconds", "peak_memory_bytes",
-    "compile", "hits", "misses", "evictions", "fingerprint", "conditions", "command", "data", "versions",
+    "compile", "hits", "misses", "evictions", "fingerprint", "conditions", "command", "data", "versions", "upper_bound",
     "device",
 ))  # fmt: skip
 """What a clock, the memory, the history of a process, or the machine and who used it decide: no result of a run."""

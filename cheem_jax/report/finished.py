@@ -1,6 +1,7 @@
 """Finished runs: what they measured, whether they may stand in one table, and what sets them apart."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,11 @@ def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"--runs names {folder}, which is no folder; expected one that holds finished runs")
-    directories = {file.parent.resolve(): file.parent for folder in folders for file in folder.rglob("config.json")}
+    directories: dict[Path, Path] = {}
+    for folder in folders:
+        for place, _, files in os.walk(folder, onerror=lambda error: left_out.append(_unreadable(error))):
+            if "config.json" in files:
+                directories[Path(place).resolve()] = Path(place)
     first: dict[object, Path] = {}
     for directory in sorted(directories.values()):
         try:
@@ -43,7 +48,9 @@ def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
             run = Run(directory, results, config)
             missing = len(config["tasks"]) - len(run.order)
             numbers_of(results)
-            identity = (*cell_of(run), json.dumps(config, sort_keys=True))
+            # how networks were run decides no result, but for the precision
+            seeds = run.results["seed"], config.get("seeds")
+            identity = (*cell_of(run), json.dumps([seeds, _without_seeds(config)], sort_keys=True))
         except FileNotFoundError:
             left_out.append((directory, "unfinished: it has no results yet"))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
@@ -59,6 +66,10 @@ def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
     return runs, left_out
 
 
+def _unreadable(error: OSError) -> tuple[Path, str]:
+    return Path(error.filename), f"cannot be read ({error.strerror})"
+
+
 IDENTITY = ("image_size", "data_sha256", "weights_sha256", "split_sha256", "preset")
 
 
@@ -68,6 +79,11 @@ def check_comparable(runs: Sequence[Run]) -> None:
     settings: dict[tuple[object, ...], Run] = {}
     for run in runs:
         reference = first.setdefault(run.place, run)
+        if apart := sorted(set(run.order) ^ set(reference.order)):
+            raise ValueError(
+                f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but of other tasks: "
+                f"{', '.join(apart)} is in one of them alone; tabulate them apart"
+            )
         for key in IDENTITY:
             ours, theirs = (_identity(other, key) for other in (run, reference))
             if ours != theirs:

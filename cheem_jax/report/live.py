@@ -55,6 +55,8 @@ class Facts(NamedTuple):
     """The same with the true task given."""
     seconds: dict[int, float]
     """What each finished task took."""
+    has_bounds: bool
+    """Whether the run also measures the upper bound of every task."""
     bounds: list[float]
     """Seconds of each upper bound that is known."""
     last: float | None
@@ -123,10 +125,13 @@ def _entries(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
 def facts_of(seen: Seen) -> Facts:
     """What there is to show; an entry that lacks something is left out."""
     setting = next((entry for entry in seen.entries if entry["event"] == "run"), {})
-    names = seen.config.get("tasks") or list(setting.get("split_sha256") or {})
+    told = seen.config.get("tasks")
+    known = isinstance(told, list) and all(isinstance(name, str) for name in told)
+    names = (told if known else None) or list(setting.get("split_sha256") or {})
     num = len(names)
     accuracy, given = np.full((num, num), np.nan), np.full((num, num), np.nan)
     reports, seconds, bounds, learning = {}, {}, [], {}
+    has_bounds = any(entry["event"] == "upper_bound" or entry.get("upper_bound") for entry in seen.entries)
     last, begun = None, 0.0
     for entry in seen.entries:
         try:
@@ -148,7 +153,7 @@ def facts_of(seen: Seen) -> Facts:
                     bounds.append(entry["seconds"])
         except MALFORMED:
             continue
-    return Facts(setting, names, reports, accuracy, given, seconds, bounds, last, begun)
+    return Facts(setting, names, reports, accuracy, given, seconds, has_bounds, bounds, last, begun)
 
 
 def is_over(seen: Seen) -> bool:
@@ -185,13 +190,18 @@ def line(seen: Seen) -> str:
 
 
 def _is_finished(seen: Seen, facts: Facts) -> bool:
-    return is_over(seen) and 0 < len(facts.names) <= facts.num_finished
+    num_bounds = len(facts.names) if facts.has_bounds else 0
+    return is_over(seen) and 0 < len(facts.names) <= facts.num_finished and len(facts.bounds) >= num_bounds
 
 
 def _doing(seen: Seen, facts: Facts) -> Doing | None:
     """The phase at work, or the one that was when the run was killed; not that of an earlier process."""
     doing, owner = seen.status, seen.owner
-    if doing is None or _is_finished(seen, facts) or (owner is not None and owner.pid != doing.pid):
+    if (
+        doing is None
+        or _is_finished(seen, facts)
+        or (owner is not None and (owner.pid != doing.pid or doing.time < owner.since - 1))
+    ):
         return None
     return doing
 
@@ -227,9 +237,11 @@ def _overall(seen: Seen, facts: Facts, width: int) -> Text:
     text.append_text(_bar(facts.num_finished / total, min(30, width // 4)))
     left = _left(seen, facts)
     if left is not None:
-        text.append(f"  about {_span(left)} left")
+        only = ", without the upper bound" if facts.has_bounds and facts.num_finished < len(facts.names) else ""
+        text.append(f"  about {_span(left)} left{only}")
     elif seen.owner is not None:
-        text.append("  time left: known after the first task")
+        first = "upper bound" if len(facts.names) <= facts.num_finished else "task"
+        text.append(f"  time left: known after the first {first}")
     if facts.bounds:
         text.append(f"  (upper bound of {len(facts.bounds)})")
     averages = ", ".join(_averages(facts))

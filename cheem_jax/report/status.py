@@ -21,12 +21,12 @@ NAME = ".status.json"
 OWNER = ".owner.json"
 """As `run_directory` writes it."""
 SECONDS_BETWEEN = 2.0
-"""Least seconds between two writes in a phase."""
-SECONDS_BETWEEN_PHASES = 0.25
-"""The same where a phase begins: it may compile for minutes before it first counts images."""
+"""Least seconds between two writes in a phase; its beginning is told at once, since it may compile for minutes."""
 LARGEST_SHARE = 0.01
 """Share of the time that writing may take; a slow disk makes it rarer."""
 NUM_LOSSES = 60
+CLOCK_ERROR = 5.0
+"""Seconds by which the system's clocks may disagree."""
 
 
 class Doing(NamedTuple):
@@ -104,7 +104,7 @@ class Status:
                 tell(SECONDS_BETWEEN)
                 show(num_images, note)
 
-            tell(SECONDS_BETWEEN_PHASES)
+            tell(0.0)
             yield advance
 
     def _write(self, doing: Doing) -> None:
@@ -140,10 +140,11 @@ def read_owner(directory: Path) -> Owner | None:
         owner = Owner(int(told["pid"]), str(told["host"]), (directory / OWNER).stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    return owner if owner.host != socket.gethostname() or _lives(owner.pid) else None
+    return owner if owner.host != socket.gethostname() or _lives(owner.pid, owner.since) else None
 
 
-def _lives(pid: int) -> bool:
+def _lives(pid: int, since: float) -> bool:
+    """Whether it is the process that wrote its name then: numbers are given again, in containers soon."""
     try:
         os.kill(pid, 0)
     except PermissionError:  # of another user
@@ -151,10 +152,13 @@ def _lives(pid: int) -> bool:
     except (OSError, OverflowError):
         return False
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):  # no Linux
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+        begun = int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError, StopIteration):  # no Linux
         return True
-    return state not in ("Z", "X")  # ended, and its parent has not asked yet
+    # Z, X: ended, and its parent has not asked yet
+    return fields[0] not in ("Z", "X") and begun < since + CLOCK_ERROR
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import filelock
 import numpy as np
 
 from cheem_jax import metrics
@@ -69,11 +70,14 @@ def write_events(directory: Path) -> Path:
         points = list(points_of(entries))
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"the record in {str(directory)!r} does not hold what event files need ({error!r})") from error
-    for method in dict.fromkeys((setting["method"], *(point.method for point in points))):
-        own = [point for point in points if point.method == method]
-        config = _config(directory, setting) if method == setting["method"] else None
-        _write(directory / FOLDER / method / NAME, _content(own, config, _seconds(setting)))
-    return directory / FOLDER
+    folder = directory / FOLDER
+    folder.mkdir(exist_ok=True)
+    with filelock.FileLock(folder / ".lock"):  # the run itself may write them at this moment
+        for method in dict.fromkeys((setting["method"], *(point.method for point in points))):
+            own = [point for point in points if point.method == method]
+            config = _config(directory, setting) if method == setting["method"] else None
+            _write(folder / method / NAME, _content(own, config, _seconds(setting)))
+    return folder
 
 
 def points_of(entries: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
@@ -147,6 +151,8 @@ def _config(directory: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is no JSON ({error}); bring it back from a copy") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds no JSON object; bring it back from a copy")
     told = {key: setting.get(key) for key in ("method", "preset", "executor", "precision", "device")}
     return told | {key: value for key, value in config.items() if not key.endswith("sha256")}
 
