@@ -81,8 +81,8 @@ def check_comparable(runs: Sequence[Run]) -> None:
         reference = first.setdefault(run.place, run)
         if apart := sorted(set(run.order) ^ set(reference.order)):
             raise ValueError(
-                f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but only one of them has "
-                f"{', '.join(apart)}; tabulate them apart"
+                f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but only one of them "
+                f"has {', '.join(apart)}; tabulate them apart"
             )
         for key in IDENTITY:
             ours, theirs = (_identity(other, key) for other in (run, reference))

@@ -13,10 +13,13 @@ from PIL import Image
 
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.demo import demo_stream
+from cheem_jax.data.load import ImagesConfig, load_tasks
+from cheem_jax.data.plan import Plan
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import fingerprint, select
 from cheem_jax.report.finished import Run
 from cheem_jax.report.page.loading import Told
+from cheem_jax.report.page.specs import Missing
 
 TASKS = 24
 """Tasks with pictures: the first ones."""
@@ -24,6 +27,8 @@ EACH = 4
 """Right and wrong answers per task, at most."""
 LARGEST = 224
 """Pixels of a picture, at most."""
+CHECKED = 5_000
+"""Images of a task up to which all are decoded, to see whether they are those of the run."""
 CRISP = 64
 """Pixels up to which a picture is enlarged with its pixels visible, and kept as PNG."""
 
@@ -57,23 +62,21 @@ class Pictures(NamedTuple):
 
     labels: np.ndarray
     decode: Callable[[Sequence[int]], np.ndarray]
-
-
-class NoPictures(ValueError):
-    """Why there are none, as a sentence."""
+    is_checked: bool = True
+    """Whether the pixels are known to be those of the run."""
 
 
 class Album:
     """Opens the pictures of runs, each stream once."""
 
     def __init__(self) -> None:
-        self._opened: dict[str, dict[str, Pictures] | NoPictures] = {}
+        self._opened: dict[str, dict[str, Pictures] | Missing] = {}
 
     def examples(self, run: Run, told: Told) -> Examples:
-        """Raises NoPictures where answers or pictures cannot be had."""
+        """Raises Missing where answers or pictures cannot be had."""
         data = told.begin.get("data")
         if data is None:
-            raise NoPictures(
+            raise Missing(
                 f"The record cannot be read: {told.damage}." if told.damage else
                 "The run was made by an earlier version or a script that does not tell where its pictures are."
             )  # fmt: skip
@@ -83,8 +86,12 @@ class Album:
         for index, task in enumerate(run.results["tasks"][:TASKS]):
             tasks.append(_of_task(index, run.results["tasks"], answers, opened[task["name"]]))
         num = len(run.results["tasks"])
-        note = f"The first {TASKS} of {num:,} tasks." if num > TASKS else ""
-        return Examples(tuple(tasks), size <= CRISP, note)
+        notes = [f"The first {TASKS} of {num:,} tasks."] if num > TASKS else []
+        if unchecked := [task.label for task in tasks if not opened[task.name].is_checked]:
+            notes.append(
+                f"Of {', '.join(unchecked)} files and labels are those of the run; the pixels were not checked against it."
+            )
+        return Examples(tuple(tasks), size <= CRISP, " ".join(notes))
 
     def _open(self, run: Run, data: Mapping[str, Any]) -> dict[str, Pictures]:
         size = run.results["image_size"]
@@ -92,12 +99,12 @@ class Album:
         if key not in self._opened:
             try:
                 self._opened[key] = _demo(run) if data["stream"] == "demo" else _planned(run, data, size)
-            except NoPictures as error:
+            except Missing as error:
                 self._opened[key] = error
             except (ValueError, KeyError, OSError, ImportError) as error:
-                self._opened[key] = NoPictures(f"The pictures are not where the run found them: {error}.")
+                self._opened[key] = Missing(f"The pictures are not where the run found them: {error}.")
         found = self._opened[key]
-        if isinstance(found, NoPictures):
+        if isinstance(found, Missing):
             raise found
         return found
 
@@ -106,7 +113,7 @@ def _demo(run: Run) -> dict[str, Pictures]:
     stream = select(demo_stream(image_size=run.results["image_size"]), run.order)
     wanted = run.config["data_sha256"]
     if changed := [task.name for task in stream.tasks if fingerprint(task) != wanted.get(task.name)]:
-        raise NoPictures(f"This version draws other pictures for {', '.join(changed)} than the run has seen.")
+        raise Missing(f"This version draws other pictures for {', '.join(changed)} than the run has seen.")
     return {
         task.name: Pictures(task.test.labels, lambda rows, images=task.test.images: np.asarray(images[:])[list(rows)])
         for task in stream.tasks
@@ -120,25 +127,41 @@ def _planned(run: Run, data: Mapping[str, Any], size: int) -> dict[str, Pictures
     )
     wanted = run.results["split_sha256"]
     by_name = {plan.name: plan for plan in plans if plan.name in run.order}
-    if changed := [name for name, plan in by_name.items() if wanted.get(name) not in (None, plan.split_sha256)]:
-        raise NoPictures(f"Other files or labels are there now than the run has seen: {', '.join(changed)}.")
+    if changed := [name for name, plan in by_name.items() if wanted.get(name) != plan.split_sha256]:
+        raise Missing(f"Other files or labels are there now than the run has seen: {', '.join(changed)}.")
+
+    hashes = run.config.get("data_sha256") or {}
+    checked = {name: _is_same(by_name[name], size, hashes.get(name)) for name in run.order[:TASKS]}
+    if changed := [name for name, is_same in checked.items() if is_same is False]:
+        raise Missing(f"The files have other pixels now than the run has seen: {', '.join(changed)}.")
 
     def pictures(name: str) -> Pictures:
         part = by_name[name].test
-        return Pictures(part.labels, lambda rows: np.concatenate(list(decode_in_order(part.files, size, rows))))
+        decode = lambda rows: np.concatenate(list(decode_in_order(part.files, size, rows)))  # noqa: E731
+        return Pictures(part.labels, decode, checked[name] is True)
 
-    return {name: pictures(name) for name in run.order[:TASKS]}
+    return {name: pictures(name) for name in checked}
+
+
+def _is_same(plan: Plan, size: int, data_sha256: str | None) -> bool | None:
+    """Whether the run has seen these pixels; None where so many would have to be decoded to know."""
+    ways = [ImagesConfig("stream")]  # whose hash tells from size and time of the files, without any pixel
+    if plan.num_images <= CHECKED:
+        ways.append(ImagesConfig("memory"))
+    if any(fingerprint(load_tasks([plan], size, way)[0]) == data_sha256 for way in ways):
+        return True
+    return False if len(ways) > 1 else None
 
 
 def _answers(directory: Path) -> Mapping[str, np.ndarray]:
     file = directory / "answers.npz"
     if not file.exists():
-        raise NoPictures("The run was made by an earlier version, which did not keep its answers (answers.npz).")
+        raise Missing("The run was made by an earlier version, which did not keep its answers (answers.npz).")
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
             return {name: held[name] for name in held.files}
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise NoPictures(f"{file} cannot be read: {error}.") from error
+        raise Missing(f"{file} cannot be read: {error}.") from error
 
 
 def _of_task(
@@ -148,17 +171,20 @@ def _of_task(
     try:
         given, routed, classes = (answers[f"{name}_{index}"] for name in ("given_task", "chosen_task", "chosen_class"))
     except KeyError as error:
-        raise NoPictures(f"answers.npz holds no {error} for task {task['name']!r}.") from error
+        raise Missing(f"answers.npz holds no {error} for task {task['name']!r}.") from error
     if not len(given) == len(routed) == len(classes) == len(labels):
-        raise NoPictures(f"answers.npz holds {len(given)} answers for the {len(labels)} test images of {task['name']}.")
+        raise Missing(f"answers.npz holds {len(given)} answers for the {len(labels)} test images of {task['name']}.")
+    later = "answers.npz is from another moment than the record; the command that began the run goes on and writes both."
     is_right = (routed == index) & (classes == labels)
+    if max(routed.max(initial=0), index) >= len(tasks) or not _is(is_right.mean(), accuracy):
+        raise Missing(later)
     chosen = [_some(np.flatnonzero(is_right)), _some(np.flatnonzero(~is_right))]
     try:
         images = dict(
             zip([row for rows in chosen for row in rows], pictures.decode([*chosen[0], *chosen[1]]), strict=True)
         )
     except (ValueError, OSError) as error:
-        raise NoPictures(f"The pictures of {task['name']!r} cannot be read: {error}.") from error
+        raise Missing(f"The pictures of {task['name']!r} cannot be read: {error}.") from error
 
     def example(row: int) -> Example:
         truth, source = task["classes"][labels[row]], data_uri(images[row])

@@ -17,6 +17,10 @@ DRAWN = 120
 """Tasks that one chart draws at most."""
 
 
+class Missing(ValueError):
+    """Why a section holds nothing, as a sentence."""
+
+
 class Variant(NamedTuple):
     """One of the charts that a figure can show."""
 
