@@ -155,3 +155,20 @@ def test_the_report_names_every_task_number_and_figure(tmp_path):
     for name in ("architectures", "accuracy", "similarity"):
         assert f"(figures/{name}.png)" in text and (tmp_path / "figures" / f"{name}.png").stat().st_size > 5000
     assert sorted(file.name for file in tmp_path.iterdir()) == ["figures", "report.md"]
+
+
+def test_a_thousand_tasks_with_long_names_still_make_figures_that_can_be_read(tmp_path):
+    results = made_up([f"a task with a rather long name, number {index}" for index in range(120)], 2, "vit_micro", 32)
+    results |= {"tasks": results["tasks"] * 9}
+    figures.architecture_grid(results, tmp_path / "grid.png")
+    with Image.open(tmp_path / "grid.png") as picture:
+        assert picture.height < 61 * 0.5 * figures.DPI + 500  # 60 of 1,080 tasks under the base
+    results["tasks"] = results["tasks"][:120]
+    figures.accuracy_heatmap(results, tmp_path / "accuracy.png")
+    with Image.open(tmp_path / "accuracy.png") as picture:
+        assert picture.width < 2 * 30 * 0.6 * figures.DPI + 1000
+
+
+def test_what_is_shown_of_many_is_spread_evenly_from_the_first_to_the_last():
+    assert figures.spread(5, 9) == [0, 1, 2, 3, 4] and figures.spread(1, 9) == [0]
+    assert figures.spread(1000, 4) == [0, 333, 666, 999]

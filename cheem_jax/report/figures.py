@@ -25,14 +25,23 @@ MEANING = {
     "new": "learn a new one",
     "skip": "skip the branch",
 }
+MOST_ROWS, MOST_CELLS, MOST_PANELS = 60, 30, 24
+"""Tasks in a grid of architectures, along a side of a heat map, and with a heat map of their own."""
+LONGEST_NAME = 28
 Results = Mapping[str, Any]
+
+
+def spread(num: int, most: int) -> list[int]:
+    """At most so many of `num` positions, evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, num - 1, min(num, most)).round().astype(int)).tolist()
 
 
 def architecture_grid(results: Results, file: Path, title: str | None = None) -> None:
     """Tasks in rows under the base, blocks in columns; colour is the op, text the source of its expert."""
-    tasks, pool = results["tasks"], results["pool"]
+    pool, shown = results["pool"], spread(len(results["tasks"]), MOST_ROWS)
+    tasks, names = [results["tasks"][index] for index in shown], _labels(results)
     num_blocks, num_rows = len(pool), len(tasks) + 1
-    labels = ["base", *_labels(results)]
+    labels = ["base", *(names[index] for index in shown)]
     left, right = 0.095 * max(map(len, labels)) + 0.3, 0.95
     width, height = 0.74, 0.46
     figure = Figure(figsize=(left + num_blocks * width + right, num_rows * height + 1.35), dpi=DPI)
@@ -54,7 +63,7 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
         axes.text(num_blocks + 0.2, row + 0.5, added, ha="left", va="center", color=FAINT, fontsize=9)
     figure.text(
         (left + num_blocks * width / 2) / figure.get_figwidth(), 1 - 0.12 / figure.get_figheight(),
-        title or f"The network found for each task: {results['stream']}, {results['backbone']}",
+        (title or f"The network found for each task: {results['stream']}, {results['backbone']}") + _of(shown, names),
         ha="center", va="top", fontsize=12, color=INK,
     )  # fmt: skip
     handles = [FancyBboxPatch((0, 0), 1, 1, facecolor=colour, edgecolor="none") for colour in COLOURS.values()]
@@ -68,8 +77,9 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
 
 def accuracy_heatmap(results: Results, file: Path) -> None:
     """Accuracy after learning each task (row) on each task (column), routed and with the true task given."""
-    labels = _labels(results)
-    num_tasks = len(labels)
+    names = _labels(results)
+    shown = spread(len(names), MOST_CELLS)
+    labels, num_tasks = [names[index] for index in shown], len(shown)
     cell, gap = 0.56, 0.5
     side = max(num_tasks * cell, 2.9)  # room for the titles
     below = left = 0.072 * max(map(len, labels)) + 0.5
@@ -78,7 +88,7 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
     panels = (("accuracy", "task inferred per image", ""), ("local_accuracy", "true task given", "local_"))
     for index, (key, title, prefix) in enumerate(panels):
         axes = _panel(figure, left + index * (side + gap), below, side, side)
-        percent = 100 * matrix_from_json(results[key])
+        percent = 100 * matrix_from_json(results[key])[np.ix_(shown, shown)]
         axes.imshow(np.ma.masked_invalid(percent), cmap=colours, vmin=0, vmax=100, aspect="auto")
         for (row, column), value in np.ndenumerate(percent):
             if not np.isnan(value):
@@ -90,7 +100,7 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
             axes.set_ylabel("after learning", color=FAINT)
         axes.set_xlabel("tested on", color=FAINT)
         average, forgetting = results[f"{prefix}average_accuracy"], results[f"{prefix}average_forgetting"]
-        text = f"{title}\naverage {100 * average:.1f} %"
+        text = f"{title}{_of(shown, names)}\naverage {100 * average:.1f} %"
         if forgetting is not None:
             text += f", forgetting {100 * forgetting:.1f} points"
         axes.set_title(text, fontsize=10, color=INK)
@@ -106,10 +116,11 @@ def similarity_heatmap(results: Results, file: Path) -> None:
     similarity = [
         np.array([[np.nan if s is None else s for s in row] for row in task]) for task in results["similarity"]
     ]
-    num_columns = min(3 if len(names) > 6 else 2, len(names))
+    shown = spread(len(names), MOST_PANELS)
+    num_columns = min(3 if len(shown) > 6 else 2, len(shown))
     cell_width, cell_height, left, top, gap = 0.27, 0.24, 0.62, 0.36, 0.3
-    rows = [range(start, min(start + num_columns, len(names))) for start in range(0, len(names), num_columns)]
-    heights = [max(len(similarity[task]) for task in row) * cell_height for row in rows]
+    rows = [shown[start : start + num_columns] for start in range(0, len(shown), num_columns)]
+    heights = [max(min(len(similarity[task]), MOST_CELLS) for task in row) * cell_height for row in rows]
     panel_width = num_blocks * cell_width
     panels_width = num_columns * (left + panel_width)
     width = max(panels_width + 0.25, 5.6)
@@ -119,18 +130,20 @@ def similarity_heatmap(results: Results, file: Path) -> None:
     y = height - 0.4
     for row, row_height in zip(rows, heights, strict=True):
         for column, task in enumerate(row):
-            values = similarity[task]
+            earlier = spread(len(similarity[task]), MOST_CELLS)
+            values = similarity[task][earlier]
             x = (width - panels_width - 0.15) / 2 + column * (left + panel_width) + left
             tall = len(values) * cell_height
             axes = _panel(figure, x, y - top - tall, panel_width, tall)
             axes.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=-1, vmax=1, aspect="auto")
             axes.set_title(names[task], fontsize=10, color=INK, loc="left", pad=4)
-            axes.set_yticks(range(len(values)), ["base", *map(_short, range(len(values) - 1))], fontsize=8)
+            axes.set_yticks(range(len(values)), ["base" if i == 0 else _short(i - 1) for i in earlier], fontsize=8)
             axes.set_xticks(range(num_blocks), [str(block + 1) for block in range(num_blocks)], fontsize=7)
             _bare(axes)
         y -= top + row_height + gap
     figure.text(
-        0.5, 1 - 0.1 / height, "Similarity S of a new task to the earlier networks, block by block",
+        0.5, 1 - 0.1 / height,
+        f"Similarity S of a new task to the earlier networks, block by block{_of(shown, names)}",
         ha="center", va="top", fontsize=12, color=INK,
     )  # fmt: skip
     bar = figure.add_axes(_fractions(figure, width / 2 - 1.2, 0.42, 2.4, 0.12))
@@ -151,8 +164,14 @@ def save(figure: Figure, file: Path) -> None:
 
 def _labels(results: Results) -> list[str]:
     """`T3 food10`: tasks are numbered from 0, as everywhere in the results."""
-    names = [task["name"].replace("$", r"\$") for task in results["tasks"]]  # a pair would start a formula
+    names = [task["name"] for task in results["tasks"]]
+    names = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
+    names = [name.replace("$", r"\$") for name in names]  # a pair would start a formula
     return [f"{_short(index)} {name}" for index, name in enumerate(names)]
+
+
+def _of(shown: list[int], names: list[str]) -> str:
+    return "" if len(shown) == len(names) else f" ({len(shown)} of {len(names)} tasks)"
 
 
 def _short(origin: int | str) -> str:
