@@ -99,7 +99,8 @@ def test_an_unknown_command_is_named(capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         cli_main()
     assert (
-        stop.value.code == 2 and "unknown command 'demmo'; expected one of: demo, data list" in capsys.readouterr().err
+        stop.value.code == 2
+        and "unknown command 'demmo'; expected one of: demo, report, watch, " in capsys.readouterr().err
     )
 
 

@@ -161,7 +161,18 @@ def test_clocks_memory_and_the_history_of_a_process_make_no_difference():
         "peak_memory_bytes",
         "compile",
     )
-    names += ("hits", "misses", "evictions", "fingerprint", "conditions", "command", "versions", "device")
+    names += (
+        "hits",
+        "misses",
+        "evictions",
+        "fingerprint",
+        "conditions",
+        "command",
+        "data",
+        "versions",
+        "upper_bound",
+        "device",
+    )
     one = {**kept, **dict.fromkeys(names, 1), "tasks": [{"searched": 12, "seconds": {"search": 1.0}}]}
     assert timeless(one) == kept and set(names) == CIRCUMSTANCES
     entries = changed(

@@ -307,12 +307,12 @@ def test_every_sampling_and_seed_is_a_run_of_its_own_on_its_own_pictures(monkeyp
     assert list(begun) == ["hee/seed-0", "uniform/seed-0", "hee/seed-1", "uniform/seed-1"]
     (one, hee, first), (same, uniform, more), (other, _, second), _ = begun.values()
     assert one == same != other
-    # compiled networks are shared, but not those that remember other pictures
+    # compiled networks are shared
     assert first["workshop"] is more["workshop"] is second["workshop"]
     assert hee.method.sampling == "hee" and hee.seed == 0
     assert uniform.method == dataclasses.replace(hee.method, sampling="uniform")
     again = planted.parse(planted.Planted, more["command"][1:])
-    assert (again.sampling, again.seeds, again.run_dir) == ("uniform", "0", tmp_path)
+    assert (again.sampling, again.seeds, again.run_dir) == ("uniform", "0", tmp_path / "uniform" / "seed-0")
     assert {file.name for file in tmp_path.iterdir()} == {
         "planted.md", "planted.csv", "planted.json", "architectures.png", "similarity.png",
     }  # fmt: skip
