@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from cheem_jax.data.load import ImagesConfig, load_tasks
 from cheem_jax.data.sources import plan_source
+from cheem_jax.data.task import fingerprint
 from cheem_jax.report.record import Record, read
 from cheem_jax.results import results_of
 
@@ -16,6 +18,8 @@ SIZE = 8
 """Pixels of the pictures."""
 EACH = 6
 """Test images of each class."""
+RIGHT = 10 / 12
+"""The accuracy of the answers that `write_run` leaves for two classes."""
 
 
 def write_pictures(folder: Path, names: Sequence[str], classes: Sequence[str] = ("cat", "dog")) -> Path:
@@ -41,9 +45,12 @@ def write_run(directory: Path, *, pictures: Path | None = None, planned: int | N
     names = made["names"]
     plans = [] if pictures is None else plan_source(str(pictures), list(names))[1]
     splits = {plan.name: plan.split_sha256 for plan in plans}
+    loaded = load_tasks(plans, SIZE, ImagesConfig("memory"))
+    other = made.pop("data_sha256", "x")
+    hashes = {str(name): str(other) for name in names} | {task.name: fingerprint(task) for task in loaded}
     data = {"stream": str(pictures), "data_dir": None, "order": "default", "tasks": list(names), "split_seed": 0}
     later = [f"later{index}" for index in range((planned or len(names)) - len(names))]
-    write_config(directory, [*names, *later], made.get("seed", 0), made.pop("data_sha256", "x"))
+    write_config(directory, [*names, *later], made.get("seed", 0), hashes)
     record = Record.open(directory)
     for entry in entries(**made, splits=splits, data=data if pictures else None):
         record.write(**entry)
@@ -54,10 +61,12 @@ def write_run(directory: Path, *, pictures: Path | None = None, planned: int | N
     return directory
 
 
-def write_config(directory: Path, names: Sequence[str], seed: int = 0, data_sha256: str = "x") -> None:
+def write_config(
+    directory: Path, names: Sequence[str], seed: int = 0, data_sha256: Mapping[str, str] | None = None
+) -> None:
     config = {
         "stream": "small", "tasks": list(names), "backbone": "vit_micro", "image_size": SIZE, "seed": seed,
-        "weights_sha256": "w", "data_sha256": dict.fromkeys(names, data_sha256),
+        "weights_sha256": "w", "data_sha256": data_sha256 or dict.fromkeys(names, "x"),
         "cheem": {"search": {"tolerance": 0.02}},
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
@@ -69,7 +78,7 @@ def entries(
     classes: Sequence[str],
     method: str = "cheem",
     seed: int = 0,
-    accuracy: float = 0.8,
+    accuracy: float = RIGHT,
     earlier: bool = False,
     splits: Mapping[str, str] | None = None,
     data: Mapping[str, Any] | None = None,
@@ -84,7 +93,7 @@ def entries(
         "event": "run", "method": method, "backbone": "vit_micro", "stream": "small", "seed": seed,
         "placement": "mlp_down", "preset": "demo", "image_size": SIZE, "base_means": "known", "source": "bundled",
         "router": "vit_micro", "executor": "whole", "precision": "float32", "device": "cpu",
-        "split_sha256": splits or {}, "command": ["cheem"],
+        "split_sha256": splits or {}, "command": ["cheem", "train", "--data.stream=my pictures"],
         "conditions": {"code": {"version": "0.1.0"}, "versions": {"python": "3.11"}},
         **({} if earlier else {"data": data}),
     }  # fmt: skip
@@ -92,9 +101,9 @@ def entries(
         last = index == num - 1
         report = _report(index, name, classes, last=last, has_pool=method == "cheem", earlier=earlier)
         yield {"event": "learned", "method": method, "report": report, "seconds": 2.0, "compile": compiled}
-        row = [accuracy - 0.01 * (index - task) / num for task in range(index + 1)]
-        routing = (np.eye(num) * 0.9 + 0.1 / num).tolist() if last else []
-        measured = {"accuracy": row, "local_accuracy": row, "routing": routing}
+        row = [accuracy + 0.09 * (num - 1 - index) * (task + 1) / num**2 for task in range(index + 1)]
+        routing = ((11 * np.eye(num) + np.roll(np.eye(num), 1, axis=1)) / 12).tolist() if last else []
+        measured = {"accuracy": row, "local_accuracy": [value + 1 / 12 for value in row], "routing": routing}
         yield {
             "event": "evaluated", "index": index, "methods": {method: measured}, "checkpoints": {},
             "peak_memory_bytes": 10**9, "seconds": 0.5, "compile": compiled,
@@ -131,5 +140,5 @@ def _answers(num_tasks: int, num_classes: int) -> dict[str, np.ndarray]:
         routed, answered = np.full_like(labels, index), labels.copy()
         routed[0] = (index + 1) % num_tasks
         answered[1] = (labels[1] + 1) % num_classes
-        found |= {f"given_task_{index}": labels, f"chosen_task_{index}": routed, f"chosen_class_{index}": answered}
+        found |= {f"given_task_{index}": answered, f"chosen_task_{index}": routed, f"chosen_class_{index}": answered}
     return found

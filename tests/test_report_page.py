@@ -1,8 +1,12 @@
 """The HTML page: what it shows, what it refuses, and that no name or size breaks it."""
 
+import base64
+import html
+import io
 import json
 import re
 import shutil
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,20 +16,24 @@ from page_runs import entries, write_config, write_pictures, write_run
 from PIL import Image
 from plotly.offline import get_plotlyjs
 
+from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.commands.report import Report, write_report_page
+from cheem_jax.flops import backbone_flops
 from cheem_jax.report import record
 from cheem_jax.report.finished import read
+from cheem_jax.report.page import examples
 from cheem_jax.report.page.assemble import text_of
 from cheem_jax.report.page.charts import duration
 from cheem_jax.report.page.examples import data_uri
 from cheem_jax.report.page.loading import tell
 from cheem_jax.report.page.search import search_chart
-from cheem_jax.report.page.specs import spread
+from cheem_jax.report.page.specs import Missing, spread
 from cheem_jax.results import results_of
 
 HOSTILE = "</script><script>alert(1)</script><b>\"'`{{7*7}}%{x}$x$"
 PLOTLY = get_plotlyjs()
 NAMES = ("one", "two", "three")
+PLAIN = backbone_flops(at_image_size(CONFIGS["vit_micro"], 8))
 
 
 class Parsed(HTMLParser):
@@ -70,6 +78,13 @@ def parsed(*runs: Path, images: bool = True) -> Parsed:
     return Parsed(report(*runs, images=images))
 
 
+def change(run: Path, edit: Callable[[dict], object]) -> None:
+    """Edits the results of a run."""
+    held = json.loads((run / "results.json").read_text())
+    edit(held)
+    (run / "results.json").write_text(json.dumps(held))
+
+
 def sections(page: Parsed, run: int = 1) -> list[str]:
     return [name.removeprefix(f"run-{run}-") for name in page.ids() if name.startswith(f"run-{run}-")]
 
@@ -104,9 +119,10 @@ def test_nothing_on_the_page_comes_from_elsewhere(run):
 
 
 def test_hostile_names_are_text_and_nothing_else(tmp_path):
-    page = parsed(write_run(tmp_path / "run", names=(HOSTILE, "two"), classes=(HOSTILE, "dog")))
+    run = write_run(tmp_path / "run", names=(HOSTILE, "two"), classes=(HOSTILE, "dog"))
+    assert "<script>alert(1)" not in report(run)
+    page = parsed(run)
     assert HOSTILE in page.text
-    assert not any("alert(1)</script>" in script for script in page.scripts)
     assert [tag for tag, _ in page.elements].count("script") == 3 + 1 + len(page.charts)  # one holds the pool
     [label] = {
         text for spec in page.charts for text in spec["layout"]["xaxis"].get("categoryarray", ()) if "T0" in text
@@ -119,19 +135,80 @@ def test_json_cannot_end_the_script_it_stands_in():
     assert not set("<>&") & set(text) and json.loads(text) == {"name": "</script><!--&"}
 
 
-def test_examples_are_the_pictures_with_what_was_answered(run):
+def test_the_tiles_are_the_headline_numbers(run):
+    found = re.findall(r"<dt>(.*)</dt><dd><b>(.*)</b> <i>(.*)</i><small>(.*)</small>", report(run))
+    assert found == [
+        ("Average accuracy", "83.3", "%", "task and class found for each image"),
+        ("With the task given", "91.7", "%", "class found within the true task"),
+        ("Forgetting", "2.0", "points", "from the best so far to the end, mean over tasks"),
+        ("FLOPs per image", "30.0", "M", f"{30e6 / PLAIN:.2f} × the plain backbone"),
+        ("Parameters added", "1.50", "%", "per task, of the backbone; 0.1 k learned"),
+        ("Time", "7.5", "s", "the whole run; 20 % compiling"),
+    ]
+
+
+def test_a_cell_names_the_task_that_its_expert_comes_from(run):
+    cells = re.findall(r'<td class="(\w+)" tabindex="-1"(?: data-e="(\d)")?><span>(.*?)</span>', report(run))
+    assert cells == [
+        ("base", "0", "base"), ("base", "0", "base"), ("adapt", "1", "base+Δ"), ("new", "1", "new"),
+        ("adapt", "2", "T0+Δ"), ("skip", "", "skip"), ("adapt", "3", "T1+Δ"), ("skip", "", "skip"),
+    ]  # fmt: skip
+
+
+def test_charts_hold_the_numbers_of_the_run(run):
     page = parsed(run)
-    pictures = [found["src"] or "" for tag, found in page.elements if tag == "img"]
-    assert len(pictures) == 3 * (4 + 2)  # of ten right answers four, both wrong ones
-    part = page.text[page.text.index("Right and wrong answers") :]
-    assert part.count("sent to T1 two") == 1 and part.count("sent to T0 one") == 1  # by the first and the last task
-    assert part.count("task given: cat") == 3 and part.count("10 right") == 3 and part.count("2 wrong") == 3
+    pool, stored, routed, given, forgetting, routing, *similarity = page.charts[:9]
+    assert pool["data"][0]["x"] == ["base", "T0 one", "T1 two", "T2 three"]
+    assert pool["data"][0]["z"] == [[1, 2, 3, 4], [1, 2, 2, 2]]
+    assert {trace["name"]: trace["y"] for trace in stored["data"]} == {
+        "experts": [90, 180, 270], "heads": [20, 40, 60], "centroids": [10, 20, 30],
+    }  # fmt: skip
+    assert routed["data"][0]["z"][1] == [84.33, 85.33, None] and given["data"][0]["z"][1] == [92.67, 93.67, None]
+    assert [(trace["x"], trace["y"]) for trace in forgetting["data"]] == [
+        (["T0 one", "T1 two", "T2 three"], [85.33, 84.33, 83.33]), (["T1 two", "T2 three"], [85.33, 83.33]),
+        (["T2 three"], [83.33]),
+    ]  # fmt: skip
+    assert routing["data"][0]["z"] == [[91.67, 8.333, 0.0], [0.0, 91.67, 8.333], [8.333, 0.0, 91.67]]
+    assert [spec["data"][0]["z"] for spec in similarity] == [
+        [[0.5, -0.5], *[[0.25, None]] * earlier] for earlier in range(3)
+    ]
+    assert similarity[2]["data"][0]["y"] == ["base", "T0 one", "T1 two"]
+    assert {trace["name"]: trace["y"] for trace in page.charts[-1]["data"]} == {
+        "supernet": [1.0] * 3, "search": [0.5] * 3, "evaluation": [0.5] * 3, "of which compiling": [0.25] * 3,
+    }  # fmt: skip
+    assert "The whole run took 7.5 s. Compiling took 1.5 s of it (20 %): 6 programs compiled, 12 read from" in page.text
+
+
+def test_examples_are_the_pictures_with_what_was_answered(run):
+    text = report(run)
+    found = re.findall(
+        r'<figure class="example (\w+)">\n<img src="data:image/png;base64,(.*?)".*\n<figcaption><b>(.*?)</b>(.*)</fig',
+        text,
+    )
+    greys = [int(np.unique(np.asarray(Image.open(io.BytesIO(base64.b64decode(source)))))[0]) for _, source, *_ in found]
+    told = [(kind, truth, re.sub("<.*?>", " ", html.unescape(rest)).split("  ")) for kind, _, truth, rest in found]
+    # dogs are 60 lighter than cats; of ten right answers four, both wrong ones
+    assert greys == 3 * [2, 5, 62, 65, 0, 1]
+    assert [answer[:2] for answer in told[:4]] == [("right", "cat")] * 2 + [("right", "dog")] * 2
+    for index, next_one in enumerate(("T1 two", "T2 three", "T0 one")):
+        assert told[6 * index + 4] == ("wrong", "cat", [f" sent to {next_one}", "task given: cat "])
+        assert told[6 * index + 5] == ("wrong", "cat", [" dog "])
+    assert text.count("10 right") == 3 and text.count("2 wrong") == 3
+
+
+def test_answers_of_another_moment_than_the_record_are_not_shown(run):
+    with np.load(run / "answers.npz") as held:
+        answers = dict(held)
+    later = {name: np.where(rows == 1, 3, rows) if name == "chosen_task_0" else rows for name, rows in answers.items()}
+    np.savez(run / "answers.npz", **later)  # pyright: ignore[reportArgumentType]
+    assert "answers.npz is from a later moment than the record" in parsed(run).text
+    later = answers | {"chosen_class_1": answers["given_task_0"][::-1]}
+    np.savez(run / "answers.npz", **later)  # pyright: ignore[reportArgumentType]
+    told = "answers.npz is from another moment than the record: of 'two' 0.0833 are right there, 0.8333 here"
+    assert told in parsed(run).text
 
 
 def test_small_pictures_keep_their_pixels_and_large_ones_become_smaller():
-    import base64
-    import io
-
     rng = np.random.default_rng(0)
     small = rng.integers(0, 256, (8, 8, 3), np.uint8)
     kind, _, text = data_uri(small).partition(";base64,")
@@ -154,6 +231,26 @@ def test_other_pictures_than_the_run_has_seen_are_not_shown(run):
     page = parsed(run)
     assert "Other files or labels are there now than the run has seen: two." in page.text
     assert not any(tag == "img" for tag, _ in page.elements)
+
+
+def test_pictures_with_other_pixels_than_the_run_has_seen_are_not_shown(run):
+    picture = run.parent / "small" / "two" / "train" / "cat" / "0.png"
+    Image.fromarray(np.full((8, 8, 3), 9, np.uint8)).save(picture)
+    page = parsed(run)
+    assert "The files have other pixels now than the run has seen: two." in page.text
+    assert not any(tag == "img" for tag, _ in page.elements)
+
+
+def test_pixels_of_large_tasks_are_not_checked_and_that_is_told(run, monkeypatch):
+    monkeypatch.setattr(examples, "CHECKED", 15)  # of 16
+    page = parsed(run)
+    assert "not checked are the pixels of T0 one, T1 two, T2 three." in page.text
+    assert any(tag == "img" for tag, _ in page.elements)
+
+
+def test_runs_that_do_not_tell_their_files_show_no_pictures(run):
+    change(run, lambda held: held.update(split_sha256={}))
+    assert "Other files or labels are there now than the run has seen: one, two, three." in parsed(run).text
 
 
 def test_the_demo_streams_pictures_are_held_against_what_the_run_has_seen(tmp_path):
@@ -184,7 +281,7 @@ def test_runs_of_earlier_versions_say_what_they_did_not_keep(tmp_path):
 
 def test_a_damaged_record_costs_only_what_it_alone_holds(run):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join([*lines[:2], lines[2].replace("0.8", "0.9"), *lines[3:]]))
+    (run / "metrics.jsonl").write_text("".join([*lines[:2], lines[2].replace("0.9", "0.8"), *lines[3:]]))
     page = parsed(run)
     assert "metrics.jsonl, line 3 is not as it was written" in page.text
     assert "Only the record holds it, which cannot be read." in page.text and "accuracy" in sections(page)
@@ -199,7 +296,7 @@ def test_a_run_without_an_evaluated_task_cannot_be_shown(tmp_path):
     run = write_run(tmp_path / "run", planned=5)
     first = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
     (run / "metrics.jsonl").write_text(first)
-    with pytest.raises(ValueError, match="cannot be shown yet .* no evaluated task"):
+    with pytest.raises(ValueError, match="run: unfinished, and no task is evaluated yet: the command that began"):
         report(run)
 
 
@@ -210,15 +307,15 @@ def test_several_runs_are_compared_with_their_spread_over_seeds(tmp_path):
     write_run(tmp_path / "runs/bound", method="full_finetune", accuracy=0.9)
     page = parsed(tmp_path / "runs")
     table = page.text[: page.text.index("Up and to the left")]
-    # after the last of three tasks (0.8 - 2/300 + 0.8 - 1/300 + 0.8) / 3 = 0.7967, and 0.8367
-    assert "81.7 ± 2.8" in table
+    assert "82.0 ± 2.8" in table
     assert "CHEEM, seed 1" in page.text and "EWC, seed 0" in page.text
     links = [
         found["href"] for tag, found in page.elements if tag == "a" and (found.get("href") or "").startswith("#run")
     ]
     assert {"#run-1", "#run-2", "#run-3"} <= set(links)
-    named = {name for trace in page.charts[0]["data"] for name in trace["text"]}
-    assert named == {"CHEEM", "EWC", "full FT"}
+    assert [(trace["x"], trace["y"], trace["error_y"]["array"], trace["text"]) for trace in page.charts[0]["data"]] == [
+        ([30.0], [82.0], [2.828], ["CHEEM"]), ([30.0], [50.0], [0.0], ["EWC"]), ([30.0], [98.33], [0.0], ["full FT"]),
+    ]  # fmt: skip
 
 
 def test_variants_of_a_method_have_rows_of_their_own(tmp_path):
@@ -257,24 +354,76 @@ def test_runs_of_other_settings_are_refused(tmp_path, key, other):
         report(tmp_path / "runs")
 
 
-def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path):
+def test_damaged_runs_are_listed_apart(tmp_path):
     write_run(tmp_path / "runs/good")
-    write_run(tmp_path / "runs/part", method="ewc", planned=5)
     broken = write_run(tmp_path / "runs/broken", method="l2p")
     (broken / "results.json").write_text("{")
     strange = write_run(tmp_path / "runs/strange", seed=1)
-    held = json.loads((strange / "results.json").read_text())
-    held["tasks"][1]["experts"] = [7, None]
-    (strange / "results.json").write_text(json.dumps(held))
+    change(strange, lambda held: held["compile"].clear())
     page = parsed(tmp_path / "runs")
     told = page.text[page.text.index("Not shown") :]
-    assert "part unfinished: it has no results yet" in told and "broken damaged" in told
-    assert "strange damaged" in told and "expert 7" in told
+    assert "broken damaged" in told and "strange damaged (KeyError('seconds'))" in told
     assert "run-1" in page.ids() and "run-2" not in page.ids()
 
 
+def test_damage_costs_only_the_section_that_needs_what_is_damaged(run):
+    change(run, lambda held: held["tasks"][1].update(experts=[7, None]))
+    text = report(run)
+    assert text.count('class="missing"') == 1 and "uses expert 7 of a block with 4" in text
+    assert "architectures" in sections(Parsed(text)) and 'class="architectures"' not in text
+
+
+def test_a_comparison_that_cannot_be_made_costs_no_run(tmp_path):
+    change(write_run(tmp_path / "runs/a"), lambda held: held.update(params_stored="many"))
+    write_run(tmp_path / "runs/b", method="ewc")
+    page = parsed(tmp_path / "runs")
+    assert page.text.count("Damaged: what this needs is not as a run writes it") == 1
+    assert {"comparison", "run-1", "run-2"} <= set(page.ids())
+
+
+def test_an_accuracy_that_is_no_number_is_told_with_its_run(tmp_path):
+    finished = write_run(tmp_path / "finished")
+    change(finished, lambda held: held.update(average_accuracy=None))
+    unfinished = write_run(tmp_path / "unfinished", accuracy=float("nan"), planned=5)
+    for run in (finished, unfinished):
+        with pytest.raises(ValueError, match=f"{run}: damaged "):
+            report(run)
+    matrix = write_run(tmp_path / "matrix", pictures=write_pictures(tmp_path / "small", NAMES))
+    change(matrix, lambda held: held["accuracy"][-1].__setitem__(0, None))
+    page = parsed(matrix)
+    assert page.charts[2]["data"][0]["z"][2] == [None, 83.33, 83.33] and sections(page)[-2] == "examples"
+    assert page.text.count("Damaged: what this needs") == 1  # the pictures
+
+
+def test_unfinished_runs_are_shown_as_far_as_they_are_and_not_compared(tmp_path):
+    write_run(tmp_path / "runs/a", planned=5)
+    write_run(tmp_path / "runs/b", method="ewc", planned=4)
+    broken = write_run(tmp_path / "runs/broken", planned=4)
+    (broken / "config.json").write_text("{")
+    page = parsed(tmp_path / "runs")
+    assert "CHEEM, seed 0, unfinished: 3 of 5 tasks" in page.text and "EWC, seed 0, unfinished: 3 of 4" in page.text
+    assert "comparison" not in page.ids() and {"run-1", "run-2", "runs"} <= set(page.ids())
+    told = page.text[page.text.index("Not shown") :]
+    assert "broken damaged" in told and "the command that began" not in told
+    for method in ("l2p", "coda_prompt"):
+        write_run(tmp_path / f"runs/{method}", method=method)
+    page = parsed(tmp_path / "runs")
+    assert "2 runs" in page.text and "run-4" in page.ids()
+    assert {name for trace in page.charts[0]["data"] for name in trace["text"]} == {"L2P", "CODA-Prompt"}
+
+
+def test_runs_without_flops_are_not_drawn_among_the_others(tmp_path):
+    for method, paper in (("cheem", 30e6), ("ewc", 300e6), ("l2p", 0.0)):
+        run = write_run(tmp_path / f"runs/{method}", method=method)
+        change(run, lambda held, paper=paper: held["flops"].update(paper=paper))
+    page = parsed(tmp_path / "runs")
+    assert page.charts[0]["layout"]["xaxis"]["type"] == "log"
+    assert {name for trace in page.charts[0]["data"] for name in trace["text"]} == {"CHEEM", "EWC"}
+    assert "Not drawn, because the FLOPs are not known: L2P." in page.text
+
+
 def test_folders_without_a_run_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no finished run in"):
+    with pytest.raises(ValueError, match="no run to show in"):
         report(tmp_path)
     with pytest.raises(ValueError, match="is no folder"):
         report(tmp_path / "absent")
@@ -285,6 +434,40 @@ def test_folders_without_a_run_are_refused(tmp_path):
 def test_a_folder_is_no_file_to_write(run):
     with pytest.raises(ValueError, match="is a folder"):
         write_report_page(Report((run,), run))
+
+
+def test_only_pages_are_overwritten(run):
+    write_report_page(Report((run,), run / "page.html"))
+    write_report_page(Report((run,), run / "page.html"))
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="metrics.jsonl' is there and is no HTML page; name another file"):
+        write_report_page(Report((run,), run / "metrics.jsonl"))
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_to_asks_for_another_place(run, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("cheem_jax.commands.report.write_atomically", refuse)  # the superuser may write anywhere
+    with pytest.raises(
+        ValueError, match="report.html cannot be written .Permission denied.; name another file with --out"
+    ):
+        write_report_page(Report((run,)))
+
+
+def test_a_search_without_any_score_says_so(run):
+    [found], _ = read([run])
+    told = tell(found)
+    for entry in told.learned:
+        entry["report"]["search"]["correct"] = [None] * 6
+    with pytest.raises(Missing, match="No architecture of the search has a score"):
+        search_chart(told, 0.02)
+
+
+def test_the_command_can_be_pasted_into_a_shell(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert "cheem train '--data.stream=my pictures'" in parsed(run).text
 
 
 def test_a_thousand_tasks_stay_small(tmp_path):
@@ -317,16 +500,18 @@ def test_cells_without_an_accuracy_stay_empty(run):
         spec for spec in parsed(run).charts if spec["layout"]["xaxis"].get("title", {}).get("text") == "tested on"
     )
     [trace] = matrix["data"]
-    assert trace["z"][0] == [80.0, None, None] and None not in trace["z"][2]
+    assert trace["z"] == [[85.33, None, None], [84.33, 85.33, None], [83.33, 83.33, 83.33]]
 
 
 def test_the_ring_is_around_the_chosen_candidate(run):
     [found], _ = read([run])
     chart = search_chart(tell(found), 0.02)
-    assert chart is not None
     dots, ring = chart.variants[0].spec["data"]
     assert (ring["x"], ring["y"]) == ([12.0], [90.0])
-    assert len(dots["x"]) == 5  # of six candidates one has no score
+    assert dots["y"] == [50.0, 60.0, 80.0, 90.0, 90.0]  # of six candidates one has no score
+    assert dots["x"] == [10.0, 20.0, 15.0, 30.0, 12.0]
+    [band] = chart.variants[0].spec["layout"]["shapes"]
+    assert (band["y0"], band["y1"]) == (88.0, 90.0)
     assert dots["marker"]["color"] == [1, 1, 2, 3, 3]
 
 

@@ -11,6 +11,9 @@ from cheem_jax.report.page.assemble import page
 from cheem_jax.report.page.loading import load
 from cheem_jax.report.progress import Progress
 
+PAGE = b"<!doctype html"
+"""How a page begins, in lower case: what begins otherwise is not overwritten."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -32,9 +35,19 @@ def write_report_page(settings: Report) -> None:
     file = settings.out or settings.runs[0] / "report.html"
     if file.is_dir():
         raise ValueError(f"--out {str(file)!r} is a folder; expected the name of a file to write")
+    if file.exists() and not _is_page(file):
+        raise ValueError(f"--out {str(file)!r} is there and is no HTML page; name another file")
     text, left_out = page(loaded, images=settings.images)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, text)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, text)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written ({error.strerror}); name another file with --out") from error
     for directory, reason in left_out:
         progress.say(f"left out {directory}: {reason}")
     progress.say(f"wrote {file} ({len(text.encode()) / 1e6:.1f} MB): open it in a browser")
+
+
+def _is_page(file: Path) -> bool:
+    with file.open("rb") as stream:
+        return stream.read(100).lstrip().lower().startswith(PAGE)

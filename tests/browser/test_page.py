@@ -63,6 +63,39 @@ def test_the_grid_can_be_asked_with_the_keyboard(one_run, opened_wide):
     assert page.locator("#tip").is_hidden()
 
 
+def test_moving_the_focus_past_the_edge_of_the_window_keeps_the_tip(one_run, opened_wide):
+    page = opened_wide(one_run)
+    page.set_viewport_size({"width": 1200, "height": 240})
+    cell(page, 0, 0).focus()
+    before = page.evaluate("scrollY")
+    for _ in range(4):
+        page.keyboard.press("ArrowDown")
+        page.wait_for_timeout(400)  # until the page has scrolled
+    assert page.evaluate("scrollY") > before
+    assert page.locator("#tip b").inner_text() == "T3 four, block 1: adapt" and page.locator("#tip").is_visible()
+    page.mouse.wheel(0, 3000)
+    page.locator("#tip").wait_for(state="hidden")  # its cell is out of sight
+
+
+def test_scrolling_the_box_of_the_table_hides_the_tip(one_run, opened_wide):
+    page = opened_wide(one_run)
+    box = page.locator(".architectures .box")
+    box.evaluate("box => { box.style.maxHeight = '6rem'; }")
+    cell(page, 1, 0).scroll_into_view_if_needed()
+    cell(page, 1, 0).dispatch_event("pointerover")  # as a finger does, which no later movement follows
+    page.wait_for_timeout(100)
+    assert page.locator("#tip").is_visible()
+    box.evaluate("box => { box.scrollTop += 30; }")
+    page.locator("#tip").wait_for(state="hidden")
+
+
+def test_an_address_that_is_no_text_stops_nothing(one_run, opened_wide):
+    page = opened_wide(one_run, "#%")
+    cell(page, 1, 0).scroll_into_view_if_needed()
+    cell(page, 1, 0).hover()
+    assert page.locator("#tip b").inner_text() == "T0 one, block 1: adapt"
+
+
 def test_runs_are_switched_by_choice_and_by_address(three_runs, opened_wide):
     page = opened_wide(three_runs)
     visible = page.locator("article:visible")

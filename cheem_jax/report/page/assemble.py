@@ -2,8 +2,9 @@
 
 import json
 import re
+import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,15 +19,18 @@ from cheem_jax.report.markdown import BASE_MEANS
 from cheem_jax.report.page import charts
 from cheem_jax.report.page.architecture import MEANING, Architectures, architectures
 from cheem_jax.report.page.comparing import accuracy_against_flops, compare, comparison_table, name_in
-from cheem_jax.report.page.examples import Album, Examples, NoPictures
-from cheem_jax.report.page.loading import Loaded, Told, tell
+from cheem_jax.report.page.examples import Album, Examples
+from cheem_jax.report.page.loading import Loaded, Told, is_finished, tell
 from cheem_jax.report.page.search import search_chart
-from cheem_jax.report.page.specs import Chart
+from cheem_jax.report.page.specs import Chart, Missing
+from cheem_jax.report.record import to_json
 from cheem_jax.report.table import METHODS, SHORT, TOLD, Grid, format_flops, method_grid, number, plain_flops, task_grid
 
 HERE = Path(__file__).parent
 ROWS = 1000
 """Rows of a table."""
+DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError)
+"""What numbers raise that are not as a run writes them."""
 
 
 class Tile(NamedTuple):
@@ -81,7 +85,7 @@ def page(loaded: Loaded, *, images: bool) -> Page:
         try:
             views.append(view_of(run, f"run-{len(views) + 1}", album))
             drawn.append(run)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except DAMAGE as error:
             left_out.append((run.directory, f"damaged ({error!r:.200})"))
     if not views:
         raise ValueError("; ".join(f"{directory}: {reason}" for directory, reason in left_out))
@@ -90,25 +94,34 @@ def page(loaded: Loaded, *, images: bool) -> Page:
         view._replace(name=f"{view.name} ({run.directory})") if names[view.name] > 1 else view
         for view, run in zip(views, drawn, strict=True)
     ]
-    compared = compare(drawn) if len(views) > 1 else None
-    both = reversed([*zip(drawn, views, strict=True)])  # the first run of a method comes last and stays
-    links = {compared.titles[name_in(run, drawn)]: view.key for run, view in both} if compared else {}
+    finished = [(run, view) for run, view in zip(drawn, views, strict=True) if is_finished(run)]
+    comparison, links = None, {}
+    if len(finished) > 1:
+        runs = [run for run, _ in finished]
+        compared = compare(runs)
+        comparison = _section(
+            "comparison", finished[0][1].title,
+            f"{finished[0][1].lead} Means over seeds, ± standard deviation where there are several.",
+            grid=lambda: comparison_table(compared), charts=lambda: (accuracy_against_flops(compared),),
+        )  # fmt: skip
+        links = {  # the first run of a method comes last and stays
+            compared.titles[name_in(run, runs)]: view.key for run, view in reversed(finished)
+        }
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     text = environment.get_template("template.html").render(
         views=views, left_out=left_out, title=views[0].title, version=__version__, colours=COLOURS, meaning=MEANING,
-        table=comparison_table(compared) if compared else None,
-        comparison=accuracy_against_flops(compared) if compared else None,
+        comparison=comparison, num_compared=len(finished),
         css=Markup((HERE / "page.css").read_text()), js=Markup((HERE / "page.js").read_text()),
         plotly=Markup(get_plotlyjs()), text_of=text_of, most_rows=ROWS, links=links,
     )  # fmt: skip
-    return Page(text, tuple(left_out))
+    return Page(text.lstrip(), tuple(left_out))
 
 
 def text_of(value: Any) -> Markup:
     """JSON that can stand in a script element: no character of it can end one."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(to_json(value), separators=(",", ":"), allow_nan=False)
     return Markup(re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
@@ -120,6 +133,7 @@ def view_of(run: Run, key: str, album: Album | None) -> View:
     name = METHODS[results["method"]] + (f" ({variant})" if variant else "") + f", seed {results['seed']}"
     warnings = []
     if num < planned:
+        name += f", unfinished: {num} of {planned} tasks"
         warnings.append(f"Unfinished: {num} of {planned} tasks so far; every number is about these.")
     if told.damage:
         warnings.append(f"What the record alone holds is left out, because it cannot be read: {told.damage}.")
@@ -174,39 +188,43 @@ def _sections(run: Run, told: Told, album: Album | None) -> list[Section]:
     results, num = run.results, len(run.order)
     found = []
     if "pool" in results:
-        drawn = architectures(results)
-        found.append(Section("architectures", "Architectures", "What each block of each task's network does, and "
-            "which task its expert comes from.", architectures=drawn))  # fmt: skip
-        found.append(Section("pool", "How the pool grew", "Experts are only ever added: what an earlier task needs "
-            "cannot change.", charts.pool_growth(results)))  # fmt: skip
-    found.append(Section("tasks", "Tasks", "", grid=task_grid(results)))
-    found.append(Section("accuracy", "Accuracy after every task", "Rows are moments, columns are tasks.",
-        (charts.accuracy_matrix(results),)))  # fmt: skip
+        found.append(_section("architectures", "Architectures", "What each block of each task's network does, and "
+            "which task its expert comes from.", architectures=lambda: architectures(results)))  # fmt: skip
+        found.append(_section("pool", "How the pool grew", "Experts are only ever added: what an earlier task needs "
+            "cannot change.", charts=lambda: charts.pool_growth(results)))  # fmt: skip
+    found.append(_section("tasks", "Tasks", "", grid=lambda: task_grid(results)))
+    found.append(_section("accuracy", "Accuracy after every task", "Rows are moments, columns are tasks.",
+        charts=lambda: (charts.accuracy_matrix(results),)))  # fmt: skip
     if num > 1:
-        found.append(Section("forgetting", "Forgetting", "What later tasks cost the earlier ones.",
-            (charts.forgetting(results),)))  # fmt: skip
+        found.append(_section("forgetting", "Forgetting", "What later tasks cost the earlier ones.",
+            charts=lambda: (charts.forgetting(results),)))  # fmt: skip
         if results["method"] not in TOLD and results.get("routing"):
-            found.append(Section("routing", "Routing", "Which task answers to whose images, after the last task.",
-                (charts.routing(results),)))  # fmt: skip
+            found.append(_section("routing", "Routing", "Which task answers to whose images, after the last task.",
+                charts=lambda: (charts.routing(results),)))  # fmt: skip
     if "similarity" in results:
-        found.append(Section("similarity", "Similarity of tasks", "What the sampling of the supernet goes by.",
-            (charts.similarity(results),)))  # fmt: skip
+        found.append(_section("similarity", "Similarity of tasks", "What the sampling of the supernet goes by.",
+            charts=lambda: (charts.similarity(results),)))  # fmt: skip
     if "search" in {phase for task in results["tasks"] for phase in task["seconds"]}:
-        chart = search_chart(told, run.config.get(results["method"], {}).get("search", {}).get("tolerance"))
-        missing = "" if chart else "The run was made by an earlier version, which kept only the search's winner."
-        if told.damage:
-            missing = "Only the record holds it, which cannot be read."
-        found.append(Section("search", "The search", "Accuracy is weighed against compute.",
-            (chart,) if chart else (), missing=missing))  # fmt: skip
-    found.append(Section("time", "Time", "Where the seconds went.", (charts.time(results, told),)))
+        tolerance = run.config.get(results["method"], {}).get("search", {}).get("tolerance")
+        found.append(_section("search", "The search", "Accuracy is weighed against compute.",
+            charts=lambda: (search_chart(told, tolerance),)))  # fmt: skip
+    found.append(_section("time", "Time", "Where the seconds went.", charts=lambda: (charts.time(results, told),)))
     if album is not None:
-        lead, examples, missing = "Test images of each task.", None, ""
-        try:
-            examples = album.examples(run, told)
-        except NoPictures as error:
-            missing = str(error)
-        found.append(Section("examples", "Right and wrong answers", lead, examples=examples, missing=missing))
+        found.append(_section("examples", "Right and wrong answers", "Test images of each task.",
+            examples=lambda: album.examples(run, told)))  # fmt: skip
     return found
+
+
+def _section(key: str, title: str, lead: str, **parts: Callable[[], Any]) -> Section:
+    """A section from what makes its parts; what cannot be made is told and costs no other section."""
+    try:
+        return Section(key, title, lead, **{name: make() for name, make in parts.items()})
+    except Missing as error:
+        return Section(key, title, lead, missing=str(error))
+    except DAMAGE as error:
+        return Section(
+            key, title, lead, missing=f"Damaged: what this needs is not as a run writes it ({error!r:.200})."
+        )
 
 
 def _setting(run: Run, told: Told) -> tuple[tuple[str, str], ...]:
@@ -226,6 +244,6 @@ def _setting(run: Run, told: Told) -> tuple[tuple[str, str], ...]:
         rows.append(("processor", str(processor)))
     rows.append(("fingerprint", ", ".join(results["fingerprint"])))
     if command := told.begin.get("command"):
-        rows.append(("command", " ".join(map(str, command))))
+        rows.append(("command", shlex.join(map(str, command))))
     rows.append(("directory", str(run.directory)))
     return tuple(rows)

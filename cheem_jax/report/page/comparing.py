@@ -44,7 +44,7 @@ def comparison_table(compared: Compared) -> Grid:
 
 def accuracy_against_flops(compared: Compared) -> Chart:
     """A mark per method: mean accuracy over FLOPs by the paper's convention; bars are standard deviations."""
-    rows = comparison(compared.found)
+    rows = [row for row in comparison(compared.found) if row["flops_paper"] and row["flops_paper"]["mean"] > 0]
     names = {row["method"]: compared.found[row["method"]][0]["method"] for row in rows}
     told = [row for row in rows if names[row["method"]] in TOLD]
     own = [row for row in rows if names[row["method"]].startswith("cheem")]
@@ -55,7 +55,7 @@ def accuracy_against_flops(compared: Compared) -> Chart:
         ("upper bounds, task given", told, "local_average_accuracy",
          {"color": "@faint", "symbol": "diamond-open", "size": 11, "line": {"width": 2}}),
     )  # fmt: skip
-    flops = [row["flops_paper"]["mean"] for row in rows if row["flops_paper"]]
+    flops = [row["flops_paper"]["mean"] for row in rows]
     unit, name = (1e9, "GFLOPs") if max(flops, default=0) >= 1e9 else (1e6, "MFLOPs")
     traces = [
         _marks(title, members, key, marker, compared.short, unit, name)
@@ -73,6 +73,8 @@ def accuracy_against_flops(compared: Compared) -> Chart:
         "margin": {"t": 12, "b": 48, "l": 52, "r": 24}, "hovermode": "closest",
     }  # fmt: skip
     caption = "Up and to the left is better. Upper bounds are told the true task."
+    if without := [compared.titles[key] for key in compared.found if key not in names]:
+        caption += f" Not drawn, because the FLOPs are not known: {', '.join(without)}."
     return Chart(caption, (Variant("", {"data": traces, "layout": layout}),), 480, 0, 1080)
 
 
@@ -85,7 +87,7 @@ def _marks(
     unit: float,
     unit_name: str,
 ) -> Spec:
-    rows = [row for row in rows if row[key] and row["flops_paper"]]
+    rows = [row for row in rows if row[key]]
     spread = [100 * (row[key]["std"] or 0.0) for row in rows]
     return {
         "type": "scatter", "mode": "markers", "name": name, "marker": marker,

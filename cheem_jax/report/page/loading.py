@@ -12,7 +12,7 @@ from cheem_jax.results import results_of
 
 
 class Loaded(NamedTuple):
-    """The runs of a page, and the folders that could not be shown, each with the reason."""
+    """The runs of a page, finished ones first, and the folders that could not be shown, each with the reason."""
 
     runs: tuple[Run, ...]
     left_out: tuple[tuple[Path, str], ...]
@@ -30,16 +30,22 @@ class Told(NamedTuple):
 
 
 def load(folders: Sequence[Path]) -> Loaded:
-    """All finished runs below the folders; a single unfinished one as far as it is.
+    """All runs below the folders, unfinished ones as far as they are.
 
-    Raises ValueError where there is none, or where runs differ in stream, order of tasks, data, weights or pixels.
+    Raises ValueError where there is none, or where finished ones differ in stream, order of tasks, data, weights or
+    pixels.
     """
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{str(folder)!r} is no folder; expected a run directory or a folder that holds runs")
-    runs, left_out = read(folders)
-    if not runs and len(left_out) == 1 and left_out[0][1].startswith("unfinished"):
-        return Loaded((_unfinished(left_out[0][0]),), ())
+    runs, not_finished = read(folders)
+    left_out = []
+    for directory, reason in not_finished:
+        run = _as_far_as_it_is(directory) if reason.startswith("unfinished") else reason
+        if isinstance(run, Run):
+            runs.append(run)
+        else:
+            left_out.append((directory, run))
     for run in [run for run in runs if run.results["method"] not in METHODS]:
         runs.remove(run)
         known = ", ".join(METHODS)
@@ -48,11 +54,16 @@ def load(folders: Sequence[Path]) -> Loaded:
         where = ", ".join(str(folder) for folder in folders)
         reasons = "; ".join(f"{directory}: {reason}" for directory, reason in left_out)
         raise ValueError(
-            f"no finished run in {where or 'no folder'}{f' ({reasons})' if reasons else ''}; name a run directory, "
-            "such as runs/demo after `cheem demo`, or a folder that holds some"
+            f"no run to show in {where or 'no folder'}{f' ({reasons})' if reasons else ''}; name a run directory with "
+            "an evaluated task, such as runs/demo after `cheem demo`, or a folder that holds some"
         )
-    _check_one_table(runs)
+    _check_one_table([run for run in runs if is_finished(run)])
     return Loaded(tuple(runs), tuple(left_out))
+
+
+def is_finished(run: Run) -> bool:
+    """Whether every task of the stream was learned and evaluated."""
+    return len(run.order) == len(run.config["tasks"])
 
 
 def tell(run: Run) -> Told:
@@ -69,28 +80,28 @@ def tell(run: Run) -> Told:
     return Told(begin, learned)
 
 
-def _unfinished(directory: Path) -> Run:
+def _as_far_as_it_is(directory: Path) -> Run | str:
+    """An unfinished run, or why it cannot be shown."""
     try:
-        results = results_of(record.read(directory))
-        return Run(directory, results, json.loads((directory / "config.json").read_text()))
-    except ValueError as error:
-        raise ValueError(
-            f"{directory} cannot be shown yet ({error}); a report needs one evaluated task: give the command that "
-            "began the run again, which goes on from where it stopped"
-        ) from error
+        config, entries = json.loads((directory / "config.json").read_text()), record.read(directory)
+        if not any(entry["event"] == "evaluated" for entry in entries):
+            return "unfinished, and no task is evaluated yet: the command that began the run goes on with it"
+        run = Run(directory, results_of(entries), config)
+        return run if len(run.order) <= len(config["tasks"]) else "damaged (it holds more tasks than its stream)"
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        return f"damaged ({error!r:.300})"
 
 
 def _check_one_table(runs: Sequence[Run]) -> None:
-    first = runs[0]
     for run in runs[1:]:
         for what, ours, theirs in (
-            ("stream", run.results["stream"], first.results["stream"]),
-            ("backbone", run.results["backbone"], first.results["backbone"]),
-            ("order of tasks", run.order, first.order),
+            ("stream", run.results["stream"], runs[0].results["stream"]),
+            ("backbone", run.results["backbone"], runs[0].results["backbone"]),
+            ("order of tasks", run.order, runs[0].order),
         ):
             if ours != theirs:
                 raise ValueError(
-                    f"{run.directory} and {first.directory} differ in {what}: {ours!r:.200} and {theirs!r:.200}; "
+                    f"{run.directory} and {runs[0].directory} differ in {what}: {ours!r:.200} and {theirs!r:.200}; "
                     "give each its own report"
                 )
     check_comparable(runs)

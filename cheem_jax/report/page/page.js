@@ -185,7 +185,8 @@ function show(key) {
 }
 
 function goTo() {
-  const key = decodeURIComponent(location.hash.slice(1));
+  let key = location.hash.slice(1);
+  try { key = decodeURIComponent(key); } catch { /* an address may hold anything */ }
   show(key || runs[0].id);
   document.getElementById(key)?.scrollIntoView();
 }
@@ -214,6 +215,7 @@ if (location.hash) goTo();
 
 const tip = document.getElementById("tip");
 const SHARERS = 8;
+let asking = null;  // the cell that the tip is about
 
 for (const figure of document.querySelectorAll(".architectures")) {
   const pool = JSON.parse(figure.querySelector("script").textContent);
@@ -257,10 +259,12 @@ for (const figure of document.querySelectorAll(".architectures")) {
     }
     tip.replaceChildren(...lines);
     tip.hidden = false;
+    asking = cell;
     place(cell.getBoundingClientRect());
   }
 
   function quiet() {
+    asking = null;
     tip.hidden = true;
     table.classList.remove("asking");
     table.querySelectorAll(".same, .kin").forEach(cell => cell.classList.remove("same", "kin"));
@@ -284,13 +288,23 @@ for (const figure of document.querySelectorAll(".architectures")) {
     next.tabIndex = 0;
     next.focus();
   });
-  addEventListener("scroll", quiet, {passive: true});
+  addEventListener("scroll", () => {  // of the page or of the table's box; moving the focus scrolls too
+    if (!asking || !table.contains(asking)) return;
+    if (asking.matches(":focus-visible") && inSight(asking)) place(asking.getBoundingClientRect());
+    else quiet();
+  }, {passive: true, capture: true});
 }
 
 function element(tag, text) {
   const made = document.createElement(tag);
   made.textContent = text;
   return made;
+}
+
+function inSight(cell) {
+  const [box, at] = [cell.closest(".box"), cell].map(one => one.getBoundingClientRect());
+  return at.bottom > Math.max(box.top, 0) && at.top < Math.min(box.bottom, innerHeight)
+    && at.right > box.left && at.left < box.right;
 }
 
 function place(cell) {  // beside its cell where there is room, so that the column stays in sight

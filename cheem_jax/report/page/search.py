@@ -6,18 +6,23 @@ from typing import Any
 import numpy as np
 
 from cheem_jax.report.page.loading import Told
-from cheem_jax.report.page.specs import Chart, Spec, Variant, rounded, spread
+from cheem_jax.report.page.specs import Chart, Missing, Spec, Variant, rounded, spread
 
 CHARTS = 60
 """Tasks with a chart."""
 
 
-def search_chart(told: Told, tolerance: float | None) -> Chart | None:
-    """A chart per task with a selector; None where the record holds no search. `tolerance` is tau of the search."""
+def search_chart(told: Told, tolerance: float | None) -> Chart:
+    """A chart per task with a selector; Missing where the record tells none. `tolerance` is tau of the search."""
+    if told.damage:
+        raise Missing("Only the record holds it, which cannot be read.")
     found = [entry["report"] for entry in told.learned]
-    if not found or not all("search" in report for report in found):
-        return None
-    kept = spread(len(found), CHARTS)
+    if not all("search" in report for report in found):
+        raise Missing("The run was made by an earlier version, which kept only the search's winner.")
+    scored = [index for index, report in enumerate(found) if set(report["search"]["correct"]) - {None}]
+    if not scored:
+        raise Missing("No architecture of the search has a score.")
+    kept = [scored[place] for place in spread(len(scored), CHARTS)]
     variants = tuple(
         Variant(f"T{index} {found[index]['name']}", _scatter(found[index]["search"], tolerance)) for index in kept
     )
@@ -29,8 +34,10 @@ def search_chart(told: Told, tolerance: float | None) -> Chart | None:
         points = f"{100 * tolerance:g} points"
         caption += f": the cheapest of those whose accuracy is less than {points} below the best (the band)"
     caption += "."
-    if len(kept) < len(found):
-        caption += f" Of {len(found):,} tasks, {len(kept)} have a chart, evenly spread."
+    if len(scored) < len(found):
+        caption += f" Of {len(found) - len(scored):,} tasks no architecture has a score."
+    if len(kept) < len(scored):
+        caption += f" Of {len(scored):,} tasks, {len(kept)} have a chart, evenly spread."
     return Chart(caption, variants, 420, 0, 860, "task")
 
 
