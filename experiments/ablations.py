@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pictures import architecture_sheet, sweep_picture
+from charts import architecture_sheet, sweep_picture
 from study import Found, Study, Variant, run_all
 
 from cheem_jax.atomic import write_atomically

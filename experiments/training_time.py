@@ -17,7 +17,7 @@ from typing import Any
 
 import compare
 import numpy as np
-from pictures import stacked_bars
+from charts import stacked_bars
 from study import Found, run_all
 from tables import Tables
 from tables import main as write_tables

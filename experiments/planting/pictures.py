@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from charts import architecture_sheet
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pictures import architecture_sheet
 from planting.claims import KIN, TWIN, relative_and_rivals, similarity_of
 from planting.stream import NAMES, PLAN
 
