@@ -18,8 +18,9 @@ from test_report import made_up
 from cheem_jax.commands import watch
 from cheem_jax.commands.watch import Watch, watch_run
 from cheem_jax.report import live
-from cheem_jax.report.live import look, shown_tasks, sparkline, view
+from cheem_jax.report.live import shown_tasks, sparkline, view
 from cheem_jax.report.record import Record
+from cheem_jax.report.seen import look
 from cheem_jax.report.status import NAME, Doing, Status, read_owner, read_status
 from cheem_jax.run_directory import hold
 

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from cheem_jax.report.live import Seen, is_over, line, look, view
+from cheem_jax.report.live import line, view
 from cheem_jax.report.progress import SECONDS_BETWEEN_LINES
+from cheem_jax.report.seen import Seen, is_over, look
 
 LINES_BESIDE = 18
 """Lines of a view beside its tasks."""
