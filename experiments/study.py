@@ -94,6 +94,8 @@ def run_all(
 ) -> Found:
     """Run what is missing; `after_each` gets what there is so far, so that a stopped study has its tables."""
     settings = [(variant, run_settings(study, variant, seed)) for variant in variants for seed in study.chosen_seeds]
+    if study.run_dir.exists() and not study.run_dir.is_dir():
+        raise ValueError(f"--run-dir names {study.run_dir}, which is no folder; expected one, there or to be made")
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
         raise ValueError(f"variants named more than once: {', '.join(repeats(names))}")
