@@ -57,6 +57,29 @@ def route(
     features: Float[np.ndarray, "N E"], centroids: Sequence[Float[np.ndarray, "_ E"]], config: RouterConfig
 ) -> Int[np.ndarray, "N"]:
     """The task of each image: that of the nearest centroid, ties to the lowest task."""
+    return np.argmin(distances(features, centroids, config), axis=1).astype(np.int32)
+
+
+def distances(
+    features: Float[np.ndarray, "N E"], centroids: Sequence[Float[np.ndarray, "_ E"]], config: RouterConfig
+) -> Float[np.ndarray, "N T"]:
+    """From each image to the nearest centroid of each task, in the router's metric."""
     points = normalise(features)
-    per_task = [cdist(points, c, _SCIPY_METRICS[config.metric]).min(axis=1) for c in centroids]
-    return np.argmin(np.stack(per_task, axis=1), axis=1).astype(np.int32)
+    return np.stack([cdist(points, c, _SCIPY_METRICS[config.metric]).min(axis=1) for c in centroids], axis=1)
+
+
+NUM_QUANTILES = 201
+
+
+def calibrate(own: Float[np.ndarray, "N"]) -> Float[np.ndarray, "Q"]:
+    """What a task keeps of the distances of its validation images: quantiles in steps of half a percent."""
+    return np.quantile(own, np.linspace(0, 1, NUM_QUANTILES)).astype(np.float32)
+
+
+def threshold(quantiles: Float[np.ndarray, "Q"], rate: float) -> float:
+    """The distance beyond which an image counts as foreign, so that of a task's own about `rate` do."""
+    if not 0 < rate < 1:
+        raise ValueError(
+            f"open_set is {rate}; expected the share of own images to refuse, between 0 and 1, such as 0.05"
+        )
+    return float(np.interp(1 - rate, np.linspace(0, 1, len(quantiles)), quantiles))

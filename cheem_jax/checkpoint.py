@@ -191,8 +191,8 @@ def _differs(name: str, found: Mapping[str, str], manifest: Mapping[str, Any]) -
 
 
 def saved_tasks(root: Path) -> list[Path]:
-    """The directories of tasks 0, 1, ... without a gap."""
+    """The directories of tasks 0, 1, ... without a gap; `003.forgotten` keeps the place of one that is forgotten."""
     found: list[Path] = []
-    while matches := sorted(root.glob(f"{len(found):03d}-*")):
+    while matches := sorted(root.glob(f"{len(found):03d}[-.]*")):
         found.append(matches[0])
     return found

@@ -1,45 +1,38 @@
 """The loop over a stream: learn a task, save it, measure every task so far from what was saved."""
 
 import dataclasses
-import functools
 import hashlib
-import io
 import json
-import resource
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from cheem_jax import fingerprint, metrics
+from cheem_jax import fingerprint
 from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.alexnet import PretrainedAlexNet, build_alexnet
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.checkpoint import load_manifest, saved_tasks
-from cheem_jax.data.task import Stream, Task
+from cheem_jax.data.task import Stream
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.execution.choice import EngineConfig, choose, make_executor
-from cheem_jax.execution.compilation import Compilations, compilations
 from cheem_jax.execution.executor import Token
 from cheem_jax.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.images import Images
-from cheem_jax.interruption import Stop, stop_requests
+from cheem_jax.interruption import stop_requests
 from cheem_jax.kernels import Precision
 from cheem_jax.keys import Keys, SeedsConfig
 from cheem_jax.methods.alexnet_encoder import AlexNetEncoder
-from cheem_jax.methods.catalogue import TOLD, MethodConfig, Networks, make, preset_of
+from cheem_jax.methods.catalogue import MethodConfig, Networks, make, preset_of
 from cheem_jax.methods.cheem import CheemConfig, Preset
 from cheem_jax.methods.frozen_linear import FrozenLinear
 from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.methods.lora_cl import LoraClConfig
-from cheem_jax.methods.method import Answers, FrozenFeatures, Method
+from cheem_jax.methods.method import FrozenFeatures, Method
 from cheem_jax.ops import Placement
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.progress import Progress
@@ -48,8 +41,9 @@ from cheem_jax.report.status import Status
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.restoring import restore
 from cheem_jax.results import results_of
-from cheem_jax.rolling import Rolling, RunningTask
+from cheem_jax.rolling import Rolling
 from cheem_jax.run_directory import check_space, claim, hold
+from cheem_jax.steps import SPARE_BYTES, Mark, Run, evaluate, learn_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +134,8 @@ def run_stream(
             progress.say(f"going on in {directory} with task {finished + 1} of {len(stream.tasks)}")
         for index in range(finished, len(stream.tasks)):
             task = stream.tasks[index]
-            saving = sum(_learn(task, index, method, run) for method in methods)
-            _evaluate(stream.tasks[: index + 1], methods, run, saving)
+            saving = sum(learn_task(task, index, method, run) for method in methods)
+            evaluate(stream.tasks[: index + 1], methods, run, saving)
             features.forget(stream.tasks[index])
             router_features.forget(stream.tasks[index])
             _write_results(directory, tensorboard)
@@ -153,141 +147,6 @@ def run_stream(
         results = _write_results(directory, tensorboard)
         write_report(directory, results)
         return results
-
-
-class Mark(NamedTuple):
-    """A moment, to count seconds and compilations from."""
-
-    seconds: float
-    compiled: Compilations
-
-    @classmethod
-    def now(cls) -> "Mark":
-        return cls(time.perf_counter(), compilations())
-
-    def since(self) -> dict[str, Any]:
-        """What the record keeps of the time since then."""
-        compiled = compilations().since(self.compiled)
-        return {"seconds": time.perf_counter() - self.seconds, "compile": compiled._asdict()}
-
-
-class Run(NamedTuple):
-    """What the steps of one run share."""
-
-    directory: Path
-    record: Record
-    progress: Progress
-    stop: Stop
-    save_every: float | None
-    status: Status
-
-    def root(self, method: str) -> Path:
-        """Where a method's checkpoints lie."""
-        return self.directory / "checkpoints" / method
-
-    def learning(self, method: str, task: Task, index: int) -> RunningTask:
-        """One task while a method learns it."""
-        rolling = Rolling(self.root(method), self.stop, every=self.save_every)
-        phase = functools.partial(_phase, self.progress, self.status, task.name)
-        running = RunningTask(index, rolling, phase, self.progress.say)
-        if running.saved is not None:
-            self.progress.say(f"{task.name}: going on in the middle")
-        return running
-
-
-def _phase(progress: Progress, status: Status, task: str, phase: str, total: int):
-    return status.phase(phase, task, total, progress.phase(phase, task=task, total=total))
-
-
-def _learn(task: Task, index: int, method: Method, run: Run) -> float:
-    """Learn and save one task; from then on everything comes from disk, as after a restart.
-
-    Returns the seconds that checkpoints took.
-    """
-    root, start = run.root(method.name), Mark.now()
-    if run.stop:
-        raise run.stop.stopped("everything learned is kept")
-    if len(saved_tasks(root)) > index:
-        Rolling(root, run.stop).clear()
-        return 0.0  # learned and saved before the run stopped
-    check_space(run.directory, method.bytes_needed(task) + SPARE_BYTES, f"task {task.name!r}")
-    running = run.learning(method.name, task, index)
-    report = method.learn(task, running)
-    known = {"index": index, "name": task.name, "classes": list(task.classes)}
-    known |= {f"num_{name}": len(split.labels) for name, split in task.splits.items()}
-    run.record.write("learned", method=method.name, report={**known, **report}, **start.since())
-    saving = time.perf_counter()
-    method.save(root)
-    running.rolling.clear()
-    for name in report.get("not_kept", ()):
-        run.progress.say(f"{name}: no room for keeping them (--engine.memory-gb), so they are computed in every epoch")
-    if num_skipped := report.get("skipped_steps"):
-        run.progress.say(f"{task.name}: {num_skipped} steps left out, whose loss or gradient was not finite")
-    if "architecture" in report:
-        run.progress.architecture(task.name, report["architecture"])
-    return running.rolling.seconds + time.perf_counter() - saving
-
-
-SPARE_BYTES = 16 * 2**20
-"""Room for what a task leaves beside its arrays: record, results, figures."""
-
-
-def _evaluate(learned: Sequence[Task], methods: tuple[Method, ...], run: Run, saving: float) -> None:
-    """Measure every task so far with every method; `saving` are the seconds that the last one's checkpoints took."""
-    measured, answered, start, num = {}, {}, Mark.now(), len(learned)
-    for method in methods:
-        rows = []
-        total = sum(len(task.test.labels) for task in learned)
-        with _phase(run.progress, run.status, f"{num} tasks, {method.name}", "evaluate", total) as advance:
-            for index, task in enumerate(learned):
-                answers = method.answers(index, task)
-                rows.append(_measure(answers, index, task))
-                if method is methods[0]:
-                    answered |= {f"{name}_{index}": found for name, found in answers._asdict().items()}
-                advance(len(task.test.labels), "")
-                if run.stop:
-                    raise run.stop.stopped("everything learned is kept, and measured again")
-        measured[method.name] = {
-            "accuracy": [row["accuracy"] for row in rows],
-            "local_accuracy": [row["local_accuracy"] for row in rows],
-            "routing": metrics.routing_confusion(
-                np.repeat(np.arange(num), [len(task.test.labels) for task in learned]),
-                np.concatenate([row["chosen"] for row in rows]),
-                num,
-            ),
-        }
-    _write_answers(run.directory, answered)
-    saved = {method.name: saved_tasks(run.root(method.name)) for method in methods}
-    contents = {name: [load_manifest(place)["content_sha256"] for place in places] for name, places in saved.items()}
-    run.record.write(
-        "evaluated", index=num - 1, methods=measured, checkpoints=contents, checkpoint_seconds=saving,
-        peak_memory_bytes=peak_memory_bytes(), **start.since(),
-    )  # fmt: skip
-    last = measured[methods[0].name]
-    given = "true task given"
-    if methods[0].name not in TOLD:
-        given = f"{100 * last['local_accuracy'][-1]:.1f} % with the task given"
-    run.progress.say(
-        f"{learned[-1].name}: {100 * last['accuracy'][-1]:.1f} % ({given}); "
-        f"average over {num} tasks {100 * float(np.mean(last['accuracy'])):.1f} %"
-    )
-
-
-def _measure(answers: Answers, index: int, task: Task) -> dict[str, Any]:
-    labels = task.test.labels
-    right = (answers.chosen_task == index) & (answers.chosen_class == labels)
-    return {
-        "accuracy": float(right.mean()),
-        "local_accuracy": float((answers.given_task == labels).mean()),
-        "chosen": answers.chosen_task,
-    }
-
-
-def _write_answers(directory: Path, answered: Mapping[str, np.ndarray]) -> None:
-    """`answers.npz`: what the run's own method answers to every test image of every task so far, by task index."""
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **{name: found.astype(np.int32) for name, found in answered.items()})  # pyright: ignore[reportArgumentType]
-    write_atomically(directory / "answers.npz", buffer.getvalue())
 
 
 def missing_bounds(directory: Path, stream: Stream) -> list[int]:
@@ -434,9 +293,3 @@ def _check_sizes(stream: Stream, pretrained: Pretrained, router: Router | None) 
                 f"stream {stream.name!r} holds images of shape {shape}, but {network.config.name} takes "
                 f"{(size, size, 3)}; load both with the same image size"
             )
-
-
-def peak_memory_bytes() -> int:
-    """The largest resident size of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -25,13 +26,10 @@ class StoredExpert(NamedTuple):
     origin: int | None
     """The task that learned it; None is the pretrained backbone."""
 
-    def describe(self) -> dict[str, Any]:
-        """Its place in the pool's history, as JSON values."""
-        return {
-            "origin": "base" if self.origin is None else self.origin,
-            "kind": "full" if self.parent is None else "adapted",
-            "parent": self.parent,
-        }
+    @property
+    def is_gone(self) -> bool:
+        """Whether it only keeps its place, so that the experts behind it keep theirs."""
+        return not self.params[0].size
 
 
 BlockPool = tuple[StoredExpert, ...]
@@ -57,19 +55,66 @@ class TaskMemory:
     means: Float[np.ndarray, "L D"]
     """mu of this task per block; rows of skipped blocks are zero and never read."""
     centroids: Float[np.ndarray, "K E"]
+    distances: Float[np.ndarray, "Q"] | None = None
+    """Quantiles of the distance from this task's validation images to its nearest centroid, in equal steps from 0 to 1;
+    None where nobody asked for them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The whole state of a continual learner: pool and tasks in the order in which they were learned."""
+    """The whole state of a continual learner: pool and tasks in the order in which they were learned.
+
+    Every task that was ever learned has a number, which decides its PRNG keys and is the `origin` of its experts.
+    Numbers of `forgotten` tasks are never used again.
+    """
 
     pool: Pool
     tasks: tuple[TaskMemory, ...] = ()
+    forgotten: tuple[int, ...] = ()
+
+    @property
+    def next_number(self) -> int:
+        """The number of the task that is learned next."""
+        return len(self.tasks) + len(self.forgotten)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of each task."""
+        return tuple(sorted(set(range(self.next_number)) - set(self.forgotten)))
+
+    def candidates(self) -> tuple[tuple[int, ...], ...]:
+        """Per block the experts that a new task may choose: the base's and those that a task uses.
+
+        Without forgotten tasks these are all; what only others descend from has no similarity to be chosen by.
+        """
+        used = [{0, *(task.experts[block] for task in self.tasks)} - {None} for block in range(len(self.pool))]
+        return tuple(tuple(sorted(block)) for block in used)  # pyright: ignore[reportReturnType]
+
+    def history(self) -> list[list[dict[str, Any]]]:
+        """Where every expert comes from, as JSON values; origins are places among `tasks`."""
+        place: dict[int | None, int | str] = {number: index for index, number in enumerate(self.numbers)}
+        place[None] = "base"
+        return [
+            [
+                {
+                    "origin": place.get(stored.origin, "forgotten"),
+                    "kind": "gone" if stored.is_gone else "full" if stored.parent is None else "adapted",
+                    "parent": stored.parent,
+                }
+                for stored in block
+            ]
+            for block in self.pool
+        ]
 
 
 def base_pool(vit: ViT, placement: Placement) -> Pool:
     """One expert per block: the pretrained plastic layer."""
     return tuple((StoredExpert(block.expert(placement), None, None),) for block in vit.blocks)
+
+
+def gone(origin: int | None = None) -> StoredExpert:
+    """Stands where an expert is lost or forgotten; of a shape that nothing can be computed with."""
+    return StoredExpert(Expert(jnp.zeros((0, 0)), jnp.zeros(0)), None, origin)
 
 
 def pool_sizes(pool: Pool) -> tuple[int, ...]:
@@ -100,7 +145,9 @@ def grow(
                 experts.append(choice.expert)
             case "adapt" | "new":
                 experts.append(len(block))
-                block = (*block, StoredExpert(learned[index], choice.expert, origin))
+                # an adapted expert whose parent was erased has become a full one
+                parent = choice.expert if isinstance(learned[index], LowRank) else None
+                block = (*block, StoredExpert(learned[index], parent, origin))
         blocks.append(block)
     return tuple(blocks), tuple(experts)
 

@@ -80,10 +80,7 @@ def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -
     return {
         "accuracy": metrics.matrix_to_json(accuracy),
         "local_accuracy": metrics.matrix_to_json(local),
-        "average_accuracy": metrics.average_accuracy(accuracy),
-        "average_forgetting": metrics.average_forgetting(accuracy),
-        "local_average_accuracy": metrics.average_accuracy(local),
-        "local_average_forgetting": metrics.average_forgetting(local),
+        **_averages(accuracy, local),
         "just_trained": list(metrics.just_trained(local)),
         "routing": evaluated[-1]["methods"][method]["routing"],
         "flops": {
@@ -96,6 +93,19 @@ def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -
         "params_stored": _sum_if_told(reports, "params_stored"),
         "seconds": sum(sum(report["seconds"].values()) for report in reports),
     }
+
+
+def _averages(accuracy: np.ndarray, local: np.ndarray) -> dict[str, float | None]:
+    """None where a memory was measured without the images of earlier tasks."""
+    found = {"average_accuracy": None, "average_forgetting": None}
+    found |= {f"local_{name}": None for name in found}
+    if not np.isnan(accuracy[-1]).any():
+        found["average_accuracy"] = metrics.average_accuracy(accuracy)
+        found["local_average_accuracy"] = metrics.average_accuracy(local)
+    if not np.isnan(accuracy[np.tri(len(accuracy), dtype=bool)]).any():
+        found["average_forgetting"] = metrics.average_forgetting(accuracy)
+        found["local_average_forgetting"] = metrics.average_forgetting(local)
+    return found
 
 
 def _task(report: Entry, seconds_evaluation: float) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The memory on the disk: a directory per task, and what can be had of it where some are damaged."""
 
-import functools
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,15 @@ import numpy as np
 from cheem_jax.architecture import from_strings, to_strings
 from cheem_jax.checkpoint import Arrays, load_task, load_tasks, named, save_task, saved_tasks, task_directory
 from cheem_jax.ops import Expert, LowRank
-from cheem_jax.pool import Head, Memory, Pool, StoredExpert, TaskMemory, grow
+from cheem_jax.pool import Head, Memory, Pool, StoredExpert, TaskMemory, gone, grow
 
 
 def save_memory_task(root: Path, memory: Memory, index: int, rank: int) -> Path:
-    """Save what task `index` added to the memory; `rank` is that of its Adapt pairs."""
-    task = memory.tasks[index]
+    """Save what the task at `index` added to the memory; `rank` is that of its Adapt pairs."""
+    task, number = memory.tasks[index], memory.numbers[index]
     experts = {}
     for block, expert in enumerate(task.experts):
-        if expert is not None and memory.pool[block][expert].origin == index:
+        if expert is not None and memory.pool[block][expert].origin == number:
             experts[str(block)] = memory.pool[block][expert].params._asdict()
     arrays = {
         "experts": experts,
@@ -28,6 +28,8 @@ def save_memory_task(root: Path, memory: Memory, index: int, rank: int) -> Path:
         "means": task.means,
         "centroids": task.centroids,
     }
+    if task.distances is not None:
+        arrays["distances"] = task.distances
     meta = {
         "name": task.name,
         "classes": list(task.classes),
@@ -35,9 +37,30 @@ def save_memory_task(root: Path, memory: Memory, index: int, rank: int) -> Path:
         "experts": list(task.experts),
         "rank": rank,
     }
-    directory = task_directory(root, index, task.name)
+    directory = task_directory(root, number, task.name)
     save_task(directory, arrays, meta)
     return directory
+
+
+def save_forgotten(root: Path, memory: Memory, number: int) -> Path:
+    """Save what is left of a forgotten task: the places of its experts, and those that others need; no name, no class.
+
+    Opening the memory then gives every other expert the place that it has always had.
+    """
+    places: list[int | None] = []
+    experts, parents = {}, {}
+    for index, block in enumerate(memory.pool):
+        own = [place for place, stored in enumerate(block) if stored.origin == number]
+        places.append(own[0] if own else None)
+        if own and not (stored := block[own[0]]).is_gone:
+            experts[str(index)], parents[str(index)] = stored.params._asdict(), stored.parent
+    directory = root / f"{number:03d}{FORGOTTEN}"
+    # Orbax keeps no empty tree
+    save_task(directory, {"experts": experts, "nothing": np.zeros(1)}, {"forgotten": places, "parents": parents})
+    return directory
+
+
+FORGOTTEN = ".forgotten"
 
 
 def open_memory(root: Path, pool: Pool) -> Memory:
@@ -63,57 +86,86 @@ def open_usable(root: Path, pool: Pool) -> tuple[Memory, dict[str, str]]:
     What builds on a damaged task's experts is lost with it. The memory is for answering: its pool has gaps.
     """
     blocks, tasks, lost = [list(block) for block in pool], list[TaskMemory](), dict[str, str]()
-    for index, directory in enumerate(saved_tasks(root)):
+    absent, gap = list[int](), gone()
+    for number, directory in enumerate(saved_tasks(root)):
         try:
             arrays, meta = load_task(directory)
             with named(directory):
-                task, learned = _task_of(arrays, meta)
+                if directory.name.endswith(FORGOTTEN):
+                    task, places, learned = None, meta["forgotten"], _experts_of(arrays)
+                    parents = {int(block): parent for block, parent in meta["parents"].items()}
+                else:
+                    task, learned = _task_of(arrays, meta)
+                    places = task.experts
+                    # a full expert stands on nothing, one that was adapted from an erased one neither
+                    parents = {
+                        block: task.architecture[block].expert if isinstance(params, LowRank) else None
+                        for block, params in learned.items()
+                    }
         except ValueError as error:
             lost[directory.name] = str(error)
+            absent.append(number)
             continue
         missing = []
-        for number, (block, choice, expert) in enumerate(zip(blocks, task.architecture, task.experts, strict=True)):
-            block += [_gap()] * (1 + max(-1 if e is None else e for e in (expert, choice.expert)) - len(block))
-            needed = choice.expert if number in learned else expert
-            if needed is not None and block[needed] is _gap():
-                missing.append(number)
+        for index, (block, place) in enumerate(zip(blocks, places, strict=True)):
+            needed = parents[index] if index in learned else place
+            block += [gap] * (1 + max(-1 if e is None else e for e in (place, needed)) - len(block))
+            if task is not None and needed is not None and block[needed].is_gone:
+                missing.append(index)
         if missing:
             lost[directory.name] = f"builds on experts of a damaged task in blocks {missing}"
+            absent.append(number)
             continue
-        for number, params in learned.items():
-            expert = task.experts[number]
-            assert expert is not None
-            blocks[number][expert] = StoredExpert(params, task.architecture[number].expert, index)
-        tasks.append(task)
-    return Memory(tuple(map(tuple, blocks)), tuple(tasks)), lost
-
-
-@functools.cache
-def _gap() -> StoredExpert:
-    """Stands where an expert is lost; of a shape that nothing can be computed with."""
-    return StoredExpert(Expert(jnp.zeros((0, 0)), jnp.zeros(0)), None, None)
+        for index, params in learned.items():
+            place = places[index]
+            assert place is not None
+            blocks[index][place] = StoredExpert(params, parents[index], number)
+        if task is None:
+            absent.append(number)
+        else:
+            tasks.append(task)
+    return Memory(tuple(map(tuple, blocks)), tuple(tasks), tuple(absent)), lost
 
 
 def _with_task(memory: Memory, directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> Memory:
+    if directory.name.endswith(FORGOTTEN):
+        with named(directory):
+            return _with_forgotten(memory, arrays, meta)
     with named(directory):
         task, learned = _task_of(arrays, meta)
-        pool, experts = grow(memory.pool, task.architecture, learned, len(memory.tasks))
+        pool, experts = grow(memory.pool, task.architecture, learned, memory.next_number)
         if experts != task.experts:
             raise ValueError(
                 f"it uses experts {list(task.experts)}, but the pool before it gives {list(experts)}; an earlier task "
                 "is missing or from another run"
             )
-    return Memory(pool, (*memory.tasks, task))
+    return dataclasses.replace(memory, pool=pool, tasks=(*memory.tasks, task))
+
+
+def _with_forgotten(memory: Memory, arrays: Arrays, meta: Mapping[str, Any]) -> Memory:
+    number, left, blocks = memory.next_number, _experts_of(arrays), list(memory.pool)
+    for index, (block, place) in enumerate(zip(memory.pool, meta["forgotten"], strict=True)):
+        if place is None:
+            continue
+        if place != len(block):
+            raise ValueError(f"its expert in block {index} was number {place}, but {len(block)} are before it")
+        stored = StoredExpert(left[index], meta["parents"][str(index)], number) if index in left else gone(number)
+        blocks[index] = (*block, stored)
+    return dataclasses.replace(memory, pool=tuple(blocks), forgotten=(*memory.forgotten, number))
+
+
+def _experts_of(arrays: Arrays) -> dict[int, Expert | LowRank]:
+    experts = jax.tree.map(jnp.asarray, arrays["experts"])
+    return {
+        int(block): LowRank(**leaves) if "down" in leaves else Expert(**leaves) for block, leaves in experts.items()
+    }
 
 
 def _task_of(arrays: Arrays, meta: Mapping[str, Any]) -> tuple[TaskMemory, dict[int, Expert | LowRank]]:
-    arrays = jax.tree.map(jnp.asarray, arrays)
-    learned: dict[int, Expert | LowRank] = {
-        int(block): LowRank(**leaves) if "down" in leaves else Expert(**leaves)
-        for block, leaves in arrays["experts"].items()
-    }
+    distances = arrays.get("distances")
     task = TaskMemory(
         meta["name"], tuple(meta["classes"]), from_strings(meta["architecture"]), tuple(meta["experts"]),
-        Head(**arrays["head"]), np.asarray(arrays["means"]), np.asarray(arrays["centroids"]),
+        Head(**jax.tree.map(jnp.asarray, arrays["head"])), np.asarray(arrays["means"]),
+        np.asarray(arrays["centroids"]), None if distances is None else np.asarray(distances),
     )  # fmt: skip
-    return task, learned
+    return task, _experts_of(arrays)

@@ -4,6 +4,7 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -85,12 +86,49 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def decode_in_order(
     files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray
 ) -> Iterator[UInt8[np.ndarray, "n S S 3"]]:
-    """The pictures of these rows in pieces, decoded by a few threads (Pillow lets go of the interpreter's lock).
+    """The pictures of these rows in pieces; blank where a file is broken.
 
     No more than a few hundred pictures are held at a time. All broken files are reported in one ValueError, once
     everything has been looked at.
     """
     broken: list[str] = []
+    for piece in _decoded(files, image_size, rows):
+        images = np.zeros((len(piece), image_size, image_size, 3), np.uint8)
+        for place, image in enumerate(piece):
+            if isinstance(image, str):
+                broken.append(image)
+            else:
+                images[place] = image
+        yield images
+    if broken:
+        more = f"; and {len(broken) - 5} more" if len(broken) > 5 else ""
+        raise ValueError(f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}")
+
+
+class Piece(NamedTuple):
+    """Some files in order: their places for people, the pictures of those that are whole, and why others are not."""
+
+    files: list[str]
+    images: UInt8[np.ndarray, "n S S 3"]
+    errors: list[str]
+    """One for each file, empty for a whole one."""
+
+
+def decode_pieces(files: Encoded, image_size: int, size: int = PIECE) -> Iterator[Piece]:
+    """All files in pieces of at most `size`; what is broken is told and stops nothing."""
+    start = 0
+    for piece in _decoded(files, image_size, range(len(files)), size):
+        whole = [image for image in piece if not isinstance(image, str)]
+        images = np.stack(whole) if whole else np.zeros((0, image_size, image_size, 3), np.uint8)
+        names = [files.where(row) for row in range(start, start + len(piece))]
+        start += len(piece)
+        yield Piece(names, images, [image if isinstance(image, str) else "" for image in piece])
+
+
+def _decoded(
+    files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray, size: int = PIECE
+) -> Iterator[list[np.ndarray | str]]:
+    """Each row's picture, or why it has none, decoded by a few threads (Pillow lets go of the interpreter's lock)."""
     rows = [int(row) for row in rows]
 
     def decode(row: int) -> np.ndarray | str:
@@ -100,21 +138,12 @@ def decode_in_order(
             return str(error)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "cheem-decode") as pool:
-        pieces = [rows[start : start + PIECE] for start in range(0, len(rows), PIECE)]
+        pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
         coming = [pool.map(decode, piece) for piece in pieces[:1]]
-        for number, piece in enumerate(pieces):
+        for number in range(len(pieces)):
             # the next piece is begun before this one is waited for, so that no thread idles
             coming += [pool.map(decode, piece) for piece in pieces[number + 1 : number + 2]]
-            images = np.zeros((len(piece), image_size, image_size, 3), np.uint8)
-            for place, image in enumerate(coming.pop(0)):
-                if isinstance(image, str):
-                    broken.append(image)
-                else:
-                    images[place] = image
-            yield images
-    if broken:
-        more = f"; and {len(broken) - 5} more" if len(broken) > 5 else ""
-        raise ValueError(f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}")
+            yield list(coming.pop(0))
 
 
 def decode_many(

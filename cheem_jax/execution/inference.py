@@ -5,7 +5,7 @@ resumed there (paper section 'Inference' runs both from the image). Images are g
 to few sizes, so that no request compiles.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -39,11 +39,19 @@ class Inferred(NamedTuple):
 class Inference:
     """The base network and all task networks over one executor."""
 
-    def __init__(self, executor: Executor, base: Network, networks: Sequence[TaskNetwork], *, batch_size: int):
+    def __init__(
+        self,
+        executor: Executor,
+        base: Network,
+        networks: Sequence[TaskNetwork],
+        *,
+        batch_size: int,
+        sizes: Sequence[int] | None = None,
+    ):
         self.executor, self.base, self.networks = executor, base, networks
         self.batch_size, self.rows = batch_size, executor.rows(batch_size)
         self.differences = [first_difference(base, task.network) for task in networks]
-        self.sizes = bucket_sizes(self.rows)
+        self.sizes = bucket_sizes(self.rows) if sizes is None else tuple(sizes)
 
     def __call__(self, feed: Feed, num: int, route: Route) -> Inferred:
         """Answers to `num` images."""
@@ -55,6 +63,22 @@ class Inference:
             for task in np.unique(tasks):
                 rows = np.flatnonzero(tasks == task)
                 found.classes[batch.rows[rows]] = self._answers(int(task), rows, reached)
+        return found
+
+    def features(self, feed: Feed, num: int, route: Route) -> Float[np.ndarray, "N D"]:
+        """Features of each image by the network of its task; zeros where the route names none (-1)."""
+        found = np.zeros((num, self.executor.config.width), np.float32)
+        for batch in batches(np.arange(num), self.batch_size):
+            features, reached = self._base(feed, batch.rows)
+            tasks = np.asarray(route(features), np.int32)[: batch.size]
+            for task in np.unique(tasks[tasks >= 0]):
+                rows = np.flatnonzero(tasks == task)
+                found[batch.rows[rows]] = np.concatenate(
+                    [
+                        np.asarray(self.executor.features(last))[:size]
+                        for last, size in self._last_tokens(int(task), rows, reached)
+                    ]
+                )
         return found
 
     def prepare(self) -> None:
@@ -83,20 +107,26 @@ class Inference:
         }
 
     def _answers(self, task: int, rows: np.ndarray, reached: dict[int, np.ndarray | jax.Array]) -> np.ndarray:
-        network, head, num_classes = self.networks[task]
-        block = self.differences[task]
+        _, head, num_classes = self.networks[task]
         found = []
+        for last, size in self._last_tokens(task, rows, reached):
+            blank = np.zeros(len(last), np.int32)
+            answers, _ = self.executor.classify(head, last, blank, blank.astype(np.float32), num_classes)
+            found.append(np.asarray(answers)[:size])
+        return np.concatenate(found)
+
+    def _last_tokens(
+        self, task: int, rows: np.ndarray, reached: dict[int, np.ndarray | jax.Array]
+    ) -> Iterator[tuple[jax.Array, int]]:
+        """The last tokens of a task's network in groups, padded ones behind the real rows, and how many are real."""
+        block, network = self.differences[task], self.networks[task].network
+        values = reached[block]
         for padded, size in pieces(rows, self.sizes):
-            values = reached[block]
             if jax.default_backend() == "cpu":
                 tokens = Tokens(block, jnp.asarray(np.asarray(values)[padded]))
             else:
                 tokens = self.executor.resolve(Gather(block, jnp.asarray(values), padded.astype(np.int32)))
-            last = self.executor.advance(network, tokens, self.executor.num_blocks)
-            blank = np.zeros(len(padded), np.int32)
-            answers, _ = self.executor.classify(head, last.values, blank, blank.astype(np.float32), num_classes)
-            found.append(np.asarray(answers)[:size])
-        return np.concatenate(found)
+            yield self.executor.advance(network, tokens, self.executor.num_blocks).values, size
 
 
 def first_difference(base: Network, network: Network) -> int:

@@ -6,11 +6,12 @@ the chosen network, growth of the pool, task centroids (paper section 'Our Propo
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from cheem_jax.architecture import decode
+from cheem_jax.architecture import Architecture, Choice, decode
 from cheem_jax.centroids import RouterConfig, fit_centroids
 from cheem_jax.data.task import Task
 from cheem_jax.evolution import SearchConfig, Searched, prepare_search, search
@@ -120,12 +121,24 @@ class Cheem(ExpertMemory):
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Learn the next task of the stream, from where `running` left it; returns its report."""
-        config, executor, keys, index = self.config, self.executor, self.keys, len(self.memory.tasks)
+        config, executor, keys, index = self.config, self.executor, self.keys, self.memory.next_number
         underway = Underway.begun(running.saved)
         clock = underway.clock
-        sizes, num_classes = pool_sizes(self.memory.pool), len(task.classes)
-        experts = [[dense_expert(block, i) for i in range(len(block))] for block in self.memory.pool]
-        earlier = [tuple(0 for _ in sizes), *(task.experts for task in self.memory.tasks)]
+        # what may be chosen, numbered anew without the gaps that forgotten tasks leave
+        kept_experts, num_classes = self.memory.candidates(), len(task.classes)
+        candidates = tuple(
+            tuple(block[i] for i in kept) for block, kept in zip(self.memory.pool, kept_experts, strict=True)
+        )
+        sizes = pool_sizes(candidates)
+        experts = [
+            [dense_expert(block, i) for i in kept] for block, kept in zip(self.memory.pool, kept_experts, strict=True)
+        ]
+        places = [{expert: place for place, expert in enumerate(kept)} for kept in kept_experts]
+        used_by_tasks = [
+            tuple(None if expert is None else place[expert] for expert, place in zip(task.experts, places, strict=True))
+            for task in self.memory.tasks
+        ]
+        earlier = [tuple(0 for _ in sizes), *used_by_tasks]
         budget, num, num_val = Budget(executor.budget), len(task.train.labels), len(task.val.labels)
         train = feed_images(executor, task.train.images, budget)
         val = feed_images(executor, task.val.images, budget)
@@ -135,7 +148,7 @@ class Cheem(ExpertMemory):
                 return keep_tokens(name, executor, images, count, prefix, batch_size=config.batch_size, budget=budget)
 
         def network_for(phase: Phase, name: str) -> Supernet:
-            network = Supernet(keys.at(index, phase), self.memory.pool, num_classes, config.ops, experts)
+            network = Supernet(keys.at(index, phase), candidates, num_classes, config.ops, experts)
             underway.restore(name, network)
             return network
 
@@ -201,7 +214,9 @@ class Cheem(ExpertMemory):
                     constant_draws(codes), config.finetune, batch_size=config.batch_size, advance=advance,
                     state=underway.finetune,
                 )  # fmt: skip
-            pool, used = grow(self.memory.pool, architecture, network.learned(architecture), index)
+            learned = network.learned(architecture)
+            architecture = in_pool(architecture, kept_experts)
+            pool, used = grow(self.memory.pool, architecture, learned, index)
             finished = task_network(pool, used)
             with running.phase("means", num, state) as advance:
                 means = token_means(
@@ -211,11 +226,11 @@ class Cheem(ExpertMemory):
         with clock("router"):
             seed = keys.seed_at(index, Phase.CENTROIDS)
             centroids = fit_centroids(self.features(task, "train"), seed=seed, config=config.router)
-        learned = TaskMemory(task.name, task.classes, architecture, used, network.trained_head(), means, centroids)
-        self.remember(pool, learned)
+        head = network.trained_head()
+        self.remember(pool, TaskMemory(task.name, task.classes, architecture, used, head, means, centroids))
         return {
-            **self.costs(index),
-            "pool": [[stored.describe() for stored in block] for block in pool],
+            **self.costs(len(self.memory.tasks) - 1),
+            "pool": self.memory.history(),
             "similarity": [[None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity],
             "supernet_losses": underway.supernet.losses,
             "finetune_losses": underway.finetune.losses,
@@ -263,6 +278,14 @@ class Cheem(ExpertMemory):
         neutral = np.zeros(len(known), bool)
         neutral[0] = self.base_means is None
         return norm_cosine(cosines(known, seen.means, present), neutral)
+
+
+def in_pool(architecture: Architecture, kept: Sequence[Sequence[int]]) -> Architecture:
+    """An architecture over candidates as one over the pool; `kept` are the candidates of each block."""
+    return tuple(
+        Choice(choice.kind, None if choice.expert is None else experts[choice.expert])
+        for choice, experts in zip(architecture, kept, strict=True)
+    )
 
 
 def search_note(searched: Searched, num_images: int) -> str:

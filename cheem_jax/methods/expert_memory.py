@@ -1,5 +1,6 @@
 """Answering, cost and storage of methods that grow a pool of experts: CHEEM, and LoRA-CL as its simplest case."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,18 @@ class ExpertMemory:
 
     def remember(self, pool: Pool, task: TaskMemory) -> None:
         """Go on with a pool that has grown, and one task more."""
-        self._before, self.memory = self.memory, Memory(pool, (*self.memory.tasks, task))
+        before = self.memory
+        self._before, self.memory = before, dataclasses.replace(before, pool=pool, tasks=(*before.tasks, task))
 
     def costs(self, index: int) -> dict[str, Any]:
         """What a learned task costs: FLOPs by both conventions and parameters."""
         task, vit, placement = self.memory.tasks[index], self.executor.config, self.executor.placement
-        own = [stored.params for block in self.memory.pool for stored in block if stored.origin == index]
+        own = [
+            stored.params
+            for block in self.memory.pool
+            for stored in block
+            if stored.origin == self.memory.numbers[index]
+        ]
         added = sum(leaf.size for leaf in jax.tree.leaves(own))
         head = sum(leaf.size for leaf in task.head)
         flops = network_flops(vit, placement, task.architecture, self.rank)
@@ -88,10 +95,7 @@ class ExpertMemory:
 
     def inference(self) -> Inference:
         """All learned tasks behind the router, sharing what they share with the backbone."""
-        networks = [
-            TaskNetwork(task_network(self.memory.pool, task.experts), padded(task.head), len(task.classes))
-            for task in self.memory.tasks
-        ]
+        networks = task_networks(self.memory.pool, self.memory.tasks)
         return Inference(self.executor, base_network(self.executor), networks, batch_size=self.batch_size)
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
@@ -145,6 +149,11 @@ class ExpertMemory:
     def open(self, root: Path) -> None:
         """Replace the memory by the saved one."""
         self.memory = open_memory(root, self.executor.base_pool)
+
+
+def task_networks(pool: Pool, tasks: Sequence[TaskMemory]) -> list[TaskNetwork]:
+    """The finished networks of several tasks."""
+    return [TaskNetwork(task_network(pool, task.experts), padded(task.head), len(task.classes)) for task in tasks]
 
 
 def dense_task_network(experts: Sequence[Sequence[Expert]], used: Sequence[int | None]) -> list[Dense]:

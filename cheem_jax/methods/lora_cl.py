@@ -97,7 +97,7 @@ class LoraCl(ExpertMemory):
         )
         return {
             **self.costs(index),
-            "pool": [[stored.describe() for stored in block] for block in pool],
+            "pool": self.memory.history(),
             "losses": underway.finetune.losses,
             "skipped_steps": underway.finetune.skipped,
             "not_kept": budget.refused,

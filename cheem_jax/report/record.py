@@ -70,7 +70,11 @@ class Record:
 
     def keep(self, predicate: Callable[[dict[str, Any]], bool]) -> None:
         """Drops every line for which the predicate is false, such as those of an unfinished task."""
-        _rewrite(self.file, [entry for entry in read(self.file.parent) if predicate(entry)])
+        self.replace([entry for entry in read(self.file.parent) if predicate(entry)])
+
+    def replace(self, entries: list[dict[str, Any]]) -> None:
+        """Writes these entries in place of all."""
+        _rewrite(self.file, entries)
 
 
 def read(directory: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,695 @@
+"""A memory that a person keeps: learn today, add a task next month, predict, evaluate, forget, export.
+
+memory = cheem_jax.create("pets", backbone="deit_tiny", image_size=96)
+memory.learn("photos/dogs")
+memory = cheem_jax.open("pets")          # another day, another process
+memory.learn("photos/cats")              # without the dogs
+memory.predict(["new.jpg"])[0].label
+"""
+
+import dataclasses
+import functools
+import io
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from cheem_jax import fingerprint
+from cheem_jax.architecture import Choice, to_strings
+from cheem_jax.atomic import write_atomically
+from cheem_jax.backbone.means import base_means
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted
+from cheem_jax.centroids import calibrate, distances, fit_centroids
+from cheem_jax.data.decode import decode_image
+from cheem_jax.data.load import ImagesConfig, load_tasks
+from cheem_jax.data.sources import plan_source
+from cheem_jax.data.task import Stream, Task, check_names, repeats
+from cheem_jax.data.task import fingerprint as data_hash
+from cheem_jax.execution.choice import EngineConfig, make_executor
+from cheem_jax.execution.executor import Executor
+from cheem_jax.forgetting import Forgotten, forget
+from cheem_jax.interruption import stop_requests
+from cheem_jax.keys import Keys, Phase
+from cheem_jax.memory_directory import (
+    BASE,
+    RUN_FORMAT,
+    WEIGHTS,
+    MemoryConfig,
+    checkpoints_of,
+    config_of,
+    copy_tasks,
+    load_base,
+    made_whole,
+    read_config,
+    remove_old_generations,
+    save_base,
+    settings_of,
+    tasks_root,
+    without_task,
+    write_config,
+    write_generation,
+)
+from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig, Preset
+from cheem_jax.methods.method import FrozenFeatures, Running
+from cheem_jax.pool import Head, TaskMemory
+from cheem_jax.pool import Memory as Pools
+from cheem_jax.predict import BATCH_SIZES, Predictor
+from cheem_jax.prediction import Prediction
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import NAME as RECORD
+from cheem_jax.report.record import Record, read, to_json
+from cheem_jax.report.status import Status
+from cheem_jax.results import results_of
+from cheem_jax.run_directory import NAME, hold
+from cheem_jax.saved_memory import open_memory as open_saved
+from cheem_jax.steps import Run, evaluate, learn_task
+
+if TYPE_CHECKING:
+    from cheem_jax.export import Exported, Format
+
+Data = str | Path | Task | Stream | Sequence[Task]
+Picture = str | Path | bytes | np.ndarray | Image.Image
+
+
+ENGINE = EngineConfig()
+
+
+class TaskInfo(NamedTuple):
+    """A learned task."""
+
+    name: str
+    classes: tuple[str, ...]
+    architecture: tuple[str, ...]
+    """What runs in each block: `reuse:N`, `adapt:N` (of expert N), `new` or `skip`."""
+    number: int
+    """Its number among all tasks ever learned here, which is never used again."""
+
+
+class Score(NamedTuple):
+    """How a task's labelled images are answered; shares in [0, 1]."""
+
+    task: str
+    num_images: int
+    accuracy: float
+    """Right task and right class, the task being unknown."""
+    accuracy_given: float
+    """Right class, the true task being told."""
+    found: float
+    """Right task."""
+
+
+class OpenMemory:
+    """A memory directory, or a finished run of CHEEM to answer with.
+
+    Nothing is read again until `refresh`, `learn` or `forget`; one process writes at a time, any number may predict.
+    """
+
+    def __init__(self, directory: Path, config: MemoryConfig, pretrained: Pretrained, root: Path, engine: EngineConfig):
+        self.directory, self.config, self.pretrained, self.engine = directory, config, pretrained, engine
+        self._root = root
+        self.is_run = root.parent.name == "checkpoints"
+        vit_config = dataclasses.replace(pretrained.config, precision=engine.precision)
+        method = config.method
+        self.vit = build(vit_config, pretrained.params)
+        self.executor: Executor = make_executor(
+            self.vit, method.placement, engine, token=method.token, batch_size=method.batch_size
+        )
+        place = f"{pretrained.config.image_size}/{method.placement}/{method.token}"
+        means = None if method.base_means == "neutral" else pretrained.base_means.get(place)
+        features = FrozenFeatures(self.executor, method.batch_size)
+        self._learner = _Calibrated(self.executor, method, Keys(config.seed), means, features)
+        self._predictors: dict[Any, Predictor] = {}
+        self.refresh()
+
+    def __repr__(self) -> str:
+        return f"OpenMemory({str(self.directory)!r}, tasks={[task.name for task in self.tasks]})"
+
+    def refresh(self) -> None:
+        """Read again what another process may have learned or forgotten.
+
+        Raises ValueError that names every damaged task.
+        """
+        if not self.is_run:
+            held = read_config(self.directory)
+            self.config, self._root = config_of(held, self.directory), tasks_root(self.directory, held)
+        self._learner.memory = open_saved(self._root, self.executor.base_pool)
+        self._predictors.clear()
+
+    # ---- what it knows
+
+    @property
+    def pools(self) -> Pools:
+        """The memory itself: experts per block, and what each task keeps."""
+        return self._learner.memory
+
+    @property
+    def tasks(self) -> tuple[TaskInfo, ...]:
+        """The learned tasks in order."""
+        return tuple(
+            TaskInfo(task.name, task.classes, tuple(to_strings(task.architecture)), number)
+            for task, number in zip(self.pools.tasks, self.pools.numbers, strict=True)
+        )
+
+    @property
+    def targets(self) -> tuple[TaskMemory, ...]:
+        """What may answer: the tasks, and the backbone's own classes where they are kept."""
+        base = self._base
+        return self.pools.tasks if base is None else (*self.pools.tasks, base)
+
+    @functools.cached_property
+    def _base(self) -> TaskMemory | None:
+        if not self.config.keeps_base:
+            return None
+        arrays, classes = load_base(self.directory)
+        assert self.vit.head is not None and self.vit.head.bias is not None
+        head = Head(self.vit.head.kernel[...], self.vit.head.bias[...])
+        depth = self.vit.config.depth
+        choices = _BASE_CHOICE * depth
+        means = np.zeros((depth, self.vit.config.width), np.float32)
+        return TaskMemory(BASE, classes, choices, (0,) * depth, head, means, arrays["centroids"], arrays["distances"])
+
+    def info(self) -> dict[str, Any]:
+        """What `cheem info` tells, as JSON values; bytes on the disk per task."""
+        sizes = {place.name[:3]: _bytes_of(place) for place in self._root.glob("[0-9][0-9][0-9]-*")}
+        costs = [self._learner.costs(index) for index in range(len(self.tasks))]
+        pool = self.pools.history()
+        return {
+            "directory": str(self.directory),
+            "kind": "run" if self.is_run else "memory",
+            "backbone": self.config.backbone,
+            "image_size": self.config.image_size,
+            "weights_sha256": self.config.weights_sha256,
+            "placement": self.config.method.placement,
+            "preset": self.config.preset,
+            "seed": self.config.seed,
+            "keeps_base": self.config.keeps_base,
+            "learning": self.config.learning,
+            "bytes": _bytes_of(self.directory),
+            "tasks": [
+                {
+                    **task._asdict(),
+                    "experts": cost["experts"],
+                    "bytes": sizes.get(f"{task.number:03d}", 0),
+                    "flops": cost["flops_method"],
+                    "flops_executed": cost["flops_executed"],
+                    "params_added": cost["params_added"],
+                    "params_added_percent": cost["params_added_percent"],
+                    "calibrated": kept.distances is not None,
+                }
+                for task, cost, kept in zip(self.tasks, costs, self.pools.tasks, strict=True)
+            ],
+            "forgotten": list(self.pools.forgotten),
+            "pool": pool,
+            "candidates": [list(block) for block in self.pools.candidates()],
+        }
+
+    # ---- answering
+
+    def predictor(
+        self, *, batch_sizes: Sequence[int] = BATCH_SIZES, top: int = 5, open_set: float | None = None
+    ) -> Predictor:
+        """Answers to decoded images `[N, S, S, 3]`; see `Predictor`. Made once for equal settings."""
+        place = (tuple(batch_sizes), top, open_set)
+        if place not in self._predictors:
+            self._predictors[place] = Predictor(
+                self.executor, self.pools.pool, self.targets, self.config.method.router,
+                batch_sizes=batch_sizes, top=top, open_set=open_set,
+            )  # fmt: skip
+        return self._predictors[place]
+
+    def predict(
+        self, images: Picture | Sequence[Picture], *, top: int = 5, open_set: float | None = None
+    ) -> list[Prediction]:
+        """The answer to each picture: a file, its bytes, a PIL image, or an array uint8 `[H, W, 3]` or `[N, H, W, 3]`.
+
+        Raises ValueError or OSError naming what is no picture.
+        """
+        single = isinstance(images, str | bytes | Path | Image.Image)
+        if isinstance(images, np.ndarray) and images.ndim == 3:
+            images = images[None]
+        size = self.config.image_size
+        decoded = [_pixels(image, size, f"image {i}") for i, image in enumerate([images] if single else images)]
+        if not decoded:
+            return []
+        return self.predictor(top=top, open_set=open_set)(np.stack(decoded))
+
+    def evaluate(
+        self, data: Data, *, split: str = "test", task: str | None = None, open_set: float | None = None
+    ) -> list[Score]:
+        """How labelled images of learned tasks are answered; classes are matched by name.
+
+        Tasks of the data go by their names; `task` says which one a single one is. Raises ValueError for tasks or
+        classes that were not learned.
+        """
+        found = tasks_of(data, self.config.image_size)
+        if task is not None and len(found) != 1:
+            raise ValueError(f"{task!r} is one task, and the data hold {len(found)}: {[t.name for t in found]}")
+        names = [info.name for info in self.tasks]
+        wanted = [task] if task is not None else [one.name for one in found]
+        check_names(wanted, names, f"memory {str(self.directory)!r}")
+        return [self._score(one, names.index(name), split, open_set) for one, name in zip(found, wanted, strict=True)]
+
+    def _score(self, task: Task, index: int, split: str, open_set: float | None) -> Score:
+        if split not in task.splits:
+            raise ValueError(f"split is {split!r}, expected one of {', '.join(task.splits)}")
+        images, labels, learned = task.splits[split].images, task.splits[split].labels, self.tasks[index]
+        if unknown := sorted(set(task.classes) - set(learned.classes)):
+            raise ValueError(
+                f"task {learned.name!r} has not learned the classes {unknown[:8]}; it knows {list(learned.classes)[:8]}"
+            )
+        wanted = np.array([learned.classes.index(name) for name in task.classes])[labels]
+        answered = self.predictor(open_set=open_set).answer(images)
+        # `argmax` of a class needs the target's own logits, so only answers of the right task are looked at
+        own = answered.targets == index
+        right = [bool(o and logits.argmax() == w) for o, logits, w in zip(own, answered.logits, wanted, strict=True)]
+        given = self._learner.predict(images[:], np.full(len(labels), index, np.int32)).classes
+        return Score(
+            learned.name, len(labels), float(np.mean(right)), float((given == wanted).mean()), float(own.mean())
+        )
+
+    def export(
+        self,
+        file: str | Path,
+        kind: "Format",
+        *,
+        task: str | None = None,
+        open_set: float | None = None,
+        overwrite: bool = False,
+    ) -> "Exported":
+        """Write one task's network, or without `task` the whole memory behind its router, for use elsewhere."""
+        from cheem_jax.export import export
+        from cheem_jax.export.subject import Subject
+
+        thresholds = self.predictor(open_set=open_set).thresholds
+        subject = Subject(
+            self.vit, self.config.method.placement, self.pools.pool, self.targets, self.config.method.router,
+            None if thresholds is None else tuple(map(float, thresholds)),
+        )  # fmt: skip
+        return export(subject, Path(file), kind, task=task, overwrite=overwrite)
+
+    # ---- changing it
+
+    def learn(
+        self,
+        data: Data,
+        *,
+        name: str | None = None,
+        progress: Progress | None = None,
+        save_every: float | None = None,
+        discard_unfinished: bool = False,
+    ) -> tuple[TaskInfo, ...]:
+        """Learn one task or several, each from its own images alone; what is learned already from equal data stays.
+
+        Killed at any moment and called again with the same data it goes on; Ctrl-C raises Stopped after the running
+        step. Raises ValueError for a task whose name is taken, where another one is unfinished (unless
+        `discard_unfinished`), and for a run of an experiment, whose tasks are fixed.
+        """
+        self._check_writable()
+        progress = progress or Progress()
+        tasks = tasks_of(data, self.config.image_size, progress)
+        if name is not None:
+            if len(tasks) != 1:
+                raise ValueError(f"one name, {name!r}, for {len(tasks)} tasks: {[task.name for task in tasks]}")
+            tasks = (dataclasses.replace(tasks[0], name=name),)
+        with self._writing() as record, stop_requests() as stop, Status(self.directory) as status:
+            hashes = {task.name: data_hash(task) for task in tasks}
+            self._check_names(hashes)
+            self._check_unfinished(hashes, discard_unfinished)
+            run = Run(self.directory, record, progress, stop, save_every, status, self._root.parent)
+            for task in tasks:
+                if task.name in self.config.data_sha256:
+                    progress.say(f"{task.name}: learned already")
+                else:
+                    self._learn(task, hashes[task.name], run)
+                self._measure(tasks, run)
+        names = [task.name for task in tasks]
+        return tuple(task for task in self.tasks if task.name in names)
+
+    def _learn(self, task: Task, data_sha256: str, run: Run) -> None:
+        number, index = self.pools.next_number, len(self.pools.tasks)
+        begun = {"name": task.name, "number": number, "data_sha256": data_sha256}
+        self._write(learning=begun, tasks=(*self._names, task.name))
+        run.record.keep(lambda entry: entry["event"] != "learned" or entry["report"]["index"] < index)
+        run.progress.say(
+            f"task {index + 1}: {task.name}, {len(task.classes)} classes, {len(task.train.labels):,} training images"
+        )
+        learn_task(task, number, self._learner, run, index=index)
+        self._write(learning=None, data_sha256={**self.config.data_sha256, task.name: data_sha256}, tasks=self._names)
+        self._predictors.clear()
+
+    def _measure(self, tasks: Sequence[Task], run: Run) -> None:
+        """Fill the record up: one measurement after each task, of those whose images are at hand."""
+        measured = {entry["index"] for entry in read(self.directory) if entry["event"] == "evaluated"}
+        at_hand = {task.name: task for task in tasks}
+        for index in sorted(set(range(len(self.pools.tasks))) - measured):
+            learned = self.pools.tasks[: index + 1]
+            # after a later task was learned, what an earlier moment would have given can no longer be measured
+            is_now = index == len(self.pools.tasks) - 1
+            evaluate([at_hand.get(task.name) if is_now else None for task in learned], (self._learner,), run, 0.0)
+        self._write_results()
+
+    def forget(self, name: str, *, erase: bool = False) -> Forgotten:
+        """Drop a task and what only it uses; every other task answers as before.
+
+        See `forgetting`. Raises ValueError for an unknown name, and while a task is half learned.
+        """
+        self._check_writable()
+        with self._writing():
+            if self.config.learning is not None and self._unfinished():
+                raise ValueError(
+                    f"task {self.config.learning['name']!r} is half learned; finish it, or give it up with `cheem "
+                    "learn --discard-unfinished`, before another one is forgotten"
+                )
+            before = self.pools
+            done = forget(before, name, erase=erase)
+            index = [task.name for task in before.tasks].index(name)
+            write_generation(self.directory, self.config, before, done.memory, self.config.method.ops.rank)
+            self._write(
+                generation=self.config.generation + 1,
+                tasks=tuple(task.name for task in done.memory.tasks),
+                data_sha256={task: sha for task, sha in self.config.data_sha256.items() if task != name},
+                learning=None,
+                forgetting={"index": index, "name": name},
+            )
+            self._tidy()
+            self.refresh()
+        return done
+
+    # ---- keeping it whole
+
+    @contextmanager
+    def _writing(self) -> Iterator[Record]:
+        """The directory for this process alone, read anew, and with what a killed process left taken away."""
+        with hold(self.directory):
+            self.refresh()
+            self._tidy()
+            self.refresh()
+            yield Record.open(self.directory, fingerprint.digest(self._conditions()))
+
+    def _tidy(self) -> None:
+        """Finish what a killed process began; nothing is lost where there is nothing to finish."""
+        if (left := self.config.forgetting) is not None:
+            entries = read(self.directory)
+            names = {(e["report"]["index"], e["report"]["name"]) for e in entries if e["event"] == "learned"}
+            if (left["index"], left["name"]) in names:
+                Record(self.directory / RECORD).replace(without_task(entries, left["index"], left["name"]))
+            (self.directory / "answers.npz").unlink(missing_ok=True)
+            self._write_results()
+            remove_old_generations(self.directory, self.config.generation)
+            self._write(forgetting=None)
+        remove_old_generations(self.directory, self.config.generation)
+        begun = self.config.learning
+        if begun is not None and begun["number"] < self.pools.next_number:  # saved, but not yet told
+            known = {**self.config.data_sha256, begun["name"]: begun["data_sha256"]}
+            self._write(learning=None, data_sha256=known, tasks=self._names)
+
+    def _check_writable(self) -> None:
+        if self.is_run:
+            raise ValueError(
+                f"{str(self.directory)!r} is a run of an experiment, whose tasks are fixed; go on with what it learned "
+                f"in a memory of its own: cheem learn NEW_FOLDER DATA --begin-with {self.directory}"
+            )
+
+    def _check_names(self, hashes: Mapping[str, str]) -> None:
+        taken = {task.name.casefold(): task.name for task in self.pools.tasks}
+        if self.config.keeps_base:
+            taken[BASE] = BASE
+        for name, sha in hashes.items():
+            known = taken.get(name.casefold())
+            if known is None or (known == name and self.config.data_sha256.get(name) == sha):
+                continue
+            raise ValueError(
+                f"a task {known!r} was learned from other images already, and what is learned never changes; give this "
+                f"one another name (--name), or drop the old one first: cheem forget {self.directory} {known}"
+            )
+
+    def _check_unfinished(self, hashes: Mapping[str, str], discard: bool) -> None:
+        left = self.config.learning
+        if left is None or not self._unfinished() or hashes.get(left["name"]) == left["data_sha256"]:
+            return
+        if not discard:
+            raise ValueError(
+                f"task {left['name']!r} is half learned; give its command again to finish it, or --discard-unfinished "
+                "to give it up"
+            )
+        for place in self._root.glob("running-*"):
+            _remove(place)
+
+    def _unfinished(self) -> bool:
+        return any(self._root.glob("running-*"))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(task.name for task in self.pools.tasks)
+
+    def _write(self, **changes: Any) -> None:
+        self.config = dataclasses.replace(self.config, **changes)
+        write_config(self.directory, self.config)
+
+    def _write_results(self) -> None:
+        """`results.json`, as far as there is something to tell."""
+        entries = read(self.directory)
+        if any(entry["event"] == "evaluated" for entry in entries):
+            write_atomically(self.directory / "results.json", json.dumps(to_json(results_of(entries)), indent=1) + "\n")
+        else:
+            (self.directory / "results.json").unlink(missing_ok=True)
+
+    def _conditions(self) -> dict[str, Any]:
+        identity = {
+            "backbone": self.config.backbone,
+            "image_size": self.config.image_size,
+            "seed": self.config.seed,
+            "cheem": dataclasses.asdict(self.config.method),
+            "engine": dataclasses.asdict(self.engine),
+            "weights_sha256": self.config.weights_sha256,
+            "data_sha256": self.config.data_sha256,
+        }
+        return fingerprint.take(identity)
+
+
+class _Calibrated(Cheem):
+    """CHEEM that also keeps how far a task's validation images are from its centroids, for `none of my tasks`."""
+
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """See `Cheem.learn`."""
+        report = super().learn(task, running)
+        learned = self.memory.tasks[-1]
+        own = distances(self.features(task, "val"), [learned.centroids], self.router)[:, 0]
+        tasks = (*self.memory.tasks[:-1], dataclasses.replace(learned, distances=calibrate(own)))
+        self.memory = dataclasses.replace(self.memory, tasks=tasks)
+        self.features.forget(task)
+        return report
+
+
+def create(
+    directory: str | Path,
+    *,
+    backbone: str = "deit_tiny",
+    weights: str | Path | None = None,
+    image_size: int | None = None,
+    preset: Preset = "quick",
+    method: CheemConfig | None = None,
+    seed: int = 0,
+    base_data: str | Path | None = None,
+    keep_base: bool = False,
+    base_classes: Sequence[str] | None = None,
+    engine: EngineConfig = ENGINE,
+    progress: Progress | None = None,
+) -> OpenMemory:
+    """A memory without a task yet, in a new or empty folder; all or nothing.
+
+    `weights` as for `load_pretrained`. `method` are settings other than the preset's. `base_data` are pictures of the
+    backbone's own task (a folder or zip as for `learn`), which anchor the similarity of tasks; with `keep_base` the
+    backbone's own classes become one more target, named `base_classes` or after the folders of the data. Raises
+    ValueError for settings that do not fit, FileNotFoundError without weights.
+    """
+    directory = Path(directory)
+    config = PRESETS[preset] if method is None else method
+    pretrained = load_pretrained(backbone, weights=None if weights is None else Path(weights), image_size=image_size)
+    vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
+    size, base, classes = pretrained.config.image_size, None, ()
+    if keep_base and (base_data is None or vit.head is None):
+        raise ValueError(
+            f"{pretrained.config.name} carries no head, so it has no classes to keep"
+            if vit.head is None
+            else "to keep the backbone's own classes, pictures have to tell where they lie; give base_data"
+        )
+    if base_data is not None:
+        (own,) = tasks_of(base_data, size, progress) or (None,)
+        assert own is not None
+        found = base_means(vit, own.train.images, batch_size=config.batch_size)
+        pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **found})
+        if keep_base:
+            classes = _base_classes(own, pretrained.config.num_classes, base_classes)
+            executor = make_executor(vit, config.placement, engine, token=config.token, batch_size=config.batch_size)
+            features = FrozenFeatures(executor, config.batch_size)
+            seed_of_base = Keys(seed).seed_at(_BASE_NUMBER, Phase.CENTROIDS)
+            centroids = fit_centroids(features(own, "train"), seed=seed_of_base, config=config.router)
+            away = distances(features(own, "val"), [centroids], config.router)[:, 0]
+            base = {"centroids": centroids, "distances": calibrate(away)}
+    told = preset if config == PRESETS[preset] else f"{preset}, changed"
+    settings = MemoryConfig(pretrained.config.name, size, pretrained.sha256, config, told, seed, base is not None)
+    with made_whole(directory) as partial:
+        save_converted(partial / WEIGHTS, pretrained)
+        if base is not None:
+            save_base(partial, base, classes)
+        (checkpoints_of(partial, 1) / "cheem").mkdir(parents=True)
+        Record.open(partial).write("run", **_setting(settings, pretrained))
+        write_config(partial, settings)
+    return open_memory(directory, engine=engine)
+
+
+def begin_with(
+    directory: str | Path, run: str | Path, *, weights: str | Path | None = None, engine: EngineConfig = ENGINE
+) -> OpenMemory:
+    """A new memory that begins with what a finished run of CHEEM has learned; the run is left alone.
+
+    Raises as `open_memory` and `create`.
+    """
+    directory, begun = Path(directory), open_memory(run, weights=weights, engine=engine)
+    if not begun.is_run:
+        raise ValueError(f"{str(run)!r} is a memory already; copy its folder, or learn in it")
+    names = tuple(task.name for task in begun.tasks)
+    config = dataclasses.replace(
+        begun.config, tasks=names, data_sha256=dict(begun.config.data_sha256), learning=None, forgetting=None
+    )
+    own = [e for e in read(begun.directory) if e["event"] in ("learned", "evaluated")]
+    with made_whole(directory) as partial:
+        save_converted(partial / WEIGHTS, begun.pretrained)
+        copy_tasks(begun.directory, checkpoints_of(partial, 1) / "cheem")
+        record = Record.open(partial)
+        record.write("run", **_setting(config, begun.pretrained))
+        kept = [e if e["event"] == "learned" else _only_cheem(e) for e in own if e.get("method", "cheem") == "cheem"]
+        record.replace([*read(partial), *kept])
+        write_config(partial, config)
+    return open_memory(directory, engine=engine)
+
+
+def _only_cheem(entry: dict[str, Any]) -> dict[str, Any]:
+    return {**entry, "methods": {"cheem": entry["methods"]["cheem"]}, "checkpoints": {}}
+
+
+def open_memory(
+    directory: str | Path, *, weights: str | Path | None = None, engine: EngineConfig = ENGINE
+) -> OpenMemory:
+    """A memory, or a run of CHEEM, ready to answer. `weights` is for runs, which hold none: default as the run had.
+
+    Raises ValueError naming what is damaged, missing or of a newer format.
+    """
+    directory = Path(directory)
+    held = read_config(directory)
+    if held["format"] == RUN_FORMAT:
+        config, pretrained = _run_config(directory, held, None if weights is None else Path(weights))
+    else:
+        if weights is not None:
+            raise ValueError(f"memory {str(directory)!r} holds its own weights; leave --weights out")
+        config = config_of(held, directory)
+        pretrained = load_pretrained(config.backbone, weights=directory / WEIGHTS)
+    if pretrained.sha256 != config.weights_sha256 or pretrained.config.image_size != config.image_size:
+        raise ValueError(
+            f"{str(directory)!r} was learned with weights of SHA-256 {config.weights_sha256[:12]} at "
+            f"{config.image_size} pixels, but {pretrained.source} has {pretrained.sha256[:12]} at "
+            f"{pretrained.config.image_size}; give the file that it was learned with (--weights)"
+        )
+    return OpenMemory(directory, config, pretrained, tasks_root(directory, held), engine)
+
+
+def _run_config(directory: Path, held: Mapping[str, Any], weights: Path | None) -> tuple[MemoryConfig, Pretrained]:
+    """A run of an experiment, seen as a memory."""
+    if "cheem" not in held or held.get("router_weights_sha256") is not None:
+        raise ValueError(
+            f"{str(directory)!r} is a run of another method than cheem, or with a router of its own; only CHEEM's "
+            "memories answer here"
+        )
+    begun = next((entry for entry in read(directory) if entry["event"] == "run"), {})
+    command = begun.get("command") or []
+    if weights is None and "--weights" in command and command[command.index("--weights") + 1] != "None":
+        weights = Path(command[command.index("--weights") + 1])
+    pretrained = load_pretrained(held["backbone"], weights=weights, image_size=held["image_size"])
+    if "pixels" in held:
+        mean, std = map(tuple, held["pixels"])
+        pretrained = dataclasses.replace(pretrained, config=dataclasses.replace(pretrained.config, mean=mean, std=std))
+    method = settings_of(CheemConfig, held["cheem"], directory / NAME)
+    config = MemoryConfig(
+        held["backbone"], held["image_size"], held["weights_sha256"], method, begun.get("preset", "unknown"),
+        held["seed"], tasks=tuple(held["tasks"]), data_sha256=held["data_sha256"],
+    )  # fmt: skip
+    return config, pretrained
+
+
+def tasks_of(data: Data, image_size: int, progress: Progress | None = None) -> tuple[Task, ...]:
+    """Tasks as they are, or read from what `cheem learn` takes: a folder, a zip, a TOML file, a benchmark's name."""
+    match data:
+        case Task():
+            return (data,)
+        case Stream():
+            tasks = data.tasks
+        case str() | Path():
+            shown = None if progress is None else _decoding(progress)
+            return load_tasks(plan_source(str(data))[1], image_size, ImagesConfig(), shown)
+        case _:
+            tasks = tuple(data)
+    if repeated := repeats(task.name for task in tasks):
+        raise ValueError(f"task names must be unique, repeated: {repeated}")
+    return tasks
+
+
+def _decoding(progress: Progress):
+    return lambda task, num_images: progress.phase("decode", task=task, total=num_images)
+
+
+def _setting(config: MemoryConfig, pretrained: Pretrained) -> dict[str, Any]:
+    """What the record tells of a memory before its first task."""
+    return {
+        "method": "cheem", "backbone": config.backbone, "source": pretrained.source, "stream": "memory",
+        "seed": config.seed, "placement": config.method.placement, "preset": config.preset,
+        "image_size": config.image_size, "base_means": "known" if pretrained.base_means else "neutral",
+        "router": config.backbone, "split_sha256": {}, "data": None, "command": None, "upper_bound": False,
+    }  # fmt: skip
+
+
+def _base_classes(own: Task, num: int, names: Sequence[str] | None) -> tuple[str, ...]:
+    if names is None:
+        return own.classes if len(own.classes) == num else tuple(f"class {label}" for label in range(num))
+    if len(names) != num or repeats(names):
+        raise ValueError(f"{len(names)} names (repeated: {repeats(names)[:5]}) for the backbone's {num} classes")
+    return tuple(names)
+
+
+def _pixels(image: Picture, size: int, name: str) -> np.ndarray:
+    match image:
+        case str() | Path():
+            return decode_image(Path(image).read_bytes(), size, name=str(image))
+        case bytes():
+            return decode_image(image, size, name=name)
+        case Image.Image():
+            packed = io.BytesIO()
+            image.save(packed, "PNG")
+            return decode_image(packed.getvalue(), size, name=name)
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
+        raise ValueError(f"{name} is {image.dtype} {list(image.shape)}, expected uint8 [H, W, 3] or a picture file")
+    if image.shape[:2] == (size, size):
+        return image
+    return np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC))
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _remove(folder: Path) -> None:
+    hidden = folder.with_name(f".{folder.name}.old")
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+_BASE_CHOICE = (Choice("reuse", 0),)
+_BASE_NUMBER = 2**32 - 1
+"""The backbone's own place among the keys, which no task reaches."""

@@ -1,0 +1,252 @@
+"""The directory of a memory that a person keeps: complete in itself, and changed as a whole or not at all.
+
+    config.json                     what the memory is, and the generation that counts
+    backbone.safetensors            the frozen backbone with its own head and mean class tokens
+    base/                           where the backbone's own task lies among features, if it is kept as a target
+    generation-0001/cheem/000-cats  one directory per task, as in a run
+    metrics.jsonl                   how each task was learned and what was measured
+
+Learning adds a directory. Forgetting writes a new generation beside the old one and then says in `config.json` that it
+counts; whatever a killed process leaves is taken away by the next one that writes.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cheem_jax.atomic import to_disk, write_atomically
+from cheem_jax.checkpoint import load_task, save_task, saved_tasks
+from cheem_jax.forgetting import changed_tasks
+from cheem_jax.methods.cheem import CheemConfig
+from cheem_jax.pool import Memory
+from cheem_jax.report.record import to_json
+from cheem_jax.run_directory import NAME
+from cheem_jax.saved_memory import FORGOTTEN, save_forgotten, save_memory_task
+
+FORMAT = "cheem_jax-memory/1"
+RUN_FORMAT = "cheem_jax-run/1"
+WEIGHTS = "backbone.safetensors"
+BASE = "base"
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryConfig:
+    """What a memory is; together with the data it decides what is learned."""
+
+    backbone: str
+    image_size: int
+    weights_sha256: str
+    method: CheemConfig
+    preset: str
+    seed: int = 0
+    keeps_base: bool = False
+    """Whether the backbone's own classes are one more target."""
+    generation: int = 1
+    tasks: tuple[str, ...] = ()
+    """Names in learning order."""
+    data_sha256: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What each task was learned from, so that the same command given again learns nothing twice."""
+    learning: dict[str, Any] | None = None
+    """The task that is being learned: name, number and data."""
+    forgetting: dict[str, Any] | None = None
+    """A task that is forgotten while the record still tells of it."""
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """What `config.json` holds, of a memory or of a run. Raises ValueError where it is neither."""
+    if not directory.is_dir():
+        raise ValueError(f"no memory {str(directory)!r}; `cheem learn {directory} FOLDER` makes one")
+    file = directory / NAME
+    try:
+        held = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{str(directory)!r} is no memory (it has no {NAME}); give the folder that `cheem learn` made, or a run's"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON ({error}); restore it from a copy") from error
+    found = held.get("format") if isinstance(held, dict) else None
+    if found not in (FORMAT, RUN_FORMAT):
+        newer = isinstance(found, str) and found.startswith("cheem_jax-")
+        told = "a newer version of cheem_jax wrote it: pip install --upgrade cheem_jax" if newer else "it is no memory"
+        raise ValueError(f"{file} has the format {found!r:.60}, expected {FORMAT!r}; {told}")
+    return held
+
+
+def config_of(held: Mapping[str, Any], directory: Path) -> MemoryConfig:
+    """The settings of a memory. Raises ValueError naming what does not fit."""
+    return settings_of(MemoryConfig, {k: v for k, v in held.items() if k != "format"}, directory / NAME)
+
+
+def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:
+    """A settings dataclass from its JSON values, nested ones included. Raises ValueError naming what does not fit."""
+    hints, known = typing.get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
+    if unknown := sorted(values.keys() - known):
+        raise ValueError(f"{where} holds unknown settings {unknown}; was it written by a newer version?")
+    found = {}
+    try:
+        for name, value in values.items():
+            if dataclasses.is_dataclass(hints[name]) and isinstance(hints[name], type):
+                value = settings_of(hints[name], value, where)
+            found[name] = tuple(value) if isinstance(value, list) else value
+        return kind(**found)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{where} is damaged ({error}); restore it from a copy") from error
+
+
+def write_config(directory: Path, config: MemoryConfig) -> None:
+    """Replace `config.json`, whole or not at all."""
+    values = {"format": FORMAT, **to_json(dataclasses.asdict(config))}
+    write_atomically(directory / NAME, json.dumps(values, indent=1) + "\n")
+
+
+def checkpoints_of(directory: Path, generation: int) -> Path:
+    """The folder of a generation's checkpoints, by method."""
+    return directory / f"generation-{generation:04d}"
+
+
+def tasks_root(directory: Path, held: Mapping[str, Any]) -> Path:
+    """Where the tasks of a memory or run lie."""
+    if held["format"] == RUN_FORMAT:
+        return directory / "checkpoints" / "cheem"
+    return checkpoints_of(directory, held["generation"]) / "cheem"
+
+
+def write_generation(directory: Path, config: MemoryConfig, before: Memory, after: Memory, rank: int) -> Path:
+    """The next generation, complete and on the disk; it counts once `config.json` says so.
+
+    Tasks that did not change share their files with the generation before.
+    """
+    old = checkpoints_of(directory, config.generation) / "cheem"
+    new = checkpoints_of(directory, config.generation + 1)
+    partial = new.with_name(f".{new.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed before it counted
+    root, changed = partial / "cheem", changed_tasks(before, after)
+    root.mkdir(parents=True)
+    for number, place in enumerate(saved_tasks(old)):
+        if number in after.forgotten:
+            save_forgotten(root, after, number)
+        elif number in changed:
+            save_memory_task(root, after, after.numbers.index(number), rank)
+        else:
+            shutil.copytree(place, root / place.name, copy_function=_link)
+    for folder in (root, partial):
+        to_disk(folder)
+    os.replace(partial, new)
+    to_disk(directory)
+    return new
+
+
+def _link(source: str, target: str) -> None:
+    """Files of a task are never written again, so two generations may share them; some file systems have no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def remove_old_generations(directory: Path, generation: int) -> None:
+    """Take away every generation that does not count."""
+    counting = checkpoints_of(directory, generation).name
+    for folder in [*directory.glob("generation-*"), *directory.glob(".generation-*")]:
+        if folder.name != counting:
+            shutil.rmtree(folder)
+
+
+def without_task(entries: Sequence[Mapping[str, Any]], index: int, name: str) -> list[dict[str, Any]]:
+    """A record as if the task at `index` had never been: its lines go, and its columns in the lines of others."""
+    return [changed for entry in entries if (changed := _without_task(dict(entry), index, name)) is not None]
+
+
+def _without_task(entry: dict[str, Any], index: int, name: str) -> dict[str, Any] | None:
+    match entry["event"]:
+        case "run":
+            known = {task: split for task, split in (entry.get("split_sha256") or {}).items() if task != name}
+            return {**entry, "split_sha256": known, "data": None, "command": None}
+        case "learned":
+            report = dict(entry["report"])
+            if report["index"] == index:
+                return None
+            if report["index"] > index:
+                report["index"] -= 1
+                if "similarity" in report:  # the base's row comes first
+                    report["similarity"] = _cut(report["similarity"], index + 1)
+            report["pool"] = [[_origin(expert, index) for expert in block] for block in report.get("pool", [])]
+            return {**entry, "report": report}
+        case "evaluated":
+            if entry["index"] == index:
+                return None
+            if entry["index"] > index:
+                entry["index"] -= 1
+                entry["methods"] = {
+                    method: {
+                        **found,
+                        "accuracy": _cut(found["accuracy"], index),
+                        "local_accuracy": _cut(found["local_accuracy"], index),
+                        "routing": [_cut(row, index) for row in _cut(found["routing"], index)],
+                    }
+                    for method, found in entry["methods"].items()
+                }
+            return {**entry, "checkpoints": {}}
+        case _:
+            return entry if entry.get("name") != name else None
+
+
+def _origin(expert: dict[str, Any], index: int) -> dict[str, Any]:
+    origin = expert["origin"]
+    if isinstance(origin, int):
+        origin = "forgotten" if origin == index else origin - (origin > index)
+    return {**expert, "origin": origin}
+
+
+def _cut(values: Sequence[Any], index: int) -> list[Any]:
+    return [*values[:index], *values[index + 1 :]]
+
+
+def save_base(directory: Path, arrays: Mapping[str, Any], classes: Sequence[str]) -> None:
+    """Keep where the backbone's own task lies among features."""
+    save_task(directory / BASE, arrays, {"name": "base", "classes": list(classes)})
+
+
+def load_base(directory: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Its arrays and class names; raises ValueError where they are damaged."""
+    arrays, meta = load_task(directory / BASE)
+    return arrays, tuple(meta["classes"])
+
+
+def copy_tasks(run: Path, root: Path) -> None:
+    """Begin a generation with the tasks of a run."""
+    root.mkdir(parents=True)
+    for place in saved_tasks(run / "checkpoints" / "cheem"):
+        shutil.copytree(place, root / place.name)
+
+
+@contextlib.contextmanager
+def made_whole(directory: Path):
+    """A hidden sibling to fill, which becomes the directory at the end; nothing is left where that fails.
+
+    Raises ValueError where there is something already.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{str(directory)!r} exists and is not empty; choose another folder for the memory")
+    partial = directory.absolute().with_name(f".{directory.absolute().name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        os.replace(partial, directory)
+        to_disk(directory.absolute().parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def is_forgotten(place: Path) -> bool:
+    """Whether a task's directory only keeps a forgotten task's place."""
+    return place.name.endswith(FORGOTTEN)
