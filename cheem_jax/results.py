@@ -97,8 +97,8 @@ def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -
 
 def _averages(accuracy: np.ndarray, local: np.ndarray) -> dict[str, float | None]:
     """None where a memory was measured without the images of earlier tasks."""
-    found = {"average_accuracy": None, "average_forgetting": None}
-    found |= {f"local_{name}": None for name in found}
+    names = ("average_accuracy", "average_forgetting", "local_average_accuracy", "local_average_forgetting")
+    found: dict[str, float | None] = dict.fromkeys(names)
     if not np.isnan(accuracy[-1]).any():
         found["average_accuracy"] = metrics.average_accuracy(accuracy)
         found["local_average_accuracy"] = metrics.average_accuracy(local)

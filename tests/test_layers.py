@@ -16,7 +16,8 @@ ROWS = (
     ("supernet", "hee", "execution"),
     ("evolution", "training"),
     ("data", "checkpoint", "saved_memory", "rolling", "results", "report", "run_directory", "fingerprint"),
-    ("methods", "restoring", "continual"),
+    ("methods", "restoring", "steps", "continual"),
+    ("prediction", "forgetting", "predict", "export", "memory", "serve"),
     ("arguments", "commands", "cli", "__main__"),
 )
 # the extras: imported where they are used, never with the package

@@ -1,15 +1,7 @@
-"""A memory that a person keeps: learn today, add a task next month, predict, evaluate, forget, export.
-
-memory = cheem_jax.create("pets", backbone="deit_tiny", image_size=96)
-memory.learn("photos/dogs")
-memory = cheem_jax.open("pets")          # another day, another process
-memory.learn("photos/cats")              # without the dogs
-memory.predict(["new.jpg"])[0].label
-"""
+"""A memory while a process works with it: answers, and all that may change."""
 
 import dataclasses
 import functools
-import io
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,40 +15,30 @@ from PIL import Image
 from cheem_jax import fingerprint
 from cheem_jax.architecture import Choice, to_strings
 from cheem_jax.atomic import write_atomically
-from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
-from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted
-from cheem_jax.centroids import calibrate, distances, fit_centroids
-from cheem_jax.data.decode import decode_image
-from cheem_jax.data.load import ImagesConfig, load_tasks
-from cheem_jax.data.sources import plan_source
-from cheem_jax.data.task import Stream, Task, check_names, repeats
+from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.centroids import calibrate, distances
+from cheem_jax.data.task import Task, check_names
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.execution.choice import EngineConfig, make_executor
 from cheem_jax.execution.executor import Executor
 from cheem_jax.forgetting import Forgotten, forget
 from cheem_jax.interruption import stop_requests
-from cheem_jax.keys import Keys, Phase
-from cheem_jax.memory_directory import (
+from cheem_jax.keys import Keys
+from cheem_jax.memory.data import Data, Picture, pixels_of, tasks_of
+from cheem_jax.memory.directory import (
     BASE,
-    RUN_FORMAT,
-    WEIGHTS,
     MemoryConfig,
-    checkpoints_of,
     config_of,
-    copy_tasks,
     load_base,
-    made_whole,
     read_config,
     remove_old_generations,
-    save_base,
-    settings_of,
     tasks_root,
-    without_task,
     write_config,
     write_generation,
 )
-from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig, Preset
+from cheem_jax.memory.record import without_task
+from cheem_jax.methods.cheem import Cheem
 from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.pool import Head, TaskMemory
 from cheem_jax.pool import Memory as Pools
@@ -67,15 +49,12 @@ from cheem_jax.report.record import NAME as RECORD
 from cheem_jax.report.record import Record, read, to_json
 from cheem_jax.report.status import Status
 from cheem_jax.results import results_of
-from cheem_jax.run_directory import NAME, hold
+from cheem_jax.run_directory import hold
 from cheem_jax.saved_memory import open_memory as open_saved
 from cheem_jax.steps import Run, evaluate, learn_task
 
 if TYPE_CHECKING:
     from cheem_jax.export import Exported, Format
-
-Data = str | Path | Task | Stream | Sequence[Task]
-Picture = str | Path | bytes | np.ndarray | Image.Image
 
 
 ENGINE = EngineConfig()
@@ -231,11 +210,12 @@ class OpenMemory:
 
         Raises ValueError or OSError naming what is no picture.
         """
-        single = isinstance(images, str | bytes | Path | Image.Image)
-        if isinstance(images, np.ndarray) and images.ndim == 3:
-            images = images[None]
+        if isinstance(images, str | bytes | Path | Image.Image) or (
+            isinstance(images, np.ndarray) and images.ndim == 3
+        ):
+            images = [images]
         size = self.config.image_size
-        decoded = [_pixels(image, size, f"image {i}") for i, image in enumerate([images] if single else images)]
+        decoded = [pixels_of(image, size, f"image {i}") for i, image in enumerate(images)]
         if not decoded:
             return []
         return self.predictor(top=top, open_set=open_set)(np.stack(decoded))
@@ -488,198 +468,6 @@ class _Calibrated(Cheem):
         return report
 
 
-def create(
-    directory: str | Path,
-    *,
-    backbone: str = "deit_tiny",
-    weights: str | Path | None = None,
-    image_size: int | None = None,
-    preset: Preset = "quick",
-    method: CheemConfig | None = None,
-    seed: int = 0,
-    base_data: str | Path | None = None,
-    keep_base: bool = False,
-    base_classes: Sequence[str] | None = None,
-    engine: EngineConfig = ENGINE,
-    progress: Progress | None = None,
-) -> OpenMemory:
-    """A memory without a task yet, in a new or empty folder; all or nothing.
-
-    `weights` as for `load_pretrained`. `method` are settings other than the preset's. `base_data` are pictures of the
-    backbone's own task (a folder or zip as for `learn`), which anchor the similarity of tasks; with `keep_base` the
-    backbone's own classes become one more target, named `base_classes` or after the folders of the data. Raises
-    ValueError for settings that do not fit, FileNotFoundError without weights.
-    """
-    directory = Path(directory)
-    config = PRESETS[preset] if method is None else method
-    pretrained = load_pretrained(backbone, weights=None if weights is None else Path(weights), image_size=image_size)
-    vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
-    size, base, classes = pretrained.config.image_size, None, ()
-    if keep_base and (base_data is None or vit.head is None):
-        raise ValueError(
-            f"{pretrained.config.name} carries no head, so it has no classes to keep"
-            if vit.head is None
-            else "to keep the backbone's own classes, pictures have to tell where they lie; give base_data"
-        )
-    if base_data is not None:
-        (own,) = tasks_of(base_data, size, progress) or (None,)
-        assert own is not None
-        found = base_means(vit, own.train.images, batch_size=config.batch_size)
-        pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **found})
-        if keep_base:
-            classes = _base_classes(own, pretrained.config.num_classes, base_classes)
-            executor = make_executor(vit, config.placement, engine, token=config.token, batch_size=config.batch_size)
-            features = FrozenFeatures(executor, config.batch_size)
-            seed_of_base = Keys(seed).seed_at(_BASE_NUMBER, Phase.CENTROIDS)
-            centroids = fit_centroids(features(own, "train"), seed=seed_of_base, config=config.router)
-            away = distances(features(own, "val"), [centroids], config.router)[:, 0]
-            base = {"centroids": centroids, "distances": calibrate(away)}
-    told = preset if config == PRESETS[preset] else f"{preset}, changed"
-    settings = MemoryConfig(pretrained.config.name, size, pretrained.sha256, config, told, seed, base is not None)
-    with made_whole(directory) as partial:
-        save_converted(partial / WEIGHTS, pretrained)
-        if base is not None:
-            save_base(partial, base, classes)
-        (checkpoints_of(partial, 1) / "cheem").mkdir(parents=True)
-        Record.open(partial).write("run", **_setting(settings, pretrained))
-        write_config(partial, settings)
-    return open_memory(directory, engine=engine)
-
-
-def begin_with(
-    directory: str | Path, run: str | Path, *, weights: str | Path | None = None, engine: EngineConfig = ENGINE
-) -> OpenMemory:
-    """A new memory that begins with what a finished run of CHEEM has learned; the run is left alone.
-
-    Raises as `open_memory` and `create`.
-    """
-    directory, begun = Path(directory), open_memory(run, weights=weights, engine=engine)
-    if not begun.is_run:
-        raise ValueError(f"{str(run)!r} is a memory already; copy its folder, or learn in it")
-    names = tuple(task.name for task in begun.tasks)
-    config = dataclasses.replace(
-        begun.config, tasks=names, data_sha256=dict(begun.config.data_sha256), learning=None, forgetting=None
-    )
-    own = [e for e in read(begun.directory) if e["event"] in ("learned", "evaluated")]
-    with made_whole(directory) as partial:
-        save_converted(partial / WEIGHTS, begun.pretrained)
-        copy_tasks(begun.directory, checkpoints_of(partial, 1) / "cheem")
-        record = Record.open(partial)
-        record.write("run", **_setting(config, begun.pretrained))
-        kept = [e if e["event"] == "learned" else _only_cheem(e) for e in own if e.get("method", "cheem") == "cheem"]
-        record.replace([*read(partial), *kept])
-        write_config(partial, config)
-    return open_memory(directory, engine=engine)
-
-
-def _only_cheem(entry: dict[str, Any]) -> dict[str, Any]:
-    return {**entry, "methods": {"cheem": entry["methods"]["cheem"]}, "checkpoints": {}}
-
-
-def open_memory(
-    directory: str | Path, *, weights: str | Path | None = None, engine: EngineConfig = ENGINE
-) -> OpenMemory:
-    """A memory, or a run of CHEEM, ready to answer. `weights` is for runs, which hold none: default as the run had.
-
-    Raises ValueError naming what is damaged, missing or of a newer format.
-    """
-    directory = Path(directory)
-    held = read_config(directory)
-    if held["format"] == RUN_FORMAT:
-        config, pretrained = _run_config(directory, held, None if weights is None else Path(weights))
-    else:
-        if weights is not None:
-            raise ValueError(f"memory {str(directory)!r} holds its own weights; leave --weights out")
-        config = config_of(held, directory)
-        pretrained = load_pretrained(config.backbone, weights=directory / WEIGHTS)
-    if pretrained.sha256 != config.weights_sha256 or pretrained.config.image_size != config.image_size:
-        raise ValueError(
-            f"{str(directory)!r} was learned with weights of SHA-256 {config.weights_sha256[:12]} at "
-            f"{config.image_size} pixels, but {pretrained.source} has {pretrained.sha256[:12]} at "
-            f"{pretrained.config.image_size}; give the file that it was learned with (--weights)"
-        )
-    return OpenMemory(directory, config, pretrained, tasks_root(directory, held), engine)
-
-
-def _run_config(directory: Path, held: Mapping[str, Any], weights: Path | None) -> tuple[MemoryConfig, Pretrained]:
-    """A run of an experiment, seen as a memory."""
-    if "cheem" not in held or held.get("router_weights_sha256") is not None:
-        raise ValueError(
-            f"{str(directory)!r} is a run of another method than cheem, or with a router of its own; only CHEEM's "
-            "memories answer here"
-        )
-    begun = next((entry for entry in read(directory) if entry["event"] == "run"), {})
-    command = begun.get("command") or []
-    if weights is None and "--weights" in command and command[command.index("--weights") + 1] != "None":
-        weights = Path(command[command.index("--weights") + 1])
-    pretrained = load_pretrained(held["backbone"], weights=weights, image_size=held["image_size"])
-    if "pixels" in held:
-        mean, std = map(tuple, held["pixels"])
-        pretrained = dataclasses.replace(pretrained, config=dataclasses.replace(pretrained.config, mean=mean, std=std))
-    method = settings_of(CheemConfig, held["cheem"], directory / NAME)
-    config = MemoryConfig(
-        held["backbone"], held["image_size"], held["weights_sha256"], method, begun.get("preset", "unknown"),
-        held["seed"], tasks=tuple(held["tasks"]), data_sha256=held["data_sha256"],
-    )  # fmt: skip
-    return config, pretrained
-
-
-def tasks_of(data: Data, image_size: int, progress: Progress | None = None) -> tuple[Task, ...]:
-    """Tasks as they are, or read from what `cheem learn` takes: a folder, a zip, a TOML file, a benchmark's name."""
-    match data:
-        case Task():
-            return (data,)
-        case Stream():
-            tasks = data.tasks
-        case str() | Path():
-            shown = None if progress is None else _decoding(progress)
-            return load_tasks(plan_source(str(data))[1], image_size, ImagesConfig(), shown)
-        case _:
-            tasks = tuple(data)
-    if repeated := repeats(task.name for task in tasks):
-        raise ValueError(f"task names must be unique, repeated: {repeated}")
-    return tasks
-
-
-def _decoding(progress: Progress):
-    return lambda task, num_images: progress.phase("decode", task=task, total=num_images)
-
-
-def _setting(config: MemoryConfig, pretrained: Pretrained) -> dict[str, Any]:
-    """What the record tells of a memory before its first task."""
-    return {
-        "method": "cheem", "backbone": config.backbone, "source": pretrained.source, "stream": "memory",
-        "seed": config.seed, "placement": config.method.placement, "preset": config.preset,
-        "image_size": config.image_size, "base_means": "known" if pretrained.base_means else "neutral",
-        "router": config.backbone, "split_sha256": {}, "data": None, "command": None, "upper_bound": False,
-    }  # fmt: skip
-
-
-def _base_classes(own: Task, num: int, names: Sequence[str] | None) -> tuple[str, ...]:
-    if names is None:
-        return own.classes if len(own.classes) == num else tuple(f"class {label}" for label in range(num))
-    if len(names) != num or repeats(names):
-        raise ValueError(f"{len(names)} names (repeated: {repeats(names)[:5]}) for the backbone's {num} classes")
-    return tuple(names)
-
-
-def _pixels(image: Picture, size: int, name: str) -> np.ndarray:
-    match image:
-        case str() | Path():
-            return decode_image(Path(image).read_bytes(), size, name=str(image))
-        case bytes():
-            return decode_image(image, size, name=name)
-        case Image.Image():
-            packed = io.BytesIO()
-            image.save(packed, "PNG")
-            return decode_image(packed.getvalue(), size, name=name)
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
-        raise ValueError(f"{name} is {image.dtype} {list(image.shape)}, expected uint8 [H, W, 3] or a picture file")
-    if image.shape[:2] == (size, size):
-        return image
-    return np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC))
-
-
 def _bytes_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
@@ -691,5 +479,3 @@ def _remove(folder: Path) -> None:
 
 
 _BASE_CHOICE = (Choice("reuse", 0),)
-_BASE_NUMBER = 2**32 - 1
-"""The backbone's own place among the keys, which no task reaches."""

@@ -1,0 +1,13 @@
+"""A memory that a person keeps: learn today, add a task next month, predict, evaluate, forget, export.
+
+memory = cheem_jax.create("pets", backbone="deit_tiny", image_size=96)
+memory.learn("photos/dogs")
+memory = cheem_jax.open("pets")          # another day, another process
+memory.learn("photos/cats")              # without the dogs
+memory.predict(["new.jpg"])[0].label
+"""
+
+from cheem_jax.memory.making import begin_with, create, open_memory
+from cheem_jax.memory.opened import OpenMemory, Score, TaskInfo
+
+__all__ = ["OpenMemory", "Score", "TaskInfo", "begin_with", "create", "open_memory"]
