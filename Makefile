@@ -20,10 +20,11 @@ VENV := .venv
 VENV_312 := .venv-312
 VENV_CONVERT := .venv-convert
 VENV_PREPARE := .venv-prepare
+VENV_DOCS := .venv-docs
 INPUTS := pyproject.toml constraints.txt
 CODE := cheem_jax convert experiments tests
 
-.PHONY: help demo test test-slow faults test-convert test-browser test-prepare test-312 bench bench-gpu lint format clean
+.PHONY: help demo test test-slow faults test-convert test-browser test-prepare test-312 docs bench bench-gpu lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +59,9 @@ test-312: ## the tests on Python 3.12, where there is one
 	    $(VENV_312)/bin/python -m pytest $(PYTEST_ARGS)
 	fi
 
+docs: $(VENV_DOCS)/.docs ## the documentation site, in site/; warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet --strict --site-dir site
+
 bench: $(VENV_CONVERT)/.convert ## the benchmarks of docs/benchmarks.md on this CPU, PyTorch beside it; about half an hour
 	@JAX_PLATFORMS=cpu $(VENV_CONVERT)/bin/python experiments/bench/run.py $(BENCH_ARGS)
 
@@ -75,7 +79,7 @@ format: $(VENV)/.dev ## format the code and mend what the linter can
 	$(VENV)/bin/python -m ruff check --fix $(CODE)
 
 clean: ## remove environments and caches; runs stay
-	@rm -rf $(VENV) $(VENV_312) $(VENV_CONVERT) $(VENV_PREPARE) .pytest_cache .ruff_cache .hypothesis dist
+	@rm -rf $(VENV) $(VENV_312) $(VENV_CONVERT) $(VENV_PREPARE) $(VENV_DOCS) site .pytest_cache .ruff_cache .hypothesis dist
 	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
 
 # ---- environments: a marker file says that the extras of its name are installed; `base` is none of them
@@ -108,12 +112,21 @@ $(VENV_PREPARE)/.prepare: $(INPUTS)
 	$(call install,$(VENV_PREPARE),.[test$(comma)prepare])
 	touch $@
 
+# the site is made from the sources: it needs the packages of its extra alone
+$(VENV_DOCS)/.docs: $(INPUTS)
+	@$(call find_python,$(PYTHON),sys.hexversion >= 0x30b0000)
+	"$${python:?cheem_jax needs Python 3.11 or later}" -m venv --clear $(VENV_DOCS)
+	extra='import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")'
+	$(VENV_DOCS)/bin/python -c "$$extra" | $(VENV_DOCS)/bin/python -m pip install --quiet --no-input \
+	    --disable-pip-version-check --constraint constraints.txt --requirement /dev/stdin
+	touch $@
+
 # one shell per recipe
 .ONESHELL:
 comma := ,
 
 # an environment whose interpreter has gone is made again
-$(foreach venv,$(VENV) $(VENV_312) $(VENV_CONVERT) $(VENV_PREPARE),$(shell test -x $(venv)/bin/python || rm -f $(venv)/.[a-z]*))
+$(foreach venv,$(VENV) $(VENV_312) $(VENV_CONVERT) $(VENV_PREPARE) $(VENV_DOCS),$(shell test -x $(venv)/bin/python || rm -f $(venv)/.[a-z]*))
 
 # $(call find_python,CANDIDATES,CONDITION ON sys): sets $python to the first that runs and fits, or to nothing.
 # A version manager's shim exists without running, so each candidate is tried.

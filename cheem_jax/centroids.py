@@ -11,8 +11,6 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float, Int
 from scipy.spatial.distance import cdist
-from sklearn.cluster import KMeans
-from threadpoolctl import threadpool_limits
 
 Metric = Literal["l1", "l2", "cosine"]
 _SCIPY_METRICS: dict[Metric, Literal["cityblock", "euclidean", "cosine"]] = {
@@ -43,6 +41,10 @@ def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:
 
 def fit_centroids(features: Float[np.ndarray, "N E"], *, seed: int, config: RouterConfig) -> Float[np.ndarray, "K E"]:
     """k-means centroids of one task's training features; not re-normalised."""
+    # here, because whoever only answers needs neither, and they take two seconds to import
+    from sklearn.cluster import KMeans
+    from threadpoolctl import threadpool_limits
+
     points = normalise(features)
     distinct = len(np.unique(points, axis=0))
     num = min(config.num_centroids, distinct)  # k-means cannot separate equal points

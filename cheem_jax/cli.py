@@ -1,23 +1,28 @@
 """Command lines: the `cheem` command, and what every experiment's `main` shares."""
 
 import contextlib
+import difflib
 import io
+import os
 import re
+import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
-import tyro
-
-from cheem_jax.commands import data, demo, report, tensorboard, watch
-from cheem_jax.data.sources import MissingTasks
-from cheem_jax.execution.compilation import NotKept, keep_programs
+from cheem_jax import __version__
+from cheem_jax.commands import COMMANDS, GROUPS
 from cheem_jax.interruption import Stopped
 
 Settings = TypeVar("Settings")
+
+PURPOSE = "Continual learning with Vision Transformers that never forget and store no old images."
+STATUS = (
+    "Exit status: 0 done; 1 done in part (doctor: something is broken); 2 bad input or something missing; "
+    "128 + N stopped by signal N."
+)
 
 
 def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None = None, **options: Any) -> Settings:
@@ -25,6 +30,8 @@ def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None =
 
     tyro draws a titled box around a complaint; a command answers in one line and ends with status 2.
     """
+    import tyro
+
     complaint = io.StringIO()
     kind, default = (settings, None) if isinstance(settings, type) else (type(settings), settings)
     try:
@@ -38,69 +45,155 @@ def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None =
         raise
 
 
-def run_command(command: Callable[[Settings], None], settings: Settings, directory: Path | None = None) -> None:
-    """Run a command's main: bad input ends in one line and status 2, Ctrl-C in a line that says how to go on."""
+def run_command(
+    command: Callable[[Settings], int | None],
+    settings: Settings,
+    directory: Path | None = None,
+    *,
+    computes: bool = True,
+) -> None:
+    """Run a command's main: bad input ends in one line and status 2, Ctrl-C in a line that says how to go on.
+
+    A status that the command returns, other than 0, ends the process. What `computes` keeps its compiled programs.
+    """
+    with _reader_may_leave():
+        try:
+            if computes:
+                _keep_programs()
+            status = command(settings)
+        except (MemoryError, *_device_errors()) as error:
+            if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            reason = str(error).splitlines()[0] if str(error) else "no memory left"
+            print(
+                f"error: out of memory ({reason}); try a smaller batch size, less kept on the device (memory_gb) or a "
+                "smaller image size; finished tasks are safe",
+                file=sys.stderr,
+            )
+            raise SystemExit(2) from error
+        except (ValueError, OSError, FloatingPointError) as error:
+            if isinstance(error, BrokenPipeError) and _reader_is_gone():
+                raise
+            print(f"error: {' '.join(str(error).split()):.4000}", file=sys.stderr)
+            for line in getattr(error, "advice", ()):
+                print(f"  {line}", file=sys.stderr)
+            raise SystemExit(2) from error
+        except ImportError as error:
+            _end_for_what_is_missing(error)
+        except KeyboardInterrupt as stop:
+            begun = directory is not None and directory.exists()
+            where = f" Finished tasks are in {directory}; the same command goes on after them." if begun else ""
+            data = sys.modules.get("cheem_jax.commands.data")
+            if data is not None and isinstance(settings, data.Prepare):
+                where = " What is ready is kept; the same command goes on."
+            number = signal.SIGINT
+            if isinstance(stop, Stopped):
+                number = stop.signal_number
+                if directory is not None:
+                    where = f" In {directory} {stop}; the same command goes on from there."
+            print(f"\nstopped.{where}", file=sys.stderr)
+            raise SystemExit(128 + number) from None
+    if status:
+        raise SystemExit(status)
+
+
+def _keep_programs() -> None:
+    # here and below JAX is not imported with this module, since not every command needs it
+    from cheem_jax.execution.compilation import NotKept, keep_programs
+
+    try:
+        keep_programs()
+    except NotKept as error:
+        print(f"note: {error}; they are compiled again in every run", file=sys.stderr)
+
+
+def _device_errors() -> tuple[type[Exception], ...]:
+    jax = sys.modules.get("jax")
+    return () if jax is None else (jax.errors.JaxRuntimeError,)
+
+
+def _end_for_what_is_missing(error: ImportError) -> None:
+    """One line and status 2 for packages of others; a fault of our own keeps its traceback."""
+    if error.name is not None and error.name.split(".")[0] == "cheem_jax":
+        raise error
+    # without a name it is an extra's, and whoever raised it says how to get it
+    way_out = "" if error.name is None else "; `cheem doctor` tells what is missing and how to get it"
+    print(f"error: {' '.join(str(error).split())}{way_out}", file=sys.stderr)
+    raise SystemExit(2) from error
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """`cheem ... | head` ends without a word and with the status of SIGPIPE, as other commands do."""
     try:
         try:
-            keep_programs()
-        except NotKept as error:
-            print(f"note: {error}; they are compiled again in every run", file=sys.stderr)
-        command(settings)
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_is_gone():
             raise
-        reason = str(error).splitlines()[0] if str(error) else "no memory left"
-        print(
-            f"error: out of memory ({reason}); try a smaller batch size, less kept on the device (memory_gb) or a "
-            "smaller image size; finished tasks are safe",
-            file=sys.stderr,
-        )
-        raise SystemExit(2) from error
-    except (ValueError, OSError, FloatingPointError) as error:
-        print(f"error: {' '.join(str(error).split()):.4000}", file=sys.stderr)
-        if isinstance(error, MissingTasks):
-            print("\n".join(f"  {line}" for line in error.advice), file=sys.stderr)
-        raise SystemExit(2) from error
-    except KeyboardInterrupt as stop:
-        begun = directory is not None and directory.exists()
-        where = f" Finished tasks are in {directory}; the same command goes on after them." if begun else ""
-        if isinstance(settings, data.Prepare):
-            where = " What is ready is kept; the same command goes on."
-        number = signal.SIGINT
-        if isinstance(stop, Stopped):
-            number = stop.signal_number
-            if directory is not None:
-                where = f" In {directory} {stop}; the same command goes on from there."
-        print(f"\nstopped.{where}", file=sys.stderr)
-        raise SystemExit(128 + number) from None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the buffer still holds
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
-COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
-    "demo": (demo.Demo, demo.learn_demo),
-    "report": (report.Report, report.write_report_page),
-    "watch": (watch.Watch, watch.watch_run),
-    "tensorboard": (tensorboard.Tensorboard, tensorboard.write_tensorboard),
-    "data list": (data.List, data.list_data),
-    "data prepare": (data.Prepare, data.prepare_data),
-    "data verify": (data.Verify, data.verify_data),
-    "data show": (data.Show, data.show_data),
-}
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads; the broken one may also be a worker's."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (OSError, ValueError):  # no file at all
+        return False
 
 
 def main() -> None:
     """The `cheem` command."""
-    words = sys.argv[1:]
-    num = 2 if words[:1] == ["data"] else 1
-    name, arguments = " ".join(words[:num]), words[num:]
-    known = [command for command in COMMANDS if num == 1 or command.startswith("data ")]
-    if not words or words[num - 1 :][:1] in ([], ["-h"], ["--help"]):
-        print(f"usage: cheem {'data ' if num == 2 else ''}COMMAND [--help]\n")
-        for command in known:
-            print(f"  {command:<14}{(COMMANDS[command][0].__doc__ or '').splitlines()[0]}")
-        return
-    if name not in COMMANDS:
-        print(f"error: unknown command {name!r}; expected one of: {', '.join(known)}", file=sys.stderr)
-        raise SystemExit(2)
-    kind, command = COMMANDS[name]
-    settings = parse(kind, arguments, prog=f"cheem {name}")
-    run_command(command, settings, getattr(settings, "run_dir", None))
+    with _reader_may_leave():
+        words = sys.argv[1:]
+        prefix = "data " if words[:1] == ["data"] else ""
+        rest = words[1:] if prefix else words
+        if not rest or rest[0] in ("-h", "--help"):
+            _print_help(prefix)
+            return
+        if words[0] in ("-V", "--version"):
+            print(f"cheem_jax {__version__}")
+            return
+        name, arguments = prefix + rest[0], rest[1:]
+        if name not in COMMANDS:
+            print(f"error: {_unknown(name, prefix)}", file=sys.stderr)
+            raise SystemExit(2)
+        command = COMMANDS[name]
+        try:
+            kind, function = command.load()
+            settings = parse(kind, arguments, prog=f"cheem {name}")
+        except ImportError as error:
+            return _end_for_what_is_missing(error)
+        except KeyboardInterrupt:
+            raise SystemExit(128 + signal.SIGINT) from None
+        run_command(function, settings, getattr(settings, "run_dir", None), computes=command.computes)
+
+
+def _print_help(prefix: str) -> None:
+    width = max(map(len, COMMANDS)) + 2
+    print(f"usage: cheem {prefix}COMMAND [--help]{'' if prefix else ' | cheem --version'}")
+    if not prefix:
+        print(f"\n{PURPOSE}")
+    for heading, group in GROUPS.items():
+        shown = [command for command in group if command.name.startswith(prefix)]
+        if shown:
+            print("" if prefix else f"\n{heading}:")
+        for command in shown:
+            print(f"  {command.name:<{width}}{command.help}")
+    print(f"\n`cheem COMMAND --help` tells a command's options and their defaults.\n{STATUS}")
+
+
+def _unknown(name: str, prefix: str) -> str:
+    known = [command for command in COMMANDS if command.startswith(prefix)]
+    last = name.removeprefix(prefix)
+    # what lies below `data` is also found by its own word
+    near = difflib.get_close_matches(name, known, n=1) or [
+        command for command in known if difflib.get_close_matches(last, command.split()[-1:])
+    ]
+    nearest = f"nearest: {', '.join(near)}; " if near else ""
+    return f"unknown command {name!r}; {nearest}expected one of: {', '.join(known)}"

@@ -17,11 +17,11 @@ from cheem_jax.checkpoint import load_manifest, saved_tasks
 from cheem_jax.data.task import Task
 from cheem_jax.execution.compilation import Compilations, compilations
 from cheem_jax.interruption import Stop
-from cheem_jax.methods.catalogue import TOLD
 from cheem_jax.methods.method import Answers, Method
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record
 from cheem_jax.report.status import Status
+from cheem_jax.report.table import TOLD
 from cheem_jax.rolling import Rolling, RunningTask
 from cheem_jax.run_directory import check_space
 

@@ -1,15 +1,26 @@
 """What a user sees who mistypes: one line that names the value and the way out, and status 2."""
 
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from PIL import Image
 
+import cheem_jax
+from cheem_jax import commands
+from cheem_jax.cli import COMMANDS, run_command
 from cheem_jax.cli import main as cli_main
-from cheem_jax.cli import run_command
+from cheem_jax.commands import completion, data
 from cheem_jax.commands.demo import Demo
 from cheem_jax.data.benchmarks.table import order_of
 from experiments import mtil
+
+ROOT = Path(__file__).parent.parent
 
 
 def write_task(folder, num_classes=2, per_class=4):
@@ -98,10 +109,8 @@ def test_an_unknown_command_is_named(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["cheem", "demmo"])
     with pytest.raises(SystemExit) as stop:
         cli_main()
-    assert (
-        stop.value.code == 2
-        and "unknown command 'demmo'; expected one of: demo, report, watch, " in capsys.readouterr().err
-    )
+    assert stop.value.code == 2
+    assert "unknown command 'demmo'; nearest: demo; expected one of: learn, predict, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", [["--presett", "quick"], ["--preset", "fast"], ["--seed", "one"]])
@@ -132,6 +141,15 @@ def test_ctrl_c_says_how_to_go_on(capsys, tmp_path):
         run_command(interrupted, Demo(run_dir=tmp_path), tmp_path)
     assert stop.value.code == 130
     assert f"Finished tasks are in {tmp_path}" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_data_are_prepared_says_that_what_is_ready_is_kept(capsys):
+    def interrupted(settings):
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        run_command(interrupted, data.Prepare("mtil"), computes=False)
+    assert stop.value.code == 130 and "What is ready is kept" in capsys.readouterr().err
 
 
 def test_the_preset_decides_the_defaults_and_options_change_them():
@@ -165,3 +183,147 @@ def test_a_cache_of_programs_that_cannot_be_written_is_no_reason_to_stop(capsys,
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
     assert done == ["settings"] and "JAX_COMPILATION_CACHE_DIR" in capsys.readouterr().err
+
+
+def cheem(capsys, monkeypatch, *arguments):
+    """Status, standard output and standard error of the command in this process."""
+    monkeypatch.setattr("sys.argv", ["cheem", *arguments])
+    try:
+        cli_main()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
+def test_every_command_tells_its_options_and_what_the_table_says_of_it(capsys, monkeypatch, command):
+    kind, function = command.load()
+    assert (kind.__doc__ or "").splitlines()[0] == command.help and callable(function)
+    status, shown, _ = cheem(capsys, monkeypatch, *command.name.split(), "--help")
+    assert status == 0 and shown.startswith(f"usage: cheem {command.name} ")
+    assert command.help in " ".join(shown.split())
+
+
+def test_help_lists_all_commands_under_their_headings(capsys, monkeypatch):
+    status, shown, _ = cheem(capsys, monkeypatch)
+    assert status == 0 and shown == cheem(capsys, monkeypatch, "--help")[1]
+    assert str(cheem_jax.__doc__).splitlines()[0] in shown
+    names = [line[2:].split("  ")[0] for line in shown.splitlines() if line.startswith("  ")]
+    assert names == list(COMMANDS)
+    headings = [line[:-1] for line in shown.splitlines() if line.endswith(":")]
+    assert headings == list(commands.GROUPS)
+    _, below, _ = cheem(capsys, monkeypatch, "data")
+    assert [name for name in names if f"  {name} " in below] == [name for name in names if name.startswith("data ")]
+
+
+def test_the_version_is_told(capsys, monkeypatch):
+    assert cheem(capsys, monkeypatch, "--version") == (0, f"cheem_jax {cheem_jax.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"), [(["predct"], "predict"), (["lst"], "data list"), (["data", "prepar"], "data prepare")]
+)
+def test_an_unknown_command_is_answered_with_the_nearest(capsys, monkeypatch, words, nearest):
+    status, _, error = cheem(capsys, monkeypatch, *words)
+    assert status == 2 and f"nearest: {nearest}; expected one of" in error and error.count("\n") == 1
+    assert "nearest" not in cheem(capsys, monkeypatch, "xyzzy")[2]
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["demmo"], ["doctor", "--json", "--timeout", "0.01"]])
+def test_what_computes_nothing_imports_neither_jax_nor_the_commands_that_need_it(words):
+    program = (
+        f"import sys; sys.argv = {['cheem', *words]}\n"
+        "from cheem_jax.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('jax', 'jaxlib', 'flax', 'orbax', 'optax', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.parametrize(("returned", "status"), [(1, 1), (143, 143)])
+def test_the_status_that_a_command_returns_ends_the_process(returned, status):
+    with pytest.raises(SystemExit) as stop:
+        run_command(lambda settings: returned, None, computes=False)
+    assert stop.value.code == status
+    run_command(lambda settings: 0, None, computes=False)
+
+
+def test_a_missing_package_is_one_line_and_a_fault_of_our_own_is_not_hidden(capsys):
+    def needs(error):
+        def command(settings):
+            raise error
+
+        return command
+
+    with pytest.raises(SystemExit) as stop:
+        run_command(needs(ImportError("this needs x:\n`pip install 'cheem_jax[serve]'`")), None, computes=False)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: this needs x: `pip install 'cheem_jax[serve]'`\n"
+    with pytest.raises(SystemExit):
+        run_command(needs(ModuleNotFoundError("No module named 'flax'", name="flax")), None, computes=False)
+    assert capsys.readouterr().err.startswith("error: No module named 'flax'; `cheem doctor` tells")
+    with pytest.raises(ImportError):
+        run_command(needs(ImportError("no such name", name="cheem_jax.ops")), None, computes=False)
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly():
+    program = (
+        "from cheem_jax.cli import run_command\n"
+        "def command(settings):\n"
+        "    for number in range(100_000): print(number)\n"
+        "run_command(command, None, computes=False)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr as stream:
+        assert stream.read() == ""
+    assert process.wait() == 141
+
+
+def test_a_broken_pipe_of_somebody_else_is_told(capsys):
+    def command(settings):
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    with pytest.raises(SystemExit) as stop:
+        run_command(command, None, computes=False)
+    assert stop.value.code == 2 and "Broken pipe" in capsys.readouterr().err
+
+
+def test_bash_completes_commands_options_values_and_files(capsys, tmp_path):
+    completion.print_completion(completion.Completion("bash"))
+    script = tmp_path / "cheem"
+    script.write_text(capsys.readouterr().out)
+    assert script.read_text().startswith("# cheem completion bash > ")
+    asked = [["", "cheem"], ["da", "cheem"], ["", "cheem", "data"], ["--or", "cheem", "data", "show"]]
+    asked += [["stag", "cheem", "demo", "--engine.executor"], ["runs/d", "cheem", "report"], ["", "cheem", "report"]]
+    lines = ["complete -p cheem"]
+    for word, *before in asked:
+        words = " ".join(f"'{text}'" for text in [*before, word])
+        lines.append(
+            f"COMP_WORDS=({words}); COMP_CWORD={len(before)}; _cheem cheem '{word}'; echo \"${{COMPREPLY[*]}}\""
+        )
+    done = subprocess.run(
+        ["bash", "-c", f"source {script}\n" + "\n".join(lines)], capture_output=True, text=True, check=True
+    )
+    registered, *answers = done.stdout.splitlines()
+    assert registered == "complete -o default -F _cheem cheem"
+    names = {command.name.split()[0] for command in COMMANDS.values()}
+    assert set(answers[0].split()) == names and answers[1] == "data"
+    assert answers[2:5] == ["list prepare show verify", "--order", "stages"]
+    assert answers[5:] == ["", ""]  # left to bash, which offers files
+
+
+@pytest.mark.parametrize(("shell", "place"), [("zsh", 1), ("fish", 0)])
+def test_other_shells_complete_the_same(capsys, shell, place):
+    completion.print_completion(completion.Completion(shell))
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[place].startswith(f"# cheem completion {shell} > ")
+    assert all(word in printed for word in ("tensorboard", "verify", "--upper-bound"))
+    assert shell != "zsh" or (printed.startswith("#compdef cheem\n") and printed.endswith(" || _files\n"))

@@ -11,12 +11,14 @@ import safetensors.numpy
 from flax import nnx
 from PIL import Image
 
+from cheem_jax import cli
 from cheem_jax.backbone.config import CONFIGS
-from cheem_jax.backbone.means import base_means
+from cheem_jax.backbone.means import base_means, pooled_means
 from cheem_jax.backbone.params import build, shapes_of
 from cheem_jax.backbone.resample import resample_position
 from cheem_jax.backbone.timm_names import from_timm, infer_config, timm_name_of
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, resize, save_converted
+from cheem_jax.commands import convert
 from cheem_jax.data.load import load_task
 from cheem_jax.ops import Reuse
 from convert import timm_vit
@@ -75,12 +77,27 @@ def test_the_command_line_adds_base_means_of_the_training_images_and_keeps_the_r
         np.testing.assert_allclose(after.base_means[key], value, rtol=1e-5, atol=1e-4)
 
 
+def test_cheem_convert_writes_what_the_script_writes(tmp_path, nano_file, monkeypatch, capsys):
+    arguments = ["--backbone", "vit_nano", "--weights", str(nano_file), "--output"]
+    monkeypatch.setattr("sys.argv", ["cheem", "convert", *arguments, str(tmp_path / "a.safetensors")])
+    cli.main()
+    told = capsys.readouterr().out
+    assert timm_vit.main([*arguments, str(tmp_path / "b.safetensors")]) == 0
+    assert capsys.readouterr().out == told.replace("a.safetensors", "b.safetensors")
+    a, b = (load_pretrained("vit_nano", weights=tmp_path / name) for name in ("a.safetensors", "b.safetensors"))
+    assert (a.config, a.source, a.sha256) == (b.config, b.source, b.sha256) and a.base_means.keys() == {*b.base_means}
+    assert all(np.array_equal(value, b.params[name]) for name, value in a.params.items())
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2 and "add --overwrite" in capsys.readouterr().err
+
+
 def test_means_over_chunks_weigh_each_image_alike(nano_file):
     pretrained = load_pretrained("vit_nano", weights=nano_file)
     vit = build(pretrained.config, pretrained.params)
     images = np.random.default_rng(2).integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)
     whole = base_means(vit, images)
-    for key, mean in timm_vit.pooled_means(vit, iter([images[:2], images[2:]])).items():
+    for key, mean in pooled_means(vit, iter([images[:2], images[2:]])).items():
         np.testing.assert_allclose(mean, whole[key], rtol=1e-5, atol=1e-4)
 
 
@@ -146,8 +163,7 @@ def test_a_missing_extra_is_named(tmp_path, nano_file, monkeypatch, capsys, extr
     ],
 )
 def test_tfds_sources_are_spelled_name_and_split(spelled, name, split):
-    found = timm_vit._TFDS.fullmatch(spelled)
-    assert found is not None and found.groups() == (name, split)
+    assert convert.spelled(spelled) == (name, split)
 
 
 def _random_model(name: str, **options):

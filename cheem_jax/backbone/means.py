@@ -1,6 +1,7 @@
 """Mean class tokens of the backbone's own task: the mu of task 1 in the similarity of tasks."""
 
 import functools
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -33,6 +34,17 @@ def base_means(vit: ViT, images: Images, *, batch_size: int = 64) -> dict[str, F
         totals += np.asarray(_class_tokens(graphdef, state, padded), np.float64)[: len(batch)].sum(axis=0)
     down, proj, block = (totals / len(images)).astype(np.float32)
     return {f"{size}/{key}": mean for key, mean in zip(KEYS, (down, proj, block, block), strict=True)}
+
+
+def pooled_means(vit: ViT, chunks: Iterable[Images]) -> dict[str, Float[np.ndarray, "L D"]]:
+    """`base_means` over all chunks, each weighted by its number of images."""
+    totals: dict[str, np.ndarray] = {}
+    count = 0
+    for images in chunks:
+        count += len(images)
+        for key, mean in base_means(vit, images).items():
+            totals[key] = totals.get(key, 0.0) + mean.astype(np.float64) * len(images)
+    return {key: (total / count).astype(np.float32) for key, total in totals.items()}
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -5,6 +5,7 @@ Names follow the module's attributes, joined by dots: `patch.kernel`, `class_tok
 order.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 
@@ -20,8 +21,9 @@ Params = Mapping[str, np.ndarray]
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 
-def shapes_of(config: ViTConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's name and shape."""
+@functools.cache
+def shapes_of(config: ViTConfig) -> Mapping[str, tuple[int, ...]]:
+    """Every parameter's name and shape; looked up once, since tracing a large network takes a second."""
     _, state = nnx.split(nnx.eval_shape(lambda: ViT(config, nnx.Rngs(0))))
     return {_dotted(name): tuple(leaf.shape) for name, leaf in nnx.to_flat_state(state)}
 

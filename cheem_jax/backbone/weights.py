@@ -157,7 +157,7 @@ def _from_converted(
     if metadata["format"] != FORMAT or lacking:
         raise ValueError(
             f"converted file of format {metadata['format']!r} without {lacking}, expected {FORMAT!r}; "
-            "convert the weights again with `python convert/timm_vit.py`"
+            "convert the weights again with `cheem convert`"
         )
     try:
         fields: dict[str, Any] = json.loads(metadata["config"])

@@ -36,7 +36,7 @@ class Export:
 
 def export_memory(settings: Export) -> None:
     """Write it, check it against this library, and say its size and speed."""
-    kind = settings.format or next(
+    kind: Format | None = settings.format or next(
         (name for name, suffix in SUFFIXES.items() if suffix == settings.file.suffix.lower()), None
     )
     if kind is None:

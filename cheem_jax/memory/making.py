@@ -12,7 +12,7 @@ from cheem_jax.centroids import calibrate, distances, fit_centroids
 from cheem_jax.data.task import Task, repeats
 from cheem_jax.execution.choice import EngineConfig, make_executor
 from cheem_jax.keys import Keys, Phase
-from cheem_jax.memory.data import tasks_of
+from cheem_jax.memory.data import Data, tasks_of
 from cheem_jax.memory.directory import (
     RUN_FORMAT,
     WEIGHTS,
@@ -47,7 +47,7 @@ def create(
     preset: Preset = "quick",
     method: CheemConfig | None = None,
     seed: int = 0,
-    base_data: str | Path | None = None,
+    base_data: Data | None = None,
     keep_base: bool = False,
     base_classes: Sequence[str] | None = None,
     engine: EngineConfig = ENGINE,

@@ -50,10 +50,6 @@ MethodConfig = CheemConfig | Baseline
 
 NEED_A_ROUTER = ("cheem_lite", "moe_adapters")
 """Methods that name the task by another network than the one that answers."""
-TOLD = ("full_finetune", "lora_finetune")
-"""Upper bounds: given the true task."""
-
-
 DEMO_BOUND: dict[str, Any] = {"epochs": 24, "learning_rates": (1e-3,)}
 """The upper bound on the demo stream, as long as CHEEM's own fine-tuning there."""
 

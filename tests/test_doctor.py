@@ -1,0 +1,131 @@
+"""`cheem doctor` on sound and on broken installations: what is wrong is a finding and never a crash."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cheem_jax.commands import doctor
+from cheem_jax.fingerprint import PACKAGES
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments, before="", **environment):
+    """The command in a process of its own, in which `before` comes first on the path."""
+    return subprocess.run(
+        [sys.executable, "-m", "cheem_jax", "doctor", *arguments],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(before), **environment}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Writes metadata of packages that come before those that are installed."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name, *lines):
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("\n".join(["Metadata-Version: 2.4", f"Name: {name}", "Version: 1.0", *lines]))
+
+    return write
+
+
+@pytest.fixture
+def sound(monkeypatch):
+    """JAX is not asked again."""
+    told = {"devices": {"platform": "cpu", "kind": "cpu", "count": 1, "seconds": 0.5}}
+    monkeypatch.setattr(doctor, "_probe", lambda settings: (told, None))
+
+
+@pytest.fixture
+def gpu(tmp_path, monkeypatch):
+    """A machine where NVIDIA's tool sees a GPU."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_a_sound_installation_computes_and_tells_where_everything_is(tmp_path):
+    done = run("--json", HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "c"), JAX_ENABLE_COMPILATION_CACHE="true")
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["works"] is True, done.stdout + done.stderr
+    assert {"python", "cheem_jax", *PACKAGES} <= {name.lower() for name in found["versions"]}
+    assert found["devices"]["platform"] == "cpu" and found["devices"]["count"] >= 1
+    assert found["self_test"]["vit_micro"]["compiled"] >= 1 and found["self_test"]["vit_micro"]["seconds"] > 0
+    assert found["backbones"]["vit_micro"] == "bundled" and "--weights FILE" in found["backbones"]["deit_tiny"]
+    programs = found["caches"]["compiled programs"]
+    assert programs["place"].startswith(str(tmp_path / "c")) and programs["bytes"] > 0
+    assert found["caches"]["decoded pictures"] == {
+        "place": str(tmp_path / "c" / "cheem_jax" / "images"), "bytes": 0, "disk_free": programs["disk_free"]
+    }  # fmt: skip
+    assert found["hub"] is None  # the network was left alone
+    assert found["extras"]["tensorboard"] == {"missing": [], "get": "pip install 'cheem_jax[tensorboard]'"}
+
+
+def test_a_broken_jax_is_told_last_with_the_way_out(tmp_path):
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("raise RuntimeError('jaxlib is too old\\nfor this jax')")
+    done = run(before=tmp_path, TFDS_DATA_DIR=str(tmp_path / "gone"))
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    *table, problem, note, verdict = done.stdout.splitlines()
+    assert problem.startswith("PROBLEM: devices: RuntimeError: jaxlib is too old for this jax; way out: pip install")
+    assert note.startswith("note: TFDS_DATA_DIR is ") and "no folder" in note
+    assert verdict == "cheem cannot work here"
+    assert any("scikit-learn" in line for line in table)
+
+
+def test_devices_that_do_not_answer_are_not_waited_for(tmp_path):
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("import time; time.sleep(60)")
+    done = run("--json", "--timeout", "3", before=tmp_path)
+    (problem,) = json.loads(done.stdout)["problems"]
+    assert done.returncode == 1 and "no answer within 3 seconds" in problem["what"]
+
+
+def test_a_process_that_crashes_is_told_with_its_status(tmp_path):
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("import os; os.abort()")
+    (problem,) = json.loads(run("--json", before=tmp_path).stdout)["problems"]
+    assert problem["what"].startswith("devices: ended with status -6")
+
+
+def test_a_gpu_that_jax_does_not_use_is_told_with_the_extra(installed, sound, gpu, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    installed("cheem_jax", "Provides-Extra: cuda12", "Requires-Dist: jax[cuda12] ; extra == 'cuda12'")
+    installed("jax", "Provides-Extra: cuda12", "Requires-Dist: a-plugin ; extra == 'cuda12'")
+    found, (note,) = doctor.look(doctor.Doctor())
+    assert found["gpus"] == ["NVIDIA H200, 143771 MiB, 570.1"]
+    assert found["extras"]["cuda12"]["missing"] == ["a-plugin"]
+    assert note == ("JAX does not use NVIDIA H200, 143771 MiB, 570.1", "pip install 'cheem_jax[cuda12]'", False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    _, (note,) = doctor.look(doctor.Doctor())
+    assert note.way_out == "unset JAX_PLATFORMS"
+
+
+def test_what_is_needed_and_missing_is_a_problem_and_what_is_old_a_note(installed, sound, capsys):
+    installed(
+        "cheem_jax",
+        "Provides-Extra: more",
+        "Requires-Dist: no-such-package>=2",
+        "Requires-Dist: numpy>=999",
+        "Requires-Dist: only-elsewhere; sys_platform == 'nowhere'",
+        "Requires-Dist: no-such-extra; extra == 'more'",
+    )
+    assert doctor.examine(doctor.Doctor(json=True)) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["no-such-package"] is None and "only-elsewhere" not in found["versions"]
+    assert found["extras"] == {"more": {"missing": ["no-such-extra"], "get": "pip install 'cheem_jax[more]'"}}
+    missing, old = found["problems"][:2]
+    assert missing == {
+        "what": "no-such-package is missing",
+        "way_out": "pip install 'no-such-package>=2'",
+        "needed": True,
+    }
+    assert ">=999 is wanted" in old["what"] and not old["needed"]

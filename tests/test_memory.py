@@ -1,0 +1,366 @@
+"""A memory that lives on: learned in several sittings, asked, damaged, killed, forgotten."""
+
+import dataclasses
+import io
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import small
+from PIL import Image
+
+import cheem_jax
+from cheem_jax.backbone.params import init_params
+from cheem_jax.backbone.weights import Pretrained, save_converted
+from cheem_jax.checkpoint import load_manifest, saved_tasks
+from cheem_jax.data.task import Split, Stream
+from cheem_jax.execution.choice import make_executor
+from cheem_jax.memory import OpenMemory
+from cheem_jax.predict import Predictor
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import read
+from cheem_jax.results import results_of
+from cheem_jax.run_directory import hold
+
+NAME = "vit_tiny_patch4_8"
+STREAM = small.stream(3)
+
+
+def weights(directory: Path, num_classes: int = 0) -> Path:
+    """The small backbone under a name that the loader takes."""
+    config = dataclasses.replace(small.CONFIG, name=NAME, num_classes=num_classes)
+    params = {
+        name: value * 10 if name.endswith("kernel") else value
+        for name, value in init_params(config, jax.random.key(0)).items()
+    }
+    file = directory / "weights.safetensors"
+    save_converted(file, Pretrained(config, params, "random", "0" * 64, {}))
+    return file
+
+
+def begin(directory: Path, **settings) -> OpenMemory:
+    file = directory.with_name(f"{directory.name}-weights")
+    file.mkdir()
+    kept = settings.pop("num_classes", 0)
+    return cheem_jax.create(directory, backbone=NAME, weights=weights(file, kept), method=small.QUICK, **settings)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_executor():
+    """Memories of equal weights share what is compiled, as they would with programs kept on the disk."""
+    made = {}
+
+    def make(vit, placement, engine, **settings):
+        place = (vit.config, placement, engine, *settings.items())
+        if place not in made:
+            made[place] = make_executor(vit, placement, engine, **settings)
+        return made[place]
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in ("opened", "making"):
+            patched.setattr(f"cheem_jax.memory.{module}.make_executor", make)
+        yield
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory) -> Path:
+    """Three tasks, each learned by a memory that was opened anew."""
+    directory = tmp_path_factory.mktemp("memory") / "pets"
+    begin(directory)
+    for task in STREAM.tasks:
+        cheem_jax.open(directory).learn(task)
+    return directory
+
+
+@pytest.fixture
+def copied(learned, tmp_path) -> Path:
+    return Path(shutil.copytree(learned, tmp_path / "pets"))
+
+
+def contents(directory: Path) -> list[str]:
+    root = next(directory.glob("generation-*")) / "cheem"
+    return [load_manifest(place)["content_sha256"] for place in saved_tasks(root)]
+
+
+def given(memory: OpenMemory, name: str) -> np.ndarray:
+    """Logits of a task's own network for its test images."""
+    index = [task.name for task in memory.tasks].index(name)
+    task = next(task for task in STREAM.tasks if task.name == name)
+    alone = Predictor(
+        memory.executor, memory.pools.pool, memory.pools.tasks[index : index + 1], memory.config.method.router
+    )
+    return np.stack(alone.answer(task.test.images).logits)
+
+
+def test_sittings_do_not_matter(learned, tmp_path):
+    memory = begin(tmp_path / "at-once")
+    memory.learn(STREAM)
+    assert contents(tmp_path / "at-once") == contents(learned)
+    assert [task.name for task in memory.tasks] == ["task0", "task1", "task2"]
+
+
+def test_a_new_task_changes_no_earlier_answer(learned, tmp_path):
+    memory = begin(tmp_path / "pets")
+    memory.learn(STREAM.tasks[0])
+    before = given(memory, "task0")
+    memory.learn(STREAM.tasks[1])
+    np.testing.assert_array_equal(given(memory, "task0"), before)
+
+
+def test_answers_do_not_depend_on_the_company_of_an_image(learned):
+    memory, images = cheem_jax.open(learned), STREAM.tasks[1].test.images
+    together = memory.predict(images)
+    one_by_one = [memory.predict(image)[0] for image in images]
+    for a, b in zip(together, one_by_one, strict=True):
+        assert (a.task, a.label, a.blocks) == (b.task, b.label, b.blocks)
+        np.testing.assert_allclose(a.probability, b.probability, atol=1e-5)
+
+
+def test_a_picture_may_come_as_a_file_bytes_pil_or_pixels(learned, tmp_path):
+    memory, image = cheem_jax.open(learned), STREAM.tasks[0].test.images[0]
+    Image.fromarray(image).save(tmp_path / "a.png")
+    packed = io.BytesIO()
+    Image.fromarray(image).save(packed, "PNG")
+    wanted = memory.predict(image)
+    for picture in (tmp_path / "a.png", str(tmp_path / "a.png"), packed.getvalue(), Image.fromarray(image)):
+        assert memory.predict(picture) == wanted
+    (found,) = wanted
+    assert found.task in {task.name for task in memory.tasks}
+    assert sum(guess.probability for guess in found.guesses) == pytest.approx(1, abs=1e-6)
+    assert [near.distance for near in found.near] == sorted(near.distance for near in found.near)
+    assert len(found.blocks) == small.CONFIG.depth and json.dumps(found.to_json())
+
+
+def test_what_is_no_picture_is_named(learned, tmp_path):
+    memory, broken = cheem_jax.open(learned), tmp_path / "broken.png"
+    broken.write_bytes(b"no picture")
+    with pytest.raises(ValueError, match="broken.png"):
+        memory.predict([broken])
+    with pytest.raises(ValueError, match=r"image 0 is float64 \[8, 8\]"):
+        memory.predict([np.zeros((8, 8))])
+    with pytest.raises(ValueError, match=r"uint8 \[1, 9, 8, 3\], expected uint8 \[N, 8, 8, 3\]"):
+        memory.predictor().answer(np.zeros((1, 9, 8, 3), np.uint8))
+
+
+def test_no_request_compiles_once_prepared(learned, compilations):
+    predictor = cheem_jax.open(learned).predictor(batch_sizes=(1, 4))
+    predictor.prepare()
+    images = np.concatenate([task.test.images for task in STREAM.tasks])
+    with compilations() as programs:
+        for num in (1, 2, 4, 5, 9, 23):
+            assert len(predictor(images[:num])) == num
+    assert programs.count == 0
+
+
+def test_a_task_is_measured_by_name_and_classes_by_theirs(learned):
+    memory = cheem_jax.open(learned)
+    scores = memory.evaluate(STREAM)
+    assert [score.task for score in scores] == ["task0", "task1", "task2"]
+    assert all(score.accuracy <= min(score.accuracy_given, score.found) <= 1 for score in scores)
+    task = STREAM.tasks[1]
+    reordered = dataclasses.replace(
+        task,
+        classes=task.classes[::-1],
+        **{name: Split(s.images, len(task.classes) - 1 - s.labels) for name, s in task.splits.items()},
+    )
+    assert memory.evaluate(reordered) == [scores[1]]
+    with pytest.raises(ValueError, match=r"has not learned the classes \['fish'\]"):
+        memory.evaluate(dataclasses.replace(task, classes=(*task.classes[:-1], "fish")))
+    with pytest.raises(ValueError, match="has no task 'taks1'; did you mean task1"):
+        memory.evaluate(dataclasses.replace(task, name="taks1"))
+    assert memory.evaluate(dataclasses.replace(task, name="other"), task="task1") == [scores[1]]
+
+
+def test_the_record_tells_what_was_measured_and_null_for_the_rest(learned):
+    found = results_of(read(learned))
+    assert found["accuracy"][2][:2] == [None, None] and found["accuracy"][2][2] is not None
+    assert found["average_accuracy"] is None and found["average_forgetting"] is None
+    assert json.loads((learned / "results.json").read_text())["accuracy"] == found["accuracy"]
+
+
+def test_equal_data_are_learned_once_and_other_data_not_under_the_same_name(copied):
+    memory, before = cheem_jax.open(copied), contents(copied)
+    memory.learn(STREAM)
+    assert contents(copied) == before
+    with pytest.raises(ValueError, match="a task 'task0' was learned from other images already"):
+        memory.learn(small.task("TASK0", 7))
+    with pytest.raises(ValueError, match="forget"):
+        memory.learn(small.task("task0", 7))
+    assert contents(copied) == before
+
+
+class Killed(Progress):
+    """Gives up in the middle of a phase."""
+
+    def __init__(self, phase: str):
+        super().__init__()
+        self.last = phase
+
+    def phase(self, phase, *, task, total, unit="images"):
+        if phase == self.last:
+            raise KeyboardInterrupt
+        return super().phase(phase, task=task, total=total, unit=unit)
+
+
+@pytest.mark.parametrize("phase", ["similarity", "search", "means", "evaluate"])
+def test_a_killed_learning_goes_on_and_ends_with_the_same_bits(learned, tmp_path, phase):
+    memory = begin(tmp_path / "pets")
+    memory.learn(STREAM.tasks[:2])
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn(STREAM.tasks[2], progress=Killed(phase), save_every=0)
+    memory = cheem_jax.open(tmp_path / "pets")
+    memory.learn(STREAM.tasks[2])
+    assert contents(tmp_path / "pets") == contents(learned)
+    measured = [entry["index"] for entry in read(tmp_path / "pets") if entry["event"] == "evaluated"]
+    assert measured == [0, 1, 2] and memory.config.learning is None
+
+
+def test_another_task_does_not_take_the_place_of_a_half_learned_one(copied):
+    memory, before = cheem_jax.open(copied), contents(copied)
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn(small.task("fourth", 8), progress=Killed("search"), save_every=0)
+    memory = cheem_jax.open(copied)
+    with pytest.raises(ValueError, match="'fourth' is half learned"):
+        memory.learn(small.task("fifth", 9))
+    with pytest.raises(ValueError, match="'fourth' is half learned"):
+        memory.forget("task0")
+    assert contents(copied) == before and len(memory.predict(STREAM.tasks[0].test.images[:1])) == 1
+    memory.learn(small.task("fifth", 9), discard_unfinished=True)
+    assert [task.name for task in memory.tasks] == ["task0", "task1", "task2", "fifth"]
+
+
+@pytest.mark.parametrize("erase", [False, True])
+def test_forgetting_leaves_other_answers_and_no_trace(copied, erase):
+    memory = cheem_jax.open(copied)
+    others = {name: given(memory, name) for name in ("task0", "task2")}
+    memory.forget("task1", erase=erase)
+    for opened in (memory, cheem_jax.open(copied)):
+        assert [(task.name, task.number) for task in opened.tasks] == [("task0", 0), ("task2", 2)]
+        for name, logits in others.items():
+            np.testing.assert_allclose(given(opened, name), logits, atol=1e-5, rtol=0)
+            assert erase or (given(opened, name) == logits).all()
+    left = [file for file in copied.rglob("*") if file.is_file()]
+    assert not [file for file in left if b"task1" in file.read_bytes() or "task1" in str(file.relative_to(copied))]
+    found = results_of(read(copied))
+    assert [task["name"] for task in found["tasks"]] == ["task0", "task2"]
+    memory.learn(small.task("task3", 3))
+    assert memory.tasks[-1].number == 3
+    assert [entry["report"]["index"] for entry in read(copied) if entry["event"] == "learned"] == [0, 1, 2]
+    with pytest.raises(ValueError, match="no task 'task1'"):
+        memory.forget("task1")
+
+
+def test_what_a_killed_forgetting_leaves_is_finished_by_the_next_writer(copied, monkeypatch):
+    memory = cheem_jax.open(copied)
+    real = OpenMemory._write
+
+    def die_after(self, **changes):
+        real(self, **changes)
+        if changes.get("forgetting"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OpenMemory, "_write", die_after)
+        with pytest.raises(KeyboardInterrupt):
+            memory.forget("task0")
+    reopened = cheem_jax.open(copied)
+    assert [task.name for task in reopened.tasks] == ["task1", "task2"], "it counts from that moment on"
+    assert len(list(copied.glob("generation-*"))) == 2
+    reopened.learn(STREAM.tasks[1])  # nothing to learn, but a writer
+    assert len(list(copied.glob("generation-*"))) == 1
+    assert b"task0" not in (copied / "metrics.jsonl").read_bytes()
+
+
+def test_forgetting_works_where_files_cannot_be_linked(copied, monkeypatch):
+    def refuse(*_):
+        raise OSError("no links here")
+
+    monkeypatch.setattr("cheem_jax.memory.directory.os.link", refuse)
+    memory = cheem_jax.open(copied)
+    memory.forget("task0")
+    assert [task.name for task in cheem_jax.open(copied).tasks] == ["task1", "task2"]
+
+
+def test_one_process_writes_at_a_time(copied):
+    memory = cheem_jax.open(copied)
+    with hold(copied), pytest.raises(ValueError, match="in use by process"):
+        memory.forget("task0")
+    assert len(cheem_jax.open(copied).tasks) == 3
+
+
+def test_an_image_far_from_every_task_belongs_to_none_if_asked(learned):
+    memory = cheem_jax.open(learned)
+    own = memory.predict(STREAM.tasks[0].val.images, open_set=0.1)
+    refused = np.mean([answer.task is None for answer in own])
+    assert refused <= 0.3, "about a tenth of a task's own images may be refused"
+    noise = np.random.default_rng(0).integers(0, 2, (4, 8, 8, 3), dtype=np.uint8) * 255
+    for answer in memory.predict(noise, open_set=0.1):
+        assert answer.task is None and answer.label is None and answer.guesses == () and answer.blocks == ()
+        assert len(answer.near) == 3
+    assert all(answer.task is not None for answer in memory.predict(noise))
+    with pytest.raises(ValueError, match="open_set is 5"):
+        memory.predict(noise, open_set=5)
+
+
+def test_the_backbones_own_classes_can_be_a_target(tmp_path):
+    own = small.task("photos", 11)
+    with pytest.raises(ValueError, match="give base_data"):
+        begin(tmp_path / "a", num_classes=3, keep_base=True)
+    with pytest.raises(ValueError, match="carries no head"):
+        begin(tmp_path / "b", base_data=own, keep_base=True)
+    memory = begin(tmp_path / "c", num_classes=3, base_data=own, keep_base=True)
+    memory.learn(STREAM.tasks[0])
+    memory = cheem_jax.open(tmp_path / "c")
+    assert [target.name for target in memory.targets] == ["task0", "base"]
+    features = np.asarray(memory.vit(own.test.images))
+    wanted = np.asarray(memory.vit.logits(features)).argmax(axis=1)
+    answers = [a for a in memory.predict(own.test.images)]
+    mine = [i for i, answer in enumerate(answers) if answer.task == "base"]
+    assert len(mine) > len(answers) / 2
+    assert [answers[i].label for i in mine] == [own.classes[wanted[i]] for i in mine]
+    with pytest.raises(ValueError, match="'base'"):
+        memory.learn(small.task("Base", 5))
+
+
+def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):
+    with pytest.raises(ValueError, match="cheem learn"):
+        cheem_jax.open(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="is no memory"):
+        cheem_jax.open(tmp_path)
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "format": "cheem_jax-memory/2"}))
+    with pytest.raises(ValueError, match="a newer version of cheem_jax wrote it"):
+        cheem_jax.open(copied)
+    (copied / "config.json").write_text(json.dumps({**config, "colour": "red"}))
+    with pytest.raises(ValueError, match=r"unknown settings \['colour'\]"):
+        cheem_jax.open(copied)
+    (copied / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        cheem_jax.open(copied)
+    with pytest.raises(ValueError, match="not empty"):
+        begin(copied)
+
+
+def test_a_damaged_task_is_named(copied):
+    victim = next((copied / "generation-0001" / "cheem").glob("001-*/arrays/**/d/*"), None)
+    assert victim is not None
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    with pytest.raises(ValueError, match="001-task1"):
+        cheem_jax.open(copied)
+
+
+def test_nothing_is_left_of_a_memory_that_could_not_be_made(tmp_path):
+    with pytest.raises(ValueError, match="unknown backbone"):
+        cheem_jax.create(tmp_path / "pets", backbone="deit_tinny")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stream_needs_unique_names_and_one_name_is_for_one_task(copied):
+    memory = cheem_jax.open(copied)
+    with pytest.raises(ValueError, match="unique"):
+        memory.learn([small.task("a", 1), small.task("a", 2)])
+    with pytest.raises(ValueError, match="one name"):
+        memory.learn(Stream("two", (small.task("a", 1), small.task("b", 2))), name="c")
