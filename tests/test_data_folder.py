@@ -15,6 +15,7 @@ from PIL import Image
 
 from cheem_jax.data import fingerprint, load_stream, load_task
 from cheem_jax.data.files import files_of, list_files
+from cheem_jax.data.folder import plan_task
 from cheem_jax.data.splits import cut, tenths
 
 
@@ -401,3 +402,11 @@ def test_a_link_to_itself_is_no_task_and_no_endless_loop(tmp_path):
 def test_a_meta_json_nested_without_end_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"meta\.json: not readable as JSON: maximum recursion"):
         load_task(write(tmp_path / "pets", FULL | {"meta.json": b"[" * 100_000}), image_size=4)
+
+
+def test_class_folders_that_differ_in_case_alone_are_refused_unless_they_are_listed(tmp_path):
+    files = layout(train={"cat": 4, "Cat": 4, "dog": 4})
+    with pytest.raises(ValueError, match=r"\['Cat', 'cat'\] differ only in upper and lower case"):
+        plan_task(write(tmp_path / "pets", files))
+    listed = write(tmp_path / "listed", {**files, "meta.json": b'{"classes": ["cat", "Cat", "dog"]}'})
+    assert plan_task(listed).classes == ("cat", "Cat", "dog")

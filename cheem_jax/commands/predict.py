@@ -4,11 +4,13 @@ import csv
 import dataclasses
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -46,6 +48,7 @@ def predict_images(settings: Predict) -> int:
     """Answers as they come; 1 where some pictures could not be answered."""
     if not settings.pictures:
         raise ValueError("no picture given; name pictures or folders, or - to read a list from standard input")
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such a picture gets an error of its own
     files, errors = _files(settings.pictures)
     predictor = open_memory(settings.memory, weights=settings.weights).predictor(
         top=settings.top, open_set=settings.open_set

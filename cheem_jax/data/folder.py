@@ -1,5 +1,6 @@
 """Tasks from image folders and zips laid out as `<split>/<class>/<image>`, streams from folders of them."""
 
+import collections
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -155,6 +156,13 @@ def _class_names(path: Path, name: str, files: Sequence[str]) -> list[str] | Non
 def _label_folders(path: Path, folders: list[str], names: list[str] | None) -> tuple[tuple[str, ...], dict[str, int]]:
     """Class names in label order, and the label of each class folder."""
     if names is None:
+        counted = collections.Counter(folder.casefold() for folder in folders)
+        alike = [folder for folder in folders if counted[folder.casefold()] > 1]
+        if alike:
+            raise ValueError(
+                f"{path}: class folders {alike[:8]} differ only in upper and lower case; put one class into one "
+                "folder, or list them as `classes` of a meta.json beside the splits if they are different ones"
+            )
         return tuple(folders), {folder: label for label, folder in enumerate(folders)}
     if set(folders) <= set(names):
         return tuple(names), {name: label for label, name in enumerate(names)}

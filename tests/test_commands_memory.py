@@ -1,0 +1,235 @@
+"""From folders of pictures to answers through the `cheem` command, wrong turns included."""
+
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cheem_jax.cli import main
+from cheem_jax.data.demo import demo_stream
+from cheem_jax.execution.choice import make_executor
+
+TASKS = {task.name: task for task in demo_stream(image_size=32).tasks[:2]}
+FIRST, SECOND = TASKS
+
+
+def write_task(folder, task, num=8):
+    """A few pictures of two classes of a bundled task, as files."""
+    for split, part in task.splits.items():
+        for label in (0, 1):
+            for row in np.flatnonzero(part.labels == label)[:num]:
+                file = folder / split / task.classes[label] / f"{row}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(part.images[row]).save(file)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_executor():
+    """Commands share what is compiled, as they do with programs kept on the disk."""
+    made = {}
+
+    def make(vit, placement, engine, **settings):
+        place = (vit.config, placement, engine, *settings.items())
+        if place not in made:
+            made[place] = make_executor(vit, placement, engine, **settings)
+        return made[place]
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in ("opened", "making"):
+            patched.setattr(f"cheem_jax.memory.{module}.make_executor", make)
+        yield
+
+
+def cheem(capsys, *words):
+    """Status, standard output and standard error of `cheem`."""
+    status = 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", ["cheem", *map(str, words)])
+        try:
+            main()
+        except SystemExit as stop:
+            status = stop.code or 0
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("photos")
+    for name, task in TASKS.items():
+        write_task(folder / name, task)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory, photos):
+    """A memory that two commands have made."""
+    directory = tmp_path_factory.mktemp("memory") / "mine"
+    with pytest.MonkeyPatch.context() as patched:
+        for words in (
+            [photos / FIRST, "--backbone", "vit_micro", "--preset", "demo"],
+            [photos / SECOND, "--save-every", "0"],
+        ):
+            patched.setattr(sys, "argv", ["cheem", "learn", str(directory), *map(str, words)])
+            main()
+    return directory
+
+
+@pytest.fixture
+def copied(memory, tmp_path):
+    return shutil.copytree(memory, tmp_path / "mine")
+
+
+def png(width, height):
+    """A one-coloured grey PNG of any size in a few bytes."""
+    import struct
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    packer = zlib.compressobj(9)
+    row = bytes(1 + width)
+    rows = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_info_tells_what_there_is(capsys, memory):
+    status, out, _ = cheem(capsys, "info", memory)
+    assert status == 0 and FIRST in out and SECOND in out and "calibrated" in out
+    status, out, _ = cheem(capsys, "info", memory, "--json")
+    found = json.loads(out)
+    assert [task["name"] for task in found["tasks"]] == [FIRST, SECOND] and found["backbone"] == "vit_micro"
+    assert all(len(task["architecture"]) == 8 and task["bytes"] > 0 for task in found["tasks"])
+
+
+def test_predict_answers_in_three_forms(capsys, memory, photos):
+    folder = photos / FIRST / "test"
+    num = len(list(folder.rglob("*.png")))
+    status, out, _ = cheem(capsys, "predict", memory, folder, "--json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and len(lines) == num
+    assert all(0 < line["probability"] <= 1 and len(line["blocks"]) == 8 for line in lines)
+    status, out, _ = cheem(capsys, "predict", memory, folder, "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert [row["class"] for row in rows] == [line["class"] for line in lines]
+    status, out, _ = cheem(capsys, "predict", memory, folder)
+    assert status == 0 and lines[0]["class"] in out and len(out.splitlines()) >= num + 1
+
+
+def test_a_list_with_missing_and_broken_files_is_answered_as_far_as_it_goes(
+    capsys, memory, photos, tmp_path, monkeypatch
+):
+    good = next((photos / FIRST / "test").rglob("*.png"))
+    frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
+    (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "empty.jpg").write_bytes(b"")
+    (tmp_path / "huge.png").write_bytes(png(10_000, 10_000))
+    (tmp_path / "cut.png").write_bytes(good.read_bytes()[:-30])
+    wrong = ["text.png", "empty.jpg", "huge.png", "cut.png", "nowhere.png"]
+    listed = [str(good), *(str(tmp_path / name) for name in wrong), str(tmp_path / "moving.gif")]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(listed) + "\n"))
+    status, out, err = cheem(capsys, "predict", memory, "-", "--json")
+    lines = {line["file"]: line for line in map(json.loads, out.splitlines())}
+    assert status == 1 and "5 of 7 could not be answered" in err and list(lines) == listed
+    assert lines[str(good)]["task"] and lines[str(tmp_path / "moving.gif")]["task"]
+    for name in wrong:
+        assert name in lines[str(tmp_path / name)]["error"]
+    assert "at most" in lines[str(tmp_path / "huge.png")]["error"]
+    status, _, err = cheem(capsys, "predict", memory, *listed)
+    assert status == 1 and f"{tmp_path / 'text.png'}: not an image file" in err
+
+
+def test_none_of_my_tasks_can_be_said(capsys, memory, tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    status, out, _ = cheem(capsys, "predict", memory, tmp_path / "noise.png", "--open-set", "0.05")
+    assert status == 0 and "none of my tasks" in out
+    status, _, err = cheem(capsys, "predict", memory, tmp_path / "noise.png", "--open-set", "2")
+    assert status == 2 and "open_set is 2" in err
+
+
+def test_evaluate_measures_tasks_by_name(capsys, memory, photos):
+    status, out, _ = cheem(capsys, "evaluate", memory, photos, "--json")
+    scores = json.loads(out)["tasks"]
+    assert status == 0 and {score["task"] for score in scores} == {FIRST, SECOND}
+    status, out, _ = cheem(capsys, "evaluate", memory, photos / FIRST)
+    assert status == 0 and FIRST in out and "average" not in out
+    status, _, err = cheem(capsys, "evaluate", memory, photos / FIRST, "--task", "nothing")
+    assert status == 2 and "no task 'nothing'" in err
+
+
+def test_learning_again_with_equal_data_changes_nothing(capsys, copied, photos):
+    before = {file: file.read_bytes() for file in copied.rglob("*") if file.is_file() and "generation" in str(file)}
+    status, out, _ = cheem(capsys, "learn", copied, photos / FIRST)
+    assert status == 0 and "learned already" in out
+    assert before == {f: f.read_bytes() for f in copied.rglob("*") if f.is_file() and "generation" in str(f)}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--backbone", "deit_tiny"], "backbone is vit_micro there and deit_tiny here"),
+        (["--seed", "4"], "seed is 0 there and 4 here"),
+        (["--keep-base"], "are not kept there"),
+        (["--name", "shapes2", "--tasks", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_memory_keeps_its_settings(capsys, copied, photos, words, said):
+    status, _, err = cheem(capsys, "learn", copied, photos / FIRST, *words)
+    assert status == 2 and err.startswith("error: ") and said in err and err.count("\n") == 1
+
+
+def test_wrong_data_leave_no_memory_behind(capsys, tmp_path, photos):
+    twice = write_task(tmp_path / "twice", TASKS[FIRST], num=2)
+    name = TASKS[FIRST].classes[0]
+    shutil.copytree(twice / "train" / name, twice / "train" / name.swapcase())
+    for data, said in ((tmp_path / "nowhere", "no such folder"), (twice, "differ only in")):
+        status, _, err = cheem(capsys, "learn", tmp_path / "new", data, "--backbone", "vit_micro")
+        assert status == 2 and said in err and not (tmp_path / "new").exists()
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "letter.txt").write_text("dear")
+    status, _, err = cheem(capsys, "learn", taken, photos / FIRST, "--backbone", "vit_micro")
+    assert status == 2 and "not empty" in err and [file.name for file in taken.iterdir()] == ["letter.txt"]
+
+
+def test_forget_says_what_went(capsys, copied, photos):
+    status, out, _ = cheem(capsys, "forget", copied, FIRST)
+    assert status == 0 and f"has forgotten '{FIRST}'" in out
+    status, out, _ = cheem(capsys, "info", copied, "--json")
+    assert [task["name"] for task in json.loads(out)["tasks"]] == [SECOND]
+    status, _, err = cheem(capsys, "forget", copied, FIRST)
+    assert status == 2 and "no task" in err
+    status, out, _ = cheem(capsys, "forget", copied, SECOND, "--json")
+    assert status == 0 and json.loads(out)["task"] == SECOND
+    picture = next((photos / FIRST / "test").rglob("*.png"))
+    status, _, err = cheem(capsys, "predict", copied, picture)
+    assert status == 2 and "no task yet" in err
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate", "info", "forget", "export"])
+def test_no_memory_is_told_by_every_command(capsys, tmp_path, command):
+    words = {"predict": ["a.png"], "evaluate": [tmp_path], "forget": ["x"], "export": [tmp_path / "a.onnx"]}
+    status, _, err = cheem(capsys, command, tmp_path / "nowhere", *words.get(command, []))
+    assert status == 2 and "no memory" in err and err.count("\n") == 1
+
+
+def test_the_first_answer_of_a_process_needs_no_second_look(memory, photos):
+    """A separate process, as a person starts it."""
+    picture = next((photos / SECOND / "test").rglob("*.png"))
+    done = subprocess.run(
+        [sys.executable, "-m", "cheem_jax", "predict", str(memory), str(picture), "--json"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["file"] == str(picture)
