@@ -21,9 +21,18 @@ ROWS = (
     ("arguments", "commands", "cli", "__main__"),
 )
 # the extras: imported where they are used, never with the package
-OPTIONAL = ("tensorboardX", "torch", "tensorflow", "timm", "tensorflow_datasets", "grain", "array_record", "pyarrow")
+OPTIONAL = (
+    "tensorboardX", "torch", "tensorflow", "timm", "tensorflow_datasets", "grain", "array_record", "pyarrow",
+    "starlette", "uvicorn", "prometheus_client",
+)  # fmt: skip
 # made of classes of an extra's, so imported only by the function that needs them
-NEEDS_AN_EXTRA = {"cheem_jax.data.benchmarks.builders"}
+NEEDS_AN_EXTRA = {
+    "cheem_jax.data.benchmarks.builders",
+    *(
+        f"cheem_jax.serve.{name}"
+        for name in ("app", "connections", "limits", "metrics", "pictures", "server", "service")
+    ),
+}
 
 
 def modules(root: Path) -> dict[str, Path]:

@@ -1,0 +1,249 @@
+"""A server under load: latencies, what was compiled, and memory, with many clients at a time.
+
+python experiments/bench/serving.py runs/demo [--requests 20000] [--clients 32] [--output docs/benchmarks/serving.json]
+"""
+
+import contextlib
+import dataclasses
+import http.client
+import io
+import itertools
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from PIL import Image
+
+from cheem_jax.atomic import write_atomically
+from cheem_jax.cli import parse, run_command
+from experiments.bench.measure import machine
+
+NUM_PICTURES = 64
+"""Different pictures, so that answers can be compared with those that each gets alone."""
+QUEUE = 16
+"""Places of the server that is asked too much."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """What is served, and how it is asked."""
+
+    memory: Annotated[Path, tyro.conf.Positional]
+    """A run's directory, or a memory."""
+    requests: int = 20_000
+    """Requests in all."""
+    clients: int = 32
+    """Clients that ask at the same time, each on a connection of its own."""
+    picture_size: int = 64
+    """Pixels of the pictures' sides; they are sent as PNG."""
+    every: int = 2000
+    """Requests between two looks at the server's memory."""
+    output: Path | None = None
+    """A JSON file for the numbers."""
+
+
+def main(settings: Serving) -> None:
+    """Starts a server, asks it, and prints what was seen."""
+    if settings.requests < 1 or settings.clients < 1 or settings.every < 1:
+        raise ValueError("requests, clients and every must be at least 1")
+    pictures = make_pictures(NUM_PICTURES, settings.picture_size)
+    with server(settings.memory) as port:
+        alone = [ask(port, picture) for picture in pictures]
+        before = [seconds for _ in range(4) for seconds in (ask(port, picture)[2] for picture in pictures)]
+        start = metrics(port)
+        load = under_load(port, pictures, [answer for _, answer, _ in alone], settings)
+        end = metrics(port)
+    with server(settings.memory, "--max-queue", str(QUEUE)) as port:
+        refused = over_limits(port, pictures, settings.clients)
+    found = {
+        "machine": machine(),
+        "settings": dataclasses.asdict(settings) | {"memory": settings.memory.name, "output": None},
+        "one_client": quantiles(before),
+        **load,
+        "programs_after_warm_up": end["cheem_programs_since_warm_up"],
+        "mean_batch": (end["cheem_batch_images_sum"] - start["cheem_batch_images_sum"])
+        / (end["cheem_batch_images_count"] - start["cheem_batch_images_count"]),
+        "over_limits": refused,
+    }
+    tell(found)
+    if settings.output is not None:
+        settings.output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(settings.output, json.dumps(found, indent=1) + "\n")
+
+
+def make_pictures(num: int, size: int) -> list[bytes]:
+    """PNG files of coloured waves, each of its own."""
+    rng, files = np.random.default_rng(0), []
+    across = np.linspace(0, 2 * np.pi, size)
+    for _ in range(num):
+        phase, turns = rng.uniform(0, 6, 3), rng.integers(1, 5, (2, 3))
+        waves = np.sin(across[:, None, None] * turns[0] + across[None, :, None] * turns[1] + phase)
+        buffer = io.BytesIO()
+        Image.fromarray((127.5 + 127 * waves).astype(np.uint8)).save(buffer, "PNG")
+        files.append(buffer.getvalue())
+    return files
+
+
+@contextlib.contextmanager
+def server(memory: Path, *options: str) -> Iterator[int]:
+    """`cheem serve` in a process of its own, warm; gives its port and ends it."""
+    command = [sys.executable, "-m", "cheem_jax", "serve", str(memory), "--port", "0", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if found := re.search(r"ready on http://127\.0\.0\.1:(\d+)", line):
+                yield int(found[1])
+                break
+        else:
+            raise ValueError(f"the server did not start: {' '.join(command)}")
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+
+
+def ask(
+    port: int, picture: bytes, connection: http.client.HTTPConnection | None = None
+) -> tuple[int, dict[str, Any], float]:
+    """Status, answer (without its time) and seconds of one request."""
+    used = connection or http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    start = time.perf_counter()
+    used.request("POST", "/predict", picture, {"Content-Type": "image/png"})
+    response = used.getresponse()
+    answer = json.loads(response.read())
+    seconds = time.perf_counter() - start
+    if connection is None:
+        used.close()
+    answer.pop("seconds", None)
+    return response.status, answer, seconds
+
+
+def announce(port: int, num_bytes: int) -> tuple[int, float]:
+    """Status and seconds of a request that sends no more than its head until it is answered."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    start = time.perf_counter()
+    connection.putrequest("POST", "/predict")
+    connection.putheader("Content-Length", str(num_bytes))
+    connection.endheaders()
+    status = connection.getresponse().status
+    seconds = time.perf_counter() - start
+    connection.close()
+    return status, seconds
+
+
+def metrics(port: int) -> dict[str, float]:
+    """The server's numbers that have no label."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    connection.close()
+    return {name: float(value) for name, value in (line.split() for line in lines if re.match(r"\w+ ", line))}
+
+
+def under_load(port: int, pictures: Sequence[bytes], expected: Sequence[dict], settings: Serving) -> dict[str, Any]:
+    """All clients at once, each with one request at a time; memory is looked at in between."""
+    numbers, lock = itertools.count(), threading.Lock()
+    seconds, statuses, wrong = [], Counter[int](), 0
+    resident = {0: metrics(port)["process_resident_memory_bytes"]}
+
+    def client() -> None:
+        nonlocal wrong
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        while (number := next(numbers)) < settings.requests:
+            status, answer, took = ask(port, pictures[number % len(pictures)], connection)
+            with lock:
+                seconds.append(took)
+                statuses[status] += 1
+                wrong += not is_same(answer, expected[number % len(pictures)])
+            if (number + 1) % settings.every == 0:
+                resident[number + 1] = metrics(port)["process_resident_memory_bytes"]
+        connection.close()
+
+    threads = [threading.Thread(target=client) for _ in range(settings.clients)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wall = time.perf_counter() - start
+    return {
+        "latency": quantiles(seconds), "images_per_second": len(seconds) / wall,
+        "statuses": {str(status): num for status, num in statuses.items()}, "other_answers": wrong,
+        "lost": settings.requests - len(seconds), "resident_bytes": {str(at): size for at, size in resident.items()},
+    }  # fmt: skip
+
+
+def is_same(answer: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Task, class and blocks; probabilities may differ in the last digits where the batch is another."""
+    return all(answer.get(name) == expected[name] for name in ("task", "class", "blocks"))
+
+
+def over_limits(port: int, pictures: Sequence[bytes], clients: int) -> dict[str, Any]:
+    """Seconds until requests beyond a limit are answered, while as many clients as `clients` keep the server busy."""
+    stop, answers = threading.Event(), list[tuple[int, float]]()
+
+    def busy() -> None:
+        while not stop.is_set():
+            status, _, seconds = ask(port, pictures[0])
+            answers.append((status, seconds))
+
+    threads = [threading.Thread(target=busy) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    buffer = io.BytesIO()
+    Image.new("1", (10_000, 10_000)).save(buffer, "PNG")
+    told = {
+        "announced body of 11 MB": [announce(port, 11 * 2**20) for _ in range(50)],
+        "sent body of 11 MB": [ask(port, bytes(11 * 2**20))[::2] for _ in range(50)],
+        "picture of 100 megapixels": [ask(port, buffer.getvalue())[::2] for _ in range(50)],
+    }
+    stop.set()
+    for thread in threads:
+        thread.join()
+    statuses = Counter(status for status, _ in answers)
+    return {
+        "statuses_of_busy_clients": {str(status): num for status, num in statuses.items()},
+        "429": quantiles([seconds for status, seconds in answers if status == 429]),
+        "413": {what: quantiles([took for status, took in tries if status == 413]) for what, tries in told.items()},
+        "resident_bytes_after": metrics(port)["process_resident_memory_bytes"],
+    }
+
+
+def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Milliseconds; None where there was nothing to measure."""
+    if not seconds:
+        return None
+    found = np.quantile(seconds, [0.5, 0.9, 0.99, 1]) * 1000
+    return dict(zip(("p50", "p90", "p99", "max"), map(float, found), strict=True))
+
+
+def tell(found: dict[str, Any]) -> None:
+    """The numbers in lines."""
+
+    def milliseconds(what: dict[str, float] | None) -> str:
+        return "none" if what is None else ", ".join(f"{name} {value:.1f} ms" for name, value in what.items())
+
+    print(f"one client: {milliseconds(found['one_client'])}")
+    print(f"{found['settings']['clients']} clients: {milliseconds(found['latency'])}")
+    print(f"{found['images_per_second']:.0f} images/s in batches of {found['mean_batch']:.1f} on average")
+    print(f"statuses {found['statuses']}, lost {found['lost']}, other answers than alone {found['other_answers']}")
+    print(f"programs after warm-up: {found['programs_after_warm_up']:.0f}")
+    print("resident MB: " + ", ".join(f"{at}: {size / 1e6:.0f}" for at, size in found["resident_bytes"].items()))
+    over = found["over_limits"]
+    print(f"429 of a queue of {QUEUE}: {milliseconds(over['429'])}")
+    for what, times in over["413"].items():
+        print(f"413 {what}: {milliseconds(times)}")
+
+
+if __name__ == "__main__":
+    run_command(main, parse(Serving, description=__doc__))

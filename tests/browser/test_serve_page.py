@@ -1,0 +1,161 @@
+"""The page of `cheem serve` in a browser, in front of a server that answers."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import expect
+from serving import Colours, Served, picture, serving
+
+from cheem_jax.serve.limits import Limits
+
+pytestmark = pytest.mark.browser
+
+BRIGHT, DARK = (224, 32, 32), (96, 160, 224)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(Colours(), Limits(max_body_bytes=2**18)) as server:
+        yield server
+
+
+@pytest.fixture(params=[(1200, "light"), (390, "light"), (1200, "dark"), (390, "dark")], ids=lambda p: f"{p[0]}-{p[1]}")
+def page(request, browser, served) -> Iterator:
+    """The page, drawn; errors in its console and requests to anywhere else fail the test."""
+    width, theme = request.param
+    with browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme) as context:
+        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=served.url)
+        page, wrong = context.new_page(), []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on(
+            "console",
+            # a refused picture is logged by the browser itself
+            lambda said: (
+                wrong.append(said.text) if said.type in ("error", "warning") and "status of" not in said.text else None
+            ),
+        )
+        page.on(
+            "request",
+            lambda sent: None if sent.url.startswith((served.url, "data:", "blob:")) else wrong.append(sent.url),
+        )
+        page.on("filechooser", lambda chooser: None)  # so that the browser hands over even the first one
+        page.goto(served.url)
+        page.locator("#tasks tr").nth(1).wait_for()
+        yield page
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert wrong == []
+
+
+def choose(page, colour: tuple[int, int, int], size: tuple[int, int] = (8, 8)) -> None:
+    file = {"name": "a picture.png", "mimeType": "image/png", "buffer": picture(colour, size)}
+    page.set_input_files("#file", files=[file])
+
+
+def lit(page):
+    return page.locator("#tasks tr.lit")
+
+
+def test_a_chosen_picture_is_shown_with_task_class_runners_up_and_the_blocks_that_ran(page):
+    assert page.locator("#lead").inner_text().startswith("Knows 64 classes of 2 tasks.")
+    assert page.locator("#tasks tr").count() == 2 and lit(page).count() == 0
+    choose(page, DARK)
+    page.locator("#found").wait_for()
+    assert page.locator("#task").inner_text() == "dark <b>red</b>"  # as text
+    assert page.locator("#class").inner_text() == "96-160-224"
+    assert page.locator("#guesses .value").all_inner_texts() == ["60.0 %", "30.0 %", "15.0 %", "7.5 %", "3.8 %"]
+    tracks = [box.bounding_box()["width"] for box in page.locator("#guesses .track").all()]
+    page.wait_for_timeout(400)  # until the bars have grown
+    fills = [box.bounding_box()["width"] for box in page.locator("#guesses .fill").all()]
+    assert [fill / track for fill, track in zip(fills, tracks, strict=True)] == pytest.approx(
+        [0.6, 0.3, 0.15, 0.075, 0.0375], abs=0.01
+    )
+    assert page.locator("#near .name").all_inner_texts() == ["dark <b>red</b>", "bright red"]
+    assert lit(page).locator("th").inner_text() == "dark <b>red</b>"
+    assert [re.sub(r"\s", "", text) for text in lit(page).locator("td").all_inner_texts()] == [
+        "R0",
+        "A1",
+        "S",
+        "N",
+        "R2",
+    ]
+    assert lit(page).locator(".cell").nth(1).get_attribute("title") == "block 2: adapted copy of expert 1"
+    opacity = "cell => Number(getComputedStyle(cell).opacity)"
+    page.wait_for_timeout(600)  # until all have lit up
+    bright, skipped = lit(page).locator(".cell").first, lit(page).locator(".cell.skip")
+    dim = page.locator("#tasks tr:not(.lit) .cell").first
+    assert bright.evaluate(opacity) == 1 and skipped.evaluate(opacity) < 1 and dim.evaluate(opacity) < 0.3
+    assert skipped.evaluate("cell => getComputedStyle(cell).backgroundColor") == "rgba(0, 0, 0, 0)"
+    assert bright.evaluate("cell => getComputedStyle(cell).backgroundColor") == "rgb(156, 206, 167)"
+    assert page.locator("#ran").inner_text() == (
+        "What ran for dark <b>red</b>: reuse of expert 0 in block 1; adapted copy of expert 1 in block 2; "
+        "branch skipped in block 3; new expert in block 4; reuse of expert 2 in block 5."
+    )
+    assert page.locator("#status").text_content() == "dark <b>red</b>: 96-160-224, 60.0 %"
+    assert (
+        page.locator("#picture").is_visible() and page.locator("#picture").evaluate("image => image.naturalWidth") == 8
+    )
+    choose(page, BRIGHT)
+    expect(page.locator("#class")).to_have_text("224-32-32")
+    assert lit(page).locator("th").inner_text() == "bright red" and lit(page).count() == 1
+
+
+def test_a_picture_of_no_task_is_told_as_such(page):
+    choose(page, (0, 0, 0))
+    page.locator("#found").wait_for()
+    assert page.locator("#class").inner_text() == "None of my tasks"
+    assert page.locator("#nothing").is_visible() and page.locator("#guesses li").count() == 0
+    assert page.locator("#near li").count() == 2 and lit(page).count() == 0
+    assert page.locator("#ran").inner_text() == "No task's network answered."
+
+
+def test_what_cannot_be_answered_is_told_in_a_sentence_and_the_next_picture_is_answered(page):
+    choose(page, BRIGHT)
+    page.locator("#found").wait_for()
+    page.set_input_files(
+        "#file", files=[{"name": "notes.txt", "mimeType": "text/plain", "buffer": b"once upon a time"}]
+    )
+    page.locator("#error:not(:empty)").wait_for()
+    assert page.locator("#error").inner_text().startswith("The picture: not an image file of a known format (JPEG, ")
+    assert page.locator("#found").is_hidden() and lit(page).count() == 0 and page.locator("#picture").is_hidden()
+    page.set_input_files("#file", files=[{"name": "a.png", "mimeType": "image/png", "buffer": bytes(2**19)}])
+    expect(page.locator("#error")).to_contain_text("The file has 0.5 MB; at most 0.25 MB are accepted.")
+    choose(page, (160, 32, 32), (10_000, 5_000))
+    expect(page.locator("#error")).to_contain_text("10000 x 5000 pixels are too many")
+    choose(page, DARK)
+    page.locator("#found").wait_for()
+    assert page.locator("#error").inner_text() == ""
+
+
+def test_the_keyboard_opens_the_file_chooser_and_reaches_the_networks(page):
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "choose"
+    for key in ("Enter", "Space"):
+        with page.expect_file_chooser(timeout=5000) as opened:
+            page.keyboard.press(key)
+        file = {"name": f"{key}.png", "mimeType": "image/png", "buffer": picture(BRIGHT)}
+        opened.value.set_files([file])
+        expect(page.locator("#file-name")).to_have_text(f"{key}.png")
+        page.locator("#found").wait_for()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "box"
+
+
+def test_a_picture_is_dropped_or_pasted(page):
+    transfer = page.evaluate_handle(
+        """bytes => { const data = new DataTransfer();
+        data.items.add(new File([new Uint8Array(bytes)], "dropped.png", { type: "image/png" })); return data; }""",
+        list(picture(BRIGHT)),
+    )
+    page.dispatch_event("#choose", "dragover", {"dataTransfer": transfer})
+    assert page.locator("body.over").count() == 1
+    page.dispatch_event("#choose", "drop", {"dataTransfer": transfer})
+    page.locator("#found").wait_for()
+    assert page.locator("#file-name").inner_text() == "dropped.png" and page.locator("body.over").count() == 0
+    page.evaluate(
+        """async bytes => navigator.clipboard.write([
+        new ClipboardItem({ "image/png": new Blob([new Uint8Array(bytes)], { type: "image/png" }) })])""",
+        list(picture(DARK)),
+    )
+    page.keyboard.press("Control+V")
+    expect(page.locator("#class")).to_have_text("96-160-224")

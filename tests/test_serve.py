@@ -1,0 +1,493 @@
+"""The server over real connections: every client its own answer, and every bad request a sentence."""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import signal
+import socket
+import struct
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+from PIL import Image
+from serving import COLOURS, Colours, Served, ask, name_of, picture, serving, wait_until
+
+import cheem_jax.memory
+from cheem_jax.architecture import Choice
+from cheem_jax.centroids import RouterConfig
+from cheem_jax.cli import run_command
+from cheem_jax.commands.serve import Serve, serve_memory
+from cheem_jax.data.decode import decode_image
+from cheem_jax.execution.choice import EngineConfig, make_executor
+from cheem_jax.pool import Head, TaskMemory, base_pool
+from cheem_jax.predict import Predictor
+from cheem_jax.serve import pictures
+from cheem_jax.serve.limits import HELD_BODIES, Limits, Places, Refused
+from cheem_jax.serve.page import page
+from cheem_jax.serve.server import hosts_of, listen
+from experiments.bench import serving as serving_bench
+
+RED, BLUE = (224, 32, 32), (32, 32, 224)
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(Colours(), Limits(max_body_bytes=200_000, max_pixels=1_000_000, max_batch=8)) as server:
+        yield server
+
+
+@pytest.fixture
+def gated():
+    """A predictor that answers once its gate is opened, which happens at the latest when the test ends."""
+    predictor = Colours()
+    predictor.gate.clear()
+    yield predictor
+    predictor.gate.set()
+
+
+def form(*files: bytes, boundary: str = "cut", name: str = 'name="picture"; filename="a.png"') -> bytes:
+    parts = [f"--{boundary}\r\nContent-Disposition: form-data; {name}\r\n\r\n".encode() + file for file in files]
+    return b"\r\n".join([*parts, f"--{boundary}--\r\n".encode()])
+
+
+FORM = "multipart/form-data; boundary=cut"
+
+
+def send(port: int, data: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+    connection.sendall(data)
+    return connection
+
+
+def received(connection: socket.socket) -> tuple[int, str]:
+    """The status and whatever else came until the server closed the connection."""
+    with contextlib.closing(connection):
+        parts = []
+        while part := connection.recv(2**16):
+            parts.append(part)
+    head, _, body = b"".join(parts).partition(b"\r\n\r\n")
+    return int(head.split()[1]), body.decode()
+
+
+def head(length: int) -> bytes:
+    lines = ("POST /predict HTTP/1.1", "Host: localhost", "Content-Type: image/png", f"Content-Length: {length}")
+    return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
+
+
+def large_png(width: int, height: int) -> bytes:
+    """A picture of zeros in one bit per pixel: a hundred megapixels in 12 kB."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    squeeze = zlib.compressobj(9)
+    rows = [squeeze.compress(bytes(1 + (width + 7) // 8)) for _ in range(height)] + [squeeze.flush()]
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"".join(rows)) + chunk(b"IEND", b"")
+
+
+def text_bomb() -> bytes:
+    """A picture of one pixel with a note of 100 MB, squeezed."""
+    note = zlib.compress(bytes(100_000_000), 9)
+    data = b"note\0\0" + note
+    chunk = struct.pack(">I", len(data)) + b"zTXt" + data + struct.pack(">I", zlib.crc32(b"zTXt" + data))
+    plain = picture(RED, (1, 1))
+    return plain[:33] + chunk + plain[33:]  # behind the header
+
+
+def animation(*colours: tuple[int, int, int]) -> bytes:
+    buffer = io.BytesIO()
+    first, *rest = [Image.new("RGB", (8, 8), colour) for colour in colours]
+    first.save(buffer, "GIF", save_all=True, append_images=rest)
+    return buffer.getvalue()
+
+
+# ---- answers
+
+
+def test_a_picture_gets_its_task_its_class_and_the_blocks_that_ran(served: Served):
+    answer = served.predict(picture(RED)).json
+    assert answer["task"] == "bright red" and answer["class"] == "224-32-32" and answer["probability"] == 0.6
+    assert [guess["probability"] for guess in answer["runners_up"]] == [0.3, 0.15, 0.075, 0.0375]
+    assert answer["near"] == [{"task": "bright red", "distance": 32}, {"task": "dark <b>red</b>", "distance": 160}]
+    assert answer["blocks"] == ["reuse:0", "reuse:0", "reuse:0", "adapt:0", "skip"]
+    assert 0 < answer["seconds"] < 20
+
+
+def test_a_picture_of_no_task_says_so(served: Served):
+    answer = served.predict(picture((0, 0, 0)), "application/octet-stream").json
+    assert answer["task"] is None and answer["class"] is None and answer["blocks"] == []
+    assert len(answer["near"]) == 2
+
+
+def test_a_form_with_one_file_is_one_answer_and_with_several_a_list_in_their_order(served: Served):
+    assert served.predict(form(picture(BLUE)), FORM).json["class"] == "32-32-224"
+    colours = [RED, BLUE, (96, 160, 32)]
+    found = served.predict(form(*map(picture, colours)), FORM).json
+    assert [one["class"] for one in found["predictions"]] == [name_of(colour) for colour in colours]
+    assert found["seconds"] > 0
+
+
+def test_of_an_animation_the_first_frame_counts(served: Served):
+    assert served.predict(animation(RED, BLUE), "image/gif").json["class"] == "224-32-32"
+
+
+def test_concurrent_clients_each_get_the_answer_to_their_own_picture(gated: Colours):
+    with serving(gated, Limits(max_batch=8)) as served, ThreadPoolExecutor(32) as clients:
+        colours = COLOURS[::2]
+        answers = [clients.submit(served.predict, picture(colour)) for colour in colours]
+        wait_until(lambda: served.service.places.images == 32)
+        gated.gate.set()
+        assert [answer.result().json["class"] for answer in answers] == [name_of(colour) for colour in colours]
+        assert sum(gated.sizes) == 32 and max(gated.sizes) <= 8
+        wait_until(lambda: served.service.places.images == 0)
+        for colour in COLOURS * 2:  # and one after the other
+            assert served.predict(picture(colour)).json["class"] == name_of(colour)
+        assert gated.sizes[-128:] == [1] * 128
+
+
+def test_what_waited_while_the_predictor_worked_is_answered_together(gated: Colours):
+    with serving(gated, Limits(max_batch=8)) as served, ThreadPoolExecutor(12) as clients:
+        first = clients.submit(served.predict, picture(RED))
+        assert gated.entered.wait(20)
+        others = [clients.submit(served.predict, picture(BLUE)) for _ in range(11)]
+        wait_until(lambda: len(served.service._batcher._waiting) == 11)
+        gated.gate.set()
+        assert {answer.result().json["class"] for answer in others} == {"32-32-224"}
+        assert first.result().json["class"] == "224-32-32"
+        assert gated.sizes == [1, 8, 3]
+        assert served.metric('cheem_batch_images_bucket{le="4.0"}') == 2
+
+
+def test_a_real_predictor_answers_as_alone_and_compiles_nothing_after_warming_up():
+    vit, rng = small.backbone(), np.random.default_rng(0)
+    executor = make_executor(vit, "mlp_down", EngineConfig(), batch_size=4)
+    depth, width = small.CONFIG.depth, small.CONFIG.width
+    targets = []
+    for number, kinds in enumerate(("RRRR", "RSRR")):
+        choices = tuple(Choice("reuse", 0) if kind == "R" else Choice("skip", None) for kind in kinds)
+        head = Head(jnp.asarray(rng.normal(size=(width, 3)), jnp.float32), jnp.asarray(np.zeros(3, np.float32)))
+        experts = tuple(0 if kind == "R" else None for kind in kinds)
+        centroids = rng.normal(size=(2, width))
+        means = np.zeros((depth, width))
+        targets.append(TaskMemory(f"t{number}", ("a", "b", "c"), choices, experts, head, means, centroids))
+    pool = base_pool(vit, "mlp_down")
+    predictor = Predictor(executor, pool, targets, RouterConfig(), batch_sizes=(4,), top=2)
+    files = [picture(colour) for colour in COLOURS[::5]]
+    with serving(predictor, Limits(max_batch=4)) as served, ThreadPoolExecutor(13) as clients:
+        answers = [answer.json for answer in clients.map(served.predict, files)]
+        together = served.predict(form(*files[:3]), FORM).json["predictions"]
+        assert served.metric("cheem_programs_since_warm_up") == 0
+    alone = [predictor(decode_image(file, 8)[None])[0] for file in files]
+    assert len({one.task for one in alone}) > 1
+    for answer, one in zip([*answers, *together], [*alone, *alone[:3]], strict=True):
+        assert (answer["task"], answer["class"], tuple(answer["blocks"])) == (one.task, one.label, one.blocks)
+        assert answer["probability"] == pytest.approx(one.probability, abs=1e-5)
+        assert len(answer["runners_up"]) == 1 and len(answer["near"]) == 2
+
+
+# ---- bad input
+
+PNG = picture(RED)
+HOSTILE = {
+    "zero bytes": (b"", "image/png", 400, "an empty file is no picture"),
+    "text": (b"once upon a time", "image/png", 400, "not an image file of a known format"),
+    "half a JPEG": (picture(RED, (64, 64), "JPEG")[:400], "image/jpeg", 400, "cannot be decoded"),
+    "100 megapixels": (large_png(10_000, 10_000), "image/png", 413, "so many pixels are too many; send at most 1 mega"),
+    "4 megapixels": (large_png(2_000, 2_000), "image/png", 413, "2000 x 2000 pixels are too many"),
+    "a text bomb": (text_bomb(), "image/png", 400, "cannot be decoded"),
+    "a script": (b"%!PS-Adobe-3.0 EPSF-3.0\n", "image/x-eps", 400, "not an image file"),
+    "another type": (PNG, "text/plain", 415, "a body of type text/plain is not accepted"),
+    "too large": (bytes(200_001), "image/png", 413, "the body is too large; send at most 0.19"),
+    "a form without a boundary": (form(PNG), "multipart/form-data", 400, "the form cannot be read"),
+    "a form of another boundary": (form(PNG), "multipart/form-data; boundary=other", 400, "the form cannot be read"),
+    "an empty form": (b"--cut--\r\n", FORM, 400, "the form holds no file"),
+    "a form with text only": (form(b"cat", name='name="picture"'), FORM, 400, "the form holds no file"),
+    "a form with too many files": (form(*[PNG] * 9), FORM, 400, "Too many files"),
+    "a form with one bad file": (form(PNG, b"text"), FORM, 400, "picture 2: not an image file"),
+    "a form with an empty file": (form(PNG, b""), FORM, 400, "an empty file is no picture"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_what_is_no_picture_gets_one_sentence_that_says_why(what: str, served: Served):
+    body, kind, status, sentence = HOSTILE[what]
+    answer = served.predict(body, kind)
+    assert answer.status == status and sentence in answer.json["error"] and "\n" not in answer.json["error"]
+    assert served.predict(PNG).json["class"] == "224-32-32"
+
+
+def test_pixels_of_a_picture_that_is_too_large_are_never_made(monkeypatch):
+    monkeypatch.setattr(pictures, "decode_image", None)  # whoever calls it gets a TypeError
+    for side in (1001, 10_000, 14_000):
+        with pytest.raises(Refused, match="too many") as refused:
+            pictures.decode(large_png(side, side), 8, 1_000_000, "the picture")
+        assert refused.value.status_code == 413
+    with pytest.raises(TypeError):
+        pictures.decode(large_png(1000, 1000), 8, 1_000_000, "the picture")
+
+
+def test_a_body_that_is_announced_too_large_is_refused_before_it_is_sent(served: Served):
+    for length in (200_001, 10**15):
+        connection = send(served.port, head(length))
+        assert connection.recv(12) == b"HTTP/1.1 413"
+        connection.close()
+
+
+def test_a_body_in_chunks_is_cut_at_the_limit(served: Served):
+    chunked = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunk = b"8000\r\n" + bytes(0x8000) + b"\r\n"
+    connection = send(served.port, chunked + 7 * chunk)  # and no end
+    assert connection.recv(12) == b"HTTP/1.1 413"
+    connection.close()
+    pieces = [PNG[:20], PNG[20:]]
+    body = b"".join(f"{len(piece):x}\r\n".encode() + piece + b"\r\n" for piece in pieces) + b"0\r\n\r\n"
+    connection = send(served.port, chunked.replace(b"Host", b"Connection: close\r\nHost") + body)
+    assert json.loads(received(connection)[1])["class"] == "224-32-32"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 100_000,
+        head(5).replace(b"Length: 5", b"Length: five"),
+        head(5).replace(b"Length: 5", b"Length: -5"),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    ],
+    ids=["a huge header", "a length in words", "a negative length", "TLS"],
+)
+def test_what_is_no_http_ends_in_400(data: bytes, served: Served):
+    assert received(send(served.port, data))[0] == 400
+    assert served.predict(PNG).status == 200
+
+
+@pytest.mark.parametrize("path", ["/nope", "/predict/", "/../../etc/passwd", "/%2e%2e/etc/passwd", "/static/page.html"])
+def test_unknown_paths_are_404_and_counted_as_one(path: str, served: Served):
+    before = served.metric('cheem_requests_total{path="other",status="404"}')
+    answer = served.ask("GET", path)
+    assert answer.status == 404 and answer.json["error"].startswith("unknown path; there are /, /predict")
+    assert served.metric('cheem_requests_total{path="other",status="404"}') == before + 1
+    assert path not in served.ask("GET", "/metrics").body.decode()
+
+
+def test_a_wrong_method_is_405_and_names_the_right_one(served: Served):
+    answer = served.ask("GET", "/predict")
+    assert (answer.status, answer.headers["allow"]) == (405, "POST") and "POST" in answer.json["error"]
+    assert served.ask("POST", "/health", b"").status == 405
+
+
+def test_another_host_name_is_refused_where_only_this_machine_may_ask(served: Served):
+    assert served.ask("GET", "/health", Host="evil.example").status == 400
+    for host in ("localhost", "127.0.0.1:1", "[::1]:8000"):
+        assert served.ask("GET", "/health", Host=host).status == 200
+    with listen("0.0.0.0", 0) as listening:
+        assert hosts_of(listening, "0.0.0.0") == ("*",)
+
+
+# ---- too much, too slow, gone
+
+
+def test_beyond_the_queue_a_client_is_refused_before_it_sends_its_picture(gated: Colours):
+    with serving(gated, Limits(max_queue=2)) as served, ThreadPoolExecutor(2) as clients:
+        waiting = [clients.submit(served.predict, PNG) for _ in range(2)]
+        wait_until(lambda: served.service.places.images == 2)
+        assert served.metric("cheem_queue_images") == 2
+        connection = send(served.port, head(len(PNG)))  # the body never comes
+        refused = connection.recv(2**16)
+        assert refused.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in refused
+        connection.close()
+        assert served.metric('cheem_refused_total{reason="queue_full"}') == 1
+        gated.gate.set()
+        assert [answer.result().status for answer in waiting] == [200, 200]
+        wait_until(lambda: served.service.places.images == 0)
+        assert served.predict(form(PNG, PNG, PNG), FORM).status == 429
+        assert served.predict(PNG).status == 200
+
+
+def test_bytes_of_bodies_are_bounded_over_all_requests():
+    places = Places(Limits(max_body_bytes=100))
+    with places.visit() as first, places.visit() as second:
+        first.hold(100 * HELD_BODIES - 1)
+        second.hold(1)
+        with pytest.raises(Refused, match="too many large pictures") as refused:
+            second.hold(1)
+        assert refused.value.status_code == 429
+        first.let_go()
+        second.hold(99)
+        assert (places.held, places.images) == (100, 2)
+    assert (places.held, places.images) == (0, 0)
+
+
+def test_an_answer_that_takes_too_long_is_503_and_later_ones_are_not(gated: Colours):
+    with serving(gated, Limits(timeout_seconds=0.15)) as served:
+        answer = served.predict(PNG)
+        assert answer.status == 503 and "no answer within 0.15 s" in answer.json["error"]
+        gated.gate.set()
+        wait_until(lambda: served.predict(PNG).status == 200)
+
+
+def test_a_body_that_drips_is_408_and_a_head_that_drips_is_cut(caplog):
+    with serving(Colours(), Limits(timeout_seconds=0.15)) as served:
+        late = send(served.port, head(len(PNG)) + PNG[:10])
+        silent = send(served.port, b"POST /predict HT")
+        assert late.recv(12) == b"HTTP/1.1 408"
+        assert silent.recv(10) == b""
+        late.close()
+        silent.close()
+        wait_until(lambda: served.service.places.images == 0)
+        assert served.predict(PNG).status == 200
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_the_picture_of_a_client_that_hangs_up_is_never_predicted(gated: Colours, caplog):
+    with serving(gated) as served, ThreadPoolExecutor(1) as clients:
+        first = clients.submit(served.predict, PNG)
+        assert gated.entered.wait(20)
+        send(served.port, head(len(PNG)) + PNG[:10]).close()  # in the middle of its body
+        connection = send(served.port, head(len(PNG)) + PNG)
+        wait_until(lambda: len(served.service._batcher._waiting) == 1)
+        connection.close()
+        wait_until(lambda: served.service.places.images == 1)
+        gated.gate.set()
+        assert first.result().status == 200
+        assert served.predict(PNG).status == 200
+        assert gated.sizes == [1, 1]
+        wait_until(lambda: served.metric('cheem_refused_total{reason="hung_up"}') == 2)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_failing_predictor_is_500_and_the_server_lives_on(caplog):
+    predictor = Colours()
+    with serving(predictor) as served:
+        predictor.error = RuntimeError("secret")
+        answer = served.predict(PNG)
+        assert answer.status == 500 and "secret" not in answer.json["error"]
+        assert "secret" in caplog.text
+        predictor.error = None
+        assert served.predict(PNG).json["class"] == "224-32-32"
+
+
+# ---- beginning and end
+
+
+def test_before_it_is_warm_it_says_so_and_afterwards_it_tells_what_it_knows():
+    predictor = Colours()
+    predictor.prepared.clear()
+    with serving(predictor, is_warm=False) as served:
+        try:
+            assert (served.ask("GET", "/health").status, served.predict(PNG).status) == (503, 503)
+        finally:
+            predictor.prepared.set()
+        wait_until(lambda: served.ask("GET", "/health").status == 200)
+        health = served.ask("GET", "/health").json
+        assert (health["status"], health["num_classes"], health["image_size"]) == ("ok", 64, 8)
+        assert served.ask("GET", "/memory").json["architectures"]["bright red"][3] == "adapt:0"
+
+
+def test_running_requests_are_answered_before_the_server_ends(gated: Colours):
+    with ThreadPoolExecutor(1) as clients:
+        with serving(gated) as served:
+            answer = clients.submit(served.predict, PNG)
+            assert gated.entered.wait(20)
+            served.server.should_exit = True
+            threading.Timer(0.3, gated.gate.set).start()
+        assert answer.result().json["class"] == "224-32-32"
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """`cheem serve` with a predictor that is already there, and the port that it will listen on."""
+    predictor = Colours()
+    monkeypatch.setattr(
+        cheem_jax.memory, "open_memory", lambda *_, **__: SimpleNamespace(predictor=lambda **_: predictor)
+    )
+    with listen("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+    return predictor, Serve(Path("pets"), port=port)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_command_in_a_line_after_it_has_told_where_it_listens(number, status, command, capsys):
+    _, settings = command
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def stop_once_it_answers() -> None:
+        def answers() -> bool:
+            with contextlib.suppress(OSError):
+                return ask(settings.port, "GET", "/health").status == 200
+            return False
+
+        wait_until(answers)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=stop_once_it_answers).start()
+    with pytest.raises(SystemExit) as ended:
+        run_command(serve_memory, settings)
+    said = capsys.readouterr()
+    assert ended.value.code == status and said.err == "\nstopped.\n"
+    assert f"ready on http://127.0.0.1:{settings.port} (" in said.out and "pets: 2 tasks" in said.out
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_memory_that_cannot_be_prepared_ends_the_command(command, capsys):
+    predictor, settings = command
+    predictor.error = ValueError("the weights are damaged")
+    with pytest.raises(SystemExit) as ended:
+        run_command(serve_memory, settings)
+    assert ended.value.code == 2 and capsys.readouterr().err == "error: the weights are damaged\n"
+
+
+def test_what_is_counted_has_few_labels(served: Served):
+    before = served.metric('cheem_images_total{task="bright red"}')
+    served.predict(form(PNG, PNG), FORM)
+    assert served.metric('cheem_images_total{task="bright red"}') == before + 2
+    assert served.metric('cheem_images_total{task="(none)"}') >= 0
+    text = served.ask("GET", "/metrics").body.decode()
+    assert "process_resident_memory_bytes" in text and "\ncheem_programs_since_warm_up " in text
+    assert 'cheem_request_seconds_count{path="/predict"}' in text
+
+
+def test_a_taken_port_and_wrong_settings_are_told_in_a_sentence():
+    with listen("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"cannot listen on 127.0.0.1:{port} \(Address already in use\)"):
+            listen("127.0.0.1", port)
+    with pytest.raises(ValueError, match="cannot listen on no.such.host.invalid:0"):
+        listen("no.such.host.invalid", 0)
+    with pytest.raises(ValueError, match="port is 70000, expected 0 to 65535; max_batch is 0, expected 1 to 256"):
+        serve_memory(Serve(Path("memory"), port=70_000, max_batch=0))
+
+
+def test_the_load_script_counts_answers_and_sees_wrong_ones(served: Served):
+    files = serving_bench.make_pictures(8, 16)
+    alone = [serving_bench.ask(served.port, file)[1] for file in files]
+    settings = serving_bench.Serving(Path("pets"), requests=64, clients=4, every=32)
+    found = serving_bench.under_load(served.port, files, alone, settings)
+    assert (found["statuses"], found["lost"], found["other_answers"]) == ({"200": 64}, 0, 0)
+    assert sorted(found["resident_bytes"]) == ["0", "32", "64"]
+    assert 0 < found["latency"]["p50"] <= found["latency"]["p99"] <= found["latency"]["max"]
+    alone[3] = {**alone[3], "class": "another"}
+    assert serving_bench.under_load(served.port, files, alone, settings)["other_answers"] == 8
+    assert serving_bench.announce(served.port, 200_001)[0] == 413
+    assert serving_bench.quantiles([0.001, 0.002, 0.003]) == pytest.approx(
+        {"p50": 2, "p90": 2.8, "p99": 2.98, "max": 3}
+    )
+
+
+def test_the_page_may_load_nothing_from_anywhere_else(served: Served):
+    answer = served.ask("GET", "/")
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["referrer-policy"] == "no-referrer"
+    html = answer.body.decode()
+    assert html.encode() == page().html and "//" not in html.replace("// ", "") and "innerHTML" not in html
+    assert "--adapt: #FEB24C;" in html
