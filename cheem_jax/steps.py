@@ -150,10 +150,8 @@ def evaluate(learned: Sequence[Task | None], methods: tuple[Method, ...], run: R
     if methods[0].name not in TOLD:
         given = f"{100 * last['local_accuracy'][index]:.1f} % with the task given"
     average = float(np.mean([last["accuracy"][index] for index, _ in present]))
-    run.progress.say(
-        f"{task.name}: {100 * last['accuracy'][index]:.1f} % ({given}); "
-        f"average over {len(present)} tasks {100 * average:.1f} %"
-    )
+    told = f"; average over {len(present)} tasks {100 * average:.1f} %" if len(present) > 1 else ""
+    run.progress.say(f"{task.name}: {100 * last['accuracy'][index]:.1f} % ({given}){told}")
 
 
 def _measure(answers: Answers, index: int, task: Task) -> dict[str, Any]:

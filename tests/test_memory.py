@@ -17,6 +17,7 @@ import cheem_jax
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.checkpoint import load_manifest, saved_tasks
+from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Split, Stream
 from cheem_jax.execution.choice import make_executor
 from cheem_jax.memory import OpenMemory
@@ -323,6 +324,31 @@ def test_the_backbones_own_classes_can_be_a_target(tmp_path):
     assert [answers[i].label for i in mine] == [own.classes[wanted[i]] for i in mine]
     with pytest.raises(ValueError, match="'base'"):
         memory.learn(small.task("Base", 5))
+
+
+def test_a_run_answers_and_a_new_memory_may_begin_with_it(tmp_path):
+    pretrained = dataclasses.replace(small.pretrained(), config=dataclasses.replace(small.CONFIG, name=NAME))
+    file, run = tmp_path / "w.safetensors", tmp_path / "run"
+    save_converted(file, pretrained)
+    run_stream(Stream("two", STREAM.tasks[:2]), pretrained, RunConfig(small.QUICK, "quick"), run, Progress())
+    memory = cheem_jax.open(run, weights=file)
+    assert memory.is_run and [task.name for task in memory.tasks] == ["task0", "task1"]
+    wanted = memory.predict(STREAM.tasks[1].test.images)
+    with pytest.raises(ValueError, match="--begin-with"):
+        memory.learn(STREAM.tasks[2])
+    with pytest.raises(ValueError, match="without a calibrated distance"):
+        memory.predict(STREAM.tasks[1].test.images, open_set=0.1)
+    other = tmp_path / "other.safetensors"
+    save_converted(other, dataclasses.replace(pretrained, sha256="1" * 64))
+    with pytest.raises(ValueError, match="was learned with weights of SHA-256"):
+        cheem_jax.open(run, weights=other)
+    begun = cheem_jax.begin_with(tmp_path / "pets", run, weights=file)
+    assert begun.predict(STREAM.tasks[1].test.images) == wanted
+    begun.learn(STREAM.tasks[2])
+    assert [(task.name, task.number) for task in begun.tasks] == [("task0", 0), ("task1", 1), ("task2", 2)]
+    assert results_of(read(tmp_path / "pets"))["accuracy"][1] == results_of(read(run))["accuracy"][1] + [None]
+    with pytest.raises(ValueError, match="is a memory already"):
+        cheem_jax.begin_with(tmp_path / "again", tmp_path / "pets")
 
 
 def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):

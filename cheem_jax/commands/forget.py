@@ -47,7 +47,7 @@ def forget_task(settings: Forget) -> None:
     say = Progress().say
     say(
         f"{settings.memory} has forgotten {settings.task!r} and {_experts(len(done.removed))} that only it used; its "
-        f"number {done.number} is never used again, {len(memory.tasks)} tasks are left"
+        f"number {done.number} is never used again; {', '.join(task.name for task in memory.tasks) or 'no task'} left"
     )
     for kept in done.in_use:
         say(f"block {kept.place.block}, expert {kept.place.expert} stays: used by {', '.join(kept.tasks)}")

@@ -71,4 +71,4 @@ def _experts(block: list[dict[str, Any]]) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MB"
+    return f"{num_bytes / 2**20:.1f} MB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} kB"

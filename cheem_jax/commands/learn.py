@@ -75,10 +75,9 @@ def learn_tasks(settings: Learn) -> None:
     if settings.name is not None and len(plans) > 1:
         raise ValueError(f"one name, {settings.name!r}, for {len(plans)} tasks: {[plan.name for plan in plans]}")
     memory = _memory(settings, progress)
-    known = len(memory.tasks)
     progress.say(
-        f"{memory.directory}: {memory.config.backbone} at {memory.config.image_size} pixels, {known} "
-        f"task{'' if known == 1 else 's'} so far"
+        f"{memory.directory}: {memory.config.backbone} at {memory.config.image_size} pixels, "
+        f"{_tasks(len(memory.tasks))} so far"
     )
     cache_dir = settings.images.cache_dir or cache_dir_of(settings.data, settings.data_dir)
     images = dataclasses.replace(settings.images, cache_dir=cache_dir)
@@ -88,9 +87,13 @@ def learn_tasks(settings: Learn) -> None:
         discard_unfinished=settings.discard_unfinished,
     )  # fmt: skip
     progress.say(
-        f"{memory.directory} holds {len(memory.tasks)} tasks: {', '.join(task.name for task in memory.tasks)}; "
+        f"{memory.directory} holds {_tasks(len(memory.tasks))}: {', '.join(task.name for task in memory.tasks)}; "
         f"cheem predict {memory.directory} PICTURES answers for all of them"
     )
+
+
+def _tasks(num: int) -> str:
+    return f"{num} task{'' if num == 1 else 's'}"
 
 
 def _memory(settings: Learn, progress: Progress) -> OpenMemory:
@@ -110,6 +113,7 @@ def _memory(settings: Learn, progress: Progress) -> OpenMemory:
             progress=progress,
         )  # fmt: skip
     memory = open_memory(settings.memory, engine=settings.engine)
+    memory.check_writable()
     config = memory.config
     held = {
         "backbone": config.backbone, "image_size": config.image_size, "preset": config.preset, "seed": config.seed,

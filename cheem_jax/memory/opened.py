@@ -291,7 +291,7 @@ class OpenMemory:
         step. Raises ValueError for a task whose name is taken, where another one is unfinished (unless
         `discard_unfinished`), and for a run of an experiment, whose tasks are fixed.
         """
-        self._check_writable()
+        self.check_writable()
         progress = progress or Progress()
         tasks = tasks_of(data, self.config.image_size, progress)
         if name is not None:
@@ -309,6 +309,7 @@ class OpenMemory:
                 else:
                     self._learn(task, hashes[task.name], run)
                 self._measure(tasks, run)
+            self._learner.features.clear()
         names = [task.name for task in tasks]
         return tuple(task for task in self.tasks if task.name in names)
 
@@ -340,7 +341,7 @@ class OpenMemory:
 
         See `forgetting`. Raises ValueError for an unknown name, and while a task is half learned.
         """
-        self._check_writable()
+        self.check_writable()
         with self._writing():
             if self.config.learning is not None and self._unfinished():
                 raise ValueError(
@@ -369,12 +370,13 @@ class OpenMemory:
         """The directory for this process alone, read anew, and with what a killed process left taken away."""
         with hold(self.directory):
             self.refresh()
-            self._tidy()
-            self.refresh()
+            if self._tidy():
+                self.refresh()
             yield Record.open(self.directory, fingerprint.digest(self._conditions()))
 
-    def _tidy(self) -> None:
-        """Finish what a killed process began; nothing is lost where there is nothing to finish."""
+    def _tidy(self) -> bool:
+        """Finish what a killed process began; returns whether there was anything."""
+        before = self.config
         if (left := self.config.forgetting) is not None:
             entries = read(self.directory)
             names = {(e["report"]["index"], e["report"]["name"]) for e in entries if e["event"] == "learned"}
@@ -389,8 +391,10 @@ class OpenMemory:
         if begun is not None and begun["number"] < self.pools.next_number:  # saved, but not yet told
             known = {**self.config.data_sha256, begun["name"]: begun["data_sha256"]}
             self._write(learning=None, data_sha256=known, tasks=self._names)
+        return self.config != before
 
-    def _check_writable(self) -> None:
+    def check_writable(self) -> None:
+        """Raises ValueError for a run of an experiment."""
         if self.is_run:
             raise ValueError(
                 f"{str(self.directory)!r} is a run of an experiment, whose tasks are fixed; go on with what it learned "

@@ -195,6 +195,10 @@ class FrozenFeatures:
         """Take features that another pass computed anyway."""
         self._known[task.name, split] = getattr(task, split).images, features
 
+    def clear(self) -> None:
+        """Drop all."""
+        self._known.clear()
+
     def forget(self, task: Task) -> None:
         """Drop a learned task's training and validation features: no feature of an earlier task may be kept."""
         for split in ("train", "val"):

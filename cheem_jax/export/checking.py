@@ -1,0 +1,151 @@
+"""A file's answers against the plain network's on random images, and how long it takes for one."""
+
+import statistics
+import time
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float, Int, UInt8
+
+from cheem_jax.centroids import distances
+from cheem_jax.export.artefact import Run
+from cheem_jax.export.programs import dense_ops, stored_ops
+from cheem_jax.export.subject import Subject
+from cheem_jax.methods.heads import FAR
+from cheem_jax.ops import Ops, Reuse
+
+TOLERANCE = 1e-4
+"""Largest difference that a file may show, where logits are larger than 1 relative to the largest."""
+NUM_IMAGES = 6
+"""Compared at a time, so that few programs are compiled."""
+NUM_CANDIDATES = 4 * NUM_IMAGES
+NUM_TIMED = 5
+
+
+class Checked(NamedTuple):
+    """What a file's answers were found to be worth."""
+
+    largest_difference: float
+    """Over logits and distances."""
+    tasks: tuple[int, ...]
+    """The tasks whose networks answered."""
+
+
+def check(subject: Subject, index: int | None, run: Run) -> Checked:
+    """The file's answers to random images, together and one alone; RuntimeError where they are not ours."""
+    wanted = _Wanted(subject, index)
+    found = [wanted.difference(run(images)) for images in (wanted.images, wanted.images[:1])]
+    largest = max(found)
+    if not largest <= TOLERANCE * max(1.0, wanted.scale):
+        raise RuntimeError(
+            f"the exported program differs from the network by {largest:.3g} (logits up to {wanted.scale:.3g}); "
+            "nothing was written"
+        )
+    return Checked(largest, tuple(sorted(wanted.logits)))
+
+
+def seconds_per_image(run: Run, image_size: int) -> float:
+    """The median of a few calls with one image, after one that is not counted."""
+    image, times = random_pictures(image_size, 1), []
+    run(image)
+    for _ in range(NUM_TIMED):
+        start = time.perf_counter()
+        run(image)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def random_pictures(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
+    """Coloured squares, from one over the whole picture to one per pixel: features differ more than those of noise."""
+    rng = np.random.default_rng(0)
+    pictures = []
+    for _ in range(num):
+        squares = 2 ** rng.integers(0, image_size.bit_length())
+        place = np.arange(image_size) * squares // image_size
+        pictures.append(rng.integers(0, 256, (squares, squares, 3), dtype=np.uint8)[place][:, place])
+    return np.stack(pictures)
+
+
+class _Wanted:
+    """What the plain network with ops and the router with SciPy say, nothing of what the programs are made of.
+
+    A task's file holds merged experts, so low-rank pairs run here, and the other way round for the memory's.
+    """
+
+    def __init__(self, subject: Subject, index: int | None):
+        self.subject, self.index = subject, index
+        graphdef, self.state = nnx.split(subject.vit)
+
+        def features(state, ops, images):
+            return nnx.merge(graphdef, state)(images, ops, placement=subject.placement)
+
+        self._features = jax.jit(features)
+        self.logits = dict[int, np.ndarray]()
+        """Of the tasks that answered."""
+        size = subject.vit.config.image_size
+        if index is not None:
+            self.images = random_pictures(size, NUM_IMAGES)
+            return
+        pictures, centroids = random_pictures(size, NUM_CANDIDATES), [task.centroids for task in subject.tasks]
+        base = [Reuse(block.expert(subject.placement)) for block in subject.vit.blocks]
+        seen = [self._of(base, some) for some in np.split(pictures, NUM_CANDIDATES // NUM_IMAGES)]
+        distance = distances(np.concatenate(seen), centroids, subject.router)
+        # one for each task that they lead to, then whichever
+        _, first = np.unique(self._tasks(distance), return_index=True)
+        rows = [*first, *(i for i in range(len(pictures)) if i not in first)][:NUM_IMAGES]
+        self.images, self.distance = pictures[rows], distance[rows]
+
+    @property
+    def scale(self) -> float:
+        """The largest logit."""
+        return max([0.0, *map(_largest, self.logits.values())])
+
+    def difference(self, found: dict[str, np.ndarray]) -> float:
+        """The largest one between these answers to the first images and what is wanted."""
+        logits = found["logits"]
+        if self.index is not None:
+            return _largest(logits - self._logits(self.index)[: len(logits)])
+        tasks, distance = found["task"], self.distance[: len(logits)]
+        differences = [_largest(found["distance"] - distance), self._regret(distance, tasks)]
+        for task in np.unique(tasks):
+            rows = np.flatnonzero(tasks == task)
+            num = 0 if task < 0 else len(self.subject.tasks[task].classes)
+            differences.append(_largest(logits[rows, num:] / FAR - 1))
+            if task >= 0:
+                differences.append(_largest(logits[rows, :num] - self._logits(int(task))[rows]))
+        return max(differences)
+
+    def _of(self, ops: Ops, images: np.ndarray) -> np.ndarray:
+        with jax.default_matmul_precision("highest"):
+            return np.asarray(self._features(self.state, ops, images))
+
+    def _logits(self, task: int) -> np.ndarray:
+        if task not in self.logits:
+            head = self.subject.tasks[task].head
+            ops = dense_ops(self.subject, task) if self.index is None else stored_ops(self.subject)[task]
+            self.logits[task] = self._of(ops, self.images) @ np.asarray(head.weight) + np.asarray(head.bias)
+        return self.logits[task]
+
+    def _thresholds(self) -> np.ndarray:
+        return np.asarray(self.subject.thresholds or [np.inf] * len(self.subject.tasks))
+
+    def _tasks(self, distance: Float[np.ndarray, "B T"]) -> Int[np.ndarray, "B"]:
+        nearest = distance.argmin(axis=1)
+        return np.where(distance.min(axis=1) <= self._thresholds()[nearest], nearest, -1)
+
+    def _regret(self, distance: Float[np.ndarray, "B T"], tasks: Int[np.ndarray, "B"]) -> float:
+        """How much too far the named tasks are; a tie or a threshold that rounding decides costs next to nothing."""
+        nearest, least = distance.argmin(axis=1), distance.min(axis=1)
+        farther = np.where(tasks < 0, 0.0, distance[np.arange(len(tasks)), tasks] - least)
+        beyond = least - self._thresholds()[nearest]
+        crossed = np.where(tasks < 0, np.maximum(-beyond, 0.0), np.maximum(beyond, 0.0))
+        return float((farther + crossed).max())
+
+
+def _largest(values: np.ndarray) -> float:
+    """The largest absolute value; inf where one is no number."""
+    if not values.size:
+        return 0.0
+    return float(np.abs(values).max()) if np.isfinite(values).all() else float("inf")

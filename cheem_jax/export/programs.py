@@ -1,0 +1,163 @@
+"""What a file computes, as functions of uint8 images: one task's network, or the whole memory with its router."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, UInt8
+
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.centroids import Metric
+from cheem_jax.export.subject import Subject
+from cheem_jax.methods.heads import FAR
+from cheem_jax.ops import Adapt, LowRank, Ops, Placement, Reuse, Skip
+from cheem_jax.pool import BlockPool, Head, dense_expert
+
+Outputs = dict[str, Array]
+Program = Callable[[UInt8[Array, "B S S 3"]], Outputs]
+
+
+def outputs_of(index: int | None) -> tuple[str, ...]:
+    """Names of what comes out, for one task's network or the memory (None)."""
+    return ("logits",) if index is not None else ("task", "logits", "distance")
+
+
+def dense_ops(subject: Subject, index: int) -> Ops:
+    """A task's network with every chain of low-rank pairs merged: as fast as the backbone."""
+    blocks = zip(subject.pool, subject.tasks[index].experts, strict=True)
+    return [Skip() if expert is None else Reuse(dense_expert(block, expert)) for block, expert in blocks]
+
+
+def stored_ops(subject: Subject) -> list[Ops]:
+    """All tasks' networks as the memory stores them; what several tasks use is one array.
+
+    An adapted expert is a full one and a low-rank pair, so that a file grows no faster than the memory.
+    """
+    kept: dict[tuple[int, int], Reuse | Adapt] = {}
+    for block, layer in enumerate(subject.vit.blocks):
+        kept[block, 0] = Reuse(layer.expert(subject.placement))
+    networks = []
+    for task in subject.tasks:
+        ops = []
+        for block, expert in enumerate(task.experts):
+            if expert is not None and (block, expert) not in kept:
+                kept[block, expert] = _stored(kept, subject.pool[block], block, expert)
+            ops.append(Skip() if expert is None else kept[block, expert])
+        networks.append(ops)
+    return networks
+
+
+def _stored(kept: dict[tuple[int, int], Reuse | Adapt], pool: BlockPool, block: int, index: int) -> Reuse | Adapt:
+    """A chain of pairs on a full expert is one pair as wide as all of them."""
+    pairs, root = [], index
+    while (parent := pool[root].parent) is not None:
+        pairs.append(pool[root].params)
+        root = parent
+    full = kept.setdefault((block, root), Reuse(dense_expert(pool, root))).expert
+    if not pairs:
+        return Reuse(full)
+    down = np.concatenate([np.asarray(pair.down) for pair in pairs], axis=1)
+    up = np.concatenate([np.asarray(pair.up) for pair in pairs], axis=0)
+    return Adapt(full, LowRank(jnp.asarray(down), jnp.asarray(up)))
+
+
+def task_program(vit: ViT, placement: Placement, ops: Ops, head: Head) -> Program:
+    """Images to the logits of one task's network."""
+
+    def program(images):
+        return {"logits": vit(images, ops, placement=placement) @ head.weight + head.bias}
+
+    return program
+
+
+def memory_program(subject: Subject) -> Program:
+    """Images to task, that task's logits and the distances to all tasks.
+
+    The backbone's pass that names the task is the beginning of each task's network up to its first difference. What
+    comes after it runs image by image, and only for the task that was named: the work of an image is the same in every
+    batch, and does not grow with the number of tasks.
+    """
+    vit, placement, depth = subject.vit, subject.placement, subject.vit.config.depth
+    base = [Reuse(block.expert(placement)) for block in vit.blocks]
+    networks, heads = stored_ops(subject), [_widened(subject, task.head) for task in subject.tasks]
+    begins = [next((i for i, e in enumerate(task.experts) if e != 0), depth) for task in subject.tasks]
+    centroids = _rectangular([task.centroids for task in subject.tasks])
+    thresholds = None if subject.thresholds is None else np.asarray(subject.thresholds, np.float32)
+    num_classes = max(len(task.classes) for task in subject.tasks)
+
+    def rest(index, x):
+        """A task's network from its first difference on."""
+        for i in range(begins[index], depth):
+            x, _ = vit.blocks[i].run(networks[index][i], x, placement=placement, outputs=vit.outputs(i))
+        return (vit.features(x) @ heads[index].weight + heads[index].bias)[0]
+
+    def program(images):
+        x, reached = vit.embed(images), {}
+        for i, block in enumerate(vit.blocks):
+            reached[i] = x
+            x, _ = block.run(base[i], x, placement=placement, outputs=vit.outputs(i))
+        reached[depth] = x
+        distance = distances_to(vit.features(x), centroids, subject.router.metric)
+        task = jnp.argmin(distance, axis=1).astype(jnp.int32)
+        if thresholds is not None:
+            own = task[:, None] == jnp.arange(len(thresholds))
+            task = jnp.where(((distance <= thresholds) & own).any(axis=1), task, -1)
+
+        def answer(one):
+            named, tokens = one
+            logits = jnp.full((num_classes,), FAR)
+            for index, begin in enumerate(begins):
+                logits = jax.lax.cond(
+                    named == index,
+                    lambda logits, x, index=index: rest(index, x[None]),
+                    lambda logits, x: logits,
+                    logits,
+                    tokens[begin],
+                )
+            return logits
+
+        # only what some network begins with: the loop reads all it is given
+        logits = jax.lax.map(answer, (task, {begin: reached[begin] for begin in set(begins)}))
+        return {"task": task, "logits": logits, "distance": distance}
+
+    return program
+
+
+def distances_to(
+    features: Float[Array, "B E"], centroids: Float[np.ndarray, "T K E"], metric: Metric
+) -> Float[Array, "B T"]:
+    """To the nearest centroid of each task, as `centroids.route` compares them."""
+    norm = jnp.sqrt((features * features).sum(axis=1, keepdims=True))
+    points = (features / jnp.maximum(norm, 1e-12))[:, None]
+    flat = centroids.reshape(-1, centroids.shape[-1])
+    match metric:
+        case "l1":
+            found = jnp.abs(points - flat).sum(axis=-1)
+        case "l2":
+            found = jnp.sqrt(((points - flat) ** 2).sum(axis=-1))
+        case "cosine":
+            found = 1.0 - (points * (flat / np.linalg.norm(flat, axis=1, keepdims=True))).sum(axis=-1)
+    return found.reshape(-1, *centroids.shape[:2]).min(axis=2)
+
+
+def _rectangular(centroids: list[np.ndarray]) -> Float[np.ndarray, "T K E"]:
+    """Tasks with fewer centroids repeat their first one."""
+    most = max(map(len, centroids))
+    return np.stack([np.concatenate([c, np.repeat(c[:1], most - len(c), axis=0)]) for c in centroids])
+
+
+def _widened(subject: Subject, head: Head) -> Head:
+    """A head as wide as the widest; a class that it lacks gets the logit `FAR`."""
+    extra = max(len(task.classes) for task in subject.tasks) - head.bias.shape[0]
+    weight = np.pad(np.asarray(head.weight), ((0, 0), (0, extra)))
+    bias = np.pad(np.asarray(head.bias), (0, extra), constant_values=FAR)
+    return Head(jnp.asarray(weight), jnp.asarray(bias))
+
+
+def num_bytes(subject: Subject, index: int | None) -> int:
+    """Bytes of all distinct arrays that a file has to hold."""
+    networks = stored_ops(subject) if index is None else [dense_ops(subject, index)]
+    leaves = jax.tree.leaves((nnx.state(subject.vit), networks))
+    return sum({id(leaf): leaf.nbytes for leaf in leaves}.values())

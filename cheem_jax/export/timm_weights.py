@@ -1,0 +1,96 @@
+"""One task's network as a state dict that timm loads: the dense expert in place of each block's plastic layer.
+
+    described = json.loads(safetensors.safe_open(file, "pt").metadata()["cheem_jax"])["timm"]
+    model = timm.create_model(described["architecture"], **described["arguments"])
+    model.load_state_dict(safetensors.torch.load_file(file))
+
+timm always runs a residual branch, so where a task skips it the branch's last layer is exactly zero.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from cheem_jax.backbone.config import ViTConfig
+from cheem_jax.backbone.params import build, params_of
+from cheem_jax.backbone.timm_names import from_timm, timm_name_of
+from cheem_jax.export.artefact import Artefact
+from cheem_jax.export.programs import dense_ops
+from cheem_jax.export.subject import Subject
+from cheem_jax.ops import Reuse
+
+
+def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
+    """The state dict of one task's network; ValueError for a backbone that timm does not build by its name."""
+    from safetensors.numpy import load, save
+
+    task = subject.tasks[index]
+    config = dataclasses.replace(subject.vit.config, num_classes=len(task.classes))
+    layer = {"mlp_down": "down", "attn_proj": "proj"}[subject.placement]
+    theirs = {"mlp_down": "mlp.fc2", "attn_proj": "attn.proj"}[subject.placement]
+    skipped = [block for block, expert in enumerate(task.experts) if expert is None]
+    replaced = [block for block, expert in enumerate(task.experts) if expert]
+    described = {
+        "architecture": _architecture(config),
+        "arguments": _arguments(config),
+        "zeroed": [f"blocks.{block}.{theirs}" for block in skipped],
+        "merged": [f"blocks.{block}.{theirs}" for block in replaced],
+    }
+    inputs = {"images": "float32 [batch, 3, image_size, image_size]; RGB in 0..1, (images - mean) / std"}
+    text = json.dumps({**description, "inputs": inputs, "timm": described})
+    params = {name: value for name, value in params_of(subject.vit).items() if not name.startswith("head.")}
+    for block, op in enumerate(dense_ops(subject, index)):
+        names = [f"blocks.{block}.{layer}.{leaf}" for leaf in ("kernel", "bias")]
+        values = op.expert if isinstance(op, Reuse) else [np.zeros_like(params[name]) for name in names]
+        params.update(zip(names, map(np.asarray, values), strict=True))
+    params["head.kernel"], params["head.bias"] = np.asarray(task.head.weight), np.asarray(task.head.bias)
+    content = save(to_timm(params, config), {"format": "pt", "cheem_jax": text})
+
+    vit = build(config, from_timm(load(content), config))
+    logits = jax.jit(lambda images: vit.logits(vit(images)))
+    notes = [f"{name} is zero: the task skips this branch" for name in described["zeroed"]]
+    return Artefact(content, lambda images: {"logits": np.asarray(logits(images))}, False, tuple(notes))
+
+
+def to_timm(params: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
+    """Inverse of `from_timm`: timm's names and PyTorch's layout, in float32."""
+    return {
+        timm_name_of(name): np.ascontiguousarray(_their_layout(name, value, config.patch_size), np.float32)
+        for name, value in params.items()
+    }
+
+
+def _their_layout(name: str, value: np.ndarray, patch_size: int) -> np.ndarray:
+    if name == "patch.kernel":
+        return value.reshape(patch_size, patch_size, 3, -1).transpose(3, 2, 0, 1)
+    if name.endswith(".kernel"):
+        return value.T
+    return value.reshape({"class_token": (1, 1, -1), "position": (1, *value.shape)}.get(name, value.shape))
+
+
+def _architecture(config: ViTConfig) -> str:
+    return config.timm_name.split(".")[0] if config.timm_name else "vit_tiny_patch16_224"
+
+
+def _arguments(config: ViTConfig) -> dict[str, Any]:
+    """Of `timm.create_model`; a backbone that timm does not know is its tiny ViT with other sizes."""
+    found = {"num_classes": config.num_classes, "img_size": config.image_size}
+    if config.timm_name:
+        return found
+    plain = ViTConfig(config.name, config.width, config.depth, config.num_heads)
+    odd = [
+        f"{name}={getattr(config, name)!r}"
+        for name in ("layer_norm_eps", "activation", "norm_before_blocks", "patch_bias")
+        if getattr(config, name) != getattr(plain, name)
+    ]
+    if odd:
+        raise ValueError(
+            f"backbone {config.name!r} has no name in timm, whose plain ViT does not do with {', '.join(odd)}; "
+            "export it as stablehlo or onnx"
+        )
+    sizes = {"patch_size": config.patch_size, "embed_dim": config.width, "depth": config.depth}
+    return found | sizes | {"num_heads": config.num_heads, "mlp_ratio": config.mlp_ratio}

@@ -1,0 +1,90 @@
+"""A small memory whose tasks use every op, and pictures that lead to each of them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import small
+
+from cheem_jax.architecture import from_strings
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.centroids import RouterConfig, normalise
+from cheem_jax.export import Subject
+from cheem_jax.ops import Expert, LowRank, Op, Placement, Reuse, Skip
+from cheem_jax.pool import Head, StoredExpert, TaskMemory, base_pool
+
+VIT = small.backbone()
+PICTURES = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8) // np.array(
+    [1, 2, 4, 8, 1], np.uint8
+).reshape(-1, 1, 1, 1)
+"""One for each task, and one more."""
+FEATURES = np.asarray(jax.jit(lambda images: VIT(images))(PICTURES))
+NUM_CLASSES = {"plain": 3, "grown": 4, "chained": 2, "early": 5}
+
+
+@functools.cache
+def subject(
+    placement: Placement = "mlp_down", metric: str = "l1", thresholds: tuple[float, ...] | None = None
+) -> Subject:
+    """Four tasks: the backbone as it is, a new expert and an adapted one, an adapted adapted one and a skipped block,
+    one that leaves the backbone at once. Picture i lies at a centroid of task i."""
+    rng = np.random.default_rng(5)
+    pool = [list(block) for block in base_pool(VIT, placement)]
+
+    def normal(*shape):
+        return jnp.asarray(0.3 * rng.standard_normal(shape), jnp.float32)
+
+    def pair(block):
+        rows, width = pool[block][0].params.weight.shape
+        return LowRank(normal(rows, 2), normal(2, width))
+
+    pool[1].append(StoredExpert(Expert(normal(*pool[1][0].params.weight.shape), normal(16)), None, 1))
+    pool[2] += [StoredExpert(pair(2), 0, 1), StoredExpert(pair(2), 1, 2)]
+    pool[3].append(StoredExpert(pair(3), 0, 3))
+    architectures = [
+        (["reuse:0", "reuse:0", "reuse:0", "reuse:0"], (0, 0, 0, 0)),
+        (["reuse:0", "new", "adapt:0", "reuse:0"], (0, 1, 1, 0)),
+        (["reuse:0", "reuse:0", "adapt:1", "skip"], (0, 0, 2, None)),
+        (["skip", "reuse:1", "reuse:0", "adapt:0"], (None, 1, 0, 1)),
+    ]
+    features = normalise(FEATURES)
+    tasks = []
+    for index, (name, num) in enumerate(NUM_CLASSES.items()):
+        strings, experts = architectures[index]
+        head = Head(normal(16, num), normal(num))
+        # one to three centroids; the others lie far from every feature
+        centroids = np.concatenate([features[index : index + 1], np.full((index % 3, 16), 9.0, np.float32)])
+        classes = tuple(f"{name} {i}" for i in range(num))
+        task = TaskMemory(name, classes, from_strings(strings), experts, head, np.zeros((4, 16), np.float32), centroids)
+        tasks.append(task)
+    return Subject(VIT, placement, tuple(map(tuple, pool)), tuple(tasks), RouterConfig(metric=metric), thresholds)
+
+
+@functools.cache
+def logits(placement: Placement, index: int) -> np.ndarray:
+    """A task's logits of all pictures by the plain network."""
+    return plain_logits(subject(placement), index, PICTURES)
+
+
+def plain_logits(memory: Subject, index: int, images: np.ndarray) -> np.ndarray:
+    """The same of any memory and images."""
+    task, ops = memory.tasks[index], list[Op]()
+    for pool, expert in zip(memory.pool, task.experts, strict=True):
+        ops.append(Skip() if expert is None else Reuse(_merged(pool, expert)))
+    run = _compiled(memory.vit, memory.placement)
+    return np.asarray(run(ops, images)) @ np.asarray(task.head.weight) + np.asarray(task.head.bias)
+
+
+@functools.cache
+def _compiled(vit: ViT, placement: Placement):
+    return jax.jit(lambda ops, images: vit(images, ops, placement=placement))
+
+
+def _merged(pool, expert: int) -> Expert:
+    """The weight of a chain of low-rank pairs, from its root on."""
+    params, parent = pool[expert].params, pool[expert].parent
+    if parent is None:
+        return params
+    below = _merged(pool, parent)
+    return Expert(jnp.asarray(below.weight + np.asarray(params.down) @ np.asarray(params.up)), below.bias)

@@ -1,0 +1,278 @@
+"""Files that answer as the memory does, without the library; what is refused, and that nothing is left half-done."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import exporting as example
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+from safetensors.numpy import load_file
+
+from cheem_jax.architecture import from_strings
+from cheem_jax.backbone.config import CONFIGS, ViTConfig
+from cheem_jax.backbone.params import build, shapes_of
+from cheem_jax.backbone.timm_names import from_timm
+from cheem_jax.backbone.weights import load_pretrained
+from cheem_jax.centroids import RouterConfig, distances
+from cheem_jax.export import Subject, export, exporting, stablehlo, timm_weights
+from cheem_jax.export.programs import distances_to, memory_program
+from cheem_jax.ops import Expert
+from cheem_jax.pool import Head, StoredExpert, TaskMemory, base_pool
+
+PICTURES = example.PICTURES
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler():
+    """Programs here run a few times on a few pixels: what takes long is to optimise them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+# loads StableHLO files and runs them in batches of 1, 3 and 5, where this library cannot be imported
+RUNNER = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("cheem_jax", "flax"):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Refuse())
+import jax, numpy as np
+from pathlib import Path
+
+pictures, found = np.load("pictures.npy"), {}
+for file in sys.argv[1:]:
+    call = jax.jit(jax.export.deserialize(bytearray(Path(file).read_bytes())).call)
+    for num in (1, 3, 5) if "memory" in file else (5,):
+        for name, value in call(pictures[:num]).items():
+            found[f"{Path(file).stem} {num} {name}"] = np.asarray(value)
+np.savez("found.npz", **found)
+"""
+
+
+def check_memory(subject: Subject, found: dict[str, np.ndarray], tasks: list[int]) -> None:
+    """The answers to the first pictures, which belong to these tasks."""
+    num = len(tasks)
+    np.testing.assert_array_equal(found["task"], tasks)
+    assert found["task"].dtype == np.int32 and found["logits"].shape == (num, 5)
+    wanted = distances(example.FEATURES[:num], [task.centroids for task in subject.tasks], subject.router)
+    np.testing.assert_allclose(found["distance"], wanted, atol=1e-5)
+    for row, task in enumerate(tasks):
+        logits = example.logits(subject.placement, task)[row] if task >= 0 else np.zeros(0)
+        np.testing.assert_allclose(found["logits"][row, : len(logits)], logits, atol=1e-4)
+        assert (found["logits"][row, len(logits) :] < -1e29).all()
+
+
+def test_stablehlo_answers_in_a_process_without_the_library(tmp_path):
+    subject = example.subject("attn_proj", "cosine")
+    memory = export(subject, tmp_path / "memory.stablehlo", "stablehlo")
+    task = export(subject, tmp_path / "chained.stablehlo", "stablehlo", task="chained")
+    assert memory.largest_difference < 1e-4 and task.largest_difference < 1e-4
+    assert memory.num_bytes == memory.file.stat().st_size and (memory.seconds_per_image or 0) > 0
+    np.save(tmp_path / "pictures.npy", PICTURES)
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    command = [sys.executable, "-I", "-c", RUNNER, memory.file, task.file]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "found.npz") as loaded:
+        found = dict(loaded)
+    tasks = [0, 1, 2, 3, int(found["memory 5 task"][4])]
+    names = ("task", "logits", "distance")
+    for num in (1, 3, 5):
+        check_memory(subject, {name: found[f"memory {num} {name}"] for name in names}, tasks[:num])
+    np.testing.assert_allclose(found["chained 5 logits"], example.logits("attn_proj", 2), atol=1e-4)
+
+    description = json.loads((tmp_path / "memory.stablehlo.json").read_text())
+    assert [known["name"] for known in description["tasks"]] == list(example.NUM_CLASSES)
+    assert description["tasks"][2]["architecture"] == ["reuse:0", "reuse:0", "adapt:1", "skip"]
+    assert description["tasks"][1]["classes"][3] == "grown 3" and description["outputs"].keys() == set(names)
+    # whoever gets the file learns nothing of the folders that it was made in
+    assert str(Path(exporting.__file__).parents[2]).encode() not in memory.file.read_bytes()
+    assert jax.config.jax_traceback_in_locations_limit != 0
+
+
+@pytest.mark.xfail(
+    jax.__version_info__ >= (0, 11),
+    raises=ValueError,
+    reason="jax2onnx 0.13 gets branches inside loops of JAX 0.11 wrong",
+)
+def test_onnx_answers_in_onnxruntime_and_says_which_images_belong_to_no_task(tmp_path):
+    pytest.importorskip("jax2onnx")
+    runtime, onnx = pytest.importorskip("onnxruntime"), pytest.importorskip("onnx")
+    # no distance is small enough for the last task
+    subject = example.subject(thresholds=(0.05, 0.05, 0.05, -1.0))
+    done = export(subject, tmp_path / "memory.onnx", "onnx")
+    assert done.largest_difference < 1e-4 and "early" in done.notes[-1]
+    session = runtime.InferenceSession(done.file)
+    names = [output.name for output in session.get_outputs()]
+    for num in (1, 3, 5):
+        found = dict(zip(names, session.run(None, {"images": PICTURES[:num]}), strict=True))
+        check_memory(subject, found, [0, 1, 2, -1, -1][:num])
+    description = json.loads(session.get_modelmeta().custom_metadata_map["cheem_jax"])
+    assert description["router"] == {"metric": "l1", "thresholds": [0.05, 0.05, 0.05, -1.0]}
+
+    model = onnx.load(done.file)
+    onnx.checker.check_model(model)
+    # what several networks use is there once: no branch and no loop has weights of its own
+    inner = [a.g for node in model.graph.node for a in node.attribute if a.HasField("g")]
+    assert inner and not any(graph.initializer for graph in inner)
+    contents = [(weight.data_type, tuple(weight.dims), weight.raw_data) for weight in model.graph.initializer]
+    assert len(set(contents)) == len(contents)
+    [loop] = [node for node in model.graph.node if node.op_type == "Loop"]
+    assert len(loop.input) == 2  # nothing is carried from image to image
+
+
+def test_onnx_of_one_task_takes_any_number_of_images(tmp_path):
+    pytest.importorskip("jax2onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    subject = example.subject("attn_proj")
+    done = export(subject, tmp_path / "early.onnx", "onnx", task="early")
+    assert done.largest_difference < 1e-4
+    session = runtime.InferenceSession(done.file)
+    for num in (1, 3, 5):
+        (logits,) = session.run(["logits"], {"images": PICTURES[:num]})
+        np.testing.assert_allclose(logits, example.logits("attn_proj", 3)[:num], atol=1e-4)
+
+
+@pytest.mark.parametrize("metric", ["l1", "l2", "cosine"])
+def test_distances_are_the_routers_in_every_metric(metric):
+    rng = np.random.default_rng(0)
+    centroids = rng.normal(size=(3, 2, 16)).astype(np.float32)
+    features = np.concatenate([rng.normal(size=(4, 16)), np.zeros((1, 16))]).astype(np.float32)[
+        : 4 + (metric != "cosine")
+    ]
+    found = jax.jit(lambda values: distances_to(values, centroids, metric))(features)
+    np.testing.assert_allclose(found, distances(features, list(centroids), RouterConfig(metric=metric)), atol=1e-5)
+
+
+def test_weights_that_tasks_share_are_in_the_file_once():
+    config = ViTConfig("wide", 128, 2, 2, image_size=8, patch_size=4, num_classes=0)
+    rng = np.random.default_rng(0)
+    vit = build(config, {name: rng.standard_normal(shape) for name, shape in shapes_of(config).items()})
+    first, second = base_pool(vit, "mlp_down")
+    new = Expert(jnp.asarray(rng.standard_normal((512, 128)), jnp.float32), jnp.zeros(128))
+    pool = ((*first, StoredExpert(new, None, 0)), second)
+
+    def size(*experts: tuple[int | None, ...]) -> int:
+        tasks = tuple(
+            TaskMemory(
+                f"task{i}", ("a", "b"), from_strings(["reuse:0"] * 2), used, Head(np.ones((128, 2)), np.ones(2)),
+                np.zeros((2, 128), np.float32), np.zeros((1, 128), np.float32),
+            )
+            for i, used in enumerate(experts)
+        )  # fmt: skip
+        subject = Subject(vit, "mlp_down", pool, tasks, RouterConfig())
+        return len(stablehlo.make(memory_program(subject), 8).content)
+
+    one_expert = new.weight.nbytes
+    alone, together = size((0, 0)), size((1, 0), (1, None), (1, 0), (None, 0))
+    assert one_expert < together - alone < 1.5 * one_expert
+
+
+def test_a_state_dict_for_timm_holds_the_merged_expert_and_exact_zeros_where_a_branch_is_skipped(tmp_path):
+    subject, file = example.subject(), tmp_path / "chained.safetensors"
+    file.write_text("an older one")
+    with pytest.raises(ValueError, match="exists already; choose another file or allow it"):
+        export(subject, file, "timm", task="chained")
+    done = export(subject, file, "timm", task="chained", overwrite=True)
+    assert done.largest_difference < 1e-4 and done.seconds_per_image is None
+    assert done.notes == ("blocks.3.mlp.fc2 is zero: the task skips this branch",)
+    tensors = load_file(done.file)
+    assert not tensors["blocks.3.mlp.fc2.weight"].any() and not tensors["blocks.3.mlp.fc2.bias"].any()
+    base, first, second = (stored.params for stored in subject.pool[2])
+    merged = base.weight + first.down @ first.up + second.down @ second.up
+    np.testing.assert_allclose(tensors["blocks.2.mlp.fc2.weight"], merged.T, atol=1e-5)
+    np.testing.assert_array_equal(tensors["head.weight"], subject.tasks[2].head.weight.T)
+    with safetensors.safe_open(done.file, "numpy") as opened:
+        description = json.loads(opened.metadata()["cheem_jax"])
+    assert description["timm"] == {
+        "architecture": "vit_tiny_patch16_224",
+        "arguments": {
+            "num_classes": 2, "img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 2,
+            "mlp_ratio": 4.0,
+        },
+        "zeroed": ["blocks.3.mlp.fc2"],
+        "merged": ["blocks.2.mlp.fc2"],
+    }  # fmt: skip
+    assert description["tasks"][0]["classes"] == ["chained 0", "chained 1"] and description["mean"][0] == 0.485
+
+
+def test_names_and_layout_of_timm_go_back_to_ours():
+    nano = load_pretrained("vit_nano")
+    again = from_timm(timm_weights.to_timm(nano.params, nano.config), nano.config)
+    assert again.keys() == nano.params.keys()
+    for name, value in nano.params.items():
+        np.testing.assert_array_equal(again[name], value)
+
+
+def test_a_file_that_would_answer_otherwise_is_not_written(tmp_path, monkeypatch):
+    subject = example.subject()
+    other = exporting._program(subject, 3)
+    monkeypatch.setattr(exporting, "_program", lambda subject, index: other)
+    pretended = dataclasses.replace(subject, tasks=(dataclasses.replace(subject.tasks[3], experts=(0, 0, 0, 0)),))
+    with pytest.raises(RuntimeError, match="differs from the network by"):
+        export(pretended, tmp_path / "early.stablehlo", "stablehlo", task="early")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_without_its_description_is_not_left_behind(tmp_path):
+    # names have 255 bytes at most: the temporary file's has as many, the one for the description five more
+    place = tmp_path / ("x" * (255 - len(f"..stablehlo.{os.getpid()}.tmp")) + ".stablehlo")
+    with pytest.raises(OSError, match="File name too long.*stablehlo.json"):
+        export(example.subject(), place, "stablehlo", task="plain")
+    assert not list(tmp_path.iterdir())
+
+
+def test_places_and_tasks_that_do_not_fit_are_refused_before_any_work(tmp_path):
+    subject = example.subject()
+    with pytest.raises(ValueError, match=r"'onnx' ends with '\.onnx', not '\.pb'"):
+        export(subject, tmp_path / "memory.pb", "onnx")
+    with pytest.raises(ValueError, match="unknown task 'grow'; nearest: grown"):
+        export(subject, tmp_path / "grown.onnx", "onnx", task="grow")
+    with pytest.raises(ValueError, match="name one of plain, grown, chained, early"):
+        export(subject, tmp_path / "memory.safetensors", "timm")
+    (tmp_path / "memory.stablehlo.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"memory\.stablehlo\.json exists already"):
+        export(subject, tmp_path / "memory.stablehlo", "stablehlo")
+    (tmp_path / "folder.onnx").mkdir()
+    with pytest.raises(ValueError, match="is a folder"):
+        export(subject, tmp_path / "folder.onnx", "onnx", overwrite=True)
+    assert {file.name for file in tmp_path.iterdir()} == {"memory.stablehlo.json", "folder.onnx"}
+
+
+@pytest.mark.parametrize(("kind", "package"), [("onnx", "onnxruntime"), ("stablehlo", "flatbuffers")])
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(tmp_path, monkeypatch, kind, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=rf"{package}.*pip install 'cheem_jax\[export\]'"):
+        export(example.subject(), tmp_path / f"memory.{kind}", kind)
+
+
+def test_a_memory_that_cannot_answer_is_no_subject():
+    subject = example.subject()
+    with pytest.raises(ValueError, match="nothing has been learned"):
+        dataclasses.replace(subject, tasks=())
+    with pytest.raises(ValueError, match="2 thresholds for 4 tasks"):
+        dataclasses.replace(subject, thresholds=(1.0, 2.0))
+    padded = dataclasses.replace(subject.tasks[0], head=subject.tasks[1].head)
+    with pytest.raises(ValueError, match="'plain' has 3 classes and a head of 4 columns"):
+        dataclasses.replace(subject, tasks=(padded,))
+    with pytest.raises(ValueError, match=r"task names \['plain', 'plain'\] are not distinct"):
+        dataclasses.replace(subject, tasks=(subject.tasks[0],) * 2)
+
+
+def test_a_backbone_that_timm_does_not_build_is_refused(tmp_path):
+    clip = dataclasses.replace(CONFIGS["clip_vit_base"], name="own", timm_name=None)
+    with pytest.raises(ValueError, match="'own' has no name in timm.*activation='quick_gelu'.*stablehlo or onnx"):
+        timm_weights._arguments(clip)
+    known = timm_weights._arguments(dataclasses.replace(CONFIGS["clip_vit_base"], num_classes=7))
+    assert known == {"num_classes": 7, "img_size": 224}
