@@ -187,7 +187,9 @@ class Asked(NamedTuple):
 
 def predict_files(predictor: Predictor, files: Iterable[str | Path]) -> Iterator[Asked]:
     """The answer to each file in turn, decoded while others are answered; what cannot be read is told and left out."""
-    decoded = decode_pieces(NamedFiles([str(file) for file in files]), predictor.image_size)
+    # small pieces: the first answer does not wait for hundreds of pictures
+    size = 2 * predictor.batch_sizes[-1]
+    decoded = decode_pieces(NamedFiles([str(file) for file in files]), predictor.image_size, size)
     for names, images, errors in decoded:
         answers = iter(predictor(images))
         for name, error in zip(names, errors, strict=True):

@@ -39,9 +39,7 @@ def memory(*tasks: tuple[str, str]) -> Memory:
 
 def dense(found: Memory, name: str) -> list[Expert | None]:
     task = next(task for task in found.tasks if task.name == name)
-    return [
-        None if e is None else dense_expert(block, e) for block, e in zip(found.pool, task.experts, strict=True)
-    ]
+    return [None if e is None else dense_expert(block, e) for block, e in zip(found.pool, task.experts, strict=True)]
 
 
 def assert_same_networks(before: Memory, after: Memory) -> None:
@@ -115,4 +113,9 @@ def test_the_history_tells_what_is_forgotten_and_counts_origins_by_place():
 
 def test_an_unknown_task_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean cats"):
-        forget(memory(("cats", "new skip"),), "cat")
+        forget(
+            memory(
+                ("cats", "new skip"),
+            ),
+            "cat",
+        )

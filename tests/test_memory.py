@@ -21,7 +21,6 @@ from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Split, Stream
 from cheem_jax.execution.choice import make_executor
 from cheem_jax.memory import OpenMemory
-from cheem_jax.predict import Predictor
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
 from cheem_jax.results import results_of
@@ -89,12 +88,8 @@ def contents(directory: Path) -> list[str]:
 
 def given(memory: OpenMemory, name: str) -> np.ndarray:
     """Logits of a task's own network for its test images."""
-    index = [task.name for task in memory.tasks].index(name)
     task = next(task for task in STREAM.tasks if task.name == name)
-    alone = Predictor(
-        memory.executor, memory.pools.pool, memory.pools.tasks[index : index + 1], memory.config.method.router
-    )
-    return np.stack(alone.answer(task.test.images).logits)
+    return np.stack(memory.predictor(task=name).answer(task.test.images).logits)
 
 
 def test_sittings_do_not_matter(learned, tmp_path):

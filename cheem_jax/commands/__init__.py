@@ -62,16 +62,16 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "look": (
         Command(
             "report", "report", "Report", "write_report_page",
-            "Draw one or several runs as a single HTML page that needs no network.", computes=False,
+            "Draw one or several runs or memories as a single HTML page that needs no network.", computes=False,
         ),
         Command(
             "watch", "watch", "Watch", "watch_run",
-            "Watch a run that another process works on: what is learned, what is learning, and the time left.",
+            "Watch a run or memory that another process works on: what is learned, learning now, and the time left.",
             computes=False,
         ),
         Command(
             "tensorboard", "tensorboard", "Tensorboard", "write_tensorboard",
-            "Write TensorBoard event files of runs, finished or not; written again, they go on from what is there.",
+            "Write TensorBoard event files of runs or memories, finished or not; written again, they go on.",
             computes=False,
         ),
     ),

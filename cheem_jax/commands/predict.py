@@ -40,6 +40,8 @@ class Predict:
     open_set: float | None = None
     """Answer `none of my tasks` for pictures farther from the nearest task than this share of its own validation
     pictures, such as 0.05; default: every picture gets a task, as in the paper."""
+    task: str | None = None
+    """The true task of all pictures, if you know it: its network alone answers."""
     weights: Path | None = None
     """Weights of a run, which holds none; default: as the run had them."""
 
@@ -51,7 +53,7 @@ def predict_images(settings: Predict) -> int:
     warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such a picture gets an error of its own
     files, errors = _files(settings.pictures)
     predictor = open_memory(settings.memory, weights=settings.weights).predictor(
-        top=settings.top, open_set=settings.open_set
+        top=settings.top, open_set=settings.open_set, task=settings.task
     )
     wanted = "json" if settings.json else settings.format
     answered = _answers(predictor, files, errors)

@@ -1,4 +1,4 @@
-"""`cheem report`: runs as one page to look at."""
+"""`cheem report`: runs and memories as one page to look at."""
 
 import dataclasses
 from pathlib import Path
@@ -17,14 +17,14 @@ PAGE = b"<!doctype html"
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Draw one or several runs as a single HTML page that needs no network."""
+    """Draw one or several runs or memories as a single HTML page that needs no network."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Run directories, or folders that hold runs at any depth."""
+    """Directories of runs or memories, or folders that hold some at any depth."""
     out: Path | None = None
     """The file to write; default: report.html in the first folder named."""
     images: bool = True
-    """Show test images with right and wrong answers, where they can be found."""
+    """Show test images of runs with right and wrong answers, where they can be found."""
 
 
 def write_report_page(settings: Report) -> None:

@@ -8,16 +8,17 @@ from typing import Annotated
 import tyro
 
 from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import read
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run_directory import NAME
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensorboard:
-    """Write TensorBoard event files of runs, finished or not; written again, they go on from what is there."""
+    """Write TensorBoard event files of runs or memories, finished or not; written again, they go on."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """The runs' directories."""
+    """Their directories."""
 
 
 def write_tensorboard(settings: Tensorboard) -> None:
@@ -30,6 +31,8 @@ def write_tensorboard(settings: Tensorboard) -> None:
             raise ValueError(f"{str(directory)!r} is no run directory (it has no {NAME}); give what --run-dir said")
     progress = Progress()
     for directory in settings.runs:
-        progress.say(f"wrote {write_events(directory)}")
+        folder = write_events(directory)
+        is_empty = not any(entry["event"] == "learned" for entry in read(directory))
+        progress.say(f"wrote {folder}" + (": settings only, since no task is learned yet" if is_empty else ""))
     above = os.path.commonpath([directory.absolute() for directory in settings.runs])
     progress.say(f"look at them with: tensorboard --logdir {above}")

@@ -24,10 +24,10 @@ MOST_ROWS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Watch:
-    """Watch a run that another process works on: what is learned, what is learning, and the time left."""
+    """Watch a run or memory that another process works on: what is learned, learning now, and the time left."""
 
     run_dir: Annotated[Path, tyro.conf.Positional]
-    """The run's directory; a run that is finished or stopped is shown once."""
+    """The directory of the run or memory; shown once where nobody works on it."""
     every: float = 1.0
     """Seconds between two looks."""
     once: bool = False

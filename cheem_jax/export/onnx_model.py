@@ -62,7 +62,8 @@ def make(program: Program, image_size: int, outputs: Sequence[str], description:
         ) from error
 
     def run(images: np.ndarray) -> dict[str, np.ndarray]:
-        return dict(zip(outputs, session.run(list(outputs), {"images": images}), strict=True))
+        found = session.run(list(outputs), {"images": images})
+        return {name: np.asarray(value) for name, value in zip(outputs, found, strict=True)}
 
     return Artefact(content, run, is_program=True, notes=(f"opset {OPSET}",))
 

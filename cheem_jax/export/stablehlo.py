@@ -46,7 +46,7 @@ def make(program: Program, image_size: int) -> Artefact:
 @contextmanager
 def without_locations() -> Iterator[None]:
     """Programs lowered within name no source files: paths of this machine are nobody's business elsewhere."""
-    before = jax.config.jax_traceback_in_locations_limit
+    before = jax.config.read("jax_traceback_in_locations_limit")
     jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
         yield

@@ -192,23 +192,40 @@ class OpenMemory:
     # ---- answering
 
     def predictor(
-        self, *, batch_sizes: Sequence[int] = BATCH_SIZES, top: int = 5, open_set: float | None = None
+        self,
+        *,
+        batch_sizes: Sequence[int] = BATCH_SIZES,
+        top: int = 5,
+        open_set: float | None = None,
+        task: str | None = None,
     ) -> Predictor:
-        """Answers to decoded images `[N, S, S, 3]`; see `Predictor`. Made once for equal settings."""
-        place = (tuple(batch_sizes), top, open_set)
+        """Answers to decoded images `[N, S, S, 3]`; see `Predictor`. Made once for equal settings.
+
+        `task` tells the true task of all of them, whose network alone then answers.
+        """
+        place = (tuple(batch_sizes), top, open_set, task)
         if place not in self._predictors:
+            targets = self.targets
+            if task is not None:
+                check_names([task], [target.name for target in targets], f"memory {str(self.directory)!r}")
+                targets = tuple(target for target in targets if target.name == task)
             self._predictors[place] = Predictor(
-                self.executor, self.pools.pool, self.targets, self.config.method.router,
+                self.executor, self.pools.pool, targets, self.config.method.router,
                 batch_sizes=batch_sizes, top=top, open_set=open_set,
             )  # fmt: skip
         return self._predictors[place]
 
     def predict(
-        self, images: Picture | Sequence[Picture], *, top: int = 5, open_set: float | None = None
+        self,
+        images: Picture | Sequence[Picture],
+        *,
+        top: int = 5,
+        open_set: float | None = None,
+        task: str | None = None,
     ) -> list[Prediction]:
         """The answer to each picture: a file, its bytes, a PIL image, or an array uint8 `[H, W, 3]` or `[N, H, W, 3]`.
 
-        Raises ValueError or OSError naming what is no picture.
+        `task` tells the true task of all of them. Raises ValueError or OSError naming what is no picture.
         """
         if isinstance(images, str | bytes | Path | Image.Image) or (
             isinstance(images, np.ndarray) and images.ndim == 3
@@ -218,7 +235,7 @@ class OpenMemory:
         decoded = [pixels_of(image, size, f"image {i}") for i, image in enumerate(images)]
         if not decoded:
             return []
-        return self.predictor(top=top, open_set=open_set)(np.stack(decoded))
+        return self.predictor(top=top, open_set=open_set, task=task)(np.stack(decoded))
 
     def evaluate(
         self, data: Data, *, split: str = "test", task: str | None = None, open_set: float | None = None
@@ -359,8 +376,8 @@ class OpenMemory:
                 learning=None,
                 forgetting={"index": index, "name": name},
             )
-            self._tidy()
             self.refresh()
+            self._tidy()
         return done
 
     # ---- keeping it whole
@@ -381,8 +398,12 @@ class OpenMemory:
             entries = read(self.directory)
             names = {(e["report"]["index"], e["report"]["name"]) for e in entries if e["event"] == "learned"}
             if (left["index"], left["name"]) in names:
-                Record(self.directory / RECORD).replace(without_task(entries, left["index"], left["name"]))
-            (self.directory / "answers.npz").unlink(missing_ok=True)
+                kept = without_task(entries, left["index"], left["name"])
+                if told := [entry["report"] for entry in kept if entry["event"] == "learned"]:
+                    max(told, key=lambda report: report["index"])["pool"] = self.pools.history()
+                Record(self.directory / RECORD).replace(kept)
+            for derived in DERIVED:
+                _discard(self.directory / derived)
             self._write_results()
             remove_old_generations(self.directory, self.config.generation)
             self._write(forgetting=None)
@@ -476,10 +497,19 @@ def _bytes_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
+def _discard(place: Path) -> None:
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+
+
 def _remove(folder: Path) -> None:
     hidden = folder.with_name(f".{folder.name}.old")
     folder.rename(hidden)
     shutil.rmtree(hidden)
 
 
+DERIVED = ("answers.npz", "report.html", "report.md", "figures", "tensorboard")
+"""What commands write into a memory's folder from its record, and can write again; names and classes are in it."""
 _BASE_CHOICE = (Choice("reuse", 0),)

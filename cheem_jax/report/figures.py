@@ -16,6 +16,7 @@ from matplotlib.patches import FancyBboxPatch
 from cheem_jax.architecture import from_strings
 from cheem_jax.metrics import matrix_from_json
 from cheem_jax.report import COLOURS
+from cheem_jax.report.memories import FORGOTTEN, MARK, when_learned
 
 INK, FAINT, ABSENT = "#262626", "#757575", "#c4c4c4"
 DPI = 150
@@ -54,16 +55,20 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
     axes.text(num_blocks + 0.2, -0.15, "params\nadded", ha="left", va="bottom", color=FAINT, fontsize=8)
     for row, label in enumerate(labels):
         axes.text(-0.15, row + 0.5, label, ha="right", va="center", color=INK, fontsize=10)
+    has_mark = False
     for row, task in enumerate(tasks, start=1):
         for block, choice in enumerate(from_strings(task["architecture"])):
             source = "" if choice.expert is None else _short(pool[block][choice.expert]["origin"])
             text = {"reuse": source, "adapt": f"{source}+Δ"}.get(choice.kind, choice.kind)
+            has_mark |= MARK in text
             _cell(axes, block, row, COLOURS[choice.kind], text, "#6b4a58" if choice.kind == "skip" else INK)
         added = f"{task['params_added_percent']:.1f} %"
         axes.text(num_blocks + 0.2, row + 0.5, added, ha="left", va="center", color=FAINT, fontsize=9)
     figure.text(
         (left + num_blocks * width / 2) / figure.get_figwidth(), 1 - 0.12 / figure.get_figheight(),
-        (title or f"The network found for each task: {results['stream']}, {results['backbone']}") + _of(shown, names),
+        (title or f"The network found for each task: {results['stream']}, {results['backbone']}")
+        + _of(shown, names)
+        + (f" ({MARK}: from a forgotten task)" if has_mark else ""),
         ha="center", va="top", fontsize=12, color=INK,
     )  # fmt: skip
     handles = [FancyBboxPatch((0, 0), 1, 1, facecolor=colour, edgecolor="none") for colour in COLOURS.values()]
@@ -100,7 +105,7 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
             axes.set_ylabel("after learning", color=FAINT)
         axes.set_xlabel("tested on", color=FAINT)
         average, forgetting = results[f"{prefix}average_accuracy"], results[f"{prefix}average_forgetting"]
-        text = f"{title}{_of(shown, names)}\naverage {100 * average:.1f} %"
+        text = f"{title}{_of(shown, names)}\n{_average(results, average, key)}"
         if forgetting is not None:
             text += f", forgetting {100 * forgetting:.1f} points"
         axes.set_title(text, fontsize=10, color=INK)
@@ -108,6 +113,13 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
     scale = figure.add_axes(_fractions(figure, left + 2 * side + gap + 0.2, below, 0.15, side))
     _colour_bar(figure, scale, colours, Normalize(0, 100), "accuracy, %")
     save(figure, file)
+
+
+def _average(results: Results, average: float | None, key: str) -> str:
+    if average is not None:
+        return f"average {100 * average:.1f} %"
+    mean, _ = when_learned(results, key)
+    return "not measured" if mean is None else f"when learned {100 * mean:.1f} %"
 
 
 def similarity_heatmap(results: Results, file: Path) -> None:
@@ -175,7 +187,7 @@ def _of(shown: list[int], names: list[str]) -> str:
 
 
 def _short(origin: int | str) -> str:
-    return f"T{origin}" if isinstance(origin, int) else origin
+    return f"T{origin}" if isinstance(origin, int) else MARK if origin == FORGOTTEN else origin
 
 
 def _fractions(figure: Figure, x: float, y: float, width: float, height: float) -> tuple[float, float, float, float]:

@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.benchmarks.table import MTIL, VDD
+from cheem_jax.report.memories import is_memory
 from cheem_jax.report.table import TOLD
+
+MEMORY = "a memory, which is no run of an experiment"
+"""Why it stands in no table of runs."""
 
 
 class Run(NamedTuple):
@@ -28,6 +32,10 @@ class Run(NamedTuple):
     def order(self) -> tuple[str, ...]:
         return tuple(task["name"] for task in self.results["tasks"])
 
+    @property
+    def is_memory(self) -> bool:
+        return is_memory(self.config)
+
 
 def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
     """All finished runs below the folders, each once, and what had to be left out, with the reason."""
@@ -44,7 +52,11 @@ def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
     first: dict[object, Path] = {}
     for directory in sorted(directories.values()):
         try:
-            results, config = (json.loads((directory / f"{name}.json").read_text()) for name in ("results", "config"))
+            config = json.loads((directory / "config.json").read_text())
+            if is_memory(config):
+                left_out.append((directory, MEMORY))
+                continue
+            results = json.loads((directory / "results.json").read_text())
             run = Run(directory, results, config)
             missing = len(config["tasks"]) - len(run.order)
             numbers_of(results)

@@ -1,7 +1,6 @@
 """What one sees of a run from outside: a view of what lies in its directory, while it works or afterwards."""
 
 import contextlib
-import datetime
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,15 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cheem_jax import metrics
 from cheem_jax.architecture import from_strings
 from cheem_jax.report import COLOURS
-from cheem_jax.report.seen import MALFORMED, Facts, Seen, facts_of, is_over
+from cheem_jax.report.memories import is_memory, num_forgotten
+from cheem_jax.report.seen import MALFORMED, Facts, Seen, facts_of
 from cheem_jax.report.status import Doing
-from cheem_jax.report.table import METHODS, NONE, TOLD, final_table, percent
+from cheem_jax.report.summary import averages, count, is_finished, span, state
+from cheem_jax.report.table import METHODS, NONE, final_table, percent
 
-SILENT = 60.0
-"""Seconds without a word after which a view says so."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -33,8 +31,9 @@ def view(seen: Seen, width: int, rows: int) -> RenderableType:
         parts += ["", *_phase(seen, doing, width)]
     if losses := _learned_losses(facts, width):
         parts.append(losses)
-    parts.append(_tasks(seen, facts, width, rows))
-    if _is_finished(seen, facts):
+    if facts.names or not is_memory(seen.config):
+        parts.append(_tasks(seen, facts, width, rows))
+    if is_finished(seen, facts):
         with contextlib.suppress(*MALFORMED):  # missing or damaged: the record says the same above
             parts.append(final_table(seen.results))
     return Group(*parts)
@@ -43,17 +42,12 @@ def view(seen: Seen, width: int, rows: int) -> RenderableType:
 def line(seen: Seen) -> str:
     """The same in one line, for logs."""
     facts = facts_of(seen)
-    parts = [_state(seen, facts), f"{facts.num_finished} of {len(facts.names)} tasks", *_averages(facts)]
+    parts = [state(seen, facts), count(seen, facts), *averages(seen, facts)]
     if (doing := _doing(seen, facts)) is not None:
         parts += [f"[{doing.phase}] {doing.task}: {_counted(doing)}", *_pace(seen, doing), *filter(None, [doing.note])]
     if (left := _left(seen, facts)) is not None:
-        parts.append(f"about {_span(left)} left in all")
+        parts.append(f"about {span(left)} left {'for this task' if is_memory(seen.config) else 'in all'}")
     return ", ".join([*parts, *seen.trouble])
-
-
-def _is_finished(seen: Seen, facts: Facts) -> bool:
-    num_bounds = len(facts.names) if facts.has_bounds else 0
-    return is_over(seen) and 0 < len(facts.names) <= facts.num_finished and len(facts.bounds) >= num_bounds
 
 
 def _doing(seen: Seen, facts: Facts) -> Doing | None:
@@ -61,23 +55,11 @@ def _doing(seen: Seen, facts: Facts) -> Doing | None:
     doing, owner = seen.status, seen.owner
     if (
         doing is None
-        or _is_finished(seen, facts)
+        or is_finished(seen, facts)
         or (owner is not None and (owner.pid != doing.pid or doing.time < owner.since - 1))
     ):
         return None
     return doing
-
-
-def _state(seen: Seen, facts: Facts) -> str:
-    owner, doing = seen.owner, seen.status
-    if owner is not None:
-        heard = max(facts.last or owner.since, owner.since, doing.time if doing is not None else 0.0)
-        silent = f", silent for {_span(seen.time - heard)}" if seen.time - heard > SILENT else ""
-        since = f"{datetime.datetime.fromtimestamp(owner.since):%H:%M} ({_span(seen.time - owner.since)})"
-        return f"running since {since}, process {owner.pid} on {owner.host}{silent}"
-    word = "finished" if _is_finished(seen, facts) else "stopped"
-    at = f" {datetime.datetime.fromtimestamp(facts.last):%Y-%m-%d %H:%M}" if facts.last is not None else ""
-    return word + at + ("" if word == "finished" else "; the same command goes on")
 
 
 def _header(seen: Seen, facts: Facts) -> Text:
@@ -87,42 +69,28 @@ def _header(seen: Seen, facts: Facts) -> Text:
     parts += [METHODS.get(method, method), f"seed {config.get('seed', setting.get('seed', NONE))}"]
     if preset := setting.get("preset"):
         parts.append(f"preset {preset}")
-    state = _state(seen, facts)
-    style = {"running": "bold green", "finished": "bold blue"}.get(state.split()[0], "bold yellow")
+    told = state(seen, facts)
+    style = {"running": "bold green", "finished": "bold blue", "at": "bold blue"}.get(told.split()[0], "bold yellow")
     title = Text(" · ".join(str(part) for part in parts if part), style="bold")
-    return title.append(f"\n{seen.directory}\n", style="dim").append(state, style=style)
+    return title.append(f"\n{seen.directory}\n", style="dim").append(told, style=style)
 
 
 def _overall(seen: Seen, facts: Facts, width: int) -> Text:
     total = max(len(facts.names), 1)
-    text = Text(f"{facts.num_finished} of {len(facts.names)} tasks  ")
-    text.append_text(_bar(facts.num_finished / total, min(30, width // 4)))
+    text = Text(f"{count(seen, facts)}  ")
+    if not is_memory(seen.config):
+        text.append_text(_bar(facts.num_finished / total, min(30, width // 4)))
     left = _left(seen, facts)
     if left is not None:
         only = ", without the upper bound" if facts.has_bounds and facts.num_finished < len(facts.names) else ""
-        text.append(f"  about {_span(left)} left{only}")
+        text.append(f"  about {span(left)} left{only}")
     elif seen.owner is not None:
         first = "upper bound" if len(facts.names) <= facts.num_finished else "task"
         text.append(f"  time left: known after the first {first}")
     if facts.bounds:
         text.append(f"  (upper bound of {len(facts.bounds)})")
-    averages = ", ".join(_averages(facts))
-    return text.append(f"\n{averages}" if averages else "")
-
-
-def _averages(facts: Facts) -> list[str]:
-    """Of the tasks measured so far; [] where the record does not hold them all."""
-    num = facts.num_finished
-    try:
-        accuracy, given = facts.accuracy[:num, :num], facts.given[:num, :num]
-        found = [f"average accuracy {percent(metrics.average_accuracy(accuracy))} %"]
-        if facts.setting.get("method") not in TOLD:
-            found.append(f"task given {percent(metrics.average_accuracy(given))} %")
-        if (forgetting := metrics.average_forgetting(accuracy)) is not None:
-            found.append(f"forgetting {percent(forgetting)} points")
-        return found
-    except MALFORMED:
-        return []
+    means = ", ".join(averages(seen, facts))
+    return text.append(f"\n{means}" if means else "")
 
 
 def _left(seen: Seen, facts: Facts) -> float | None:
@@ -153,8 +121,8 @@ def _counted(doing: Doing) -> str:
 
 def _pace(seen: Seen, doing: Doing) -> list[str]:
     if seen.owner is None:
-        return [f"last heard of {_span(seen.time - doing.time)} ago"]
-    return [] if doing.left is None else [f"{doing.rate:,.0f} images/s", f"{_span(doing.left)} left"]
+        return [f"last heard of {span(seen.time - doing.time)} ago"]
+    return [] if doing.left is None else [f"{doing.rate:,.0f} images/s", f"{span(doing.left)} left"]
 
 
 def _learned_losses(facts: Facts, width: int) -> Text | None:
@@ -217,6 +185,10 @@ def _tasks(seen: Seen, facts: Facts, width: int, rows: int) -> RenderableType:
     hidden = [f"{n:,} {word}" for n, word in ((shown.start, "before"), (num - shown.stop, "after")) if n]
     notes = [f"{num:,} tasks, not shown: {' and '.join(hidden)} these"] if hidden else []
     notes += ["blocks: R reuse, A adapt, N new, S skip"] if has_letters else []
+    if is_memory(seen.config) and np.isnan(facts.accuracy[:num_finished][np.tri(num_finished, num, dtype=bool)]).any():
+        notes.append(f"{NONE} not measured: the images were not at hand")
+    if forgotten := num_forgotten(seen.config):
+        notes.append(f"forgotten: {forgotten}, to which images could still be sent when older numbers were measured")
     return Group(table, *(Text(note, style="dim") for note in notes))
 
 
@@ -230,7 +202,8 @@ def _task_state(seen: Seen, facts: Facts, index: int) -> Text:
     if index < facts.num_finished:
         return Text("learned")
     if index != facts.num_finished or seen.owner is None:
-        return Text("waiting", style="dim")
+        is_half = (seen.config.get("learning") or {}).get("name") == facts.names[index]
+        return Text("stopped" if is_half else "waiting", style="dim")
     return Text("measuring" if index in facts.reports else "learning", style="bold green")
 
 
@@ -258,14 +231,3 @@ def _bar(share: float, width: int) -> Text:
     full = round(min(max(share, 0.0), 1.0) * width)
     text = Text("━" * full, style="green").append("╌" * (width - full), style="dim")
     return text.append(f" {100 * share:.0f} %", style="default")
-
-
-def _span(seconds: float) -> str:
-    minutes, seconds = divmod(round(max(seconds, 0.0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"

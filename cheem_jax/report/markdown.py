@@ -7,14 +7,23 @@ from typing import Any
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.report import figures
-from cheem_jax.report.table import Grid, method_grid, number, percent, task_grid
+from cheem_jax.report.memories import (
+    FORGOTTEN,
+    NOT_AT_HAND,
+    ROUTED_TO_FORGOTTEN,
+    arrivals,
+    routed_to_forgotten,
+    unmeasured,
+    when_learned,
+)
+from cheem_jax.report.table import NONE, Grid, method_grid, number, percent, task_grid
 
 Results = Mapping[str, Any]
 
 BASE_MEANS = {
     "known": "the mean class tokens of the backbone's own task were measured on its images",
     "neutral": "the mean class tokens of the backbone's own task are not known for this setting; its "
-    "similarity is taken as neutral, and convert/ with `--base-data` measures it",
+    "similarity is taken as neutral, and `cheem convert --base-data` measures it",
 }
 
 
@@ -84,21 +93,31 @@ def _similarity(results: Results) -> list[str]:
 
 
 def _pool(results: Results) -> str:
-    origins = Counter(expert["kind"] for block in results["pool"] for expert in block)
-    sizes = ", ".join(str(len(block)) for block in results["pool"])
+    there = [
+        [expert for expert, arrived in zip(block, places, strict=True) if arrived is not None]
+        for block, places in zip(results["pool"], arrivals(results), strict=True)
+    ]
+    kinds = Counter(expert["kind"] for block in there for expert in block)
+    left = sum(expert["origin"] == FORGOTTEN for block in there for expert in block)
+    sizes = ", ".join(str(len(block)) for block in there)
     return (
         f"Experts per block, the base's included: {sizes}; "
-        f"{origins['full'] - len(results['pool'])} learned in full, {origins['adapted']} adapted."
+        f"{kinds['full'] - len(there)} learned in full, {kinds['adapted']} adapted"
+        + (f", {left} of them left of forgotten tasks." if left else ".")
     )
 
 
 def _just_trained(results: Results) -> str:
-    values = ", ".join(percent(value) for value in results["just_trained"])
+    values = ", ".join(map(percent, results["just_trained"]))
+    found = ""
+    if results["average_accuracy"] is None:
+        mean, num = when_learned(results)
+        found = f" Task found as well: {percent(mean)} %, mean of {num:,} tasks."
     forgetting = results["local_average_forgetting"]
     local = (
         "" if forgetting is None else f" Average forgetting with the true task given: {100 * forgetting:.3g} points."
     )
-    return f"Just trained, true task given, in task order: {values} %.{local}"
+    return f"Just trained, true task given, in task order: {values} %.{found}{local}"
 
 
 def _routing(results: Results) -> Grid:
@@ -159,6 +178,10 @@ def _notes(results: Results) -> str:
         "ran.",
         "Parameters added: what stands beside the backbone in % of it, mean over tasks, heads and centroids apart.",
     ]
+    if empty := unmeasured(results):
+        notes.append(f"{NONE}: not measured, of {len(empty):,} tasks: {NOT_AT_HAND}.")
+    if routed_to_forgotten(results):
+        notes.append(f"Routing and accuracies were measured before a task was forgotten; {ROUTED_TO_FORGOTTEN}.")
     if "similarity" in results:
         notes.append(f"Base means {results['base_means']}{': ' if base_means else ''}{base_means}.")
     splits = {name: sha256 for name, sha256 in results.get("split_sha256", {}).items() if sha256}

@@ -26,7 +26,7 @@ class Progress:
     """Phases with images/s and time left, messages, and architectures as they are found."""
 
     def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic):
-        self.console = console or Console(width=None if sys.stdout.isatty() else 100)
+        self.console = console or _console()
         self.clock = clock
         self.has_bars = self.console.is_terminal and not self.console.is_dumb_terminal
         self._explained = False
@@ -99,6 +99,12 @@ class Progress:
 
     def _style(self, kind: str) -> str:
         return f"#202020 on {COLOURS[kind]}" if self.console.color_system else ""
+
+
+def _console() -> Console:
+    """Plain lines in notebooks and logs, where FORCE_COLOR may be set and a bar would be hundreds of them."""
+    is_screen = sys.stdout.isatty()
+    return Console(width=None if is_screen else 100, force_jupyter=False, force_terminal=None if is_screen else False)
 
 
 def _duration(seconds: float) -> str:

@@ -13,6 +13,7 @@ from rich.text import Text
 from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.flops import backbone_flops
+from cheem_jax.report.memories import unmeasured
 from cheem_jax.report.progress import Progress
 
 METHODS = {
@@ -152,6 +153,9 @@ def task_grid(results: Results) -> Grid:
             if run.get(key) and (key, name in TOLD) != ("accuracy", True):
                 columns.append(title)
                 accuracies.append(last_row(run[key]))
+    if unmeasured(results):
+        columns.append("when\nlearned\n%")
+        accuracies.append([row[index] for index, row in enumerate(results["accuracy"])])
     columns += ["routed\nright\n%", "FLOPs\n% of\nbase"]
     base = plain_flops(results)
     rows = []

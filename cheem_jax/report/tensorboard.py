@@ -22,6 +22,7 @@ import numpy as np
 
 from cheem_jax import metrics
 from cheem_jax.atomic import write_atomically
+from cheem_jax.report.memories import as_of_run
 from cheem_jax.report.record import read
 from cheem_jax.report.table import TOLD
 
@@ -31,6 +32,10 @@ COSTS = (
     "flops_method", "flops_executed", "flops_explicit",
     "params_added", "params_added_percent", "params_learned", "params_stored",
 )  # fmt: skip
+
+
+Rows = tuple[list[float | None], list[float | None]]
+"""Of one moment: accuracies per task, routed and with the task given; None where not measured."""
 
 
 class Point(NamedTuple):
@@ -82,7 +87,7 @@ def write_events(directory: Path) -> Path:
 
 def points_of(entries: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
     """All that a record tells, in its order."""
-    rows: dict[str, list[tuple[list[float], list[float]]]] = {}
+    rows: dict[str, list[Rows]] = {}
     names: dict[int, str] = {}
     for entry in entries:
         time = _seconds(entry)
@@ -125,19 +130,24 @@ def _learned(report: Mapping[str, Any], name: str) -> Iterator[tuple[str, float 
         yield "architecture", f"{name}: {', '.join(architecture)}", step
 
 
-def _measured(rows: Sequence[tuple[list[float], list[float]]], names: Mapping[int, str]) -> Iterator[tuple[str, float]]:
-    """Accuracies of every task so far in [0, 1], routed and with the task given, and their averages."""
+def _measured(rows: Sequence[Rows], names: Mapping[int, str]) -> Iterator[tuple[str, float]]:
+    """Accuracies of every task so far in [0, 1], routed and with the task given, and their averages.
+
+    What a memory did not measure is left out, and an average that would need it.
+    """
     num = len(rows)
     accuracy, given = np.full((2, num, num), np.nan)
     for index, row in enumerate(rows):
         accuracy[index, : index + 1], given[index, : index + 1] = row
-    for index, values in enumerate(zip(*rows[-1], strict=True)):
-        yield f"accuracy/{names[index]}", values[0]
-        yield f"given_accuracy/{names[index]}", values[1]
+    for index, (routed, told) in enumerate(zip(*rows[-1], strict=True)):
+        if routed is not None and told is not None:
+            yield f"accuracy/{names[index]}", routed
+            yield f"given_accuracy/{names[index]}", told
+    is_known, is_all_known = ~np.isnan(accuracy[-1]).any(), ~np.isnan(accuracy[np.tri(num, dtype=bool)]).any()
     averages = (
-        metrics.average_accuracy(accuracy),
-        metrics.average_accuracy(given),
-        metrics.average_forgetting(accuracy),
+        metrics.average_accuracy(accuracy) if is_known else None,
+        metrics.average_accuracy(given) if is_known else None,
+        metrics.average_forgetting(accuracy) if is_all_known else None,
     )
     for tag, value in zip(AVERAGES, averages, strict=True):
         if value is not None:
@@ -154,7 +164,7 @@ def _config(directory: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds no JSON object; bring it back from a copy")
     told = {key: setting.get(key) for key in ("method", "preset", "executor", "precision", "device")}
-    return told | {key: value for key, value in config.items() if not key.endswith("sha256")}
+    return told | {key: value for key, value in as_of_run(config).items() if not key.endswith("sha256")}
 
 
 def _content(points: Sequence[Point], config: Mapping[str, Any] | None, begun: float) -> bytes:

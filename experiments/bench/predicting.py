@@ -1,26 +1,22 @@
 """A folder of pictures answered, against decoded arrays through the same router and networks; and the first answer.
 
-python experiments/bench/predicting.py runs/demo photos [--rounds 5] [--output docs/benchmarks/predicting.json]
+python experiments/bench/predicting.py runs/demo photos [--rounds 5] [--out docs/benchmarks]
 """
 
 import dataclasses
-import json
-import statistics
+import itertools
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 
-from cheem_jax.atomic import write_atomically
 from cheem_jax.cli import parse, run_command
 from cheem_jax.data.decode import decode_many
 from cheem_jax.memory import open_memory
 from cheem_jax.predict import NamedFiles, files_in, predict_files
-from experiments.bench.measure import machine
+from experiments.bench.measure import Row, alternate, describe, medians, ratio, save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +31,8 @@ class Predicting:
     """The first pictures of the folder that are answered, at most."""
     rounds: int = 5
     """Rounds of both sides, alternating; medians are told."""
-    output: Path | None = None
-    """A JSON file for the numbers."""
+    out: Path | None = None
+    """Folder of predicting.json, for `python -m experiments.bench.tables`; default: the numbers are only printed."""
 
 
 def main(settings: Predicting) -> None:
@@ -46,45 +42,30 @@ def main(settings: Predicting) -> None:
     predictor = memory.predictor()
     predictor.prepare()
     images = decode_many(NamedFiles(files), predictor.image_size)
-    found: dict[str, list[float]] = {"folder": [], "arrays": []}
-    for _ in range(settings.rounds):
-        for name, seconds in found.items():
-            start = time.perf_counter()
-            if name == "folder":
-                answers = [asked.prediction for asked in predict_files(predictor, files)]
-            else:
-                answers = predictor(images)
-            seconds.append(time.perf_counter() - start)
-            assert len(answers) == len(files)
-    single = []
-    for image in images[:50]:
-        start = time.perf_counter()
-        predictor(image[None])
-        single.append(time.perf_counter() - start)
-    first = []
-    for _ in range(3):
-        start = time.perf_counter()
-        command = [sys.executable, "-m", "cheem_jax", "predict", str(settings.memory), files[0], "--json"]
-        subprocess.run(command, check=True, capture_output=True)
-        first.append(time.perf_counter() - start)
-    rates = {name: len(files) / statistics.median(seconds) for name, seconds in found.items()}
-    results = {
-        "machine": machine(),
-        "backbone": memory.config.backbone,
-        "image_size": memory.config.image_size,
-        "tasks": len(memory.tasks),
-        "pictures": len(files),
-        "rounds": settings.rounds,
-        "images_per_second": rates,
-        "ratio": rates["folder"] / rates["arrays"],
-        "one_image_seconds": statistics.median(single),
-        "process_to_first_answer_seconds": statistics.median(first),
-        "bytes_per_picture": float(np.mean([Path(file).stat().st_size for file in files])),
-    }
-    print(f"folder {rates['folder']:.1f} images/s, arrays {rates['arrays']:.1f}: {results['ratio']:.2f}x")
-    print(f"one image {1000 * results['one_image_seconds']:.1f} ms; a process and its first answer {first}")
-    if settings.output is not None:
-        write_atomically(settings.output, json.dumps(results, indent=1) + "\n")
+    times = alternate(
+        {"folder": lambda: list(predict_files(predictor, files)), "arrays": lambda: predictor(images)}, settings.rounds
+    )
+    found, single = medians(times), itertools.cycle(images)
+    command = [sys.executable, "-m", "cheem_jax", "predict", str(settings.memory), files[0], "--json"]
+    one = alternate({"one picture": lambda: predictor(next(single)[None])}, 50)
+    first = alternate({"process": lambda: subprocess.run(command, check=True, capture_output=True)}, 3)
+    what = f"{memory.config.backbone} at {predictor.image_size} pixels, {len(memory.tasks)} tasks"
+    rate = len(files) / found["folder"]
+    rows = [
+        Row(
+            f"{what}: {len(files)} files of a folder, against decoded arrays", found,
+            ratio(found, "arrays", "folder"), 0.9, note=f"{rate:.0f} pictures/s from files",
+        ),
+        Row(f"{what}: one picture, decoded", medians(one)),
+        Row(
+            f"{what}: a process from nothing to its first answer, programs kept", {}, medians(first)["process"], 5.0,
+            "at most", unit="s",
+        ),
+    ]  # fmt: skip
+    for row in rows:
+        print(f"{row.what}: {describe(row)}")
+    if settings.out is not None:
+        save(settings.out, "predicting", rows)
 
 
 if __name__ == "__main__":

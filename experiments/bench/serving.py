@@ -1,6 +1,6 @@
 """A server under load: latencies, what was compiled, and memory, with many clients at a time.
 
-python experiments/bench/serving.py runs/demo [--requests 20000] [--clients 32] [--output docs/benchmarks/serving.json]
+python experiments/bench/serving.py runs/demo [--requests 20000] [--clients 32] [--out docs/benchmarks]
 """
 
 import contextlib
@@ -24,9 +24,8 @@ import numpy as np
 import tyro
 from PIL import Image
 
-from cheem_jax.atomic import write_atomically
 from cheem_jax.cli import parse, run_command
-from experiments.bench.measure import machine
+from experiments.bench.measure import Row, save
 
 NUM_PICTURES = 64
 """Different pictures, so that answers can be compared with those that each gets alone."""
@@ -48,8 +47,8 @@ class Serving:
     """Pixels of the pictures' sides; they are sent as PNG."""
     every: int = 2000
     """Requests between two looks at the server's memory."""
-    output: Path | None = None
-    """A JSON file for the numbers."""
+    out: Path | None = None
+    """Folder of serving.json, for `python -m experiments.bench.tables`; default: the numbers are only printed."""
 
 
 def main(settings: Serving) -> None:
@@ -66,8 +65,8 @@ def main(settings: Serving) -> None:
     with server(settings.memory, "--max-queue", str(QUEUE)) as port:
         refused = over_limits(port, pictures, settings.clients)
     found = {
-        "machine": machine(),
-        "settings": dataclasses.asdict(settings) | {"memory": settings.memory.name, "output": None},
+        "clients": settings.clients,
+        "requests": settings.requests,
         "one_client": quantiles(before),
         **load,
         "programs_after_warm_up": end["cheem_programs_since_warm_up"],
@@ -76,9 +75,38 @@ def main(settings: Serving) -> None:
         "over_limits": refused,
     }
     tell(found)
-    if settings.output is not None:
-        settings.output.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(settings.output, json.dumps(found, indent=1) + "\n")
+    if settings.out is not None:
+        save(settings.out, "serving", rows(found), numbers=found)
+
+
+def rows(found: dict[str, Any]) -> list[Row]:
+    """The lines of the table."""
+    latency, resident = found["latency"], list(found["resident_bytes"].values())
+    seconds = {name: latency[name] / 1000 for name in ("p50", "p90", "p99")}
+    load = f"{found['requests']:,} requests of {found['clients']} clients"
+    fine = found["statuses"].get("200", 0)
+    refused = {"429": found["over_limits"]["429"], **found["over_limits"]["413"]}
+    return [
+        Row(
+            f"{load}, p99 over p50", seconds, latency["p99"] / latency["p50"], 10, "at most",
+            note=f"{found['images_per_second']:.0f} images/s in batches of {found['mean_batch']:.1f} on average",
+        ),
+        Row(
+            f"{load}, without an answer or with another one than alone", {},
+            found["requests"] - fine + found["other_answers"], 0, "at most", unit="requests",
+        ),
+        Row("programs compiled after warm-up", {}, found["programs_after_warm_up"], 0, "at most", unit="programs"),
+        Row(
+            "memory at the end over the middle of the load", {}, resident[-1] / resident[len(resident) // 2], 1.05,
+            "at most", note=f"{resident[0] / 1e6:.0f} MB at the beginning, {resident[-1] / 1e6:.0f} MB at the end",
+        ),
+        Row("one client", {name: found["one_client"][name] / 1000 for name in ("p50", "p99")}),
+        *(
+            Row(f"refused while the server is busy: {what}", {name: times[name] / 1000 for name in ("p50", "p99")})
+            for what, times in refused.items()
+            if times is not None
+        ),
+    ]  # fmt: skip
 
 
 def make_pictures(num: int, size: int) -> list[bytes]:
@@ -234,7 +262,7 @@ def tell(found: dict[str, Any]) -> None:
         return "none" if what is None else ", ".join(f"{name} {value:.1f} ms" for name, value in what.items())
 
     print(f"one client: {milliseconds(found['one_client'])}")
-    print(f"{found['settings']['clients']} clients: {milliseconds(found['latency'])}")
+    print(f"{found['clients']} clients: {milliseconds(found['latency'])}")
     print(f"{found['images_per_second']:.0f} images/s in batches of {found['mean_batch']:.1f} on average")
     print(f"statuses {found['statuses']}, lost {found['lost']}, other answers than alone {found['other_answers']}")
     print(f"programs after warm-up: {found['programs_after_warm_up']:.0f}")

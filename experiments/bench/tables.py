@@ -57,6 +57,16 @@ PARTS = {
         "interpreter and JAX included: pages of a mapped file are resident as well, but the system takes them back "
         "whenever it needs them.",
     ),
+    "predicting": (
+        "Answering",
+        "A memory that `cheem learn` made of two small image sets, files in the system's page cache.",
+    ),
+    "serving": (
+        "Serving",
+        "`cheem serve` with vit_micro and the six tasks of the demo; clients on the same cores send PNG files of 64 "
+        "pixels, each on a connection of its own with one request at a time. Refusals are measured while as many "
+        "clients keep a server with a short queue busy.",
+    ),
 }
 GPU_TITLE = "Executors on an accelerator"
 GPU_TEXT = (

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cheem_jax.architecture import from_strings
+from cheem_jax.report.memories import FORGOTTEN, MARK
 
 Results = Mapping[str, Any]
 ROWS = 400
@@ -31,7 +32,7 @@ class Row(NamedTuple):
 
 
 class Architectures(NamedTuple):
-    """The grid, and what its tooltips need: per block and expert origin (-1: base) and parent (-1: none)."""
+    """The grid, and for tooltips per block and expert its origin (-1: base, -2: forgotten) and parent (-1: none)."""
 
     num_blocks: int
     rows: tuple[Row, ...]
@@ -55,12 +56,18 @@ def architectures(results: Results) -> Architectures:
     caption = "Point at or tap a cell to see its expert's history and who shares it."
     if len(tasks) > ROWS:
         caption += f" The first {ROWS} of {len(tasks):,} tasks are drawn."
+    if any(MARK in cell.text for row in rows for cell in row.cells):
+        caption += f" {MARK}: from a forgotten task, whose expert stays because it is needed."
     described = tuple(
-        tuple((-1 if e["origin"] == "base" else e["origin"], -1 if e["parent"] is None else e["parent"]) for e in block)
-        for block in pool
+        tuple((_number(e["origin"]), -1 if e["parent"] is None else e["parent"]) for e in block) for block in pool
     )
     return Architectures(len(pool), tuple(rows), described, caption)
 
 
+def _number(origin: int | str) -> int:
+    return origin if isinstance(origin, int) else -2 if origin == FORGOTTEN else -1
+
+
 def _short(origin: int | str) -> str:
-    return f"T{origin}" if isinstance(origin, int) else origin
+    """`T3`, `base`, or the mark of what a forgotten task left."""
+    return f"T{origin}" if isinstance(origin, int) else MARK if origin == FORGOTTEN else origin

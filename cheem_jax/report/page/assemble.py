@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,32 +14,24 @@ from plotly.offline import get_plotlyjs
 
 from cheem_jax import __version__
 from cheem_jax.report import COLOURS
-from cheem_jax.report.finished import Run, variant_of
+from cheem_jax.report.finished import Run
 from cheem_jax.report.markdown import BASE_MEANS
 from cheem_jax.report.page import charts
 from cheem_jax.report.page.architecture import MEANING, Architectures, architectures
 from cheem_jax.report.page.comparing import accuracy_against_flops, compare, comparison_table, name_in
 from cheem_jax.report.page.examples import Album, Examples
+from cheem_jax.report.page.headline import Tile, heading, tiles_of
 from cheem_jax.report.page.loading import Loaded, Told, is_finished, tell
 from cheem_jax.report.page.search import search_chart
 from cheem_jax.report.page.specs import Chart, Missing
 from cheem_jax.report.record import to_json
-from cheem_jax.report.table import METHODS, SHORT, TOLD, Grid, format_flops, method_grid, number, plain_flops, task_grid
+from cheem_jax.report.table import TOLD, Grid, method_grid, task_grid
 
 HERE = Path(__file__).parent
 ROWS = 1000
 """Rows of a table."""
 DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError)
 """What numbers raise that are not as a run writes them."""
-
-
-class Tile(NamedTuple):
-    """One headline number."""
-
-    title: str
-    value: str
-    unit: str
-    note: str
 
 
 class Section(NamedTuple):
@@ -128,60 +120,14 @@ def text_of(value: Any) -> Markup:
 def view_of(run: Run, key: str, album: Album | None) -> View:
     """One run's part of the page; `album` None leaves out pictures."""
     results, told = run.results, tell(run)
-    num, planned = len(run.order), len(run.config["tasks"])
-    variant = variant_of(run)
-    name = METHODS[results["method"]] + (f" ({variant})" if variant else "") + f", seed {results['seed']}"
-    warnings = []
-    if num < planned:
-        name += f", unfinished: {num} of {planned} tasks"
-        warnings.append(f"Unfinished: {num} of {planned} tasks so far; every number is about these.")
+    name, title, lead, warnings = heading(run)
     if told.damage:
         warnings.append(f"What the record alone holds is left out, because it cannot be read: {told.damage}.")
     return View(
-        key, name, f"{results['stream']} on {results['backbone']}",
-        f"{num:,} task{'s' if num > 1 else ''} of {results['image_size']} × {results['image_size']} pixels, "
-        f"learned one after the other; preset {results['preset']}.",
-        tuple(warnings), _tiles(results), method_grid(results), tuple(_sections(run, told, album)), _setting(run, told),
+        key, name, title, lead, tuple(warnings), tiles_of(results), method_grid(results),
+        tuple(_sections(run, told, album)), _setting(run, told),
         json.dumps(run.config, indent=1, ensure_ascii=False),
     )  # fmt: skip
-
-
-def _tiles(results: Mapping[str, Any]) -> tuple[Tile, ...]:
-    is_told, flops, plain = results["method"] in TOLD, results["flops"], plain_flops(results)
-    tiles = []
-    if not is_told:
-        tiles.append(Tile("Average accuracy", _percent(results["average_accuracy"]), "%",
-            _beside(results, "average_accuracy") or "task and class found for each image"))  # fmt: skip
-    tiles.append(Tile("With the task given", _percent(results["local_average_accuracy"]), "%",
-        _beside(results, "local_average_accuracy") or "class found within the true task"))  # fmt: skip
-    if not is_told and results["average_forgetting"] is not None:
-        tiles.append(Tile("Forgetting", _percent(results["average_forgetting"]), "points",
-            "from the best so far to the end, mean over tasks"))  # fmt: skip
-    value, unit = format_flops(flops["paper"]).split()
-    times = f"{flops['paper'] / plain:.2f} × the plain backbone" if plain else "by the paper's convention"
-    tiles.append(Tile("FLOPs per image", value, unit, times))
-    learned = results.get("params_learned")
-    tiles.append(Tile("Parameters added", number(results["params_added_percent"], 2), "%",
-        "per task, of the backbone" + ("" if learned is None else f"; {learned / 1e3:,.1f} k learned")))  # fmt: skip
-    compiling = 100 * results["compile"]["seconds"] / max(results["seconds_total"], 1e-9)
-    seconds = results["seconds_total"]
-    unit, length = next((u, n) for u, n in (("h", 3600), ("min", 60), ("s", 1)) if seconds >= 2 * n or n == 1)
-    tiles.append(Tile("Time", number(seconds / length, 1), unit, f"the whole run; {compiling:.0f} % compiling"))
-    return tuple(tiles)
-
-
-def _percent(value: float | None) -> str:
-    return number(None if value is None else 100 * value, 1)
-
-
-def _beside(results: Mapping[str, Any], key: str) -> str:
-    """The same number of the yardsticks; a bound knows only accuracies with the task given."""
-    told = []
-    for name, other in (results.get("yardsticks") or {}).items():
-        key_there = "average_accuracy" if name in TOLD else key
-        if other.get(key_there) is not None:
-            told.append(f"{SHORT.get(name, name)} {_percent(other[key_there])}")
-    return ", ".join(told)
 
 
 def _sections(run: Run, told: Told, album: Album | None) -> list[Section]:
@@ -190,7 +136,7 @@ def _sections(run: Run, told: Told, album: Album | None) -> list[Section]:
     if "pool" in results:
         found.append(_section("architectures", "Architectures", "What each block of each task's network does, and "
             "which task its expert comes from.", architectures=lambda: architectures(results)))  # fmt: skip
-        found.append(_section("pool", "How the pool grew", "Experts are only ever added: what an earlier task needs "
+        found.append(_section("pool", "How the pool grew", "Learning only adds experts: what an earlier task needs "
             "cannot change.", charts=lambda: charts.pool_growth(results)))  # fmt: skip
     found.append(_section("tasks", "Tasks", "", grid=lambda: task_grid(results)))
     found.append(_section("accuracy", "Accuracy after every task", "Rows are moments, columns are tasks.",
@@ -209,7 +155,7 @@ def _sections(run: Run, told: Told, album: Album | None) -> list[Section]:
         found.append(_section("search", "The search", "Accuracy is weighed against compute.",
             charts=lambda: (search_chart(told, tolerance),)))  # fmt: skip
     found.append(_section("time", "Time", "Where the seconds went.", charts=lambda: (charts.time(results, told),)))
-    if album is not None:
+    if album is not None and not run.is_memory:  # which does not know where its images were
         found.append(_section("examples", "Right and wrong answers", "Test images of each task.",
             examples=lambda: album.examples(run, told)))  # fmt: skip
     return found

@@ -6,11 +6,20 @@ from typing import Any
 import numpy as np
 
 from cheem_jax.metrics import matrix_from_json
+from cheem_jax.report.memories import (
+    FORGOTTEN,
+    NOT_AT_HAND,
+    ROUTED_TO_FORGOTTEN,
+    arrivals,
+    routed_to_forgotten,
+    unmeasured,
+)
 from cheem_jax.report.page.loading import Told
 from cheem_jax.report.page.specs import (
     DRAWN,
     MANY,
     Chart,
+    Missing,
     Spec,
     Variant,
     category_axis,
@@ -47,18 +56,28 @@ def accuracy_matrix(results: Results) -> Chart:
         for name, key in panels
     )  # fmt: skip
     num = len(results["tasks"])
-    caption = "Accuracy in %. Read a column downwards to follow one task." + note_of_spread(num, DRAWN)
+    caption = "Accuracy in %. Read a column downwards to follow one task."
+    if any(None in row[: index + 1] for index, row in enumerate(results["local_accuracy"])):
+        caption += " Empty on or below the diagonal: not measured, its images were not at hand at that moment."
+    caption += note_of_spread(num, DRAWN)
     return _square(num, caption, variants, "accuracy with the")
 
 
 def routing(results: Results) -> Chart:
     """Where each true task's test images are sent after the last task."""
     values = 100 * matrix_from_json(results["routing"])
+    empty = unmeasured(results)
+    if len(empty) == len(values):
+        raise Missing(f"Not measured: {NOT_AT_HAND}.")
     hover = "of %{y}<br>sent to %{x}<br><b>%{z:.1f} %</b>"
     spec = _task_by_task(results, values, "true task", "answered by", hover)
     right = np.diagonal(values)
     num = len(right)
     caption = f"Share of each true task's test images in %. On average {np.nanmean(right):.1f} % go to their own task."
+    if empty:
+        caption += f" Of {len(empty):,} of the {num:,} tasks that is not known: {NOT_AT_HAND}."
+    if routed_to_forgotten(results):
+        caption += f" It was measured before a task was forgotten: {ROUTED_TO_FORGOTTEN}."
     return _square(num, caption + note_of_spread(num, DRAWN), (Variant("", spec),))
 
 
@@ -84,6 +103,9 @@ def forgetting(results: Results) -> Chart:
     curves, steps = spread(num, CURVES), spread(num, DRAWN)
     key = "local_accuracy" if results["method"] in TOLD else "accuracy"
     matrix = 100 * matrix_from_json(results[key])
+    measured = (~np.isnan(matrix)).sum(axis=0)
+    if num > 1 and measured.max() < 2:
+        raise Missing("Not measured: no task's images were at hand again when a later task was learned.")
     full = labels_of(names, steps)
     traces = []
     for place, (task, label) in enumerate(zip(curves, labels_of(names, curves), strict=True)):
@@ -103,7 +125,9 @@ def forgetting(results: Results) -> Chart:
         "margin": {"t": 8, "b": 48, "l": 48, "r": 12}, "hovermode": "closest",
     }  # fmt: skip
     return Chart(
-        "Each curve is one task's accuracy, from when it was learned." + note_of_spread(num, CURVES),
+        "Each curve is one task's accuracy, from when it was learned."
+        + (" Gaps were not measured." if (np.isnan(matrix) & np.tri(num, dtype=bool)).any() else "")
+        + note_of_spread(num, CURVES),
         (Variant("", {"data": traces, "layout": layout}),), 400,
     )  # fmt: skip
 
@@ -115,7 +139,8 @@ def pool_growth(results: Results) -> tuple[Chart, ...]:
     kept = spread(num, DRAWN)
     full, short = ["base", *labels_of(names, kept)], ["base", *(f"T{index}" for index in kept)]
     blocks = [f"block {block + 1}" for block in range(len(pool))]
-    counts = np.array([_sizes(block, num)[[0, *(index + 1 for index in kept)]] for block in pool])
+    arrived = arrivals(results)
+    counts = np.array([_sizes(block, num)[[0, *(index + 1 for index in kept)]] for block in arrived])
     spec = heatmap(
         counts, (category_axis(blocks, blocks), ""), (category_axis(full, short), "after learning"),
         "sequential", (0, max(2, float(counts.max()))), "%{y} after %{x}<br><b>%{z} experts</b>",
@@ -125,24 +150,30 @@ def pool_growth(results: Results) -> tuple[Chart, ...]:
         f"Experts per block, the backbone's own included: {int(counts[:, -1].sum()):,} in all after the last task."
         + note_of_spread(num, DRAWN)
     )
+    stayed = sum(
+        expert["origin"] == FORGOTTEN and there is not None
+        for block, places in zip(pool, arrived, strict=True)
+        for expert, there in zip(block, places, strict=True)
+    )
+    if stayed:
+        caption += f" {stayed:,} of them are left of forgotten tasks, and count from the first task that uses them."
     min_width = min(140 + 26 * len(full), 700)
     charts = [Chart(caption, (Variant("", spec),), max(190, 26 * len(blocks) + 70), min_width)]
     if all("params_stored" in task for task in tasks):
-        charts.append(_parameters(results, kept))
+        charts.append(_parameters(results, kept, stayed > 0))
     return tuple(charts)
 
 
-def _sizes(block: Sequence[Mapping[str, Any]], num_tasks: int) -> np.ndarray:
+def _sizes(arrived: Sequence[int | None], num_tasks: int) -> np.ndarray:
     """Experts of one block at the start and after each task."""
-    origins = sorted(-1 if expert["origin"] == "base" else expert["origin"] for expert in block)
-    return np.searchsorted(origins, range(-1, num_tasks), side="right")
+    return np.searchsorted(sorted(place for place in arrived if place is not None), range(-1, num_tasks), side="right")
 
 
 PARAMETERS = (("experts", "params_added", "@new"), ("heads", "head_params", "@adapt"), ("centroids", "centroid_params",
     "@reuse"))  # fmt: skip
 
 
-def _parameters(results: Results, kept: Sequence[int]) -> Chart:
+def _parameters(results: Results, kept: Sequence[int], has_left: bool) -> Chart:
     """Stored parameters, summed over the tasks so far."""
     tasks = results["tasks"]
     full = labels_of(names_of(results), kept)
@@ -156,6 +187,8 @@ def _parameters(results: Results, kept: Sequence[int]) -> Chart:
         traces.append(_bar("rest", full, rest[list(kept)], "@bar0", "<b>%{y:,}</b> parameters"))
     layout = _bars_layout(full, kept, "parameters stored")
     caption = f"Parameters stored beside the backbone, summed over the tasks so far: {int(total[-1]):,} in all."
+    if has_left:
+        caption += " What is left of forgotten tasks is not counted."
     return Chart(caption, (Variant("", {"data": traces, "layout": layout}),), 320)
 
 
@@ -221,8 +254,9 @@ def time(results: Results, told: Told) -> Chart:
             "marker": {"symbol": "line-ew", "size": 26, "color": "@ink", "line": {"width": 2.5, "color": "@ink"}},
         })  # fmt: skip
     whole, compiling = results["seconds_total"], results["compile"]["seconds"]
+    everything = "Learning and measuring" if results["stream"] == "memory" else "The whole run"
     caption = (
-        f"The whole run took {duration(whole)}. Compiling took {compiling:,.1f} s of it "
+        f"{everything} took {duration(whole)}. Compiling took {compiling:,.1f} s of it "
         f"({100 * compiling / max(whole, 1e-9):.0f} %): {results['compile']['programs']} programs compiled, "
         f"{results['compile'].get('cached', 0)} read from the cache." + note_of_spread(len(tasks), DRAWN)
     )

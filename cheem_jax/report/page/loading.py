@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cheem_jax.report import record
-from cheem_jax.report.finished import Run, check_comparable, read
+from cheem_jax.report.finished import MEMORY, Run, check_comparable, numbers_of, read
+from cheem_jax.report.memories import as_of_run, is_memory
+from cheem_jax.report.record import to_json
 from cheem_jax.report.table import METHODS
 from cheem_jax.results import results_of
 
 
 class Loaded(NamedTuple):
-    """The runs of a page, finished ones first, and the folders that could not be shown, each with the reason."""
+    """The runs of a page, finished ones first, then others and memories; and folders left out, with the reason."""
 
     runs: tuple[Run, ...]
     left_out: tuple[tuple[Path, str], ...]
@@ -41,7 +43,7 @@ def load(folders: Sequence[Path]) -> Loaded:
     runs, not_finished = read(folders)
     left_out = []
     for directory, reason in not_finished:
-        run = _as_far_as_it_is(directory) if reason.startswith("unfinished") else reason
+        run = _as_far_as_it_is(directory) if reason.startswith("unfinished") or reason == MEMORY else reason
         if isinstance(run, Run):
             runs.append(run)
         else:
@@ -55,15 +57,16 @@ def load(folders: Sequence[Path]) -> Loaded:
         reasons = "; ".join(f"{directory}: {reason}" for directory, reason in left_out)
         raise ValueError(
             f"no run to show in {where or 'no folder'}{f' ({reasons})' if reasons else ''}; name a run directory with "
-            "an evaluated task, such as runs/demo after `cheem demo`, or a folder that holds some"
+            "an evaluated task, such as runs/demo after `cheem demo`, a memory with a learned one, or a folder that "
+            "holds some"
         )
     _check_one_table([run for run in runs if is_finished(run)])
     return Loaded(tuple(runs), tuple(left_out))
 
 
 def is_finished(run: Run) -> bool:
-    """Whether every task of the stream was learned and evaluated."""
-    return len(run.order) == len(run.config["tasks"])
+    """Whether every task of the stream was learned and evaluated; a memory never is: there may be another task."""
+    return not run.is_memory and len(run.order) == len(run.config["tasks"])
 
 
 def tell(run: Run) -> Told:
@@ -81,15 +84,30 @@ def tell(run: Run) -> Told:
 
 
 def _as_far_as_it_is(directory: Path) -> Run | str:
-    """An unfinished run, or why it cannot be shown."""
+    """An unfinished run or a memory, or why it cannot be shown."""
     try:
         config, entries = json.loads((directory / "config.json").read_text()), record.read(directory)
+        if is_memory(config) and config.get("forgetting"):
+            return (
+                f"the memory is forgetting {config['forgetting']['name']!r}, or was stopped while it did: the next "
+                "`cheem learn` or `cheem forget` finishes that"
+            )
         if not any(entry["event"] == "evaluated" for entry in entries):
-            return "unfinished, and no task is evaluated yet: the command that began the run goes on with it"
-        run = Run(directory, results_of(entries), config)
+            return _nothing_yet(directory, config)
+        run = Run(directory, to_json(results_of(entries)), as_of_run(config))
+        if not run.is_memory:
+            numbers_of(run.results)  # a run measures every task
         return run if len(run.order) <= len(config["tasks"]) else "damaged (it holds more tasks than its stream)"
     except (ValueError, KeyError, TypeError, OSError) as error:
         return f"damaged ({error!r:.300})"
+
+
+def _nothing_yet(directory: Path, config: dict[str, Any]) -> str:
+    if not is_memory(config):
+        return "unfinished, and no task is evaluated yet: the command that began the run goes on with it"
+    if config.get("learning"):
+        return f"a memory whose first task, {config['learning']['name']!r}, is half learned: its `cheem learn` goes on"
+    return f"a memory that has learned no task yet: `cheem learn {directory} FOLDER` teaches it one"
 
 
 def _check_one_table(runs: Sequence[Run]) -> None:

@@ -221,7 +221,7 @@ for (const figure of document.querySelectorAll(".architectures")) {
   const pool = JSON.parse(figure.querySelector("script").textContent);
   const rows = [...figure.querySelectorAll("tbody tr")];
   const table = figure.querySelector("table");
-  const name = task => task < 0 ? "the backbone" : rows[task + 1]?.cells[0].textContent ?? `T${task}`;
+  const name = task => task === -2 ? "a forgotten task" : task < 0 ? "the backbone" : rows[task + 1]?.cells[0].textContent ?? `T${task}`;
   const column = block => rows.map(row => row.cells[block + 1]);
   rows[0].cells[1].tabIndex = 0;
 
@@ -250,7 +250,7 @@ for (const figure of document.querySelectorAll(".architectures")) {
       const list = document.createElement("ol");
       for (const expert of experts) {
         const [origin, parent] = pool[block][expert];
-        const kind = origin < 0 ? "pretrained, full" : parent < 0 ? "full" : `low-rank Δ on expert ${parent}`;
+        const kind = origin === -1 ? "pretrained, full" : parent < 0 ? "full" : `low-rank Δ on expert ${parent}`;
         list.append(element("li", `expert ${expert} of ${name(origin)}: ${kind}`));
       }
       const more = users.length > SHARERS ? ` and ${users.length - SHARERS} more` : "";

@@ -1,0 +1,80 @@
+"""What sets a memory's record apart from a run's: tasks that were forgotten, and images that were not at hand."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cheem_jax.metrics import matrix_from_json
+
+Results = Mapping[str, Any]
+FORGOTTEN = "forgotten"
+"""The origin of an expert whose task is gone."""
+MARK = "†"
+"""How a cell names it."""
+ROUTED_TO_FORGOTTEN = "where a row adds up to less than 100 %, the rest went to a task that is forgotten now"
+NOT_AT_HAND = "their images were not at hand when the last task was learned; cheem evaluate measures on images given"
+
+
+def is_memory(config: Any) -> bool:
+    """Whether `config.json` is that of a memory, and not of a run."""
+    return isinstance(config, Mapping) and str(config.get("format")).startswith("cheem_jax-memory/")
+
+
+def as_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A memory's configuration with the settings of CHEEM under the name that a run gives them; others as they are."""
+    if not is_memory(config):
+        return dict(config)
+    return {"cheem" if key == "method" else key: value for key, value in config.items()}
+
+
+def num_forgotten(config: Mapping[str, Any]) -> int:
+    """How many tasks were forgotten: each time the memory's generation goes up."""
+    return config.get("generation", 1) - 1 if is_memory(config) else 0
+
+
+def unmeasured(results: Results) -> list[int]:
+    """Tasks without an accuracy after the last one."""
+    last = results["local_accuracy"][-1]
+    return [index for index, value in enumerate(last if isinstance(last, list) else []) if value is None]
+
+
+def routed_to_forgotten(results: Results) -> bool:
+    """Whether some of the images went to a task that is forgotten now: then a row of the routing lacks them."""
+    rows = [row for row in results.get("routing") or [] if None not in row]
+    return any(sum(row) < 1 - 1e-6 for row in rows)
+
+
+def when_learned(results: Results, key: str = "accuracy") -> tuple[float | None, int]:
+    """Mean accuracy of each task right after it was learned, and of how many tasks it was measured."""
+    measured = np.diagonal(matrix_from_json(results[key]))
+    measured = measured[~np.isnan(measured)]
+    return (float(measured.mean()) if len(measured) else None), len(measured)
+
+
+def arrivals(results: Results) -> list[list[int | None]]:
+    """Per block, after which task each expert was there: -1 the backbone's own, None what is gone.
+
+    One of a forgotten task counts from the first task that uses it, itself or what was adapted from it.
+    """
+    return [
+        [_arrival(results, block, number, place) for place in range(len(block))]
+        for number, block in enumerate(results["pool"])
+    ]
+
+
+def _arrival(results: Results, block: list[Mapping[str, Any]], number: int, place: int) -> int | None:
+    expert = block[place]
+    if expert["kind"] == "gone":
+        return None
+    if expert["origin"] == "base":
+        return -1
+    if expert["origin"] != FORGOTTEN:
+        return expert["origin"]
+    for index, task in enumerate(results["tasks"]):
+        used = task["experts"][number]
+        while used is not None:
+            if used == place:
+                return index
+            used = block[used]["parent"]
+    return None

@@ -1,0 +1,134 @@
+"""What stands at the top of a run's page: its name, what to know beforehand, and its headline numbers."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cheem_jax.report.finished import Run, variant_of
+from cheem_jax.report.memories import NOT_AT_HAND, num_forgotten, unmeasured, when_learned
+from cheem_jax.report.table import METHODS, NONE, SHORT, TOLD, format_flops, number, plain_flops
+
+
+class Tile(NamedTuple):
+    """One headline number."""
+
+    title: str
+    value: str
+    unit: str
+    note: str
+
+
+class Heading(NamedTuple):
+    """A run's name among others, its title, a sentence, and what to know before reading a number."""
+
+    name: str
+    title: str
+    lead: str
+    warnings: list[str]
+
+
+def heading(run: Run) -> Heading:
+    """Of a run, or of a memory."""
+    return _of_memory(run) if run.is_memory else _of_run(run)
+
+
+def _of_run(run: Run) -> Heading:
+    results, num, planned = run.results, len(run.order), len(run.config["tasks"])
+    variant = variant_of(run)
+    name = METHODS[results["method"]] + (f" ({variant})" if variant else "") + f", seed {results['seed']}"
+    warnings = []
+    if num < planned:
+        name += f", unfinished: {num} of {planned} tasks"
+        warnings.append(f"Unfinished: {num} of {planned} tasks so far; every number is about these.")
+    return Heading(
+        name, f"{results['stream']} on {results['backbone']}",
+        f"{num:,} task{'s' if num > 1 else ''} of {results['image_size']} × {results['image_size']} pixels, "
+        f"learned one after the other; preset {results['preset']}.",
+        warnings,
+    )  # fmt: skip
+
+
+def _of_memory(run: Run) -> Heading:
+    """It is never finished, and may lack numbers."""
+    results, num, config = run.results, len(run.order), run.config
+    variant, place = variant_of(run), run.directory.resolve().name
+    tasks = f"{num:,} task{'s' if num > 1 else ''} so far"
+    warnings = []
+    later = [name for name in config["tasks"] if name not in run.order]
+    if later and config.get("learning"):
+        warnings.append(f"Half learned: {', '.join(later)}, of which no number tells yet; its `cheem learn` goes on.")
+    elif later:
+        warnings.append(f"Learned but not measured yet: {', '.join(later)}; the next `cheem learn` writes that down.")
+    if empty := unmeasured(results):
+        named = ", ".join(f"T{index} {run.order[index]}" for index in empty[:5])
+        named += f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+        warnings.append(f"Not measured after the last task, and shown as {NONE}: {named}; {NOT_AT_HAND}.")
+    if forgotten := num_forgotten(config):
+        warnings.append(
+            f"{forgotten:,} task{' was' if forgotten == 1 else 's were'} forgotten here: only the experts that other "
+            "tasks need are left, and the others are numbered anew. Accuracies measured before stand as they were, "
+            f"with images sent to {'it' if forgotten == 1 else 'them'} counted as wrong."
+        )
+    if config.get("keeps_base"):
+        warnings.append("The backbone's own classes may answer as well; accuracies here were measured without them.")
+    return Heading(
+        f"memory {place}{f' ({variant})' if variant else ''}, {tasks}", f"Memory {place} on {results['backbone']}",
+        f"{tasks}, of {results['image_size']} × {results['image_size']} pixels, each learned from its own images "
+        f"alone; preset {results['preset']}, seed {results['seed']}.",
+        warnings,
+    )  # fmt: skip
+
+
+def tiles_of(results: Mapping[str, Any]) -> tuple[Tile, ...]:
+    """The headline numbers."""
+    is_told, flops, plain = results["method"] in TOLD, results["flops"], plain_flops(results)
+    tiles = []
+    if results["local_average_accuracy"] is None:
+        tiles += _tiles_when_learned(results)
+    elif not is_told:
+        tiles.append(Tile("Average accuracy", _percent(results["average_accuracy"]), "%",
+            _beside(results, "average_accuracy") or "task and class found for each image"))  # fmt: skip
+    if results["local_average_accuracy"] is not None:
+        tiles.append(Tile("With the task given", _percent(results["local_average_accuracy"]), "%",
+            _beside(results, "local_average_accuracy") or "class found within the true task"))  # fmt: skip
+    if not is_told and results["average_forgetting"] is not None:
+        tiles.append(Tile("Forgetting", _percent(results["average_forgetting"]), "points",
+            "from the best so far to the end, mean over tasks"))  # fmt: skip
+    value, unit = format_flops(flops["paper"]).split()
+    times = f"{flops['paper'] / plain:.2f} × the plain backbone" if plain else "by the paper's convention"
+    tiles.append(Tile("FLOPs per image", value, unit, times))
+    learned = results.get("params_learned")
+    tiles.append(Tile("Parameters added", number(results["params_added_percent"], 2), "%",
+        "per task, of the backbone" + ("" if learned is None else f"; {learned / 1e3:,.1f} k learned")))  # fmt: skip
+    compiling = 100 * results["compile"]["seconds"] / max(results["seconds_total"], 1e-9)
+    seconds = results["seconds_total"]
+    everything = "learning and measuring" if results["stream"] == "memory" else "the whole run"
+    unit, length = next((u, n) for u, n in (("h", 3600), ("min", 60), ("s", 1)) if seconds >= 2 * n or n == 1)
+    tiles.append(Tile("Time", number(seconds / length, 1), unit, f"{everything}; {compiling:.0f} % compiling"))
+    return tuple(tiles)
+
+
+def _tiles_when_learned(results: Mapping[str, Any]) -> list[Tile]:
+    """What is known where not every task was measured after the last one."""
+    num, missing = len(results["tasks"]), len(unmeasured(results))
+    tiles = [Tile("Average accuracy", NONE, "", f"not measured: images of {missing:,} of {num:,} tasks not at hand")]
+    for title, key in (("When learned", "accuracy"), ("When learned, task given", "local_accuracy")):
+        mean, count = when_learned(results, key)
+        note = "mean over tasks, each right after it was learned" + (
+            "" if count == num else f"; {count} of {num} known"
+        )
+        tiles.append(Tile(title, _percent(mean), "" if mean is None else "%", note))
+    return tiles
+
+
+def _percent(value: float | None) -> str:
+    return number(None if value is None else 100 * value, 1)
+
+
+def _beside(results: Mapping[str, Any], key: str) -> str:
+    """The same number of the yardsticks; a bound knows only accuracies with the task given."""
+    told = []
+    for name, other in (results.get("yardsticks") or {}).items():
+        key_there = "average_accuracy" if name in TOLD else key
+        if other.get(key_there) is not None:
+            told.append(f"{SHORT.get(name, name)} {_percent(other[key_there])}")
+    return ", ".join(told)

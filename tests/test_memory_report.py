@@ -1,0 +1,223 @@
+"""`cheem report`, `cheem watch` and `cheem tensorboard` of memories, which lack numbers and forget tasks."""
+
+import dataclasses
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+from rich.console import Console
+from test_report_page import parsed
+from test_tensorboard import numbers_in, texts_in
+
+import cheem_jax
+from cheem_jax.backbone.weights import save_converted
+from cheem_jax.commands.tensorboard import Tensorboard, write_tensorboard
+from cheem_jax.commands.watch import Watch, watch_run
+from cheem_jax.report import finished, memories
+from cheem_jax.report.live import line
+from cheem_jax.report.markdown import write_report
+from cheem_jax.report.page.architecture import architectures
+from cheem_jax.report.page.charts import pool_growth
+from cheem_jax.report.page.loading import load
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import Record, read
+from cheem_jax.report.seen import look
+from cheem_jax.report.tensorboard import NAME
+
+METHOD = dataclasses.replace(small.QUICK, remove=("skip", "adapt"))
+
+
+class Halt(Progress):
+    """Ends the process's work when the last phase of learning begins."""
+
+    def phase(self, phase: str, **told: Any):
+        if phase == "finetune":
+            raise KeyboardInterrupt
+        return super().phase(phase, **told)
+
+
+@pytest.fixture(scope="module")
+def moments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One memory as it was at five moments, by name."""
+    folder = tmp_path_factory.mktemp("memories")
+    pretrained = small.pretrained()
+    pretrained = dataclasses.replace(
+        pretrained, config=dataclasses.replace(pretrained.config, name="vit_tiny_patch4_8")
+    )
+    save_converted(folder / "weights.safetensors", pretrained)
+    work = folder / "work"
+
+    def keep(name: str) -> None:
+        shutil.copytree(work, folder / name)
+
+    memory = cheem_jax.create(work, backbone="vit_tiny_patch4_8", weights=folder / "weights.safetensors", method=METHOD)
+    keep("empty")
+    for number in range(3):  # each without the images of the others
+        memory.learn(small.task(f"task{number}", number))
+    keep("three")
+    memory.forget("task0")
+    keep("forgot")
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn(small.task("task9", 9), progress=Halt())
+    keep("half")
+    memory.learn(small.task("task9", 9))
+    keep("later")
+    return folder
+
+
+@pytest.fixture
+def moment(moments: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy that a test may write into."""
+    return lambda name: shutil.copytree(moments / name, tmp_path / name)
+
+
+def watched(directory: Path) -> str:
+    text = io.StringIO()
+    watch_run(Watch(directory, once=True), Console(file=text, width=120))
+    return text.getvalue()
+
+
+def results_in(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["three", "forgot", "half", "later"])
+def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_measured(moment, name):
+    directory = moment(name)
+    page, results = parsed(directory), results_in(directory)
+    num = len(results["tasks"])
+    assert f"Memory {name} on vit_tiny_patch4_8" in page.text and f"{num} tasks so far" in page.text
+    assert "Damaged" not in page.text and "nan" not in page.text.lower().split()
+    tiles = page.text.split("Average accuracy", 1)[1].split("FLOPs per image")[0].split()
+    assert tiles[:3] == ["–", "not", "measured:"]
+    first = next(row for row in page.text.split("\n") if row.startswith("T0 task") and "40" in row)
+    assert "––" in first and "–0." in first  # found and given; routed, before the FLOPs
+    assert "Not measured after the last task, and shown as –: T0 task" in page.text
+    assert "no task's images were at hand again" in page.text
+    matrices = [chart["data"][0]["z"] for chart in page.charts if chart["data"][0]["type"] == "heatmap"]
+    assert results["accuracy"][-1][:-1] == [None] * (num - 1) and any(
+        rows[-1][:-1] == [None] * (num - 1) and rows[-1][-1] is not None for rows in matrices if len(rows) == num
+    )
+
+
+def test_a_page_tells_of_forgotten_and_half_learned_tasks(moment):
+    assert "1 task was forgotten here" not in parsed(moment("three")).text
+    assert "1 task was forgotten here" in parsed(moment("forgot")).text
+    text = parsed(moment("half")).text
+    assert "Half learned: task9" in text and "2 tasks so far" in text
+    assert "Half learned" not in parsed(moment("later")).text
+
+
+def test_a_memory_that_cannot_be_shown_says_why(moment):
+    with pytest.raises(ValueError, match=r"has learned no task yet: `cheem learn .*empty FOLDER` teaches it one"):
+        load([moment("empty")])
+    directory = moment("three")
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"tasks": ["task1", "task2"], "forgetting": {"index": 0, "name": "task0"}}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="forgetting 'task0', or was stopped while it did: the next `cheem learn`"):
+        load([directory])
+    assert "stopped while it forgot task0" in watched(directory)
+
+
+def test_what_was_measured_before_a_task_was_forgotten_is_told_to_be_older(moment):
+    directory = moment("forgot")
+    entries = read(directory)
+    found = entries[-1]["methods"]["cheem"]
+    found["routing"][-1] = [0.25, 0.25]  # the other half went to the task that is gone
+    Record(directory / "metrics.jsonl").replace(entries)
+    text = parsed(directory).text
+    assert "images sent to it counted as wrong" in text and "the rest went to a task that is forgotten now" in text
+    assert "the rest went to" not in parsed(moment("three")).text
+    assert "forgotten: 1, to which images could still be sent" in watched(directory)
+
+
+def test_memories_stand_beside_each_other_on_a_page_and_in_no_table_of_runs(moment):
+    one, other = moment("three"), moment("later")
+    page = parsed(one, other)
+    assert "Memory three on" in page.text and "Memory later on" in page.text and "comparison" not in page.ids()
+    runs, left_out = finished.read([one.parent])
+    assert runs == [] and {reason for _, reason in left_out} == {finished.MEMORY}
+
+
+def test_what_one_watches_of_a_memory(moment):
+    empty = watched(moment("empty"))
+    assert "no task yet; cheem learn" in empty and "0 tasks learned" in empty and "now" not in empty
+    three = watched(moment("three"))
+    assert "at rest since" in three and "3 tasks learned" in three and "when learned" in three
+    assert "– not measured: the images were not at hand" in three and "nan" not in three
+    assert next(row for row in three.split("\n") if row.startswith(" T0 task0")).split()[-3:] == ["–"] * 3
+    half = watched(moment("half"))
+    assert "stopped in the middle of task9; the same cheem learn goes on" in half and "2 tasks learned" in half
+    later = moment("later")
+    diagonal = [row[index] for index, row in enumerate(results_in(later)["accuracy"])]
+    told = f"3 tasks learned, when learned {100 * sum(diagonal) / 3:.1f} %, mean of 3 tasks"
+    assert line(look(later, 0.0)).endswith(told)
+
+
+def test_event_files_hold_what_was_measured_and_no_average_that_was_not(moment, capsys):
+    directory = moment("three")
+    write_tensorboard(Tensorboard((directory,)))
+    file = directory / "tensorboard" / "cheem" / NAME
+    numbers, diagonal = numbers_in(file), [row[i] for i, row in enumerate(results_in(directory)["accuracy"])]
+    assert [numbers[f"accuracy/T{i}_task{i}"] for i in range(3)] == [[(i + 1, diagonal[i])] for i in range(3)]
+    assert [step for step, _ in numbers["average/accuracy"]] == [1] and "average/forgetting" not in numbers
+    assert '"method": "cheem"' in texts_in(file)["config/text_summary", 0]
+    empty = moment("empty")
+    write_tensorboard(Tensorboard((empty,)))
+    assert "settings only, since no task is learned yet" in capsys.readouterr().out
+
+
+def test_the_written_report_and_its_figures_take_a_memory(moment):
+    directory = moment("later")
+    text = write_report(directory, results_in(directory)).read_text()
+    assert "| CHEEM | – | – | – |" in text and "–: not measured, of 2 tasks" in text and "nan" not in text
+    assert len(list((directory / "figures").glob("*.png"))) == 3
+
+
+def test_the_page_counts_the_experts_that_are_there(moment):
+    for name in ("forgot", "later"):
+        directory = moment(name)
+        there = sum(expert["kind"] != "gone" for block in cheem_jax.open(directory).info()["pool"] for expert in block)
+        assert f"own included: {there} in all" in parsed(directory).text
+
+
+def expert(origin: int | str, parent: int | None = None, kind: str = "") -> dict[str, Any]:
+    return {"origin": origin, "parent": parent, "kind": kind or ("full" if parent is None else "adapted")}
+
+
+def test_an_expert_of_a_forgotten_task_counts_from_its_first_user_and_is_named():
+    # block 1: used by T1; block 2: T0's expert was adapted from it; block 3: nobody's; block 4: told to be gone
+    results = {
+        "pool": [
+            [expert("base"), expert("forgotten")],
+            [expert("base"), expert("forgotten"), expert(0, 1)],
+            [expert("base"), expert("forgotten")],
+            [expert("base"), expert("forgotten", kind="gone"), expert(1)],
+        ],
+        "tasks": [
+            {
+                "name": "cats", "architecture": ["skip", "adapt:1", "reuse:0", "skip"],
+                "experts": [None, 2, 0, None], "params_added_percent": 1.0,
+            },
+            {
+                "name": "dogs", "architecture": ["reuse:1", "skip", "skip", "new"],
+                "experts": [1, None, None, 2], "params_added_percent": 1.0,
+            },
+        ],
+    }  # fmt: skip
+    assert memories.arrivals(results) == [[-1, 1], [-1, 0, 0], [-1, None], [-1, None, 1]]
+    drawn = architectures(results)
+    assert [[cell.text for cell in row.cells] for row in drawn.rows[1:]] == [
+        ["skip", "†+Δ", "base", "skip"],
+        ["†", "skip", "skip", "new"],
+    ]
+    assert "†: from a forgotten task" in drawn.caption and drawn.pool[1] == ((-1, -1), (-2, -1), (0, 1))
+    (chart,) = pool_growth(results)
+    assert chart.variants[0].spec["data"][0]["z"] == [[1, 1, 2], [1, 3, 3], [1, 1, 1], [1, 1, 2]]
+    assert "8 in all after the last task. 2 of them are left of forgotten tasks" in chart.caption
