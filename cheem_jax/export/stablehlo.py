@@ -46,7 +46,8 @@ def make(program: Program, image_size: int) -> Artefact:
 @contextmanager
 def without_locations() -> Iterator[None]:
     """Programs lowered within name no source files: paths of this machine are nobody's business elsewhere."""
-    before = jax.config.read("jax_traceback_in_locations_limit")
+    # JAX makes its settings' attributes at run time, where a type checker sees none
+    before = jax.config.jax_traceback_in_locations_limit  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_traceback_in_locations_limit", 0)
     try:
         yield
