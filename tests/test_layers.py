@@ -23,7 +23,7 @@ ROWS = (
 # the extras: imported where they are used, never with the package
 OPTIONAL = (
     "tensorboardX", "torch", "tensorflow", "timm", "tensorflow_datasets", "grain", "array_record", "pyarrow",
-    "starlette", "uvicorn", "prometheus_client", "jax2onnx", "onnx", "onnxruntime", "flatbuffers",
+    "starlette", "uvicorn", "prometheus_client", "jax2onnx", "onnx", "onnxruntime",
 )  # fmt: skip
 # made of classes of an extra's, so imported only by the function that needs them
 NEEDS_AN_EXTRA = {
