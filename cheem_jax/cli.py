@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +59,8 @@ def run_command(
     """
     with _reader_may_leave():
         try:
+            # of a picture that is too large: whoever reads it says so, by name and in one line
+            warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
             if computes:
                 _keep_programs()
             status = command(settings)

@@ -31,7 +31,7 @@ class Kept(NamedTuple):
 class Forgotten:
     """The memory without a task, and what became of its experts."""
 
-    memory: Memory
+    memory: Memory = dataclasses.field(repr=False)
     number: int
     """Of the forgotten task; it is never used again."""
     removed: tuple[Place, ...]
@@ -47,8 +47,8 @@ class Forgotten:
 def forget(memory: Memory, name: str, *, erase: bool = False) -> Forgotten:
     """The memory without the named task.
 
-    With `erase`, adapted experts that descend from the task's own become full experts, and only what other tasks use
-    of it stays. Raises ValueError for an unknown name.
+    With `erase`, adapted experts that descend from its own, or from those of tasks forgotten before, become full
+    experts: of forgotten tasks only what others use as it is stays then. Raises ValueError for an unknown name.
     """
     check_names([name], [task.name for task in memory.tasks], "this memory")
     index = next(i for i, task in enumerate(memory.tasks) if task.name == name)
@@ -60,7 +60,7 @@ def forget(memory: Memory, name: str, *, erase: bool = False) -> Forgotten:
         used = {task.experts[b] for task in tasks} - {None}
         if erase:
             for place, stored in enumerate(block):
-                own = stored.parent is not None and block[stored.parent].origin == number
+                own = stored.parent is not None and block[stored.parent].origin in left.forgotten
                 if own and stored.parent not in used and place in _needed(block, used):
                     block = _replaced(block, place, StoredExpert(dense_expert(block, place), None, stored.origin))
                     baked.append(Place(b, place))

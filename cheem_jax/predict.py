@@ -14,11 +14,10 @@ from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.files import FolderFiles, is_image, list_files
 from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.feed import HostImages
-from cheem_jax.execution.inference import Inference
+from cheem_jax.execution.inference import Inference, TaskNetwork
 from cheem_jax.images import Images
-from cheem_jax.methods.expert_memory import task_networks
 from cheem_jax.methods.method import base_network
-from cheem_jax.pool import Pool, TaskMemory
+from cheem_jax.pool import TaskMemory
 from cheem_jax.prediction import Guess, NearTask, Prediction
 
 BATCH_SIZES = (1, 8, 32)
@@ -39,6 +38,7 @@ class Answered(NamedTuple):
 class Predictor:
     """Some targets (tasks, and perhaps the backbone's own) behind the router, with programs of a few batch sizes.
 
+    `networks` are those of the targets, as `task_networks` makes them.
     `open_set` is the share of a target's own images that may be refused as foreign; None refuses none, as the paper
     does. Raises ValueError where there is no target, or one that was not calibrated.
     """
@@ -46,8 +46,8 @@ class Predictor:
     def __init__(
         self,
         executor: Executor,
-        pool: Pool,
         targets: Sequence[TaskMemory],
+        networks: Sequence[TaskNetwork],
         router: RouterConfig,
         *,
         batch_sizes: Sequence[int] = BATCH_SIZES,
@@ -71,7 +71,7 @@ class Predictor:
                 )
             calibrated = [threshold(target.distances, open_set) for target in targets if target.distances is not None]
             self.thresholds = np.array(calibrated)
-        base, networks = base_network(executor), task_networks(pool, targets)
+        base = base_network(executor)
         self._heads = [(np.asarray(target.head.weight), np.asarray(target.head.bias)) for target in targets]
         self._inference = {}
         for size in self.batch_sizes:
@@ -102,7 +102,7 @@ class Predictor:
     def prepare(self) -> None:
         """Compile all that a request may call."""
         for inference in self._inference.values():
-            inference.prepare()
+            inference.prepare(classify=False)
         size = self.image_size
         for num in self.batch_sizes:
             self.answer(np.zeros((num, size, size, 3), np.uint8))
@@ -151,7 +151,8 @@ class Predictor:
     def _routed(self, found: Float[np.ndarray, "N T"]) -> Int[np.ndarray, "N"]:
         nearest = np.argmin(found, axis=1).astype(np.int32)
         if self.thresholds is not None:
-            nearest[found[np.arange(len(found)), nearest] > self.thresholds[nearest]] = -1
+            # so written, what is no number is foreign too
+            nearest[~(found[np.arange(len(found)), nearest] <= self.thresholds[nearest])] = -1
         return nearest
 
     def _logits(self, target: int, features: Float[np.ndarray, "D"]) -> Float[np.ndarray, "C"]:
@@ -165,10 +166,18 @@ class Predictor:
         told = tuple(NearTask(self.targets[i].name, float(near[i])) for i in order)
         if target < 0:
             return Prediction(None, (), told, ())
-        task, probabilities = self.targets[target], softmax(logits.astype(np.float64))
+        task = self.targets[target]
+        if not np.isfinite(logits).all():  # a network that computes NaN must not pass for one that knows
+            return Prediction(task.name, (), told, tuple(to_strings(task.architecture)))
+        probabilities = softmax(logits.astype(np.float64))
         best = np.argsort(-probabilities, kind="stable")[: self.top]
         guesses = tuple(Guess(task.classes[i], float(probabilities[i])) for i in best)
         return Prediction(task.name, guesses, told, tuple(to_strings(task.architecture)))
+
+
+def is_best(logits: Float[np.ndarray, "C"], label: int) -> bool:
+    """Whether these logits answer with that class; nothing is answered where one is no number."""
+    return bool(np.isfinite(logits).all() and logits.argmax() == label)
 
 
 class Asked(NamedTuple):
@@ -193,14 +202,14 @@ def predict_files(predictor: Predictor, files: Iterable[str | Path]) -> Iterator
     for names, images, errors in decoded:
         answers = iter(predictor(images))
         for name, error in zip(names, errors, strict=True):
-            yield Asked(name, None, error) if error else Asked(name, next(answers))
+            yield Asked(name, None, error.removeprefix(f"{name}: ")) if error else Asked(name, next(answers))
 
 
 def files_in(place: Path) -> list[str]:
-    """A file itself, or the pictures below a folder or in a zip; ValueError where a folder holds none."""
+    """A file itself, or the pictures below a folder; ValueError where it holds none."""
     if not place.is_dir():
         return [str(place)]
-    found = [str(place / name) for name in list_files(place) if is_image(name)]
+    found = [str(place / name) for name in list_files(place, any_name=True) if is_image(name)]
     if not found:
         raise ValueError(f"{str(place)!r} holds no picture; expected a picture, or a folder of some")
     return found

@@ -25,7 +25,7 @@ class Prediction:
     task: str | None
     """The task whose network answered; None where the image belongs to none of them (open set)."""
     guesses: tuple[Guess, ...]
-    """Classes of that task, the most probable first; () where there is no task."""
+    """Classes of that task, the most probable first; () where there is no task, or its network gives no numbers."""
     near: tuple[NearTask, ...]
     """Tasks by distance, the nearest first."""
     blocks: tuple[str, ...]
@@ -48,7 +48,7 @@ class Prediction:
             "task": self.task,
             "class": self.label,
             "probability": self.probability,
-            "runners_up": [guess._asdict() for guess in self.guesses[1:]],
+            "runners_up": [{"class": label, "probability": probability} for label, probability in self.guesses[1:]],
             "near": [near._asdict() for near in self.near],
             "blocks": list(self.blocks),
         }

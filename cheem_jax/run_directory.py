@@ -97,7 +97,7 @@ def hold(directory: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except filelock.Timeout:
         raise ValueError(
-            f"run directory {str(directory)!r} is in use by {_owner(owner)}; wait for it or choose another --run-dir"
+            f"{str(directory)!r} is in use by {_owner(owner)}; wait for it or choose another folder"
         ) from None
     try:
         write_atomically(owner, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")

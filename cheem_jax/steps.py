@@ -117,7 +117,9 @@ def evaluate(learned: Sequence[Task | None], methods: tuple[Method, ...], run: R
         rows: dict[int, dict[str, Any]] = {}
         none = np.zeros(0, np.int64)
         total = sum(len(task.test.labels) for _, task in present)
-        with _phase(run.progress, run.status, f"{num} tasks, {method.name}", "evaluate", total) as advance:
+        with _phase(
+            run.progress, run.status, f"{num} task{'s' if num > 1 else ''}, {method.name}", "evaluate", total
+        ) as advance:
             for index, task in present:
                 answers = method.answers(index, task)
                 rows[index] = _measure(answers, index, task)

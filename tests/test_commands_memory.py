@@ -143,7 +143,8 @@ def test_a_list_with_missing_and_broken_files_is_answered_as_far_as_it_goes(
     assert status == 1 and "5 of 7 could not be answered" in err and list(lines) == listed
     assert lines[str(good)]["task"] and lines[str(tmp_path / "moving.gif")]["task"]
     for name in wrong:
-        assert name in lines[str(tmp_path / name)]["error"]
+        assert lines[str(tmp_path / name)]["error"]
+    assert lines[str(tmp_path / "nowhere.png")]["error"].endswith("no such file")
     assert "at most" in lines[str(tmp_path / "huge.png")]["error"]
     status, _, err = cheem(capsys, "predict", memory, *listed)
     assert status == 1 and f"{tmp_path / 'text.png'}: not an image file" in err

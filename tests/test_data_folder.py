@@ -15,7 +15,7 @@ from PIL import Image
 
 from cheem_jax.data import fingerprint, load_stream, load_task
 from cheem_jax.data.files import files_of, list_files
-from cheem_jax.data.folder import plan_task
+from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.splits import cut, tenths
 
 
@@ -402,6 +402,15 @@ def test_a_link_to_itself_is_no_task_and_no_endless_loop(tmp_path):
 def test_a_meta_json_nested_without_end_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"meta\.json: not readable as JSON: maximum recursion"):
         load_task(write(tmp_path / "pets", FULL | {"meta.json": b"[" * 100_000}), image_size=4)
+
+
+def test_a_folder_of_class_folders_is_a_task_of_its_own(tmp_path):
+    pets = write(tmp_path / "photos" / "pets", {f"{name}/{i}.png": png(i) for name in ("cat", "dog") for i in range(8)})
+    write(tmp_path / "photos" / "birds", {f"{name}/{i}.png": png(i) for name in ("owl", "rook") for i in range(8)})
+    assert [plan.name for plan in plan_stream(pets)] == ["pets"]
+    assert [plan.name for plan in plan_stream(tmp_path / "photos")] == ["birds", "pets"]
+    with pytest.raises(ValueError, match="8 pictures and no folder; put those of each class into a folder of its own"):
+        plan_stream(pets / "cat")
 
 
 def test_class_folders_that_differ_in_case_alone_are_refused_unless_they_are_listed(tmp_path):

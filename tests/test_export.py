@@ -182,7 +182,7 @@ def test_weights_that_tasks_share_are_in_the_file_once():
 def test_a_state_dict_for_timm_holds_the_merged_expert_and_exact_zeros_where_a_branch_is_skipped(tmp_path):
     subject, file = example.subject(), tmp_path / "chained.safetensors"
     file.write_text("an older one")
-    with pytest.raises(ValueError, match="exists already; choose another file or allow it"):
+    with pytest.raises(ValueError, match="exists already; choose another file, or add --overwrite"):
         export(subject, file, "timm", task="chained")
     done = export(subject, file, "timm", task="chained", overwrite=True)
     assert done.largest_difference < 1e-4 and done.seconds_per_image is None

@@ -46,7 +46,8 @@ def begin(directory: Path, **settings) -> OpenMemory:
     file = directory.with_name(f"{directory.name}-weights")
     file.mkdir()
     kept = settings.pop("num_classes", 0)
-    return cheem_jax.create(directory, backbone=NAME, weights=weights(file, kept), method=small.QUICK, **settings)
+    settings = {"method": small.QUICK, **settings}
+    return cheem_jax.create(directory, backbone=NAME, weights=weights(file, kept), **settings)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -220,13 +221,65 @@ def test_another_task_does_not_take_the_place_of_a_half_learned_one(copied):
     with pytest.raises(KeyboardInterrupt):
         memory.learn(small.task("fourth", 8), progress=Killed("search"), save_every=0)
     memory = cheem_jax.open(copied)
-    with pytest.raises(ValueError, match="'fourth' is half learned"):
-        memory.learn(small.task("fifth", 9))
+    for data in (small.task("fifth", 9), [small.task("fifth", 9), small.task("fourth", 8)], small.task("fourth", 9)):
+        with pytest.raises(ValueError, match="'fourth' is half learned"):
+            memory.learn(data)
     with pytest.raises(ValueError, match="'fourth' is half learned"):
         memory.forget("task0")
     assert contents(copied) == before and len(memory.predict(STREAM.tasks[0].test.images[:1])) == 1
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn(small.task("fourth", 8), progress=Killed("finetune"), save_every=0)
     memory.learn(small.task("fifth", 9), discard_unfinished=True)
     assert [task.name for task in memory.tasks] == ["task0", "task1", "task2", "fifth"]
+
+
+def test_a_half_learned_task_can_be_given_up(copied):
+    memory, before = cheem_jax.open(copied), contents(copied)
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn(small.task("fourth", 8), progress=Killed("search"), save_every=0)
+    assert cheem_jax.open(copied).info()["learning"]["name"] == "fourth"
+    assert memory.forget("fourth").removed == ()
+    assert memory.info()["learning"] is None and contents(copied) == before
+    assert not [
+        f for f in copied.rglob("*") if f.is_file() and b"fourth" in f.read_bytes() and f.name != "metrics.jsonl"
+    ]
+
+
+def test_a_lost_task_and_a_damaged_record_are_told_before_anything_changes(copied):
+    root = copied / "generation-0001" / "cheem"
+    shutil.move(root / "002-task2", copied.parent / "away")
+    with pytest.raises(ValueError, match="lacks tasks that were learned .task2"):
+        cheem_jax.open(copied)
+    shutil.move(copied.parent / "away", root / "002-task2")
+    memory, record = cheem_jax.open(copied), copied / "metrics.jsonl"
+    text = record.read_text()
+    record.write_text(text.replace('"event": "learned"', '"event": "learnt"', 1))
+    with pytest.raises(ValueError, match="is not as it was written"):
+        memory.forget("task0")
+    record.write_text(text)
+    assert [task.name for task in cheem_jax.open(copied).tasks] == ["task0", "task1", "task2"]
+    assert len(list(copied.glob("generation-*"))) == 1
+
+
+def test_images_of_another_size_are_refused_before_anything_changes(copied):
+    before = (copied / "config.json").read_bytes()
+    other = small.task("big", 4)
+    grown = dataclasses.replace(
+        other, **{name: Split(np.repeat(s.images, 2, axis=1), s.labels) for name, s in other.splits.items()}
+    )
+    with pytest.raises(ValueError, match=r"task 'big' holds images of shape \(16, 8, 3\), expected \(8, 8, 3\)"):
+        cheem_jax.open(copied).learn(grown)
+    assert (copied / "config.json").read_bytes() == before
+
+
+def test_a_network_that_computes_no_numbers_answers_nothing(learned):
+    memory = cheem_jax.open(learned)
+    broken = memory.predictor(task="task1")
+    weight, bias = broken._heads[0]
+    broken._heads[0] = (weight, np.full_like(bias, np.nan))
+    for answer in broken(STREAM.tasks[1].test.images[:2]):
+        assert answer.task == "task1" and answer.label is None and answer.guesses == ()
+        assert "NaN" not in json.dumps(answer.to_json())
 
 
 @pytest.mark.parametrize("erase", [False, True])
@@ -269,6 +322,42 @@ def test_what_a_killed_forgetting_leaves_is_finished_by_the_next_writer(copied, 
     reopened.learn(STREAM.tasks[1])  # nothing to learn, but a writer
     assert len(list(copied.glob("generation-*"))) == 1
     assert b"task0" not in (copied / "metrics.jsonl").read_bytes()
+
+
+DEEP = dataclasses.replace(small.QUICK, remove=("reuse", "skip"))
+"""Every block of every task adapts or renews an expert, so that tasks stand on each other."""
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("deep") / "pets"
+    begin(directory, method=DEEP).learn(STREAM)
+    return directory
+
+
+@pytest.mark.parametrize("erase", [False, True])
+def test_forgetting_what_others_stand_on_keeps_their_answers_on_the_disk_too(deep, tmp_path, erase):
+    directory = Path(shutil.copytree(deep, tmp_path / "pets"))
+    memory = cheem_jax.open(directory)
+    others = {name: given(memory, name) for name in ("task1", "task2")}
+    done = memory.forget("task0", erase=erase)
+    assert done.removed and (done.baked if erase else done.ancestors), "this memory is made for it"
+    assert not (erase and done.ancestors)
+    for opened in (memory, cheem_jax.open(directory)):
+        for name, logits in others.items():
+            np.testing.assert_array_equal(given(opened, name), logits)
+    kept = memory.pools.candidates()
+    assert kept == cheem_jax.open(directory).pools.candidates()
+    for place in (kept.place for kept in done.ancestors):
+        assert place.expert not in kept[place.block]
+    memory.learn(small.task("task3", 3))
+    assert memory.tasks[-1].number == 3
+    for name, logits in others.items():
+        np.testing.assert_array_equal(given(memory, name), logits)
+    if not erase:  # the next erasure takes what waited, too
+        later = memory.forget("task3", erase=True)
+        assert later.baked and not later.ancestors
+        assert not any(e["origin"] == "forgotten" and e["kind"] != "gone" for b in memory.pools.history() for e in b)
 
 
 def test_forgetting_works_where_files_cannot_be_linked(copied, monkeypatch):
@@ -317,7 +406,7 @@ def test_the_backbones_own_classes_can_be_a_target(tmp_path):
     mine = [i for i, answer in enumerate(answers) if answer.task == "base"]
     assert len(mine) > len(answers) / 2
     assert [answers[i].label for i in mine] == [own.classes[wanted[i]] for i in mine]
-    with pytest.raises(ValueError, match="'base'"):
+    with pytest.raises(ValueError, match="backbone's own task"):
         memory.learn(small.task("Base", 5))
 
 
@@ -365,12 +454,18 @@ def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):
         begin(copied)
 
 
-def test_a_damaged_task_is_named(copied):
+def test_a_damaged_task_is_named_and_the_others_may_answer(copied, learned):
     victim = next((copied / "generation-0001" / "cheem").glob("001-*/arrays/**/d/*"), None)
     assert victim is not None
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
     with pytest.raises(ValueError, match="001-task1"):
         cheem_jax.open(copied)
+    usable = cheem_jax.open(copied, usable=True)
+    assert [task.name for task in usable.tasks] == ["task0", "task2"] and list(usable.lost or {}) == ["001-task1"]
+    assert [(task.name, task.number) for task in usable.tasks] == [("task0", 0), ("task2", 2)]
+    np.testing.assert_array_equal(given(usable, "task2"), given(cheem_jax.open(learned), "task2"))
+    with pytest.raises(ValueError, match="for answering alone"):
+        usable.learn(STREAM)
 
 
 def test_nothing_is_left_of_a_memory_that_could_not_be_made(tmp_path):

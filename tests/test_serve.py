@@ -28,6 +28,7 @@ from cheem_jax.cli import run_command
 from cheem_jax.commands.serve import Serve, serve_memory
 from cheem_jax.data.decode import decode_image
 from cheem_jax.execution.choice import EngineConfig, make_executor
+from cheem_jax.methods.expert_memory import task_networks
 from cheem_jax.pool import Head, TaskMemory, base_pool
 from cheem_jax.predict import Predictor
 from cheem_jax.serve import pictures
@@ -180,8 +181,8 @@ def test_a_real_predictor_answers_as_alone_and_compiles_nothing_after_warming_up
         centroids = rng.normal(size=(2, width))
         means = np.zeros((depth, width))
         targets.append(TaskMemory(f"t{number}", ("a", "b", "c"), choices, experts, head, means, centroids))
-    pool = base_pool(vit, "mlp_down")
-    predictor = Predictor(executor, pool, targets, RouterConfig(), batch_sizes=(4,), top=2)
+    networks = task_networks(base_pool(vit, "mlp_down"), targets)
+    predictor = Predictor(executor, targets, networks, RouterConfig(), batch_sizes=(4,), top=2)
     files = [picture(colour) for colour in COLOURS[::5]]
     with serving(predictor, Limits(max_batch=4)) as served, ThreadPoolExecutor(13) as clients:
         answers = [answer.json for answer in clients.map(served.predict, files)]
@@ -434,7 +435,7 @@ def test_a_signal_ends_the_command_in_a_line_after_it_has_told_where_it_listens(
         run_command(serve_memory, settings)
     said = capsys.readouterr()
     assert ended.value.code == status and said.err == "\nstopped.\n"
-    assert f"ready on http://127.0.0.1:{settings.port} (" in said.out and "pets: 2 tasks" in said.out
+    assert f"ready on http://127.0.0.1:{settings.port} for" in said.out and "pets: 2 tasks" in said.out
     assert signal.getsignal(signal.SIGTERM) is handler
 
 

@@ -23,9 +23,9 @@ from cheem_jax.report.progress import Progress
 class Evaluate:
     """Measure a memory on labelled pictures of tasks that it has learned."""
 
-    memory: Annotated[Path, tyro.conf.Positional]
+    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The memory's folder, or a finished run of CHEEM."""
-    data: Annotated[str, tyro.conf.Positional]
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """As for `cheem learn`; tasks and classes are found by their names."""
     task: str | None = None
     """Which task the data are, where their name differs."""
@@ -45,13 +45,15 @@ class Evaluate:
     """Where decoded pictures are kept."""
     weights: Path | None = None
     """Weights of a run, which holds none; default: as the run had them."""
+    usable: bool = False
+    """Where tasks of a memory are damaged, answer with the others."""
 
 
 def evaluate_memory(settings: Evaluate) -> None:
     """One line per task, and the average."""
     progress = Progress(Console(stderr=True))
     names = None if settings.tasks is None else [name.strip() for name in settings.tasks.split(",")]
-    memory = open_memory(settings.memory, weights=settings.weights)
+    memory = open_memory(settings.memory, weights=settings.weights, usable=settings.usable)
     _, plans = plan_source(settings.data, names, data_dir=settings.data_dir, seed=settings.split_seed)
     cache_dir = settings.images.cache_dir or cache_dir_of(settings.data, settings.data_dir)
     images = dataclasses.replace(settings.images, cache_dir=cache_dir)

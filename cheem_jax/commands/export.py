@@ -16,9 +16,9 @@ from cheem_jax.report.progress import Progress
 class Export:
     """Write one task's network, or the whole memory behind its router, for use without this library."""
 
-    memory: Annotated[Path, tyro.conf.Positional]
+    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The memory's folder, or a finished run of CHEEM."""
-    file: Annotated[Path, tyro.conf.Positional]
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """The file to write: .onnx, .stablehlo (JAX's own), or .safetensors (a timm state dict of one task)."""
     format: Format | None = None
     """onnx, stablehlo or timm; default: by the file's ending."""
@@ -32,6 +32,8 @@ class Export:
     """Print JSON instead."""
     weights: Path | None = None
     """Weights of a run, which holds none; default: as the run had them."""
+    usable: bool = False
+    """Where tasks of a memory are damaged, answer with the others."""
 
 
 def export_memory(settings: Export) -> None:
@@ -42,7 +44,7 @@ def export_memory(settings: Export) -> None:
     if kind is None:
         known = ", ".join(f"{suffix} ({name})" for name, suffix in SUFFIXES.items())
         raise ValueError(f"{str(settings.file)!r} has an unknown ending; expected one of {known}")
-    memory = open_memory(settings.memory, weights=settings.weights)
+    memory = open_memory(settings.memory, weights=settings.weights, usable=settings.usable)
     done = memory.export(
         settings.file, kind, task=settings.task, open_set=settings.open_set, overwrite=settings.overwrite
     )

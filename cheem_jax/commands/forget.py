@@ -16,9 +16,9 @@ from cheem_jax.report.progress import Progress
 class Forget:
     """Drop a task and what only it uses; every other task answers as before, and this cannot be undone."""
 
-    memory: Annotated[Path, tyro.conf.Positional]
+    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The memory's folder."""
-    task: Annotated[str, tyro.conf.Positional]
+    task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
     """The task's name."""
     erase: bool = False
     """Make full experts of those that were adapted from the task's own, so that these can go as well."""

@@ -17,17 +17,19 @@ from cheem_jax.report.progress import Progress
 class Info:
     """Show what a memory holds: its tasks and their networks, the pool of experts, sizes."""
 
-    memory: Annotated[Path, tyro.conf.Positional]
+    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The memory's folder, or a finished run of CHEEM."""
     json: bool = False
     """Print JSON instead: classes of every task and every expert's history as well."""
     weights: Path | None = None
     """Weights of a run, which holds none; default: as the run had them."""
+    usable: bool = False
+    """Where tasks of a memory are damaged, answer with the others."""
 
 
 def show_info(settings: Info) -> None:
     """Print it."""
-    found = open_memory(settings.memory, weights=settings.weights).info()
+    found = open_memory(settings.memory, weights=settings.weights, usable=settings.usable).info()
     if settings.json:
         print(json.dumps(found, indent=1))
         return
@@ -41,6 +43,8 @@ def show_info(settings: Info) -> None:
         progress.say("the backbone's own classes are a target as well")
     if found["forgotten"]:
         progress.say(f"forgotten: {len(found['forgotten'])}, whose numbers {found['forgotten']} are never used again")
+    for place, reason in found["lost"].items():
+        progress.say(f"lost: {place}: {reason}")
     if found["learning"]:
         progress.say(f"half learned: {found['learning']['name']}; the same `cheem learn` goes on with it")
     if not found["tasks"]:

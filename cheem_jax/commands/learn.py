@@ -1,6 +1,8 @@
 """`cheem learn`: a memory's first tasks, or one more, from folders of pictures."""
 
 import dataclasses
+import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +22,9 @@ from cheem_jax.run_directory import NAME
 class Learn:
     """Learn tasks into a memory, which is made if there is none; earlier tasks' pictures are not needed."""
 
-    memory: Annotated[Path, tyro.conf.Positional]
+    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The memory's folder."""
-    data: Annotated[str, tyro.conf.Positional]
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """A folder or zip with <class>/<image> or <split>/<class>/<image>, a folder of such ones, a stream file (TOML), a
     manifest (CSV, Parquet), or a name of `cheem data list`."""
     name: str | None = None
@@ -74,14 +76,20 @@ def learn_tasks(settings: Learn) -> None:
     _, plans = plan_source(settings.data, names, data_dir=settings.data_dir, seed=settings.split_seed)
     if settings.name is not None and len(plans) > 1:
         raise ValueError(f"one name, {settings.name!r}, for {len(plans)} tasks: {[plan.name for plan in plans]}")
-    memory = _memory(settings, progress)
+    fresh = not (settings.memory / NAME).exists()
+    memory = (_new_memory if fresh else _old_memory)(settings, progress)
     progress.say(
-        f"{memory.directory}: {memory.config.backbone} at {memory.config.image_size} pixels, "
-        f"{_tasks(len(memory.tasks))} so far"
+        f"{'new memory ' if fresh else ''}{memory.directory}: {memory.config.backbone} at "
+        f"{memory.config.image_size} pixels, {_tasks(len(memory.tasks))} so far"
     )
     cache_dir = settings.images.cache_dir or cache_dir_of(settings.data, settings.data_dir)
     images = dataclasses.replace(settings.images, cache_dir=cache_dir)
-    tasks = load_tasks(plans, memory.config.image_size, images, decoding(progress))
+    try:
+        tasks = load_tasks(plans, memory.config.image_size, images, decoding(progress))
+    except BaseException:
+        if fresh and not memory.tasks:  # broken pictures leave no empty memory behind
+            shutil.rmtree(memory.directory)
+        raise
     memory.learn(
         tasks, name=settings.name, progress=progress, save_every=settings.save_every,
         discard_unfinished=settings.discard_unfinished,
@@ -96,24 +104,34 @@ def _tasks(num: int) -> str:
     return f"{num} task{'' if num == 1 else 's'}"
 
 
-def _memory(settings: Learn, progress: Progress) -> OpenMemory:
-    """The memory that is there, or a new one; ValueError for settings that an old one does not have."""
-    fresh = not (settings.memory / NAME).exists()
-    if fresh and settings.begin_with is not None:
+FOR_A_NEW_ONE = (
+    "weights", "base_data", "base_classes", "begin_with", "backbone", "image_size", "preset", "seed", "keep_base",
+)  # fmt: skip
+
+
+def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
+    if settings.begin_with is not None:
+        _refuse(
+            settings, set(FOR_A_NEW_ONE) - {"weights", "begin_with"}, "a memory that begins with a run takes the run's"
+        )
         progress.say(f"beginning with what {settings.begin_with} has learned")
         return begin_with(settings.memory, settings.begin_with, weights=settings.weights, engine=settings.engine)
-    if fresh:
-        names = None
-        if settings.base_classes is not None:
-            names = [line.strip() for line in settings.base_classes.read_text().splitlines() if line.strip()]
-        return create(
-            settings.memory, backbone=settings.backbone or "deit_tiny", weights=settings.weights,
-            image_size=settings.image_size, preset=settings.preset or "quick", seed=settings.seed or 0,
-            base_data=settings.base_data, keep_base=settings.keep_base, base_classes=names, engine=settings.engine,
-            progress=progress,
-        )  # fmt: skip
+    names = None
+    if settings.base_classes is not None:
+        names = [line.strip() for line in settings.base_classes.read_text().splitlines() if line.strip()]
+    return create(
+        settings.memory, backbone=settings.backbone or "deit_tiny", weights=settings.weights,
+        image_size=settings.image_size, preset=settings.preset or "quick", seed=settings.seed or 0,
+        base_data=settings.base_data, keep_base=settings.keep_base, base_classes=names, engine=settings.engine,
+        progress=progress,
+    )  # fmt: skip
+
+
+def _old_memory(settings: Learn, progress: Progress) -> OpenMemory:
+    """The memory that is there; ValueError for settings that it does not have."""
     memory = open_memory(settings.memory, engine=settings.engine)
     memory.check_writable()
+    _refuse(settings, {"weights", "base_data", "base_classes", "begin_with"}, "a memory that is there has its own")
     config = memory.config
     held = {
         "backbone": config.backbone, "image_size": config.image_size, "preset": config.preset, "seed": config.seed,
@@ -131,3 +149,9 @@ def _memory(settings: Learn, progress: Progress) -> OpenMemory:
             "make another memory"
         )
     return memory
+
+
+def _refuse(settings: Learn, names: Collection[str], reason: str) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in FOR_A_NEW_ONE if name in names and getattr(settings, name)]
+    if given:
+        raise ValueError(f"{', '.join(given)}: {reason}; leave {'it' if len(given) == 1 else 'them'} out")

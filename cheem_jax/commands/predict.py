@@ -2,15 +2,14 @@
 
 import csv
 import dataclasses
+import io
 import json
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,9 +26,9 @@ COLUMNS = ("file", "task", "class", "probability", "second", "second_probability
 class Predict:
     """Say which task and class pictures belong to, and which blocks answered."""
 
-    memory: Annotated[Path, tyro.conf.Positional]
+    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The memory's folder, or a finished run of CHEEM."""
-    pictures: Annotated[tuple[str, ...], tyro.conf.Positional]
+    pictures: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PICTURE")]
     """Pictures, folders of pictures, or - for a list on standard input, one a line."""
     format: Literal["table", "csv", "json"] = "table"
     """A table for people, CSV, or one JSON object per line."""
@@ -44,15 +43,19 @@ class Predict:
     """The true task of all pictures, if you know it: its network alone answers."""
     weights: Path | None = None
     """Weights of a run, which holds none; default: as the run had them."""
+    usable: bool = False
+    """Where tasks of a memory are damaged, answer with the others."""
 
 
 def predict_images(settings: Predict) -> int:
     """Answers as they come; 1 where some pictures could not be answered."""
     if not settings.pictures:
         raise ValueError("no picture given; name pictures or folders, or - to read a list from standard input")
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # such a picture gets an error of its own
+    for stream in (sys.stdin, sys.stdout):  # names of files need not be valid text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape")
     files, errors = _files(settings.pictures)
-    predictor = open_memory(settings.memory, weights=settings.weights).predictor(
+    predictor = open_memory(settings.memory, weights=settings.weights, usable=settings.usable).predictor(
         top=settings.top, open_set=settings.open_set, task=settings.task
     )
     wanted = "json" if settings.json else settings.format
@@ -68,14 +71,14 @@ def _files(given: tuple[str, ...]) -> tuple[list[str], list[Asked]]:
     places = [
         line
         for one in given
-        for line in ([line.rstrip("\n") for line in sys.stdin if line.strip()] if one == "-" else [one])
+        for line in ([line.rstrip("\r\n") for line in sys.stdin if line.strip()] if one == "-" else [one])
     ]
     files, errors = list[str](), list[Asked]()
     for place in places:
         try:
             files += files_in(Path(place))
         except (ValueError, OSError) as error:
-            errors.append(Asked(place, None, str(error)))
+            errors.append(Asked(place, None, str(error).removeprefix(f"{place}: ")))
     return files, errors
 
 
@@ -85,7 +88,7 @@ def _answers(predictor, files: list[str], errors: list[Asked]) -> Iterator[Asked
     if len(files) < SHOW_PROGRESS_FROM:
         yield from predict_files(predictor, files)
         return
-    with progress.phase("predict", task="", total=len(files)) as advance:
+    with progress.phase("predict", task="pictures", total=len(files)) as advance:
         for asked in predict_files(predictor, files):
             yield asked
             advance(1)

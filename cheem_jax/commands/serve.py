@@ -21,7 +21,7 @@ BATCH_SIZES = (1, 8, 16)
 class Serve:
     """Answer pictures over HTTP, with a page in the browser that shows which blocks ran (extra `serve`)."""
 
-    memory: Annotated[Path, tyro.conf.Positional]
+    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The directory of a memory, or of a finished run of CHEEM."""
     host: str = "127.0.0.1"
     """Address to listen on; the default is reached from this machine only."""
@@ -45,6 +45,8 @@ class Serve:
     """Classes that are named, the most probable first."""
     weights: Path | None = None
     """The backbone's weights, for a run that does not find them by itself."""
+    usable: bool = False
+    """Where tasks of a memory are damaged, answer with the others."""
 
 
 def serve_memory(settings: Serve) -> None:
@@ -69,7 +71,7 @@ def serve_memory(settings: Serve) -> None:
     try:
         with listen(settings.host, settings.port) as listening:
             sizes = tuple(sorted({min(size, settings.max_batch) for size in (*BATCH_SIZES, settings.max_batch)}))
-            predictor = open_memory(settings.memory, weights=settings.weights).predictor(
+            predictor = open_memory(settings.memory, weights=settings.weights, usable=settings.usable).predictor(
                 batch_sizes=sizes, open_set=settings.open_set, top=settings.top
             )
             app = make_app(predictor, limits, hosts_of(listening, settings.host))
@@ -79,9 +81,7 @@ def serve_memory(settings: Serve) -> None:
                 if service.failure is not None:
                     server.should_exit = True
                 else:
-                    progress.say(
-                        f"ready on {address_of(listening)} (POST /predict, /health, /metrics); Ctrl-C stops it"
-                    )
+                    progress.say(f"ready on {address_of(listening)} for browsers and POST /predict; Ctrl-C stops it")
 
             service.on_warm = say
             tasks = f"{len(predictor.tasks)} task{'s' if len(predictor.tasks) > 1 else ''}"

@@ -92,7 +92,7 @@ def decode_in_order(
     everything has been looked at.
     """
     broken: list[str] = []
-    for piece in _decoded(files, image_size, rows):
+    for piece in _decoded(files, image_size, rows, PIECE):
         images = np.zeros((len(piece), image_size, image_size, 3), np.uint8)
         for place, image in enumerate(piece):
             if isinstance(image, str):
@@ -114,7 +114,7 @@ class Piece(NamedTuple):
     """One for each file, empty for a whole one."""
 
 
-def decode_pieces(files: Encoded, image_size: int, size: int = PIECE) -> Iterator[Piece]:
+def decode_pieces(files: Encoded, image_size: int, size: int) -> Iterator[Piece]:
     """All files in pieces of at most `size`; what is broken is told and stops nothing."""
     start = 0
     for piece in _decoded(files, image_size, range(len(files)), size):
@@ -126,7 +126,7 @@ def decode_pieces(files: Encoded, image_size: int, size: int = PIECE) -> Iterato
 
 
 def _decoded(
-    files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray, size: int = PIECE
+    files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray, size: int
 ) -> Iterator[list[np.ndarray | str]]:
     """Each row's picture, or why it has none, decoded by a few threads (Pillow lets go of the interpreter's lock)."""
     rows = [int(row) for row in rows]
@@ -134,16 +134,21 @@ def _decoded(
     def decode(row: int) -> np.ndarray | str:
         try:
             return decode_image(files.read(row), image_size, name=files.where(row))
+        except FileNotFoundError:
+            return f"{files.where(row)}: no such file"
         except (ValueError, OSError) as error:
             return str(error)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "cheem-decode") as pool:
         pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
         coming = [pool.map(decode, piece) for piece in pieces[:1]]
-        for number in range(len(pieces)):
-            # the next piece is begun before this one is waited for, so that no thread idles
-            coming += [pool.map(decode, piece) for piece in pieces[number + 1 : number + 2]]
-            yield list(coming.pop(0))
+        try:
+            for number in range(len(pieces)):
+                # the next piece is begun before this one is waited for, so that no thread idles
+                coming += [pool.map(decode, piece) for piece in pieces[number + 1 : number + 2]]
+                yield list(coming.pop(0))
+        finally:
+            pool.shutdown(cancel_futures=True)  # nobody waits for what was asked for in vain
 
 
 def decode_many(

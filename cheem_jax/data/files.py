@@ -119,8 +119,8 @@ def stamp_of(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def list_files(path: Path) -> list[str]:
-    """Names of all visible files relative to `path`, sorted.
+def list_files(path: Path, *, any_name: bool = False) -> list[str]:
+    """Names of all visible files relative to `path`, sorted; with `any_name` those included that are no valid text.
 
     Hidden files and `__MACOSX` are left out. Raises FileNotFoundError, or ValueError for a file that is
     no zip or a zip with members that no image set has.
@@ -133,7 +133,7 @@ def list_files(path: Path) -> list[str]:
         raise FileNotFoundError(f"{path}: no such folder or zip file")
     if len(names) > MAX_FILES:
         raise ValueError(f"{path}: {len(names)} files, at most {MAX_FILES} are accepted; use several folders or zips")
-    for name in names:
+    for name in () if any_name else names:
         try:
             name.encode()
         except UnicodeEncodeError:

@@ -54,12 +54,25 @@ def _find_tasks(path: Path) -> dict[str, Path]:
     entries = [entry for entry in path.iterdir() if not is_hidden(entry.name)]
     if any(entry.is_dir() and entry.name.lower() == "train" for entry in entries):
         return {_name(path): path}  # a task of its own
+    if any(entry.is_dir() and _holds_pictures(entry) for entry in entries):
+        return {_name(path): path}  # one as well: folders of pictures are classes
     places = [entry for entry in entries if entry.is_dir() or entry.suffix.lower() == ".zip"]
     if repeated := repeats(map(_name, places)):
         raise ValueError(f"{path} holds a folder and a zip of the same name: {repeated}; keep one of each")
+    if not places and (pictures := sum(is_image(entry.name) for entry in entries)):
+        raise ValueError(
+            f"{path} holds {pictures} pictures and no folder; put those of each class into a folder of its own, such "
+            f"as {path.name}/cat and {path.name}/dog"
+        )
     if not places:
         raise ValueError(f"{path}: no task found; expected zips or folders with {LAYOUT}")
     return {_name(place): place for place in places}
+
+
+def _holds_pictures(folder: Path) -> bool:
+    """Whether pictures lie in it directly."""
+    with os.scandir(folder) as entries:
+        return any(is_image(entry.name) and not is_hidden(entry.name) for entry in entries)
 
 
 def _name(path: Path) -> str:

@@ -81,14 +81,21 @@ class Inference:
                 )
         return found
 
-    def prepare(self) -> None:
-        """Compile what any request can call, by answering blank images in groups of every size."""
+    def prepare(self, *, classify: bool = True) -> None:
+        """Compile what any request can call, by answering blank images in groups of every size.
+
+        Without `classify` what `features` calls.
+        """
         size = self.executor.config.image_size
         blank = np.zeros((self.batch_size, size, size, 3), np.uint8)
         _, reached = self._base(lambda rows: self.executor.begin(blank[rows]), np.arange(self.batch_size))
         for task in range(len(self.networks)):
             for num in self.sizes:
-                self._answers(task, np.arange(num), reached)
+                if classify:
+                    self._answers(task, np.arange(num), reached)
+                else:
+                    for last, _ in self._last_tokens(task, np.arange(num), reached):
+                        self.executor.features(last)
 
     def _base(self, feed: Feed, rows: np.ndarray) -> tuple[np.ndarray, dict[int, np.ndarray | jax.Array]]:
         """Features of a batch and the base network's tokens wherever some network leaves it."""
@@ -141,10 +148,15 @@ def bucket_sizes(rows: int) -> tuple[int, ...]:
 
 
 def pieces(rows: np.ndarray, sizes: Sequence[int]) -> list[tuple[np.ndarray, int]]:
-    """`rows` cut into parts of these sizes, largest first, the last one padded; with the real rows of each."""
+    """`rows` cut into parts of these sizes, largest first; with the real rows of each.
+
+    What is left is padded to the smallest size that holds it, if at least half of that is real.
+    """
     found, start = [], 0
     while start < len(rows):
-        size = next((size for size in sizes if size <= len(rows) - start), sizes[-1])
+        left = len(rows) - start
+        fits = [size for size in sizes if left <= size <= 2 * left][-1:] or [size for size in sizes if size <= left]
+        size = fits[0] if fits else sizes[-1]
         part = rows[start : start + size]
         found.append((np.concatenate([part, np.full(size - len(part), part[0])]), len(part)))
         start += size

@@ -70,7 +70,7 @@ def _check_place(file: Path, beside: Path | None, kind: Format, overwrite: bool)
         if place.is_dir():
             raise ValueError(f"{place} is a folder; expected a file")
         if place.exists() and not overwrite:
-            raise ValueError(f"{place} exists already; choose another file or allow it to be overwritten")
+            raise ValueError(f"{place} exists already; choose another file, or add --overwrite (overwrite=True)")
 
 
 def _index(subject: Subject, kind: Format, task: str | None) -> int | None:

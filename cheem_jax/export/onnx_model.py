@@ -51,6 +51,8 @@ def make(program: Program, image_size: int, outputs: Sequence[str], description:
             )  # fmt: skip
         share_weights(model.graph)
         keep_outside(model.graph)
+        for output in model.graph.output:  # named by the converter after a sentinel of its own
+            output.type.tensor_type.shape.dim[0].dim_param = "batch"
         entry = model.metadata_props.add()
         entry.key, entry.value = "cheem_jax", json.dumps(description)
         content = model.SerializeToString()

@@ -48,8 +48,11 @@ def pixels_of(image: Picture, size: int, name: str) -> np.ndarray:
             return decode_image(image, size, name=name)
         case Image.Image():
             packed = io.BytesIO()
-            image.save(packed, "PNG")
+            modes = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+            (image if image.mode in modes else image.convert("RGB")).save(packed, "PNG")
             return decode_image(packed.getvalue(), size, name=name)
+    if not isinstance(image, np.ndarray):
+        raise ValueError(f"{name} is a {type(image).__name__}, expected a file, bytes, a PIL image or uint8 [H, W, 3]")
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
         raise ValueError(f"{name} is {image.dtype} {list(image.shape)}, expected uint8 [H, W, 3] or a picture file")
     if image.shape[:2] == (size, size):

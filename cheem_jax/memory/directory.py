@@ -16,13 +16,14 @@ import json
 import os
 import shutil
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cheem_jax.atomic import to_disk, write_atomically
 from cheem_jax.checkpoint import load_task, save_task, saved_tasks
 from cheem_jax.forgetting import changed_tasks
+from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods.cheem import CheemConfig
 from cheem_jax.pool import Memory
 from cheem_jax.report.record import to_json
@@ -45,6 +46,7 @@ class MemoryConfig:
     method: CheemConfig
     preset: str
     seed: int = 0
+    seeds: SeedsConfig = SeedsConfig()
     keeps_base: bool = False
     """Whether the backbone's own classes are one more target."""
     generation: int = 1
@@ -52,6 +54,8 @@ class MemoryConfig:
     """Names in learning order."""
     data_sha256: dict[str, str] = dataclasses.field(default_factory=dict)
     """What each task was learned from, so that the same command given again learns nothing twice."""
+    num_learned: int = 0
+    """Tasks ever learned, the forgotten ones included."""
     learning: dict[str, Any] | None = None
     """The task that is being learned: name, number and data."""
     forgetting: dict[str, Any] | None = None
@@ -136,7 +140,7 @@ def write_generation(directory: Path, config: MemoryConfig, before: Memory, afte
         elif number in changed:
             save_memory_task(root, after, after.numbers.index(number), rank)
         else:
-            shutil.copytree(place, root / place.name, copy_function=_link)
+            _copy(place, root / place.name, _link)
     for folder in (root, partial):
         to_disk(folder)
     os.replace(partial, new)
@@ -150,6 +154,13 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+def _copy(source: Path, target: Path, how: Callable[[str, str], object] = shutil.copy2) -> None:
+    """A folder again, on the disk before anything counts on it."""
+    shutil.copytree(source, target, copy_function=how)
+    for place in (*target.rglob("*"), target):
+        to_disk(place)
 
 
 def remove_old_generations(directory: Path, generation: int) -> None:
@@ -175,7 +186,15 @@ def copy_tasks(run: Path, root: Path) -> None:
     """Begin a generation with the tasks of a run."""
     root.mkdir(parents=True)
     for place in saved_tasks(run / "checkpoints" / "cheem"):
-        shutil.copytree(place, root / place.name)
+        _copy(place, root / place.name)
+
+
+def check_free(directory: Path) -> None:
+    """Raises ValueError where something stands in the way of a new memory."""
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{str(directory)!r} is a file; a memory is a folder")
+    if directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"{str(directory)!r} exists and is not empty; choose another folder for the memory")
 
 
 @contextlib.contextmanager
@@ -184,14 +203,14 @@ def made_whole(directory: Path):
 
     Raises ValueError where there is something already.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{str(directory)!r} exists and is not empty; choose another folder for the memory")
-    partial = directory.absolute().with_name(f".{directory.absolute().name}.{os.getpid()}.partial")
+    check_free(directory)
+    directory = directory.resolve()
+    partial = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
         os.replace(partial, directory)
-        to_disk(directory.absolute().parent)
+        to_disk(directory.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

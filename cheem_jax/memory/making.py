@@ -1,6 +1,7 @@
 """Memories made, begun with a run's tasks, and opened."""
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_convert
 from cheem_jax.centroids import calibrate, distances, fit_centroids
 from cheem_jax.data.task import Task, repeats
 from cheem_jax.execution.choice import EngineConfig, make_executor
-from cheem_jax.keys import Keys, Phase
+from cheem_jax.keys import Keys, Phase, SeedsConfig
 from cheem_jax.memory.data import Data, tasks_of
 from cheem_jax.memory.directory import (
     RUN_FORMAT,
     WEIGHTS,
     MemoryConfig,
+    check_free,
     checkpoints_of,
     config_of,
     copy_tasks,
@@ -61,6 +63,9 @@ def create(
     ValueError for settings that do not fit, FileNotFoundError without weights.
     """
     directory = Path(directory)
+    check_free(directory)
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(PRESETS)}")
     config = PRESETS[preset] if method is None else method
     pretrained = load_pretrained(backbone, weights=None if weights is None else Path(weights), image_size=image_size)
     vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
@@ -72,8 +77,10 @@ def create(
             else "to keep the backbone's own classes, pictures have to tell where they lie; give base_data"
         )
     if base_data is not None:
-        (own,) = tasks_of(base_data, size, progress) or (None,)
-        assert own is not None
+        found_tasks = tasks_of(base_data, size, progress)
+        if len(found_tasks) != 1:
+            raise ValueError(f"base_data holds {len(found_tasks)} tasks, expected one: {[t.name for t in found_tasks]}")
+        own = found_tasks[0]
         found = base_means(vit, own.train.images, batch_size=config.batch_size)
         pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **found})
         if keep_base:
@@ -85,7 +92,9 @@ def create(
             away = distances(features(own, "val"), [centroids], config.router)[:, 0]
             base = {"centroids": centroids, "distances": calibrate(away)}
     told = preset if config == PRESETS[preset] else f"{preset}, changed"
-    settings = MemoryConfig(pretrained.config.name, size, pretrained.sha256, config, told, seed, base is not None)
+    settings = MemoryConfig(
+        pretrained.config.name, size, pretrained.sha256, config, told, seed, keeps_base=base is not None
+    )
     with made_whole(directory) as partial:
         save_converted(partial / WEIGHTS, pretrained)
         if base is not None:
@@ -107,9 +116,11 @@ def begin_with(
     if not begun.is_run:
         raise ValueError(f"{str(run)!r} is a memory already; copy its folder, or learn in it")
     names = tuple(task.name for task in begun.tasks)
+    known = begun.config.data_sha256
     config = dataclasses.replace(
-        begun.config, tasks=names, data_sha256=dict(begun.config.data_sha256), learning=None, forgetting=None
+        begun.config, tasks=names, data_sha256={name: known[name] for name in names}, num_learned=len(names)
     )
+    _check_means(begun)
     own = [e for e in read(begun.directory) if e["event"] in ("learned", "evaluated")]
     with made_whole(directory) as partial:
         save_converted(partial / WEIGHTS, begun.pretrained)
@@ -122,15 +133,33 @@ def begin_with(
     return open_memory(directory, engine=engine)
 
 
+def _check_means(run: OpenMemory) -> None:
+    """New tasks have to be compared with the means that the run had. Raises ValueError where the weights lack them."""
+    wanted, config = read_config(run.directory).get("base_means_sha256"), run.config
+    means = run.pretrained.base_means.get(f"{config.image_size}/{config.method.placement}/{config.method.token}")
+    found = None if means is None or config.method.base_means == "neutral" else means
+    if (None if found is None else hashlib.sha256(found.tobytes()).hexdigest()) != wanted:
+        raise ValueError(
+            f"run {str(run.directory)!r} measured mean class tokens of the backbone's own task, which "
+            f"{run.pretrained.source} lacks; write weights with them by `cheem convert --base-data`, and give those "
+            "(--weights)"
+        )
+
+
 def _only_cheem(entry: dict[str, Any]) -> dict[str, Any]:
     return {**entry, "methods": {"cheem": entry["methods"]["cheem"]}, "checkpoints": {}}
 
 
 def open_memory(
-    directory: str | Path, *, weights: str | Path | None = None, engine: EngineConfig = ENGINE
+    directory: str | Path,
+    *,
+    weights: str | Path | None = None,
+    engine: EngineConfig = ENGINE,
+    usable: bool = False,
 ) -> OpenMemory:
     """A memory, or a run of CHEEM, ready to answer. `weights` is for runs, which hold none: default as the run had.
 
+    With `usable` a damaged one answers with the tasks that are whole; `lost` tells why the others do not.
     Raises ValueError naming what is damaged, missing or of a newer format.
     """
     directory = Path(directory)
@@ -141,6 +170,8 @@ def open_memory(
         if weights is not None:
             raise ValueError(f"memory {str(directory)!r} holds its own weights; leave --weights out")
         config = config_of(held, directory)
+        if not (directory / WEIGHTS).is_file():
+            raise ValueError(f"memory {str(directory)!r} lacks {WEIGHTS}; restore it from a copy")
         pretrained = load_pretrained(config.backbone, weights=directory / WEIGHTS)
     if pretrained.sha256 != config.weights_sha256 or pretrained.config.image_size != config.image_size:
         raise ValueError(
@@ -148,7 +179,7 @@ def open_memory(
             f"{config.image_size} pixels, but {pretrained.source} has {pretrained.sha256[:12]} at "
             f"{pretrained.config.image_size}; give the file that it was learned with (--weights)"
         )
-    return OpenMemory(directory, config, pretrained, tasks_root(directory, held), engine)
+    return OpenMemory(directory, config, pretrained, tasks_root(directory, held), engine, usable=usable)
 
 
 def _run_config(directory: Path, held: Mapping[str, Any], weights: Path | None) -> tuple[MemoryConfig, Pretrained]:
@@ -169,7 +200,8 @@ def _run_config(directory: Path, held: Mapping[str, Any], weights: Path | None) 
     method = settings_of(CheemConfig, held["cheem"], directory / NAME)
     config = MemoryConfig(
         held["backbone"], held["image_size"], held["weights_sha256"], method, begun.get("preset", "unknown"),
-        held["seed"], tasks=tuple(held["tasks"]), data_sha256=held["data_sha256"],
+        held["seed"], settings_of(SeedsConfig, held["seeds"], directory / NAME),
+        tasks=tuple(held["tasks"]), data_sha256=held["data_sha256"],
     )  # fmt: skip
     return config, pretrained
 

@@ -1,11 +1,12 @@
 """A memory while a process works with it: answers, and all that may change."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,12 +19,13 @@ from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.centroids import calibrate, distances
-from cheem_jax.data.task import Task, check_names
+from cheem_jax.data.task import Task, check_names, repeats
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.execution.choice import EngineConfig, make_executor
 from cheem_jax.execution.executor import Executor
+from cheem_jax.execution.inference import TaskNetwork
 from cheem_jax.forgetting import Forgotten, forget
-from cheem_jax.interruption import stop_requests
+from cheem_jax.interruption import Stop, stop_requests
 from cheem_jax.keys import Keys
 from cheem_jax.memory.data import Data, Picture, pixels_of, tasks_of
 from cheem_jax.memory.directory import (
@@ -39,18 +41,21 @@ from cheem_jax.memory.directory import (
 )
 from cheem_jax.memory.record import without_task
 from cheem_jax.methods.cheem import Cheem
+from cheem_jax.methods.expert_memory import task_networks
 from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.pool import Head, TaskMemory
 from cheem_jax.pool import Memory as Pools
-from cheem_jax.predict import BATCH_SIZES, Predictor
+from cheem_jax.predict import BATCH_SIZES, Predictor, is_best
 from cheem_jax.prediction import Prediction
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import NAME as RECORD
 from cheem_jax.report.record import Record, read, to_json
 from cheem_jax.report.status import Status
 from cheem_jax.results import results_of
+from cheem_jax.rolling import Rolling
 from cheem_jax.run_directory import hold
 from cheem_jax.saved_memory import open_memory as open_saved
+from cheem_jax.saved_memory import open_usable
 from cheem_jax.steps import Run, evaluate, learn_task
 
 if TYPE_CHECKING:
@@ -90,7 +95,18 @@ class OpenMemory:
     Nothing is read again until `refresh`, `learn` or `forget`; one process writes at a time, any number may predict.
     """
 
-    def __init__(self, directory: Path, config: MemoryConfig, pretrained: Pretrained, root: Path, engine: EngineConfig):
+    def __init__(
+        self,
+        directory: Path,
+        config: MemoryConfig,
+        pretrained: Pretrained,
+        root: Path,
+        engine: EngineConfig,
+        *,
+        usable: bool = False,
+    ):
+        self.lost: dict[str, str] | None = {} if usable else None
+        """Why tasks cannot answer, by folder; None where a damaged memory is not opened at all."""
         self.directory, self.config, self.pretrained, self.engine = directory, config, pretrained, engine
         self._root = root
         self.is_run = root.parent.name == "checkpoints"
@@ -103,8 +119,9 @@ class OpenMemory:
         place = f"{pretrained.config.image_size}/{method.placement}/{method.token}"
         means = None if method.base_means == "neutral" else pretrained.base_means.get(place)
         features = FrozenFeatures(self.executor, method.batch_size)
-        self._learner = _Calibrated(self.executor, method, Keys(config.seed), means, features)
+        self._learner = _Calibrated(self.executor, method, Keys(config.seed, config.seeds), means, features)
         self._predictors: dict[Any, Predictor] = {}
+        self._networks: dict[str, TaskNetwork] | None = None
         self.refresh()
 
     def __repr__(self) -> str:
@@ -115,11 +132,36 @@ class OpenMemory:
 
         Raises ValueError that names every damaged task.
         """
-        if not self.is_run:
-            held = read_config(self.directory)
-            self.config, self._root = config_of(held, self.directory), tasks_root(self.directory, held)
-        self._learner.memory = open_saved(self._root, self.executor.base_pool)
+        if self.lost is not None:
+            self._learner.memory, self.lost = open_usable(self._root, self.executor.base_pool)
+        elif self.is_run:
+            self._learner.memory = open_saved(self._root, self.executor.base_pool)
+        else:
+            while not self._read():  # another process has forgotten a task meanwhile
+                pass
         self._predictors.clear()
+        self._networks = None
+
+    def _read(self) -> bool:
+        """Read it again; False where another generation began to count meanwhile."""
+        held = read_config(self.directory)
+        config, root = config_of(held, self.directory), tasks_root(self.directory, held)
+        try:
+            memory = open_saved(root, self.executor.base_pool)
+        except ValueError:
+            if read_config(self.directory)["generation"] == config.generation:
+                raise
+            return False
+        if read_config(self.directory)["generation"] != config.generation:
+            return False
+        missing = sorted(config.data_sha256.keys() - {task.name for task in memory.tasks})
+        if missing or memory.next_number < config.num_learned:
+            raise ValueError(
+                f"{root} lacks tasks that were learned ({', '.join(missing) or 'forgotten ones, which keep places'}); "
+                "restore it from a copy"
+            )
+        self.config, self._root, self._learner.memory = config, root, memory
+        return True
 
     # ---- what it knows
 
@@ -169,6 +211,7 @@ class OpenMemory:
             "preset": self.config.preset,
             "seed": self.config.seed,
             "keeps_base": self.config.keeps_base,
+            "lost": self.lost or {},
             "learning": self.config.learning,
             "bytes": _bytes_of(self.directory),
             "tasks": [
@@ -206,11 +249,16 @@ class OpenMemory:
         place = (tuple(batch_sizes), top, open_set, task)
         if place not in self._predictors:
             targets = self.targets
+            if self._networks is None:  # merged once, whatever is asked of them
+                self._networks = dict(
+                    zip([t.name for t in targets], task_networks(self.pools.pool, targets), strict=True)
+                )
             if task is not None:
-                check_names([task], [target.name for target in targets], f"memory {str(self.directory)!r}")
+                check_names([task], list(self._networks), f"memory {str(self.directory)!r}")
                 targets = tuple(target for target in targets if target.name == task)
+            networks = [self._networks[target.name] for target in targets]
             self._predictors[place] = Predictor(
-                self.executor, self.pools.pool, targets, self.config.method.router,
+                self.executor, targets, networks, self.config.method.router,
                 batch_sizes=batch_sizes, top=top, open_set=open_set,
             )  # fmt: skip
         return self._predictors[place]
@@ -261,15 +309,14 @@ class OpenMemory:
             raise ValueError(
                 f"task {learned.name!r} has not learned the classes {unknown[:8]}; it knows {list(learned.classes)[:8]}"
             )
-        wanted = np.array([learned.classes.index(name) for name in task.classes])[labels]
+        wanted = np.array([learned.classes.index(name) for name in task.classes])[labels].tolist()
         answered = self.predictor(open_set=open_set).answer(images)
         # `argmax` of a class needs the target's own logits, so only answers of the right task are looked at
-        own = answered.targets == index
-        right = [bool(o and logits.argmax() == w) for o, logits, w in zip(own, answered.logits, wanted, strict=True)]
-        given = self._learner.predict(images[:], np.full(len(labels), index, np.int32)).classes
-        return Score(
-            learned.name, len(labels), float(np.mean(right)), float((given == wanted).mean()), float(own.mean())
-        )
+        own = (answered.targets == index).tolist()
+        right = [o and is_best(logits, w) for o, logits, w in zip(own, answered.logits, wanted, strict=True)]
+        told = self.predictor(task=learned.name).answer(images).logits
+        given = [is_best(logits, w) for logits, w in zip(told, wanted, strict=True)]
+        return Score(learned.name, len(labels), float(np.mean(right)), float(np.mean(given)), float(np.mean(own)))
 
     def export(
         self,
@@ -281,6 +328,10 @@ class OpenMemory:
         overwrite: bool = False,
     ) -> "Exported":
         """Write one task's network, or without `task` the whole memory behind its router, for use elsewhere."""
+        if task is not None and open_set is not None:
+            raise ValueError(
+                "one task's network has no router, so open_set means nothing there; leave out one of the two"
+            )
         from cheem_jax.export import export
         from cheem_jax.export.subject import Subject
 
@@ -315,6 +366,12 @@ class OpenMemory:
             if len(tasks) != 1:
                 raise ValueError(f"one name, {name!r}, for {len(tasks)} tasks: {[task.name for task in tasks]}")
             tasks = (dataclasses.replace(tasks[0], name=name),)
+        if repeated := repeats(task.name.casefold() for task in tasks):
+            raise ValueError(f"task names differ in upper and lower case alone, or not at all: {repeated}")
+        size = self.config.image_size
+        for task in tasks:
+            if (shape := task.train.images.shape[1:]) != (size, size, 3):
+                raise ValueError(f"task {task.name!r} holds images of shape {shape}, expected {(size, size, 3)}")
         with self._writing() as record, stop_requests() as stop, Status(self.directory) as status:
             hashes = {task.name: data_hash(task) for task in tasks}
             self._check_names(hashes)
@@ -339,7 +396,8 @@ class OpenMemory:
             f"task {index + 1}: {task.name}, {len(task.classes)} classes, {len(task.train.labels):,} training images"
         )
         learn_task(task, number, self._learner, run, index=index)
-        self._write(learning=None, data_sha256={**self.config.data_sha256, task.name: data_sha256}, tasks=self._names)
+        known = {**self.config.data_sha256, task.name: data_sha256}
+        self._write(learning=None, data_sha256=known, tasks=self._names, num_learned=self.pools.next_number)
         self._predictors.clear()
 
     def _measure(self, tasks: Sequence[Task], run: Run) -> None:
@@ -360,10 +418,15 @@ class OpenMemory:
         """
         self.check_writable()
         with self._writing():
-            if self.config.learning is not None and self._unfinished():
+            read(self.directory)  # a damaged record is told before anything changes
+            learning = self.config.learning
+            if learning is not None and learning["name"] == name and name not in self._names:
+                self._give_up()
+                return Forgotten(self.pools, learning["number"], (), (), (), ())
+            if learning is not None and self._unfinished():
                 raise ValueError(
-                    f"task {self.config.learning['name']!r} is half learned; finish it, or give it up with `cheem "
-                    "learn --discard-unfinished`, before another one is forgotten"
+                    f"task {learning['name']!r} is half learned; finish it, or forget it too, before another one is "
+                    "forgotten"
                 )
             before = self.pools
             done = forget(before, name, erase=erase)
@@ -382,7 +445,7 @@ class OpenMemory:
 
     # ---- keeping it whole
 
-    @contextmanager
+    @contextlib.contextmanager
     def _writing(self) -> Iterator[Record]:
         """The directory for this process alone, read anew, and with what a killed process left taken away."""
         with hold(self.directory):
@@ -394,7 +457,10 @@ class OpenMemory:
     def _tidy(self) -> bool:
         """Finish what a killed process began; returns whether there was anything."""
         before = self.config
+        remove_old_generations(self.directory, self.config.generation)
         if (left := self.config.forgetting) is not None:
+            for torn in self.directory.glob(".*.tmp"):
+                torn.unlink(missing_ok=True)
             entries = read(self.directory)
             names = {(e["report"]["index"], e["report"]["name"]) for e in entries if e["event"] == "learned"}
             if (left["index"], left["name"]) in names:
@@ -405,17 +471,18 @@ class OpenMemory:
             for derived in DERIVED:
                 _discard(self.directory / derived)
             self._write_results()
-            remove_old_generations(self.directory, self.config.generation)
             self._write(forgetting=None)
-        remove_old_generations(self.directory, self.config.generation)
         begun = self.config.learning
         if begun is not None and begun["number"] < self.pools.next_number:  # saved, but not yet told
             known = {**self.config.data_sha256, begun["name"]: begun["data_sha256"]}
-            self._write(learning=None, data_sha256=known, tasks=self._names)
+            self._rolling().clear()
+            self._write(learning=None, data_sha256=known, tasks=self._names, num_learned=self.pools.next_number)
         return self.config != before
 
     def check_writable(self) -> None:
-        """Raises ValueError for a run of an experiment."""
+        """Raises ValueError for a run of an experiment, and where a damaged memory was opened as far as it is whole."""
+        if self.lost is not None:
+            raise ValueError(f"{str(self.directory)!r} was opened for answering alone (usable); open it without that")
         if self.is_run:
             raise ValueError(
                 f"{str(self.directory)!r} is a run of an experiment, whose tasks are fixed; go on with what it learned "
@@ -430,6 +497,10 @@ class OpenMemory:
             known = taken.get(name.casefold())
             if known is None or (known == name and self.config.data_sha256.get(name) == sha):
                 continue
+            if known == BASE and self.config.keeps_base:
+                raise ValueError(
+                    f"{name!r} is the backbone's own task in this memory; give this one another name (--name)"
+                )
             raise ValueError(
                 f"a task {known!r} was learned from other images already, and what is learned never changes; give this "
                 f"one another name (--name), or drop the old one first: cheem forget {self.directory} {known}"
@@ -437,15 +508,25 @@ class OpenMemory:
 
     def _check_unfinished(self, hashes: Mapping[str, str], discard: bool) -> None:
         left = self.config.learning
-        if left is None or not self._unfinished() or hashes.get(left["name"]) == left["data_sha256"]:
+        first = next((name for name in hashes if name not in self.config.data_sha256), None)
+        if left is None or not self._unfinished() or (first is None and not discard):
+            return
+        if first is not None and (first, hashes[first]) == (left["name"], left["data_sha256"]):
             return
         if not discard:
             raise ValueError(
-                f"task {left['name']!r} is half learned; give its command again to finish it, or --discard-unfinished "
-                "to give it up"
+                f"task {left['name']!r} is half learned; give its command again to finish it first, or give it up with "
+                "--discard-unfinished"
             )
-        for place in self._root.glob("running-*"):
-            _remove(place)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Drop what there is of a half learned task."""
+        self._rolling().clear()
+        self._write(learning=None, tasks=self._names)
+
+    def _rolling(self) -> Rolling:
+        return Rolling(self._root, Stop())
 
     def _unfinished(self) -> bool:
         return any(self._root.glob("running-*"))
@@ -494,7 +575,12 @@ class _Calibrated(Cheem):
 
 
 def _bytes_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another process learns here
+                total += (Path(place) / name).stat().st_size
+    return total
 
 
 def _discard(place: Path) -> None:
@@ -504,12 +590,6 @@ def _discard(place: Path) -> None:
         place.unlink(missing_ok=True)
 
 
-def _remove(folder: Path) -> None:
-    hidden = folder.with_name(f".{folder.name}.old")
-    folder.rename(hidden)
-    shutil.rmtree(hidden)
-
-
-DERIVED = ("answers.npz", "report.html", "report.md", "figures", "tensorboard")
+DERIVED = (".status.json", "answers.npz", "report.html", "report.md", "figures", "tensorboard")
 """What commands write into a memory's folder from its record, and can write again; names and classes are in it."""
 _BASE_CHOICE = (Choice("reuse", 0),)
