@@ -50,14 +50,14 @@ def forget_task(settings: Forget) -> None:
         f"number {done.number} is never used again; {', '.join(task.name for task in memory.tasks) or 'no task'} left"
     )
     for kept in done.in_use:
-        say(f"block {kept.place.block}, expert {kept.place.expert} stays: used by {', '.join(kept.tasks)}")
+        say(f"block {kept.place.block + 1}, expert {kept.place.expert} stays: used by {', '.join(kept.tasks)}")
     for kept in done.ancestors:
         say(
-            f"block {kept.place.block}, expert {kept.place.expert} stays, no candidate for new tasks any more: what "
+            f"block {kept.place.block + 1}, expert {kept.place.expert} stays, no candidate for new tasks any more: what "
             f"{', '.join(kept.tasks)} uses was adapted from it (--erase makes that a full expert)"
         )
     for place in done.baked:
-        say(f"block {place.block}, expert {place.expert} is a full expert now")
+        say(f"block {place.block + 1}, expert {place.expert} is a full expert now")
 
 
 def _told(kept: Kept) -> dict[str, object]:
