@@ -53,8 +53,8 @@ def forget_task(settings: Forget) -> None:
         say(f"block {kept.place.block + 1}, expert {kept.place.expert} stays: used by {', '.join(kept.tasks)}")
     for kept in done.ancestors:
         say(
-            f"block {kept.place.block + 1}, expert {kept.place.expert} stays, no candidate for new tasks any more: what "
-            f"{', '.join(kept.tasks)} uses was adapted from it (--erase makes that a full expert)"
+            f"block {kept.place.block + 1}, expert {kept.place.expert} stays, no candidate for new tasks any more: "
+            f"what {', '.join(kept.tasks)} uses was adapted from it (--erase makes that a full expert)"
         )
     for place in done.baked:
         say(f"block {place.block + 1}, expert {place.expert} is a full expert now")

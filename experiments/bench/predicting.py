@@ -56,7 +56,7 @@ def main(settings: Predicting) -> None:
             f"{what}: {len(files)} files of a folder, against decoded arrays", found,
             ratio(found, "arrays", "folder"), 0.9, note=f"{rate:.0f} pictures/s from files",
         ),
-        Row(f"{what}: one picture, decoded", medians(one)),
+        Row(f"{what}: one picture, decoded", {}, 1000 * medians(one)["one picture"], unit="ms in the median"),
         Row(
             f"{what}: a process from nothing to its first answer, programs kept", {}, medians(first)["process"], 5.0,
             "at most", unit="s",

@@ -100,13 +100,18 @@ def rows(found: dict[str, Any]) -> list[Row]:
             "memory at the end over the middle of the load", {}, resident[-1] / resident[len(resident) // 2], 1.05,
             "at most", note=f"{resident[0] / 1e6:.0f} MB at the beginning, {resident[-1] / 1e6:.0f} MB at the end",
         ),
-        Row("one client", {name: found["one_client"][name] / 1000 for name in ("p50", "p99")}),
+        in_the_median("one client", found["one_client"]),
         *(
-            Row(f"refused while the server is busy: {what}", {name: times[name] / 1000 for name in ("p50", "p99")})
+            in_the_median(f"refused while the server is busy: {what}", times)
             for what, times in refused.items()
             if times is not None
         ),
     ]  # fmt: skip
+
+
+def in_the_median(what: str, milliseconds: dict[str, float]) -> Row:
+    """A line for what has no goal."""
+    return Row(what, {"p99": milliseconds["p99"] / 1000}, milliseconds["p50"], unit="ms in the median")
 
 
 def make_pictures(num: int, size: int) -> list[bytes]:
