@@ -44,7 +44,7 @@ faults: $(VENV)/.test ## kills, full disks, damaged files and hostile input by t
 test-convert: $(VENV_CONVERT)/.convert ## parity with timm, in an environment with torch
 	@$(VENV_CONVERT)/bin/python -m pytest -m convert $(PYTEST_ARGS)
 
-test-browser: $(VENV)/.browser ## reports in Chromium, which the system has to have (Debian: apt-get install chromium)
+test-browser: $(VENV)/.browser ## reports and the served page in Chromium, which the system has to have (Debian: apt-get install chromium)
 	@$(VENV)/bin/python -m pytest -m browser $(PYTEST_ARGS)
 
 test-prepare: $(VENV_PREPARE)/.prepare ## TFDS's own builders, in an environment with TensorFlow

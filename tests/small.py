@@ -1,7 +1,10 @@
 """A backbone and tasks small enough that tests of the whole method take seconds."""
 
+import contextlib
+
 import jax
 import numpy as np
+import pytest
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.params import build, init_params
@@ -9,6 +12,7 @@ from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.evolution import SearchConfig
+from cheem_jax.execution.choice import make_executor
 from cheem_jax.methods.cheem import CheemConfig
 from cheem_jax.supernet import OpSettings
 from cheem_jax.training import FitConfig
@@ -49,3 +53,20 @@ def task(name: str, seed: int, num_classes: int = 3, num: int = 40) -> Task:
 
 def stream(num_tasks: int = 2) -> Stream:
     return Stream("small", tuple(task(f"task{i}", i, num_classes=3 + i % 2) for i in range(num_tasks)))
+
+
+@contextlib.contextmanager
+def shared_executors():
+    """Memories of equal weights share what is compiled, as those of several processes do by programs on the disk."""
+    made = {}
+
+    def make(vit, placement, engine, **settings):
+        place = (vit.config, placement, engine, *settings.items())
+        if place not in made:
+            made[place] = make_executor(vit, placement, engine, **settings)
+        return made[place]
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in ("opened", "making"):
+            patched.setattr(f"cheem_jax.memory.{module}.make_executor", make)
+        yield

@@ -10,11 +10,11 @@ import zlib
 
 import numpy as np
 import pytest
+import small
 from PIL import Image
 
 from cheem_jax.cli import main
 from cheem_jax.data.demo import demo_stream
-from cheem_jax.execution.choice import make_executor
 
 TASKS = {task.name: task for task in demo_stream(image_size=32).tasks[:2]}
 FIRST, SECOND = TASKS
@@ -33,18 +33,7 @@ def write_task(folder, task, num=8):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_executor():
-    """Commands share what is compiled, as they do with programs kept on the disk."""
-    made = {}
-
-    def make(vit, placement, engine, **settings):
-        place = (vit.config, placement, engine, *settings.items())
-        if place not in made:
-            made[place] = make_executor(vit, placement, engine, **settings)
-        return made[place]
-
-    with pytest.MonkeyPatch.context() as patched:
-        for module in ("opened", "making"):
-            patched.setattr(f"cheem_jax.memory.{module}.make_executor", make)
+    with small.shared_executors():
         yield
 
 

@@ -19,7 +19,6 @@ from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.checkpoint import load_manifest, saved_tasks
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Split, Stream
-from cheem_jax.execution.choice import make_executor
 from cheem_jax.memory import OpenMemory
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
@@ -52,18 +51,7 @@ def begin(directory: Path, **settings) -> OpenMemory:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_executor():
-    """Memories of equal weights share what is compiled, as they would with programs kept on the disk."""
-    made = {}
-
-    def make(vit, placement, engine, **settings):
-        place = (vit.config, placement, engine, *settings.items())
-        if place not in made:
-            made[place] = make_executor(vit, placement, engine, **settings)
-        return made[place]
-
-    with pytest.MonkeyPatch.context() as patched:
-        for module in ("opened", "making"):
-            patched.setattr(f"cheem_jax.memory.{module}.make_executor", make)
+    with small.shared_executors():
         yield
 
 

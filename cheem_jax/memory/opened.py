@@ -139,6 +139,9 @@ class OpenMemory:
         else:
             while not self._read():  # another process has forgotten a task meanwhile
                 pass
+        self._drop_predictors()
+
+    def _drop_predictors(self) -> None:
         self._predictors.clear()
         self._networks = None
 
@@ -398,7 +401,7 @@ class OpenMemory:
         learn_task(task, number, self._learner, run, index=index)
         known = {**self.config.data_sha256, task.name: data_sha256}
         self._write(learning=None, data_sha256=known, tasks=self._names, num_learned=self.pools.next_number)
-        self._predictors.clear()
+        self._drop_predictors()
 
     def _measure(self, tasks: Sequence[Task], run: Run) -> None:
         """Fill the record up: one measurement after each task, of those whose images are at hand."""
