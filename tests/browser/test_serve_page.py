@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import expect
 from serving import Colours, Served, picture, serving
 
 from cheem_jax.serve.limits import Limits
 
 pytestmark = pytest.mark.browser
+expect = pytest.importorskip("playwright.sync_api").expect
 
 BRIGHT, DARK = (224, 32, 32), (96, 160, 224)
 
