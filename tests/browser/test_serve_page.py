@@ -9,9 +9,15 @@ from serving import Colours, Served, picture, serving
 from cheem_jax.serve.limits import Limits
 
 pytestmark = pytest.mark.browser
-expect = pytest.importorskip("playwright.sync_api").expect
 
 BRIGHT, DARK = (224, 32, 32), (96, 160, 224)
+
+
+def expect(place):
+    """Playwright's own, imported where it is needed: tests that are not of a browser do without the package."""
+    from playwright.sync_api import expect as wait_for
+
+    return wait_for(place)
 
 
 @pytest.fixture(scope="module")
