@@ -26,7 +26,9 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
+from cheem_jax import hosts
 from cheem_jax.atomic import to_disk
 
 FORMAT = "cheem_jax-task/2"
@@ -43,8 +45,13 @@ def task_directory(root: Path, index: int, name: str) -> Path:
 def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     """Write one task's arrays and metadata; refuses to touch a directory that exists.
 
-    Raises OSError where it cannot be written, and then leaves nothing.
+    In a job of several processes, which all hold them, the first one writes and the others wait. Raises OSError where
+    it cannot be written, and then leaves nothing.
     """
+    hosts.first_does(lambda: _write(directory, arrays, meta))
+
+
+def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     if directory.exists():
         raise FileExistsError(f"{directory} exists already; a learned task is never overwritten")
     partial = directory.with_name(f".{directory.name}.partial")
@@ -53,7 +60,7 @@ def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         with _quietly():
-            ocp.PyTreeCheckpointer().save((partial / "arrays").absolute(), arrays)
+            _checkpointer().save((partial / "arrays").absolute(), arrays)
         (partial / "task.json").write_text(_text(meta))
         manifest = {"format": FORMAT, "content_sha256": content_hash(arrays, meta), "files": _hash_files(partial)}
         (partial / MANIFEST).write_text(_text(manifest))
@@ -70,6 +77,15 @@ def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
             f"checkpoint {directory} could not be written ({reason}); nothing saved before is touched, and the same "
             "command goes on from there once the disk takes it"
         ) from error
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    """Orbax for this process alone: every one holds all that is saved, so none has to wait for the others' parts."""
+    process = hosts.index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
+    )
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=alone), multiprocessing_options=alone)
 
 
 @contextlib.contextmanager
@@ -103,15 +119,23 @@ def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def load_tasks(directories: Sequence[Path]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Several tasks; one ValueError names every damaged one."""
-    found, damaged = [], []
+    return list(each_task(directories))
+
+
+def each_task(directories: Sequence[Path]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The same one after the other, up to the first damaged one; the ValueError comes at the end."""
+    damaged = []
     for directory in directories:
         try:
-            found.append(load_task(directory))
+            found = load_task(directory)
         except ValueError as error:
             damaged.append(str(error))
+        else:
+            if not damaged:
+                yield found
     if damaged:
-        raise ValueError(" / ".join(damaged) + ("; the other tasks are whole" if found else ""))
-    return found
+        others = "; the other tasks are whole" if len(damaged) < len(directories) else ""
+        raise ValueError(" / ".join(damaged) + others)
 
 
 def load_meta(directory: Path) -> dict[str, Any]:
@@ -138,12 +162,55 @@ def _load_json(directory: Path, name: str) -> dict[str, Any]:
 
 def _restore(arrays: Path) -> dict[str, Any]:
     """What Orbax kept, unless it is far more than its files can hold: constants are stored in almost nothing."""
-    checkpointer, size = ocp.PyTreeCheckpointer(), sum(f.stat().st_size for f in arrays.rglob("*") if f.is_file())
+    size = sum(file.stat().st_size for file in arrays.rglob("*") if file.is_file())
+    tree = json.loads((arrays / "_METADATA").read_text())
+    if _is_plain(tree):
+        return _read_plain(arrays, tree, size)
+    checkpointer = _checkpointer()
     told: Any = checkpointer.metadata(arrays.absolute())
     leaves = jax.tree.leaves(told.item_metadata.tree)
-    if (promised := sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)) > max(2**30, 100 * size):
-        raise ValueError(f"its files of {size} bytes promise {promised} bytes of arrays")
+    _check_promised(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves), size)
     return checkpointer.restore(arrays.absolute())
+
+
+def _is_plain(tree: Mapping[str, Any]) -> bool:
+    """Whether Orbax's description is of dicts of arrays in the one form that `save_task` gives them today."""
+    leaves = [*tree["tree_metadata"].values()]
+    return (
+        (tree["use_ocdbt"], tree["use_zarr3"]) == (True, False)
+        and all(leaf["value_metadata"]["value_type"] in ("np.ndarray", "Dict") for leaf in leaves)
+        and all(key["key_type"] == 2 for leaf in leaves for key in leaf["key_metadata"])
+    )
+
+
+def _read_plain(arrays: Path, tree: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The same arrays straight from TensorStore, which Orbax stands on: a tenth of the time for small tasks."""
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{arrays.absolute()}/"}}
+    found: dict[str, Any] = {}
+    places, opening = [], []
+    for leaf in tree["tree_metadata"].values():
+        *keys, last = (key["key"] for key in leaf["key_metadata"])
+        place = found
+        for key in keys:
+            place = place.setdefault(key, {})
+        if leaf["value_metadata"]["value_type"] == "Dict":
+            place[last] = {}
+            continue
+        places.append((place, last))
+        # all at once: TensorStore reads in threads of its own
+        path = ".".join((*keys, last)) + "/"
+        opening.append(tensorstore.open({"driver": "zarr", "kvstore": {**store, "path": path}}, open=True, read=True))
+    opened = [each.result() for each in opening]
+    _check_promised(sum(math.prod(array.shape) * array.dtype.numpy_dtype.itemsize for array in opened), size)
+    reading = [array.read() for array in opened]
+    for (place, last), read in zip(places, reading, strict=True):
+        place[last] = np.asarray(read.result())
+    return found
+
+
+def _check_promised(promised: int, size: int) -> None:
+    if promised > max(2**30, 100 * size):
+        raise ValueError(f"its files of {size} bytes promise {promised} bytes of arrays")
 
 
 @contextlib.contextmanager
@@ -192,7 +259,12 @@ def _differs(name: str, found: Mapping[str, str], manifest: Mapping[str, Any]) -
 
 def saved_tasks(root: Path) -> list[Path]:
     """The directories of tasks 0, 1, ... without a gap; `003.forgotten` keeps the place of one that is forgotten."""
+    names: dict[str, str] = {}
+    if root.is_dir():
+        for name in sorted(os.listdir(root), reverse=True):  # the first of several comes last and stays
+            if match := re.match(r"\d{3,}(?=[-.])", name):
+                names[match[0]] = name
     found: list[Path] = []
-    while matches := sorted(root.glob(f"{len(found):03d}[-.]*")):
-        found.append(matches[0])
+    while (number := f"{len(found):03d}") in names:
+        found.append(root / names[number])
     return found

@@ -1,6 +1,8 @@
 """The loop over a stream: learn a task, save it, measure every task so far from what was saved."""
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from cheem_jax import fingerprint
+from cheem_jax import fingerprint, hosts
 from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.alexnet import PretrainedAlexNet, build_alexnet
 from cheem_jax.backbone.config import CONFIGS
@@ -21,6 +23,7 @@ from cheem_jax.data.task import Stream
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.execution.choice import EngineConfig, choose, make_executor
 from cheem_jax.execution.executor import Token
+from cheem_jax.execution.layout import ONE, Layout, MeshConfig, make_layout
 from cheem_jax.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.images import Images
 from cheem_jax.interruption import stop_requests
@@ -57,6 +60,8 @@ class RunConfig:
     """Also fine-tune the whole backbone per task, the true task given."""
     engine: EngineConfig = EngineConfig()
     seeds: SeedsConfig = SeedsConfig()
+    mesh: MeshConfig = MeshConfig()
+    """Not part of what decides results: a run may go on with other devices."""
 
 
 Router = Pretrained | PretrainedAlexNet
@@ -90,11 +95,12 @@ def run_stream(
     if config.upper_bound is not None and config.method.name == "full_finetune":
         raise ValueError("full_finetune is the upper bound itself: leave out --upper-bound")
     start = Mark.now()
+    layout = make_layout(config.mesh)
     engine, batch_size = config.engine, config.method.batch_size
     means = None
     if isinstance(config.method, CheemConfig):
         means = _base_means(pretrained, config.method, engine.precision, base_images, progress)
-    networks = networks_of(pretrained, router, config.method, engine, workshop)
+    networks = networks_of(pretrained, router, config.method, engine, workshop, layout)
     features, router_features = networks.features, networks.router_features
     keys = Keys(config.seed, config.seeds)
     learner = make(config.method, networks, keys, len(stream.tasks), means)
@@ -102,18 +108,22 @@ def run_stream(
     identity = _identity(stream, pretrained, config, means, router)
     if tensorboard:
         check_installed()
-    with hold(directory), stop_requests() as stop, Status(directory) as status:
-        resumed = claim(directory, identity)
+    conditions = fingerprint.take(identity)
+    _check_hosts(identity, conditions)
+    writes = hosts.is_first()
+    with contextlib.ExitStack() as held, stop_requests() as stop, Status(directory, writes=writes) as status:
+        claimed = []
+        hosts.first_does(lambda: claimed.append(_claim(directory, identity, held)))
+        resumed = bool(hosts.largest(int(any(claimed))))
         methods: tuple[Method, ...] = (learner,)
         if isinstance(config.method, CheemConfig):  # what CHEEM learns has to beat this, so it is always beside it
             methods = (learner, FrozenLinear(keys, features, router_features, config.method.router))
 
-        conditions = fingerprint.take(identity)
-        record = Record.open(directory, fingerprint.digest(conditions))
+        record = Record.open(directory, fingerprint.digest(conditions), writes=writes)
         run = Run(directory, record, progress, stop, save_every, status)
-        finished = restore(directory, stream, methods, record) if resumed else 0
+        finished = hosts.in_order(lambda: restore(directory, stream, methods, record)) if resumed else 0
         begun = next((entry for entry in read(directory) if entry["event"] == "run"), None)
-        bound = {"upper_bound": config.upper_bound is not None}
+        bound = {"upper_bound": config.upper_bound is not None, "devices": layout.num, "processes": hosts.count()}
         if begun is None:
             setting = _setting(stream, pretrained, config, means, router)
             record.write("run", **setting, command=command, data=data, conditions=conditions, **bound, **start.since())
@@ -123,6 +133,9 @@ def run_stream(
                 progress.say(f"begun under other conditions, so numbers may differ: {'; '.join(changed)}")
         chosen = choose(engine, pretrained.config, batch_size)
         progress.say(f"executor {chosen.name}, {engine.precision} ({chosen.reason})")
+        if layout.is_many:
+            over = f" in {hosts.count()} processes" if hosts.count() > 1 else ""
+            progress.say(f"each batch is divided over {layout.num} devices{over}")
         for note in notes:
             progress.say(f"{learner.name}: {note}")
         if means is None and isinstance(config.method, CheemConfig):
@@ -140,13 +153,27 @@ def run_stream(
             router_features.forget(stream.tasks[index])
             _write_results(directory, tensorboard)
         if config.upper_bound is not None:
-            write_report(directory, _write_results(directory, tensorboard))
+            _write_report(directory, _write_results(directory, tensorboard))
             upper = FullFinetune(networks.executor, features, config.upper_bound, keys, len(stream.tasks))
             _upper_bound(stream, upper, run)
             Rolling(run.root(upper.name), stop).clear()
         results = _write_results(directory, tensorboard)
-        write_report(directory, results)
+        _write_report(directory, results)
         return results
+
+
+def _check_hosts(identity: Mapping[str, Any], conditions: Mapping[str, Any]) -> None:
+    """Raises ValueError where the processes of a job would not do the same."""
+    code = {name: conditions[name] for name in ("code", "versions")}
+    hosts.check_equal("code and package versions", code, "install the same on every machine")
+    hosts.check_equal("weights", identity["weights_sha256"], "give every process the same file")
+    hosts.check_equal("data fingerprints", identity["data_sha256"], "give every process the same pictures")
+    hosts.check_equal("settings", identity, "start every process with the same command")
+
+
+def _claim(directory: Path, identity: Mapping[str, Any], held: contextlib.ExitStack) -> bool:
+    held.enter_context(hold(directory))
+    return claim(directory, identity)
 
 
 def missing_bounds(directory: Path, stream: Stream) -> list[int]:
@@ -159,7 +186,8 @@ def _upper_bound(stream: Stream, bound: FullFinetune, run: Run) -> None:
     config = bound.vit_config
     for index in missing_bounds(run.directory, stream):
         start, task = Mark.now(), stream.tasks[index]
-        check_space(run.directory, bound.bytes_needed(task) + SPARE_BYTES, f"the upper bound of task {task.name!r}")
+        needed, what = bound.bytes_needed(task) + SPARE_BYTES, f"the upper bound of task {task.name!r}"
+        hosts.first_does(lambda needed=needed, what=what: check_space(run.directory, needed, what))
         running = run.learning(bound.name, task, index)
         found = bound.bound(index, task, running)
         run.record.write(
@@ -176,11 +204,17 @@ def _upper_bound(stream: Stream, bound: FullFinetune, run: Run) -> None:
 
 
 def _write_results(directory: Path, tensorboard: bool) -> dict[str, Any]:
-    if tensorboard:
-        write_events(directory)
-    results = results_of(read(directory))
-    write_atomically(directory / "results.json", json.dumps(results, indent=1) + "\n")
-    return results
+    def write() -> None:
+        if tensorboard:
+            write_events(directory)
+        write_atomically(directory / "results.json", json.dumps(results_of(read(directory)), indent=1) + "\n")
+
+    hosts.first_does(write)
+    return results_of(read(directory))
+
+
+def _write_report(directory: Path, results: dict[str, Any]) -> None:
+    hosts.first_does(functools.partial(write_report, directory, results))
 
 
 def networks_of(
@@ -189,6 +223,7 @@ def networks_of(
     config: MethodConfig,
     engine: EngineConfig,
     workshop: dict[Any, Networks] | None = None,
+    layout: Layout = ONE,
 ) -> Networks:
     """The networks of a run; those in `workshop` are taken from there, with all that they have compiled."""
     placement: Placement = "mlp_down"
@@ -200,17 +235,18 @@ def networks_of(
     size = config.batch_size
     workshop = {} if workshop is None else workshop
     weights = (pretrained.sha256, pretrained.config, router and (router.sha256, router.config))
-    place = (weights, placement, token, size, engine)
+    place = (weights, placement, token, size, engine, layout.place, layout.fsdp)
     if place not in workshop:
         vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
-        executor = make_executor(vit, placement, engine, token=token, batch_size=size)
+        executor = make_executor(vit, placement, engine, token=token, batch_size=size, layout=layout)
         features = router_features = FrozenFeatures(executor, size)
         if isinstance(router, PretrainedAlexNet):
-            encoder = AlexNetEncoder(build_alexnet(router.config, router.params), jit=executor.jit)
+            encoder = AlexNetEncoder(build_alexnet(router.config, router.params), jit=jax.jit)
             router_features = FrozenFeatures(encoder, size)
         elif router is not None:
             router_vit = build(dataclasses.replace(router.config, precision=engine.precision), router.params)
-            router_features = FrozenFeatures(make_executor(router_vit, placement, engine, batch_size=size), size)
+            router_executor = make_executor(router_vit, placement, engine, batch_size=size, layout=layout)
+            router_features = FrozenFeatures(router_executor, size)
         workshop[place] = Networks(executor, features, router_features)
     return workshop[place]
 

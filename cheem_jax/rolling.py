@@ -7,6 +7,7 @@ as one that was never stopped.
 """
 
 import contextlib
+import itertools
 import re
 import shutil
 import time
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cheem_jax import hosts
 from cheem_jax.checkpoint import load_task, save_task
 from cheem_jax.execution.passes import Advance
 from cheem_jax.interruption import Stop
@@ -23,6 +25,8 @@ FORMAT = "cheem_jax-running/2"
 """Another version's is not gone on from: its task begins anew."""
 SECONDS_BETWEEN = 30.0
 """Least seconds between two rolling checkpoints, unless told."""
+CALLS_BETWEEN = 8
+"""Reports of work after which the processes of a job ask each other whether to save or to stop."""
 LARGEST_SHARE = 0.02
 """Share of the time that rolling checkpoints may take: a slow disk or a large supernet makes them rarer."""
 
@@ -55,13 +59,20 @@ class Rolling:
         wait = self.every if self.every is not None else max(SECONDS_BETWEEN, self._took * (1 / LARGEST_SHARE - 1))
         return self.clock() - self._last >= wait
 
+    def agreed_due(self) -> bool:
+        """`due` in any process of the job; a request to stop in one is from now on a request in all."""
+        number, due = divmod(hosts.largest(2 * (self.stop.signal_number or 0) + self.due()), 2)
+        self.stop.signal_number = number or None
+        return bool(due)
+
     def save(self, task: int, state: Callable[[], Saved]) -> None:
         """Write a new one, then remove the one before."""
         start, before = self.clock(), self._directories()
         arrays, meta = state()
         number = 1 + max((int(directory.name.split("-")[1]) for directory in before), default=0)
         save_task(self.root / f"running-{number:06d}", arrays, {"running": FORMAT, "task": task, **meta})
-        _remove(before)
+        if hosts.is_first():
+            _remove(before)
         self._last = self.clock()
         self._took = self._last - start
         self.seconds += self._took
@@ -71,6 +82,15 @@ class Rolling:
 
         Raises OSError or MemoryError where a whole one may be there but cannot be read now.
         """
+        saved = hosts.together(lambda: self._newest(task, say))
+        hosts.check_equal(
+            "rolling checkpoints", saved and saved.meta, "the run directory has to be one that all processes share"
+        )
+        if saved is None:
+            self.clear()
+        return saved
+
+    def _newest(self, task: int, say: Callable[[str], object]) -> Saved | None:
         for directory in reversed(self._directories()):
             try:
                 arrays, meta = load_task(directory)
@@ -81,14 +101,14 @@ class Rolling:
                 continue
             if (meta.pop("running", None), meta.pop("task", None)) == (FORMAT, task):
                 return Saved(arrays, meta)
-        self.clear()
         return None
 
     def clear(self) -> None:
         """Remove it: the task is saved for good. What a killed process left half done goes as well."""
-        _remove(self._directories())
-        for left in self.root.glob(".running-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        if hosts.is_first():
+            _remove(self._directories())
+            for left in self.root.glob(".running-*"):
+                shutil.rmtree(left, ignore_errors=True)
         self._last = self.clock()
 
     def _directories(self) -> list[Path]:
@@ -109,14 +129,16 @@ class RunningTask:
 
         Raises Stopped out of `advance` where a signal has asked for it, after saving.
         """
-        rolling = self.rolling
+        rolling, calls = self.rolling, itertools.count(1)
         with self._phase(name, total) if total else _nothing_left() as shown:
 
             def advance(num_images: int, note: str = "", /) -> None:
                 # what is shown comes last: whoever reads it may be gone
-                if state is not None and (rolling.stop or rolling.due()):
+                asked = hosts.count() == 1 or next(calls) % CALLS_BETWEEN == 0
+                due = asked and rolling.agreed_due()
+                if state is not None and (due or (asked and rolling.stop)):
                     rolling.save(self.task, state)
-                if rolling.stop:
+                if asked and rolling.stop:
                     place = "before" if state is None else "up to this step of"
                     raise rolling.stop.stopped(f"everything {place} the {name} phase is kept")
                 shown(num_images, note)

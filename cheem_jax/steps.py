@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cheem_jax import metrics
+from cheem_jax import hosts, metrics
 from cheem_jax.atomic import write_atomically
 from cheem_jax.checkpoint import load_manifest, saved_tasks
 from cheem_jax.data.task import Task
@@ -79,12 +79,13 @@ def learn_task(task: Task, number: int, method: Method, run: Run, *, index: int 
     checkpoints took.
     """
     root, start = run.root(method.name), Mark.now()
-    if run.stop:
+    if hosts.agree_to_stop(run.stop):
         raise run.stop.stopped("everything learned is kept")
     if len(saved_tasks(root)) > number:
         Rolling(root, run.stop).clear()
         return 0.0  # learned and saved before the run stopped
-    check_space(run.directory, method.bytes_needed(task) + SPARE_BYTES, f"task {task.name!r}")
+    needed = method.bytes_needed(task) + SPARE_BYTES
+    hosts.first_does(lambda: check_space(run.directory, needed, f"task {task.name!r}"))
     running = run.learning(method.name, task, number)
     report = method.learn(task, running)
     known = {"index": number if index is None else index, "name": task.name, "classes": list(task.classes)}
@@ -126,7 +127,7 @@ def evaluate(learned: Sequence[Task | None], methods: tuple[Method, ...], run: R
                 if method is methods[0]:
                     answered |= {f"{name}_{index}": found for name, found in answers._asdict().items()}
                 advance(len(task.test.labels), "")
-                if run.stop:
+                if hosts.agree_to_stop(run.stop):
                     raise run.stop.stopped("everything learned is kept, and measured again")
         measured[method.name] = {
             "accuracy": [rows[index]["accuracy"] if index in rows else None for index in range(num)],
@@ -137,7 +138,7 @@ def evaluate(learned: Sequence[Task | None], methods: tuple[Method, ...], run: R
                 num,
             ),
         }
-    _write_answers(run.directory, answered)
+    hosts.first_does(lambda: _write_answers(run.directory, answered))
     saved = {method.name: saved_tasks(run.root(method.name)) for method in methods}
     contents = {name: [load_manifest(place)["content_sha256"] for place in places] for name, places in saved.items()}
     run.record.write(

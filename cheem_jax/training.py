@@ -20,7 +20,8 @@ from cheem_jax.execution.batches import Batch as Rows
 from cheem_jax.execution.batches import batches, num_batches
 from cheem_jax.execution.executor import Batch, Dense, Executor, Step
 from cheem_jax.execution.feed import Feed, ahead, fed
-from cheem_jax.execution.passes import Advance, count_right
+from cheem_jax.execution.passes import Advance
+from cheem_jax.execution.spread import count_right_spread
 from cheem_jax.flops import network_flops
 from cheem_jax.hee import sample
 from cheem_jax.keys import key_at, next_power_of_two, order_at
@@ -128,7 +129,7 @@ def fit(
         architectures = [decode(codes, supernet.sizes) for codes in draws(epoch, steps)]
         rates = [learning_rate_at(config, epoch * steps + step, total) for step in range(steps)]
         pieces = list(batches(order_at(key_at(order_key, epoch), num), batch_size))
-        prepared = ahead(steps_of(feed, labels, pieces[begin:], executor.rows(batch_size)))
+        prepared = ahead(executor.layout, steps_of(executor, feed, labels, pieces[begin:], batch_size))
         for first in range(begin, steps, executor.steps_per_call):
             part = slice(first, first + executor.steps_per_call)
             coming = list(itertools.islice(prepared, executor.steps_per_call))
@@ -182,19 +183,23 @@ def finish_epoch(
     state.running = []
 
 
-def steps_of(feed: Feed, labels: Int[np.ndarray, "N"], order: Sequence[Rows], rows: int) -> Iterator[tuple[Step, int]]:
-    """Each step's data in parts of `rows` images, and its number of images."""
+def steps_of(
+    executor: Executor, feed: Feed, labels: Int[np.ndarray, "N"], order: Sequence[Rows], batch_size: int
+) -> Iterator[tuple[Step, int]]:
+    """Each step's data, in parts as the executor takes them, and its number of images."""
+    layout, rows = executor.layout, executor.rows(batch_size)
     parts = [(batch, slice(i, i + rows)) for batch in order for i in range(0, len(batch.rows), rows)]
     tokens = fed(feed, [batch.rows[part] for batch, part in parts])
     for batch in order:
         weights = batch.mask / batch.mask.sum()
         cuts = [slice(i, i + rows) for i in range(0, len(batch.rows), rows)]
-        yield [Batch(next(tokens), labels[batch.rows[cut]], weights[cut]) for cut in cuts], batch.size
+        step = [Batch(next(tokens), layout.rows(labels[batch.rows[cut]]), layout.weights(weights[cut])) for cut in cuts]
+        yield step, batch.size
 
 
-def step_of(feed: Feed, labels: Int[np.ndarray, "N"], batch: Rows, rows: int) -> Step:
-    """One step's data, in parts of `rows` images."""
-    ((step, _),) = steps_of(feed, labels, [batch], rows)
+def step_of(executor: Executor, feed: Feed, labels: Int[np.ndarray, "N"], batch: Rows) -> Step:
+    """One step's data, in parts as the executor takes them."""
+    ((step, _),) = steps_of(executor, feed, labels, [batch], len(batch.rows))
     return step
 
 
@@ -214,8 +219,9 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     """
     scratch = supernet.untrained()
     size, rows, last = executor.config.image_size, executor.rows(batch_size), executor.num_blocks - 1
-    tokens = executor.begin(np.zeros((rows, size, size, 3), np.uint8))
-    labels, mask = np.zeros(rows, np.int32), np.ones(rows, np.float32)
+    layout = executor.layout
+    tokens = executor.begin(layout.rows(np.zeros((rows, size, size, 3), np.uint8)))
+    labels, mask = layout.rows(np.zeros(rows, np.int32)), layout.weights(np.ones(rows, np.float32))
     step = [Batch(tokens, labels, mask / batch_size)] * (batch_size // rows)
     adapt, new, reuse, skip = Choice("adapt", 0), Choice("new"), Choice("reuse", 0), Choice("skip")
     # (first op, those behind it, the last): each kind behind a learnable one, and each learnable one as the first
@@ -289,7 +295,7 @@ def supernet_score(
 
     def score(genomes: np.ndarray) -> np.ndarray:
         networks = [dense_network(supernet, codes, merged) for codes in genomes]
-        return count_right(
+        return count_right_spread(
             executor, networks, supernet.head.params, supernet.num_classes, feed, labels,
             batch_size=batch_size, advance=advance,
         )  # fmt: skip

@@ -129,8 +129,7 @@ class Subject:
         for first in range(0, len(self.architectures), executor.steps_per_call):
             drawn = self.architectures[first : first + executor.steps_per_call]
             start, before = time.perf_counter(), compilations()
-            rows = executor.rows(self.batch_size)
-            steps = [step_of(self.feed, self.labels, self.batch, rows) for _ in drawn]
+            steps = [step_of(self.executor, self.feed, self.labels, self.batch) for _ in drawn]
             losses = executor.train(self.supernet, drawn, steps, [1e-3] * len(drawn))
             jax.block_until_ready((losses, list(self.supernet.learners.values()), self.supernet.head))
             seconds += [(time.perf_counter() - start) / executor.steps_per_call] * len(drawn)

@@ -16,8 +16,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from rich.console import Console
 from tyro.conf import AvoidSubcommands
 
+from cheem_jax import hosts
 from cheem_jax.arguments import arguments_of, located
 from cheem_jax.backbone.alexnet import load_alexnet
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
@@ -30,6 +32,8 @@ from cheem_jax.data.load import ImagesConfig, load_tasks, load_train
 from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.data.task import Stream, select
 from cheem_jax.execution.choice import EngineConfig
+from cheem_jax.execution.layout import MeshConfig, make_layout
+from cheem_jax.hosts import HostsConfig
 from cheem_jax.images import Images
 from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods.catalogue import NAMES, Baseline, MethodConfig, Name, Networks, preset_of
@@ -88,6 +92,13 @@ class Mtil:
     """Weights of the router, as for `--weights`; for alexnet what convert/torchvision_alexnet.py writes."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
+    devices: Literal["all"] | int = 1
+    """Devices that share each batch: a number, or all, those of every process together; the same results beyond
+    rounding."""
+    fsdp: int = 1
+    """Devices over which the frozen backbone's weights are split, for one that a single device cannot hold."""
+    hosts: HostsConfig = HostsConfig()
+    """Several processes as one job; each is started with the same command, and --devices all."""
     seed: int = 0
     """Root of every PRNG key in the run."""
     num_seeds: int | None = None
@@ -121,7 +132,12 @@ class Loaded(NamedTuple):
 
 def main(settings: Mtil) -> None:
     """Load weights and data, run the stream with every seed, print the tables."""
-    progress, config = Progress(), config_of(settings)
+    hosts.connect(settings.hosts)
+    progress, config = (
+        Progress(None if hosts.is_first() else Console(quiet=True, force_terminal=False)),
+        config_of(settings),
+    )
+    make_layout(config.mesh)  # devices that are not there are told before pictures are read
     runs = runs_of(settings)
     loaded, workshop = load(settings, progress), dict[Any, Networks]()
     found = []
@@ -129,7 +145,8 @@ def main(settings: Mtil) -> None:
         if len(runs) > 1:
             progress.say(f"seed {one.seed}: run {len(found) + 1} of {len(runs)}")
         found.append(run(one, dataclasses.replace(config, seed=one.seed), loaded, progress, workshop))
-        show(progress, found[-1], one.run_dir)
+        if hosts.is_first():
+            show(progress, found[-1], one.run_dir)
     if len(runs) > 1:
         progress.console.print(narrow(comparison_grid({settings.method: found})).to_rich())
 
@@ -158,7 +175,8 @@ def config_of(settings: Mtil) -> RunConfig:
     method = method_of(settings)
     if settings.base_data is not None and not isinstance(method, CheemConfig):
         raise ValueError(f"--base-data anchors CHEEM's similarity, and {method.name} has none; leave it out")
-    return RunConfig(method, settings.preset, settings.seed, bound, settings.engine, settings.seeds)
+    mesh = MeshConfig(settings.devices, settings.fsdp)
+    return RunConfig(method, settings.preset, settings.seed, bound, settings.engine, settings.seeds, mesh)
 
 
 def method_of(settings: Mtil) -> MethodConfig:

@@ -9,6 +9,7 @@ import small
 from cheem_jax.architecture import from_strings
 from cheem_jax.execution.executor import Batch
 from cheem_jax.execution.feed import Budget, HostImages, ahead, keep_tokens, memory_budget
+from cheem_jax.execution.layout import ONE
 from cheem_jax.execution.stages import Stages
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import (
@@ -248,13 +249,13 @@ def test_memory_is_a_quarter_of_the_devices_unless_set():
 
 
 def test_work_prepared_ahead_comes_in_order_and_its_errors_reach_the_one_who_waits():
-    assert list(ahead(iter(range(7)))) == list(range(7))
+    assert list(ahead(ONE, iter(range(7)))) == list(range(7))
 
     def failing():
         yield 1
         raise OSError("the disk is gone")
 
-    found = ahead(failing())
+    found = ahead(ONE, failing())
     assert next(found) == 1
     with pytest.raises(OSError, match="the disk is gone"):
         next(found)

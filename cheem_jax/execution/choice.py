@@ -13,6 +13,7 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.execution.executor import Executor, Token
 from cheem_jax.execution.feed import kept_bytes, memory_budget
+from cheem_jax.execution.layout import ONE, Layout
 from cheem_jax.execution.scan import Scan
 from cheem_jax.execution.stages import Stages
 from cheem_jax.execution.whole import Whole
@@ -71,21 +72,27 @@ def choose(config: EngineConfig, vit: ViTConfig, batch_size: int, platform: str 
 
 
 def make_executor(
-    vit: ViT, placement: Placement, config: EngineConfig, *, token: Token = "component", batch_size: int = 64
+    vit: ViT,
+    placement: Placement,
+    config: EngineConfig,
+    *,
+    token: Token = "component",
+    batch_size: int = 64,
+    layout: Layout = ONE,
 ) -> Executor:
     """The chosen executor over one backbone.
 
     Raises ValueError where the memory for kept activations would not hold one batch.
     """
-    match choose(config, vit.config, batch_size).name:
+    shared: dict[str, Any] = {"token": token, "deterministic": config.deterministic, "layout": layout}
+    # what each device has to do decides which executor is fast
+    match choose(config, vit.config, max(batch_size // layout.num, 1)).name:
         case "stages":
-            executor = Stages(vit, placement, token=token, deterministic=config.deterministic)
+            executor = Stages(vit, placement, **shared)
         case "whole":
-            executor = Whole(vit, placement, token=token, deterministic=config.deterministic, programs=config.programs)
+            executor = Whole(vit, placement, **shared, programs=config.programs)
         case "scan":
-            executor = Scan(
-                vit, placement, token=token, deterministic=config.deterministic, steps_per_call=config.steps_per_call
-            )
+            executor = Scan(vit, placement, **shared, steps_per_call=config.steps_per_call)
     executor.budget = memory_budget(config.memory_gb)
     needed = kept_bytes(executor, batch_size, 0)
     if config.memory_gb and executor.budget < needed:

@@ -10,6 +10,7 @@ executors differ only in how the blocks after that are cut into compiled program
 """
 
 import abc
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -24,6 +25,7 @@ from jaxtyping import Array, Float, Int
 from cheem_jax.architecture import Architecture
 from cheem_jax.backbone.vit import Block, ViT
 from cheem_jax.execution.compilation import jit_options
+from cheem_jax.execution.layout import ONE, Layout
 from cheem_jax.execution.parts import side_by_side
 from cheem_jax.ops import Expert, Learned, Ops, Placement
 from cheem_jax.pool import Head, base_pool
@@ -82,9 +84,12 @@ class Batch(NamedTuple):
     """Tokens, labels `[B]` and the images' weights in the mean loss of a step (0 for padding)."""
 
     tokens: Tokens | Gather
-    labels: np.ndarray
-    weights: np.ndarray
+    labels: np.ndarray | jax.Array
+    weights: np.ndarray | jax.Array
 
+
+Mask = np.ndarray | jax.Array
+"""`[B]`, 1 for images that count and 0 for padding."""
 
 Step = Sequence[Batch]
 """What one gradient step learns from; its weights sum to 1, so losses and gradients of its parts add up."""
@@ -102,18 +107,33 @@ class Executor(abc.ABC):
     budget: int = 2**30
     """Bytes that may be spent on keeping what is computed again and again."""
 
-    def __init__(self, vit: ViT, placement: Placement, *, token: Token = "component", deterministic: bool = False):
-        self.config, self.token = vit.config, token
+    def __init__(
+        self,
+        vit: ViT,
+        placement: Placement,
+        *,
+        token: Token = "component",
+        deterministic: bool = False,
+        layout: Layout = ONE,
+    ):
+        self.config, self.token, self.layout = vit.config, token, layout
+        self._on: dict[int, Executor] = {}
         self.placement: Placement = placement
-        self.base_pool = base_pool(vit, placement)
         self.outputs = [vit.outputs(block) for block in range(vit.config.depth)]
         graphdef, state = nnx.split(vit)
-        self.leaves, treedef = jax.tree.flatten(state)
+        leaves, treedef = jax.tree.flatten(state)
         splits = [nnx.split(block) for block in vit.blocks]
-        self.blocks = [tuple(jax.tree.leaves(state)) for _, state in splits]
+        placed = {id(leaf): layout.frozen(leaf) for leaf in leaves}  # the blocks' are among them
+        self.leaves = [placed[id(leaf)] for leaf in leaves]
+        self.blocks = [tuple(placed[id(leaf)] for leaf in jax.tree.leaves(state)) for _, state in splits]
+        self.base_pool = jax.tree.map(
+            # split ones would hand their parts on to all that begins as a copy of them
+            lambda leaf: layout.everywhere(leaf if layout.fsdp > 1 else placed.get(id(leaf), leaf)),
+            base_pool(vit, placement),
+        )
         block_graph, block_tree = splits[0][0], jax.tree.structure(splits[0][1])
         first_outputs = self.outputs[0]
-        self.jit = functools.partial(jax.jit, compiler_options=jit_options(vit.config.precision, deterministic))
+        self.jit = functools.partial(layout.jit, compiler_options=jit_options(vit.config.precision, deterministic))
 
         def block_of(leaves) -> Block:
             return nnx.merge(block_graph, jax.tree.unflatten(block_tree, leaves))
@@ -145,15 +165,23 @@ class Executor(abc.ABC):
     def num_blocks(self) -> int:
         return len(self.blocks)
 
+    def on(self, place: int) -> "Executor":
+        """The same on one of this process's devices alone; it compiles for itself and copies nothing."""
+        if place not in self._on:
+            own = self._on[place] = copy.copy(self)
+            own.layout = Layout([self.layout.devices[place]])
+            own.leaves, own.blocks, own.base_pool = self.layout.copy((self.leaves, self.blocks, self.base_pool), place)
+        return self._on[place]
+
     def begin(self, images: np.ndarray | jax.Array) -> Tokens:
-        """Tokens of block 0."""
+        """Tokens of block 0; over several devices the images are split already (`Layout.rows`)."""
         return Tokens(0, self._begin(self.leaves, images))
 
     def resolve(self, source: Tokens | Gather) -> Tokens:
         """The tokens themselves."""
         if isinstance(source, Tokens):
             return source
-        taken = _take(source.values, source.rows)
+        taken = _take(source.values, self.layout.rows(source.rows))
         return self.begin(taken) if source.block is None else Tokens(source.block, taken)
 
     def features(self, tokens: jax.Array) -> jax.Array:
@@ -182,7 +210,7 @@ class Executor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: np.ndarray) -> Iterator[Walked]:
+    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask) -> Iterator[Walked]:
         """Every network from the same tokens on, forward only, in any order."""
 
     @abc.abstractmethod

@@ -4,6 +4,7 @@ There is no augmentation, so what no step of a phase changes is the same in ever
 block 0, in fine-tuning those of the first block that learns. They are kept where they fit a stated budget.
 """
 
+import copy
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cheem_jax import hosts
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor, Gather, Network, Tokens
-from cheem_jax.images import Images, in_turn
+from cheem_jax.execution.layout import Layout
+from cheem_jax.images import Images
 from cheem_jax.keys import next_power_of_two
 
 T = TypeVar("T")
@@ -36,11 +39,11 @@ class HostImages:
         self.executor, self.images = executor, images
 
     def __call__(self, rows: np.ndarray, /) -> Tokens:
-        return self.executor.begin(self.images[rows])
+        return next(self.follow([rows]))
 
     def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens]:
         """The tokens of each of these rows in turn, the images read ahead where that pays."""
-        return map(self.executor.begin, in_turn(self.images, order))
+        return map(self.executor.begin, self.executor.layout.read(self.images, order))
 
 
 class Subset:
@@ -68,8 +71,14 @@ class DeviceImages:
     The number of images is padded to a power of two, so that few programs serve all data sets.
     """
 
-    def __init__(self, images: np.ndarray):
-        self.images = _on_device(images)
+    def __init__(self, layout: Layout, images: np.ndarray):
+        self.layout, self.images = layout, _on_device(layout, images)
+
+    def on(self, layout: Layout) -> "DeviceImages":
+        """The same on one of the devices."""
+        own = copy.copy(self)
+        own.images = self.layout.copy(self.images, self.layout.devices.index(layout.devices[0]))
+        return own
 
     def __call__(self, rows: np.ndarray, /) -> Gather:
         return Gather(None, self.images, np.asarray(rows, np.int32))
@@ -78,15 +87,35 @@ class DeviceImages:
 class KeptTokens:
     """Tokens of one block for every image, computed once."""
 
-    def __init__(self, block: int, values: np.ndarray):
-        self.block = block
+    def __init__(self, layout: Layout, block: int, values: np.ndarray):
+        self.block, self.layout = block, layout
         # a CPU's device memory is the host's, and numpy gathers without a program
-        self.values = values if jax.default_backend() == "cpu" else _on_device(values)
+        self.values = values if jax.default_backend() == "cpu" else _on_device(layout, values)
+
+    def on(self, layout: Layout) -> "KeptTokens":
+        """The same on one of the devices."""
+        own = copy.copy(self)
+        own.layout = layout
+        if isinstance(self.values, jax.Array):
+            own.values = self.layout.copy(self.values, self.layout.devices.index(layout.devices[0]))
+        return own
 
     def __call__(self, rows: np.ndarray, /) -> Tokens | Gather:
         if isinstance(self.values, np.ndarray):
-            return Tokens(self.block, jnp.asarray(self.values[rows]))
+            return Tokens(self.block, jnp.asarray(self.layout.joined(self.values[self.layout.mine(rows)])))
         return Gather(self.block, self.values, np.asarray(rows, np.int32))
+
+
+def feed_on(feed: Feed, executor: Executor) -> Feed:
+    """The same data for an executor on one of the devices, where they lie already if they were kept there."""
+    match feed:
+        case HostImages():
+            return HostImages(executor, feed.images)
+        case Subset():
+            return Subset(feed_on(feed.feed, executor), feed.rows)
+        case DeviceImages() | KeptTokens():
+            return feed.on(executor.layout)
+    raise TypeError(f"{type(feed).__name__} is no feed that can be moved to one device")
 
 
 class Budget:
@@ -109,7 +138,11 @@ def feed_images(executor: Executor, images: Images, budget: Budget) -> Feed:
     if jax.default_backend() == "cpu" or not isinstance(images, np.ndarray):
         return HostImages(executor, images)
     held = next_power_of_two(len(images)) * math.prod(images.shape[1:])
-    return DeviceImages(images) if budget.take("images on the device", held) else HostImages(executor, images)
+    return (
+        DeviceImages(executor.layout, images)
+        if budget.take("images on the device", held)
+        else HostImages(executor, images)
+    )
 
 
 def kept_bytes(executor: Executor, num_images: int, block: int) -> int:
@@ -135,16 +168,22 @@ def keep_tokens(
     kept: np.ndarray | None = None
     pieces = list(batches(np.arange(num_images), executor.rows(batch_size)))
     for batch, tokens in zip(pieces, fed(images, [batch.rows for batch in pieces]), strict=True):
-        values = np.asarray(executor.advance(prefix, tokens, len(prefix)).values)
+        values = executor.layout.fetch(executor.advance(prefix, tokens, len(prefix)).values)
         if kept is None:
             kept = np.empty((num_images, *values.shape[1:]), values.dtype)
         kept[batch.rows[: batch.size]] = values[: batch.size]
     assert kept is not None, "a data set holds at least one image"
-    return KeptTokens(len(prefix), kept)
+    return KeptTokens(executor.layout, len(prefix), kept)
 
 
-def ahead(work: Iterable[T], num: int = 2) -> Iterator[T]:
-    """The items of `work`, up to `num` of them prepared by another thread while one is used."""
+def ahead(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:
+    """The items of `work`, up to `num` of them prepared by another thread while one is used.
+
+    Over several devices the main thread prepares them: these wait for each other, and must meet programs in one order.
+    """
+    if layout.is_many:
+        yield from work
+        return
     iterator, end = iter(work), object()
     with ThreadPoolExecutor(1, "cheem-feed") as thread:
         waiting = [thread.submit(next, iterator, end) for _ in range(num)]
@@ -162,13 +201,15 @@ def memory_budget(gigabytes: float | None) -> int:
         if gigabytes < 0:
             raise ValueError(f"memory_gb is {gigabytes}; expected 0 (keep nothing) or more")
         return int(gigabytes * 2**30)
-    statistics = jax.devices()[0].memory_stats() or {}
+    statistics = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in statistics:
-        return int(statistics["bytes_limit"]) // 4
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+        found = int(statistics["bytes_limit"]) // 4
+    else:
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    return hosts.smallest(found)  # what one process keeps, each has to
 
 
-def _on_device(values: np.ndarray) -> jax.Array:
+def _on_device(layout: Layout, values: np.ndarray) -> jax.Array:
     padded = np.zeros((next_power_of_two(len(values)), *values.shape[1:]), values.dtype)
     padded[: len(values)] = values
-    return jax.device_put(padded)
+    return layout.everywhere(jax.device_put(padded))

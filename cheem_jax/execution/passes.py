@@ -43,7 +43,7 @@ def token_means(
             sums[index, block] += total
         advance(batch.size * len(networks))
     means = (sums / num).astype(np.float32)
-    return TokenMeans(means, np.concatenate([np.asarray(f)[:size] for f, size in features]))
+    return TokenMeans(means, np.concatenate([executor.layout.fetch(f)[:size] for f, size in features]))
 
 
 def network_features(
@@ -53,7 +53,7 @@ def network_features(
     found = []
     for batch, tokens in _in_order(executor, images, num, batch_size):
         (walked,) = executor.walk([network], tokens, batch.mask)
-        found.append(np.asarray(executor.features(walked.tokens))[: batch.size])
+        found.append(executor.layout.fetch(executor.features(walked.tokens))[: batch.size])
     return np.concatenate(found)
 
 
@@ -64,9 +64,9 @@ def answers(
     found = []
     for batch, tokens in _in_order(executor, images, num, batch_size):
         (walked,) = executor.walk([network], tokens, batch.mask)
-        labels = np.zeros(len(batch.rows), np.int32)
+        labels = executor.layout.rows(np.zeros(len(batch.rows), np.int32))
         answer, _ = executor.classify(head, walked.tokens, labels, batch.mask, num_classes)
-        found.append(np.asarray(answer)[: batch.size])
+        found.append(executor.layout.fetch(answer)[: batch.size])
     return np.concatenate(found).astype(np.int32)
 
 
@@ -84,13 +84,13 @@ def answers_and_features(
     """`answers` of one network and `network_features` of another, what both share run once."""
     found, features = [], []
     for batch, tokens in _in_order(executor, images, num, batch_size):
-        labels = np.zeros(len(batch.rows), np.int32)
+        labels = executor.layout.rows(np.zeros(len(batch.rows), np.int32))
         for walked in executor.walk([base, network], tokens, batch.mask):
             if walked.index == 0:
-                features.append(np.asarray(executor.features(walked.tokens))[: batch.size])
+                features.append(executor.layout.fetch(executor.features(walked.tokens))[: batch.size])
             else:
                 answer, _ = executor.classify(head, walked.tokens, labels, batch.mask, num_classes)
-                found.append(np.asarray(answer)[: batch.size])
+                found.append(executor.layout.fetch(answer)[: batch.size])
     return np.concatenate(found).astype(np.int32), np.concatenate(features)
 
 
@@ -108,9 +108,9 @@ def count_right(
     """Right answers of several networks with one shared head, shared prefixes run once per batch."""
     counts = np.zeros(len(networks), np.int64)
     for batch, tokens in _in_order(executor, images, len(labels), batch_size):
-        pending = []
+        pending, own = [], executor.layout.rows(labels[batch.rows])
         for walked in executor.walk(networks, tokens, batch.mask):
-            _, right = executor.classify(head, walked.tokens, labels[batch.rows], batch.mask, num_classes)
+            _, right = executor.classify(head, walked.tokens, own, batch.mask, num_classes)
             pending.append((walked.index, right))
         for (index, _), right in zip(pending, jax.device_get([r for _, r in pending]), strict=True):
             counts[index] += int(right)
@@ -120,4 +120,6 @@ def count_right(
 
 def _in_order(executor: Executor, images: Feed, num: int, batch_size: int) -> Iterator[tuple[Batch, Tokens | Gather]]:
     pieces = list(batches(np.arange(num), executor.rows(batch_size)))
-    return zip(pieces, fed(images, [batch.rows for batch in pieces]), strict=True)
+    coming = fed(images, [batch.rows for batch in pieces])
+    for batch, tokens in zip(pieces, coming, strict=True):
+        yield batch._replace(mask=executor.layout.weights(batch.mask)), tokens

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from cheem_jax.architecture import Architecture, Choice
 from cheem_jax.backbone.vit import Block, ViT
-from cheem_jax.execution.executor import Batch, Executor, Gather, Network, Step, Token, Tokens, Walked
+from cheem_jax.execution.executor import Batch, Executor, Gather, Mask, Network, Step, Token, Tokens, Walked
+from cheem_jax.execution.layout import ONE, Layout
 from cheem_jax.ops import KINDS, Adapt, Expert, Learned, LowRank, New, Ops, Placement, Reuse, Skip
 from cheem_jax.pool import Head
 from cheem_jax.supernet import OpLearner, Supernet, adam_update, blank_learners, guard
@@ -48,9 +49,10 @@ class Calls(NamedTuple):
 
     kinds: Int[np.ndarray, "K L"]
     slots: Int[np.ndarray, "K L"]
-    rows: Int[np.ndarray, "K B"]
-    labels: Int[np.ndarray, "K B"]
-    weights: Float[np.ndarray, "K B"]
+    data: Any
+    """Rows `[K, B]` of a data set on the device, or the steps' own tokens `[K, B, N, D]`."""
+    labels: Int[ArrayLike, "K B"]
+    weights: Float[ArrayLike, "K B"]
     rates: Float[np.ndarray, "K"]
     counts: Bool[np.ndarray, "K"]
 
@@ -67,9 +69,10 @@ class Scan(Executor):
         *,
         token: Token = "component",
         deterministic: bool = False,
+        layout: Layout = ONE,
         steps_per_call: int = 8,
     ):
-        super().__init__(vit, placement, token=token, deterministic=deterministic)
+        super().__init__(vit, placement, token=token, deterministic=deterministic, layout=layout)
         if steps_per_call < 1:
             raise ValueError(f"steps_per_call is {steps_per_call}; expected at least 1")
         self.steps_per_call = steps_per_call
@@ -136,13 +139,13 @@ class Scan(Executor):
             ),
             tuple(learner(b, Choice("new")) if b in new else full for b in blocks),
         )
-        block, values, rows = self._sources([batches[i].tokens for i in order])
+        block, values, data = self._sources([batches[i].tokens for i in order])
         calls = Calls(
             np.array([[KINDS.index(architectures[i][b].kind) for b in blocks] for i in order], np.int32),
             np.array([[_slot(used[b], architectures[i][b]) for b in blocks] for i in order], np.int32),
-            rows,
-            np.stack([batches[i].labels for i in order]),
-            np.stack([batches[i].weights for i in order]),
+            data,
+            _stacked([batches[i].labels for i in order]),
+            _stacked([batches[i].weights for i in order]),
             np.asarray([rates[i] for i in order], np.float32),
             np.arange(size) < len(architectures),
         )
@@ -156,17 +159,16 @@ class Scan(Executor):
             supernet.store(b, Choice("new"), news[b])
         return list(losses)[: len(architectures)]
 
-    def _sources(self, sources: Sequence[Tokens | Gather]) -> tuple[int | None, jax.Array, np.ndarray]:
-        """Block, values and rows `[K, B]` of what the steps begin with, gathered inside the program where it can be."""
+    def _sources(self, sources: Sequence[Tokens | Gather]) -> tuple[int | None, jax.Array | None, Any]:
+        """What the steps begin with: block, a data set on the device, and rows of it; or no data set, and tokens."""
         gathers = [source for source in sources if isinstance(source, Gather)]
         if len(gathers) == len(sources):
-            return gathers[0].block, gathers[0].values, np.stack([gather.rows for gather in gathers])
+            rows = np.stack([self.layout.mine(gather.rows) for gather in gathers])
+            return gathers[0].block, gathers[0].values, self.layout.joined(rows, axis=1)
         tokens = [self.resolve(source) for source in sources]
-        num = tokens[0].values.shape[0]
-        rows = np.arange(len(tokens) * num, dtype=np.int32).reshape(-1, num)
-        return tokens[0].block, jnp.concatenate([found.values for found in tokens]), rows
+        return tokens[0].block, None, _stacked([found.values for found in tokens])
 
-    def walk(self, networks: Sequence[Network], tokens: Tokens, mask: np.ndarray) -> Iterator[Walked]:
+    def walk(self, networks: Sequence[Network], tokens: Tokens, mask: Mask) -> Iterator[Walked]:
         """Each network by itself, in the order given."""
         begin, values = self.resolve(tokens)
         for index, network in enumerate(networks):
@@ -253,7 +255,7 @@ class Scan(Executor):
 
         def step(state, call: Calls):
             pairs, news, head = state
-            data = values[call.rows]
+            data = call.data if values is None else values[call.data]
             z = self.begin_of(frozen[0], data) if block is None else data
             own_pairs = jax.tree.map(lambda leaf: leaf[blocks, call.slots], pairs)
             is_new, is_adapt = (call.kinds == KINDS.index(kind) for kind in ("new", "adapt"))
@@ -287,6 +289,11 @@ def _slot(used: list[int], choice: Choice) -> int:
 
 def _filled(found: list[T], filler: T, size: int) -> tuple[T, ...]:
     return (*found, *[filler] * (size - len(found)))
+
+
+def _stacked(arrays: Sequence[Any]) -> Any:
+    """Equal arrays as one, where the first is."""
+    return np.stack(arrays) if isinstance(arrays[0], np.ndarray) else jnp.stack(arrays)
 
 
 def _stack(trees: Sequence[Any]) -> Any:

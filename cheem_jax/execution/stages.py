@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.execution.executor import WORKING_SET, Batch, Executor, Gather, Network, Token, Tokens, Walked
+from cheem_jax.execution.executor import WORKING_SET, Batch, Executor, Gather, Mask, Network, Token, Tokens, Walked
+from cheem_jax.execution.layout import ONE, Layout
 from cheem_jax.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.pool import Head
 from cheem_jax.supernet import guard
@@ -24,8 +25,16 @@ class Stages(Executor):
 
     name = "stages"
 
-    def __init__(self, vit: ViT, placement: Placement, *, token: Token = "component", deterministic: bool = False):
-        super().__init__(vit, placement, token=token, deterministic=deterministic)
+    def __init__(
+        self,
+        vit: ViT,
+        placement: Placement,
+        *,
+        token: Token = "component",
+        deterministic: bool = False,
+        layout: Layout = ONE,
+    ):
+        super().__init__(vit, placement, token=token, deterministic=deterministic, layout=layout)
         block_of = self.block_of
 
         def enter(leaves, x, *, outputs):
@@ -75,7 +84,7 @@ class Stages(Executor):
     def rows(self, batch_size: int, working_set: int = WORKING_SET) -> int:
         """See `Executor.rows`."""
         per_image = 4 * self.config.num_tokens * self.config.mlp_width
-        if jax.default_backend() != "cpu" or batch_size * per_image <= working_set:
+        if jax.default_backend() != "cpu" or self.layout.is_many or batch_size * per_image <= working_set:
             return batch_size
         fitting = max(working_set // per_image, 1)
         return max(num for num in range(1, fitting + 1) if batch_size % num == 0)
@@ -106,7 +115,7 @@ class Stages(Executor):
                 grads[i] = learned_grad
         return loss, grads, head_grad
 
-    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: np.ndarray) -> Iterator[Walked]:
+    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask) -> Iterator[Walked]:
         """Every network over one batch, each shared prefix once.
 
         Networks are visited in the order of their codes, depth first, so a stack of one batch's activations (at most
@@ -140,7 +149,7 @@ class Stages(Executor):
         mask = np.zeros(tokens.values.shape[0], np.float32)
         return self._run([step.expert for step in network[tokens.block : until]], tokens, mask)
 
-    def _run(self, experts: Sequence[Expert | None], tokens: Tokens, mask: np.ndarray) -> Tokens:
+    def _run(self, experts: Sequence[Expert | None], tokens: Tokens, mask: Mask) -> Tokens:
         block, z = tokens
         for expert in experts:
             y, _ = self._finish(block, expert, Start(z), mask)

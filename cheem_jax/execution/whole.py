@@ -15,7 +15,8 @@ import numpy as np
 
 from cheem_jax.architecture import Architecture
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.execution.executor import Batch, Executor, Gather, Network, Step, Token, Tokens, Walked
+from cheem_jax.execution.executor import Batch, Executor, Gather, Mask, Network, Step, Token, Tokens, Walked
+from cheem_jax.execution.layout import ONE, Layout
 from cheem_jax.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.pool import Head
 from cheem_jax.supernet import OpLearner, Supernet, adam_update, guard
@@ -63,9 +64,10 @@ class Whole(Executor):
         *,
         token: Token = "component",
         deterministic: bool = False,
+        layout: Layout = ONE,
         programs: int = 64,
     ):
-        super().__init__(vit, placement, token=token, deterministic=deterministic)
+        super().__init__(vit, placement, token=token, deterministic=deterministic, layout=layout)
         self.programs = ProgramCache(programs)
 
     def gradients(
@@ -74,8 +76,8 @@ class Whole(Executor):
         """See `Executor.gradients`."""
         begin, values = self.resolve(batch.tokens)
         loss, (learned, head_grad) = self.programs.call(
-            ("gradients", begin), self.jit(self._gradients_of(begin)), self._frozen(begin), tuple(ops[begin:]), head,
-            values, batch.labels, batch.weights, np.int32(num_classes),
+            ("gradients", begin, self.layout.place), self.jit(self._gradients_of(begin)), self._frozen(begin),
+            tuple(ops[begin:]), head, values, batch.labels, batch.weights, np.int32(num_classes),
         )  # fmt: skip
         return loss, {begin + i: grad for i, grad in enumerate(learned) if grad is not None}, head_grad
 
@@ -85,15 +87,16 @@ class Whole(Executor):
         ops = supernet.ops(architecture)
         learners = tuple(supernet.learner(block, choice) for block, choice in enumerate(architecture))[begin:]
         loss, learners, supernet.head = self.programs.call(
-            ("step", begin), self.jit(self._step_of(begin)), self._frozen(begin), tuple(ops[begin:]), learners,
-            supernet.head, values, batch.labels, batch.weights, np.int32(supernet.num_classes), rate,
+            ("step", begin, self.layout.place), self.jit(self._step_of(begin)), self._frozen(begin),
+            tuple(ops[begin:]), learners, supernet.head, values, batch.labels, batch.weights,
+            np.int32(supernet.num_classes), rate,
         )  # fmt: skip
         for block, learner in enumerate(learners, begin):
             if learner is not None:
                 supernet.store(block, architecture[block], learner)
         return loss
 
-    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: np.ndarray) -> Iterator[Walked]:
+    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask) -> Iterator[Walked]:
         """Each network by itself, in the order given."""
         begin, values = self.resolve(tokens)
         num = self.num_blocks
@@ -128,7 +131,7 @@ class Whole(Executor):
             return last, [None if c is None else mask @ t[:, 0] for t, (_, c) in zip(tokens, components, strict=True)]
 
         return self.programs.call(
-            ("forward", begin, until), self.jit(forward), self._frozen(begin), experts, values, mask
+            ("forward", begin, until, self.layout.place), self.jit(forward), self._frozen(begin), experts, values, mask
         )
 
     def _frozen(self, begin: int) -> tuple:

@@ -161,7 +161,9 @@ class Diki(OwnPrompts):
             return chosen, self._answer(leaves, stack, {"tokens": tokens, "task": used, "weight": weight})
 
         told = {} if given is None else {"task": given}
-        return over_batches(answer, Inputs(images, **told), num, batch_size=self.batch_size)
+        return over_batches(
+            answer, Inputs(images, **told), num, batch_size=self.batch_size, layout=self.executor.layout
+        )
 
     def router_numbers(self, num_images: int) -> int:
         """See `OwnPrompts.router_numbers`: a mean and the triangle of a covariance."""

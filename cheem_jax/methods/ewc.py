@@ -140,7 +140,7 @@ class Ewc:
         def scaled(fisher, factor):
             return jax.tree.map(lambda leaf: factor * leaf, fisher)
 
-        self._fitter = Fitter(loss, _optimizer(config), jit=executor.jit)
+        self._fitter = Fitter(loss, _optimizer(config), jit=executor.jit, layout=executor.layout)
         self._add_fisher, self._scaled, self._answer = add_fisher, scaled, executor.jit(logits)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
@@ -314,7 +314,14 @@ class Ewc:
         def answer(read: dict[str, Any]) -> jax.Array:
             return self._answer(known.leaves, known.head, read["images"])
 
-        return over_batches(answer, Inputs(images), len(images), batch_size=self.batch_size, advance=advance)
+        return over_batches(
+            answer,
+            Inputs(images),
+            len(images),
+            batch_size=self.batch_size,
+            advance=advance,
+            layout=self.executor.layout,
+        )
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
         """Logits of all classes so far, padded, for each image."""

@@ -20,9 +20,10 @@ from cheem_jax.execution.batches import Batch as Rows
 from cheem_jax.execution.batches import batches, num_batches
 from cheem_jax.execution.executor import add
 from cheem_jax.execution.feed import ahead
+from cheem_jax.execution.layout import ONE, Layout
 from cheem_jax.execution.parts import side_by_side
 from cheem_jax.execution.passes import Advance
-from cheem_jax.images import Images, in_turn
+from cheem_jax.images import Images
 from cheem_jax.keys import key_at, order_at
 from cheem_jax.rolling import Saved
 from cheem_jax.supernet import guard
@@ -62,11 +63,11 @@ class Inputs:
     def __init__(self, images: Images | None = None, **beside: np.ndarray):
         self.images, self.beside = images, beside
 
-    def follow(self, order: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+    def follow(self, order: Sequence[np.ndarray], layout: Layout = ONE) -> Iterator[dict[str, Any]]:
         """The inputs of each of these rows in turn, read ahead where that pays."""
-        pictures = itertools.repeat(None) if self.images is None else in_turn(self.images, order)
+        pictures = itertools.repeat(None) if self.images is None else layout.read(self.images, order)
         for rows, images in zip(order, pictures, strict=False):
-            found = {name: values[rows] for name, values in self.beside.items()}
+            found = {name: layout.rows(values[rows]) for name, values in self.beside.items()}
             yield found if images is None else {"images": images, **found}
 
 
@@ -93,8 +94,9 @@ class Fitting:
 class Fitter:
     """The compiled step of one loss. `optimizer` gives directions at the rate 1, as `optax.scale_by_adam()`.
 
-    `rows` is `Executor.rows` of who computes the loss: on a CPU a batch is then computed in parts, side by side. Only
-    for a loss that is a weighted sum over images, each by itself and without noise: parts then add up.
+    `layout` divides each batch over devices. `rows` is `Executor.rows` of who computes the loss: on a CPU a batch is
+    then computed in parts, side by side. Only for a loss that is a weighted sum over images, each by itself and without
+    noise: parts then add up.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Fitter:
         *,
         jit: Callable[..., Any] = jax.jit,
         rows: Callable[[int, int], int] = whole,
+        layout: Layout = ONE,
     ):
         adam = optax.scale_by_adam() if optimizer is None else optimizer
         gradient = jax.value_and_grad(loss)
@@ -129,15 +132,17 @@ class Fitter:
             learned = jax.tree.map(jnp.copy, learned)
             return learned, adam.init(learned)
 
-        self.loss, self.rows, self._step, self._begin = loss, rows, step, begin
+        self.loss, self.rows, self.layout, self._step, self._begin = loss, rows, layout, step, begin
         self._gradient, self._update = jit(gradient), jit(update, donate_argnums=(0, 1))
 
     def begun(self, learned: Any, saved: Saved | None = None) -> Fitting:
         """A fit from `learned` on, or as far as an earlier process brought it."""
-        fitting = Fitting(*self._begin(jax.tree.map(jnp.asarray, learned)))
+        learned = self.layout.everywhere(jax.tree.map(jnp.asarray, learned))
+        fitting = Fitting(*self._begin(learned))
         if saved is not None:
             both = (fitting.learned, fitting.moments)
-            fitting.learned, fitting.moments = unnumbered(both, saved.arrays["fitting"])
+            found = unnumbered(both, saved.arrays["fitting"])
+            fitting.learned, fitting.moments = self.layout.everywhere(found)
             running = [float(loss) for loss in saved.arrays.get("running", ())]
             meta = saved.meta
             fitting.state = FitState(meta["step"], list(meta["losses"]), [*running], meta["skipped"])
@@ -168,7 +173,7 @@ class Fitter:
             begin = state.step % steps
             rates = [learning_rate_at(config, epoch * steps + step, config.epochs * steps) for step in range(steps)]
             pieces = list(batches(order_at(key_at(order_key, epoch), len(labels)), batch_size))
-            coming = ahead(self._batches(inputs, labels, pieces[begin:]))
+            coming = ahead(self.layout, self._batches(inputs, labels, pieces[begin:]))
             for step, (batch, size) in enumerate(coming, begin):
                 batch = batch._replace(key=key_at(noise_key, state.step))
                 fitting.learned, fitting.moments, loss = self._stepped(
@@ -192,10 +197,11 @@ class Fitter:
         return self._update(fitting.learned, fitting.moments, rate, *found)
 
     def _batches(self, inputs: Inputs, labels: np.ndarray, pieces: Sequence[Rows]) -> Iterator[tuple[Batch, int]]:
-        read = inputs.follow([piece.rows for piece in pieces])
+        layout = self.layout
+        read = inputs.follow([piece.rows for piece in pieces], layout)
         for piece, found in zip(pieces, read, strict=True):
-            weights = piece.mask / piece.mask.sum()
-            yield Batch(found, labels[piece.rows], weights, np.zeros(())), piece.size  # pyright: ignore[reportArgumentType]
+            own, weights = layout.rows(labels[piece.rows]), layout.weights(piece.mask / piece.mask.sum())
+            yield Batch(found, own, weights, np.zeros(())), piece.size  # pyright: ignore[reportArgumentType]
 
 
 def _part(batch: Batch, part: slice) -> Batch:
@@ -219,14 +225,15 @@ def over_batches(
     *,
     batch_size: int,
     advance: Advance | None = None,
+    layout: Layout = ONE,
 ) -> Any:
     """What a compiled function gives for all rows, computed in batches of one shape; a pytree of arrays `[N, ...]`."""
     if num == 0:
         raise ValueError("there are no images to answer; expected at least one")
     pieces = list(batches(np.arange(num), batch_size))
     found = []
-    for piece, read in zip(pieces, inputs.follow([piece.rows for piece in pieces]), strict=True):
-        part = jax.tree.map(np.asarray, function(read))
+    for piece, read in zip(pieces, inputs.follow([piece.rows for piece in pieces], layout), strict=True):
+        part = layout.fetch(function(read))
         found.append(jax.tree.map(lambda values: values[: piece.size], part))  # noqa: B023 (called at once)
         if advance is not None:
             advance(piece.size)

@@ -101,7 +101,7 @@ class FullFinetune:
             # fewer and larger parts: every one makes a gradient of all weights
             return executor.rows(batch_size, 6 * working_set)
 
-        self._fitter, self._answer = Fitter(loss, jit=executor.jit, rows=rows), answer
+        self._fitter, self._answer = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=rows), answer
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -200,7 +200,7 @@ class FullFinetune:
         num = np.int32(num_classes)
         return over_batches(
             lambda read: self._answer(params, read["images"], num), Inputs(images), len(images),
-            batch_size=self.config.batch_size,
+            batch_size=self.config.batch_size, layout=self.executor.layout,
         ).astype(np.int32)  # fmt: skip
 
     def _accuracy(self, params: Any, split: Split, num_classes: int) -> float:

@@ -142,7 +142,7 @@ class Moal:
         def average(old, new):
             return jax.tree.map(lambda a, b: config.ema * a + (1 - config.ema) * b, old, new)
 
-        self._fitter = Fitter(loss, directions(config.optimizer), jit=executor.jit)
+        self._fitter = Fitter(loss, directions(config.optimizer), jit=executor.jit, layout=executor.layout)
         self._features, self._average = executor.jit(features_of), average
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
@@ -237,7 +237,14 @@ class Moal:
         def run(read: dict[str, Any]) -> jax.Array:
             return self._features(adapters, self.executor.leaves, read["images"])
 
-        return over_batches(run, Inputs(images), len(images), batch_size=self.config.batch_size, advance=advance)
+        return over_batches(
+            run,
+            Inputs(images),
+            len(images),
+            batch_size=self.config.batch_size,
+            advance=advance,
+            layout=self.executor.layout,
+        )
 
     def _begin(self, known: Known | None, index: int, seen: int, num: int) -> tuple[Adapters, Head, jax.Array]:
         """What training begins with: all that is there, and columns for new classes."""

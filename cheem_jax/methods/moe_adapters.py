@@ -178,7 +178,7 @@ class MoeAdapters:
                 head_logits(head, features), batch.labels, batch.weights, num, config.label_smoothing
             )
 
-        self._fitter, self._adapted = Fitter(loss, jit=executor.jit), executor.jit(adapted)
+        self._fitter, self._adapted = Fitter(loss, jit=executor.jit, layout=executor.layout), executor.jit(adapted)
 
     @property
     def encoder(self) -> Encoder:
@@ -313,7 +313,9 @@ class MoeAdapters:
             return self._adapted(experts, routers, self.executor.leaves, read["images"], read["tasks"])
 
         inputs = Inputs(images, tasks=tasks)
-        return over_batches(run, inputs, len(tasks), batch_size=self.config.batch_size, advance=advance)
+        return over_batches(
+            run, inputs, len(tasks), batch_size=self.config.batch_size, advance=advance, layout=self.executor.layout
+        )
 
     def save(self, root: Path) -> None:
         """Save the last task and all experts, which later tasks may change, and go on with what is read back."""

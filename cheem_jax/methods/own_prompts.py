@@ -76,7 +76,7 @@ class OwnPrompts(abc.ABC):
             own = {name: values[inputs["task"]] for name, values in stack.items()}
             return found(executor.vit_of(leaves), inputs, own, inputs["weight"])
 
-        self._fitter, self._answer = Fitter(loss, jit=executor.jit, rows=executor.rows), answer
+        self._fitter, self._answer = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=executor.rows), answer
 
     @abc.abstractmethod
     def begin_prompts(self, key: jax.Array) -> dict[str, Array]:

@@ -82,7 +82,7 @@ class Prompting(abc.ABC):
             return logits(prompts, head, leaves, inputs, task, None)[0]
 
         rows = executor.rows if self.each_by_itself() else whole
-        self.fitter, self._answer = Fitter(loss, jit=executor.jit, rows=rows), answer
+        self.fitter, self._answer = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=rows), answer
 
     def each_by_itself(self) -> bool:
         """Whether no image's loss depends on the others of its batch."""
@@ -186,7 +186,7 @@ class Prompting(abc.ABC):
         def answer(read: dict[str, Any]) -> jax.Array:
             return self._answer(self.prompts, self.head, self.executor.leaves, read, last)
 
-        return over_batches(answer, inputs, num, batch_size=self.batch_size)
+        return over_batches(answer, inputs, num, batch_size=self.batch_size, layout=self.executor.layout)
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""

@@ -94,7 +94,7 @@ class SPrompts(OwnPrompts):
         def answer(read: dict[str, Any]) -> jax.Array:
             return self._answer(self.executor.leaves, stack, read)
 
-        return chosen, over_batches(answer, inputs, num, batch_size=self.batch_size)
+        return chosen, over_batches(answer, inputs, num, batch_size=self.batch_size, layout=self.executor.layout)
 
     def named(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
         """The task of the nearest centroid."""

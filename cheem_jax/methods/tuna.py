@@ -157,7 +157,7 @@ class Tuna:
             noise = jax.random.normal(key, (num, len(mean)))
             return mean + (noise * spread if spread.ndim == 1 else noise @ spread.T)
 
-        self._fitter = Fitter(loss, directions(config.optimizer), jit=executor.jit)
+        self._fitter = Fitter(loss, directions(config.optimizer), jit=executor.jit, layout=executor.layout)
         self._features, self._answer = executor.jit(features_of), answer
         self._align, self._aligner, self._draw = align, aligner, draw
 
@@ -250,7 +250,14 @@ class Tuna:
         def run(read: dict[str, Any]) -> jax.Array:
             return self._features(adapters, self.executor.leaves, read["images"])
 
-        return over_batches(run, Inputs(images), len(images), batch_size=self.config.batch_size, advance=advance)
+        return over_batches(
+            run,
+            Inputs(images),
+            len(images),
+            batch_size=self.config.batch_size,
+            advance=advance,
+            layout=self.executor.layout,
+        )
 
     @property
     def num_samples(self) -> int:
@@ -320,7 +327,9 @@ class Tuna:
             total, chosen = most_certain(probabilities, entropies)
             return total if beside is None else total + np.asarray(beside), chosen
 
-        return over_batches(run, Inputs(images), len(images), batch_size=self.config.batch_size)
+        return over_batches(
+            run, Inputs(images), len(images), batch_size=self.config.batch_size, layout=self.executor.layout
+        )
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""

@@ -41,17 +41,20 @@ def to_json(value: Any) -> Any:
 class Record:
     """The record of one run directory, opened for appending."""
 
-    def __init__(self, file: Path, fingerprint: str | None = None):
-        self.file, self.fingerprint = file, fingerprint
+    def __init__(self, file: Path, fingerprint: str | None = None, *, writes: bool = True):
+        self.file, self.fingerprint, self.writes = file, fingerprint, writes
 
     @classmethod
-    def open(cls, directory: Path, fingerprint: str | None = None) -> "Record":
+    def open(cls, directory: Path, fingerprint: str | None = None, *, writes: bool = True) -> "Record":
         """Opens or starts the record; a last line torn by a crash is dropped, so the next starts afresh.
 
-        Every line that is then written carries the fingerprint, which says under what conditions.
+        Every line that is then written carries the fingerprint, which says under what conditions. One that does not
+        write belongs to a process that another one writes for, and leaves everything as it is.
         """
-        directory.mkdir(parents=True, exist_ok=True)
         file = directory / NAME
+        if not writes:
+            return cls(file, fingerprint, writes=False)
+        directory.mkdir(parents=True, exist_ok=True)
         if file.exists() and file.stat().st_size and not file.read_bytes().endswith(b"\n"):
             _rewrite(file, read(directory))
         return cls(file, fingerprint)
@@ -60,6 +63,8 @@ class Record:
         """Appends one line with the event, the time (UTC, ISO 8601) and the values, on the disk at once."""
         if "time" in values:
             raise ValueError("the record writes `time` itself; give the value another name, such as `seconds`")
+        if not self.writes:
+            return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         stamp = {} if self.fingerprint is None else {"fingerprint": self.fingerprint}
         with self.file.open("a", encoding="utf-8") as stream:
@@ -74,7 +79,8 @@ class Record:
 
     def replace(self, entries: list[dict[str, Any]]) -> None:
         """Writes these entries in place of all."""
-        _rewrite(self.file, entries)
+        if self.writes:
+            _rewrite(self.file, entries)
 
 
 def read(directory: Path) -> list[dict[str, Any]]:

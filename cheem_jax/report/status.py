@@ -63,18 +63,22 @@ class Owner(NamedTuple):
 
 
 class Status:
-    """The status file of one run; as a context manager it removes the file at the end."""
+    """The status file of one run; as a context manager it removes the file at the end.
 
-    def __init__(self, directory: Path, *, clock: Callable[[], float] = time.monotonic):
-        self.file, self.clock = directory / NAME, clock
+    One that does not write belongs to a process that another one writes for.
+    """
+
+    def __init__(self, directory: Path, *, writes: bool = True, clock: Callable[[], float] = time.monotonic):
+        self.file, self.writes, self.clock = directory / NAME, writes, clock
         self._last, self._took = -math.inf, 0.0
 
     def __enter__(self) -> "Status":
         return self
 
     def __exit__(self, *raised: object) -> None:
-        with contextlib.suppress(OSError):
-            self.file.unlink(missing_ok=True)
+        if self.writes:
+            with contextlib.suppress(OSError):
+                self.file.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def phase(self, name: str, task: str, total: int, shown: AbstractContextManager[Advance]) -> Iterator[Advance]:
@@ -108,6 +112,8 @@ class Status:
             yield advance
 
     def _write(self, doing: Doing) -> None:
+        if not self.writes:
+            return
         sibling = self.file.with_name(f".{NAME}.{os.getpid()}.tmp")
         try:
             sibling.write_text(json.dumps(doing._asdict()))

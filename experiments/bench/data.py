@@ -247,10 +247,10 @@ def epoch(executor: Executor, split: Split) -> Epoch:
     uniform = uniform_table(supernet.sizes)
     order = list(batches(order_at(order_key, num), BATCH))
     codes = supernet_draws(mode_key, draw_key, uniform, uniform, 0.3)(0, len(order))
-    data = steps_of(HostImages(executor, split.images), split.labels, order, executor.rows(BATCH))
+    data = steps_of(executor, HostImages(executor, split.images), split.labels, order, BATCH)
     steps, waits, losses = [], [], []
     start = time.perf_counter()
-    following = ahead(data)
+    following = ahead(executor.layout, data)
     for row in codes:
         step, _ = next(following)
         waits.append(time.perf_counter() - start)

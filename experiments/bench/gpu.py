@@ -147,7 +147,7 @@ def run_steps(
     """All steps, waited for at the end, as in training."""
     labels = np.arange(num_images, dtype=np.int32) % NUM_CLASSES
     rows = itertools.cycle(list(batches(np.arange(num_images), batch)))
-    data = [step_of(feed, labels, next(rows), executor.rows(batch)) for _ in architectures]
+    data = [step_of(executor, feed, labels, next(rows)) for _ in architectures]
     losses = []
     for first in range(0, len(data), executor.steps_per_call):
         part = slice(first, first + executor.steps_per_call)

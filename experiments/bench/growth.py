@@ -157,7 +157,7 @@ def measure(num_tasks: int, quick: bool) -> dict[str, Any]:
     prepared = compilations()
     labels = np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
     (batch,) = batches(np.arange(BATCH), BATCH)
-    data = step_of(kept, labels, batch, executor.rows(BATCH))
+    data = step_of(executor, kept, labels, batch)
     following = iter(drawn_kinds(sizes, rng, 1 + (NUM_DRAWS if quick else 4 * NUM_DRAWS)))
 
     def step(of: Supernet, architectures: Iterator[Architecture]) -> None:

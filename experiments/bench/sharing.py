@@ -293,7 +293,7 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
 
     def step(side: str) -> None:
         supernet = supernets[side]
-        data = step_of(feeds[side], labels, batch, executor.rows(num))
+        data = step_of(executor, feeds[side], labels, batch)
         (loss,) = executor.train(supernet, [architecture], [data], [1e-3])
         jax.block_until_ready((loss, supernet.head, supernet.learners))
         losses[side].append(float(loss))

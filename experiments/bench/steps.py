@@ -86,7 +86,7 @@ class Ours:
         """One step of training, waited for."""
         num = len(self.labels)
         (batch,) = batches(np.arange(num), num)
-        data = step_of(feed, self.labels, batch, self.executor.rows(num))
+        data = step_of(self.executor, feed, self.labels, batch)
         losses = self.executor.train(self.supernet, [architecture], [data], [1e-3])
         jax.block_until_ready((losses, self.supernet.head, self.supernet.learners))
 
