@@ -3,6 +3,7 @@
     python experiments/compare.py --stream demo --methods all
     python experiments/compare.py --stream FOLDER --backbone deit_tiny --weights FILE --image-size 96 \\
         --methods cheem,lora_cl,s_prompts --seeds 0,1,2 --run-dir runs/compare-real
+    python experiments/compare.py --stream mtil --preset paper --data-dir DATA --run-dir RUNS --launcher slurm
 
 Every run has a directory of its own, `RUN_DIR/<method>/seed-<seed>`, and is one that `cheem demo` or
 `experiments/mtil.py` could have made. What is finished is not run again, and what was stopped goes on.

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import mtil
+from launching import LauncherConfig, Run, Sweep, check, finish, host_arguments, results_of
 
+from cheem_jax.arguments import arguments_of
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.load import ImagesConfig
+from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import repeats
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.keys import SeedsConfig
@@ -56,6 +59,8 @@ class Study:
     """How networks are run."""
     save_every: float | None = None
     """Seconds between rolling checkpoints."""
+    launcher: LauncherConfig = LauncherConfig()
+    """Where the runs work."""
     run_dir: Path = Path("runs/study")
     """Where runs and tables are kept; what is unfinished is continued."""
 
@@ -92,16 +97,23 @@ def seeds_of(text: str) -> list[int]:
 def run_all(
     study: Study, variants: Sequence[Variant], progress: Progress, after_each: Callable[[Found], object]
 ) -> Found:
-    """Run what is missing; `after_each` gets what there is so far, so that a stopped study has its tables."""
+    """Run what is missing; `after_each` gets what there is so far, so that a stopped study has its tables.
+
+    With a launcher the process ends here, by SystemExit, until all runs are finished.
+    """
+    check(study.launcher)
     settings = [(variant, run_settings(study, variant, seed)) for variant in variants for seed in study.chosen_seeds]
     if study.run_dir.exists() and not study.run_dir.is_dir():
         raise ValueError(f"--run-dir names {study.run_dir}, which is no folder; expected one, there or to be made")
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
         raise ValueError(f"variants named more than once: {', '.join(repeats(names))}")
-    found, workshop, load = Found(), dict[Any, Networks](), loader(study, progress)
     for _, one in settings:  # what cannot be had is told before hours of other runs
         check_held(one.run_dir, known_of(one))
+    if study.launcher.kind != "none":
+        return run_as_jobs(study, settings, progress, after_each)
+    found, workshop, load = Found(), dict[Any, Networks](), loader(study, progress)
+    for _, one in settings:
         if one.router is not None:
             load(one)
     for number, (variant, one) in enumerate(settings, 1):
@@ -110,6 +122,37 @@ def run_all(
         found.setdefault(variant.name, []).append(result)
         after_each(found)
     return found
+
+
+def run_as_jobs(
+    study: Study,
+    settings: Sequence[tuple[Variant, mtil.Mtil]],
+    progress: Progress,
+    after_each: Callable[[Found], object],
+) -> Found:
+    """Every run as a job of its own, which does what `mtil.py` does with its settings."""
+    for one in {place_of(one): one for _, one in settings}.values():
+        if one.stream != mtil.DEMO:
+            tasks = None if one.tasks is None else [name.strip() for name in one.tasks.split(",")]
+            plan_source(one.stream, tasks, data_dir=one.data_dir, order=one.order, seed=one.split_seed)
+
+    def tell() -> Found:
+        found = Found()
+        for variant, one in settings:
+            if (results := results_of(one.run_dir)) is not None:
+                found.setdefault(variant.name, []).append(results)
+        after_each(found)
+        return found
+
+    runs = [
+        Run(
+            f"{variant.name}/seed-{one.seed}", one.run_dir,
+            [*arguments_of(mtil.anywhere(one)), *host_arguments(study.launcher)],
+        )
+        for variant, one in settings
+    ]  # fmt: skip
+    finish(Sweep(study.launcher, study.run_dir / "jobs", runs, progress, tell))
+    return tell()
 
 
 def known_of(settings: mtil.Mtil) -> dict[str, Any]:
@@ -129,7 +172,8 @@ def run_settings(study: Study, variant: Variant, seed: int) -> mtil.Mtil:
     preset = study.chosen_preset
     config = changed(preset_of(variant.method, preset), variant.config)
     is_cheem = isinstance(config, CheemConfig)
-    shared = {field.name: getattr(study, field.name) for field in dataclasses.fields(Study)}
+    names = [field.name for field in dataclasses.fields(Study) if field.name != "launcher"]
+    shared = {name: getattr(study, name) for name in names}
     shared |= {"preset": preset, "seeds": SeedsConfig(), "run_dir": study.run_dir / variant.name / f"seed-{seed}"}
     return mtil.Mtil(**{
         **shared,
@@ -158,12 +202,17 @@ LOADED_BY = (
 """What weights and pictures depend on."""
 
 
+def place_of(settings: mtil.Mtil) -> tuple[Any, ...]:
+    """Where weights and pictures of a run come from."""
+    return tuple(getattr(settings, name) for name in LOADED_BY)
+
+
 def loader(study: Study, progress: Progress) -> Callable[[mtil.Mtil], mtil.Loaded]:
     """Loads weights and pictures of a run; those of the last one serve again where they are the same."""
     held: dict[tuple[Any, ...], mtil.Loaded] = {}
 
     def load(settings: mtil.Mtil) -> mtil.Loaded:
-        place = tuple(getattr(settings, name) for name in LOADED_BY)
+        place = place_of(settings)
         if place not in held:
             held.clear()
             shared = dataclasses.replace(settings, router=None, router_weights=None, base_data=study.base_data)
