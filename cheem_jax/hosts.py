@@ -83,14 +83,14 @@ def connect(config: HostsConfig) -> None:
         jax.distributed.initialize(
             address, config.num_processes, config.process_id, initialization_timeout=config.patience,
             heartbeat_timeout_seconds=config.timeout, shutdown_timeout_seconds=SHUTDOWN_SECONDS,
-            # without it a job of one device per process would be made of the devices of a node
-            local_device_ids=None,
         )  # fmt: skip
     except (ValueError, RuntimeError) as error:
-        told = (
-            "" if config.coordinator != "auto" else "; give hosts coordinator HOST:PORT, num_processes and process_id"
-        )
-        raise ValueError(f"the job's processes do not find each other ({_first_line(error)}){told}") from error
+        if config.coordinator != "auto":
+            raise ValueError(f"the job's processes do not find each other ({_first_line(error)})") from error
+        raise ValueError(
+            "hosts coordinator is auto, but the environment tells of no job of SLURM, Open MPI, Kubernetes or Cloud "
+            f"TPU ({_first_line(error)}); give HOST:PORT, num_processes and process_id"
+        ) from error
     _when_aborted(
         f"error: process {index()} of {count()} stops, because another one of the job has ended or cannot be reached "
         f"(no sign of life for {config.timeout} s, unless it said so itself; its own log says why). What was saved is "

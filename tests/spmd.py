@@ -1,0 +1,196 @@
+"""What tests of several devices and several processes start: programs that need an interpreter of their own.
+
+    python tests/spmd.py TASK OUT JSON-SETTINGS
+
+The number of a CPU's devices (JAX_NUM_CPU_DEVICES) and the job are fixed before JAX computes anything.
+"""
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+STEPS, BATCH, NUM = 50, 10, 50
+"""BATCH is no multiple of 4 or 8 devices, so every batch is filled up."""
+
+
+@functools.cache
+def _programs() -> str:
+    """Compiled programs that all these processes share."""
+    folder = tempfile.mkdtemp(prefix="cheem-programs-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def start(task: str, out: Path, *, devices: int, **settings: Any) -> subprocess.Popen[str]:
+    """One process with so many CPU devices; it writes JSON to `out`."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    environment |= {"JAX_COMPILATION_CACHE_DIR": _programs(), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return subprocess.Popen(
+        [sys.executable, __file__, task, str(out), json.dumps(settings)],
+        env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def start_job(task: str, folder: Path, *, processes: int = 2, devices: int = 2, **settings: Any) -> list:
+    """All processes of one job over loopback; `each` in the settings holds what differs, by process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    each = settings.pop("each", [{}] * processes)
+    hosts = {"coordinator": f"127.0.0.1:{port}", "num_processes": processes}
+    return [
+        start(task, folder / f"{number}.json", devices=devices, hosts={**hosts, "process_id": number},
+              **{**settings, **each[number]})
+        for number in range(processes)
+    ]  # fmt: skip
+
+
+def finish(processes: list, seconds: float = 500) -> list[tuple[int, str]]:
+    """Exit status and output of each; none is left running."""
+    found = []
+    try:
+        for process in processes:
+            said, _ = process.communicate(timeout=seconds)
+            found.append((process.returncode, said))
+        return found
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+# ---- what runs there
+
+
+def devices(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same training, search and answers on one device and on several layouts of all, by every executor."""
+    import jax
+    import small
+
+    from cheem_jax.backbone.params import build
+    from cheem_jax.execution import layout
+    from cheem_jax.execution.layout import ONE, Layout
+
+    layout.SMALL = 64  # so that the weights of so small a backbone are split
+    layouts = {"one": ONE, "all": Layout(jax.devices()), "fsdp": Layout(jax.devices(), 2)}
+    vit = build(small.CONFIG, small.pretrained().params)
+    return {
+        executor: {name: _work(executor, vit, layouts[name]) for name in settings["layouts"]}
+        for executor in settings["executors"]
+    }
+
+
+def _work(name: str, vit, layout) -> dict[str, Any]:
+    import jax
+    import numpy as np
+
+    from cheem_jax.execution.choice import EngineConfig, make_executor
+    from cheem_jax.execution.executor import Dense
+    from cheem_jax.execution.feed import Budget, feed_images, keep_tokens
+    from cheem_jax.execution.passes import answers, token_means
+    from cheem_jax.hee import uniform_table
+    from cheem_jax.pool import dense_expert, pool_sizes
+    from cheem_jax.supernet import OpSettings, Supernet
+    from cheem_jax.training import FitConfig, constant_draws, fit, supernet_draws, supernet_score
+
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 256, (NUM, 8, 8, 3), dtype=np.uint8), rng.integers(0, 3, NUM).astype(np.int32)
+    executor = make_executor(
+        vit,
+        "mlp_down",
+        EngineConfig(name, steps_per_call=5),
+        batch_size=BATCH,
+        layout=layout,  # pyright: ignore
+    )
+    network = Supernet(jax.random.key(1), executor.base_pool, 3, OpSettings(rank=2))
+    table = uniform_table(pool_sizes(executor.base_pool))
+    draws = supernet_draws(jax.random.key(2), jax.random.key(3), table, table, 0.3)
+    drawn = np.concatenate([draws(epoch, NUM // BATCH) for epoch in range(STEPS * BATCH // NUM)])
+    # `whole` compiles every signature anew, so it repeats one
+    followed = constant_draws(drawn[0]) if name == "whole" else draws
+    losses: list[float] = []
+    train = executor.train
+
+    def noted(*arguments):
+        found = train(*arguments)
+        losses.extend(float(loss) for loss in found)
+        return found
+
+    executor.train = noted  # pyright: ignore[reportAttributeAccessIssue]
+    quiet = lambda num_images, note="", /: None  # noqa: E731
+    budget = Budget(2**30)
+    plain = feed_images(executor, images, budget)
+    feed = keep_tokens("images", executor, plain, NUM, (), batch_size=BATCH, budget=budget)
+    fit(
+        jax.random.key(4), executor, network, labels, feed, followed, FitConfig(epochs=STEPS * BATCH // NUM),
+        batch_size=BATCH, advance=quiet,
+    )  # fmt: skip
+    genomes = np.unique(drawn, axis=0)[: 3 if name == "whole" else 12]
+    score = supernet_score(executor, network, labels, feed, batch_size=BATCH, advance=quiet)(genomes)
+    base = [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]
+    means = token_means(executor, [base], plain, NUM, batch_size=BATCH, advance=quiet)
+    chosen = answers(executor, base, network.head.params, 3, plain, NUM, batch_size=BATCH)
+    return {
+        "drawn": drawn.tolist(), "losses": losses, "score": score.tolist(), "answers": chosen.tolist(),
+        "means": means.means.tolist(), "features": means.features.tolist(),
+        "weight_bytes": sum(leaf.addressable_shards[0].data.nbytes for leaf in executor.leaves),
+    }  # fmt: skip
+
+
+def stream(settings: dict[str, Any]) -> dict[str, Any]:
+    """A small stream by one method, as one process of a job or alone."""
+    import dataclasses
+
+    import small
+    from rich.console import Console
+
+    from cheem_jax import hosts
+    from cheem_jax.continual import RunConfig, run_stream
+    from cheem_jax.execution.layout import MeshConfig
+    from cheem_jax.hosts import HostsConfig
+    from cheem_jax.methods.catalogue import NEED_A_ROUTER, preset_of
+    from cheem_jax.methods.cheem import CheemConfig
+    from cheem_jax.report.progress import Progress
+
+    hosts.connect(HostsConfig(**settings.get("hosts", {}), timeout=settings.get("hosts_timeout", 30)))
+    method = preset_of(settings["method"], "demo")
+    if isinstance(method, CheemConfig):
+        config = {field.name: getattr(small.QUICK, field.name) for field in dataclasses.fields(small.QUICK)}
+        method = type(method)(**config)
+        method = dataclasses.replace(
+            method, supernet=dataclasses.replace(method.supernet, **settings.get("supernet", {}))
+        )
+    elif hasattr(method, "epochs"):
+        method = dataclasses.replace(method, epochs=1)  # pyright: ignore[reportCallIssue]
+    router = small.pretrained(1) if settings["method"] in NEED_A_ROUTER else None
+    progress = Progress(Console(file=sys.stdout if hosts.is_first() else open(os.devnull, "w"), width=200))
+    found = run_stream(
+        small.stream(settings.get("tasks", 2)), small.pretrained(),
+        RunConfig(method, "demo", settings.get("seed", 0), mesh=MeshConfig("all")),
+        Path(settings["run_dir"]), progress, save_every=settings.get("save_every"), router=router,
+    )  # fmt: skip
+    return {"accuracy": found["accuracy"], "process": hosts.index(), "count": hosts.count()}
+
+
+if __name__ == "__main__":
+    from cheem_jax.cli import run_command
+
+    name, out, text = sys.argv[1:]
+
+    def main(settings: dict[str, Any]) -> None:
+        found = {"devices": devices, "stream": stream}[name](settings)
+        Path(out).write_text(json.dumps(found))
+
+    run_command(main, json.loads(text), computes=False)

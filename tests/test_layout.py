@@ -1,0 +1,98 @@
+"""Batches over several devices: what one device computes, on eight virtual ones of a CPU."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import small
+import spmd
+
+from cheem_jax.execution.executor import Dense
+from cheem_jax.execution.layout import ONE, Layout, MeshConfig, make_layout
+from cheem_jax.execution.spread import _work, divided
+from cheem_jax.execution.stages import Stages
+
+STAGES = Stages(small.backbone(), "mlp_down")
+
+
+def found_by(executors: list[str], layouts: list[str], folder) -> dict:
+    out = folder / "found.json"
+    ((status, said),) = spmd.finish([spmd.start("devices", out, devices=8, executors=executors, layouts=layouts)], 1200)
+    assert status == 0, said
+    return json.loads(out.read_text())
+
+
+def compare(one: dict, many: dict) -> None:
+    assert len(one["losses"]) == spmd.STEPS
+    assert many["drawn"] == one["drawn"] and many["score"] == one["score"] and many["answers"] == one["answers"]
+    np.testing.assert_allclose(many["losses"], one["losses"], rtol=1e-4)
+    for name in ("means", "features"):
+        np.testing.assert_allclose(many[name], one[name], rtol=1e-4, atol=1e-5)
+
+
+def test_eight_devices_draw_learn_score_and_answer_as_one(tmp_path):
+    found = found_by(["stages"], ["one", "all"], tmp_path)["stages"]
+    compare(found["one"], found["all"])
+    assert found["all"]["weight_bytes"] == found["one"]["weight_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["stages", "whole", "scan"])
+def test_every_executor_computes_the_same_with_weights_held_and_split(executor, tmp_path):
+    found = found_by([executor], ["one", "all", "fsdp"], tmp_path)[executor]
+    compare(found["one"], found["all"])
+    compare(found["one"], found["fsdp"])
+    assert found["fsdp"]["weight_bytes"] < 0.6 * found["one"]["weight_bytes"]
+
+
+def fake(num: int, own: range) -> Layout:
+    """A layout of several devices of which this process has some, as far as rows are counted."""
+    layout = Layout([jax.devices()[0]])
+    layout.num, layout.local = num, list(own)
+    return layout
+
+
+def test_each_process_takes_its_part_of_a_batch_that_is_filled_up_by_the_first_row():
+    rows = np.arange(10, 17)
+    first, second = fake(4, range(0, 2)), fake(4, range(2, 4))
+    assert first.mine(rows).tolist() == [10, 11, 12, 13] and second.mine(rows).tolist() == [14, 15, 16, 10]
+    assert second.mine(np.ones(7), 0).tolist() == [1, 1, 1, 0]
+    assert first.padded(7) == 8 and ONE.mine(rows) is rows
+
+
+def test_a_mesh_of_one_device_holds_whole_arrays():
+    layout = Layout([jax.devices()[0]])
+    values = np.arange(6.0, dtype=np.float32).reshape(3, 2)
+    np.testing.assert_array_equal(layout.fetch(layout.rows(values)), values)
+    np.testing.assert_array_equal(layout.fetch(layout.everywhere({"a": values}))["a"], values)
+    again = layout.everywhere(layout.everywhere(values))
+    np.testing.assert_array_equal(layout.copy(again, 0), values)
+
+
+def test_candidates_are_divided_so_that_no_device_has_much_more_to_do():
+    rng, depth = np.random.default_rng(0), STAGES.num_blocks
+    expert = STAGES.base_pool[0][0].params
+    networks = [
+        [Dense(int(code), None if code == 3 else expert) for code in rng.integers(0, 4, depth)] for _ in range(40)
+    ]
+    groups = divided(STAGES, networks, 4)
+    assert sorted(index for group in groups for index in group) == list(range(40))
+    loads = [_work(STAGES, [networks[i] for i in group]) for group in groups]
+    whole = _work(STAGES, [networks[i] for i in sorted(range(40), key=lambda i: [s.code for s in networks[i]])])
+    assert max(loads) < 1.35 * whole / 4  # beginnings at a cut run twice
+    assert divided(STAGES, networks[:2], 4)[2:] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"devices": 0}, "devices is 0; expected a number from 1 on, or all"),
+        ({"fsdp": 0}, "fsdp is 0"),
+        ({"devices": 99}, "devices is 99, but JAX sees 1 .*JAX_NUM_CPU_DEVICES"),
+        ({"fsdp": 2}, "fsdp is 2, which needs as many devices"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(settings, told):
+    with pytest.raises(ValueError, match=told):
+        make_layout(MeshConfig(**settings))
