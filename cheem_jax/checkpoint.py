@@ -48,14 +48,15 @@ def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     In a job of several processes, which all hold them, the first one writes and the others wait. Raises OSError where
     it cannot be written, and then leaves nothing.
     """
-    hosts.first_does(lambda: _write(directory, arrays, meta))
+    found = hosts.fetch(dict(arrays))
+    hosts.first_does(lambda: _write(directory, found, meta))
 
 
 def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     if directory.exists():
         raise FileExistsError(f"{directory} exists already; a learned task is never overwritten")
     partial = directory.with_name(f".{directory.name}.partial")
-    arrays, meta = jax.tree.map(np.asarray, dict(arrays)), {"format": FORMAT, **meta}
+    meta = {"format": FORMAT, **meta}
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

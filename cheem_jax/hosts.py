@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ TEXT_BYTES = 2000
 
 @dataclasses.dataclass(frozen=True)
 class HostsConfig:
-    """The processes of one job, usually one per machine; each is given all of its machine's devices."""
+    """The processes of one job: one per machine, with all of its devices, or one per device."""
 
     coordinator: str | None = None
     """`HOST:PORT` of the first process, or `auto`: as SLURM, Open MPI, Kubernetes or Cloud TPU tell it; default: one
@@ -83,6 +83,7 @@ def connect(config: HostsConfig) -> None:
         jax.distributed.initialize(
             address, config.num_processes, config.process_id, initialization_timeout=config.patience,
             heartbeat_timeout_seconds=config.timeout, shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+            local_device_ids=_local_devices(config, os.environ),
         )  # fmt: skip
     except (ValueError, RuntimeError) as error:
         if config.coordinator != "auto":
@@ -96,6 +97,19 @@ def connect(config: HostsConfig) -> None:
         f"(no sign of life for {config.timeout} s, unless it said so itself; its own log says why). What was saved is "
         "whole: start the job again, with as many processes as you like, and it goes on from there"
     )
+
+
+def _local_devices(config: HostsConfig, environment: Mapping[str, str]) -> list[int] | None:
+    """What JAX is told about this process's devices: [] is all that it sees, None leaves it to JAX.
+
+    Where SLURM or Open MPI has started the process, JAX takes one device per process; right where each device of a
+    machine has a process of its own, but one process alone on its machine would leave all other devices idle.
+    """
+    if config.coordinator != "auto":
+        return []
+    nodes = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES"))
+    alone = nodes is not None and nodes == environment.get("SLURM_NTASKS")
+    return [] if alone or environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1" else None
 
 
 def count() -> int:
@@ -134,6 +148,17 @@ def total(values: np.ndarray) -> np.ndarray:
     if count() == 1:
         return values
     return np.asarray(multihost_utils.process_allgather(values)).sum(axis=0)
+
+
+def fetch(tree: Any) -> Any:
+    """Arrays as NumPy in every process, the parts that others hold brought together."""
+
+    def whole(leaf):
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return np.asarray(leaf)
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+
+    return jax.tree.map(whole, tree)
 
 
 def together(work: Callable[[], Any]) -> Any:

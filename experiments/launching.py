@@ -158,8 +158,10 @@ def results_of(directory: Path) -> dict[str, Any] | None:
 
 
 def host_arguments(launcher: LauncherConfig) -> list[str]:
-    """What every process of a run on several nodes is told beside the run's settings."""
-    return ["--hosts.coordinator", "auto", "--devices", "all"] if launcher.nodes > 1 else []
+    """What every process of a run is told beside the run's settings, so that it uses all that its job was given."""
+    if launcher.nodes > 1:
+        return ["--hosts.coordinator", "auto", "--devices", "all"]
+    return ["--devices", "all"] if (launcher.gpus or 1) > 1 else []
 
 
 def finish(sweep: Sweep) -> None:

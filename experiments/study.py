@@ -7,7 +7,7 @@ is finished is not run again, and what was stopped goes on.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import mtil
 from launching import LauncherConfig, Run, Sweep, check, finish, host_arguments, results_of
@@ -57,6 +57,10 @@ class Study:
     """Pictures of the backbone's own task, for CHEEM's similarity."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
+    devices: Literal["all"] | int = 1
+    """Devices that share each batch of a run: a number, or all that it sees."""
+    fsdp: int = 1
+    """Devices over which the frozen backbone's weights are split."""
     save_every: float | None = None
     """Seconds between rolling checkpoints."""
     launcher: LauncherConfig = LauncherConfig()

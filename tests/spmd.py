@@ -51,8 +51,8 @@ def start_job(task: str, folder: Path, *, processes: int = 2, devices: int = 2, 
     each = settings.pop("each", [{}] * processes)
     hosts = {"coordinator": f"127.0.0.1:{port}", "num_processes": processes}
     return [
-        start(task, folder / f"{number}.json", devices=devices, hosts={**hosts, "process_id": number},
-              **{**settings, **each[number]})
+        start(task, folder / f"{number}.json", hosts={**hosts, "process_id": number},
+              **{"devices": devices, **settings, **each[number]})
         for number in range(processes)
     ]  # fmt: skip
 
@@ -158,12 +158,15 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
 
     from cheem_jax import hosts
     from cheem_jax.continual import RunConfig, run_stream
+    from cheem_jax.execution import layout
     from cheem_jax.execution.layout import MeshConfig
     from cheem_jax.hosts import HostsConfig
     from cheem_jax.methods.catalogue import NEED_A_ROUTER, preset_of
     from cheem_jax.methods.cheem import CheemConfig
     from cheem_jax.report.progress import Progress
 
+    if settings.get("fsdp", 1) > 1:
+        layout.SMALL = 64
     hosts.connect(HostsConfig(**settings.get("hosts", {}), timeout=settings.get("hosts_timeout", 30)))
     method = preset_of(settings["method"], "demo")
     if isinstance(method, CheemConfig):
@@ -178,7 +181,7 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
     progress = Progress(Console(file=sys.stdout if hosts.is_first() else open(os.devnull, "w"), width=200))
     found = run_stream(
         small.stream(settings.get("tasks", 2)), small.pretrained(),
-        RunConfig(method, "demo", settings.get("seed", 0), mesh=MeshConfig("all")),
+        RunConfig(method, "demo", settings.get("seed", 0), mesh=MeshConfig("all", settings.get("fsdp", 1))),
         Path(settings["run_dir"]), progress, save_every=settings.get("save_every"), router=router,
     )  # fmt: skip
     return {"accuracy": found["accuracy"], "process": hosts.index(), "count": hosts.count()}

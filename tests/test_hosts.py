@@ -124,6 +124,21 @@ def test_settings_of_a_job_that_cannot_work_are_refused(settings, told):
         HostsConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    ("environment", "devices"),
+    [
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_NODES": "4"}, []),
+        ({"SLURM_NTASKS": "32", "SLURM_STEP_NUM_NODES": "4"}, None),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, []),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, None),
+        ({}, None),
+    ],
+)
+def test_one_process_on_a_machine_takes_all_its_devices_and_several_share_them(environment, devices):
+    assert hosts._local_devices(HostsConfig("auto"), environment) == devices
+    assert hosts._local_devices(HostsConfig("node:1", 2, 0), environment) == []
+
+
 def test_one_process_alone_agrees_with_itself():
     assert (hosts.count(), hosts.index(), hosts.largest(3), hosts.smallest(2**40)) == (1, 0, 3, 2**40)
     assert hosts.in_order(lambda: 5) == hosts.together(lambda: 5) == 5

@@ -8,6 +8,7 @@ import pytest
 import small
 import spmd
 
+from cheem_jax import hosts
 from cheem_jax.execution.executor import Dense
 from cheem_jax.execution.layout import ONE, Layout, MeshConfig, make_layout
 from cheem_jax.execution.spread import _work, divided
@@ -64,10 +65,32 @@ def test_each_process_takes_its_part_of_a_batch_that_is_filled_up_by_the_first_r
 def test_a_mesh_of_one_device_holds_whole_arrays():
     layout = Layout([jax.devices()[0]])
     values = np.arange(6.0, dtype=np.float32).reshape(3, 2)
-    np.testing.assert_array_equal(layout.fetch(layout.rows(values)), values)
-    np.testing.assert_array_equal(layout.fetch(layout.everywhere({"a": values}))["a"], values)
+    np.testing.assert_array_equal(hosts.fetch(layout.rows(values)), values)
+    np.testing.assert_array_equal(hosts.fetch(layout.everywhere({"a": values}))["a"], values)
     again = layout.everywhere(layout.everywhere(values))
     np.testing.assert_array_equal(layout.copy(again, 0), values)
+
+
+class Noted:
+    """Images that note which rows were asked for."""
+
+    def __init__(self):
+        self.images, self.asked = np.zeros((20, 8, 8, 3), np.uint8), []
+        self.shape, self.dtype = self.images.shape, self.images.dtype
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, rows):
+        self.asked.append(np.asarray(rows).tolist())
+        return self.images[rows]
+
+
+def test_a_process_reads_no_pictures_but_those_of_its_own_devices(monkeypatch):
+    images, second = Noted(), fake(4, range(2, 4))
+    monkeypatch.setattr(second, "joined", lambda part: part)
+    assert [len(part) for part in second.read(images, [np.arange(8), np.arange(8, 13)])] == [4, 4]
+    assert images.asked == [[4, 5, 6, 7], [12, 8, 8, 8]]
 
 
 def test_candidates_are_divided_so_that_no_device_has_much_more_to_do():

@@ -168,7 +168,7 @@ def keep_tokens(
     kept: np.ndarray | None = None
     pieces = list(batches(np.arange(num_images), executor.rows(batch_size)))
     for batch, tokens in zip(pieces, fed(images, [batch.rows for batch in pieces]), strict=True):
-        values = executor.layout.fetch(executor.advance(prefix, tokens, len(prefix)).values)
+        values = hosts.fetch(executor.advance(prefix, tokens, len(prefix)).values)
         if kept is None:
             kept = np.empty((num_images, *values.shape[1:]), values.dtype)
         kept[batch.rows[: batch.size]] = values[: batch.size]

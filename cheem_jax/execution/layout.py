@@ -5,13 +5,13 @@ where it does not fit, split as well and gathered block by block. The programs s
 arguments how to divide the work, and adds the sums that gradients and counts then need.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cheem_jax.images import Images, in_turn
@@ -163,16 +163,6 @@ class Layout:
         program = jax.jit(function, **options)
         return _Waiting(program) if self.is_many and self.devices[0].platform == "cpu" else program
 
-    def fetch(self, tree: Any) -> Any:
-        """Arrays as NumPy in every process, their parts brought together; in the main thread only."""
-
-        def whole(leaf):
-            if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
-                return np.asarray(leaf)
-            return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
-
-        return jax.tree.map(whole, tree)
-
 
 class _Waiting:
     """A program of `Layout.jit`: to be called, or lowered, compiled and called."""
@@ -202,6 +192,10 @@ ONE = Layout()
 def make_layout(config: MeshConfig) -> Layout:
     """The devices that were asked for. Raises ValueError where there are not as many."""
     found = jax.devices()
+    shares = collections.Counter(device.process_index for device in found)
+    if len(set(shares.values())) > 1:
+        told = ", ".join(f"{num} in process {process}" for process, num in sorted(shares.items()))
+        raise ValueError(f"the job's processes have different numbers of devices: {told}; give each as many")
     wanted = len(found) if config.devices == "all" else config.devices
     if wanted > len(found):
         more = "; JAX_NUM_CPU_DEVICES=N makes N of a CPU, for trying" if found[0].platform == "cpu" else ""

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
+from cheem_jax import hosts
 from cheem_jax.execution.batches import Batch, batches
 from cheem_jax.execution.executor import Executor, Gather, Network, Tokens
 from cheem_jax.execution.feed import Feed, fed
@@ -43,7 +44,7 @@ def token_means(
             sums[index, block] += total
         advance(batch.size * len(networks))
     means = (sums / num).astype(np.float32)
-    return TokenMeans(means, np.concatenate([executor.layout.fetch(f)[:size] for f, size in features]))
+    return TokenMeans(means, np.concatenate([hosts.fetch(f)[:size] for f, size in features]))
 
 
 def network_features(
@@ -53,7 +54,7 @@ def network_features(
     found = []
     for batch, tokens in _in_order(executor, images, num, batch_size):
         (walked,) = executor.walk([network], tokens, batch.mask)
-        found.append(executor.layout.fetch(executor.features(walked.tokens))[: batch.size])
+        found.append(hosts.fetch(executor.features(walked.tokens))[: batch.size])
     return np.concatenate(found)
 
 
@@ -66,7 +67,7 @@ def answers(
         (walked,) = executor.walk([network], tokens, batch.mask)
         labels = executor.layout.rows(np.zeros(len(batch.rows), np.int32))
         answer, _ = executor.classify(head, walked.tokens, labels, batch.mask, num_classes)
-        found.append(executor.layout.fetch(answer)[: batch.size])
+        found.append(hosts.fetch(answer)[: batch.size])
     return np.concatenate(found).astype(np.int32)
 
 
@@ -87,10 +88,10 @@ def answers_and_features(
         labels = executor.layout.rows(np.zeros(len(batch.rows), np.int32))
         for walked in executor.walk([base, network], tokens, batch.mask):
             if walked.index == 0:
-                features.append(executor.layout.fetch(executor.features(walked.tokens))[: batch.size])
+                features.append(hosts.fetch(executor.features(walked.tokens))[: batch.size])
             else:
                 answer, _ = executor.classify(head, walked.tokens, labels, batch.mask, num_classes)
-                found.append(executor.layout.fetch(answer)[: batch.size])
+                found.append(hosts.fetch(answer)[: batch.size])
     return np.concatenate(found).astype(np.int32), np.concatenate(features)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
+from cheem_jax import hosts
 from cheem_jax.execution.batches import Batch as Rows
 from cheem_jax.execution.batches import batches, num_batches
 from cheem_jax.execution.executor import add
@@ -233,7 +234,7 @@ def over_batches(
     pieces = list(batches(np.arange(num), batch_size))
     found = []
     for piece, read in zip(pieces, inputs.follow([piece.rows for piece in pieces], layout), strict=True):
-        part = layout.fetch(function(read))
+        part = hosts.fetch(function(read))
         found.append(jax.tree.map(lambda values: values[: piece.size], part))  # noqa: B023 (called at once)
         if advance is not None:
             advance(piece.size)
