@@ -24,7 +24,7 @@ VENV_DOCS := .venv-docs
 INPUTS := pyproject.toml constraints.txt
 CODE := cheem_jax convert experiments tests
 
-.PHONY: help demo test test-slow faults test-convert test-browser test-prepare test-312 docs bench bench-gpu lint format clean
+.PHONY: help demo test test-slow faults scale test-convert test-browser test-prepare test-312 docs bench bench-gpu lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -36,10 +36,14 @@ test: $(VENV)/.test ## the tests that need no torch, no TensorFlow, no network a
 	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test ## the tests that take minutes or install packages
-	@$(VENV)/bin/python -m pytest -m slow --ignore tests/faults $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -m slow --ignore tests/faults --ignore tests/test_hosts.py --ignore tests/test_layout.py $(PYTEST_ARGS)
 
 faults: $(VENV)/.test ## kills, full disks, damaged files and hostile input by the thousand, counted; about an hour
 	@$(VENV)/bin/python -m pytest -m "slow or not slow" tests/faults $(PYTEST_ARGS)
+
+scale: $(VENV)/.test ## several devices, several processes, jobs and a thousand tasks, in full; about an hour
+	@$(VENV)/bin/python -m pytest -m "slow or not slow" tests/test_layout.py tests/test_hosts.py tests/test_launching.py tests/test_many_tasks.py $(PYTEST_ARGS)
+	JAX_PLATFORMS=cpu $(VENV)/bin/python experiments/bench/run.py --only collectives,many_tasks $(BENCH_ARGS)
 
 test-convert: $(VENV_CONVERT)/.convert ## parity with timm, in an environment with torch
 	@$(VENV_CONVERT)/bin/python -m pytest -m convert $(PYTEST_ARGS)

@@ -14,6 +14,8 @@ from cheem_jax.hosts import HostsConfig
 from cheem_jax.methods.catalogue import NAMES
 from cheem_jax.report.record import read
 
+STEPS = {"supernet": {"epochs": 17}}
+"""51 steps, three in an epoch."""
 LONG = {"supernet": {"epochs": 4000}}
 """More than a test waits for: such a run ends because something ends it."""
 
@@ -35,14 +37,14 @@ def alone(tmp_path_factory) -> Path:
     """The run of one process on one device."""
     folder = tmp_path_factory.mktemp("alone")
     ((status, said),) = spmd.finish(
-        [spmd.start("stream", folder / "0.json", devices=1, method="cheem", run_dir=str(folder / "run"))]
+        [spmd.start("stream", folder / "0.json", devices=1, method="cheem", run_dir=str(folder / "run"), **STEPS)]
     )
     assert status == 0, said
     return folder / "run"
 
 
 def test_two_processes_learn_what_one_learns_and_only_the_first_writes_and_speaks(alone, tmp_path):
-    job = spmd.finish(spmd.start_job("stream", tmp_path, method="cheem", run_dir=str(tmp_path / "run")))
+    job = spmd.finish(spmd.start_job("stream", tmp_path, method="cheem", run_dir=str(tmp_path / "run"), **STEPS))
     assert [status for status, _ in job] == [0, 0], job
     assert "4 devices in 2 processes" in job[0][1] and "task0" not in job[1][1]
     for one, two in zip(learned(alone), learned(tmp_path / "run"), strict=True):
@@ -57,7 +59,7 @@ def test_two_processes_learn_what_one_learns_and_only_the_first_writes_and_speak
 @pytest.mark.parametrize(("victim", "devices"), [(1, 1), pytest.param(0, 4, marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(victim, devices, alone, tmp_path):
     run = tmp_path / "run"
-    settings = {"method": "cheem", "run_dir": str(run), "save_every": 0.0, "tasks": 1}
+    settings = {"method": "cheem", "run_dir": str(run), "save_every": 0.0, "tasks": 1, **STEPS}
     job = spmd.start_job("stream", tmp_path, **settings, hosts_timeout=10)
     until(lambda: list(run.glob("checkpoints/cheem/running-*/manifest.json")), job)
     job[victim].kill()
