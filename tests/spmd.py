@@ -175,8 +175,9 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
         method = dataclasses.replace(
             method, supernet=dataclasses.replace(method.supernet, **settings.get("supernet", {}))
         )
-    elif hasattr(method, "epochs"):
-        method = dataclasses.replace(method, epochs=1)  # pyright: ignore[reportCallIssue]
+    elif method.name in ("dualprompt", "coda_prompt"):  # as few blocks as the network has
+        layers = {"general_layers": (0,), "expert_layers": (1,)} if method.name == "dualprompt" else {"layers": (0, 1)}
+        method = dataclasses.replace(method, **layers)
     router = small.pretrained(1) if settings["method"] in NEED_A_ROUTER else None
     progress = Progress(Console(file=sys.stdout if hosts.is_first() else open(os.devnull, "w"), width=200))
     found = run_stream(

@@ -19,13 +19,14 @@ from scipy.linalg import solve_triangular
 from scipy.special import expit
 from sklearn.covariance import ledoit_wolf_shrinkage
 
+from cheem_jax import hosts
 from cheem_jax.backbone.vit import SidePrefix, ViT
 from cheem_jax.centroids import normalise
 from cheem_jax.data.task import Task
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor
 from cheem_jax.flops import backbone_flops, executed_backbone_flops, executed_halves, prefix_flops
-from cheem_jax.images import Images, in_turn
+from cheem_jax.images import Images
 from cheem_jax.keys import Keys
 from cheem_jax.methods.fitting import Inputs, over_batches
 from cheem_jax.methods.l2p import check_layers
@@ -127,9 +128,10 @@ class Diki(OwnPrompts):
             return Inputs(images)
         kept = np.empty((num, vit.num_tokens, vit.width), np.float32)
         pieces = list(batches(np.arange(num), self.batch_size))
+        coming = self.executor.layout.read(images, [piece.rows for piece in pieces])
         with running.phase("keep", num) as advance:
-            for piece, read in zip(pieces, in_turn(images, [piece.rows for piece in pieces]), strict=True):
-                kept[piece.rows[: piece.size]] = np.asarray(self._tokens(self.executor.leaves, read))[: piece.size]
+            for piece, read in zip(pieces, coming, strict=True):
+                kept[piece.rows[: piece.size]] = hosts.fetch(self._tokens(self.executor.leaves, read))[: piece.size]
                 advance(piece.size)
         return Inputs(tokens=kept)
 
@@ -151,7 +153,8 @@ class Diki(OwnPrompts):
             chosen, weight = read.get("task"), np.ones(size, np.float32)
             if name_tasks or confident:
                 tokens, features = self._tokens_and_features(leaves, read["images"])
-                densities = np.stack([log_density(np.asarray(features), gaussian) for gaussian in gaussians], axis=1)
+                features = hosts.fetch(features)
+                densities = np.stack([log_density(features, gaussian) for gaussian in gaussians], axis=1)
                 chosen = densities.argmax(axis=1).astype(np.int32)
                 used = read.get("task", chosen)
                 if confident:

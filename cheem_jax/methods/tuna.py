@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from cheem_jax import hosts
 from cheem_jax.checkpoint import load_task, load_tasks, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
 from cheem_jax.execution.executor import Executor
@@ -321,11 +322,11 @@ class Tuna:
             universal = jax.tree.map(jnp.asarray, universal)
 
         def run(read: dict[str, Any]):
-            found = [self._answer(adapters, head, leaves, read["images"], num) for adapters in self.bank]
+            found = hosts.fetch([self._answer(adapters, head, leaves, read["images"], num) for adapters in self.bank])
             beside = None if universal is None else self._answer(universal, head, leaves, read["images"], num)[0]
             probabilities, entropies = (np.stack(parts) for parts in zip(*found, strict=True))
             total, chosen = most_certain(probabilities, entropies)
-            return total if beside is None else total + np.asarray(beside), chosen
+            return total if beside is None else total + hosts.fetch(beside), chosen
 
         return over_batches(
             run, Inputs(images), len(images), batch_size=self.config.batch_size, layout=self.executor.layout
