@@ -5,6 +5,7 @@ the arithmetic. Each function below names what it keeps. `Precision` says in whi
 operands; everything else (parameters, sums, LayerNorm, softmax, residual stream) is float32 whatever it says.
 """
 
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import jax
@@ -15,6 +16,8 @@ from jaxtyping import Array, Float
 Precision = Literal["float32", "bfloat16"]
 """Operand type of matrix products; their sums are float32 in both."""
 Activation = Literal["gelu", "quick_gelu"]
+IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
+"""Whether the program that is traced now will be divided over several devices."""
 
 
 def dot(a: Float[Array, "*B M K"], b: Float[Array, "*B K N"], precision: Precision) -> Float[Array, "*B M N"]:
@@ -173,6 +176,8 @@ def _attend_backward(precision, kept, grad):
 
 
 def _in_order(values):
+    if IS_DIVIDED.get():  # such a constraint cannot be: each device would gather the whole batch, and attend all of it
+        return values
     return with_layout_constraint(values, Layout(tuple(range(values.ndim))))
 
 

@@ -123,7 +123,9 @@ class Executor(abc.ABC):
         graphdef, state = nnx.split(vit)
         leaves, treedef = jax.tree.flatten(state)
         splits = [nnx.split(block) for block in vit.blocks]
-        placed = {id(leaf): layout.frozen(leaf) for leaf in leaves}  # the blocks' are among them
+        # the last block is never split: it computes the class token alone, from a part of its weights
+        last = {id(leaf) for leaf in jax.tree.leaves(splits[-1][1])}
+        placed = {id(leaf): layout.everywhere(leaf) if id(leaf) in last else layout.frozen(leaf) for leaf in leaves}
         self.leaves = [placed[id(leaf)] for leaf in leaves]
         self.blocks = [tuple(placed[id(leaf)] for leaf in jax.tree.leaves(state)) for _, state in splits]
         self.base_pool = jax.tree.map(

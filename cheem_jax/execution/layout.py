@@ -7,6 +7,7 @@ arguments how to divide the work, and adds the sums that gradients and counts th
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cheem_jax.images import Images, in_turn
+from cheem_jax.kernels import IS_DIVIDED
 
 Tree = TypeVar("Tree")
 
@@ -160,7 +162,16 @@ class Layout:
         A CPU's devices share a pool of as many threads: in two programs at a time, each with sums over the devices,
         all threads may wait for a device that gets none.
         """
-        program = jax.jit(function, **options)
+
+        @functools.wraps(function)
+        def divided(*arguments, **named):
+            token = IS_DIVIDED.set(True)
+            try:
+                return function(*arguments, **named)
+            finally:
+                IS_DIVIDED.reset(token)
+
+        program = jax.jit(divided if self.is_many else function, **options)
         return _Waiting(program) if self.is_many and self.devices[0].platform == "cpu" else program
 
 

@@ -1,0 +1,488 @@
+"""What devices say to each other in a step, read from the compiled programs, and an estimate of what limits scaling.
+
+    python -m experiments.bench.collectives
+
+Nothing runs here: a process with eight devices of a CPU compiles the programs that a step, an evaluation and a search
+call, at the shapes of ViT-B/16 with 224 pixels, and their text tells each collective and its bytes. The estimate puts
+these bytes and the step's FLOPs over data-sheet rates; its other inputs are assumed, and all of them are written down.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from cheem_jax.architecture import Architecture, Choice
+from cheem_jax.backbone.config import CONFIGS, ViTConfig
+from cheem_jax.backbone.params import build, init_params
+from cheem_jax.cli import parse
+from cheem_jax.execution import executor as shared
+from cheem_jax.execution.choice import EngineConfig, Name, make_executor
+from cheem_jax.execution.executor import Batch, Dense, Executor, Gather
+from cheem_jax.execution.layout import SMALL, Layout
+from cheem_jax.pool import dense_expert
+from cheem_jax.supernet import OpSettings, Supernet, blank_learners
+from experiments.bench.gpu import NUM_CLASSES, PEAKS, RANK
+from experiments.bench.measure import ROOT, Bench, Row, command, save, say, step_flops
+
+DEVICES, BATCH, SCAN_STEPS = 8, 64, 2
+ADAPT, NEW, REUSE, SKIP = Choice("adapt", 0), Choice("new"), Choice("reuse", 0), Choice("skip")
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+BYTES |= {"s64": 8, "u64": 8, "f64": 8}
+
+
+# ---- collectives of a compiled program
+
+
+class Collective(NamedTuple):
+    """One kind of exchange: bytes of the whole array, as one device hands it over or has it in the end."""
+
+    kind: str
+    bytes: int
+
+
+_LINE = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (?P<shape>.+?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$")
+_HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
+
+
+def collectives(text: str) -> list[Collective]:
+    """Every exchange of one call, from the text of an optimised HLO module.
+
+    What a loop repeats counts as often; of a conditional's branches the one with the most bytes counts.
+    """
+    computations: dict[str, list[re.Match[str]]] = {}
+    entry, lines = None, []
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            lines = computations[head["name"]] = []
+            entry = head["name"] if head["entry"] else entry
+        elif found := _LINE.match(line):
+            lines.append(found)
+    if entry is None:
+        raise ValueError("the text has no ENTRY computation; expected an optimised HLO module")
+    return list(_of(entry, computations))
+
+
+def _of(name: str, computations: Mapping[str, Sequence[re.Match[str]]]) -> Iterator[Collective]:
+    for line in computations[name]:
+        opcode, rest = line["opcode"], line["rest"]
+        kind = opcode.removesuffix("-start")
+        if kind in KINDS:
+            yield Collective(kind, _bytes(kind, opcode != kind, line["shape"], rest))
+        elif opcode == "while":
+            (body,), trips = _called("body", rest), re.search(r"known_trip_count[^\d]*(\d+)", rest)
+            once = list(_of(body, computations))
+            if once and trips is None:
+                raise ValueError(f"how often the loop {body} runs is not known, and it holds {len(once)} collectives")
+            yield from once * (int(trips[1]) if trips else 0)
+        elif opcode == "conditional":
+            branches = _called("branch_computations|true_computation|false_computation", rest)
+            found = [list(_of(branch, computations)) for branch in branches]
+            yield from max(found, key=lambda own: sum(each.bytes for each in own))
+        elif opcode in ("call", "fusion", "async-start"):
+            for called in _called("to_apply|calls", rest):
+                yield from _of(called, computations)
+
+
+def _called(attribute: str, rest: str) -> list[str]:
+    found = re.findall(rf"\b(?:{attribute})=(\{{[^}}]*\}}|%?[\w.\-]+)", rest)
+    return [name.strip(" %") for names in found for name in names.strip("{}").split(",")]
+
+
+def _bytes(kind: str, starts: bool, shape: str, rest: str) -> int:
+    parts = [
+        BYTES[dtype] * math.prod(int(size) for size in sizes.split(",") if size)
+        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", shape.replace("u32[]", ""))
+    ]
+    if starts and kind != "all-reduce":  # operands come first, results after them
+        parts = parts[len(parts) // 2 :]
+    return sum(parts) * (group_size(rest) if kind == "reduce-scatter" else 1)
+
+
+def group_size(attributes: str) -> int:
+    """Devices that take part in one exchange, from the attributes of its instruction."""
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
+        return found[1].count(",") + 1
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
+        return int(found[1])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*\))? \{([^}]*)\}", attributes):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
+    raise ValueError(f"unknown groups of devices in {attributes[:200]!r}")
+
+
+# ---- programs compiled, and not run
+
+
+class Compiled:
+    """A program that compiles for its arguments' shapes, gives shapes back, and notes the call."""
+
+    def __init__(self, program: Any, calls: list[list[Collective]]):
+        self.program, self._calls, self._made = program, calls, {}
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        leaves, tree = jax.tree.flatten((arguments, named))
+        key = (str(tree), *map(_described, leaves))
+        if key not in self._made:
+            lowered = self.program.lower(*arguments, **named)
+            compiled = lowered.compile()
+            shapes = jax.tree.map(_placed, lowered.out_info, compiled.output_shardings)
+            self._made[key] = shapes, collectives(compiled.as_text())
+        shapes, found = self._made[key]
+        self._calls.append(found)
+        return shapes
+
+    def lower(self, *arguments: Any, **named: Any) -> "Compiled":
+        """For `whole`, which lowers and compiles before it calls."""
+        return self
+
+    compile = lower
+
+
+def _described(leaf: Any) -> Any:
+    return (leaf.shape, str(leaf.dtype), str(getattr(leaf, "sharding", ""))) if hasattr(leaf, "shape") else leaf
+
+
+def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+class OnPaper(Layout):
+    """Devices that hold shapes instead of arrays; `calls` has the collectives of each program called."""
+
+    def __init__(self, fsdp: int):
+        super().__init__(jax.devices(), fsdp)
+        self.calls: list[list[Collective]] = []
+
+    def everywhere(self, tree: Any) -> Any:
+        """See `Layout.everywhere`."""
+        return jax.tree.map(lambda leaf: _placed(leaf, self.sharding()), tree)
+
+    def frozen(self, leaf: jax.Array) -> Any:
+        """See `Layout.frozen`."""
+        found = super().frozen(leaf)
+        return _placed(found, found.sharding)
+
+    def copy(self, tree: Any, place: int) -> Any:
+        """See `Layout.copy`."""
+        return jax.tree.map(lambda leaf: _placed(leaf, SingleDeviceSharding(self.devices[place])), tree)
+
+    def jit(self, function: Any, **options: Any) -> Any:
+        """See `Layout.jit`."""
+        program = super().jit(function, **options)
+        return Compiled(getattr(program, "_program", program), self.calls)  # calls wait for results; there are none
+
+    def noted(self) -> dict[str, Any]:
+        """Calls since the last look, and their collectives by kind."""
+        found = [each for call in self.calls for each in call]
+        dispatches = len(self.calls)
+        self.calls.clear()
+        kinds = {
+            kind: {"count": len(own), "bytes": sum(own)}
+            for kind in KINDS
+            if (own := [each.bytes for each in found if each.kind == kind])
+        }
+        return {"dispatches": dispatches, "kinds": kinds}
+
+
+def typical(depth: int) -> Architecture:
+    """Each op kind at a quarter of the blocks, the first one learning."""
+    return tuple((ADAPT, NEW, REUSE, SKIP)[block % 4] for block in range(depth))
+
+
+def worst(depth: int) -> Architecture:
+    """Every block learns an expert of its own."""
+    return (NEW,) * depth
+
+
+def compile_all(quick: bool) -> list[dict[str, Any]]:
+    """Every case, in a process with eight devices."""
+    large, small = CONFIGS["vit_micro" if quick else "vit_base"], CONFIGS["vit_nano"]
+    cases: list[tuple[ViTConfig, int, Name, int]] = [
+        (large, large.depth, "stages", 1),
+        (large, large.depth, "stages", DEVICES),
+        (large, 4, "whole", 1),
+        (large, 6, "whole", 1),
+        (large, 4, "whole", DEVICES),
+        (small, 4, "scan", 1),
+    ]
+    found = []
+    for config, depth, name, fsdp in cases:
+        config = dataclasses.replace(config, depth=depth, num_classes=0)
+        found += [{"executor": name, "fsdp": fsdp, **entry} for entry in compile_case(config, name, fsdp)]
+        say(f"collectives: {name}, {config.name} with {depth} blocks, fsdp {fsdp}")
+    return found
+
+
+def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str, Any]]:
+    """Steps, an evaluated batch of one network, and a candidate's batch on a device of its own."""
+    layout, depth = OnPaper(fsdp), config.depth
+    for function in ("adam_update", "add", "_take"):  # programs of one module for all layouts
+        program = getattr(shared, function)
+        setattr(shared, function, Compiled(getattr(program, "program", program), layout.calls))
+    vit = build(config, init_params(config, jax.random.key(0)))
+    executor = make_executor(vit, "mlp_down", EngineConfig(name, steps_per_call=SCAN_STEPS), layout=layout)
+    supernet = Supernet(jax.random.key(1), executor.base_pool, NUM_CLASSES, OpSettings(rank=RANK))
+    supernet.head = layout.everywhere(supernet.head)
+    pair, full = layout.everywhere(blank_learners(config.mlp_width, config.width, RANK))
+    for block in range(depth):
+        supernet.store(block, ADAPT, pair)
+        supernet.store(block, NEW, full)
+    rows, ones = np.zeros(BATCH, np.int32), np.ones(BATCH, np.float32)
+    shape = jax.ShapeDtypeStruct((BATCH, config.num_tokens, config.width), np.float32)
+    kept = layout.everywhere(shape)
+    batch, steps = Batch(Gather(0, kept, rows), layout.rows(rows), layout.weights(ones)), executor.steps_per_call
+    about = {"backbone": config.name, "depth": depth}
+    kinds = {"typical": typical(depth), "worst": worst(depth)}
+    must = {which: reduced_bytes(config, architecture) for which, architecture in kinds.items()}
+    if name == "scan":  # one program, which tells the most that any step may send
+        del kinds["typical"]
+        must["worst"] = max(must["worst"], reduced_bytes(config, (ADAPT,) * depth))
+    for which, architecture in kinds.items():
+        for _ in range(2):  # what the first leaves is what all later ones begin with
+            layout.noted()
+            executor.train(supernet, [architecture] * steps, [[batch]] * steps, [1e-3] * steps)
+        yield {
+            "what": f"step, {which}", **about, "steps": steps, **layout.noted(),
+            "expected_reduced": steps * must[which],
+            "expected_gathered": 0 if fsdp == 1 else steps * gathered_bytes(config, architecture),
+        }  # fmt: skip
+
+    def evaluate(own: Executor, network: list[Dense], source: Gather, head) -> None:
+        place = own.layout
+        mask, labels = place.weights(ones), place.rows(rows)
+        for walked in own.walk([network], source, mask):
+            own.classify(head, walked.tokens, labels, mask, NUM_CLASSES)
+
+    network = [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]
+    evaluate(executor, network, Gather(0, kept, rows), supernet.head.params)
+    yield {
+        "what": "a batch of one network", **about, "steps": 1, **layout.noted(),
+        "expected_reduced": 4 * depth * config.width + 4,
+        "expected_gathered": 0 if fsdp == 1 else gathered_bytes(config, (REUSE,) * depth),
+    }  # fmt: skip
+    if fsdp == 1:
+        alone = [Dense(step.code, layout.copy(step.expert, 0)) for step in network]
+        evaluate(executor.on(0), alone, Gather(0, layout.copy(kept, 0), rows), layout.copy(supernet.head.params, 0))
+        yield {
+            "what": "a batch of one candidate, on its device", **about, "steps": 1, **layout.noted(),
+            "expected_reduced": 0, "expected_gathered": 0,
+        }  # fmt: skip
+
+
+# ---- what is expected of them
+
+
+def reduced_bytes(config: ViTConfig, architecture: Architecture, num_classes: int = NUM_CLASSES) -> int:
+    """Float32 bytes that a step must sum over the devices: gradients of what it learns, of the head, and the loss."""
+    sizes = {"adapt": RANK * (config.mlp_width + config.width), "new": (config.mlp_width + 1) * config.width}
+    head = (config.width + 1) * 2 ** math.ceil(math.log2(num_classes))
+    return 4 * (sum(sizes.get(choice.kind, 0) for choice in architecture) + head + 1)
+
+
+def gathered_bytes(config: ViTConfig, architecture: Architecture) -> int:
+    """Bytes of frozen weights that a pass from the first block's kept tokens must bring together, and its gradient.
+
+    The gradient gathers again what the pass did not keep; before the first op that learns it needs nothing.
+    """
+    first = next((i for i, choice in enumerate(architecture) if choice.kind in ("adapt", "new")), None)
+    total, width = 0, config.width
+    for block, choice in enumerate(architecture):
+        weights = [width * 3 * width, width * width] if block else []
+        weights += [] if choice.kind == "skip" else [width * config.mlp_width]
+        passes = 1 if first is None or block <= first else 2
+        total += passes * sum(size for size in weights if size >= SMALL)
+    return 4 * total
+
+
+# ---- the estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerators:
+    """Inputs of the estimate: rates of an H100 SXM from its data sheet, and what is assumed. None is measured."""
+
+    float32: float = PEAKS["H100"]["float32"]
+    """Dense products per second, operands in TF32 (data sheet)."""
+    bfloat16: float = PEAKS["H100"]["bfloat16"]
+    """The same in bfloat16 (data sheet)."""
+    memory: float = 3.35e12
+    """Bytes per second of the device's memory (data sheet)."""
+    inside: float = 450e9
+    """Bytes per second that a device sends within a node: NVLink's 900 GB/s count both directions (data sheet)."""
+    between: float = 50e9
+    """Bytes per second that a device sends to other nodes: 400 Gb/s InfiniBand for each (data sheet)."""
+    node: int = 8
+    """Devices of a node."""
+    efficiency: float = 0.4
+    """Part of the peak that a step reaches on enough images (assumed)."""
+    latency_inside: float = 3e-6
+    """Seconds per hop within a node (assumed)."""
+    latency_between: float = 10e-6
+    """Seconds per hop between nodes (assumed)."""
+    dispatch: float = 50e-6
+    """Seconds that the host needs per program for the devices of its node (assumed)."""
+
+
+class Work(NamedTuple):
+    """What one step does, on however many devices."""
+
+    flops: float
+    """Per image."""
+    weight_bytes: float
+    """Read or written on each device, whatever the batch."""
+    reduces: int
+    reduced: float
+    """Bytes of all sums over the devices together."""
+    dispatches: float
+
+
+class Estimate(NamedTuple):
+    """Seconds of a step's parts; arithmetic and sums follow each other, the host works beside them."""
+
+    arithmetic: float
+    reducing: float
+    dispatching: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return max(self.arithmetic + self.reducing, self.dispatching)
+
+    @property
+    def limit(self) -> str:
+        """What a step waits for: the host, if all else is done before it, or the longer part of all else."""
+        if self.dispatching > self.arithmetic + self.reducing:
+            return "host dispatch"
+        return "arithmetic" if self.arithmetic > self.reducing else "all-reduce"
+
+
+def estimate(work: Work, batch: int, num: int, machine: Accelerators, peak: float) -> Estimate:
+    """A step of `batch` images over `num` devices; each has at least one image, filled up where there are too few."""
+    images = math.ceil(batch / num)
+    # a roofline: products, or the weights that every device reads whatever its share of the batch
+    arithmetic = max(work.flops * images / (peak * machine.efficiency), work.weight_bytes / machine.memory)
+    reducing = work.reduces * reduce_seconds(work.reduced / work.reduces, num, machine)
+    return Estimate(arithmetic, reducing, work.dispatches * machine.dispatch)
+
+
+def reduce_seconds(num_bytes: float, num: int, machine: Accelerators) -> float:
+    """One sum over `num` devices: a ring within each node, and between nodes a ring or a tree, whichever is faster.
+
+    Between nodes each device exchanges its part of what its node has summed up.
+    """
+    inside, nodes = min(num, machine.node), math.ceil(num / machine.node)
+    seconds = 2 * (inside - 1) * (num_bytes / inside / machine.inside + machine.latency_inside)
+    if nodes == 1:
+        return seconds
+    part = num_bytes / inside
+    ring = 2 * (nodes - 1) * (part / nodes / machine.between + machine.latency_between)
+    tree = 2 * part / machine.between + 2 * math.ceil(math.log2(nodes)) * machine.latency_between
+    return seconds + min(ring, tree)
+
+
+def weight_bytes(config: ViTConfig, architecture: Architecture) -> int:
+    """Bytes of weights that a step reads and writes: a pass and its gradient, and Adam's seven arrays."""
+    frozen = config.depth * (4 * config.width**2 + 2 * config.width * config.mlp_width)
+    return 4 * 2 * frozen + 7 * reduced_bytes(config, architecture)
+
+
+def estimates(entries: Sequence[dict[str, Any]], machine: Accelerators) -> list[dict[str, Any]]:
+    """Steps of `stages` over ViT-B/16 at the paper's settings: global batches grow with the devices, or do not."""
+    config, found = CONFIGS["vit_base"], []
+    for entry in entries:
+        if (entry["executor"], entry["fsdp"], entry["backbone"]) != ("stages", 1, config.name):
+            continue
+        if not entry["what"].startswith("step"):
+            continue
+        architecture = {"typical": typical, "worst": worst}[entry["what"].removeprefix("step, ")](config.depth)
+        sums = entry["kinds"]["all-reduce"]
+        work = Work(
+            step_flops(config, architecture, RANK, begin=0), weight_bytes(config, architecture), sums["count"],
+            sums["bytes"], entry["dispatches"],
+        )  # fmt: skip
+        for batch in (64, 512, 4096):
+            for num in (8, 64, 512):
+                half, full = (estimate(work, batch, num, machine, peak) for peak in (machine.bfloat16, machine.float32))
+                found.append({
+                    "what": entry["what"], "batch": batch, "devices": num,
+                    "float32_seconds": full.arithmetic, "bfloat16_seconds": half.arithmetic,
+                    "reduce_seconds": full.reducing, "dispatch_seconds": full.dispatching, "step_seconds": full.step,
+                    "limit": full.limit, "bfloat16_step_seconds": half.step, "bfloat16_limit": half.limit,
+                    "images_per_second": batch / full.step, "bfloat16_images_per_second": batch / half.step,
+                })  # fmt: skip
+    return found
+
+
+def gathers(entries: Sequence[dict[str, Any]], machine: Accelerators) -> list[dict[str, Any]]:
+    """What bringing together split weights adds to a step, over rings of one node's devices."""
+    found = []
+    for entry in entries:
+        if entry["executor"] == "stages" and entry["fsdp"] > 1 and entry["what"].startswith("step"):
+            num, own = entry["fsdp"], entry["kinds"]["all-gather"]
+            seconds = (num - 1) * (own["bytes"] / num / machine.inside + own["count"] * machine.latency_inside)
+            found.append({"what": entry["what"], "devices": num, "seconds": seconds})
+    return found
+
+
+# ---- what is written
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Bench):
+    """What is compiled; with `file` in this process, into that file."""
+
+    file: Path | None = None
+    """Where the collectives go; this process must have eight devices."""
+
+
+def main(settings: Settings) -> None:
+    """Compile in a process with eight devices; write `collectives.json`."""
+    if settings.file is not None:
+        settings.file.write_text(json.dumps(compile_all(settings.quick)))
+        return
+    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
+        file = Path(folder) / "found.json"
+        options = ["--file", str(file), *(["--quick"] if settings.quick else [])]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
+        done = subprocess.run(
+            [sys.executable, "-m", "experiments.bench.collectives", *options], cwd=ROOT, env=environment
+        )  # fmt: skip
+        if done.returncode != 0:
+            raise ValueError(f"compiling for {DEVICES} devices ended with status {done.returncode}; see above")
+        found = json.loads(file.read_text())
+    machine = Accelerators()
+    save(
+        settings.out, "collectives", rows_of(found), quick=settings.quick, programs=found,
+        inputs=dataclasses.asdict(machine), estimates=estimates(found, machine), gathers=gathers(found, machine),
+    )  # fmt: skip
+
+
+def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:
+    """Bytes beside what must be sent, case by case."""
+    rows = []
+    for entry in found:
+        sent = sum(own["bytes"] for own in entry["kinds"].values())
+        split = f", fsdp {entry['fsdp']}" if entry["fsdp"] > 1 else ""
+        what = f"{entry['executor']}{split}, {entry['backbone']} with {entry['depth']} blocks, {entry['what']}"
+        if must := entry["expected_reduced"] + entry["expected_gathered"]:
+            rows.append(Row(f"{what}: bytes per byte that must be sent", {}, sent / must, 1.0, "at most"))
+        else:
+            rows.append(Row(f"{what}: bytes sent", {}, float(sent), 0.0, "at most", "bytes"))
+    return rows
+
+
+if __name__ == "__main__":
+    command(main, parse(Settings, description=__doc__))
