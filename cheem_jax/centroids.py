@@ -5,7 +5,7 @@ centroid in L1 distance, decided per image.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -59,15 +59,127 @@ def route(
     features: Float[np.ndarray, "N E"], centroids: Sequence[Float[np.ndarray, "_ E"]], config: RouterConfig
 ) -> Int[np.ndarray, "N"]:
     """The task of each image: that of the nearest centroid, ties to the lowest task."""
-    return np.argmin(distances(features, centroids, config), axis=1).astype(np.int32)
+    return CentroidIndex(config.metric, centroids).route(features)
 
 
 def distances(
     features: Float[np.ndarray, "N E"], centroids: Sequence[Float[np.ndarray, "_ E"]], config: RouterConfig
 ) -> Float[np.ndarray, "N T"]:
     """From each image to the nearest centroid of each task, in the router's metric."""
-    points = normalise(features)
-    return np.stack([cdist(points, c, _SCIPY_METRICS[config.metric]).min(axis=1) for c in centroids], axis=1)
+    return CentroidIndex(config.metric, centroids).distances(features)
+
+
+class CentroidIndex:
+    """The centroids of all tasks in one array, for many questions.
+
+    `distances` is SciPy's `cdist` in float64, block by block. `route` is that as well for `l1`, which no matrix product
+    gives: for 5,000 centroids of width 96 it takes 0.3 ms an image on one core, for width 768 3 ms; a compiled float32
+    loop took a third of that, but its rounding has to be made good and every size of the index would be one more
+    program. For `l2` and `cosine` `route` is one float32 matrix product, and in float64 it looks again at all that lies
+    within its rounding of the nearest: the same answers, ties to the lowest task included.
+    """
+
+    def __init__(self, metric: Metric, centroids: Sequence[Float[np.ndarray, "_ E"]] = ()):
+        self.metric: Metric = metric
+        self._tasks: list[Float[np.ndarray, "_ E"]] = []
+        self._first = [0]  # row of each task's first centroid, and the number of all
+        self._rows = np.zeros((0, 0), np.float32)
+        self.follow(centroids)
+
+    def __len__(self) -> int:
+        """Tasks."""
+        return len(self._tasks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the index holds."""
+        return self._rows.nbytes
+
+    def follow(self, centroids: Sequence[Float[np.ndarray, "_ E"]]) -> "CentroidIndex":
+        """Make it that of these tasks, and return it; what it holds of them already (the same arrays) stays in place.
+
+        Room is doubled where there is none, so n tasks that come one by one are copied less than 3 n times.
+        """
+        pairs = enumerate(zip(self._tasks, centroids, strict=False))
+        same = next((i for i, (old, new) in pairs if old is not new), min(len(self), len(centroids)))
+        del self._tasks[same:], self._first[same + 1 :]
+        begin = self._first[-1]
+        needed = begin + sum(map(len, centroids[same:]))
+        if needed > len(self._rows) or not begin:
+            grown = np.zeros((max(needed, 2 * begin), centroids[-1].shape[1] if needed else 0), np.float32)
+            if begin:
+                grown[:begin] = self._rows[:begin]
+            self._rows = grown
+        for task in centroids[same:]:
+            self._rows[self._first[-1] : self._first[-1] + len(task)] = task
+            self._tasks.append(task)
+            self._first.append(self._first[-1] + len(task))
+        return self
+
+    def distances(self, features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N T"]:
+        """From each image to the nearest centroid of each task."""
+        points = normalise(features)
+        found = np.empty((len(points), len(self)))
+        for rows in self._blocks(len(points)):
+            found[rows] = np.minimum.reduceat(self._exact(points[rows]), self._first[:-1], axis=1)
+        return found
+
+    def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
+        """The task of each image: that of the nearest centroid, ties to the lowest task."""
+        points, rows = normalise(features), self._rows[: self._first[-1]]
+        nearest = np.empty(len(points), np.int64)
+        if self.metric == "l1":
+            for block in self._blocks(len(points)):
+                nearest[block] = self._exact(points[block]).argmin(axis=1)
+        else:
+            squared = np.einsum("me,me->m", rows, rows)
+            for block in self._blocks(len(points)):
+                nearest[block] = self._nearest_by_product(points[block], squared)
+        return (np.searchsorted(self._first, nearest, side="right") - 1).astype(np.int32)
+
+    def _nearest_by_product(
+        self, points: Float[np.ndarray, "N E"], squared: Float[np.ndarray, "M"]
+    ) -> Int[np.ndarray, "N"]:
+        """The nearest centroid of each point by `|c|^2 - 2 c.p`, or by `-c.p / |c|`."""
+        rows = self._rows[: len(squared)]
+        # a sum of E products is off by E eps / 2 at most, on both sides of a comparison, and so is the norm beside it
+        rounding = 2 * (rows.shape[1] + 8) * np.finfo(np.float32).eps
+        found = points.astype(np.float32) @ rows.T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if self.metric == "l2":
+                found *= -2
+                found += squared
+                margin = rounding * (1 + squared.max())
+            else:
+                found /= -np.sqrt(squared)
+                margin = rounding
+            # so written, what is no number is looked at again too
+            near = ~(found > found.min(axis=1, keepdims=True) + margin)
+        nearest = near.argmax(axis=1)
+        for row in np.flatnonzero(near.sum(axis=1) > 1):
+            places = np.flatnonzero(near[row])
+            again = cdist(points[row : row + 1], rows[places], _SCIPY_METRICS[self.metric])
+            nearest[row] = places[again[0].argmin()]
+        return nearest
+
+    def _exact(self, points: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N M"]:
+        """From each point to each centroid, in float64; SciPy copies what it is given, so a part at a time."""
+        found = np.empty((len(points), self._first[-1]))
+        for begin in range(0, found.shape[1], PART):
+            part = slice(begin, min(begin + PART, found.shape[1]))
+            found[:, part] = cdist(points, self._rows[part], _SCIPY_METRICS[self.metric])
+        return found
+
+    def _blocks(self, num: int) -> Iterator[slice]:
+        """Rows in blocks whose distances to all centroids take `BLOCK_BYTES`, or one row."""
+        size = max(BLOCK_BYTES // (8 * self._first[-1]), 1)
+        return (slice(begin, min(begin + size, num)) for begin in range(0, num, size))
+
+
+BLOCK_BYTES = 4 * 2**20
+"""Bytes of the distances that are looked at together."""
+PART = 1024
+"""Centroids that are compared together."""
 
 
 NUM_QUANTILES = 201

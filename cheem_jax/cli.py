@@ -55,8 +55,18 @@ def run_command(
 ) -> None:
     """Run a command's main: bad input ends in one line and status 2, Ctrl-C in a line that says how to go on.
 
-    A status that the command returns, other than 0, ends the process. What `computes` keeps its compiled programs.
+    A status that the command returns, other than 0, ends the process. What `computes` keeps its compiled programs. A
+    process of a job of several ends at once where it fails, so that the others need not wait for it.
     """
+    try:
+        _run(command, settings, directory, computes)
+    except BaseException as error:
+        if (hosts := sys.modules.get("cheem_jax.hosts")) is not None:
+            hosts.leave(error)
+        raise
+
+
+def _run(command: Callable[[Settings], int | None], settings: Settings, directory: Path | None, computes: bool) -> None:
     with _reader_may_leave():
         try:
             # of a picture that is too large: whoever reads it says so, by name and in one line

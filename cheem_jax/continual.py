@@ -22,6 +22,7 @@ from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.data.task import Stream
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.execution.choice import EngineConfig, choose, make_executor
+from cheem_jax.execution.compilation import jit_options
 from cheem_jax.execution.executor import Token
 from cheem_jax.execution.layout import ONE, Layout, MeshConfig, make_layout
 from cheem_jax.flops import backbone_flops, executed_backbone_flops
@@ -100,20 +101,21 @@ def run_stream(
     means = None
     if isinstance(config.method, CheemConfig):
         means = _base_means(pretrained, config.method, engine.precision, base_images, progress)
+    identity = _identity(stream, pretrained, config, means, router)
+    conditions = fingerprint.take(identity)
+    _check_hosts(config, identity, conditions)
     networks = networks_of(pretrained, router, config.method, engine, workshop, layout)
     features, router_features = networks.features, networks.router_features
     keys = Keys(config.seed, config.seeds)
     learner = make(config.method, networks, keys, len(stream.tasks), means)
     notes = learner.check(stream.tasks)
-    identity = _identity(stream, pretrained, config, means, router)
     if tensorboard:
         check_installed()
-    conditions = fingerprint.take(identity)
-    _check_hosts(identity, conditions)
     writes = hosts.is_first()
-    with contextlib.ExitStack() as held, stop_requests() as stop, Status(directory, writes=writes) as status:
+    with contextlib.ExitStack() as held, stop_requests() as stop:
         claimed = []
         hosts.first_does(lambda: claimed.append(_claim(directory, identity, held)))
+        status = held.enter_context(Status(directory, writes=writes))
         resumed = bool(hosts.largest(int(any(claimed))))
         methods: tuple[Method, ...] = (learner,)
         if isinstance(config.method, CheemConfig):  # what CHEEM learns has to beat this, so it is always beside it
@@ -125,13 +127,13 @@ def run_stream(
         begun = next((entry for entry in read(directory) if entry["event"] == "run"), None)
         bound = {"upper_bound": config.upper_bound is not None, "devices": layout.num, "processes": hosts.count()}
         if begun is None:
-            setting = _setting(stream, pretrained, config, means, router)
+            setting = _setting(stream, pretrained, config, means, router, networks.executor.name)
             record.write("run", **setting, command=command, data=data, conditions=conditions, **bound, **start.since())
         elif finished < len(stream.tasks) or (config.upper_bound is not None and missing_bounds(directory, stream)):
             record.write("continued", command=command, conditions=conditions, **bound, **start.since())
             if changed := fingerprint.differences(begun["conditions"], conditions):
                 progress.say(f"begun under other conditions, so numbers may differ: {'; '.join(changed)}")
-        chosen = choose(engine, pretrained.config, batch_size)
+        chosen = choose(engine, pretrained.config, batch_size, layout=layout)
         progress.say(f"executor {chosen.name}, {engine.precision} ({chosen.reason})")
         if layout.is_many:
             over = f" in {hosts.count()} processes" if hosts.count() > 1 else ""
@@ -162,13 +164,14 @@ def run_stream(
         return results
 
 
-def _check_hosts(identity: Mapping[str, Any], conditions: Mapping[str, Any]) -> None:
+def _check_hosts(config: RunConfig, identity: Mapping[str, Any], conditions: Mapping[str, Any]) -> None:
     """Raises ValueError where the processes of a job would not do the same."""
+    settings = {**identity, "mesh": vars(config.mesh), "upper_bound": config.upper_bound is not None}
     code = {name: conditions[name] for name in ("code", "versions")}
     hosts.check_equal("code and package versions", code, "install the same on every machine")
     hosts.check_equal("weights", identity["weights_sha256"], "give every process the same file")
     hosts.check_equal("data fingerprints", identity["data_sha256"], "give every process the same pictures")
-    hosts.check_equal("settings", identity, "start every process with the same command")
+    hosts.check_equal("settings", settings, "start every process with the same command")
 
 
 def _claim(directory: Path, identity: Mapping[str, Any], held: contextlib.ExitStack) -> bool:
@@ -241,7 +244,10 @@ def networks_of(
         executor = make_executor(vit, placement, engine, token=token, batch_size=size, layout=layout)
         features = router_features = FrozenFeatures(executor, size)
         if isinstance(router, PretrainedAlexNet):
-            encoder = AlexNetEncoder(build_alexnet(router.config, router.params), jit=jax.jit)
+            options = jit_options(engine.precision, engine.deterministic)
+            encoder = AlexNetEncoder(
+                build_alexnet(router.config, router.params), jit=functools.partial(jax.jit, compiler_options=options)
+            )
             router_features = FrozenFeatures(encoder, size)
         elif router is not None:
             router_vit = build(dataclasses.replace(router.config, precision=engine.precision), router.params)
@@ -298,7 +304,7 @@ def _pixels(pretrained: Pretrained) -> dict[str, Any]:
     return {} if usual else {"pixels": scaling}
 
 
-def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, router) -> dict[str, Any]:
+def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, router, executor: str) -> dict[str, Any]:
     base_means_word = "neutral" if means is None else "known"
     return {
         "method": config.method.name,
@@ -312,7 +318,7 @@ def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, r
         else f"{config.preset}, changed",
         "image_size": pretrained.config.image_size,
         "base_means": base_means_word if isinstance(config.method, CheemConfig) else None,
-        "executor": choose(config.engine, pretrained.config, config.method.batch_size).name,
+        "executor": executor,
         "precision": config.engine.precision,
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
         "router": pretrained.config.name if router is None else router.config.name,

@@ -12,7 +12,9 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,16 +89,41 @@ def connect(config: HostsConfig) -> None:
         )  # fmt: skip
     except (ValueError, RuntimeError) as error:
         if config.coordinator != "auto":
-            raise ValueError(f"the job's processes do not find each other ({_first_line(error)})") from error
+            raise ValueError(f"the job's processes do not find each other ({_one_line(error)})") from error
         raise ValueError(
             "hosts coordinator is auto, but the environment tells of no job of SLURM, Open MPI, Kubernetes or Cloud "
-            f"TPU ({_first_line(error)}); give HOST:PORT, num_processes and process_id"
+            f"TPU ({_one_line(error)}); give HOST:PORT, num_processes and process_id"
         ) from error
+    _JOINED.append(config.coordinator)
     _when_aborted(
         f"error: process {index()} of {count()} stops, because another one of the job has ended or cannot be reached "
-        f"(no sign of life for {config.timeout} s, unless it said so itself; its own log says why). What was saved is "
-        "whole: start the job again, with as many processes as you like, and it goes on from there"
+        f"(no sign of life for {config.timeout} s, unless it said so itself; its own log says why), or because this "
+        "one broke down (see above). What was saved is whole: start the job again, with as many processes as you like, "
+        "and it goes on from there"
     )
+
+
+def leave(error: BaseException) -> None:
+    """End a process of a job now, if it failed; the others then end as if it had died.
+
+    An orderly end would wait for others, which wait for what this one will never send. A request to stop is no failure:
+    all follow it together.
+    """
+    status = error.code if isinstance(error, SystemExit) else 1
+    if not _JOINED or not isinstance(status, int) or not 0 < status < 128:
+        return
+    if not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if is_first():
+        time.sleep(SECONDS_TO_LEAVE)  # the others need it to leave in order, if they failed for the same reason
+    os._exit(status)
+
+
+_JOINED: list[str] = []
+"""The coordinator, once this process belongs to a job."""
+SECONDS_TO_LEAVE = 2
 
 
 def _local_devices(config: HostsConfig, environment: Mapping[str, str]) -> list[int] | None:
@@ -198,7 +225,7 @@ def first_does(work: Callable[[], Any]) -> None:
             failure = error
     told = np.zeros(TEXT_BYTES, np.uint8)
     if failure is not None:
-        text = (_first_line(failure) or type(failure).__name__).encode()[:TEXT_BYTES]
+        text = (_one_line(failure) or type(failure).__name__).encode()[:TEXT_BYTES]
         told[: len(text)] = np.frombuffer(text, np.uint8)
     told = np.asarray(multihost_utils.broadcast_one_to_all(told))
     if failure is not None:
@@ -218,8 +245,9 @@ def in_order(work: Callable[[], Any]) -> Any:
 
 def agree_to_stop(stop: Stop) -> bool:
     """Whether any process has been asked to stop, which then counts for all."""
-    stop.signal_number = largest(stop.signal_number or 0) or None
-    return bool(stop)
+    if number := largest(stop.signal_number or 0):
+        stop.signal_number = number  # never back to None: a signal may have come meanwhile
+    return bool(number)
 
 
 def check_equal(what: str, value: Any, way_out: str) -> None:
@@ -230,7 +258,8 @@ def check_equal(what: str, value: Any, way_out: str) -> None:
     found = np.asarray(multihost_utils.process_allgather(np.frombuffer(own, np.uint8)))
     others = [process for process, digest in enumerate(found) if (digest != found[0]).any()]
     if others:
-        here = f"; here: {json.dumps(value, default=str)[:300]}" if index() in (0, *others) else ""
+        told = json.dumps(value, default=str)
+        here = f"; here: {told}" if index() in (0, *others) and len(told) < 300 else ""
         raise ValueError(
             f"the {what} of process{'es' if len(others) > 1 else ''} {', '.join(map(str, others))} of {count()} differ "
             f"from those of process 0{here}; {way_out}"
@@ -285,5 +314,5 @@ def _when_aborted(message: str) -> None:
     set_handler(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
 
 
-def _first_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join((str(error) or type(error).__name__).split())[:300]

@@ -5,7 +5,9 @@ earlier task needs can change.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import threading
+from collections.abc import Mapping, MutableSequence, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,10 +79,16 @@ class Memory:
         """The number of the task that is learned next."""
         return len(self.tasks) + len(self.forgotten)
 
-    @property
+    @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
         """The number of each task."""
         return tuple(sorted(set(range(self.next_number)) - set(self.forgotten)))
+
+    def added(self, index: int) -> dict[int, StoredExpert]:
+        """What the task at `index` added to the pool, by block."""
+        number, experts = self.numbers[index], self.tasks[index].experts
+        used = {block: self.pool[block][expert] for block, expert in enumerate(experts) if expert is not None}
+        return {block: stored for block, stored in used.items() if stored.origin == number}
 
     def candidates(self) -> tuple[tuple[int, ...], ...]:
         """Per block the experts that a new task may choose: the base's and those that a task uses.
@@ -132,12 +140,107 @@ def dense_expert(block: BlockPool, index: int) -> Expert:
     return merge_dense(dense_expert(block, stored.parent), stored.params)
 
 
+class DenseExperts:
+    """The dense experts of a pool, each merged when it is first asked for and kept while `limit` bytes allow.
+
+    Whichever are kept, an expert is the same bits: its chain is merged from the root upwards. What was asked for
+    longest ago goes first; full experts are the pool's own and take nothing here. Threads may share it.
+    """
+
+    def __init__(self, pool: Pool, limit: int):
+        self.pool, self.limit = pool, limit
+        self.merged = self.evicted = self.bytes = 0
+        """Experts merged and dropped so far, and the bytes of those that are kept."""
+        self._kept: dict[tuple[int, int], Expert] = {}  # that of the latest use last
+        self._lock = threading.Lock()
+
+    def __call__(self, block: int, index: int) -> Expert:
+        """The expert at `index` of a block."""
+        with self._lock:
+            chain: list[tuple[int, LowRank]] = []
+            place = index
+            while (found := self._there(block, place)) is None:
+                stored = self.pool[block][place]
+                assert isinstance(stored.params, LowRank) and stored.parent is not None
+                chain.append((place, stored.params))
+                place = stored.parent
+            for place, pair in reversed(chain):
+                found = merge_dense(found, pair)
+                self._keep((block, place), found)
+                self.merged += 1
+            return found
+
+    def _there(self, block: int, index: int) -> Expert | None:
+        """A full expert, or one that is kept, which is the latest used from now on."""
+        stored = self.pool[block][index].params
+        if isinstance(stored, Expert):
+            return stored
+        if (kept := self._kept.pop((block, index), None)) is not None:
+            self._kept[block, index] = kept
+        return kept
+
+    def prepare(self) -> None:
+        """Compile what merging calls, once for each shape of a pair."""
+        params = [stored.params for block in self.pool for stored in block]
+        pairs = {pair.down.shape: pair for pair in params if isinstance(pair, LowRank)}
+        for pair in pairs.values():
+            merge_dense(params[0], pair)
+
+    def chosen(self, experts: Sequence[Sequence[int]]) -> "list[Sequence[Expert]]":
+        """These experts of each block as sequences that merge what is taken out of them."""
+        return [_Chosen(self, block, kept) for block, kept in enumerate(experts)]
+
+    def counters(self) -> dict[str, int]:
+        """Experts merged and dropped so far, and the bytes of those that are kept."""
+        return {"merged": self.merged, "evictions": self.evicted, "bytes": self.bytes, "limit_bytes": self.limit}
+
+    def grown(self, pool: Pool, limit: int) -> "DenseExperts":
+        """Those of a pool that other tasks have made of this one, with what is kept of experts that did not change."""
+        found = DenseExperts(pool, limit)
+        for (block, index), expert in self._kept.items():
+            if index < len(pool[block]) and pool[block][index] is self.pool[block][index]:
+                found._keep((block, index), expert)
+        found.merged, found.evicted = self.merged, found.evicted + self.evicted
+        return found
+
+    def _keep(self, place: tuple[int, int], expert: Expert) -> None:
+        self.bytes += sum(leaf.nbytes for leaf in expert)
+        self._kept[place] = expert
+        while self.bytes > self.limit:
+            oldest = next(iter(self._kept))
+            self.bytes -= sum(leaf.nbytes for leaf in self._kept.pop(oldest))
+            self.evicted += 1
+
+
+class _Chosen(Sequence[Expert]):
+    def __init__(self, experts: DenseExperts, block: int, places: Sequence[int]):
+        self._experts, self._block, self._places = experts, block, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._experts(self._block, self._places[index])
+
+
 def grow(
     pool: Pool, architecture: Architecture, learned: Mapping[int, Expert | LowRank], origin: int
 ) -> tuple[Pool, tuple[int | None, ...]]:
     """The pool with a task's New and Adapt as experts, and the expert each block of the task uses."""
-    blocks, experts = [], []
-    for index, (block, choice) in enumerate(zip(pool, architecture, strict=True)):
+    blocks = [list(block) for block in pool]
+    experts = append(blocks, architecture, learned, origin)
+    return tuple(map(tuple, blocks)), experts
+
+
+def append(
+    blocks: Sequence[MutableSequence[StoredExpert]],
+    architecture: Architecture,
+    learned: Mapping[int, Expert | LowRank],
+    origin: int,
+) -> tuple[int | None, ...]:
+    """`grow` in place."""
+    experts = []
+    for index, (block, choice) in enumerate(zip(blocks, architecture, strict=True)):
         match choice.kind:
             case "skip":
                 experts.append(None)
@@ -147,9 +250,8 @@ def grow(
                 experts.append(len(block))
                 # an adapted expert whose parent was erased has become a full one
                 parent = choice.expert if isinstance(learned[index], LowRank) else None
-                block = (*block, StoredExpert(learned[index], parent, origin))
-        blocks.append(block)
-    return tuple(blocks), tuple(experts)
+                block.append(StoredExpert(learned[index], parent, origin))
+    return tuple(experts)
 
 
 merge_dense = jax.jit(merge)

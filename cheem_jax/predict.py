@@ -9,13 +9,14 @@ from jaxtyping import Float, Int, UInt8
 from scipy.special import softmax
 
 from cheem_jax.architecture import to_strings
-from cheem_jax.centroids import RouterConfig, distances, threshold
+from cheem_jax.centroids import CentroidIndex, RouterConfig, threshold
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.files import FolderFiles, is_image, list_files
 from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.feed import HostImages
-from cheem_jax.execution.inference import Inference, TaskNetwork
+from cheem_jax.execution.inference import Inference
 from cheem_jax.images import Images
+from cheem_jax.methods.expert_memory import TaskNetworks
 from cheem_jax.methods.method import base_network
 from cheem_jax.pool import TaskMemory
 from cheem_jax.prediction import Guess, NearTask, Prediction
@@ -38,7 +39,7 @@ class Answered(NamedTuple):
 class Predictor:
     """Some targets (tasks, and perhaps the backbone's own) behind the router, with programs of a few batch sizes.
 
-    `networks` are those of the targets, as `task_networks` makes them.
+    `networks` are those of the targets; each is put together when the router first names it.
     `open_set` is the share of a target's own images that may be refused as foreign; None refuses none, as the paper
     does. Raises ValueError where there is no target, or one that was not calibrated.
     """
@@ -47,7 +48,7 @@ class Predictor:
         self,
         executor: Executor,
         targets: Sequence[TaskMemory],
-        networks: Sequence[TaskNetwork],
+        networks: TaskNetworks,
         router: RouterConfig,
         *,
         batch_sizes: Sequence[int] = BATCH_SIZES,
@@ -60,7 +61,8 @@ class Predictor:
             raise ValueError(f"batch_sizes are {tuple(batch_sizes)}; expected whole numbers of at least 1")
         if top < 1:
             raise ValueError(f"top is {top}; expected at least 1 class")
-        self.executor, self.targets, self.router, self.top = executor, tuple(targets), router, top
+        self.executor, self.targets, self.networks, self.top = executor, tuple(targets), networks, top
+        self.index = CentroidIndex(router.metric, [target.centroids for target in targets])
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self.thresholds: np.ndarray | None = None
         if open_set is not None:
@@ -72,7 +74,6 @@ class Predictor:
             calibrated = [threshold(target.distances, open_set) for target in targets if target.distances is not None]
             self.thresholds = np.array(calibrated)
         base = base_network(executor)
-        self._heads = [(np.asarray(target.head.weight), np.asarray(target.head.bias)) for target in targets]
         self._inference = {}
         for size in self.batch_sizes:
             rows = executor.rows(size)
@@ -99,8 +100,13 @@ class Predictor:
         """What runs in each block of each target's network."""
         return {target.name: tuple(to_strings(target.architecture)) for target in self.targets}
 
+    def counters(self) -> dict[str, int]:
+        """See `TaskNetworks.counters`."""
+        return self.networks.counters()
+
     def prepare(self) -> None:
         """Compile all that a request may call."""
+        self.networks.prepare()
         for inference in self._inference.values():
             inference.prepare(classify=False)
         size = self.image_size
@@ -134,13 +140,15 @@ class Predictor:
             inference = self._inference[next(s for s in self.batch_sizes if s >= len(rows))]
 
             def route(seen: np.ndarray, known: slice = known) -> np.ndarray:
-                found = distances(seen, [target.centroids for target in self.targets], self.router)
+                found = self.index.distances(seen)
                 near[known] = found[: known.stop - known.start]
                 return self._routed(found)
 
             features[known] = inference.features(HostImages(self.executor, part), len(rows), route)
             targets[known] = self._routed(near[known])
-        logits = [self._logits(int(target), row) for target, row in zip(targets, features, strict=True)]
+        heads = {target: self._head(target) for target in np.unique(targets).tolist()}
+        pairs = zip(features, [heads[target] for target in targets.tolist()], strict=True)
+        logits = [row @ weight + bias for row, (weight, bias) in pairs]
         return Answered(targets, logits, near)
 
     def _parts(self, num: int) -> Iterator[np.ndarray]:
@@ -155,11 +163,12 @@ class Predictor:
             nearest[~(found[np.arange(len(found)), nearest] <= self.thresholds[nearest])] = -1
         return nearest
 
-    def _logits(self, target: int, features: Float[np.ndarray, "D"]) -> Float[np.ndarray, "C"]:
+    def _head(self, target: int) -> tuple[Float[np.ndarray, "D C"], Float[np.ndarray, "C"]]:
+        """On the host; none of the targets has no classes."""
         if target < 0:
-            return np.zeros(0, np.float32)
-        weight, bias = self._heads[target]
-        return features @ weight + bias
+            return np.zeros((self.executor.config.width, 0), np.float32), np.zeros(0, np.float32)
+        weight, bias = self.targets[target].head
+        return np.asarray(weight), np.asarray(bias)
 
     def _told(self, target: int, logits: np.ndarray, near: np.ndarray) -> Prediction:
         order = np.argsort(near, kind="stable")

@@ -59,11 +59,12 @@ class Rolling:
         wait = self.every if self.every is not None else max(SECONDS_BETWEEN, self._took * (1 / LARGEST_SHARE - 1))
         return self.clock() - self._last >= wait
 
-    def agreed_due(self) -> bool:
-        """`due` in any process of the job; a request to stop in one is from now on a request in all."""
+    def agreed(self) -> tuple[bool, bool]:
+        """Whether to save and whether to stop: what any process of the job wants counts for all."""
         number, due = divmod(hosts.largest(2 * (self.stop.signal_number or 0) + self.due()), 2)
-        self.stop.signal_number = number or None
-        return bool(due)
+        if number:
+            self.stop.signal_number = number  # never back to None: a signal may have come meanwhile
+        return bool(due), bool(number)
 
     def save(self, task: int, state: Callable[[], Saved]) -> None:
         """Write a new one, then remove the one before."""
@@ -135,10 +136,10 @@ class RunningTask:
             def advance(num_images: int, note: str = "", /) -> None:
                 # what is shown comes last: whoever reads it may be gone
                 asked = hosts.count() == 1 or next(calls) % CALLS_BETWEEN == 0
-                due = asked and rolling.agreed_due()
-                if state is not None and (due or (asked and rolling.stop)):
+                due, stop = rolling.agreed() if asked else (False, False)
+                if state is not None and (due or stop):
                     rolling.save(self.task, state)
-                if asked and rolling.stop:
+                if stop:
                     place = "before" if state is None else "up to this step of"
                     raise rolling.stop.stopped(f"everything {place} the {name} phase is kept")
                 shown(num_images, note)

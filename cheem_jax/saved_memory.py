@@ -1,29 +1,23 @@
 """The memory on the disk: a directory per task, and what can be had of it where some are damaged."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from cheem_jax.architecture import from_strings, to_strings
-from cheem_jax.checkpoint import Arrays, load_task, load_tasks, named, save_task, saved_tasks, task_directory
+from cheem_jax.checkpoint import Arrays, each_task, load_task, named, save_task, saved_tasks, task_directory
 from cheem_jax.ops import Expert, LowRank
-from cheem_jax.pool import Head, Memory, Pool, StoredExpert, TaskMemory, gone, grow
+from cheem_jax.pool import Head, Memory, Pool, StoredExpert, TaskMemory, append, gone
 
 
 def save_memory_task(root: Path, memory: Memory, index: int, rank: int) -> Path:
     """Save what the task at `index` added to the memory; `rank` is that of its Adapt pairs."""
     task, number = memory.tasks[index], memory.numbers[index]
-    experts = {}
-    for block, expert in enumerate(task.experts):
-        if expert is not None and memory.pool[block][expert].origin == number:
-            experts[str(block)] = memory.pool[block][expert].params._asdict()
     arrays = {
-        "experts": experts,
+        "experts": {str(block): stored.params._asdict() for block, stored in memory.added(index).items()},
         "head": task.head._asdict(),
         "means": task.means,
         "centroids": task.centroids,
@@ -68,16 +62,17 @@ def open_memory(root: Path, pool: Pool) -> Memory:
 
     Raises ValueError that names every damaged task, not the first alone.
     """
-    memory, directories = Memory(pool), saved_tasks(root)
-    for directory, (arrays, meta) in zip(directories, load_tasks(directories), strict=True):
-        memory = _with_task(memory, directory, arrays, meta)
-    return memory
+    opening, directories = _Opening(Memory(pool)), saved_tasks(root)
+    for directory, (arrays, meta) in zip(directories, each_task(directories), strict=True):
+        opening.add(directory, arrays, meta)
+    return opening.memory()
 
 
 def with_task(memory: Memory, directory: Path) -> Memory:
     """A memory and the next task, as it is saved."""
-    arrays, meta = load_task(directory)
-    return _with_task(memory, directory, arrays, meta)
+    opening = _Opening(memory)
+    opening.add(directory, *load_task(directory))
+    return opening.memory()
 
 
 def open_usable(root: Path, pool: Pool) -> tuple[Memory, dict[str, str]]:
@@ -127,35 +122,47 @@ def open_usable(root: Path, pool: Pool) -> tuple[Memory, dict[str, str]]:
     return Memory(tuple(map(tuple, blocks)), tuple(tasks), tuple(absent)), lost
 
 
-def _with_task(memory: Memory, directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> Memory:
-    if directory.name.endswith(FORGOTTEN):
+class _Opening:
+    """A memory that takes up saved tasks in place, so that many of them cost no more than each by itself."""
+
+    def __init__(self, memory: Memory):
+        self._blocks = [list(block) for block in memory.pool]
+        self._tasks, self._forgotten = list(memory.tasks), list(memory.forgotten)
+
+    def memory(self) -> Memory:
+        """What it has become."""
+        return Memory(tuple(map(tuple, self._blocks)), tuple(self._tasks), tuple(self._forgotten))
+
+    def add(self, directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
+        """The next task; raises ValueError naming its directory where it does not fit those before."""
+        number = len(self._tasks) + len(self._forgotten)
         with named(directory):
-            return _with_forgotten(memory, arrays, meta)
-    with named(directory):
-        task, learned = _task_of(arrays, meta)
-        pool, experts = grow(memory.pool, task.architecture, learned, memory.next_number)
-        if experts != task.experts:
-            raise ValueError(
-                f"it uses experts {list(task.experts)}, but the pool before it gives {list(experts)}; an earlier task "
-                "is missing or from another run"
-            )
-    return dataclasses.replace(memory, pool=pool, tasks=(*memory.tasks, task))
+            if directory.name.endswith(FORGOTTEN):
+                self._add_forgotten(arrays, meta, number)
+                return
+            task, learned = _task_of(arrays, meta)
+            experts = append(self._blocks, task.architecture, learned, number)
+            if experts != task.experts:
+                raise ValueError(
+                    f"it uses experts {list(task.experts)}, but the pool before it gives {list(experts)}; an earlier "
+                    "task is missing or from another run"
+                )
+            self._tasks.append(task)
 
-
-def _with_forgotten(memory: Memory, arrays: Arrays, meta: Mapping[str, Any]) -> Memory:
-    number, left, blocks = memory.next_number, _experts_of(arrays), list(memory.pool)
-    for index, (block, place) in enumerate(zip(memory.pool, meta["forgotten"], strict=True)):
-        if place is None:
-            continue
-        if place != len(block):
-            raise ValueError(f"its expert in block {index} was number {place}, but {len(block)} are before it")
-        stored = StoredExpert(left[index], meta["parents"][str(index)], number) if index in left else gone(number)
-        blocks[index] = (*block, stored)
-    return dataclasses.replace(memory, pool=tuple(blocks), forgotten=(*memory.forgotten, number))
+    def _add_forgotten(self, arrays: Arrays, meta: Mapping[str, Any], number: int) -> None:
+        left = _experts_of(arrays)
+        for index, (block, place) in enumerate(zip(self._blocks, meta["forgotten"], strict=True)):
+            if place is None:
+                continue
+            if place != len(block):
+                raise ValueError(f"its expert in block {index} was number {place}, but {len(block)} are before it")
+            kept = StoredExpert(left[index], meta["parents"][str(index)], number) if index in left else gone(number)
+            block.append(kept)
+        self._forgotten.append(number)
 
 
 def _experts_of(arrays: Arrays) -> dict[int, Expert | LowRank]:
-    experts = jax.tree.map(jnp.asarray, arrays["experts"])
+    experts = jax.device_put(arrays["experts"])
     return {
         int(block): LowRank(**leaves) if "down" in leaves else Expert(**leaves) for block, leaves in experts.items()
     }
@@ -165,7 +172,7 @@ def _task_of(arrays: Arrays, meta: Mapping[str, Any]) -> tuple[TaskMemory, dict[
     distances = arrays.get("distances")
     task = TaskMemory(
         meta["name"], tuple(meta["classes"]), from_strings(meta["architecture"]), tuple(meta["experts"]),
-        Head(**jax.tree.map(jnp.asarray, arrays["head"])), np.asarray(arrays["means"]),
+        Head(**jax.device_put(arrays["head"])), np.asarray(arrays["means"]),
         np.asarray(arrays["centroids"]), None if distances is None else np.asarray(distances),
     )  # fmt: skip
     return task, _experts_of(arrays)

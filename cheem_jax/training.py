@@ -215,7 +215,8 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     """Compile every program that training, scoring and evaluation of this task can call, by running each once.
 
     Only shapes matter: a scratch copy of the supernet trains on blank images, so the real one stays untouched. After
-    this, drawing an architecture compiles nothing, unless the executor compiles one program per signature.
+    this, drawing an architecture compiles nothing, unless the executor compiles one program per signature. Over several
+    devices the search's first generation compiles its forward programs for each of them.
     """
     scratch = supernet.untrained()
     size, rows, last = executor.config.image_size, executor.rows(batch_size), executor.num_blocks - 1

@@ -64,7 +64,8 @@ def test_no_request_compiles(compilations):
 def test_the_first_difference_is_where_a_network_leaves_the_base():
     executor = Stages(VIT, "mlp_down")
     base = base_network(executor)
-    assert [first_difference(base, task.network) for task in networks(executor)] == [4, 2, 0]
+    codes = [[step.code for step in task.network] for task in networks(executor)]
+    assert [first_difference(base, of_one) for of_one in codes] == [4, 2, 0]
 
 
 def test_groups_are_cut_into_few_sizes_and_lose_nobody():

@@ -263,8 +263,10 @@ def test_images_of_another_size_are_refused_before_anything_changes(copied):
 def test_a_network_that_computes_no_numbers_answers_nothing(learned):
     memory = cheem_jax.open(learned)
     broken = memory.predictor(task="task1")
-    weight, bias = broken._heads[0]
-    broken._heads[0] = (weight, np.full_like(bias, np.nan))
+    (target,) = broken.targets
+    broken.targets = (
+        dataclasses.replace(target, head=target.head._replace(bias=jnp.full_like(target.head.bias, np.nan))),
+    )
     for answer in broken(STREAM.tasks[1].test.images[:2]):
         assert answer.task == "task1" and answer.label is None and answer.guesses == ()
         assert "NaN" not in json.dumps(answer.to_json())

@@ -28,8 +28,8 @@ from cheem_jax.cli import run_command
 from cheem_jax.commands.serve import Serve, serve_memory
 from cheem_jax.data.decode import decode_image
 from cheem_jax.execution.choice import EngineConfig, make_executor
-from cheem_jax.methods.expert_memory import task_networks
-from cheem_jax.pool import Head, TaskMemory, base_pool
+from cheem_jax.methods.expert_memory import TaskNetworks
+from cheem_jax.pool import DenseExperts, Head, TaskMemory, base_pool
 from cheem_jax.predict import Predictor
 from cheem_jax.serve import pictures
 from cheem_jax.serve.limits import HELD_BODIES, Limits, Places, Refused
@@ -181,7 +181,7 @@ def test_a_real_predictor_answers_as_alone_and_compiles_nothing_after_warming_up
         centroids = rng.normal(size=(2, width))
         means = np.zeros((depth, width))
         targets.append(TaskMemory(f"t{number}", ("a", "b", "c"), choices, experts, head, means, centroids))
-    networks = task_networks(base_pool(vit, "mlp_down"), targets)
+    networks = TaskNetworks(DenseExperts(base_pool(vit, "mlp_down"), 0), targets)
     predictor = Predictor(executor, targets, networks, RouterConfig(), batch_sizes=(4,), top=2)
     files = [picture(colour) for colour in COLOURS[::5]]
     with serving(predictor, Limits(max_batch=4)) as served, ThreadPoolExecutor(13) as clients:
@@ -391,7 +391,11 @@ def test_before_it_is_warm_it_says_so_and_afterwards_it_tells_what_it_knows():
         wait_until(lambda: served.ask("GET", "/health").status == 200)
         health = served.ask("GET", "/health").json
         assert (health["status"], health["num_classes"], health["image_size"]) == ("ok", 64, 8)
-        assert served.ask("GET", "/memory").json["architectures"]["bright red"][3] == "adapt:0"
+        told = served.ask("GET", "/memory").json
+        assert told["architectures"]["bright red"][3] == "adapt:0"
+        assert told["networks"] == predictor.counters()
+        names = ("hits_total", "misses_total", "evictions_total", "bytes")
+        assert [served.metric(f"cheem_network_{name}") for name in names] == [5, 2, 1, 4096]
 
 
 def test_running_requests_are_answered_before_the_server_ends(gated: Colours):

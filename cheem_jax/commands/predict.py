@@ -41,6 +41,9 @@ class Predict:
     pictures, such as 0.05; default: every picture gets a task, as in the paper."""
     task: str | None = None
     """The true task of all pictures, if you know it: its network alone answers."""
+    memory_gb: float | None = None
+    """Memory for the networks of tasks that are ready; default: a quarter of the device's. What was used longest ago is
+    dropped and made again when it is needed; answers are the same."""
     weights: Path | None = None
     """Weights of a run, which holds none; default: as the run had them."""
     usable: bool = False
@@ -56,7 +59,7 @@ def predict_images(settings: Predict) -> int:
             stream.reconfigure(errors="surrogateescape")
     files, errors = _files(settings.pictures)
     predictor = open_memory(settings.memory, weights=settings.weights, usable=settings.usable).predictor(
-        top=settings.top, open_set=settings.open_set, task=settings.task
+        top=settings.top, open_set=settings.open_set, task=settings.task, memory_gb=settings.memory_gb
     )
     wanted = "json" if settings.json else settings.format
     answered = _answers(predictor, files, errors)

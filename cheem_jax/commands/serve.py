@@ -43,6 +43,9 @@ class Serve:
     """Share of a task's own pictures that may be answered with "none of my tasks"; default: always a task."""
     top: int = 5
     """Classes that are named, the most probable first."""
+    memory_gb: float | None = None
+    """Memory for the networks of tasks that are ready; default: a quarter of the device's. What was used longest ago is
+    dropped and made again when it is needed; answers are the same."""
     weights: Path | None = None
     """The backbone's weights, for a run that does not find them by itself."""
     usable: bool = False
@@ -72,7 +75,7 @@ def serve_memory(settings: Serve) -> None:
         with listen(settings.host, settings.port) as listening:
             sizes = tuple(sorted({min(size, settings.max_batch) for size in (*BATCH_SIZES, settings.max_batch)}))
             predictor = open_memory(settings.memory, weights=settings.weights, usable=settings.usable).predictor(
-                batch_sizes=sizes, open_set=settings.open_set, top=settings.top
+                batch_sizes=sizes, open_set=settings.open_set, top=settings.top, memory_gb=settings.memory_gb
             )
             app = make_app(predictor, limits, hosts_of(listening, settings.host))
             server, service = make_server(app, limits), app.state.service

@@ -33,7 +33,8 @@ class EngineConfig:
     precision: Precision = "float32"
     """Operands of matrix products; parameters, sums and the loss are float32 in both."""
     memory_gb: float | None = None
-    """Memory for images and activations kept on the device per task; default: a quarter of it; 0: nothing is kept."""
+    """Memory for images and activations kept on the device per task, and as much again for merged experts; default: a
+    quarter of it; 0: nothing is kept."""
     deterministic: bool = False
     """On an accelerator: networks compiled for the same bits in every run, slower; a CPU computes so anyway."""
     programs: int = 64
@@ -57,15 +58,17 @@ class Chosen:
     reason: str
 
 
-def choose(config: EngineConfig, vit: ViTConfig, batch_size: int, platform: str | None = None) -> Chosen:
-    """The executor of the settings; `auto` takes the fastest in the measurement nearest in FLOPs per step."""
+def choose(
+    config: EngineConfig, vit: ViTConfig, batch_size: int, platform: str | None = None, layout: Layout = ONE
+) -> Chosen:
+    """The executor of the settings; `auto` takes the fastest in the measurement nearest in FLOPs per device."""
     if config.executor != "auto":
         return Chosen(config.executor, "as set")
     platform = platform or jax.default_backend()
     known = [entry for entry in measurements() if entry["platform"] == platform]
     if not known:
         return Chosen("stages", f"nothing was measured on {platform}; experiments/jit_profile.py measures it")
-    work = math.log(backbone_flops(vit) * batch_size)
+    work = math.log(backbone_flops(vit) * max(batch_size // layout.num, 1))
     nearest = min(known, key=lambda entry: abs(math.log(entry["flops"]) - work))
     fastest = min(nearest["seconds"], key=nearest["seconds"].get)
     return Chosen(fastest, f"the fastest measured for {nearest['name']} on {nearest['device']}")
@@ -85,8 +88,7 @@ def make_executor(
     Raises ValueError where the memory for kept activations would not hold one batch.
     """
     shared: dict[str, Any] = {"token": token, "deterministic": config.deterministic, "layout": layout}
-    # what each device has to do decides which executor is fast
-    match choose(config, vit.config, max(batch_size // layout.num, 1)).name:
+    match choose(config, vit.config, batch_size, layout=layout).name:
         case "stages":
             executor = Stages(vit, placement, **shared)
         case "whole":

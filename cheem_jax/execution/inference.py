@@ -6,7 +6,7 @@ to few sizes, so that no request compiles.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor, Gather, Network, Tokens
 from cheem_jax.execution.feed import Feed
+from cheem_jax.keys import next_power_of_two
 from cheem_jax.pool import Head
 
 Route = Callable[[Float[np.ndarray, "N D"]], Int[np.ndarray, "N"]]
@@ -27,6 +28,41 @@ class TaskNetwork(NamedTuple):
     network: Network
     head: Head
     num_classes: int
+
+
+class Outline(NamedTuple):
+    """What can be said of a network without putting it together."""
+
+    codes: tuple[int, ...]
+    num_classes: int
+
+
+@runtime_checkable
+class Networks(Protocol):
+    """Task networks that are put together when they are asked for."""
+
+    @property
+    def outlines(self) -> Sequence[Outline]: ...
+    def network(self, index: int) -> Network: ...
+    def head(self, index: int) -> Head:
+        """Padded to a power of two outputs."""
+        ...
+
+
+class Given:
+    """Task networks that are there."""
+
+    def __init__(self, networks: Sequence[TaskNetwork]):
+        self.networks = networks
+        self.outlines = [Outline(tuple(step.code for step in task.network), task.num_classes) for task in networks]
+
+    def network(self, index: int) -> Network:
+        """See `Networks`."""
+        return self.networks[index].network
+
+    def head(self, index: int) -> Head:
+        """See `Networks`."""
+        return self.networks[index].head
 
 
 class Inferred(NamedTuple):
@@ -43,14 +79,15 @@ class Inference:
         self,
         executor: Executor,
         base: Network,
-        networks: Sequence[TaskNetwork],
+        networks: Networks | Sequence[TaskNetwork],
         *,
         batch_size: int,
         sizes: Sequence[int] | None = None,
     ):
-        self.executor, self.base, self.networks = executor, base, networks
+        self.executor, self.base = executor, base
+        self.networks = networks if isinstance(networks, Networks) else Given(networks)
         self.batch_size, self.rows = batch_size, executor.rows(batch_size)
-        self.differences = [first_difference(base, task.network) for task in networks]
+        self.differences = [first_difference(base, outline.codes) for outline in self.networks.outlines]
         self.sizes = bucket_sizes(self.rows) if sizes is None else tuple(sizes)
 
     def __call__(self, feed: Feed, num: int, route: Route) -> Inferred:
@@ -89,13 +126,25 @@ class Inference:
         size = self.executor.config.image_size
         blank = np.zeros((self.batch_size, size, size, 3), np.uint8)
         _, reached = self._base(lambda rows: self.executor.begin(blank[rows]), np.arange(self.batch_size))
-        for task in range(len(self.networks)):
+        for task in self._examples():
             for num in self.sizes:
                 if classify:
                     self._answers(task, np.arange(num), reached)
                 else:
                     for last, _ in self._last_tokens(task, np.arange(num), reached):
                         self.executor.features(last)
+
+    def _examples(self) -> Iterator[int]:
+        """Few networks that together call every program that any of them calls."""
+        known = set()
+        for task, (begin, outline) in enumerate(zip(self.differences, self.networks.outlines, strict=True)):
+            kinds = [code == SKIP for code in outline.codes[begin:]]
+            # a program for all that runs, or one for each kind of block, or one for all of them
+            runs = {(begin, *kinds)} if self.executor.name == "whole" else {begin, *enumerate(kinds, begin)}
+            programs = {*runs, ("head", next_power_of_two(outline.num_classes))}
+            if not programs <= known:
+                known |= programs
+                yield task
 
     def _base(self, feed: Feed, rows: np.ndarray) -> tuple[np.ndarray, dict[int, np.ndarray | jax.Array]]:
         """Features of a batch and the base network's tokens wherever some network leaves it."""
@@ -114,7 +163,7 @@ class Inference:
         }
 
     def _answers(self, task: int, rows: np.ndarray, reached: dict[int, np.ndarray | jax.Array]) -> np.ndarray:
-        _, head, num_classes = self.networks[task]
+        head, num_classes = self.networks.head(task), self.networks.outlines[task].num_classes
         found = []
         for last, size in self._last_tokens(task, rows, reached):
             blank = np.zeros(len(last), np.int32)
@@ -126,7 +175,7 @@ class Inference:
         self, task: int, rows: np.ndarray, reached: dict[int, np.ndarray | jax.Array]
     ) -> Iterator[tuple[jax.Array, int]]:
         """The last tokens of a task's network in groups, padded ones behind the real rows, and how many are real."""
-        block, network = self.differences[task], self.networks[task].network
+        block, network = self.differences[task], self.networks.network(task)
         values = reached[block]
         for padded, size in pieces(rows, self.sizes):
             if jax.default_backend() == "cpu":
@@ -136,10 +185,14 @@ class Inference:
             yield self.executor.advance(network, tokens, self.executor.num_blocks).values, size
 
 
-def first_difference(base: Network, network: Network) -> int:
-    """The first block where a network leaves the base network; L where it never does."""
-    pairs = enumerate(zip(base, network, strict=True))
-    return next((block for block, (a, b) in pairs if a.code != b.code), len(base))
+SKIP = -1
+"""The code of a block that a finished network skips."""
+
+
+def first_difference(base: Network, codes: Sequence[int]) -> int:
+    """The first block where a network of these codes leaves the base network; L where it never does."""
+    pairs = enumerate(zip(base, codes, strict=True))
+    return next((block for block, (step, code) in pairs if step.code != code), len(base))
 
 
 def bucket_sizes(rows: int) -> tuple[int, ...]:

@@ -63,11 +63,6 @@ class Layout:
         return self.mesh is not None
 
     @property
-    def spans_hosts(self) -> bool:
-        """Whether other processes hold parts of arrays."""
-        return len(self.local) < len(self.devices)
-
-    @property
     def place(self) -> tuple[int, ...]:
         """What tells programs for these devices from programs for others."""
         return tuple(device.id for device in self.devices)
@@ -129,6 +124,8 @@ class Layout:
         def put(leaf):
             if getattr(leaf, "sharding", None) == whole:
                 return leaf
+            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:  # split over processes
+                return self.jit(lambda parts: parts, out_shardings=whole)(leaf)
             copies = [jax.device_put(leaf, self.devices[place]) for place in self.local]
             return jax.make_array_from_single_device_arrays(np.shape(leaf), whole, copies)
 
@@ -140,6 +137,7 @@ class Layout:
         def own(leaf):
             if not isinstance(leaf, jax.Array) or len(leaf.devices()) == 1:
                 return leaf
+            assert leaf.is_fully_replicated, "a part would pass for the whole"
             return next(part.data for part in leaf.addressable_shards if part.device == self.devices[place])
 
         return jax.tree.map(own, tree)

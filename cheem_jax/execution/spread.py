@@ -4,7 +4,7 @@ No sums between devices are needed, as a batch divided over them would need at e
 stay together, so that what they share still runs once (`Stages.walk`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,9 +13,10 @@ from jaxtyping import Int
 from cheem_jax import hosts
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor, Network
-from cheem_jax.execution.feed import Feed, feed_on
+from cheem_jax.execution.feed import Feed, HostImages, Subset, feed_on
 from cheem_jax.execution.passes import Advance, count_right
 from cheem_jax.flops import executed_halves
+from cheem_jax.images import in_turn
 from cheem_jax.pool import Head
 
 
@@ -38,27 +39,34 @@ def count_right_spread(
         )
     groups, counts = divided(executor, networks, layout.num), np.zeros(len(networks), np.int32)
 
-    def evaluate(place: int, rows: np.ndarray) -> np.ndarray:
-        own, group = executor.on(place), groups[place]
+    def evaluate(place: int, feed: Feed, labels: np.ndarray) -> np.ndarray:
+        group = groups[place]
         if not group:
             return np.zeros(0, np.int32)
         mine = [layout.copy(networks[index], place) for index in group]
-        feed = feed_on(images, own)
         quiet = lambda num_images, note="", /: None  # noqa: E731
         return count_right(
-            own, mine, layout.copy(head, place), num_classes, lambda part: feed(rows[part]), labels[rows],
+            executor.on(place), mine, layout.copy(head, place), num_classes, feed_on(feed, executor.on(place)), labels,
             batch_size=batch_size, advance=quiet,
         )  # fmt: skip
 
+    order = [batch.rows[: batch.size] for batch in batches(np.arange(len(labels)), batch_size)]
     # all devices work on one batch before the next, so that every process reports its progress as often as the others
     with ThreadPoolExecutor(len(layout.local), "search") as threads:
-        for batch in batches(np.arange(len(labels)), batch_size):
-            rows = batch.rows[: batch.size]
-            found = threads.map(evaluate, layout.local, [rows] * len(layout.local))
+        for rows, feed in zip(order, _parts(executor, images, order), strict=True):
+            num = len(layout.local)
+            found = threads.map(evaluate, layout.local, [feed] * num, [labels[rows]] * num)
             for place, right in zip(layout.local, found, strict=True):
                 counts[groups[place]] += right
-            advance(batch.size * len(networks))
+            advance(len(rows) * len(networks))
     return hosts.total(counts).astype(np.int64)
+
+
+def _parts(executor: Executor, images: Feed, order: Sequence[np.ndarray]) -> Iterator[Feed]:
+    """Each of these rows as a data set; pictures that the host holds or reads are read once for all devices."""
+    if isinstance(images, HostImages):
+        return (HostImages(executor, pictures) for pictures in in_turn(images.images, order))
+    return (Subset(images, rows) for rows in order)
 
 
 def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[list[int]]:

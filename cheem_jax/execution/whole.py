@@ -5,6 +5,7 @@ New share programs wherever only values differ. Good where one architecture runs
 in the supernet nearly every draw is a new signature, and the counters show it.
 """
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -32,23 +33,27 @@ class ProgramCache:
         self.hits = self.misses = self.evictions = 0
         self.compile_seconds = 0.0
         self._programs: OrderedDict[Hashable, Any] = OrderedDict()
+        self._lock = threading.Lock()  # the search has a thread per device
 
     def call(self, key: Hashable, function: Callable, *arguments: Any) -> Any:
         """Run the program of `key` and the arguments' shapes, compiling `function` if there is none."""
         leaves, structure = jax.tree.flatten(arguments)
         key = (key, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
-        program = self._programs.get(key)
+        with self._lock:
+            program = self._programs.get(key)
+            if program is not None:
+                self.hits += 1
+                self._programs.move_to_end(key)
         if program is None:
-            self.misses += 1
             start = time.perf_counter()
-            program = self._programs[key] = function.lower(*arguments).compile()
-            self.compile_seconds += time.perf_counter() - start
-            if len(self._programs) > self.capacity:
-                self._programs.popitem(last=False)
-                self.evictions += 1
-        else:
-            self.hits += 1
-            self._programs.move_to_end(key)
+            program = function.lower(*arguments).compile()
+            with self._lock:
+                self._programs[key] = program
+                self.misses += 1
+                self.compile_seconds += time.perf_counter() - start
+                if len(self._programs) > self.capacity:
+                    self._programs.popitem(last=False)
+                    self.evictions += 1
         return program(*arguments)
 
 

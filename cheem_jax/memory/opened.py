@@ -19,11 +19,12 @@ from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.centroids import calibrate, distances
+from cheem_jax.checkpoint import saved_tasks
 from cheem_jax.data.task import Task, check_names, repeats
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.execution.choice import EngineConfig, make_executor
 from cheem_jax.execution.executor import Executor
-from cheem_jax.execution.inference import TaskNetwork
+from cheem_jax.execution.feed import memory_budget
 from cheem_jax.forgetting import Forgotten, forget
 from cheem_jax.interruption import Stop, stop_requests
 from cheem_jax.keys import Keys
@@ -41,9 +42,9 @@ from cheem_jax.memory.directory import (
 )
 from cheem_jax.memory.record import without_task
 from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.expert_memory import task_networks
+from cheem_jax.methods.expert_memory import TaskNetworks
 from cheem_jax.methods.method import FrozenFeatures, Running
-from cheem_jax.pool import Head, TaskMemory
+from cheem_jax.pool import DenseExperts, Head, TaskMemory
 from cheem_jax.pool import Memory as Pools
 from cheem_jax.predict import BATCH_SIZES, Predictor, is_best
 from cheem_jax.prediction import Prediction
@@ -121,7 +122,7 @@ class OpenMemory:
         features = FrozenFeatures(self.executor, method.batch_size)
         self._learner = _Calibrated(self.executor, method, Keys(config.seed, config.seeds), means, features)
         self._predictors: dict[Any, Predictor] = {}
-        self._networks: dict[str, TaskNetwork] | None = None
+        self._networks: dict[float | None, TaskNetworks] = {}
         self.refresh()
 
     def __repr__(self) -> str:
@@ -143,7 +144,7 @@ class OpenMemory:
 
     def _drop_predictors(self) -> None:
         self._predictors.clear()
-        self._networks = None
+        self._networks.clear()
 
     def _read(self) -> bool:
         """Read it again; False where another generation began to count meanwhile."""
@@ -201,7 +202,7 @@ class OpenMemory:
 
     def info(self) -> dict[str, Any]:
         """What `cheem info` tells, as JSON values; bytes on the disk per task."""
-        sizes = {place.name[:3]: _bytes_of(place) for place in self._root.glob("[0-9][0-9][0-9]-*")}
+        sizes = dict(enumerate(map(_bytes_of, saved_tasks(self._root))))
         costs = [self._learner.costs(index) for index in range(len(self.tasks))]
         pool = self.pools.history()
         return {
@@ -221,7 +222,7 @@ class OpenMemory:
                 {
                     **task._asdict(),
                     "experts": cost["experts"],
-                    "bytes": sizes.get(f"{task.number:03d}", 0),
+                    "bytes": sizes.get(task.number, 0),
                     "flops": cost["flops_method"],
                     "flops_executed": cost["flops_executed"],
                     "params_added": cost["params_added"],
@@ -244,22 +245,26 @@ class OpenMemory:
         top: int = 5,
         open_set: float | None = None,
         task: str | None = None,
+        memory_gb: float | None = None,
     ) -> Predictor:
         """Answers to decoded images `[N, S, S, 3]`; see `Predictor`. Made once for equal settings.
 
-        `task` tells the true task of all of them, whose network alone then answers.
+        `task` tells the true task of all of them, whose network alone then answers. A network is put together when an
+        image first needs it, and of what was merged for that, `memory_gb` (2^30 bytes) stay for the next; default: what
+        the engine may keep. Answers do not depend on it.
         """
-        place = (tuple(batch_sizes), top, open_set, task)
+        place = (tuple(batch_sizes), top, open_set, task, memory_gb)
         if place not in self._predictors:
             targets = self.targets
-            if self._networks is None:  # merged once, whatever is asked of them
-                self._networks = dict(
-                    zip([t.name for t in targets], task_networks(self.pools.pool, targets), strict=True)
-                )
+            if memory_gb not in self._networks:  # shared, whatever else is asked of them
+                pool = self.pools.pool
+                experts = self._learner.dense if memory_gb is None else DenseExperts(pool, memory_budget(memory_gb))
+                self._networks[memory_gb] = TaskNetworks(experts, targets)
+            networks = self._networks[memory_gb]
             if task is not None:
-                check_names([task], list(self._networks), f"memory {str(self.directory)!r}")
-                targets = tuple(target for target in targets if target.name == task)
-            networks = [self._networks[target.name] for target in targets]
+                check_names([task], [target.name for target in targets], f"memory {str(self.directory)!r}")
+                networks = networks.of([task])
+                targets = networks.tasks
             self._predictors[place] = Predictor(
                 self.executor, targets, networks, self.config.method.router,
                 batch_sizes=batch_sizes, top=top, open_set=open_set,
@@ -299,7 +304,7 @@ class OpenMemory:
         found = tasks_of(data, self.config.image_size)
         if task is not None and len(found) != 1:
             raise ValueError(f"{task!r} is one task, and the data hold {len(found)}: {[t.name for t in found]}")
-        names = [info.name for info in self.tasks]
+        names = [learned.name for learned in self.pools.tasks]
         wanted = [task] if task is not None else [one.name for one in found]
         check_names(wanted, names, f"memory {str(self.directory)!r}")
         return [self._score(one, names.index(name), split, open_set) for one, name in zip(found, wanted, strict=True)]
@@ -307,7 +312,7 @@ class OpenMemory:
     def _score(self, task: Task, index: int, split: str, open_set: float | None) -> Score:
         if split not in task.splits:
             raise ValueError(f"split is {split!r}, expected one of {', '.join(task.splits)}")
-        images, labels, learned = task.splits[split].images, task.splits[split].labels, self.tasks[index]
+        images, labels, learned = task.splits[split].images, task.splits[split].labels, self.pools.tasks[index]
         if unknown := sorted(set(task.classes) - set(learned.classes)):
             raise ValueError(
                 f"task {learned.name!r} has not learned the classes {unknown[:8]}; it knows {list(learned.classes)[:8]}"

@@ -6,7 +6,7 @@ the chosen network, growth of the pool, task centroids (paper section 'Our Propo
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -23,8 +23,8 @@ from cheem_jax.keys import Keys, Phase, next_power_of_two
 from cheem_jax.methods.expert_memory import ExpertMemory, dense_task_network, task_network
 from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.methods.underway import Underway
-from cheem_jax.ops import KINDS, Kind, Placement
-from cheem_jax.pool import TaskMemory, dense_expert, grow, pool_sizes
+from cheem_jax.ops import KINDS, Expert, Kind, Placement
+from cheem_jax.pool import DenseExperts, TaskMemory, grow, pool_sizes
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import (
     ExplorationConfig,
@@ -130,9 +130,7 @@ class Cheem(ExpertMemory):
             tuple(block[i] for i in kept) for block, kept in zip(self.memory.pool, kept_experts, strict=True)
         )
         sizes = pool_sizes(candidates)
-        experts = [
-            [dense_expert(block, i) for i in kept] for block, kept in zip(self.memory.pool, kept_experts, strict=True)
-        ]
+        experts = self.dense.chosen(kept_experts)
         places = [{expert: place for place, expert in enumerate(kept)} for kept in kept_experts]
         used_by_tasks = [
             tuple(None if expert is None else place[expert] for expert, place in zip(task.experts, places, strict=True))
@@ -156,9 +154,8 @@ class Cheem(ExpertMemory):
         train = kept("training images", train, num)
         val = kept("validation images", val, num_val)
         if underway.similarity is None:
-            networks = [dense_task_network(experts, used) for used in earlier]
             with clock("similarity"):
-                underway.similarity = self._similarity(index, task, train, networks, earlier, running)
+                underway.similarity = self._similarity(index, task, train, experts, earlier, running)
         similarity = underway.similarity
         exploit = without(exploit_table(similarity, earlier, sizes), config.remove, sizes)
         with_adapt = config.exploration.over == "uniform"
@@ -217,7 +214,7 @@ class Cheem(ExpertMemory):
             learned = network.learned(architecture)
             architecture = in_pool(architecture, kept_experts)
             pool, used = grow(self.memory.pool, architecture, learned, index)
-            finished = task_network(pool, used)
+            finished = task_network(DenseExperts(pool, 0), used)
             with running.phase("means", num, state) as advance:
                 means = token_means(
                     executor, [finished], train, num, batch_size=config.batch_size, advance=advance
@@ -259,25 +256,55 @@ class Cheem(ExpertMemory):
         head = (width + 1) * next_power_of_two(len(task.classes))
         return 4 * 3 * 2 * (pairs + news + head)
 
-    def _similarity(self, index: int, task: Task, train: Feed, networks, earlier, running: Running) -> np.ndarray:
+    def _similarity(self, index: int, task: Task, train: Feed, experts, earlier, running: Running) -> np.ndarray:
         """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""
         config, num = self.config, len(task.train.labels)
         rows = np.arange(num)
         if 0 < config.similarity_images < num:
             rng = np.random.default_rng(self.keys.seed_at(index, Phase.SIMILARITY))
             rows = np.sort(rng.permutation(num)[: config.similarity_images])
-        with running.phase("similarity", len(rows) * len(networks)) as advance:
-            seen = token_means(
-                self.executor, networks, Subset(train, rows), len(rows), batch_size=config.batch_size, advance=advance
-            )
-        if len(rows) == num and self.features.of(self.executor):
-            self.features.remember(task, "train", seen.features)
-        base = np.zeros_like(seen.means[0]) if self.base_means is None else self.base_means
+        means = np.zeros((len(earlier), self.executor.num_blocks, self.executor.config.width), np.float32)
+        with running.phase("similarity", len(rows) * len(earlier)) as advance:
+            for part in together(earlier, experts, self.dense.limit):
+                networks = [dense_task_network(experts, earlier[i]) for i in part]
+                seen = token_means(
+                    self.executor, networks, Subset(train, rows), len(rows), batch_size=config.batch_size,
+                    advance=advance,
+                )  # fmt: skip
+                means[part] = seen.means
+                if part[0] == 0 and len(rows) == num and self.features.of(self.executor):
+                    self.features.remember(task, "train", seen.features)
+        base = np.zeros_like(means[0]) if self.base_means is None else self.base_means
         known = np.stack([base, *(task.means for task in self.memory.tasks)])
         present = np.array([[expert is not None for expert in used] for used in earlier])
         neutral = np.zeros(len(known), bool)
         neutral[0] = self.base_means is None
-        return norm_cosine(cosines(known, seen.means, present), neutral)
+        return norm_cosine(cosines(known, means, present), neutral)
+
+
+def together(
+    earlier: Sequence[Sequence[int | None]], experts: Sequence[Sequence[Expert]], limit: int
+) -> Iterator[list[int]]:
+    """The base network (first) and those of tasks in parts, each of experts of at most `limit` bytes, or of a few.
+
+    Neighbours by their experts come together, since they share most. Usually all fit in one part.
+    """
+    size = sum(leaf.nbytes for leaf in experts[0][0])
+    limit = max(limit, FEW * len(experts) * size)
+    part, held = [0], {(block, 0) for block in range(len(experts))}
+    order = sorted(range(1, len(earlier)), key=lambda i: [-1 if e is None else e for e in earlier[i]])
+    for index in order:
+        own = {(block, expert) for block, expert in enumerate(earlier[index]) if expert is not None}
+        if len(held | own) * size > limit:
+            yield part
+            part, held = [], set()
+        part.append(index)
+        held |= own
+    yield part
+
+
+FEW = 4
+"""Networks that the similarity pass takes together, however little may be kept."""
 
 
 def in_pool(architecture: Architecture, kept: Sequence[Sequence[int]]) -> Architecture:

@@ -156,7 +156,7 @@ class Diki(OwnPrompts):
                 features = hosts.fetch(features)
                 densities = np.stack([log_density(features, gaussian) for gaussian in gaussians], axis=1)
                 chosen = densities.argmax(axis=1).astype(np.int32)
-                used = read.get("task", chosen)
+                used = hosts.fetch(read["task"]) if "task" in read else chosen
                 if confident:
                     weight = mixing_weight(densities[np.arange(size), used], features.shape[1])
             else:

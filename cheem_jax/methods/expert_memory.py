@@ -10,17 +10,17 @@ import numpy as np
 from jaxtyping import Int
 
 from cheem_jax.architecture import to_strings
-from cheem_jax.centroids import RouterConfig, route
+from cheem_jax.centroids import CentroidIndex, RouterConfig
 from cheem_jax.data.task import Task
 from cheem_jax.execution.executor import Dense, Executor
 from cheem_jax.execution.feed import HostImages
-from cheem_jax.execution.inference import Inference, Inferred, TaskNetwork
+from cheem_jax.execution.inference import SKIP, Inference, Inferred, Outline
 from cheem_jax.execution.passes import answers, answers_and_features
 from cheem_jax.flops import backbone_flops, backbone_params, branch_flops, executed_flops, network_flops
 from cheem_jax.methods.heads import padded
 from cheem_jax.methods.method import Answers, FrozenFeatures, base_network, check_given
 from cheem_jax.ops import Expert
-from cheem_jax.pool import Memory, Pool, TaskMemory, dense_expert
+from cheem_jax.pool import DenseExperts, Head, Memory, Pool, StoredExpert, TaskMemory
 from cheem_jax.saved_memory import open_memory, save_memory_task, with_task
 
 
@@ -36,6 +36,7 @@ class ExpertMemory:
         self.executor, self.features, self.router = executor, features, router
         self.rank, self.batch_size = rank, batch_size
         self.memory = self._before = Memory(executor.base_pool)
+        self._dense, self._index = DenseExperts(executor.base_pool, 0), CentroidIndex(router.metric)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -46,15 +47,22 @@ class ExpertMemory:
         before = self.memory
         self._before, self.memory = before, dataclasses.replace(before, pool=pool, tasks=(*before.tasks, task))
 
+    @property
+    def dense(self) -> DenseExperts:
+        """The dense experts of the memory as it is now, of which the executor's budget of bytes is kept."""
+        if self._dense.pool is not self.memory.pool:
+            self._dense = self._dense.grown(self.memory.pool, self.executor.budget)
+        return self._dense
+
+    @property
+    def index(self) -> CentroidIndex:
+        """The centroids of all tasks."""
+        return self._index.follow([task.centroids for task in self.memory.tasks])
+
     def costs(self, index: int) -> dict[str, Any]:
         """What a learned task costs: FLOPs by both conventions and parameters."""
         task, vit, placement = self.memory.tasks[index], self.executor.config, self.executor.placement
-        own = [
-            stored.params
-            for block in self.memory.pool
-            for stored in block
-            if stored.origin == self.memory.numbers[index]
-        ]
+        own = [stored.params for stored in self.memory.added(index).values()]
         added = sum(leaf.size for leaf in jax.tree.leaves(own))
         head = sum(leaf.size for leaf in task.head)
         flops = network_flops(vit, placement, task.architecture, self.rank)
@@ -95,7 +103,7 @@ class ExpertMemory:
 
     def inference(self) -> Inference:
         """All learned tasks behind the router, sharing what they share with the backbone."""
-        networks = task_networks(self.memory.pool, self.memory.tasks)
+        networks = TaskNetworks(self.dense, self.memory.tasks)
         return Inference(self.executor, base_network(self.executor), networks, batch_size=self.batch_size)
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
@@ -104,17 +112,16 @@ class ExpertMemory:
         With a lighter router its own features name the task and nothing is shared.
         """
         check_given(self.name, len(self.memory.tasks), tasks, told=self.told)
-        centroids, config = [task.centroids for task in self.memory.tasks], self.router
         if tasks is None and self.features.of(self.executor):
             feed = HostImages(self.executor, images)
-            return self.inference()(feed, len(images), lambda features: route(features, centroids, config))
+            return self.inference()(feed, len(images), self.index.route)
         if tasks is None:
-            tasks = route(self.features.compute(images), centroids, config)
+            tasks = self.index.route(self.features.compute(images))
         classes = np.zeros(len(images), np.int32)
         for index in np.unique(tasks):
             rows, task = np.flatnonzero(tasks == index), self.memory.tasks[index]
             classes[rows] = answers(
-                self.executor, task_network(self.memory.pool, task.experts), padded(task.head), len(task.classes),
+                self.executor, task_network(self.dense, task.experts), padded(task.head), len(task.classes),
                 HostImages(self.executor, images[rows]), len(rows), batch_size=self.batch_size,
             )  # fmt: skip
         return Inferred(np.asarray(tasks, np.int32), classes)
@@ -124,13 +131,12 @@ class ExpertMemory:
         local = self.predict_given(index, task)
         if self.told:
             return Answers(local, np.full(len(local), index, np.int32), local)
-        chosen = route(self.features(task, "test"), [t.centroids for t in self.memory.tasks], self.router)
-        return Answers(local, chosen, local)
+        return Answers(local, self.index.route(self.features(task, "test")), local)
 
     def predict_given(self, index: int, task: Task) -> np.ndarray:
         """Classes that task `index`'s network gives the test images, the task being told."""
         learned, images, batch_size = self.memory.tasks[index], task.test.images, self.batch_size
-        network, head = task_network(self.memory.pool, learned.experts), padded(learned.head)
+        network, head = task_network(self.dense, learned.experts), padded(learned.head)
         feed, num_classes = HostImages(self.executor, images), len(learned.classes)
         if self.told or self.features.known(task, "test") or not self.features.of(self.executor):
             return answers(self.executor, network, head, num_classes, feed, len(images), batch_size=batch_size)
@@ -144,29 +150,78 @@ class ExpertMemory:
     def save(self, root: Path) -> None:
         """Save what the last task added, and go on with what is read back."""
         directory = save_memory_task(root, self.memory, len(self.memory.tasks) - 1, self.rank)
-        self.memory = with_task(self._before, directory)
+        self.memory = self._placed(with_task(self._before, directory))
 
     def open(self, root: Path) -> None:
         """Replace the memory by the saved one."""
-        self.memory = open_memory(root, self.executor.base_pool)
+        self.memory = self._placed(open_memory(root, self.executor.base_pool))
+
+    def _placed(self, memory: Memory) -> Memory:
+        """The same with its experts on all devices, so that no step has to send them there."""
+        layout = self.executor.layout
+        if not layout.is_many:
+            return memory
+
+        def placed(stored: StoredExpert) -> StoredExpert:
+            params = layout.everywhere(stored.params)
+            return stored if params[0] is stored.params[0] else stored._replace(params=params)
+
+        return dataclasses.replace(memory, pool=tuple(tuple(map(placed, block)) for block in memory.pool))
 
 
-def task_networks(pool: Pool, tasks: Sequence[TaskMemory]) -> list[TaskNetwork]:
-    """The finished networks of several tasks."""
-    return [TaskNetwork(task_network(pool, task.experts), padded(task.head), len(task.classes)) for task in tasks]
+class TaskNetworks:
+    """The finished networks of tasks, each put together when it is asked for.
+
+    What is merged for one stays for the others that share it, while the limit of `experts` allows.
+    """
+
+    def __init__(self, experts: DenseExperts, tasks: Sequence[TaskMemory]):
+        self.experts, self.tasks = experts, tuple(tasks)
+        self.hits = self.misses = 0
+        """How often a network was there, and how often something had to be merged for it."""
+        self.outlines = [
+            Outline(tuple(SKIP if expert is None else expert for expert in task.experts), len(task.classes))
+            for task in self.tasks
+        ]
+
+    def network(self, index: int) -> list[Dense]:
+        """See `Networks`."""
+        merged = self.experts.merged
+        network = task_network(self.experts, self.tasks[index].experts)
+        if self.experts.merged == merged:
+            self.hits += 1
+        else:
+            self.misses += 1
+        return network
+
+    def head(self, index: int) -> Head:
+        """See `Networks`."""
+        return padded(self.tasks[index].head)
+
+    def prepare(self) -> None:
+        """Compile what putting a network together calls, so that none that comes back compiles."""
+        self.experts.prepare()
+
+    def of(self, names: Sequence[str]) -> "TaskNetworks":
+        """Those of some tasks, over the same experts."""
+        return TaskNetworks(self.experts, [task for task in self.tasks if task.name in names])
+
+    def counters(self) -> dict[str, int]:
+        """Networks that were there and that were not, experts merged and dropped, and the bytes that are kept."""
+        return {"hits": self.hits, "misses": self.misses, **self.experts.counters()}
 
 
 def dense_task_network(experts: Sequence[Sequence[Expert]], used: Sequence[int | None]) -> list[Dense]:
     """A finished network over dense experts; its codes are pool indices, so networks that share experts share work."""
     return [
-        Dense(-1, None) if expert is None else Dense(expert, experts[block][expert])
+        Dense(SKIP, None) if expert is None else Dense(expert, experts[block][expert])
         for block, expert in enumerate(used)
     ]
 
 
-def task_network(pool: Pool, used: Sequence[int | None]) -> list[Dense]:
-    """The same straight from the pool, merging what this network needs."""
+def task_network(experts: DenseExperts, used: Sequence[int | None]) -> list[Dense]:
+    """The same from a pool, merging what this network needs and is not kept."""
     return [
-        Dense(-1, None) if expert is None else Dense(expert, dense_expert(pool[block], expert))
+        Dense(SKIP, None) if expert is None else Dense(expert, experts(block, expert))
         for block, expert in enumerate(used)
     ]

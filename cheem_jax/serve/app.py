@@ -63,6 +63,7 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
             "architectures": {task: list(predictor.architectures[task]) for task in predictor.tasks},
             "image_size": predictor.image_size,
             "max_body_bytes": limits.max_body_bytes,
+            "networks": predictor.counters(),
         })  # fmt: skip
 
     async def start_page(request: Request) -> Response:

@@ -37,6 +37,10 @@ class Predictor(Protocol):
         """What runs in each block of each task's network, such as `reuse:0` or `skip`."""
         ...
 
+    def counters(self) -> dict[str, int]:
+        """Networks of tasks that were there when an image came (`hits`), or not (`misses`), `evictions`, `bytes`."""
+        ...
+
     def prepare(self) -> None:
         """Compiles whatever a call can need."""
         ...

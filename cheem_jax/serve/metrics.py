@@ -1,8 +1,9 @@
 """What the server counts, in Prometheus' words and in a registry of its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from cheem_jax.execution.compilation import compilations
 from cheem_jax.prediction import Prediction
@@ -10,12 +11,19 @@ from cheem_jax.prediction import Prediction
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
 NO_TASK = "(none)"
+NETWORKS = {
+    "hits": "Networks of tasks that were there when images came",
+    "misses": "Networks of tasks for which something had to be merged",
+    "evictions": "Merged experts dropped to stay within the limit",
+}
 
 
 class Metrics:
     """Counters whose labels take few values, whatever clients send."""
 
-    def __init__(self, paths: Sequence[str], queue_length: Callable[[], int]):
+    def __init__(
+        self, paths: Sequence[str], queue_length: Callable[[], int], networks: Callable[[], Mapping[str, int]]
+    ):
         self.registry = to = CollectorRegistry()
         self._paths = frozenset(paths)
         self._requests = Counter("cheem_requests", "Requests answered", ["path", "status"], registry=to)
@@ -34,7 +42,16 @@ class Metrics:
             "Programs compiled, or read from the cache of programs, since warm-up",
             registry=to,
         ).set_function(self.programs)
+        self._networks = networks
+        to.register(self)
         ProcessCollector(registry=to)
+
+    def collect(self) -> Iterator[Metric]:
+        """What the predictor counts by itself."""
+        found = self._networks()
+        for name, text in NETWORKS.items():
+            yield CounterMetricFamily(f"cheem_network_{name}", text, value=found[name])
+        yield GaugeMetricFamily("cheem_network_bytes", "Bytes of merged experts that are kept", value=found["bytes"])
 
     def warmed_up(self) -> None:
         """From here on no program should be compiled."""

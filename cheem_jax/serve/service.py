@@ -27,7 +27,7 @@ class Service:
     def __init__(self, predictor: Predictor, limits: Limits, paths: tuple[str, ...]):
         self.predictor, self.limits = predictor, limits
         self.places = Places(limits)
-        self.metrics = Metrics(paths, lambda: self.places.images)
+        self.metrics = Metrics(paths, lambda: self.places.images, predictor.counters)
         self.is_warm = False
         self.failure: Exception | None = None
         """Why warming up failed."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from cheem_jax.cli import parse, run_command
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("steps", "methods", "sharing", "growth", "demo_compile", "checkpoints", "data")
+PARTS = ("steps", "methods", "sharing", "growth", "many_tasks", "demo_compile", "checkpoints", "data", "collectives")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -363,7 +363,8 @@ def twice(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.nda
         features.append(executor.features(last.values))
     jax.device_get(features)
     for task in np.unique(tasks):
-        network, head, num_classes = inference.networks[task]
+        networks = inference.networks
+        network, head, num_classes = networks.network(task), networks.head(task), networks.outlines[task].num_classes
         rows = np.flatnonzero(tasks == task)
         done = 0
         for padded, size in pieces(rows, inference.sizes):

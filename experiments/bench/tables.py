@@ -43,6 +43,13 @@ PARTS = {
         "Growth with the number of tasks",
         "vit_micro, its memory filled with drawn architectures; every T in a process of its own.",
     ),
+    "many_tasks": (
+        "A thousand tasks",
+        "vit_micro, its memory filled with drawn architectures and saved as learned tasks are; the first T of them are "
+        "opened in a process of its own, and one task more is learned with the smallest settings and the similarity "
+        "pass on 32 images. Centroids are features of five generated pictures per task. All seconds are CPU seconds of "
+        "all threads, which other work on the machine hardly changes, unless the clock is named.",
+    ),
     "demo_compile": ("Compiling", "The bundled demo of six tasks in a process of its own."),
     "checkpoints": (
         "Keeping what was learned",
@@ -57,6 +64,14 @@ PARTS = {
         "interpreter and JAX included: pages of a mapped file are resident as well, but the system takes them back "
         "whenever it needs them.",
     ),
+    "collectives": (
+        "Several devices, on paper",
+        "Programs compiled for eight devices of a CPU and not run: a batch of 64 at 224 pixels (32 for vit_micro and "
+        "vit_nano), rank 40, a head of 100 classes. `typical`: each op kind at a quarter of the blocks; `worst`: New "
+        "at all of them, and for `scan` whatever its one program may send. What must be sent: gradients of what is "
+        "learned and the loss, summed class tokens in evaluation, and with fsdp the split weights, for a pass and for "
+        "its gradient.",
+    ),
     "predicting": (
         "Answering",
         "A memory that `cheem learn` made of two small image sets, files in the system's page cache.",
@@ -68,6 +83,39 @@ PARTS = {
         "clients keep a server with a short queue busy.",
     ),
 }
+COLUMNS = {
+    "growth": {
+        "experts_of_largest_block": "experts of the largest block",
+        "step_seconds": "supernet step (s)",
+        "programs": "programs compiled",
+        "similarity_seconds": "similarity pass (s)",
+        "resident_megabytes": "resident memory (MB)",
+        "checkpoint_kilobytes": "checkpoint of a task (kB)",
+        "added_kilobytes": "of which arrays (kB)",
+    },
+    "many_tasks": {
+        "experts_of_largest_block": "experts of the largest block",
+        "open_cpu_seconds": "opening (CPU s)",
+        "route_l1_cpu_seconds": "naming the task of 1,000 images, l1 (CPU s)",
+        "route_l2_cpu_seconds": "the same in l2 (CPU s)",
+        "prepare_free_cpu_seconds": "preparing to answer (CPU s)",
+        "ask_free_cpu_seconds": "64 images, networks kept (CPU s)",
+        "ask_limited_cpu_seconds": "64 images, 8 MB kept (CPU s)",
+        "learn_cpu_seconds": "learning a task (CPU s)",
+        "similarity_cpu_seconds": "of which the similarity pass (CPU s)",
+        "save_seconds": "saving it (s by the clock)",
+        "programs": "programs compiled or read",
+        "disk_kilobytes": "a task on disk (kB)",
+        "added_kilobytes": "of which arrays (kB)",
+        "record_kilobytes": "a learned task's line in the record (kB)",
+        "began_megabytes": "resident memory before opening (MB)",
+        "opened_megabytes": "after opening (MB)",
+        "limited_megabytes": "after a picture of each task, 8 MB kept (MB)",
+        "free_megabytes": "the same, all kept (MB)",
+        "learned_megabytes": "after learning (MB)",
+    },
+}
+"""Rows of the tables over numbers of tasks, by part."""
 GPU_TITLE = "Executors on an accelerator"
 GPU_TEXT = (
     "Random weights, images of 224 pixels. Hours per task are worked out from the measured rates for the mean task of "
@@ -92,8 +140,8 @@ def render(folder: Path) -> str:
         for name, kind in ((part, "a CPU"), (f"{part}-gpu", "an accelerator")):
             found = read(folder / f"{name}.json")
             sections.append(f"Not run on {kind}.\n" if found is None else _part(found, kind))
-        if part == "growth" and (folder.parent / "growth.png").exists():
-            sections.append("![Costs over the number of learned tasks](growth.png)\n")
+        if part in COLUMNS and (folder.parent / f"{part}.png").exists():
+            sections.append(f"![Costs over the number of learned tasks]({part}.png)\n")
     sections.append(f"## {GPU_TITLE}\n\n{GPU_TEXT}\n")
     runs = [found for file in sorted(folder.glob("gpu-*.json")) if (found := read(file)) is not None]
     sections.append(_gpu(runs) if runs else "Not run on an accelerator.\n")
@@ -107,8 +155,10 @@ def read(file: Path) -> Found | None:
 
 def _part(found: Found, kind: str) -> str:
     lines = [f"On {kind}: {_machine(found)}.\n", _goals(found["rows"])]
-    if found["part"] == "growth":
-        lines.append(_growth(found["tasks"]))
+    if found["part"] in COLUMNS:
+        lines.append(_by_tasks(found["tasks"], COLUMNS[found["part"]]))
+    if found["part"] == "collectives":
+        lines += [_programs(found["programs"]), _estimates(found)]
     if checks := found.get("checks"):
         worst = ", ".join(f"{name} {value:.1e}" for name, value in checks.items())
         lines.append(f"Largest relative differences from PyTorch: {worst}.\n")
@@ -135,18 +185,50 @@ def _goals(rows: Sequence[Found]) -> str:
     return _table(["what", "median seconds", "reached", "ceiling", "goal", "met", "note"], body)
 
 
-def _growth(tasks: Sequence[Found]) -> str:
-    columns = {
-        "experts_of_largest_block": "experts of the largest block",
-        "step_seconds": "supernet step (s)",
-        "programs": "programs compiled",
-        "similarity_seconds": "similarity pass (s)",
-        "resident_megabytes": "resident memory (MB)",
-        "checkpoint_kilobytes": "checkpoint of a task (kB)",
-        "added_kilobytes": "of which arrays (kB)",
-    }
+def _by_tasks(tasks: Sequence[Found], columns: Mapping[str, str]) -> str:
     head = ["", *(f"T = {entry['tasks']}" for entry in tasks)]
     return _table(head, [[title, *(_number(entry[key]) for entry in tasks)] for key, title in columns.items()])
+
+
+def _programs(entries: Sequence[Found]) -> str:
+    body = []
+    for entry in entries:
+        kinds = [f"{own['count']} {kind}: {_megabytes(own['bytes'])}" for kind, own in entry["kinds"].items()]
+        steps = f", {entry['steps']} steps" if entry["steps"] > 1 else ""
+        body.append([
+            entry["executor"], str(entry["fsdp"]), f"{entry['backbone']}, {entry['depth']} blocks",
+            entry["what"] + steps, str(entry["dispatches"]), "<br>".join(kinds) or "none",
+        ])  # fmt: skip
+    return _table(["executor", "fsdp", "backbone", "what", "programs called", "exchanges between devices"], body)
+
+
+def _estimates(found: Found) -> str:
+    """Every number here is worked out; the inputs stand above the table."""
+    inputs = ", ".join(f"{name} {value:.3g}" for name, value in found["inputs"].items())
+    body = [
+        [
+            entry["what"].removeprefix("step, "), _number(entry["batch"]), str(entry["devices"]),
+            *(_seconds(entry[f"{part}_seconds"]) for part in ("float32", "bfloat16", "reduce", "dispatch")),
+            *(f"{_seconds(entry[f'{kind}step_seconds'])}, {_number(entry[f'{kind}images_per_second'])} images/s: "
+              f"{entry[f'{kind}limit']}" for kind in ("", "bfloat16_")),
+        ]
+        for entry in found["estimates"]
+    ]  # fmt: skip
+    head = [
+        "architecture", "global batch", "devices", "arithmetic, float32", "bfloat16", "sums over devices",
+        "host dispatch", "step in float32: limit", "step in bfloat16: limit",
+    ]  # fmt: skip
+    gathers = ", ".join(f"{entry['what']} {_seconds(entry['seconds'])}" for entry in found["gathers"])
+    return (
+        "**An estimate, not a measurement**: ViT-B/16 by `stages`, from the counts above, FLOPs and these inputs: "
+        f"rates of an H100 SXM by its data sheet, the rest assumed ({inputs}).\n\n"
+        f"{_table(head, body)}\nWith weights split over the 8 devices of a node, gathering them adds: {gathers}. Other "
+        "exchanges are not in the estimate: a program that misses its goal above is slower than this.\n"
+    )
+
+
+def _megabytes(value: float) -> str:
+    return f"{_number(value / 1e6)} MB" if value >= 1e5 else f"{_number(value / 1e3)} kB"
 
 
 def _gpu(runs: Sequence[Found]) -> str:

@@ -1,0 +1,390 @@
+"""What the thousandth task costs: opening, naming the task, answering and learning after T = 1 to 1,000 tasks.
+
+    python -m experiments.bench.many_tasks
+
+The memory is filled with drawn architectures that nobody trained, and written to the disk as learned tasks are; each T
+opens the first T of them in a process of its own. Task centroids are features of five generated pictures, so that a
+task's pictures come back to it. Then one task more is really learned, with the similarity pass on 32 images.
+
+What may grow with T is judged by CPU seconds of all threads: other work on the machine, which falls on one T and not
+on another, hardly changes them. Seconds on the clock are kept beside them.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+from scipy.spatial.distance import cdist
+
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.centroids import CentroidIndex, Metric, RouterConfig, distances, normalise
+from cheem_jax.checkpoint import saved_tasks
+from cheem_jax.cli import parse
+from cheem_jax.data.demo import demo_stream
+from cheem_jax.execution.compilation import compilations
+from cheem_jax.execution.passes import Advance
+from cheem_jax.execution.stages import Stages
+from cheem_jax.keys import Keys
+from cheem_jax.methods.cheem import Cheem
+from cheem_jax.methods.expert_memory import TaskNetworks
+from cheem_jax.methods.method import FrozenFeatures, Undisturbed
+from cheem_jax.pool import DenseExperts, Memory
+from cheem_jax.predict import Predictor
+from cheem_jax.report.record import to_json
+from cheem_jax.rolling import Saved
+from cheem_jax.saved_memory import save_memory_task
+from experiments.bench.demo_compile import small
+from experiments.bench.growth import RANK, drawn_memory, resident_bytes
+from experiments.bench.measure import ROOT, Bench, Row, backbone, command, save, say
+
+TASKS = (1, 10, 100, 300, 1000)
+NUM_ROUTED, NUM_ASKED, NUM_CENTROIDS = 1000, 64, 5
+LIMIT = 8 * 2**20
+"""Bytes of merged experts that may stay where memory is limited."""
+GOAL_LINEAR = 1.25
+"""Per task at the largest T over that at T = 100: 1 is linear."""
+GOAL_SAME = 1.5
+"""What must not depend on T, over a few short steps."""
+GOAL_BYTES = 1.25
+"""Bytes on disk per byte of what tasks added."""
+LINES = {
+    "learning a task (CPU s)": {"all": "learn_cpu_seconds", "similarity pass": "similarity_cpu_seconds"},
+    "bytes of a task (kB)": {"on disk": "disk_kilobytes", "its line in the record": "record_kilobytes"},
+    "opening (CPU s)": {"": "open_cpu_seconds"},
+    "naming the task of 1,000 images (CPU s)": {"l1": "route_l1_cpu_seconds", "l2": "route_l2_cpu_seconds"},
+    "64 images of 64 tasks, one where T = 1 (CPU s)": {
+        "all kept": "ask_free_cpu_seconds", "8 MB kept": "ask_limited_cpu_seconds",
+    },
+    "resident memory (MB)": {
+        "opened": "opened_megabytes", "all asked, 8 MB kept": "limited_megabytes",
+        "all asked, all kept": "free_megabytes", "one more learned": "learned_megabytes",
+    },
+}  # fmt: skip
+"""One panel each: title, and what is drawn under which name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(Bench):
+    """What is measured; with `tasks` only that many, of the memory in `memory`, into `file`."""
+
+    tasks: int | None = None
+    """One number of tasks, measured in this process."""
+    memory: Path | None = None
+    """Folder with at least so many saved tasks."""
+    file: Path | None = None
+    """Where its numbers go."""
+
+
+class Seconds:
+    """Seconds on the clock and of all threads' computing, by name."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.found[f"{name}_seconds"] = time.perf_counter() - start
+        self.found[f"{name}_cpu_seconds"] = time.process_time() - cpu
+
+    def median(self, name: str, work: Callable[[], object], repeats: int = 5) -> None:
+        """Those of calls after one to warm up."""
+        work()
+        each = []
+        for _ in range(repeats):
+            with self(name):
+                work()
+            each.append(dict(self.found))
+        for key in (f"{name}_seconds", f"{name}_cpu_seconds"):
+            self.found[key] = statistics.median(found[key] for found in each)
+
+
+class Watched(Undisturbed):
+    """Learning whose phases are timed."""
+
+    def __init__(self, seconds: Seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def phase(
+        self, name: str, total: int, state: Callable[[], Saved] | None = None
+    ) -> contextlib.AbstractContextManager[Advance]:
+        """See `Running.phase`."""
+        return self._timed(name, super().phase(name, total, state))
+
+    @contextlib.contextmanager
+    def _timed(self, name: str, phase: contextlib.AbstractContextManager[Advance]) -> Iterator[Advance]:
+        with phase as advance, self.seconds(name):
+            yield advance
+
+
+def pictures(task: int, num: int, size: int) -> np.ndarray:
+    """Soft patches of colour, drawn from the task's number: uint8 `[num, S, S, 3]`."""
+    coarse = np.random.default_rng(task).integers(0, 256, (num, 4, 4, 3))
+    return np.repeat(np.repeat(coarse, -(-size // 4), axis=1), -(-size // 4), axis=2)[:, :size, :size].astype(np.uint8)
+
+
+def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
+    """Write a memory of drawn tasks; returns the bytes of the arrays that each of them added."""
+    executor = Stages(build(vit.config, vit.params), "mlp_down")
+    memory = drawn_memory(executor, num_tasks).memory
+    features, size = FrozenFeatures(executor, 64), vit.config.image_size
+    seen = np.concatenate([pictures(task, NUM_CENTROIDS, size) for task in range(num_tasks)])
+    centroids = np.split(normalise(features.compute(seen)), num_tasks)
+    pairs = zip(memory.tasks, centroids, strict=True)
+    memory = Memory(memory.pool, tuple(dataclasses.replace(task, centroids=own) for task, own in pairs))
+    added = []
+    for index, task in enumerate(memory.tasks):
+        save_memory_task(root, memory, index, RANK)
+        own = [stored.params for stored in memory.added(index).values()]
+        added.append(sum(leaf.nbytes for leaf in jax.tree.leaves((own, task.head, task.means, task.centroids))))
+    return added
+
+
+def measure(root: Path, num_tasks: int, quick: bool) -> dict[str, Any]:
+    """Everything about one number of tasks."""
+    vit = backbone("vit_nano" if quick else "vit_micro")
+    executor, config = Stages(build(vit.config, vit.params), "mlp_down"), small(1)
+    config = dataclasses.replace(config, similarity_images=32)
+    cheem = Cheem(executor, config, Keys(0), None, FrozenFeatures(executor, config.batch_size))
+    FrozenFeatures(executor, config.batch_size).compute(pictures(0, 1, vit.config.image_size))
+    began, begun = resident_bytes(), compilations()
+    seconds = Seconds()
+    with seconds("open"):
+        cheem.open(root)
+    opened = {**seconds.found, "opened_megabytes": resident_bytes() / 1e6}
+    memory = cheem.memory
+    assert len(memory.tasks) == num_tasks
+    found = {
+        "tasks": num_tasks,
+        "experts_of_largest_block": max(map(len, memory.pool)),
+        "began_megabytes": began / 1e6,
+        **opened,
+        **routing(memory, vit.config.width),
+        **answering(executor, memory, vit.config.image_size),
+        **learning(cheem, root),
+    }
+    since = compilations().since(begun)
+    return {**found, "programs": since.programs + since.cached}
+
+
+def routing(memory: Memory, width: int) -> dict[str, float]:
+    """Seconds to name the task of 1,000 images by the index, and by comparing task by task as a check."""
+    features = np.random.default_rng(1).normal(size=(NUM_ROUTED, width)).astype(np.float32)
+    centroids = [task.centroids for task in memory.tasks]
+    points, seconds = normalise(features), Seconds()
+    found = {}
+    metrics: dict[Metric, Literal["cityblock", "euclidean"]] = {"l1": "cityblock", "l2": "euclidean"}
+    for metric, name in metrics.items():
+        index = CentroidIndex(metric, centroids)
+        apart = np.stack([cdist(points, one, name).min(axis=1) for one in centroids], axis=1)
+        assert np.array_equal(index.route(features), apart.argmin(axis=1)), "the index names other tasks"
+        seconds.median(f"route_{metric}", functools.partial(index.route, features))
+        found["index_megabytes"] = index.nbytes / 1e6
+    seconds.median("all_distances", functools.partial(distances, features, centroids, RouterConfig()))
+    return {**found, **seconds.found}
+
+
+def answering(executor: Stages, memory: Memory, size: int) -> dict[str, Any]:
+    """Seconds and memory with few bytes of merged experts kept, and with all of them; the answers are compared."""
+    num = len(memory.tasks)
+    chosen = np.linspace(0, num - 1, NUM_ASKED).astype(int)
+    asked = np.concatenate([pictures(task, 1, size) for task in chosen.tolist()])
+    each = np.concatenate([pictures(task, 1, size) for task in range(num)])
+    found, answers, seconds = {}, {}, Seconds()
+    for name, limit in (("limited", LIMIT), ("free", 2**40)):
+        predictor = Predictor(
+            executor, memory.tasks, TaskNetworks(DenseExperts(memory.pool, limit), memory.tasks), RouterConfig()
+        )
+        with seconds(f"prepare_{name}"):
+            predictor.prepare()
+        before = compilations()
+        answers[name] = predictor.answer(each)
+        assert np.array_equal(answers[name].targets, np.arange(num)), "pictures come back to other tasks"
+        seconds.median(f"ask_{name}", functools.partial(predictor.answer, asked))
+        found |= {
+            f"{name}_megabytes": resident_bytes() / 1e6,
+            f"{name}_counters": predictor.counters(),
+            f"{name}_programs": compilations().since(before).programs,
+        }
+    equal = all(map(np.array_equal, answers["limited"].logits, answers["free"].logits))
+    return {**found, **seconds.found, "same_bits": equal}
+
+
+def learning(cheem: Cheem, root: Path) -> dict[str, Any]:
+    """Seconds by phase of one task more, all programs being there; its bytes on the disk and in the record."""
+    task, memory = demo_stream(num_train=64, num_val=32, num_test=32).tasks[0], cheem.memory
+    cheem.learn(task, Undisturbed())  # compiles
+    cheem.features.clear()
+    cheem.memory = memory
+    seconds = Seconds()
+    with seconds("learn"):
+        report = cheem.learn(task, Watched(seconds))
+    with seconds("save"):
+        cheem.save(root)
+    with seconds("answers"):
+        cheem.answers(len(memory.tasks), task)
+    lines = {key: len(json.dumps(to_json(value))) for key, value in report.items()}
+    return {
+        **seconds.found,
+        "phases": report["seconds"],
+        "new_task_kilobytes": bytes_of(saved_tasks(root)[-1]) / 1e3,
+        "record_kilobytes": sum(lines.values()) / 1e3,
+        "record_parts_kilobytes": {key: size / 1e3 for key, size in lines.items() if size > 1000},
+        "learned_megabytes": resident_bytes() / 1e6,
+        "dense_megabytes": cheem.dense.bytes / 1e6,
+    }
+
+
+def bytes_of(folder: Path) -> int:
+    """Of all files below."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def main(settings: Settings) -> None:
+    """Write the memory once, measure every number of tasks in a process of its own; `many_tasks.json` and a figure."""
+    if settings.tasks is not None:
+        assert settings.file is not None and settings.memory is not None, "one measurement needs --memory and --file"
+        # programs of the processes before: what compiles is counted, and takes its time once
+        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_compilation_cache_dir", str(settings.memory.parent / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        settings.file.write_text(json.dumps(to_json(measure(settings.memory, settings.tasks, settings.quick))))
+        return
+    numbers = (1, 10) if settings.quick else TASKS
+    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
+        whole = Path(folder) / "memory"
+        start = time.perf_counter()
+        added = fill(whole, backbone("vit_nano" if settings.quick else "vit_micro"), numbers[-1])
+        written = [bytes_of(place) for place in saved_tasks(whole)]
+        say(f"many_tasks: {numbers[-1]} tasks drawn and saved in {time.perf_counter() - start:.0f} s")
+        found = list(measurements(whole, Path(folder), numbers, settings.quick))
+    for entry in found:
+        first = max(0, entry["tasks"] - 10)  # of the last ten
+        entry["disk_kilobytes"] = float(np.mean(written[first : entry["tasks"]])) / 1e3
+        entry["added_kilobytes"] = float(np.mean(added[first : entry["tasks"]])) / 1e3
+    draw(found, settings.out.parent / "many_tasks.png")
+    save(settings.out, "many_tasks", rows_of(found, sum(written), sum(added)), quick=settings.quick, tasks=found)
+
+
+def measurements(whole: Path, folder: Path, numbers: Sequence[int], quick: bool) -> Iterator[dict[str, Any]]:
+    """Each number of tasks, over the first of the tasks in `whole`."""
+    for num in numbers:
+        root, file = folder / f"first-{num}", folder / f"{num}.json"
+        for place in saved_tasks(whole)[:num]:
+            shutil.copytree(place, root / place.name, copy_function=os.link)
+        options = ["--tasks", str(num), "--memory", str(root), "--file", str(file), *(["--quick"] if quick else [])]
+        done = subprocess.run([sys.executable, "-m", "experiments.bench.many_tasks", *options], cwd=ROOT)
+        if done.returncode != 0:
+            raise ValueError(f"measuring {num} tasks ended with status {done.returncode}; see above")
+        found = json.loads(file.read_text())
+        say(
+            f"many_tasks: T = {num}: opened in {found['open_seconds']:.3g} s, learned in {found['learn_seconds']:.3g} s"
+        )
+        yield found
+
+
+def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[Row]:
+    """The goals: at the largest T, beside T = 100 where something may grow with it, else beside the smallest."""
+    first, last = found[0], found[-1]
+    middle = next((entry for entry in found if entry["tasks"] == 100), first)
+    few, some, many = first["tasks"], middle["tasks"], last["tasks"]
+
+    def sides(key: str, of: dict[str, Any]) -> dict[str, float]:
+        return {f"T = {of['tasks']}": of[f"{key}_cpu_seconds"], f"T = {many}": last[f"{key}_cpu_seconds"]}
+
+    def per_task(key: str) -> float:
+        return (last[f"{key}_cpu_seconds"] / (many + 1)) / (middle[f"{key}_cpu_seconds"] / (some + 1))
+
+    def other(entry: dict[str, Any]) -> float:
+        return entry["learn_cpu_seconds"] - entry["similarity_cpu_seconds"]
+
+    held = (last["free_megabytes"] - last["limited_megabytes"]) / (last["free_counters"]["bytes"] / 1e6)
+    return [
+        Row(
+            f"opening, per task, T = {some} to {many}", sides("open", middle), per_task("open"),
+            GOAL_LINEAR, "at most", note="every file and the content hashed",
+        ),
+        Row(
+            f"similarity pass on 32 images, per network, T = {some} to {many}", sides("similarity", middle),
+            per_task("similarity"), GOAL_LINEAR, "at most",
+            note="linear in the networks, less where they share prefixes",
+        ),
+        Row(
+            f"learning but for that pass, T = {few} to {many}",
+            {f"T = {few}": other(first), f"T = {many}": other(last)}, other(last) / other(first), GOAL_SAME, "at most",
+            note="tables, draws, supernet, search and fine-tuning: a moment's work of each; merging all experts",
+        ),
+        Row(
+            f"naming the task of 1,000 images in l1, T = {some} to {many}", sides("route_l1", middle),
+            per_task("route_l1"), GOAL_LINEAR, "at most",
+            note=f"exact; {last['index_megabytes']:.3g} MB of centroids; in l2 {last['route_l2_cpu_seconds']:.3g} s",
+        ),
+        Row(
+            f"64 pictures of 64 tasks, T = {many}",
+            {"all kept": last["ask_free_cpu_seconds"], "8 MB kept": last["ask_limited_cpu_seconds"]},
+            last["ask_limited_cpu_seconds"] / last["ask_free_cpu_seconds"],
+            note="experts that are not kept are merged again; "
+            + ("equal bits" if all(entry["same_bits"] for entry in found) else "**other bits**"),
+        ),
+        Row(
+            f"merged experts that stay after a picture of each task, 8 MB allowed, T = {many}", {},
+            last["limited_counters"]["bytes"] / 1e6, LIMIT / 1e6, "at most", "MB",
+            note=f"without a limit {last['free_counters']['bytes'] / 1e6:.0f} MB",
+        ),
+        Row(
+            f"resident memory that keeping all costs, per byte of merged experts, T = {many}", {}, held,
+            note=f"{last['limited_megabytes']:.0f} MB with the limit, {last['free_megabytes']:.0f} MB without",
+        ),
+        Row(
+            f"programs, T = {few} to {many}", {}, float(last["programs"]),
+            float(first["programs"] + math.ceil(math.log2(many / few))), "at most", "programs",
+            note=f"{first['programs']} at T = {few}, and one for every doubling",
+        ),
+        Row(
+            "programs compiled while answering", {},
+            float(max(entry[f"{name}_programs"] for entry in found for name in ("limited", "free"))), 0.0, "at most",
+            "programs", note="networks that were dropped and come back included",
+        ),
+        Row(
+            f"bytes on disk per byte that tasks added, {many} tasks", {}, written / added, GOAL_BYTES, "at most",
+        ),
+    ]  # fmt: skip
+
+
+def draw(found: Sequence[dict[str, Any]], file: Path) -> None:
+    """One panel per cost over the number of tasks, all axes from zero."""
+    figure = Figure(figsize=(12, 6), dpi=120, layout="constrained")
+    tasks = [entry["tasks"] for entry in found]
+    for place, (title, lines) in enumerate(LINES.items()):
+        axes = figure.add_subplot(2, 3, place + 1)
+        for label, key in lines.items():
+            axes.plot(tasks, [entry[key] for entry in found], marker="o", markersize=4, label=label)
+        axes.set(xlabel="tasks learned", title=title, xticks=tasks[-3:], ylim=(0, None))
+        axes.title.set_fontsize(10)
+        if any(lines):
+            axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)
+
+
+if __name__ == "__main__":
+    command(main, parse(Settings, description=__doc__))

@@ -1,0 +1,350 @@
+"""What many tasks cost, counted: directories read, experts merged, bytes kept; and that bounds change no answer."""
+
+import dataclasses
+import os
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import small
+import tensorstore
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.distance import cdist
+
+from cheem_jax import centroids, pool
+from cheem_jax.centroids import CentroidIndex, RouterConfig
+from cheem_jax.checkpoint import load_task, saved_tasks
+from cheem_jax.execution.feed import HostImages
+from cheem_jax.execution.stages import Stages
+from cheem_jax.keys import Keys
+from cheem_jax.methods.cheem import Cheem, together
+from cheem_jax.methods.expert_memory import TaskNetworks
+from cheem_jax.methods.method import FrozenFeatures, Undisturbed
+from cheem_jax.ops import LowRank
+from cheem_jax.pool import DenseExperts, Head, Memory, dense_expert
+from cheem_jax.predict import Predictor
+from cheem_jax.saved_memory import open_memory, save_memory_task
+from experiments.bench.growth import drawn_memory
+
+NUM_TASKS, NUM_SAVED, RANK = 30, 8, 2
+METRICS: dict[centroids.Metric, Literal["cityblock", "euclidean", "cosine"]] = {
+    "l1": "cityblock",
+    "l2": "euclidean",
+    "cosine": "cosine",
+}
+
+
+@pytest.fixture(scope="module")
+def executor():
+    return Stages(small.backbone(), "mlp_down")
+
+
+@pytest.fixture(scope="module")
+def images():
+    return np.random.default_rng(5).integers(0, 256, (NUM_TASKS, 8, 8, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def memory(executor, images):
+    """Thirty tasks that were drawn, as if they had been learned; task t is that of image t."""
+    drawn = drawn_memory(executor, NUM_TASKS, rank=RANK).memory
+    own = centroids.normalise(FrozenFeatures(executor, 8).compute(images))
+    rng = np.random.default_rng(0)
+    tasks = [
+        dataclasses.replace(
+            task,
+            centroids=own[i : i + 1],
+            head=Head(jnp.asarray(rng.normal(size=task.head.weight.shape), jnp.float32), task.head.bias),
+        )
+        for i, task in enumerate(drawn.tasks)
+    ]
+    return Memory(drawn.pool, tuple(tasks))
+
+
+@pytest.fixture(scope="module")
+def saved(executor, tmp_path_factory):
+    """A memory of a few tasks, and where it is saved."""
+    folder, memory = tmp_path_factory.mktemp("a b%20#?") / "cheem", drawn_memory(executor, NUM_SAVED, rank=RANK).memory
+    for index in range(NUM_SAVED):
+        save_memory_task(folder, memory, index, RANK)
+    return folder, memory
+
+
+@pytest.fixture
+def merges(monkeypatch):
+    """How often two weights were merged."""
+    calls, merge = [], pool.merge_dense
+    monkeypatch.setattr(pool, "merge_dense", lambda *given: calls.append(1) or merge(*given))
+    return calls
+
+
+def adapted(memory) -> list[tuple[int, int]]:
+    return [
+        (b, e) for b, block in enumerate(memory.pool) for e, stored in enumerate(block) if stored.parent is not None
+    ]
+
+
+def same(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+# ---- naming the task
+
+
+def per_task(points, tasks, metric) -> np.ndarray:
+    normal = points / np.maximum(np.linalg.norm(points, axis=1, keepdims=True), 1e-12)
+    return np.stack([cdist(normal, task, METRICS[metric]).min(axis=1) for task in tasks], axis=1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(list(METRICS)), st.integers(1, 40), st.booleans())
+def test_one_index_names_the_task_that_comparing_task_by_task_does(seed, metric, num_tasks, close):
+    rng = np.random.default_rng(seed)
+    tasks = [rng.normal(size=(rng.integers(1, 4), 12)).astype(np.float32) for _ in range(num_tasks)]
+    if close:  # equal ones, and ones a last digit apart: a product in float32 cannot tell them
+        tasks += [np.nextafter(task, np.float32(rng.choice([-9, 9]))) for task in tasks] + tasks[::-1]
+    points = rng.normal(size=(9, 12)).astype(np.float32)
+    points[0] = tasks[-1][0]
+    wanted = per_task(points, tasks, metric)
+    index = CentroidIndex(metric, tasks)
+    np.testing.assert_array_equal(index.distances(points), wanted)
+    np.testing.assert_array_equal(index.route(points), wanted.argmin(axis=1))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_blocks_change_no_answer_and_bound_what_is_compared_together(monkeypatch, metric):
+    rng = np.random.default_rng(0)
+    tasks = [rng.normal(size=(5, 8)).astype(np.float32) for _ in range(60)]
+    points = rng.normal(size=(50, 8)).astype(np.float32)
+    whole = CentroidIndex(metric, tasks)
+    wanted, named = whole.distances(points), whole.route(points)
+    sizes = []
+
+    def counted(a, b, name):
+        sizes.append(len(a) * len(b))
+        return cdist(a, b, name)
+
+    monkeypatch.setattr(centroids, "BLOCK_BYTES", 8 * 7 * 300)  # seven points beside three hundred centroids
+    monkeypatch.setattr(centroids, "PART", 64)
+    monkeypatch.setattr(centroids, "cdist", counted)
+    np.testing.assert_array_equal(whole.distances(points), wanted)
+    np.testing.assert_array_equal(whole.route(points), named)
+    assert max(sizes) <= 7 * 64
+
+
+def test_points_that_are_no_numbers_are_named_as_task_by_task():
+    tasks = [np.eye(3, dtype=np.float32)[:2], np.zeros((1, 3), np.float32)]
+    points = np.array([[np.nan, 0, 0], [0, 0, 0], [0, 1, 0]], np.float32)
+    for metric in METRICS:
+        wanted = per_task(points, tasks, metric).argmin(axis=1)
+        np.testing.assert_array_equal(CentroidIndex(metric, tasks).route(points), wanted)
+
+
+def test_an_index_that_grows_task_by_task_is_copied_seldom_and_forgets_what_is_gone():
+    rng = np.random.default_rng(0)
+    tasks = [rng.normal(size=(5, 4)).astype(np.float32) for _ in range(100)]
+    points = rng.normal(size=(20, 4)).astype(np.float32)
+    index, buffers = CentroidIndex("l1"), set()
+    for num in range(1, 101):
+        index.follow(tasks[:num])
+        buffers.add(index.nbytes)
+    assert len(buffers) <= 8  # doubled, not grown a hundred times
+    assert index.nbytes < 2.1 * sum(task.nbytes for task in tasks)
+    for changed in ([*tasks[:50], tasks[3]], tasks[10:40], [tasks[7]]):
+        np.testing.assert_array_equal(index.follow(changed).route(points), per_task(points, changed, "l1").argmin(1))
+        assert len(index) == len(changed)
+
+
+# ---- opening
+
+
+def test_tasks_are_found_by_one_look_into_the_folder_also_beyond_a_thousand(tmp_path, monkeypatch):
+    for number in range(1002):
+        (tmp_path / f"{number:03d}-task").mkdir()
+    (tmp_path / "1003-behind-a-gap").mkdir()
+    (tmp_path / ".1002-half.partial").mkdir()
+    (tmp_path / "007-another").mkdir()
+    looks, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda place: looks.append(place) or listdir(place))
+    found = saved_tasks(tmp_path)
+    assert looks == [tmp_path]
+    assert len(found) == 1002 and found[1001].name == "1001-task" and found[7].name == "007-another"
+    assert saved_tasks(tmp_path / "nothing") == []
+
+
+def test_a_memory_opens_as_it_was_saved_reading_each_array_once(saved, executor, monkeypatch):
+    root, memory = saved
+    opened, read, open_one = [], [], tensorstore.open
+    monkeypatch.setattr(tensorstore, "open", lambda spec, **how: opened.append(spec) or open_one(spec, **how))
+    found = open_memory(root, executor.base_pool)
+    for index, task in enumerate(memory.tasks):
+        read += jax.tree.leaves((memory.added(index), task.head, task.means, task.centroids))
+    assert len(opened) == len([leaf for leaf in read if hasattr(leaf, "shape")])
+    assert [task.experts for task in found.tasks] == [task.experts for task in memory.tasks]
+    for a, b in zip(found.pool, memory.pool, strict=True):
+        assert [(one.parent, one.origin) for one in a] == [(one.parent, one.origin) for one in b]
+        assert all(same(one.params, other.params) for one, other in zip(a, b, strict=True))
+    for one, other in zip(found.tasks, memory.tasks, strict=True):
+        assert same((one.head, one.means, one.centroids), (other.head, other.means, other.centroids))
+
+
+def test_arrays_read_directly_are_those_that_orbax_restores(saved):
+    for directory in saved_tasks(saved[0])[:5]:
+        arrays, _ = load_task(directory)
+        restored = ocp.PyTreeCheckpointer().restore((directory / "arrays").absolute())
+        assert jax.tree.structure(arrays) == jax.tree.structure(restored)
+        assert same(arrays, restored)
+        assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(arrays))
+
+
+# ---- dense experts
+
+
+def test_every_chain_is_merged_once_whatever_is_asked_for_first(memory, merges):
+    everything = adapted(memory)
+    assert any(memory.pool[b][memory.pool[b][e].parent].parent is not None for b, e in everything)  # there are chains
+    for order in (everything, everything[::-1]):
+        merges.clear()
+        experts = DenseExperts(memory.pool, 2**30)
+        found = {place: experts(*place) for place in order}
+        assert len(merges) == experts.merged == len(everything)
+    for (block, index), expert in list(found.items())[::7]:
+        assert same(expert, dense_expert(memory.pool[block], index))
+
+
+def test_a_full_expert_is_the_pools_own_and_takes_no_room(memory):
+    experts = DenseExperts(memory.pool, 2**30)
+    for b, block in enumerate(memory.pool):
+        for e, stored in enumerate(block):
+            if not isinstance(stored.params, LowRank):
+                assert experts(b, e) is stored.params
+    assert experts.bytes == experts.merged == 0
+
+
+def test_what_was_used_longest_ago_goes_first_and_comes_back_as_the_same_bits(memory):
+    size = sum(leaf.nbytes for leaf in memory.pool[0][0].params)
+    alone = [(b, e) for b, e in adapted(memory) if memory.pool[b][memory.pool[b][e].parent].parent is None][:3]
+    first, second, third = alone
+    experts = DenseExperts(memory.pool, 2 * size)
+    before = experts(*first)
+    experts(*second)
+    experts(*first)
+    experts(*third)  # the second one goes
+    assert (experts.merged, experts.evicted, experts.bytes) == (3, 1, 2 * size)
+    assert experts(*first) is before and experts.merged == 3
+    assert experts(*second) is not None and experts.merged == 4
+    experts(*third), experts(*second), experts(*third)
+    assert same(experts(*first), before) and experts(*first) is not before
+    assert experts.bytes <= 2 * size
+
+
+def test_a_pool_that_grew_keeps_what_is_merged(memory, merges):
+    shorter = tuple(block[: len(block) // 2] for block in memory.pool)
+    young = DenseExperts(shorter, 2**30)
+    known = [(b, e) for b, e in adapted(memory) if e < len(shorter[b])]
+    for place in known:
+        young(*place)
+    grown, num = young.grown(memory.pool, 2**30), len(merges)
+    assert grown.bytes == young.bytes > 0
+    for place in known:
+        assert grown(*place) is young(*place)
+    assert len(merges) == num
+
+
+# ---- learning
+
+
+def test_the_similarity_of_many_networks_is_the_same_in_parts_of_a_bounded_size(memory, executor):
+    task, found = small.task("new", 1), []
+    for limit in (2**30, 0):
+        cheem = Cheem(executor, small.QUICK, Keys(0), None, FrozenFeatures(executor, 16))
+        cheem.memory = memory
+        cheem._dense = DenseExperts(memory.pool, limit)
+        earlier = [(0,) * executor.num_blocks, *(known.experts for known in memory.tasks)]
+        experts = cheem.dense.chosen([range(len(block)) for block in memory.pool])
+        feed = HostImages(executor, task.train.images)
+        found.append(cheem._similarity(NUM_TASKS, task, feed, experts, earlier, Undisturbed()))
+        size = sum(leaf.nbytes for leaf in memory.pool[0][0].params)
+        parts = list(together(earlier, experts, limit))
+        assert sorted(sum(parts, [])) == list(range(NUM_TASKS + 1)) and parts[0][0] == 0
+        assert (len(parts) == 1) == bool(limit)
+        for part in parts:
+            held = {(block, e) for i in part for block, e in enumerate(earlier[i]) if e is not None}
+            assert len(held) * size <= max(limit, 4 * executor.num_blocks * size)
+    np.testing.assert_array_equal(*found)
+
+
+def test_what_a_task_added_is_found_without_looking_through_the_pool(memory):
+    for index in range(NUM_TASKS):
+        own = memory.added(index)
+        looked = [(b, one) for b, block in enumerate(memory.pool) for one in block if one.origin == index]
+        assert [(b, id(one)) for b, one in own.items()] == [(b, id(one)) for b, one in looked]
+
+
+# ---- answering
+
+
+def predictor_of(executor, memory, limit) -> Predictor:
+    networks = TaskNetworks(DenseExperts(memory.pool, limit), memory.tasks)
+    return Predictor(executor, memory.tasks, networks, RouterConfig(), batch_sizes=(1, 8))
+
+
+def test_answers_are_the_same_bits_within_any_limit_and_nothing_is_merged_before_it_is_needed(
+    memory, executor, images, merges
+):
+    free, size = predictor_of(executor, memory, 2**30), sum(leaf.nbytes for leaf in memory.pool[0][0].params)
+    assert not merges
+    wanted = free.answer(images)
+    np.testing.assert_array_equal(wanted.targets, np.arange(NUM_TASKS))
+    needed = {(b, e) for t in set(wanted.targets.tolist()) for b, e in enumerate(memory.tasks[t].experts) if e}
+    assert 0 < len(merges) <= sum(len(chain_of(memory, *place)) for place in needed)
+    assert free.counters()["evictions"] == 0
+    for limit in (3 * size, 0):
+        bounded = predictor_of(executor, memory, limit)
+        for _ in range(2):
+            found = bounded.answer(images)
+            np.testing.assert_array_equal(found.targets, wanted.targets)
+            assert all(map(np.array_equal, found.logits, wanted.logits))
+            np.testing.assert_array_equal(found.distances, wanted.distances)
+            assert bounded.counters()["bytes"] <= limit
+        assert bounded.counters()["evictions"] > 0 and bounded.counters()["misses"] > free.counters()["misses"]
+
+
+def chain_of(memory, block, index) -> list[int]:
+    found = []
+    while index is not None:
+        found.append(index)
+        index = memory.pool[block][index].parent
+    return found
+
+
+def test_networks_that_were_there_are_hits_and_no_network_that_comes_back_compiles(
+    memory, executor, images, compilations
+):
+    predictor = predictor_of(executor, memory, 0)
+    predictor.prepare()
+    with compilations() as programs:
+        predictor.answer(images)
+        predictor.answer(images)
+    assert programs.count == 0
+    free = predictor_of(executor, memory, 2**30)
+    free.answer(images)
+    first = free.counters()
+    free.answer(images)
+    second = free.counters()
+    assert second["misses"] == first["misses"] and second["hits"] > first["hits"]
+    assert second["merged"] == first["merged"] and second["bytes"] == first["bytes"] > 0
+
+
+def test_preparing_asks_for_few_networks_however_many_there_are(memory, executor):
+    predictor = predictor_of(executor, memory, 2**30)
+    inference = predictor._inference[8]
+    few = list(inference._examples())
+    # each start, each kind at each block, each width of a head: not every task
+    assert len(few) <= 3 * executor.num_blocks + 2 < NUM_TASKS
+    seen = {(i, code == -1) for t in few for i, code in enumerate(inference.networks.outlines[t].codes)}
+    assert {inference.differences[t] for t in few} == set(inference.differences) and len(seen) >= executor.num_blocks
