@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import mtil
-from launching import LauncherConfig, Run, Sweep, check, finish, host_arguments, results_of
+from launchers.job import LauncherConfig, Run, Sweep, results_of
+from launching import check, finish, host_arguments
 
 from cheem_jax.arguments import arguments_of
 from cheem_jax.data.benchmarks.table import Order

@@ -31,7 +31,8 @@ import compare
 import launching
 import mtil
 import study
-from launching import LauncherConfig
+from launchers import local
+from launchers.job import SECONDS_BETWEEN_LOOKS, Job, LauncherConfig, Run, Sweep, results_of
 
 SHORT = study.Variant("linear", "linear heads", "frozen_linear")
 BROKEN = study.Variant("broken", "broken", "frozen_linear", run={"weights": Path("nowhere.npz")})
@@ -115,7 +116,7 @@ def test_jobs_of_this_machine_stop_go_on_fail_and_are_not_repeated(tmp_path, sai
     with pytest.raises(Stopped, match="runs at work stopped after their running steps"):
         study.run_all(settings, [SHORT, BROKEN], said, tables.append)
     stopper.join()
-    assert read_owner(directory) is None and launching.results_of(directory) is None and not tables
+    assert read_owner(directory) is None and results_of(directory) is None and not tables
 
     assert submit(settings, [SHORT, BROKEN], said) == 1
     (log,) = {file.stem for file in (settings.run_dir / "jobs").glob("*_log.err") if "nowhere.npz" in file.read_text()}
@@ -145,9 +146,9 @@ def test_a_preempted_job_queues_again_and_goes_on(tmp_path, slurm, said):
         os.kill(owner.pid, signal.SIGUSR2)  # as SLURM does before the time is up
         told = job.communicate()[0]
     assert "Exiting gracefully after preemption/timeout" in told
-    assert (slurm / "requeued").read_text() == "requeue 4711\n" and launching.results_of(directory) is None
+    assert (slurm / "requeued").read_text() == "requeue 4711\n" and results_of(directory) is None
     subprocess.run(script, env=environment, stdout=subprocess.DEVNULL, check=True)
-    assert launching.results_of(directory) is not None
+    assert results_of(directory) is not None
     assert study.run_all(settings, [SHORT], said, lambda found: None)["linear"][0]["seed"] == 0
 
 
@@ -170,7 +171,7 @@ def test_a_job_stops_before_it_queues_again_and_stays_where_slurm_takes_it_back(
     signal.signal(signal.SIGUSR2, lambda number, frame: happened.append("queued"))
     try:
         with contextlib.nullcontext() if number == signal.SIGUSR2 else pytest.raises(SystemExit, match="143"):
-            launching.Job(["--stream", "demo", "--preset", "demo"])()
+            Job(["--stream", "demo", "--preset", "demo"])()
     finally:
         for number, handler in usual.items():
             signal.signal(number, handler)
@@ -230,8 +231,8 @@ def test_a_run_of_another_process_is_left_to_it_but_a_killed_job_is_not(tmp_path
 
 
 def test_whoever_waits_is_told_of_every_run_that_ends(tmp_path, slurm, said, monkeypatch):
-    monkeypatch.setitem(launching.SECONDS_BETWEEN_LOOKS, "slurm", 0.0)
-    runs = [launching.Run(name, tmp_path / "runs" / name, []) for name in ("good", "bad")]
+    monkeypatch.setitem(SECONDS_BETWEEN_LOOKS, "slurm", 0.0)
+    runs = [Run(name, tmp_path / "runs" / name, []) for name in ("good", "bad")]
     for run in runs:
         run.directory.mkdir(parents=True)
     (runs[0].directory / "config.json").write_text('{"tasks": ["a"]}')
@@ -251,7 +252,7 @@ def test_whoever_waits_is_told_of_every_run_that_ends(tmp_path, slurm, said, mon
     (logs / "4711_1_0_log.err").write_text("error: out of memory")
     waiting = LauncherConfig("slurm", wait=True)
     with pytest.raises(SystemExit) as stop:
-        launching.finish(launching.Sweep(waiting, logs, runs, said, lambda: calls.append("tables")))
+        launching.finish(Sweep(waiting, logs, runs, said, lambda: calls.append("tables")))
     assert stop.value.code == 1 and calls == ["tables"]
     told = [line for line in text_of(said).splitlines() if line.startswith(("2 runs:", "bad", "squeue"))]
     assert told == [
@@ -286,13 +287,13 @@ def test_a_job_reads_the_settings_that_it_was_given(method, tmp_path):
 def test_runs_at_work_share_no_gpu(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = LauncherConfig("local", jobs=2, gpus=2)
-    assert launching._devices(config, 1) == ["CUDA_VISIBLE_DEVICES=2,3"]
-    assert launching._devices(LauncherConfig("local"), 0) == ["-u", "CUDA_VISIBLE_DEVICES"]
+    assert local.devices_of(config, 1) == ["CUDA_VISIBLE_DEVICES=2,3"]
+    assert local.devices_of(LauncherConfig("local"), 0) == ["-u", "CUDA_VISIBLE_DEVICES"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert launching._devices(dataclasses.replace(config, gpus=1), 1) == ["CUDA_VISIBLE_DEVICES=5"]
-    assert launching._devices(LauncherConfig("local"), 0) == ["CUDA_VISIBLE_DEVICES=4,5,6"]
+    assert local.devices_of(dataclasses.replace(config, gpus=1), 1) == ["CUDA_VISIBLE_DEVICES=5"]
+    assert local.devices_of(LauncherConfig("local"), 0) == ["CUDA_VISIBLE_DEVICES=4,5,6"]
     with pytest.raises(ValueError, match="ask for 4 GPUs; CUDA_VISIBLE_DEVICES is '4,5,6'"):
-        launching._devices(config, 0)
+        local.devices_of(config, 0)
 
 
 @pytest.mark.parametrize(
