@@ -94,13 +94,13 @@ def connect(config: HostsConfig) -> None:
             "hosts coordinator is auto, but the environment tells of no job of SLURM, Open MPI, Kubernetes or Cloud "
             f"TPU ({_one_line(error)}); give HOST:PORT, num_processes and process_id"
         ) from error
-    _JOINED.append(config.coordinator)
-    _when_aborted(
+    _ENDED.append(
         f"error: process {index()} of {count()} stops, because another one of the job has ended or cannot be reached "
         f"(no sign of life for {config.timeout} s, unless it said so itself; its own log says why), or because this "
         "one broke down (see above). What was saved is whole: start the job again, with as many processes as you like, "
         "and it goes on from there"
     )
+    _when_aborted(_ENDED[-1])
 
 
 def leave(error: BaseException) -> None:
@@ -110,10 +110,11 @@ def leave(error: BaseException) -> None:
     all follow it together.
     """
     status = error.code if isinstance(error, SystemExit) else 1
-    if not _JOINED or not isinstance(status, int) or not 0 < status < 128:
+    if not _ENDED or not isinstance(status, int) or not 0 < status < 128:
         return
     if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
+        traceback.print_exception(error)  # of the runtime, as where a sum does not reach the others
+        print(f"\n{_ENDED[-1]}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     if is_first():
@@ -121,8 +122,8 @@ def leave(error: BaseException) -> None:
     os._exit(status)
 
 
-_JOINED: list[str] = []
-"""The coordinator, once this process belongs to a job."""
+_ENDED: list[str] = []
+"""What to say where the job breaks, once this process belongs to one."""
 SECONDS_TO_LEAVE = 2
 
 

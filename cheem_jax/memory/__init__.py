@@ -7,7 +7,8 @@ memory.learn("photos/cats")              # without the dogs
 memory.predict(["new.jpg"])[0].label
 """
 
+from cheem_jax.memory.answering import Score, TaskInfo
 from cheem_jax.memory.making import begin_with, create, open_memory
-from cheem_jax.memory.opened import OpenMemory, Score, TaskInfo
+from cheem_jax.memory.opened import OpenMemory
 
 __all__ = ["OpenMemory", "Score", "TaskInfo", "begin_with", "create", "open_memory"]

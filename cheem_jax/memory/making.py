@@ -13,6 +13,7 @@ from cheem_jax.centroids import calibrate, distances, fit_centroids
 from cheem_jax.data.task import Task, repeats
 from cheem_jax.execution.choice import EngineConfig, make_executor
 from cheem_jax.keys import Keys, Phase, SeedsConfig
+from cheem_jax.memory.answering import ENGINE
 from cheem_jax.memory.data import Data, tasks_of
 from cheem_jax.memory.directory import (
     RUN_FORMAT,
@@ -29,7 +30,7 @@ from cheem_jax.memory.directory import (
     tasks_root,
     write_config,
 )
-from cheem_jax.memory.opened import ENGINE, OpenMemory
+from cheem_jax.memory.opened import OpenMemory
 from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.method import FrozenFeatures
 from cheem_jax.report.progress import Progress
