@@ -11,6 +11,7 @@ checkpoint *is*: equal for equal arrays and metadata, whatever Orbax calls its f
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -19,6 +20,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,10 +57,12 @@ def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
 def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     if directory.exists():
         raise FileExistsError(f"{directory} exists already; a learned task is never overwritten")
-    partial = directory.with_name(f".{directory.name}.partial")
+    for left in directory.parent.glob(f".{directory.name}.*partial"):
+        shutil.rmtree(left, ignore_errors=True)
+    # of this attempt alone, whatever one that failed still writes
+    partial = directory.with_name(f".{directory.name}.{os.getpid()}-{next(_ATTEMPTS)}.partial")
     meta = {"format": FORMAT, **meta}
     try:
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         with _quietly():
             _checkpointer().save((partial / "arrays").absolute(), arrays)
@@ -71,7 +75,7 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
         to_disk(directory.parent)
         to_disk(directory.parent.parent)  # which may be new as well
     except Exception as error:  # Orbax writes in C++ and raises many kinds; all mean the same to a reader
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove_for_good(partial)
         reason = (str(error) or type(error).__name__).splitlines()[0]
         reason = reason if len(reason) < 160 else f"... {reason[-120:]}"  # what came first in a chain comes last
         raise OSError(
@@ -80,8 +84,22 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
         ) from error
 
 
+def _remove_for_good(partial: Path) -> None:
+    """Remove what threads of a save that failed may go on writing for a moment."""
+    until, times_gone = time.monotonic() + 0.3, 0
+    while times_gone < 3 and time.monotonic() < until:
+        shutil.rmtree(partial, ignore_errors=True)
+        time.sleep(0.02)
+        times_gone = 0 if partial.exists() else times_gone + 1
+
+
+_ATTEMPTS = itertools.count()
+
+
 def _checkpointer() -> ocp.Checkpointer:
     """Orbax for this process alone: every one holds all that is saved, so none has to wait for the others' parts."""
+    if hosts.count() == 1:
+        return ocp.PyTreeCheckpointer()
     process = hosts.index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
@@ -188,7 +206,7 @@ def _read_plain(arrays: Path, tree: Mapping[str, Any], size: int) -> dict[str, A
     """The same arrays straight from TensorStore, which Orbax stands on: a tenth of the time for small tasks."""
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{arrays.absolute()}/"}}
     found: dict[str, Any] = {}
-    places, opening = [], []
+    places, opening, context = [], [], tensorstore.Context()
     for leaf in tree["tree_metadata"].values():
         *keys, last = (key["key"] for key in leaf["key_metadata"])
         place = found
@@ -200,7 +218,11 @@ def _read_plain(arrays: Path, tree: Mapping[str, Any], size: int) -> dict[str, A
         places.append((place, last))
         # all at once: TensorStore reads in threads of its own
         path = ".".join((*keys, last)) + "/"
-        opening.append(tensorstore.open({"driver": "zarr", "kvstore": {**store, "path": path}}, open=True, read=True))
+        opening.append(
+            tensorstore.open(
+                {"driver": "zarr", "kvstore": {**store, "path": path}}, open=True, read=True, context=context
+            )
+        )
     opened = [each.result() for each in opening]
     _check_promised(sum(math.prod(array.shape) * array.dtype.numpy_dtype.itemsize for array in opened), size)
     reading = [array.read() for array in opened]
