@@ -44,7 +44,8 @@ def test_every_executor_computes_the_same_with_weights_held_and_split(executor, 
     found = found_by([executor], ["one", "all", "fsdp"], tmp_path)[executor]
     compare(found["one"], found["all"])
     compare(found["one"], found["fsdp"])
-    assert found["fsdp"]["weight_bytes"] < 0.6 * found["one"]["weight_bytes"]
+    # in two parts but for the last of a few blocks, which each device holds whole
+    assert found["fsdp"]["weight_bytes"] < 0.7 * found["one"]["weight_bytes"]
 
 
 def fake(num: int, own: range) -> Layout:
