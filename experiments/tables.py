@@ -2,9 +2,12 @@
 
     python experiments/tables.py --runs runs/compare --out runs/tables
     python experiments/tables.py --only fom,heads
+    python experiments/tables.py --results docs/results/runs --page docs/results.md
 
 Every folder below `--runs` that holds a finished run is read. Cells are means over seeds with the standard deviation
 (n - 1) and the number of runs; what was not run stays empty. Without runs the tables hold the paper's numbers alone.
+With `--results`, a folder that `experiments/collect.py` filled, a page of results is written instead, with paired tests
+of the paper's claims.
 """
 
 import dataclasses
@@ -14,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
+from paper.results_page import write_page
 
 from cheem_jax import metrics
 from cheem_jax.atomic import write_atomically
@@ -34,6 +38,10 @@ class Tables:
     """Where the tables are written, as Markdown, CSV and LaTeX."""
     only: str | None = None
     """Names of tables, separated by commas; default: all."""
+    results: Path | None = None
+    """Folder with collected runs: the page of results is written, and no table."""
+    page: Path = Path("docs/results.md")
+    """Where that page is written; its figure lies in the folder of the same name."""
 
 
 class Layout(NamedTuple):
@@ -94,8 +102,11 @@ Found = Mapping[str, Mapping[Cell, Sequence[float]]]
 
 
 def main(settings: Tables) -> None:
-    """Write every table, and one page with all."""
+    """Write every table and one page with all, or the page of results."""
     progress = Progress()
+    if settings.results is not None:
+        write_results(settings.results, settings, progress)
+        return
     names = names_of(settings.only)
     if settings.out.exists() and not settings.out.is_dir():
         raise ValueError(f"--out names {settings.out}, which is no folder; expected one, there already or to be made")
@@ -120,6 +131,14 @@ def main(settings: Tables) -> None:
     for directory, why in left_out:
         progress.say(f"left out {directory}: {why}")
     progress.say(f"{len(names)} tables from {len(runs)} runs: {settings.out / 'tables.md'}")
+
+
+def write_results(results: Path, settings: Tables, progress: Progress) -> None:
+    """The page of results from collected runs."""
+    if settings.runs or settings.only:
+        raise ValueError("--results writes the page of results and no table; leave out --runs and --only")
+    num_runs = write_page(results, settings.page)
+    progress.say(f"{num_runs} runs: {settings.page}")
 
 
 HEAD = """# The paper's tables

@@ -1,0 +1,271 @@
+"""`docs/results.md` from collected runs: every number is computed, and no sentence presupposes how it came out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, Claim, Verdict, claims
+from paper.collected import Cell, Cells, is_usual, load
+from paper.paired import RESAMPLES
+from paper.printed import Cell as PrintedCell
+from paper.printed import printed
+from paper.results_figure import accuracy_figure
+from paper.results_setting import setting_sections
+
+from cheem_jax.atomic import write_atomically
+from cheem_jax.report.comparison import comparison
+from cheem_jax.report.table import NONE, TOLD, Grid
+
+Results = Mapping[str, Any]
+
+
+class Row(NamedTuple):
+    """A row of the tables: runs of one cell, or the yardstick inside those of CHEEM."""
+
+    title: str
+    method: str
+    runs: Sequence[Results]
+
+
+def write_page(results: Path, page: Path) -> int:
+    """The page, and its figure in the folder of the page's name; returns the number of runs."""
+    cells = load(results)
+    rows = rows_of(cells)
+    figure = page.with_suffix("") / "accuracy.png"
+    notes = results.parent / "notes.md"
+    text = page_of(cells, rows, notes.read_text() if notes.is_file() else "", f"{figure.parent.name}/{figure.name}")
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    accuracy_figure({row.title: row.runs for row in rows}, figure)
+    write_atomically(page, text)
+    return sum(map(len, cells.values()))
+
+
+def page_of(cells: Cells, rows: Sequence[Row], notes: str, figure: str) -> str:
+    """The whole page as Markdown; `notes` was written by hand and is taken as it is."""
+    first = rows[0].runs[0]
+    judged = [(claim, claim.check(cells)) for claim in claims()]
+    variants = [Row(cell.title, cell.method, results_of(cells, cell)) for cell in cells if not is_usual(cells, cell)]
+    parts = [
+        f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
+        HEAD,
+        "## In short",
+        in_short(judged),
+        "## What the paper claims, checked here",
+        CLAIMS,
+        verdict_grid(judged).to_markdown(),
+        "The rules:",
+        "\n".join(f"- ({claim.letter}) {claim.rule}." for claim, _ in judged),
+        "## Methods beside each other",
+        METHODS_TEXT,
+        method_grid(rows).to_markdown(),
+        f"![Average accuracy of every method, with and without the task given, and each run]({figure})",
+        *(["### Variants and other orders", method_grid(variants).to_markdown()] if variants else []),
+        "## Accuracy by task",
+        f"After the last task, in %, mean{' ± standard deviation' if several(rows) else ''} over runs. Rows that are "
+        "given the task are marked *.",
+        task_grid(rows, lambda run: last_row(run, "local_accuracy" if run["method"] in TOLD else "accuracy")),
+        "## What finding the task costs",
+        "Accuracy with the task given minus accuracy without, in points: what routing loses (methods with a head per "
+        "task), or what other tasks' classes win (methods with one head over all).",
+        task_grid(
+            [row for row in rows if row.method not in TOLD],
+            lambda run: last_row(run, "local_accuracy") - last_row(run, "accuracy"),
+        ),
+        "## The paper's numbers, for orientation",
+        *beside_the_paper(rows, first["backbone"]),
+        *setting_sections(cells),
+        *(["## What these runs do not show", notes.strip()] if notes else []),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+HEAD = """`experiments/tables.py` writes this page from the records of finished runs, which stand in `docs/results/runs`
+beside it: results, settings, and for every test image whether it was answered rightly. A test makes the page again and
+compares. The last sections tell how the runs were made and how to make them again."""
+CLAIMS = f"""Differences are in points of average accuracy unless another unit stands there. Pairs are runs with the
+same seed, which answered the same test images. The interval is a bootstrap with {RESAMPLES:,} resamples that draws anew
+the seeds and, within each task, the test images (for a correlation and for parameters: the tasks), an image for all
+seeds and both sides at once. p is two-sided, of no difference, also where the rule asks for more; none is corrected for
+the number of lines, so of twenty lines without any difference one is expected below 0.05. **One seed**: the interval is
+over images (or tasks) alone and says nothing about other seeds. With two or three seeds their part of the interval
+rests on as many values, and is rather too narrow than too wide. A claim with several lines holds where all hold, and
+does not hold where one does not."""
+METHODS_TEXT = """Means over runs, ± standard deviation over seeds (n − 1). Average accuracy: task and class found, mean
+over tasks after the last one. Task given: the class within the true task. Forgetting: mean drop from a task's best
+accuracy since it was learned. FLOPs are per image, by the paper's convention and as executed; parameters added are per
+task, in % of the backbone, and stored are those of all tasks together; hours of learning are of one run on the machine
+below. Methods marked * are told the task, also at test time: they are bounds, not rivals."""
+
+
+def rows_of(cells: Cells) -> list[Row]:
+    """The usual runs of every method; where frozen heads were no run of their own, those beside CHEEM stand in."""
+    rows = [Row(title_of(cell), cell.method, results_of(cells, cell)) for cell in cells if is_usual(cells, cell)]
+    if Cell("frozen_linear") not in cells and Cell("cheem") in cells:
+        kept = ("seed", "router", "backbone", "image_size", "tasks")
+        inside = [
+            {**run["yardsticks"]["frozen_linear"], **{key: run[key] for key in kept}, "method": "frozen_linear"}
+            for run in results_of(cells, Cell("cheem"))
+            if "frozen_linear" in run["yardsticks"]
+        ]
+        if inside:
+            rows.append(Row("frozen, linear heads (inside CHEEM's runs)", "frozen_linear", inside))
+    if not rows:
+        raise ValueError("no collected run is of a method as it is, in the usual order; collect one")
+    return rows
+
+
+def title_of(cell: Cell) -> str:
+    return cell.title + (" *" if cell.method in TOLD else "")
+
+
+def results_of(cells: Cells, cell: Cell) -> list[Results]:
+    return [collected.run.results for collected in cells[cell].values()]
+
+
+def several(rows: Sequence[Row]) -> bool:
+    return any(len(row.runs) > 1 for row in rows)
+
+
+def last_row(run: Results, name: str) -> np.ndarray:
+    """Accuracy by task after the last one, in %."""
+    return 100 * np.array(run[name][-1], float)
+
+
+def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
+    """The claims by what became of them."""
+    titles = {
+        HOLDS: "Hold here", FAILS: "**Do not hold here**", OPEN: "Not decided by these runs",
+        NOT_RUN: "Not run, or not in full",
+    }  # fmt: skip
+    found = {word: [f"({c.letter}) {c.title}" for c, lines in judged if of_claim(lines) == word] for word in titles}
+    told = [f"- {title}: {'; '.join(found[word])}." for word, title in titles.items() if found[word]]
+    alone = sorted({c.letter for c, lines in judged for line in lines if line.estimate and len(line.seeds) == 1})
+    if alone:
+        told.append(
+            f"- Of {', '.join(f'({letter})' for letter in alone)} at least one line rests on a single seed: one run "
+            "says nothing about other seeds."
+        )
+    return "\n".join(told)
+
+
+def of_claim(lines: Sequence[Verdict]) -> str:
+    """One word for all lines of a claim."""
+    words = {line.word for line in lines}
+    return next((word for word in (FAILS, NOT_RUN, OPEN) if word in words), HOLDS)
+
+
+def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
+    """A row per comparison."""
+    columns = ("claim", "compared", "measured", "95 % interval", "p", "by seed", "verdict")
+    rows = [
+        (f"({claim.letter}) {claim.title}" if index == 0 else "", line.claim, *_numbers(line), _word(line))
+        for claim, lines in judged
+        for index, line in enumerate(lines)
+    ]
+    return Grid("", columns, tuple(rows), 2)
+
+
+def _numbers(line: Verdict) -> tuple[str, str, str, str]:
+    found = line.estimate
+    if found is None:
+        return line.why, NONE, NONE, NONE
+
+    def shown(value: float) -> str:
+        text = f"{100 * value:+.1f}" if line.unit == "points" else f"{value:+.2f}"
+        return text.lstrip("+-") if not text.strip("+-0.") else text.replace("-", "−")
+
+    unit = f" {line.unit}" if line.unit else ""
+    seeds = ", ".join(f"{seed}: {shown(value)}" for seed, value in zip(line.seeds, found.per_seed, strict=True))
+    p = "< 0.001" if found.p < 0.001 else f"{found.p:.3f}"
+    return f"{shown(found.value)}{unit}", f"{shown(found.low)} to {shown(found.high)}", p, seeds
+
+
+def _word(line: Verdict) -> str:
+    alone = line.estimate is not None and len(line.seeds) == 1
+    return f"{f'**{line.word}**' if line.word == FAILS else line.word}{' (one seed)' if alone else ''}"
+
+
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "average_accuracy": ("average accuracy %", lambda v: f"{100 * v:.1f}"),
+    "local_average_accuracy": ("task given %", lambda v: f"{100 * v:.1f}"),
+    "average_forgetting": ("forgetting, points", lambda v: f"{100 * v:.1f}"),
+    "flops_paper": ("MFLOPs, paper", lambda v: f"{v / 1e6:,.0f}"),
+    "flops_executed": ("MFLOPs, executed", lambda v: f"{v / 1e6:,.0f}"),
+    "params_added_percent": ("params added %", lambda v: f"{v:.2f}"),
+    "params_stored": ("params stored, k", lambda v: f"{v / 1e3:,.0f}"),
+    "seconds": ("hours", lambda v: f"{v / 3600:.2f}"),
+}
+
+
+def method_grid(rows: Sequence[Row]) -> Grid:
+    """Means over runs of every measure."""
+    lines = []
+    for row, measured in zip(rows, comparison({str(n): row.runs for n, row in enumerate(rows)}), strict=True):
+        cells = [row.title, ", ".join(str(seed) for seed in measured["seeds"])]
+        for name, (_, shown) in COLUMNS.items():
+            value = measured[name]
+            has_spread = value is not None and value["std"] is not None and name != "seconds"
+            cells.append(
+                NONE if value is None
+                else shown(value["mean"]) + (f" ± {shown(value['std'])}" if has_spread else "")
+            )  # fmt: skip
+        lines.append(tuple(cells))
+    return Grid("", ("method", "seeds", *(title for title, _ in COLUMNS.values())), tuple(lines), 1)
+
+
+def task_grid(rows: Sequence[Row], measure: Callable[[Results], np.ndarray]) -> str:
+    """A row per method, a column per task and their mean."""
+    names = [task["name"] for task in rows[0].runs[0]["tasks"]]
+    lines = []
+    for row in rows:
+        values = np.array([measure(run) for run in row.runs])
+        values = np.column_stack([values, values.mean(axis=1)])
+        lines.append((row.title, *(spread(column.tolist()) for column in values.T)))
+    return Grid("", ("method", *names, "mean"), tuple(lines), 1).to_markdown()
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean, with the standard deviation of several."""
+    return f"{np.mean(values):.1f}" + (f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else "")
+
+
+PAPER = {"average_accuracy": "accuracy %", "average_forgetting": "forgetting", "flops": "GFLOPs"}
+
+
+def beside_the_paper(rows: Sequence[Row], backbone: str) -> list[str]:
+    """Ours and the paper's numbers of the same backbone on its two benchmarks."""
+    tables = printed()
+    theirs = {**tables["upper_bounds"], **tables["breakdown"]}
+    places = [stream for stream in ("mtil", "vdd") if PrintedCell(stream, backbone, "cheem", "flops") in theirs]
+    if not places:
+        return [f"The paper prints no results of {backbone}."]
+    usual = {row.method: row.runs for row in reversed(rows)}  # the first of a method's
+    ours = dict(zip(usual, comparison(usual), strict=True))
+    told = dict.fromkeys(
+        [*(row.method for row in rows), *(cell.method for cell in theirs if cell.backbone == backbone)]
+    )
+    lines = []
+    for method in told:
+        line = [title_of(Cell(method))]
+        for name in PAPER:
+            line.append(_ours(ours.get(method), name, is_told=method in TOLD))
+            cells = [PrintedCell(stream, backbone, method, name) for stream in places]
+            line += [theirs[cell].text if cell in theirs else NONE for cell in cells]
+        lines.append(tuple(line))
+    sources = ["here", *(f"paper, {stream.upper()}" for stream in places)]
+    columns = ("method", *(f"{title}, {source}" for title in PAPER.values() for source in sources))
+    return [
+        f"Other data: the paper trains {backbone} on the whole of its benchmarks, at 224 pixels and with its own "
+        "settings. The rows may be compared with each other inside a column, never across columns. Here and in the "
+        "paper, methods marked * are told the task.",
+        Grid("", columns, tuple(lines), 1).to_markdown(),
+    ]
+
+
+def _ours(row: Mapping[str, Any] | None, name: str, *, is_told: bool) -> str:
+    if row is None:
+        return NONE
+    key = {"flops": "flops_paper"}.get(name, "local_average_accuracy" if is_told and "accuracy" in name else name)
+    value = row[key]
+    return NONE if value is None else f"{value['mean'] / 1e9:.2f}" if name == "flops" else f"{100 * value['mean']:.1f}"
