@@ -6,9 +6,9 @@ Pure over keys and integer arrays; the score is an argument, so the search runs 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.hee import sample_mixed
-from cheem_jax.keys import key_at
+from cheem_jax.keys import key_at, order_at
 
 TRIES = 10
 """Children drawn per wanted child before random ones fill up."""
@@ -38,14 +38,38 @@ class SearchConfig:
     """eps2: probability that an individual, or a redrawn gene, is uniform instead of HEE (paper: 0.5)."""
     tolerance: float = 0.02
     """tau: accuracy that may be given up for fewer FLOPs (paper: 2 %, absolute)."""
+    cost: Literal["network", "resumed"] = "network"
+    """FLOPs that decide within tau: of the whole task network (paper), or of what still runs of it behind the router's
+    pass, which it shares as far as its blocks reuse the base's experts."""
+    rungs: int = 1
+    """Successive halving: more candidates per generation, of which only the better half goes on each time to twice the
+    validation images, for as many forward passes as with 1 (paper)."""
+    warm_start: bool = False
+    """Begin with what the similarity names: HEE's likeliest architecture, all Reuse and all Adapt of the base, and the
+    networks of earlier tasks."""
 
     def __post_init__(self) -> None:
-        for name in ("population", "generations", "num_parents"):
+        for name in ("population", "generations", "num_parents", "rungs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"search {name} is {getattr(self, name)}; expected at least 1")
         for name in ("mutation_rate", "epsilon", "tolerance"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"search {name} is {getattr(self, name)}; expected a number in [0, 1]")
+        if self.rung_candidates[-1] < 1:
+            raise ValueError(
+                f"search population is {self.population}; {self.rungs} rungs need at least {self.rungs // 2 + 1}"
+            )
+
+    @property
+    def rung_candidates(self) -> tuple[int, ...]:
+        """Candidates of a generation that each rung scores: 2^R / (R + 1) times the population, then half each time.
+
+        A rung costs only the images that it adds, so R rungs together cost (R + 1) / 2 times the first, and a
+        generation never more than `population` candidates on all images. Successive halving after Jamieson and
+        Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", AISTATS 2016.
+        """
+        drawn = self.population * 2**self.rungs // (self.rungs + 1)
+        return tuple(drawn >> rung for rung in range(self.rungs))
 
 
 class Scored(NamedTuple):
@@ -57,10 +81,11 @@ class Scored(NamedTuple):
 
 
 class Searched(NamedTuple):
-    """How far a search has come: generations done, and everything that they scored."""
+    """How far a search has come: generations done, what they scored on all images, and what halving left out before."""
 
     generations: int
     scored: Scored
+    dropped: Int[np.ndarray, "Q L"]
 
 
 Score = Callable[[Int[np.ndarray, "P L"]], np.ndarray]
@@ -85,9 +110,38 @@ def rank(scored: Scored, num_images: int, tolerance: float) -> np.ndarray:
     return np.array(sorted(range(len(scored.genomes)), key=place))
 
 
+def rung_images(num_images: int, rungs: int) -> list[int]:
+    """Images that candidates have met after each rung: twice as many each time, all at the last."""
+    if num_images >> (rungs - 1) == 0:
+        raise ValueError(
+            f"search rungs is {rungs}, and a task has {num_images} validation images; so many rungs need at least "
+            f"{2 ** (rungs - 1)}"
+        )
+    return [num_images >> (rungs - 1 - rung) for rung in range(rungs)]
+
+
+def rung_rows(key: jax.Array, labels: Int[np.ndarray, "N"], rungs: int) -> list[Int[np.ndarray, "_"]]:
+    """The images that each rung adds, drawn by a search's key so that every rung has its share of each class."""
+    if rungs == 1:
+        return [np.arange(len(labels))]
+    order = order_at(key_at(key, 0, _ROWS), len(labels))
+    places = np.zeros(len(labels))
+    for label in np.unique(labels):
+        own = np.flatnonzero(labels[order] == label)
+        places[own] = (np.arange(len(own)) + 0.5) / len(own)
+    order = order[np.argsort(places, kind="stable")]
+    return [np.sort(rows) for rows in np.split(order, rung_images(len(labels), rungs)[:-1])]
+
+
+def generation_images(config: SearchConfig, num_images: int) -> int:
+    """Forward passes of a whole generation: candidates times images, at most `population * num_images`."""
+    added = np.diff(rung_images(num_images, config.rungs), prepend=0)
+    return int(np.dot(config.rung_candidates, added))
+
+
 def search(
     key: jax.Array,
-    score: Score,
+    score: Score | Sequence[Score],
     flops: Score,
     exploit: Float[np.ndarray, "L C"],
     uniform: Float[np.ndarray, "L C"],
@@ -95,43 +149,69 @@ def search(
     config: SearchConfig,
     on_generation: Callable[[Searched], object] = lambda searched: None,
     begun: Searched | None = None,
+    first: Int[np.ndarray, "W L"] | None = None,
 ) -> tuple[np.ndarray, Scored]:
-    """The first in rank of all that was evaluated, and everything evaluated in order.
+    """The first in rank of all that was evaluated on all images, and everything that was, in order.
 
-    `score` maps genomes to right answers out of `num_images`, `flops` to their cost. No architecture is scored twice;
-    where the space holds no unseen ones the search stops. A search that goes on from where another stopped (`begun`)
-    ends as one that never did.
+    `score` maps genomes to right answers out of `num_images`, `flops` to their cost. With several rungs there is a
+    score for each, of the images that it adds (`rung_rows`). No architecture is scored twice; where the space holds no
+    unseen ones the search stops. The first generation begins with `first`, as far as it has room. A search that goes on
+    from where another stopped (`begun`) ends as one that never did.
     """
-    begin, scored = begun or Searched(0, Scored(np.zeros((0, len(uniform)), np.int32), np.zeros(0), np.zeros(0)))
-    seen: dict[tuple[int, ...], None] = {tuple(genome.tolist()): None for genome in scored.genomes}
+    scores, images = [score] if callable(score) else score, rung_images(num_images, config.rungs)
+    if len(scores) != config.rungs:
+        raise ValueError(f"{len(scores)} scores for {config.rungs} rungs; expected one for each")
+    num, none = config.rung_candidates[0], np.zeros((0, len(uniform)), np.int32)
+    begin, scored, dropped = begun or Searched(0, Scored(none, np.zeros(0), np.zeros(0)), none)
+    seen: dict[tuple[int, ...], None] = {
+        tuple(genome.tolist()): None for genome in (*scored.genomes, *dropped)
+    }  # fmt: skip
     for generation in range(begin, config.generations):
         generation_key = key_at(key, generation)
         fresh: list[tuple[int, ...]] = []
         if generation == 0:
-            _take(fresh, seen, _draw(generation_key, 0, exploit, uniform, config), config.population)
+            _take(fresh, seen, none if first is None else first, num)
+            _take(fresh, seen, _draw(generation_key, 0, exploit, uniform, config), num)
         else:
             order = rank(scored, num_images, config.tolerance)[: config.num_parents]
             parents = scored.genomes[np.resize(order, config.num_parents)]
-            half = config.population // 2
+            half = num // 2
             _take(fresh, seen, _cross(generation_key, parents, config), half)
             mutated = _mutate(generation_key, parents, exploit, uniform, config)
-            _take(fresh, seen, mutated, len(fresh) + config.population - half)
-        if len(fresh) < config.population:
-            _take(fresh, seen, _draw(generation_key, 3, uniform, uniform, config), config.population)
-        if len(fresh) < config.population:
-            _take(fresh, seen, _unseen(exploit + uniform, seen), config.population)
+            _take(fresh, seen, mutated, len(fresh) + num - half)
+        if len(fresh) < num:
+            _take(fresh, seen, _draw(generation_key, 3, uniform, uniform, config), num)
+        if len(fresh) < num:
+            _take(fresh, seen, _unseen(exploit + uniform, seen), num)
         if not fresh:
             break
-        genomes = np.array(fresh, np.int32)
-        scored = Scored(
-            np.concatenate([scored.genomes, genomes]),
-            np.concatenate([scored.correct, np.asarray(score(genomes), np.float64)]),
-            np.concatenate([scored.flops, np.asarray(flops(genomes), np.float64)]),
-        )
-        on_generation(Searched(generation + 1, scored))
+        found, left_out = _halved(np.array(fresh, np.int32), scores, flops, images, config)
+        scored = Scored(*(np.concatenate(pair) for pair in zip(scored, found, strict=True)))
+        dropped = np.concatenate([dropped, left_out])
+        on_generation(Searched(generation + 1, scored, dropped))
     if not np.isfinite(scored.correct).any():
         raise ValueError("the search found no architecture with a score: none was a finite number")
     return scored.genomes[rank(scored, num_images, config.tolerance)[0]], scored
+
+
+def _halved(
+    genomes: Int[np.ndarray, "P L"],
+    scores: Sequence[Score],
+    flops: Score,
+    images: Sequence[int],
+    config: SearchConfig,
+) -> tuple[Scored, Int[np.ndarray, "Q L"]]:
+    """A generation's candidates that met all images, and those that an earlier rung left out, in the order drawn."""
+    scored = Scored(genomes, np.zeros(len(genomes)), np.asarray(flops(genomes), np.float64))
+    dropped = genomes[:0]
+    for rung, score in enumerate(scores):
+        if rung:
+            order = rank(scored, images[rung - 1], config.tolerance)
+            kept = np.isin(np.arange(len(order)), order[: config.rung_candidates[rung]])
+            dropped = np.concatenate([dropped, scored.genomes[~kept]])
+            scored = Scored(*(values[kept] for values in scored))
+        scored = scored._replace(correct=scored.correct + np.asarray(score(scored.genomes), np.float64))
+    return scored, dropped
 
 
 def prepare_search(exploit: Float[np.ndarray, "L C"], config: SearchConfig) -> None:
@@ -170,18 +250,25 @@ def mutate(
     return jnp.where(redraw, jax.random.categorical(draw_key, mixture, shape=chosen.shape), chosen)
 
 
+_ROWS = 4
+"""Place of the rungs' images among the draws of the first generation."""
+
+
 def _draw(key, place: int, exploit, uniform, config: SearchConfig) -> np.ndarray:
-    return np.asarray(sample_mixed(key_at(key, place), exploit, uniform, config.epsilon, num=TRIES * config.population))
+    num = TRIES * config.rung_candidates[0]
+    return np.asarray(sample_mixed(key_at(key, place), exploit, uniform, config.epsilon, num=num))
 
 
 def _cross(key, parents, config: SearchConfig) -> np.ndarray:
-    return np.asarray(crossover(key_at(key, 1), parents, num=TRIES * max(config.population // 2, 1)))
+    return np.asarray(crossover(key_at(key, 1), parents, num=TRIES * max(config.rung_candidates[0] // 2, 1)))
 
 
 def _mutate(key, parents, exploit, uniform, config: SearchConfig) -> np.ndarray:
-    num = TRIES * (config.population - config.population // 2)
+    drawn = config.rung_candidates[0]
     rates = config.epsilon, config.mutation_rate
-    return np.asarray(mutate(key_at(key, 2), parents, exploit, uniform, *rates, num=num))
+    return np.asarray(
+        mutate(key_at(key, 2), parents, exploit, uniform, *rates, num=TRIES * (drawn - drawn // 2))
+    )  # fmt: skip
 
 
 def _take(fresh: list, seen: dict, candidates, total: int) -> None:

@@ -33,7 +33,10 @@ class Underway:
         arrays, meta = saved
         searched = None
         if "searched" in arrays:
-            searched = Searched(meta["generations"], Scored(**arrays["searched"]))
+            scored = Scored(**arrays["searched"])
+            # Orbax keeps no empty array
+            dropped = arrays.get("dropped", np.zeros((0, scored.genomes.shape[1]), np.int32))
+            searched = Searched(meta["generations"], scored, dropped)
         fits = {name: _fit_state(arrays, meta, name) for name in ("supernet", "finetune")}
         learned = {name: arrays[name] for name in fits if name in arrays}
         return cls(Clock(meta["seconds"]), arrays.get("similarity"), **fits, searched=searched, learned=learned)
@@ -50,6 +53,8 @@ class Underway:
             arrays["similarity"] = self.similarity
         if self.searched is not None:
             arrays["searched"] = self.searched.scored._asdict()
+            if len(self.searched.dropped):
+                arrays["dropped"] = self.searched.dropped
         meta: dict[str, Any] = {
             "generations": 0 if self.searched is None else self.searched.generations,
             "seconds": self.clock.so_far(),

@@ -1,0 +1,259 @@
+"""The search for a task's network: how well the supernet ranks, and what other searches find for the same budget.
+
+    python experiments/mtil.py --stream demo --preset demo --run-dir runs/demo
+    python experiments/search_study.py --run runs/demo --study textures
+    python experiments/search_study.py --run runs/real --stream DATA --study dtd10,flowers12 --search-seeds 0,1,2
+
+Of a finished run of CHEEM some tasks are studied, each behind the memory that the run had before it: the supernet is
+trained again with the run's keys, architectures drawn from it are retrained from scratch, and searches of other
+settings look for a network in it. What is finished is not computed again, and what was stopped goes on.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mtil
+import numpy as np
+from heads.margins import rebuilt
+from searching.report import write
+from searching.units import VARIANTS, Entry, TaskUnits
+from study import seeds_of
+
+from cheem_jax import fingerprint
+from cheem_jax.arguments import arguments_of
+from cheem_jax.backbone.means import base_means
+from cheem_jax.backbone.params import build
+from cheem_jax.checkpoint import load_meta, saved_tasks
+from cheem_jax.cli import parse, run_command
+from cheem_jax.continual import networks_of
+from cheem_jax.data.load import ImagesConfig
+from cheem_jax.data.task import fingerprint as data_hash
+from cheem_jax.execution.choice import EngineConfig
+from cheem_jax.interruption import stop_requests
+from cheem_jax.keys import Keys, SeedsConfig
+from cheem_jax.methods.catalogue import Networks
+from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig
+from cheem_jax.pool import Memory
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import Record, read
+from cheem_jax.run_directory import claim, hold
+from cheem_jax.saved_memory import with_task
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchStudy:
+    """Searches over the supernets of a finished run; backbone, image size and settings are the run's own."""
+
+    run: Path
+    """Directory of a finished run of CHEEM."""
+    study: str
+    """Names of the run's tasks to be studied, separated by commas; more can be added later."""
+    stream: str | None = None
+    """What the run's pictures are read from, as for mtil.py; default: what the run calls its stream."""
+    data_dir: Path | None = None
+    """Where prepared data sets lie."""
+    split_seed: int = 0
+    """The run's own, where a data set lacks splits."""
+    images: ImagesConfig = ImagesConfig()
+    """Where decoded pictures are kept."""
+    weights: Path | None = None
+    """The run's weights file; default: bundled, else from the hub."""
+    base_data: str | None = None
+    """The run's pictures of the backbone's own task, where the weights do not carry its mean class tokens."""
+    num: int = 20
+    """Architectures per task that are drawn and retrained, half by HEE and half uniformly."""
+    search_seeds: str = "0,1,2"
+    """Seeds of the searches, separated by commas; more can be added later."""
+    run_dir: Path = Path("runs/search_study")
+    """Where record and tables are kept; what is unfinished is continued."""
+    save_every: float | None = None
+    """Seconds between rolling checkpoints of a supernet."""
+
+    def __post_init__(self) -> None:
+        if self.num < 4:
+            raise ValueError(f"--num is {self.num}; a rank correlation needs at least 4 architectures")
+
+
+def main(settings: SearchStudy) -> None:
+    """Compute what is missing, then print and save the tables."""
+    progress = Progress()
+    try:
+        seeds = seeds_of(settings.search_seeds)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--seeds", "--search-seeds")) from error
+    held = config_of(settings.run)
+    tasks = tasks_of(held, settings.study)
+    loaded = mtil.load(source_of(settings, held, tasks), progress)
+    study(
+        settings.run_dir, settings.run, loaded, tasks, settings.num, seeds, progress, settings.save_every,
+        command=["experiments/search_study.py", *arguments_of(settings)],
+    )  # fmt: skip
+
+
+def config_of(run: Path) -> dict[str, Any]:
+    """The run's `config.json`; ValueError where it is none of CHEEM with one backbone."""
+    file = run / "config.json"
+    if not file.is_file():
+        raise ValueError(f"--run names {run}, which holds no config.json; expected the directory of a finished run")
+    held = json.loads(file.read_text())
+    if "cheem" not in held:
+        raise ValueError(f"--run names {run}, which is no run of cheem; expected one, such as `mtil.py` makes")
+    return held
+
+
+def tasks_of(held: Mapping[str, Any], text: str) -> list[str]:
+    """The tasks that are asked for, in the run's order."""
+    asked = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in asked if name not in held["tasks"]]:
+        raise ValueError(f"--study names {', '.join(unknown)}; the run's tasks are {', '.join(held['tasks'])}")
+    return [name for name in held["tasks"] if name in asked]
+
+
+def source_of(settings: SearchStudy, held: Mapping[str, Any], tasks: Sequence[str]) -> mtil.Mtil:
+    """Where the pictures of the studied tasks and the weights are."""
+    return mtil.Mtil(
+        cheem=PRESETS["quick"], stream=settings.stream or held["stream"], tasks=",".join(tasks),
+        data_dir=settings.data_dir, split_seed=settings.split_seed, images=settings.images, backbone=held["backbone"],
+        weights=settings.weights, image_size=held["image_size"], base_data=settings.base_data,
+        pixel_norm="unit" if "pixels" in held else "checkpoint",
+    )  # fmt: skip
+
+
+def study(
+    directory: Path,
+    run: Path,
+    loaded: mtil.Loaded,
+    tasks: Sequence[str],
+    num: int,
+    seeds: Sequence[int],
+    progress: Progress,
+    save_every: float | None = None,
+    command: list[str] | None = None,
+    workshop: dict[Any, Networks] | None = None,
+) -> None:
+    """Compute in `directory` what is missing there of these tasks of the run, whose pictures are `loaded`.
+
+    `workshop` keeps compiled networks, as for `run_stream`.
+    """
+    held = config_of(run)
+    check_same(run, held, loaded)
+    engine = rebuilt(EngineConfig(), held["engine"])
+    config: CheemConfig = rebuilt(PRESETS["paper"], held["cheem"])
+    means = means_of(run, held, loaded, config, engine, progress)
+    networks = networks_of(loaded.pretrained, None, config, engine, workshop)
+    identity = {**held, "format": "cheem_jax-search/1", "num": num}
+    conditions = fingerprint.take(identity)
+    with hold(directory), stop_requests() as stop:
+        resumed = claim(directory, identity)
+        record = Record.open(directory, fingerprint.digest(conditions))
+        record.write("continued" if resumed else "run", command=command, conditions=conditions)
+        setting = {
+            "stream": held["stream"], "backbone": held["backbone"], "run": str(run), "tasks": list(tasks), "num": num,
+            "search_seeds": list(seeds), "losses": losses_of(run),
+        }  # fmt: skip
+        grids = []
+        for task in (task for task in loaded.stream.tasks if task.name in tasks):
+            if not is_finished(read(directory), task.name, seeds):
+                make = learners(run, held, task.name, networks, config, means)
+                units = TaskUnits(directory, make, task, record, stop, save_every, progress)
+                genomes = [*units.draw(num)["genomes"]]
+                genomes += [units.search(variant, seed)["genome"] for seed in seeds for variant in VARIANTS]
+                for genome in genomes:
+                    units.finetune(genome)
+            grids = write(directory, read(directory), setting)  # a study that is stopped has tables of what it has
+    for grid in grids:
+        progress.console.print(grid.to_rich())
+    progress.say(f"tables: {directory / 'search_study.md'}   numbers: {directory / 'search_study.json'}")
+
+
+def is_finished(entries: Sequence[Entry], task: str, seeds: Sequence[int]) -> bool:
+    """Whether all that was drawn and all that was found has been retrained."""
+    own = [entry for entry in entries if entry.get("task") == task]
+    genomes = [genome for entry in own if entry["event"] == "drawn" for genome in entry["genomes"]]
+    found = {(entry["variant"], entry["seed"]): entry["genome"] for entry in own if entry["event"] == "searched"}
+    wanted = [found.get((variant, seed)) for variant in VARIANTS for seed in seeds]
+    retrained = [entry["genome"] for entry in own if entry["event"] == "finetuned"]
+    return bool(genomes) and all(genome in retrained for genome in (*genomes, *wanted))
+
+
+def learners(
+    run: Path,
+    held: Mapping[str, Any],
+    task: str,
+    networks: Networks,
+    config: CheemConfig,
+    means: np.ndarray | None,
+) -> Callable[[Mapping[str, Any], int | None], Cheem]:
+    """Gives learners of the memory that the run had before a task: changes in the search and its seed (None: none)."""
+    directories = saved_tasks(run / "checkpoints" / "cheem")
+    names = [load_meta(directory)["name"] for directory in directories]
+    index = held["tasks"].index(task)
+    if names[:index] != held["tasks"][:index]:
+        raise ValueError(
+            f"{run} holds checkpoints of {', '.join(names) or 'no task'}; all before {task!r} are needed: "
+            f"{', '.join(held['tasks'][:index])}"
+        )
+    memory = Memory(networks.executor.base_pool)
+    for directory in directories[:index]:
+        memory = with_task(memory, directory)
+
+    def make(changes: Mapping[str, Any], seed: int | None) -> Cheem:
+        seeds = SeedsConfig(**held["seeds"])
+        keys = Keys(held["seed"], seeds if seed is None else dataclasses.replace(seeds, search=seed))
+        own = dataclasses.replace(config, search=dataclasses.replace(config.search, **changes))
+        cheem = Cheem(networks.executor, own, keys, means, networks.router_features)
+        cheem.memory = memory
+        return cheem
+
+    return make
+
+
+def means_of(
+    run: Path,
+    held: Mapping[str, Any],
+    loaded: mtil.Loaded,
+    config: CheemConfig,
+    engine: EngineConfig,
+    progress: Progress,
+) -> np.ndarray | None:
+    """The mean class tokens of the backbone's own task, where the run knew them; ValueError where they are missing."""
+    pretrained, wanted = loaded.pretrained, held["base_means_sha256"]
+    if wanted is None:
+        return None
+    place = f"{held['image_size']}/{config.placement}/{config.token}"
+    found = pretrained.base_means.get(place)
+    if found is None:
+        if loaded.base_images is None:
+            raise ValueError(f"{run} knew mean class tokens of the backbone's own task; give its --base-data")
+        vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
+        found = base_means(vit, loaded.base_images, batch_size=config.batch_size)[place]
+    if hashlib.sha256(found.tobytes()).hexdigest() != wanted:
+        progress.say("the mean class tokens of the backbone's own task are not bit for bit the run's")
+    return found
+
+
+def check_same(run: Path, held: Mapping[str, Any], loaded: mtil.Loaded) -> None:
+    """ValueError unless pictures, labels and weights are those that the run saw."""
+    known = held["data_sha256"]
+    if other := [task.name for task in loaded.stream.tasks if known.get(task.name) != data_hash(task)]:
+        raise ValueError(
+            f"{run} saw other pictures or labels of {', '.join(other)} than {loaded.stream.name!r} holds here; give "
+            "the --stream, --data-dir and --split-seed of that run"
+        )
+    if loaded.pretrained.sha256 != held["weights_sha256"]:
+        raise ValueError(f"{run} began with other weights than {loaded.pretrained.source}; give its --weights")
+
+
+def losses_of(run: Path) -> dict[str, Any]:
+    """Losses of the run's supernets by task."""
+    learned = [entry["report"] for entry in read(run) if entry["event"] == "learned" and entry["method"] == "cheem"]
+    return {report["name"]: report["supernet_losses"] for report in learned}
+
+
+if __name__ == "__main__":
+    parsed = parse(SearchStudy, description=__doc__)
+    run_command(main, parsed, parsed.run_dir)

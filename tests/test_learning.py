@@ -1,0 +1,156 @@
+"""The phases of one task under the search's own options: what they compare, begin with, tell and keep."""
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import small
+
+from cheem_jax import hee
+from cheem_jax.architecture import decode
+from cheem_jax.evolution import Scored, rank
+from cheem_jax.execution.stages import Stages
+from cheem_jax.flops import executed_flops
+from cheem_jax.interruption import Stop
+from cheem_jax.keys import Keys
+from cheem_jax.methods.cheem import Cheem
+from cheem_jax.methods.learning import Candidates, Tables, first_genomes
+from cheem_jax.methods.method import FrozenFeatures, Undisturbed
+from cheem_jax.pool import pool_sizes
+from cheem_jax.rolling import Rolling
+from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.training import architecture_flops, resumed_flops
+
+
+class Halt(Exception):
+    """Ends a process in the middle."""
+
+
+class Halting:
+    """Saves at the first report after so many images of the search, and ends there."""
+
+    saved = None
+
+    def __init__(self, rolling, num_images):
+        self.rolling, self.num_images = rolling, num_images
+
+    @contextlib.contextmanager
+    def phase(self, name, total, state=None):
+        done = 0
+
+        def advance(num_images, note="", /):
+            nonlocal done
+            done += num_images
+            if name == "search" and done >= self.num_images and not num_images:
+                self.rolling.save(0, state)
+                raise Halt
+
+        yield advance
+
+
+class Resumed(Undisturbed):
+    """Goes on from what was saved; counts the images of the search."""
+
+    def __init__(self, saved):
+        self.saved, self.num_images, self.total = saved, 0, 0
+
+    @contextlib.contextmanager
+    def phase(self, name, total, state=None):
+        def advance(num_images, note="", /):
+            self.num_images += num_images if name == "search" else 0
+
+        self.total += total if name == "search" else 0
+        yield advance
+
+
+@pytest.fixture(scope="module")
+def stages():
+    return Stages(small.backbone(), "mlp_down")
+
+
+def learner(stages, generations=3, **options):
+    search = dataclasses.replace(small.QUICK.search, generations=generations, **options)
+    config = dataclasses.replace(small.QUICK, search=search)
+    return Cheem(stages, config, Keys(0), None, FrozenFeatures(stages, config.batch_size))
+
+
+TABLE = np.array([[0.1, 0.2, 0.3, 0.1, 0.2, 0.1, 0, 0], [0.1, 0.2, 0.2, 0.3, 0, 0, 0, 0]])
+SIMILARITY = np.array([[0.0, 0.0], [-0.5, np.nan], [0.9, 0.1]])
+
+
+def candidates(earlier):
+    return Candidates(((0, 3), (0,)), (), (2, 1), (), earlier)
+
+
+def test_a_warm_start_is_the_likeliest_all_reuse_all_adapt_and_earlier_networks_by_similarity():
+    # block 0 offers Reuse(0), Reuse(1), Adapt(0), Adapt(1), New, Skip; block 1 Reuse, Adapt, New, Skip
+    found = first_genomes(Tables(TABLE, TABLE), candidates([(0, 0), (0, None), (1, 0)]), SIMILARITY)
+    assert found.tolist() == [[2, 3], [0, 0], [2, 1], [1, 0], [0, 3]]
+
+
+def test_a_warm_start_leaves_out_what_holds_a_removed_op():
+    tables = Tables(*(hee.without(table, ("skip",), (2, 1)) for table in (TABLE, TABLE)))
+    found = first_genomes(tables, candidates([(0, 0), (0, None), (1, 0)]), SIMILARITY)
+    assert found.tolist() == [[2, 1], [0, 0], [2, 1], [1, 0]]
+
+
+def test_the_resumed_cost_prefers_the_longer_prefix_of_the_base_in_a_tie(stages):
+    supernet = Supernet(jax.random.key(0), stages.base_pool, 3, OpSettings(rank=2))
+    assert pool_sizes(stages.base_pool) == (1, 1, 1, 1)
+    early_skip, late_adapt, base = [3, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]
+    genomes, correct = np.array([early_skip, late_adapt, base]), np.array([50.0, 50.0, 40.0])
+
+    def best(cost):
+        return rank(Scored(genomes, correct, cost(genomes)), 100, 0.02).tolist()[0]
+
+    assert best(architecture_flops(stages, supernet)) == 0  # a Skip saves, Adapt costs
+    cost = resumed_flops(stages, supernet, until=4)
+    assert best(cost) == 1 and cost(genomes)[2] == 0
+    architecture = decode(late_adapt, supernet.sizes)
+    assert cost(genomes)[1] == executed_flops(stages.config, "mlp_down", architecture, begin=3)
+    # a router that reads only two blocks, or another network, leaves less to resume from
+    for until in (2, 0):
+        assert resumed_flops(stages, supernet, until)(genomes)[1] == executed_flops(
+            stages.config, "mlp_down", architecture, begin=until
+        )
+
+
+def test_the_report_tells_what_each_option_compared_and_left_out(stages):
+    task = small.task("colours", 0)
+    plain = learner(stages).learn(task, Undisturbed())
+    halved = learner(stages, cost="resumed", rungs=3, warm_start=True).learn(task, Undisturbed())
+    assert plain["searched"] == 3 * 6 and set(plain["search"]) == {
+        "correct", "flops", "population", "num_images", "chosen",
+    }  # fmt: skip
+    # 6 are 12, 6 and 3 in three rungs
+    assert halved["searched"] == 3 * 12 and halved["search"]["dropped"] == 3 * 9
+    assert halved["search"]["population"] == 3 and len(halved["search"]["correct"]) == 3 * 3
+    chosen = halved["search"]["chosen"]
+    assert halved["search"]["flops"][chosen] == halved["flops"] != halved["search"]["flops_compared"][chosen]
+    assert halved["validation_accuracy"] == halved["search"]["correct"][chosen] / halved["search"]["num_images"]
+
+
+def test_a_search_with_all_options_goes_on_from_a_rolling_checkpoint(stages, tmp_path):
+    options, task = {"cost": "resumed", "rungs": 3, "warm_start": True}, small.task("colours", 0)
+    whole = Resumed(None)
+    expected = learner(stages, **options).learn(task, whole)
+    # 12 candidates on 5 images, 6 on 5 more, 3 on the other 10, per generation
+    assert whole.num_images == whole.total == 3 * 120
+    rolling = Rolling(tmp_path, Stop())
+    with pytest.raises(Halt):
+        learner(stages, **options).learn(task, Halting(rolling, 240))
+    going_on = Resumed(rolling.open(0, print))
+    assert going_on.saved is not None and len(going_on.saved.arrays["dropped"]) == 2 * 9
+    found = learner(stages, **options).learn(task, going_on)
+    assert going_on.num_images == going_on.total == 120
+    for name in ("search", "searched", "architecture", "finetune_losses"):
+        assert found[name] == expected[name]
+
+
+def test_a_stream_with_too_few_validation_images_is_refused_before_it_is_learned(stages):
+    tasks = [small.task("many", 0), small.task("few", 1, num=6)]
+    assert learner(stages, rungs=2).check(tasks) == []
+    with pytest.raises(ValueError, match="3 validation images; so many rungs need at least 4"):
+        learner(stages, rungs=3).check(tasks)

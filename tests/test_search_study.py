@@ -1,0 +1,178 @@
+"""`experiments/search_study.py`: how the supernet ranks, and what other searches find in it."""
+
+import io
+import json
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run
+import mtil
+import search_study
+from searching.measures import correlation, points_of, summary
+from searching.units import VARIANTS, Counted
+
+from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.data.task import Stream
+from cheem_jax.execution.choice import EngineConfig
+from cheem_jax.interruption import Stopped
+from cheem_jax.report.progress import Progress
+from cheem_jax.report.record import read
+
+STREAM = small.stream(2)
+CONFIG = RunConfig(small.QUICK, "quick", engine=EngineConfig(executor="stages"))
+WORKSHOP = {}
+"""Compiled networks, of which there is one backbone."""
+
+
+def quiet():
+    return Progress(Console(file=io.StringIO()))
+
+
+def study(directory, run, stream=STREAM, seeds=(0,)):
+    loaded = mtil.Loaded(Stream("small", stream.tasks[1:]), small.pretrained(), None, None)
+    search_study.study(directory, run, loaded, ["task1"], 4, list(seeds), quiet(), workshop=WORKSHOP)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two tasks, and a study of the second one that nobody stopped."""
+    run, directory = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("study")
+    results = run_stream(STREAM, small.pretrained(), CONFIG, run, quiet(), workshop=WORKSHOP)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delitem(VARIANTS, "halving, 2 rungs")  # what it draws with would be compiled for it alone
+        study(directory, run)
+        yield run, results, directory
+
+
+def entries_of(directory, event):
+    drop = ("time", "fingerprint", "seconds")
+    return [
+        {key: entry[key] for key in entry if key not in drop} for entry in read(directory) if entry["event"] == event
+    ]
+
+
+def test_supernet_search_and_network_of_the_run_come_again(finished):
+    run, results, directory = finished
+    (report,) = (
+        e["report"]
+        for e in read(run)
+        if e["event"] == "learned" and e["report"]["name"] == "task1" and e["method"] == "cheem"
+    )
+    (supernet,) = entries_of(directory, "supernet")
+    assert supernet["losses"] == report["supernet_losses"]
+    winners = json.loads((directory / "search_study.json").read_text())["winners"]
+    paper = next(winner for winner in winners if winner["variant"] == "paper")
+    assert paper["architecture"] == report["architecture"] and paper["flops"] == report["flops"]
+    assert paper["supernet_accuracy"] == report["validation_accuracy"]
+    assert paper["test_accuracy"] == results["just_trained"][1]
+    assert "the same losses as in the run" in (directory / "search_study.md").read_text()
+    assert (directory / "search_study.png").stat().st_size > 10_000
+
+
+def test_every_search_costs_at_most_the_papers_and_every_architecture_is_retrained_once(finished):
+    directory = finished[2]
+    searches, retrained = entries_of(directory, "searched"), entries_of(directory, "finetuned")
+    (drawn,) = entries_of(directory, "drawn")
+    assert [search["variant"] for search in searches] == list(VARIANTS)
+    # 6 candidates on 20 images in 2 generations; 12 on 5, 6 on 5 more and 3 on the other 10
+    spent = {search["variant"]: search["candidate_images"] for search in searches}
+    assert spent["paper"] == spent["warm start"] == 2 * 6 * 20 and spent["halving, 3 rungs"] == 2 * (60 + 30 + 30)
+    assert max(spent.values()) <= 240
+    assert {search["variant"]: search["dropped"] for search in searches}["all"] == 2 * 9
+    wanted = {tuple(genome) for genome in (*drawn["genomes"], *(search["genome"] for search in searches))}
+    assert len(drawn["genomes"]) == 4 and sorted(wanted) == sorted(tuple(entry["genome"]) for entry in retrained)
+    assert all(entry["flops_resumed"] <= entry["flops"] + 10**6 for entry in retrained)
+
+
+def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(finished, tmp_path, monkeypatch):
+    run, _, directory = finished
+    phase, seen = Counted.phase, [0]
+
+    def stopping(self, name, total, state=None):
+        seen[0] += 1
+        if seen[0] in (1, 4, 9):  # scoring those drawn, the third search, a fine-tuning
+            self.stop.signal_number = signal.SIGINT
+        return phase(self, name, total, state)
+
+    monkeypatch.setattr(Counted, "phase", stopping)
+    for _ in range(3):
+        with pytest.raises(Stopped, match="is kept"):
+            study(tmp_path, run)
+    study(tmp_path, run)
+    for event in ("supernet", "drawn", "searched", "finetuned"):
+        assert entries_of(tmp_path, event) == entries_of(directory, event)
+
+
+def test_a_finished_study_computes_nothing_and_belongs_to_its_run(finished, monkeypatch):
+    run, _, directory = finished
+    page = (directory / "search_study.md").read_text()
+    monkeypatch.delattr(search_study, "TaskUnits")
+    study(directory, run)
+    assert (directory / "search_study.md").read_text() == page
+    with pytest.raises(ValueError, match="num is 4 there and 5 here"):
+        loaded = mtil.Loaded(Stream("small", STREAM.tasks[1:]), small.pretrained(), None, None)
+        search_study.study(directory, run, loaded, ["task1"], 5, [0], quiet())
+
+
+def test_other_pictures_weights_and_tasks_are_refused(finished, tmp_path):
+    run = finished[0]
+    other = Stream("small", (STREAM.tasks[0], small.task("task1", 7, num_classes=4)))
+    with pytest.raises(ValueError, match="other pictures or labels of task1"):
+        study(tmp_path, run, other)
+    with pytest.raises(ValueError, match="with other weights"):
+        loaded = mtil.Loaded(STREAM, small.pretrained(1), None, None)
+        search_study.study(tmp_path, run, loaded, ["task1"], 4, [0], quiet())
+    with pytest.raises(ValueError, match="--study names task7; the run's tasks are task0, task1"):
+        search_study.main(search_study.SearchStudy(run, "task7"))
+    with pytest.raises(ValueError, match="--search-seeds is '0,0'"):
+        search_study.main(search_study.SearchStudy(run, "task1", search_seeds="0,0"))
+    with pytest.raises(ValueError, match="holds no config.json"):
+        search_study.main(search_study.SearchStudy(tmp_path / "none", "task1"))
+    with pytest.raises(ValueError, match="--num is 3"):
+        search_study.SearchStudy(run, "task1", num=3)
+
+
+def test_a_rank_correlation_has_an_interval_and_none_where_all_are_equal():
+    x = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
+    found = correlation(x, x**2, "kendall")
+    assert found is not None and [found[name] for name in ("value", "low", "high")] == pytest.approx([1, 1, 1])
+    assert found["num"] == 5
+    # 1 of 10 pairs is the other way round: tau 0.8; squared differences of ranks 1 + 1: rho 1 - 6 * 2 / 120
+    swapped = np.array([0.1, 0.3, 0.2, 0.4, 0.5])
+    for kind, value in (("kendall", 0.8), ("spearman", 0.9)):
+        found = correlation(x, swapped, kind)
+        assert found is not None and found["value"] == pytest.approx(value) and found["low"] < value <= found["high"]
+    assert correlation(x, np.ones(5), "spearman") is None
+
+
+def test_points_are_those_drawn_that_were_retrained():
+    entries = [
+        {"event": "drawn", "task": "a", "genomes": [[0], [1], [2]], "supernet_accuracy": [0.5, 0.6, 0.7]},
+        {"event": "finetuned", "task": "a", "genome": [2], "val_accuracy": 0.8, "test_accuracy": 0.9},
+        {"event": "finetuned", "task": "a", "genome": [1], "val_accuracy": None, "test_accuracy": None},
+        {"event": "finetuned", "task": "b", "genome": [0], "val_accuracy": 0.1, "test_accuracy": 0.1},
+    ]
+    points = points_of(entries, "a")
+    assert [values.tolist() for values in points] == [[0.7], [0.8], [0.9]]
+
+
+def test_searches_are_compared_with_the_papers_of_the_same_task_and_seed():
+    def winner(variant, seed, test):
+        same = dict.fromkeys(("supernet_accuracy", "candidate_images", "flops", "flops_resumed", "val_accuracy"), 1.0)
+        return {"task": "a", "variant": variant, "seed": seed, "test_accuracy": test, **same}
+
+    rows = summary([
+        winner("paper", 0, 0.5), winner("paper", 1, 0.7), winner("warm start", 0, 0.6), winner("warm start", 1, 0.7),
+        winner("warm start", 2, 0.2),
+    ])  # fmt: skip
+    assert [(row["variant"], row["searches"]) for row in rows] == [("paper", 2), ("warm start", 3)]
+    assert rows[1]["test_accuracy"] == pytest.approx(0.5)
+    gain = rows[1]["against_paper"]["test_accuracy"]
+    # differences 0.1 and 0: mean 0.05, standard deviation 0.0707, over the root of 2
+    assert gain["mean"] == pytest.approx(0.05) and gain["standard_error"] == pytest.approx(0.05) and gain["num"] == 2
