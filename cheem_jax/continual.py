@@ -36,7 +36,7 @@ from cheem_jax.methods.cheem import CheemConfig, Preset
 from cheem_jax.methods.frozen_linear import FrozenLinear
 from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.methods.lora_cl import LoraClConfig
-from cheem_jax.methods.method import FrozenFeatures, Method
+from cheem_jax.methods.method import Backbone, FrozenFeatures, Method
 from cheem_jax.ops import Placement
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.progress import Progress
@@ -46,6 +46,7 @@ from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.restoring import restore
 from cheem_jax.results import results_of
 from cheem_jax.rolling import Rolling
+from cheem_jax.routing.config import PAPER
 from cheem_jax.run_directory import check_space, claim, hold
 from cheem_jax.steps import SPARE_BYTES, Mark, Run, evaluate, learn_task
 
@@ -238,12 +239,16 @@ def networks_of(
     size = config.batch_size
     workshop = {} if workshop is None else workshop
     weights = (pretrained.sha256, pretrained.config, router and (router.sha256, router.config))
-    place = (weights, placement, token, size, engine, layout.place, layout.fsdp)
+    reads = getattr(config, "router", PAPER)
+    place = (weights, placement, token, size, engine, layout.place, layout.fsdp, reads.features)
     if place not in workshop:
         vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
         executor = make_executor(vit, placement, engine, token=token, batch_size=size, layout=layout)
-        features = router_features = FrozenFeatures(executor, size)
+        features = FrozenFeatures(executor, size)
+        router_features = features if reads.features == "last" else FrozenFeatures(Backbone(executor, reads), size)
         if isinstance(router, PretrainedAlexNet):
+            if reads.features != "last":
+                raise ValueError(f"router features {reads.features!r} are of a ViT's blocks; alexnet has only `last`")
             options = jit_options(engine.precision, engine.deterministic)
             encoder = AlexNetEncoder(
                 build_alexnet(router.config, router.params), jit=functools.partial(jax.jit, compiler_options=options)
@@ -252,7 +257,7 @@ def networks_of(
         elif router is not None:
             router_vit = build(dataclasses.replace(router.config, precision=engine.precision), router.params)
             router_executor = make_executor(router_vit, placement, engine, batch_size=size, layout=layout)
-            router_features = FrozenFeatures(router_executor, size)
+            router_features = FrozenFeatures(Backbone(router_executor, reads), size)
         workshop[place] = Networks(executor, features, router_features)
     return workshop[place]
 

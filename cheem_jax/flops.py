@@ -18,6 +18,16 @@ def backbone_flops(config: ViTConfig, *, count_attention: bool = False) -> int:
     return 2 * (embed + config.depth * (linear + attention))
 
 
+def pass_flops(config: ViTConfig, placement: Placement, until: int, *, count_attention: bool = False) -> int:
+    """The plain backbone up to the tokens that every choice at block `until` shares; whole where that is L."""
+    if until == config.depth:
+        return backbone_flops(config, count_attention=count_attention)
+    embed = 2 * config.num_patches * 3 * config.patch_size**2 * config.width
+    attention = branch_flops(config, "attn_proj", count_attention=count_attention)
+    block = attention + branch_flops(config, "mlp_down")
+    return embed + until * block + (attention if placement == "mlp_down" else 0)
+
+
 def branch_flops(config: ViTConfig, placement: Placement, *, count_attention: bool = False) -> int:
     """What one Skip saves: an FFN (`mlp_down`) or an attention branch (`attn_proj`)."""
     tokens, width = config.num_tokens, config.width
@@ -76,6 +86,15 @@ def executed_flops(
         total += 0 if skipped and placement == "mlp_down" else mlp
     shared = halves[begin][0] if begin and placement == "mlp_down" else 0
     return total - shared + 2 * config.width * num_classes
+
+
+def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> int:
+    """`pass_flops` as it runs."""
+    if until == config.depth:
+        return executed_backbone_flops(config)
+    embed = 2 * config.num_patches * 3 * config.patch_size**2 * config.width
+    *before, (attention, _) = (executed_halves(config, last=i == config.depth - 1) for i in range(until + 1))
+    return embed + sum(map(sum, before)) + (attention if placement == "mlp_down" else 0)
 
 
 def executed_backbone_flops(config: ViTConfig, num_extra: int = 0) -> int:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from cheem_jax.architecture import Architecture
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.ops import Expert, LowRank, Placement, merge
+from cheem_jax.routing.config import Place
 
 
 class StoredExpert(NamedTuple):
@@ -60,6 +61,13 @@ class TaskMemory:
     distances: Float[np.ndarray, "Q"] | None = None
     """Quantiles of the distance from this task's validation images to its nearest centroid, in equal steps from 0 to 1;
     None where nobody asked for them."""
+    moments: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """What else names the task, where the router is not one by centroids."""
+
+    @property
+    def place(self) -> Place:
+        """What the router knows of it."""
+        return Place(self.centroids, self.moments)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ from jaxtyping import Float, Int, UInt8
 from scipy.special import softmax
 
 from cheem_jax.architecture import to_strings
-from cheem_jax.centroids import CentroidIndex, RouterConfig, threshold
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.data.files import FolderFiles, is_image, list_files
 from cheem_jax.execution.executor import Executor
@@ -20,6 +19,9 @@ from cheem_jax.methods.expert_memory import TaskNetworks
 from cheem_jax.methods.method import base_network
 from cheem_jax.pool import TaskMemory
 from cheem_jax.prediction import Guess, NearTask, Prediction
+from cheem_jax.routing.centroids import CentroidIndex, threshold
+from cheem_jax.routing.config import RouterConfig
+from cheem_jax.routing.routers import NearestCentroid, make_router
 
 BATCH_SIZES = (1, 8, 32)
 """Images per call that programs are compiled for: a single picture, a few, and many."""
@@ -33,7 +35,7 @@ class Answered(NamedTuple):
     logits: list[Float[np.ndarray, "C"]]
     """Of the answering target's classes; empty for none."""
     distances: Float[np.ndarray, "N T"]
-    """To the nearest centroid of each target."""
+    """To each target, as the router compares them."""
 
 
 class Predictor:
@@ -62,7 +64,10 @@ class Predictor:
         if top < 1:
             raise ValueError(f"top is {top}; expected at least 1 class")
         self.executor, self.targets, self.networks, self.top = executor, tuple(targets), networks, top
-        self.index = CentroidIndex(router.metric, [target.centroids for target in targets])
+        self.index = make_router(router).follow([target.place for target in targets])
+        # a distance that learning more tasks does not change, so that a threshold keeps its meaning
+        centroids = [target.centroids for target in targets]
+        self._own = None if isinstance(self.index, NearestCentroid) else CentroidIndex(router.metric, centroids)
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self.thresholds: np.ndarray | None = None
         if open_set is not None:
@@ -78,7 +83,9 @@ class Predictor:
         for size in self.batch_sizes:
             rows = executor.rows(size)
             sizes = sorted({min(rows, smaller) for smaller in self.batch_sizes if smaller <= size}, reverse=True)
-            self._inference[size] = Inference(executor, base, networks, batch_size=size, sizes=sizes)
+            self._inference[size] = Inference(
+                executor, base, networks, batch_size=size, sizes=sizes, reads=router
+            )  # fmt: skip
 
     @property
     def image_size(self) -> int:
@@ -141,11 +148,11 @@ class Predictor:
 
             def route(seen: np.ndarray, known: slice = known) -> np.ndarray:
                 found = self.index.distances(seen)
-                near[known] = found[: known.stop - known.start]
-                return self._routed(found)
+                routed, num = self._routed(found, seen), known.stop - known.start
+                near[known], targets[known] = found[:num], routed[:num]
+                return routed
 
             features[known] = inference.features(HostImages(self.executor, part), len(rows), route)
-            targets[known] = self._routed(near[known])
         heads = {target: self._head(target) for target in np.unique(targets).tolist()}
         pairs = zip(features, [heads[target] for target in targets.tolist()], strict=True)
         logits = [row @ weight + bias for row, (weight, bias) in pairs]
@@ -156,11 +163,12 @@ class Predictor:
         largest = self.batch_sizes[-1]
         return (np.arange(start, min(start + largest, num)) for start in range(0, num, largest))
 
-    def _routed(self, found: Float[np.ndarray, "N T"]) -> Int[np.ndarray, "N"]:
+    def _routed(self, found: Float[np.ndarray, "N T"], seen: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
         nearest = np.argmin(found, axis=1).astype(np.int32)
         if self.thresholds is not None:
+            own = found if self._own is None else self._own.distances(seen)
             # so written, what is no number is foreign too
-            nearest[~(found[np.arange(len(found)), nearest] <= self.thresholds[nearest])] = -1
+            nearest[~(own[np.arange(len(found)), nearest] <= self.thresholds[nearest])] = -1
         return nearest
 
     def _head(self, target: int) -> tuple[Float[np.ndarray, "D C"], Float[np.ndarray, "C"]]:

@@ -24,6 +24,8 @@ def save_memory_task(root: Path, memory: Memory, index: int, rank: int) -> Path:
     }
     if task.distances is not None:
         arrays["distances"] = task.distances
+    if task.moments:
+        arrays["moments"] = dict(task.moments)
     meta = {
         "name": task.name,
         "classes": list(task.classes),
@@ -174,5 +176,6 @@ def _task_of(arrays: Arrays, meta: Mapping[str, Any]) -> tuple[TaskMemory, dict[
         meta["name"], tuple(meta["classes"]), from_strings(meta["architecture"]), tuple(meta["experts"]),
         Head(**jax.device_put(arrays["head"])), np.asarray(arrays["means"]),
         np.asarray(arrays["centroids"]), None if distances is None else np.asarray(distances),
+        {name: np.asarray(values) for name, values in arrays.get("moments", {}).items()},
     )  # fmt: skip
     return task, _experts_of(arrays)

@@ -5,8 +5,9 @@
     python experiments/ablations.py --stream mtil --preset paper --backbone vit_base --data-dir DATA
 
 The studies: epsilon (eps1 = eps2), tolerance (tau, beside S-Prompts and LoRA-CL), sampling (HEE against uniform),
-placement, ops (one removed), weights (inherited from the supernet or new), base_means (known or neutral). CHEEM as it
-is belongs to all of them and is run once. `tables.py` reads the runs as well, for the paper's own tables.
+placement, ops (one removed), weights (inherited from the supernet or new), base_means (known or neutral), plus (a
+better router, and a search that counts what inference runs). CHEEM as it is belongs to all of them and is run once.
+`tables.py` reads the runs as well, for the paper's own tables.
 """
 
 import dataclasses
@@ -20,13 +21,13 @@ from study import Found, Study, Variant, run_all
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.cli import parse, run_command
-from cheem_jax.methods.cheem import PRESETS
+from cheem_jax.methods.cheem import PLUS, PRESETS
 from cheem_jax.ops import KINDS
 from cheem_jax.report.comparison import comparison
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import METHODS, NONE, Grid, format_flops
 
-STUDIES = ("epsilon", "tolerance", "sampling", "placement", "ops", "weights", "base_means")
+STUDIES = ("epsilon", "tolerance", "sampling", "placement", "ops", "weights", "base_means", "plus")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,13 @@ def _study(
         case "weights":
             inherited = Variant("inherited", "inherited from the supernet", config={"weights": "inherited"})
             return [plain._replace(title="initialised anew"), inherited]
+        case "plus":
+            resumed = {"search.cost": "resumed"}
+            return [
+                plain._replace(title="the paper's"),
+                Variant("plus", "what was shown to pay", config=PLUS),
+                Variant("plus-resumed", "the same, and resumed FLOPs in the search", config={**PLUS, **resumed}),
+            ]
         case _:
             neutral = Variant("neutral", "neutral base means", config={"base_means": "neutral"})
             return [plain._replace(title="base means where known"), neutral]

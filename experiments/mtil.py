@@ -45,6 +45,8 @@ from cheem_jax.report.table import show
 
 T = TypeVar("T")
 DEMO = "demo"
+FULL = ("paper", "cheem_plus")
+"""Presets that are repeated with three seeds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Mtil:
     cheem: CheemConfig
     """Settings of `cheem` and `cheem_lite`; `--preset` chooses their defaults."""
     preset: Preset = "paper"
-    """`paper`: all settings of the paper; `quick`: every part on, sized for a CPU; `demo`: for a few hundred images."""
+    """`paper`: all settings of the paper; `quick`: every part on, sized for a CPU; `demo`: for a few hundred images;
+    `cheem_plus` and `quick_plus`: `paper` and `quick` with what was shown to pay."""
     backbone: str | None = None
     """deit_tiny (the default), vit_base, vit_base_augreg, clip_vit_base, vit_micro (the demo stream's default),
     vit_nano, or another plain timm ViT by name."""
@@ -103,7 +106,7 @@ class Mtil:
     """Root of every PRNG key in the run."""
     num_seeds: int | None = None
     """Runs with this seed and the following ones, each in a folder of its own below the run directory; default: 3 for
-    the preset `paper`, else 1."""
+    the presets `paper` and `cheem_plus`, else 1."""
     seeds: SeedsConfig = SeedsConfig()
     """Seeds of their own for parts of the run."""
     upper_bound: bool = False
@@ -153,7 +156,7 @@ def main(settings: Mtil) -> None:
 
 def runs_of(settings: Mtil) -> list[Mtil]:
     """One run per seed; several have folders of their own."""
-    num = (3 if settings.preset == "paper" else 1) if settings.num_seeds is None else settings.num_seeds
+    num = (3 if settings.preset in FULL else 1) if settings.num_seeds is None else settings.num_seeds
     if num < 1:
         raise ValueError(f"--num-seeds is {num}; expected at least 1")
     if num > 1 and (settings.run_dir / "config.json").exists():

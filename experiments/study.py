@@ -75,7 +75,7 @@ class Study:
 
     @property
     def chosen_seeds(self) -> list[int]:
-        return seeds_of(self.seeds or ("0,1,2" if self.chosen_preset == "paper" else "0"))
+        return seeds_of(self.seeds or ("0,1,2" if self.chosen_preset in mtil.FULL else "0"))
 
 
 class Variant(NamedTuple):

@@ -1,5 +1,6 @@
 """A small memory whose tasks use every op, and pictures that lead to each of them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,10 +10,14 @@ import small
 
 from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.centroids import RouterConfig, normalise
+from cheem_jax.execution.stages import Stages
 from cheem_jax.export import Subject
+from cheem_jax.methods.method import Backbone
 from cheem_jax.ops import Expert, LowRank, Op, Placement, Reuse, Skip
 from cheem_jax.pool import Head, StoredExpert, TaskMemory, base_pool
+from cheem_jax.routing.centroids import normalise
+from cheem_jax.routing.config import Reads, RouterConfig
+from cheem_jax.routing.statistics import fit_place
 
 VIT = small.backbone()
 PICTURES = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8) // np.array(
@@ -59,6 +64,23 @@ def subject(
         task = TaskMemory(name, classes, from_strings(strings), experts, head, np.zeros((4, 16), np.float32), centroids)
         tasks.append(task)
     return Subject(VIT, placement, tuple(map(tuple, pool)), tuple(tasks), RouterConfig(metric=metric), thresholds)
+
+
+@functools.cache
+def encoder(placement: Placement, features: Reads) -> Backbone:
+    """What a router reads of the backbone."""
+    return Backbone(Stages(VIT, placement), RouterConfig(features=features))
+
+
+def routed(placement: Placement, router: RouterConfig, thresholds: tuple[float, ...] | None = None) -> Subject:
+    """The same tasks behind another router, each fitted to its picture with noise."""
+    rng, begun, tasks = np.random.default_rng(6), subject(placement), []
+    for picture, task in zip(PICTURES, begun.tasks, strict=False):
+        noisy = np.clip(picture + rng.normal(0, 12, (12, 8, 8, 3)), 0, 255).astype(np.uint8)
+        features = encoder(placement, router.features).features(noisy, batch_size=12)
+        place = fit_place(features, np.arange(12, dtype=np.int32) % 2, router, seed=0)
+        tasks.append(dataclasses.replace(task, centroids=place.centroids, moments=place.moments))
+    return dataclasses.replace(begun, tasks=tuple(tasks), router=router, thresholds=thresholds)
 
 
 @functools.cache

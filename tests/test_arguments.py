@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 
 from cheem_jax.arguments import arguments_of, located
-from cheem_jax.centroids import RouterConfig
 from cheem_jax.cli import parse
 from cheem_jax.commands.demo import Demo
 from cheem_jax.data.load import ImagesConfig
@@ -18,6 +17,7 @@ from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods import catalogue
 from cheem_jax.methods.cheem import PRESETS, CheemConfig
+from cheem_jax.routing.config import RouterConfig
 from cheem_jax.supernet import OpSettings
 from cheem_jax.training import ExplorationConfig, FitConfig
 from experiments import mtil

@@ -20,11 +20,15 @@ from cheem_jax.backbone.config import CONFIGS, ViTConfig
 from cheem_jax.backbone.params import build, shapes_of
 from cheem_jax.backbone.timm_names import from_timm
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.centroids import RouterConfig, distances
 from cheem_jax.export import Subject, export, exporting, stablehlo, timm_weights
-from cheem_jax.export.programs import distances_to, memory_program
+from cheem_jax.export.checking import check, random_pictures
+from cheem_jax.export.naming import distances_to
+from cheem_jax.export.programs import memory_program
 from cheem_jax.ops import Expert
 from cheem_jax.pool import Head, StoredExpert, TaskMemory, base_pool
+from cheem_jax.routing.centroids import distances
+from cheem_jax.routing.config import RouterConfig
+from cheem_jax.routing.routers import make_router
 
 PICTURES = example.PICTURES
 
@@ -101,6 +105,35 @@ def test_stablehlo_answers_in_a_process_without_the_library(tmp_path):
     assert jax.config.jax_traceback_in_locations_limit != 0
 
 
+@pytest.mark.parametrize(
+    ("placement", "kind", "features", "is_open"),
+    [
+        ("mlp_down", "kmeans", "early", True),
+        ("attn_proj", "class_means", "levels", False),
+        ("mlp_down", "lda", "early", True),
+        ("mlp_down", "gaussian", "levels", True),
+        ("attn_proj", "ridge", "last", False),
+    ],
+)
+def test_every_router_becomes_part_of_the_program(tmp_path, placement, kind, features, is_open):
+    router = RouterConfig(kind, features, num_centroids=2, projections=50)
+    # no distance is small enough for the last task
+    subject = example.routed(placement, router, (9.0, 9.0, 9.0, -1.0) if is_open else None)
+    file = export(subject, tmp_path / "memory.stablehlo", "stablehlo").file
+    found = jax.device_get(jax.jit(jax.export.deserialize(bytearray(file.read_bytes())).call)(PICTURES))
+    tasks = [0, 1, 2, -1 if is_open else 3]
+    np.testing.assert_array_equal(found["task"][:4], tasks)
+    seen = example.encoder(placement, features).features(PICTURES, batch_size=5)
+    wanted = make_router(router).follow([task.place for task in subject.tasks]).distances(seen)
+    np.testing.assert_allclose(found["distance"], wanted, atol=1e-4 * max(1, np.abs(wanted).max()))
+    for row, task in enumerate(tasks):
+        logits = example.logits(placement, task)[row] if task >= 0 else np.zeros(0)
+        np.testing.assert_allclose(found["logits"][row, : len(logits)], logits, atol=1e-4)
+        assert (found["logits"][row, len(logits) :] < -1e29).all()
+    told = json.loads((tmp_path / "memory.stablehlo.json").read_text())["router"]
+    assert (told["kind"], told["features"]) == (kind, features) and (told["thresholds"] is not None) == is_open
+
+
 @pytest.mark.xfail(
     jax.__version_info__ >= (0, 11),
     raises=ValueError,
@@ -119,7 +152,7 @@ def test_onnx_answers_in_onnxruntime_and_says_which_images_belong_to_no_task(tmp
         found = dict(zip(names, session.run(None, {"images": PICTURES[:num]}), strict=True))
         check_memory(subject, found, [0, 1, 2, -1, -1][:num])
     description = json.loads(session.get_modelmeta().custom_metadata_map["cheem_jax"])
-    assert description["router"] == {"metric": "l1", "thresholds": [0.05, 0.05, 0.05, -1.0]}
+    assert description["router"] == {**dataclasses.asdict(subject.router), "thresholds": [0.05, 0.05, 0.05, -1.0]}
 
     model = onnx.load(done.file)
     onnx.checker.check_model(model)
@@ -223,6 +256,16 @@ def test_a_file_that_would_answer_otherwise_is_not_written(tmp_path, monkeypatch
     with pytest.raises(RuntimeError, match="differs from the network by"):
         export(pretended, tmp_path / "early.stablehlo", "stablehlo", task="early")
     assert not list(tmp_path.iterdir())
+
+
+def test_large_distances_excuse_no_wrong_logit():
+    subject = example.routed("mlp_down", RouterConfig("lda", shrinkage=1e-4))
+    heads = [task.head._replace(bias=task.head.bias + 0.005) for task in subject.tasks]
+    wrong = [dataclasses.replace(task, head=head) for task, head in zip(subject.tasks, heads, strict=True)]
+    program = jax.jit(memory_program(dataclasses.replace(subject, tasks=tuple(wrong))))
+    assert np.asarray(program(random_pictures(8, 6))["distance"]).max() > 100
+    with pytest.raises(RuntimeError, match="differs from the network by 0.005"):
+        check(subject, None, lambda images: jax.device_get(program(images)))
 
 
 def test_a_file_without_its_description_is_not_left_behind(tmp_path):

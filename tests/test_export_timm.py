@@ -11,10 +11,10 @@ import pytest
 from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.centroids import RouterConfig
 from cheem_jax.export import Subject, export
 from cheem_jax.ops import Expert, LowRank
 from cheem_jax.pool import Head, StoredExpert, TaskMemory, base_pool
+from cheem_jax.routing.config import RouterConfig
 
 pytestmark = pytest.mark.convert
 

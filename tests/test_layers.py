@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parent.parent
 # Each imports only from its own folder and from what stands before it: in an earlier row, or further left.
 ROWS = (
     ("atomic", "interruption", "hosts", "keys", "images", "kernels", "ops", "architecture", "metrics"),
-    ("backbone", "pool", "centroids", "flops"),
+    ("routing", "backbone", "pool", "flops"),
     ("supernet", "hee", "execution"),
     ("evolution", "training"),
     ("data", "checkpoint", "saved_memory", "rolling", "results", "report", "run_directory", "fingerprint"),

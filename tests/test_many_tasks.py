@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from cheem_jax import centroids, pool
-from cheem_jax.centroids import CentroidIndex, RouterConfig
+from cheem_jax import pool
 from cheem_jax.checkpoint import load_task, saved_tasks
 from cheem_jax.execution.feed import HostImages
 from cheem_jax.execution.stages import Stages
@@ -27,11 +26,14 @@ from cheem_jax.methods.method import FrozenFeatures, Undisturbed
 from cheem_jax.ops import LowRank
 from cheem_jax.pool import DenseExperts, Head, Memory, dense_expert
 from cheem_jax.predict import Predictor
+from cheem_jax.routing import centroids
+from cheem_jax.routing.centroids import CentroidIndex
+from cheem_jax.routing.config import Metric, RouterConfig
 from cheem_jax.saved_memory import open_memory, save_memory_task
 from experiments.bench.growth import drawn_memory
 
 NUM_TASKS, NUM_SAVED, RANK = 30, 8, 2
-METRICS: dict[centroids.Metric, Literal["cityblock", "euclidean", "cosine"]] = {
+METRICS: dict[Metric, Literal["cityblock", "euclidean", "cosine"]] = {
     "l1": "cityblock",
     "l2": "euclidean",
     "cosine": "cosine",

@@ -10,11 +10,11 @@ import small
 from baselines import check_method, fresh, learner
 
 from cheem_jax.backbone.config import config_of
-from cheem_jax.centroids import RouterConfig
 from cheem_jax.flops import backbone_flops, executed_backbone_flops, token_flops
 from cheem_jax.methods.method import Undisturbed
 from cheem_jax.methods.s_prompts import SPrompts, SPromptsConfig
 from cheem_jax.ops import Reuse
+from cheem_jax.routing.config import RouterConfig
 from cheem_jax.training import FitConfig
 
 CONFIG = SPromptsConfig(

@@ -23,7 +23,6 @@ from serving import COLOURS, Colours, Served, ask, name_of, picture, serving, wa
 
 import cheem_jax.memory
 from cheem_jax.architecture import Choice
-from cheem_jax.centroids import RouterConfig
 from cheem_jax.cli import run_command
 from cheem_jax.commands.serve import Serve, serve_memory
 from cheem_jax.data.decode import decode_image
@@ -31,6 +30,7 @@ from cheem_jax.execution.choice import EngineConfig, make_executor
 from cheem_jax.methods.expert_memory import TaskNetworks
 from cheem_jax.pool import DenseExperts, Head, TaskMemory, base_pool
 from cheem_jax.predict import Predictor
+from cheem_jax.routing.config import RouterConfig
 from cheem_jax.serve import pictures
 from cheem_jax.serve.limits import HELD_BODIES, Limits, Places, Refused
 from cheem_jax.serve.page import page

@@ -63,6 +63,7 @@ def test_each_ablation_changes_one_thing_and_all_share_cheem_as_it_is():
             config = study.run_settings(settings_of(), variant, 3).cheem
             changed = {key for key in vars(usual) if getattr(config, key) != getattr(usual, key)}
             expected = {"epsilon": {"exploration", "search"}, "tolerance": {"search"}, "ops": {"remove"}}
+            expected["plus"] = {"router", "search"}
             is_usual = variant.name in ("cheem", "s_prompts", "lora_cl")
             assert changed <= expected.get(name, {name}) and bool(changed) != is_usual, variant
     folders = [variant.name for study_of in studies.values() for variant in study_of]

@@ -162,6 +162,7 @@ class Executor(abc.ABC):
 
         self.vit_of, self.block_of, self.begin_of, self.mean_loss = vit_of, block_of, begin, mean_loss
         self._begin, self._features, self._classify = self.jit(begin), self.jit(features), self.jit(classify)
+        self._mean_patch = self.jit(lambda tokens: tokens[:, 1:].mean(axis=1))
 
     @property
     def num_blocks(self) -> int:
@@ -189,6 +190,10 @@ class Executor(abc.ABC):
     def features(self, tokens: jax.Array) -> jax.Array:
         """Features `[B, D]` of the last block's tokens."""
         return self._features(self.leaves, tokens)
+
+    def mean_patch(self, tokens: jax.Array) -> jax.Array:
+        """Mean patch token `[B, D]` of tokens `[B, N, D]`."""
+        return self._mean_patch(tokens)
 
     def classify(self, head: Head, tokens, labels, mask, num_classes: int) -> tuple[jax.Array, jax.Array]:
         """Class answers `[B]` of a padded head and how many of the unmasked ones are right."""

@@ -16,8 +16,11 @@ from jaxtyping import Float, Int
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor, Gather, Network, Tokens
 from cheem_jax.execution.feed import Feed
+from cheem_jax.execution.passes import read_on_the_way
 from cheem_jax.keys import next_power_of_two
 from cheem_jax.pool import Head
+from cheem_jax.routing.config import PAPER, RouterConfig
+from cheem_jax.routing.statistics import joined
 
 Route = Callable[[Float[np.ndarray, "N D"]], Int[np.ndarray, "N"]]
 
@@ -83,11 +86,17 @@ class Inference:
         *,
         batch_size: int,
         sizes: Sequence[int] | None = None,
+        reads: RouterConfig = PAPER,
     ):
         self.executor, self.base = executor, base
         self.networks = networks if isinstance(networks, Networks) else Given(networks)
         self.batch_size, self.rows = batch_size, executor.rows(batch_size)
-        self.differences = [first_difference(base, outline.codes) for outline in self.networks.outlines]
+        depth = executor.num_blocks
+        self._blocks, self._until = reads.blocks(depth), reads.until(depth)
+        # the base network is not run further than the router reads: what a task's shares behind that runs as its own
+        self.differences = [
+            min(first_difference(base, outline.codes), self._until) for outline in self.networks.outlines
+        ]
         self.sizes = bucket_sizes(self.rows) if sizes is None else tuple(sizes)
 
     def __call__(self, feed: Feed, num: int, route: Route) -> Inferred:
@@ -148,17 +157,19 @@ class Inference:
 
     def _base(self, feed: Feed, rows: np.ndarray) -> tuple[np.ndarray, dict[int, np.ndarray | jax.Array]]:
         """Features of a batch and the base network's tokens wherever some network leaves it."""
-        features, reached = [], {block: [] for block in sorted(set(self.differences))}
+        parts, reached = [], {block: [] for block in sorted(set(self.differences))}
         for start in range(0, len(rows), self.rows):
             tokens = self.executor.resolve(feed(rows[start : start + self.rows]))
-            for block, kept in reached.items():
-                tokens = self.executor.advance(self.base, tokens, block)
-                kept.append(tokens.values)
-            last = self.executor.advance(self.base, tokens, self.executor.num_blocks)
-            features.append(self.executor.features(last.values))
+            parts.append(
+                read_on_the_way(
+                    self.executor, self.base, tokens, self._blocks, self._until,
+                    lambda tokens: reached[tokens.block].append(tokens.values), list(reached),
+                )
+            )  # fmt: skip
         # on a CPU numpy gathers without a program; elsewhere a batch is one part and stays on the device
         join = np.concatenate if jax.default_backend() == "cpu" else jnp.concatenate
-        return np.concatenate(jax.device_get(features)), {
+        features = joined([np.concatenate(part) for part in zip(*jax.device_get(parts), strict=True)])
+        return features, {
             block: kept[0] if len(kept) == 1 else join([*map(np.asarray, kept)]) for block, kept in reached.items()
         }
 

@@ -1,6 +1,6 @@
 """Forward-only passes over whole data sets: mean class tokens, features, answers, counts of right answers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -56,6 +56,40 @@ def network_features(
         (walked,) = executor.walk([network], tokens, batch.mask)
         found.append(hosts.fetch(executor.features(walked.tokens))[: batch.size])
     return np.concatenate(found)
+
+
+def features_on_the_way(
+    executor: Executor, network: Network, images: Feed, num: int, blocks: Sequence[int], until: int, *, batch_size: int
+) -> list[Float[np.ndarray, "N D"]]:
+    """What one network computes before its end: the mean patch token of the tokens at each of some blocks.
+
+    Where the pass goes `until` the end, the features as well.
+    """
+    found: list[list[np.ndarray]] = []
+    for batch, tokens in _in_order(executor, images, num, batch_size):
+        walked = read_on_the_way(executor, network, executor.resolve(tokens), blocks, until)
+        found.append([hosts.fetch(part)[: batch.size] for part in walked])
+    return [np.concatenate(parts) for parts in zip(*found, strict=True)]
+
+
+def read_on_the_way(
+    executor: Executor,
+    network: Network,
+    tokens: Tokens,
+    blocks: Sequence[int],
+    until: int,
+    keep: Callable[[Tokens], object] = lambda tokens: None,
+    stops: Sequence[int] = (),
+) -> list[jax.Array]:
+    """The same for one batch; `keep` is given the tokens at each of the `stops`."""
+    found = []
+    for block in sorted({*blocks, *stops, until}):
+        tokens = executor.advance(network, tokens, block)
+        if block in stops:
+            keep(tokens)
+        if block in blocks:
+            found.append(executor.mean_patch(tokens.values))
+    return [*found, executor.features(tokens.values)] if until == executor.num_blocks else found
 
 
 def answers(

@@ -1,5 +1,6 @@
 """What each format makes, before it is checked and written; and the description that goes with it."""
 
+import dataclasses
 import importlib.metadata
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -59,10 +60,10 @@ def describe(subject: Subject, index: int | None, kind: Format) -> dict[str, Any
         description["outputs"] = {
             "task": f"int32 [batch], position in `tasks`{nowhere}",
             "logits": f"{logits['logits']} of that task; -1e30 in columns behind its last class",
-            "distance": f"float32 [batch, {len(tasks)}] to the nearest centroid of each task",
+            "distance": f"float32 [batch, {len(tasks)}] to each task, as the router compares them",
         }
         description["router"] = {
-            "metric": subject.router.metric,
+            **dataclasses.asdict(subject.router),
             "thresholds": None if subject.thresholds is None else list(subject.thresholds),
         }
     return description

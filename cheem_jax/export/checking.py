@@ -9,12 +9,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int, UInt8
 
-from cheem_jax.centroids import distances
+from cheem_jax.execution.choice import EngineConfig, make_executor
 from cheem_jax.export.artefact import Run
 from cheem_jax.export.programs import dense_ops, stored_ops
 from cheem_jax.export.subject import Subject
 from cheem_jax.methods.heads import FAR
+from cheem_jax.methods.method import Backbone
 from cheem_jax.ops import Ops, Reuse
+from cheem_jax.routing.centroids import distances
+from cheem_jax.routing.routers import make_router
 
 TOLERANCE = 1e-4
 """Largest difference that a file may show, where logits are larger than 1 relative to the largest."""
@@ -88,14 +91,16 @@ class _Wanted:
         if index is not None:
             self.images = random_pictures(size, NUM_IMAGES)
             return
-        pictures, centroids = random_pictures(size, NUM_CANDIDATES), [task.centroids for task in subject.tasks]
-        base = [Reuse(block.expert(subject.placement)) for block in subject.vit.blocks]
-        seen = [self._of(base, some) for some in np.split(pictures, NUM_CANDIDATES // NUM_IMAGES)]
-        distance = distances(np.concatenate(seen), centroids, subject.router)
+        pictures, places = random_pictures(size, NUM_CANDIDATES), [task.place for task in subject.tasks]
+        seen = self._seen(pictures)
+        self.distance = make_router(subject.router).follow(places).distances(seen)
+        self.own = distances(seen, [place.centroids for place in places], subject.router)
+        # a Mahalanobis distance may be thousands: errors are relative to a task's largest, and excuse no logit
+        self.far = np.maximum(np.abs(self.distance).max(axis=0), 1)
         # one for each task that they lead to, then whichever
-        _, first = np.unique(self._tasks(distance), return_index=True)
+        _, first = np.unique(self._tasks(), return_index=True)
         rows = [*first, *(i for i in range(len(pictures)) if i not in first)][:NUM_IMAGES]
-        self.images, self.distance = pictures[rows], distance[rows]
+        self.images, self.distance, self.own = pictures[rows], self.distance[rows], self.own[rows]
 
     @property
     def scale(self) -> float:
@@ -107,8 +112,9 @@ class _Wanted:
         logits = found["logits"]
         if self.index is not None:
             return _largest(logits - self._logits(self.index)[: len(logits)])
-        tasks, distance = found["task"], self.distance[: len(logits)]
-        differences = [_largest(found["distance"] - distance), self._regret(distance, tasks)]
+        tasks = found["task"]
+        apart = (found["distance"] - self.distance[: len(logits)]) / self.far
+        differences = [_largest(apart), self._regret(tasks)]
         for task in np.unique(tasks):
             rows = np.flatnonzero(tasks == task)
             num = 0 if task < 0 else len(self.subject.tasks[task].classes)
@@ -121,6 +127,17 @@ class _Wanted:
         with jax.default_matmul_precision("highest"):
             return np.asarray(self._features(self.state, ops, images))
 
+    def _seen(self, images: np.ndarray) -> Float[np.ndarray, "B E"]:
+        """What the router reads of the backbone."""
+        subject = self.subject
+        if subject.router.features == "last":
+            base = [Reuse(block.expert(subject.placement)) for block in subject.vit.blocks]
+            return np.concatenate([self._of(base, some) for some in np.split(images, len(images) // NUM_IMAGES)])
+        executor = make_executor(
+            subject.vit, subject.placement, EngineConfig(executor="stages"), batch_size=NUM_IMAGES
+        )  # fmt: skip
+        return Backbone(executor, subject.router).features(images, batch_size=NUM_IMAGES)
+
     def _logits(self, task: int) -> np.ndarray:
         if task not in self.logits:
             head = self.subject.tasks[task].head
@@ -131,15 +148,17 @@ class _Wanted:
     def _thresholds(self) -> np.ndarray:
         return np.asarray(self.subject.thresholds or [np.inf] * len(self.subject.tasks))
 
-    def _tasks(self, distance: Float[np.ndarray, "B T"]) -> Int[np.ndarray, "B"]:
-        nearest = distance.argmin(axis=1)
-        return np.where(distance.min(axis=1) <= self._thresholds()[nearest], nearest, -1)
+    def _tasks(self) -> Int[np.ndarray, "B"]:
+        nearest = self.distance.argmin(axis=1)
+        own = self.own[np.arange(len(nearest)), nearest]
+        return np.where(own <= self._thresholds()[nearest], nearest, -1)
 
-    def _regret(self, distance: Float[np.ndarray, "B T"], tasks: Int[np.ndarray, "B"]) -> float:
+    def _regret(self, tasks: Int[np.ndarray, "B"]) -> float:
         """How much too far the named tasks are; a tie or a threshold that rounding decides costs next to nothing."""
+        distance, images = self.distance[: len(tasks)], np.arange(len(tasks))
         nearest, least = distance.argmin(axis=1), distance.min(axis=1)
-        farther = np.where(tasks < 0, 0.0, distance[np.arange(len(tasks)), tasks] - least)
-        beyond = least - self._thresholds()[nearest]
+        farther = np.where(tasks < 0, 0.0, (distance[images, tasks] - least) / self.far[tasks])
+        beyond = self.own[images, nearest] - self._thresholds()[nearest]
         crossed = np.where(tasks < 0, np.maximum(-beyond, 0.0), np.maximum(beyond, 0.0))
         return float((farther + crossed).max())
 

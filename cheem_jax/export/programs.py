@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, UInt8
 
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.centroids import Metric
+from cheem_jax.export.naming import distances_of, joined, to_centroids
 from cheem_jax.export.subject import Subject
 from cheem_jax.methods.heads import FAR
 from cheem_jax.ops import Adapt, LowRank, Ops, Placement, Reuse, Skip
@@ -82,8 +82,9 @@ def memory_program(subject: Subject) -> Program:
     vit, placement, depth = subject.vit, subject.placement, subject.vit.config.depth
     base = [Reuse(block.expert(placement)) for block in vit.blocks]
     networks, heads = stored_ops(subject), [_widened(subject, task.head) for task in subject.tasks]
-    begins = [next((i for i, e in enumerate(task.experts) if e != 0), depth) for task in subject.tasks]
-    centroids = _rectangular([task.centroids for task in subject.tasks])
+    blocks, until = subject.router.blocks(depth), subject.router.until(depth)
+    begins = [next((i for i, e in enumerate(task.experts[:until]) if e != 0), until) for task in subject.tasks]
+    distances, to_own = distances_of(subject), to_centroids(subject)
     thresholds = None if subject.thresholds is None else np.asarray(subject.thresholds, np.float32)
     num_classes = max(len(task.classes) for task in subject.tasks)
 
@@ -94,16 +95,19 @@ def memory_program(subject: Subject) -> Program:
         return (vit.features(x) @ heads[index].weight + heads[index].bias)[0]
 
     def program(images):
-        x, reached = vit.embed(images), {}
-        for i, block in enumerate(vit.blocks):
+        x, reached, parts = vit.embed(images), {}, []
+        for i, block in enumerate(vit.blocks[: until + 1]):
             reached[i] = x
+            if i in blocks:
+                parts.append(block.enter(x, placement=placement)[:, 1:].mean(axis=1))
             x, _ = block.run(base[i], x, placement=placement, outputs=vit.outputs(i))
         reached[depth] = x
-        distance = distances_to(vit.features(x), centroids, subject.router.metric)
+        features = joined([*parts, vit.features(x)] if until == depth else parts)
+        distance = distances(features)
         task = jnp.argmin(distance, axis=1).astype(jnp.int32)
         if thresholds is not None:
             own = task[:, None] == jnp.arange(len(thresholds))
-            task = jnp.where(((distance <= thresholds) & own).any(axis=1), task, -1)
+            task = jnp.where(((to_own(features) <= thresholds) & own).any(axis=1), task, -1)
 
         def answer(one):
             named, tokens = one
@@ -123,29 +127,6 @@ def memory_program(subject: Subject) -> Program:
         return {"task": task, "logits": logits, "distance": distance}
 
     return program
-
-
-def distances_to(
-    features: Float[Array, "B E"], centroids: Float[np.ndarray, "T K E"], metric: Metric
-) -> Float[Array, "B T"]:
-    """To the nearest centroid of each task, as `centroids.route` compares them."""
-    norm = jnp.sqrt((features * features).sum(axis=1, keepdims=True))
-    points = (features / jnp.maximum(norm, 1e-12))[:, None]
-    flat = centroids.reshape(-1, centroids.shape[-1])
-    match metric:
-        case "l1":
-            found = jnp.abs(points - flat).sum(axis=-1)
-        case "l2":
-            found = jnp.sqrt(((points - flat) ** 2).sum(axis=-1))
-        case "cosine":
-            found = 1.0 - (points * (flat / np.linalg.norm(flat, axis=1, keepdims=True))).sum(axis=-1)
-    return found.reshape(-1, *centroids.shape[:2]).min(axis=2)
-
-
-def _rectangular(centroids: list[np.ndarray]) -> Float[np.ndarray, "T K E"]:
-    """Tasks with fewer centroids repeat their first one."""
-    most = max(map(len, centroids))
-    return np.stack([np.concatenate([c, np.repeat(c[:1], most - len(c), axis=0)]) for c in centroids])
 
 
 def _widened(subject: Subject, head: Head) -> Head:

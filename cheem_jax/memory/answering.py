@@ -14,7 +14,6 @@ from PIL import Image
 from cheem_jax.architecture import Choice, to_strings
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.centroids import calibrate, distances
 from cheem_jax.checkpoint import saved_tasks
 from cheem_jax.data.task import Task, check_names
 from cheem_jax.execution.choice import EngineConfig, make_executor
@@ -25,11 +24,12 @@ from cheem_jax.memory.data import Data, Picture, pixels_of, tasks_of
 from cheem_jax.memory.directory import BASE, MemoryConfig, config_of, load_base, read_config, tasks_root
 from cheem_jax.methods.cheem import Cheem
 from cheem_jax.methods.expert_memory import TaskNetworks
-from cheem_jax.methods.method import FrozenFeatures, Running
+from cheem_jax.methods.method import Backbone, FrozenFeatures, Running
 from cheem_jax.pool import DenseExperts, Head, TaskMemory
 from cheem_jax.pool import Memory as Pools
 from cheem_jax.predict import BATCH_SIZES, Predictor, is_best
 from cheem_jax.prediction import Prediction
+from cheem_jax.routing.centroids import calibrate, distances
 from cheem_jax.saved_memory import open_memory as open_saved
 from cheem_jax.saved_memory import open_usable
 
@@ -90,7 +90,7 @@ class Answering:
         )
         place = f"{pretrained.config.image_size}/{method.placement}/{method.token}"
         means = None if method.base_means == "neutral" else pretrained.base_means.get(place)
-        features = FrozenFeatures(self.executor, method.batch_size)
+        features = FrozenFeatures(Backbone(self.executor, method.router), method.batch_size)
         self._learner = _Calibrated(self.executor, method, Keys(config.seed, config.seeds), means, features)
         self._predictors: dict[Any, Predictor] = {}
         self._networks: dict[float | None, TaskNetworks] = {}
@@ -169,7 +169,10 @@ class Answering:
         depth = self.vit.config.depth
         choices = _BASE_CHOICE * depth
         means = np.zeros((depth, self.vit.config.width), np.float32)
-        return TaskMemory(BASE, classes, choices, (0,) * depth, head, means, arrays["centroids"], arrays["distances"])
+        return TaskMemory(
+            BASE, classes, choices, (0,) * depth, head, means, arrays["centroids"], arrays["distances"],
+            arrays.get("moments", {}),
+        )  # fmt: skip
 
     def info(self) -> dict[str, Any]:
         """What `cheem info` tells, as JSON values; bytes on the disk per task."""

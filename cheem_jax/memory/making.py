@@ -9,7 +9,6 @@ from typing import Any
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted
-from cheem_jax.centroids import calibrate, distances, fit_centroids
 from cheem_jax.data.task import Task, repeats
 from cheem_jax.execution.choice import EngineConfig, make_executor
 from cheem_jax.keys import Keys, Phase, SeedsConfig
@@ -32,9 +31,11 @@ from cheem_jax.memory.directory import (
 )
 from cheem_jax.memory.opened import OpenMemory
 from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
-from cheem_jax.methods.method import FrozenFeatures
+from cheem_jax.methods.method import Backbone, FrozenFeatures
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
+from cheem_jax.routing.centroids import calibrate, distances
+from cheem_jax.routing.statistics import fit_place
 from cheem_jax.run_directory import NAME
 
 _BASE_NUMBER = 2**32 - 1
@@ -69,8 +70,10 @@ def create(
         raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(PRESETS)}")
     config = PRESETS[preset] if method is None else method
     pretrained = load_pretrained(backbone, weights=None if weights is None else Path(weights), image_size=image_size)
+    config.router.blocks(pretrained.config.depth)  # raises before anything is written
     vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
-    size, base, classes = pretrained.config.image_size, None, ()
+    size, classes = pretrained.config.image_size, ()
+    base: dict[str, Any] | None = None
     if keep_base and (base_data is None or vit.head is None):
         raise ValueError(
             f"{pretrained.config.name} carries no head, so it has no classes to keep"
@@ -87,11 +90,13 @@ def create(
         if keep_base:
             classes = _base_classes(own, pretrained.config.num_classes, base_classes)
             executor = make_executor(vit, config.placement, engine, token=config.token, batch_size=config.batch_size)
-            features = FrozenFeatures(executor, config.batch_size)
+            features = FrozenFeatures(Backbone(executor, config.router), config.batch_size)
             seed_of_base = Keys(seed).seed_at(_BASE_NUMBER, Phase.CENTROIDS)
-            centroids = fit_centroids(features(own, "train"), seed=seed_of_base, config=config.router)
-            away = distances(features(own, "val"), [centroids], config.router)[:, 0]
-            base = {"centroids": centroids, "distances": calibrate(away)}
+            place = fit_place(features(own, "train"), own.train.labels, config.router, seed=seed_of_base)
+            away = distances(features(own, "val"), [place.centroids], config.router)[:, 0]
+            base = {"centroids": place.centroids, "distances": calibrate(away)}
+            if place.moments:
+                base["moments"] = dict(place.moments)
     told = preset if config == PRESETS[preset] else f"{preset}, changed"
     settings = MemoryConfig(
         pretrained.config.name, size, pretrained.sha256, config, told, seed, keeps_base=base is not None

@@ -78,7 +78,13 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
         case "cheem_lite":
             return CheemLiteConfig(**vars(PRESETS[preset]))
     kind = next(kind for kind in get_args(Baseline) if kind.name == method)
-    return kind() if preset == "paper" else _sized(kind(), preset)
+    match preset:
+        case "paper" | "cheem_plus":  # what is added is CHEEM's alone
+            return kind()
+        case "quick" | "quick_plus":
+            return _sized(kind(), "quick")
+        case "demo":
+            return _sized(kind(), "demo")
 
 
 def _sized(config: Any, preset: Literal["quick", "demo"]) -> Any:
@@ -112,7 +118,8 @@ def make(
     `base_means` are those of `Cheem`. Raises ValueError where the backbone cannot hold what the settings ask for.
     """
     executor, features, router_features = networks
-    shared = router_features is features
+    # what lies on the way through the backbone is no other network's either
+    shared = router_features is features or (router_features.of(executor) and not router_features.ends(executor))
     if config.name in NEED_A_ROUTER and shared:
         raise ValueError(
             f"{config.name} names tasks with another network than the one that answers; give it one: --router "

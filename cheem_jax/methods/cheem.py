@@ -6,25 +6,46 @@ the chosen network, growth of the pool, task centroids (paper section 'Our Propo
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from cheem_jax.architecture import Architecture, Choice, decode
-from cheem_jax.centroids import RouterConfig, fit_centroids
+from cheem_jax.architecture import decode
 from cheem_jax.data.task import Task
-from cheem_jax.evolution import SearchConfig, Searched, prepare_search, search
+from cheem_jax.evolution import (
+    Score,
+    SearchConfig,
+    Searched,
+    generation_images,
+    prepare_search,
+    rung_images,
+    rung_rows,
+    search,
+)
 from cheem_jax.execution.executor import Executor, Network, Token
 from cheem_jax.execution.feed import Budget, Feed, Subset, feed_images, keep_tokens
 from cheem_jax.execution.passes import token_means
 from cheem_jax.hee import cosines, exploit_table, norm_cosine, uniform_table, without
 from cheem_jax.keys import Keys, Phase, next_power_of_two
 from cheem_jax.methods.expert_memory import ExpertMemory, dense_task_network, task_network
+from cheem_jax.methods.learning import (
+    Learning,
+    Tables,
+    candidates_of,
+    first_genomes,
+    in_pool,
+    parts_of,
+    search_note,
+    search_report,
+    together,
+)
 from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.methods.underway import Underway
-from cheem_jax.ops import KINDS, Expert, Kind, Placement
+from cheem_jax.ops import KINDS, Kind, Placement
 from cheem_jax.pool import DenseExperts, TaskMemory, grow, pool_sizes
+from cheem_jax.routing.config import RouterConfig
+from cheem_jax.routing.statistics import fit_place
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import (
     ExplorationConfig,
@@ -36,6 +57,7 @@ from cheem_jax.training import (
     frozen_prefix,
     images_left,
     prepare,
+    resumed_flops,
     supernet_draws,
     supernet_score,
 )
@@ -95,8 +117,17 @@ DEMO = dataclasses.replace(
 )
 """`quick` with more and larger steps, for tasks of a few hundred small images."""
 
-Preset = Literal["paper", "quick", "demo"]
-PRESETS: dict[Preset, CheemConfig] = {"paper": PAPER, "quick": QUICK, "demo": DEMO}
+PLUS = {"router": RouterConfig("lda", "early")}
+"""What was shown to pay (docs/results.md), as changes of any settings."""
+
+Preset = Literal["paper", "quick", "demo", "cheem_plus", "quick_plus"]
+PRESETS: dict[Preset, CheemConfig] = {
+    "paper": PAPER,
+    "quick": QUICK,
+    "demo": DEMO,
+    "cheem_plus": dataclasses.replace(PAPER, **PLUS),
+    "quick_plus": dataclasses.replace(QUICK, **PLUS),
+}
 
 
 class Cheem(ExpertMemory):
@@ -119,112 +150,37 @@ class Cheem(ExpertMemory):
         super().__init__(executor, features, config.router, rank=config.ops.rank, batch_size=config.batch_size)
         self.config, self.keys, self.base_means = config, keys, base_means
 
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """See `Method.check`."""
+        for task in tasks:
+            rung_images(len(task.val.labels), self.config.search.rungs)
+        return []
+
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Learn the next task of the stream, from where `running` left it; returns its report."""
-        config, executor, keys, index = self.config, self.executor, self.keys, self.memory.next_number
-        underway = Underway.begun(running.saved)
-        clock = underway.clock
-        # what may be chosen, numbered anew without the gaps that forgotten tasks leave
-        kept_experts, num_classes = self.memory.candidates(), len(task.classes)
-        candidates = tuple(
-            tuple(block[i] for i in kept) for block, kept in zip(self.memory.pool, kept_experts, strict=True)
-        )
-        sizes = pool_sizes(candidates)
-        experts = self.dense.chosen(kept_experts)
-        places = [{expert: place for place, expert in enumerate(kept)} for kept in kept_experts]
-        used_by_tasks = [
-            tuple(None if expert is None else place[expert] for expert, place in zip(task.experts, places, strict=True))
-            for task in self.memory.tasks
-        ]
-        earlier = [tuple(0 for _ in sizes), *used_by_tasks]
-        budget, num, num_val = Budget(executor.budget), len(task.train.labels), len(task.val.labels)
-        train = feed_images(executor, task.train.images, budget)
-        val = feed_images(executor, task.val.images, budget)
-
-        def kept(name: str, images: Feed, count: int, prefix: Network = ()) -> Feed:
-            with clock("keep"):
-                return keep_tokens(name, executor, images, count, prefix, batch_size=config.batch_size, budget=budget)
-
-        def network_for(phase: Phase, name: str) -> Supernet:
-            network = Supernet(keys.at(index, phase), candidates, num_classes, config.ops, experts)
-            underway.restore(name, network)
-            return network
-
-        # what no choice at block 0 changes: similarity, supernet and fine-tuning begin there
-        train = kept("training images", train, num)
-        val = kept("validation images", val, num_val)
-        if underway.similarity is None:
-            with clock("similarity"):
-                underway.similarity = self._similarity(index, task, train, experts, earlier, running)
-        similarity = underway.similarity
-        exploit = without(exploit_table(similarity, earlier, sizes), config.remove, sizes)
-        with_adapt = config.exploration.over == "uniform"
-        uniform = without(uniform_table(sizes, with_adapt=with_adapt), config.remove, sizes)
-        epsilon1, epsilon2 = config.exploration.epsilon, config.search.epsilon
-        if config.sampling == "uniform":
-            epsilon1 = epsilon2 = 1.0
-
-        supernet = network_for(Phase.SUPERNET_INIT, "supernet")
-        with clock("prepare"):
-            prepare(executor, supernet, config.batch_size)
-            prepare_search(exploit, config.search)
-        draws = supernet_draws(
-            keys.at(index, Phase.SUPERNET_MODE), keys.at(index, Phase.SUPERNET_DRAW), exploit, uniform, epsilon1
-        )
-        left = images_left(underway.supernet, config.supernet, num, config.batch_size)
-        state = functools.partial(underway.saved, "supernet", supernet)
-        with clock("supernet"), running.phase("supernet", left, state) as advance:
-            fit(
-                keys.at(index, Phase.SUPERNET_ORDER), executor, supernet, task.train.labels, train, draws,
-                config.supernet, batch_size=config.batch_size, advance=advance, state=underway.supernet,
-            )  # fmt: skip
-
-        search_config = dataclasses.replace(config.search, epsilon=epsilon2)
-        done = 0 if underway.searched is None else underway.searched.generations
-        left = search_config.population * (search_config.generations - done)
-        with clock("search"), running.phase("search", left * num_val, state) as advance:
-
-            def keep(searched: Searched) -> None:
-                underway.searched = searched
-                advance(0, search_note(searched, num_val))
-
-            codes, scored = search(
-                keys.at(index, Phase.SEARCH),
-                supernet_score(
-                    executor, supernet, task.val.labels, val, batch_size=config.batch_size, advance=advance
-                ),
-                architecture_flops(executor, supernet),
-                exploit, uniform, num_val, search_config, keep, underway.searched,
-            )  # fmt: skip
-        architecture = decode(codes, sizes)
-
-        network = network_for(Phase.FINETUNE_INIT, "finetune")
-        if config.weights == "inherited" and not underway.finetune.step:
-            network.inherit(supernet, architecture)
-        unchanged = kept("what fine-tuning leaves unchanged", train, num, frozen_prefix(network, architecture))
-        left = images_left(underway.finetune, config.finetune, num, config.batch_size)
-        state = functools.partial(underway.saved, "finetune", network)
-        with clock("finetune"):
-            with running.phase("finetune", left, state) as advance:
-                fit(
-                    keys.at(index, Phase.FINETUNE_ORDER), executor, network, task.train.labels, unchanged,
-                    constant_draws(codes), config.finetune, batch_size=config.batch_size, advance=advance,
-                    state=underway.finetune,
-                )  # fmt: skip
-            learned = network.learned(architecture)
-            architecture = in_pool(architecture, kept_experts)
-            pool, used = grow(self.memory.pool, architecture, learned, index)
-            finished = task_network(DenseExperts(pool, 0), used)
-            with running.phase("means", num, state) as advance:
-                means = token_means(
-                    executor, [finished], train, num, batch_size=config.batch_size, advance=advance
-                ).means[0]
+        learning, config, keys = self.begin(task, running), self.config, self.keys
+        index, underway, clock = learning.index, learning.underway, learning.underway.clock
+        similarity = self.similarity(learning)
+        tables = self.tables(learning, similarity)
+        supernet = self.train_supernet(learning, tables)
+        codes = self.search(learning, tables, supernet)
+        network = self.finetune(learning, supernet, codes)
+        architecture = decode(codes, learning.candidates.sizes)
+        learned = network.learned(architecture)
+        architecture = in_pool(architecture, learning.candidates.kept)
+        pool, used = grow(self.memory.pool, architecture, learned, index)
+        means = self._means(learning, network, task_network(DenseExperts(pool, 0), used))
 
         with clock("router"):
             seed = keys.seed_at(index, Phase.CENTROIDS)
-            centroids = fit_centroids(self.features(task, "train"), seed=seed, config=config.router)
+            place = fit_place(self.features(task, "train"), task.train.labels, config.router, seed=seed)
         head = network.trained_head()
-        self.remember(pool, TaskMemory(task.name, task.classes, architecture, used, head, means, centroids))
+        self.remember(
+            pool,
+            TaskMemory(
+                task.name, task.classes, architecture, used, head, means, place.centroids, moments=place.moments
+            ),
+        )
         return {
             **self.costs(len(self.memory.tasks) - 1),
             "pool": self.memory.history(),
@@ -232,20 +188,150 @@ class Cheem(ExpertMemory):
             "supernet_losses": underway.supernet.losses,
             "finetune_losses": underway.finetune.losses,
             "skipped_steps": underway.supernet.skipped + underway.finetune.skipped,
-            "searched": len(scored.genomes),
-            "search": {
-                "correct": scored.correct.tolist(),
-                "flops": scored.flops.astype(int).tolist(),
-                "population": config.search.population,
-                "num_images": num_val,
-                "chosen": int(np.flatnonzero((scored.genomes == codes).all(axis=1))[0]),
-            },
-            "validation_accuracy": float(scored.correct[(scored.genomes == codes).all(axis=1)][0]) / num_val,
-            "best_validation_accuracy": float(np.nanmax(scored.correct)) / num_val,
-            "not_kept": budget.refused,
-            "engine": executor.counters(),
+            **self._search_report(learning, supernet, codes),
+            "not_kept": learning.budget.refused,
+            "engine": self.executor.counters(),
             "seconds": clock.seconds,
         }
+
+    def begin(self, task: Task, running: Running) -> Learning:
+        """The next task, as far as `running` brought it."""
+        executor, underway = self.executor, Underway.begun(running.saved)
+        budget = Budget(executor.budget)
+        feeds = {name: feed_images(executor, task.splits[name].images, budget) for name in ("train", "val")}
+        learning = Learning(
+            self.memory.next_number, task, candidates_of(self.memory, self.dense), feeds["train"], feeds["val"], budget,
+            underway, running,
+        )  # fmt: skip
+        # what no choice at block 0 changes: similarity, supernet and fine-tuning begin there
+        train = self._kept(learning, "training images", learning.train, len(task.train.labels))
+        val = self._kept(learning, "validation images", learning.val, len(task.val.labels))
+        return dataclasses.replace(learning, train=train, val=val)
+
+    def similarity(self, learning: Learning) -> np.ndarray:
+        """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""
+        underway, candidates = learning.underway, learning.candidates
+        if underway.similarity is None:
+            with underway.clock("similarity"):
+                underway.similarity = self._similarity(
+                    learning.index, learning.task, learning.train, candidates.experts, candidates.earlier,
+                    learning.running,
+                )  # fmt: skip
+        return underway.similarity
+
+    def tables(self, learning: Learning, similarity: np.ndarray) -> Tables:
+        """What supernet and search draw from."""
+        config, candidates = self.config, learning.candidates
+        exploit = exploit_table(similarity, candidates.earlier, candidates.sizes)
+        uniform = uniform_table(candidates.sizes, with_adapt=config.exploration.over == "uniform")
+        return Tables(*(without(table, config.remove, candidates.sizes) for table in (exploit, uniform)))
+
+    def train_supernet(self, learning: Learning, tables: Tables) -> Supernet:
+        """The supernet with all that supernet training learned."""
+        config, keys, index, task = self.config, self.keys, learning.index, learning.task
+        underway, clock, num = learning.underway, learning.underway.clock, len(learning.task.train.labels)
+        supernet = self._network(learning, Phase.SUPERNET_INIT, "supernet")
+        with clock("prepare"):
+            prepare(self.executor, supernet, config.batch_size)
+            prepare_search(tables.exploit, config.search)
+        epsilon = 1.0 if config.sampling == "uniform" else config.exploration.epsilon
+        draws = supernet_draws(
+            keys.at(index, Phase.SUPERNET_MODE), keys.at(index, Phase.SUPERNET_DRAW), *tables, epsilon
+        )  # fmt: skip
+        left = images_left(underway.supernet, config.supernet, num, config.batch_size)
+        state = functools.partial(underway.saved, "supernet", supernet)
+        with clock("supernet"), learning.running.phase("supernet", left, state) as advance:
+            fit(
+                keys.at(index, Phase.SUPERNET_ORDER), self.executor, supernet, task.train.labels, learning.train, draws,
+                config.supernet, batch_size=config.batch_size, advance=advance, state=underway.supernet,
+            )  # fmt: skip
+        return supernet
+
+    def search(self, learning: Learning, tables: Tables, supernet: Supernet) -> np.ndarray:
+        """Candidate indices `[L]` of the chosen network; `underway.searched` holds what it was chosen from."""
+        config, underway, labels = self.config.search, learning.underway, learning.task.val.labels
+        if self.config.sampling == "uniform":
+            config = dataclasses.replace(config, epsilon=1.0)
+        key, num = self.keys.at(learning.index, Phase.SEARCH), len(labels)
+        done = 0 if underway.searched is None else underway.searched.generations
+        left = generation_images(config, num) * (config.generations - done)
+        state = functools.partial(underway.saved, "supernet", supernet)
+        merged: dict = {}
+        first = None
+        if config.warm_start:
+            first = first_genomes(tables, learning.candidates, self.similarity(learning))
+        with underway.clock("search"), learning.running.phase("search", left, state) as advance:
+
+            def keep(searched: Searched) -> None:
+                underway.searched = searched
+                advance(0, search_note(searched, num))
+
+            scores = [
+                supernet_score(
+                    self.executor, supernet, own, feed, batch_size=self.config.batch_size, advance=advance,
+                    merged=merged,
+                )
+                for feed, own in parts_of(learning.val, labels, rung_rows(key, labels, config.rungs))
+            ]  # fmt: skip
+            codes, _ = search(
+                key, scores, self._cost(supernet), *tables, num, config, keep, underway.searched, first
+            )  # fmt: skip
+        return codes
+
+    def finetune(self, learning: Learning, supernet: Supernet, codes: np.ndarray) -> Supernet:
+        """The chosen network trained by itself, as a supernet of which nothing else was touched."""
+        config, underway, labels = self.config, learning.underway, learning.task.train.labels
+        architecture = decode(codes, learning.candidates.sizes)
+        network = self._network(learning, Phase.FINETUNE_INIT, "finetune")
+        if config.weights == "inherited" and not underway.finetune.step:
+            network.inherit(supernet, architecture)
+        prefix = frozen_prefix(network, architecture)
+        unchanged = self._kept(learning, "what fine-tuning leaves unchanged", learning.train, len(labels), prefix)
+        left = images_left(underway.finetune, config.finetune, len(labels), config.batch_size)
+        state = functools.partial(underway.saved, "finetune", network)
+        with underway.clock("finetune"), learning.running.phase("finetune", left, state) as advance:
+            fit(
+                self.keys.at(learning.index, Phase.FINETUNE_ORDER), self.executor, network, labels, unchanged,
+                constant_draws(codes), config.finetune, batch_size=config.batch_size, advance=advance,
+                state=underway.finetune,
+            )  # fmt: skip
+        return network
+
+    def _kept(self, learning: Learning, name: str, images: Feed, num: int, prefix: Network = ()) -> Feed:
+        with learning.underway.clock("keep"):
+            return keep_tokens(
+                name, self.executor, images, num, prefix, batch_size=self.config.batch_size, budget=learning.budget
+            )  # fmt: skip
+
+    def _network(self, learning: Learning, phase: Phase, name: str) -> Supernet:
+        candidates, key = learning.candidates, self.keys.at(learning.index, phase)
+        num_classes = len(learning.task.classes)
+        network = Supernet(key, candidates.pool, num_classes, self.config.ops, candidates.experts)
+        learning.underway.restore(name, network)
+        return network
+
+    def _means(self, learning: Learning, network: Supernet, finished: Network) -> np.ndarray:
+        """mu of the finished network over the training images; `network` is what fine-tuning left."""
+        underway, num = learning.underway, len(learning.task.train.labels)
+        state = functools.partial(underway.saved, "finetune", network)
+        with underway.clock("finetune"), learning.running.phase("means", num, state) as advance:
+            return token_means(
+                self.executor, [finished], learning.train, num, batch_size=self.config.batch_size, advance=advance
+            ).means[0]
+
+    def _cost(self, supernet: Supernet) -> Score:
+        """What the search takes for compute."""
+        if self.config.search.cost == "resumed":
+            # another network's pass leaves nothing to resume from
+            until = self.router.until(self.executor.num_blocks) if self.features.of(self.executor) else 0
+            return resumed_flops(self.executor, supernet, until)
+        return architecture_flops(self.executor, supernet)
+
+    def _search_report(self, learning: Learning, supernet: Supernet, codes: np.ndarray) -> dict[str, Any]:
+        searched = learning.underway.searched
+        assert searched is not None, "the search is over"
+        flops = architecture_flops(self.executor, supernet)(searched.scored.genomes)
+        return search_report(codes, searched, flops, len(learning.task.val.labels), self.config.search)
 
     def bytes_needed(self, task: Task) -> int:
         """Everything drawn in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor)."""
@@ -272,7 +358,7 @@ class Cheem(ExpertMemory):
                     advance=advance,
                 )  # fmt: skip
                 means[part] = seen.means
-                if part[0] == 0 and len(rows) == num and self.features.of(self.executor):
+                if part[0] == 0 and len(rows) == num and self.features.ends(self.executor):
                     self.features.remember(task, "train", seen.features)
         base = np.zeros_like(means[0]) if self.base_means is None else self.base_means
         known = np.stack([base, *(task.means for task in self.memory.tasks)])
@@ -280,43 +366,3 @@ class Cheem(ExpertMemory):
         neutral = np.zeros(len(known), bool)
         neutral[0] = self.base_means is None
         return norm_cosine(cosines(known, means, present), neutral)
-
-
-def together(
-    earlier: Sequence[Sequence[int | None]], experts: Sequence[Sequence[Expert]], limit: int
-) -> Iterator[list[int]]:
-    """The base network (first) and those of tasks in parts, each of experts of at most `limit` bytes, or of a few.
-
-    Neighbours by their experts come together, since they share most. Usually all fit in one part.
-    """
-    size = sum(leaf.nbytes for leaf in experts[0][0])
-    limit = max(limit, FEW * len(experts) * size)
-    part, held = [0], {(block, 0) for block in range(len(experts))}
-    order = sorted(range(1, len(earlier)), key=lambda i: [-1 if e is None else e for e in earlier[i]])
-    for index in order:
-        own = {(block, expert) for block, expert in enumerate(earlier[index]) if expert is not None}
-        if len(held | own) * size > limit:
-            yield part
-            part, held = [], set()
-        part.append(index)
-        held |= own
-    yield part
-
-
-FEW = 4
-"""Networks that the similarity pass takes together, however little may be kept."""
-
-
-def in_pool(architecture: Architecture, kept: Sequence[Sequence[int]]) -> Architecture:
-    """An architecture over candidates as one over the pool; `kept` are the candidates of each block."""
-    return tuple(
-        Choice(choice.kind, None if choice.expert is None else experts[choice.expert])
-        for choice, experts in zip(architecture, kept, strict=True)
-    )
-
-
-def search_note(searched: Searched, num_images: int) -> str:
-    """What a search has found so far."""
-    generations, scored = searched
-    best = 100 * np.nanmax(scored.correct) / num_images
-    return f"generation {generations}: {len(scored.genomes)} networks, best {best:.1f} %"

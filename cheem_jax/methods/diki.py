@@ -21,7 +21,6 @@ from sklearn.covariance import ledoit_wolf_shrinkage
 
 from cheem_jax import hosts
 from cheem_jax.backbone.vit import SidePrefix, ViT
-from cheem_jax.centroids import normalise
 from cheem_jax.data.task import Task
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor
@@ -32,6 +31,7 @@ from cheem_jax.methods.fitting import Inputs, over_batches
 from cheem_jax.methods.l2p import check_layers
 from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.methods.own_prompts import OwnPrompts, PromptedTask
+from cheem_jax.routing.centroids import normalise
 from cheem_jax.training import FitConfig, check_batch_size
 
 

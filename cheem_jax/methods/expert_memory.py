@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Int
 
 from cheem_jax.architecture import to_strings
-from cheem_jax.centroids import CentroidIndex, RouterConfig
 from cheem_jax.data.task import Task
 from cheem_jax.execution.executor import Dense, Executor
 from cheem_jax.execution.feed import HostImages
@@ -21,6 +20,8 @@ from cheem_jax.methods.heads import padded
 from cheem_jax.methods.method import Answers, FrozenFeatures, base_network, check_given
 from cheem_jax.ops import Expert
 from cheem_jax.pool import DenseExperts, Head, Memory, Pool, StoredExpert, TaskMemory
+from cheem_jax.routing.config import RouterConfig
+from cheem_jax.routing.routers import Router, make_router
 from cheem_jax.saved_memory import open_memory, save_memory_task, with_task
 
 
@@ -36,7 +37,7 @@ class ExpertMemory:
         self.executor, self.features, self.router = executor, features, router
         self.rank, self.batch_size = rank, batch_size
         self.memory = self._before = Memory(executor.base_pool)
-        self._dense, self._index = DenseExperts(executor.base_pool, 0), CentroidIndex(router.metric)
+        self._dense, self._index = DenseExperts(executor.base_pool, 0), make_router(router)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -55,9 +56,9 @@ class ExpertMemory:
         return self._dense
 
     @property
-    def index(self) -> CentroidIndex:
-        """The centroids of all tasks."""
-        return self._index.follow([task.centroids for task in self.memory.tasks])
+    def index(self) -> Router:
+        """What names a task, of all tasks."""
+        return self._index.follow([task.place for task in self.memory.tasks])
 
     def costs(self, index: int) -> dict[str, Any]:
         """What a learned task costs: FLOPs by both conventions and parameters."""
@@ -85,12 +86,12 @@ class ExpertMemory:
             "params_learned": added + head,
             "params_stored": added + head + sum(kept.size for kept in self.kept_beside(task)),
             "head_params": head,
-            "centroid_params": task.centroids.size,
+            "centroid_params": sum(values.size for values in kept_by_router(task)),
         }
 
     def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
         """What a task keeps beside experts and head, and needs."""
-        return [task.centroids, task.means]
+        return [*kept_by_router(task), task.means]
 
     def _executed(self, index: int) -> int:
         """Task identification and the task's network: resumed where it leaves the backbone, if that names the task."""
@@ -98,13 +99,15 @@ class ExpertMemory:
         identify = 0 if self.told else self.features.encoder.executed_flops()
         if not self.told and self.features.of(self.executor):
             begin = next((i for i, expert in enumerate(task.experts) if expert != 0), vit.depth)
+            begin = min(begin, self.router.until(vit.depth))
         own = executed_flops(vit, self.executor.placement, task.architecture, len(task.classes), begin=begin)
         return identify + own
 
     def inference(self) -> Inference:
         """All learned tasks behind the router, sharing what they share with the backbone."""
         networks = TaskNetworks(self.dense, self.memory.tasks)
-        return Inference(self.executor, base_network(self.executor), networks, batch_size=self.batch_size)
+        base = base_network(self.executor)
+        return Inference(self.executor, base, networks, batch_size=self.batch_size, reads=self.router)
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """Task and class of each image uint8 `[N, S, S, 3]`, decided per image.
@@ -138,7 +141,7 @@ class ExpertMemory:
         learned, images, batch_size = self.memory.tasks[index], task.test.images, self.batch_size
         network, head = task_network(self.dense, learned.experts), padded(learned.head)
         feed, num_classes = HostImages(self.executor, images), len(learned.classes)
-        if self.told or self.features.known(task, "test") or not self.features.of(self.executor):
+        if self.told or self.features.known(task, "test") or not self.features.ends(self.executor):
             return answers(self.executor, network, head, num_classes, feed, len(images), batch_size=batch_size)
         base = base_network(self.executor)
         found, features = answers_and_features(
@@ -167,6 +170,11 @@ class ExpertMemory:
             return stored if params[0] is stored.params[0] else stored._replace(params=params)
 
         return dataclasses.replace(memory, pool=tuple(tuple(map(placed, block)) for block in memory.pool))
+
+
+def kept_by_router(task: TaskMemory) -> list[np.ndarray]:
+    """All arrays that name a task."""
+    return [task.centroids, *task.moments.values()]
 
 
 class TaskNetworks:

@@ -14,7 +14,6 @@ from jaxtyping import Float, Int
 from sklearn.linear_model import RidgeClassifier
 from sklearn.preprocessing import StandardScaler
 
-from cheem_jax.centroids import RouterConfig, fit_centroids, route
 from cheem_jax.checkpoint import load_task, load_tasks, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
 from cheem_jax.execution.inference import Inferred
@@ -22,6 +21,9 @@ from cheem_jax.keys import Keys, Phase
 from cheem_jax.methods.heads import classes_by_task
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
 from cheem_jax.pool import Head
+from cheem_jax.routing.config import Place, RouterConfig
+from cheem_jax.routing.routers import Router, make_router
+from cheem_jax.routing.statistics import fit_place, num_kept
 from cheem_jax.training import check_batch_size
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
@@ -40,13 +42,13 @@ class FrozenLinearConfig:
 
 
 class LinearTask(NamedTuple):
-    """A task's head on raw features, and its centroids."""
+    """A task's head on raw features, and what names it."""
 
     name: str
     classes: tuple[str, ...]
     weight: Float[np.ndarray, "D C"]
     bias: Float[np.ndarray, "C"]
-    centroids: Float[np.ndarray, "K E"]
+    place: Place
 
 
 class FrozenLinear:
@@ -57,13 +59,14 @@ class FrozenLinear:
     def __init__(self, keys: Keys, features: FrozenFeatures, router_features: FrozenFeatures, router: RouterConfig):
         self.keys, self.features, self.router_features, self.router = keys, features, router_features, router
         self.tasks: list[LinearTask] = []
+        self._index = make_router(router)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
         return []
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """Fit the head and the centroids."""
+        """Fit the head and what names the task."""
         clock = Clock()
         with clock("head"):
             weight, bias, penalty = fit_head(
@@ -71,8 +74,8 @@ class FrozenLinear:
             )
         with clock("router"):
             seed = self.keys.seed_at(len(self.tasks), Phase.CENTROIDS)
-            centroids = fit_centroids(self.router_features(task, "train"), seed=seed, config=self.router)
-        self.tasks.append(LinearTask(task.name, task.classes, weight, bias, centroids))
+            place = fit_place(self.router_features(task, "train"), task.train.labels, self.router, seed=seed)
+        self.tasks.append(LinearTask(task.name, task.classes, weight, bias, place))
         shared = self.features is self.router_features
         encoders = [self.features.encoder] if shared else [self.features.encoder, self.router_features.encoder]
         head = weight.size + bias.size
@@ -84,22 +87,25 @@ class FrozenLinear:
             "flops_executed": sum(encoder.executed_flops() for encoder in encoders) + 2 * weight.size,
             "params_added_percent": 0.0,
             "params_learned": head,
-            "params_stored": head + centroids.size,
+            "params_stored": head + place.centroids.size + sum(values.size for values in place.moments.values()),
             "seconds": clock.seconds,
         }
 
     def bytes_needed(self, task: Task) -> int:
-        """Head and centroids."""
-        num_centroids, width = self.router.num_centroids, self.router_features.encoder.width
-        return 4 * ((self.features.encoder.width + 1) * len(task.classes) + num_centroids * width)
+        """Head and what names the task."""
+        head = (self.features.encoder.width + 1) * len(task.classes)
+        return 4 * (head + num_kept(self.router, self.router_features.encoder.width, len(task.classes)))
 
     def answers(self, index: int, task: Task) -> Answers:
         """Answers to a learned task's test images."""
         learned = self.tasks[index]
         local = (self.features(task, "test") @ learned.weight + learned.bias).argmax(axis=1).astype(np.int32)
-        centroids = [t.centroids for t in self.tasks]
-        chosen = route(self.router_features(task, "test"), centroids, self.router)
-        return Answers(local, chosen, local)
+        return Answers(local, self.index.route(self.router_features(task, "test")), local)
+
+    @property
+    def index(self) -> Router:
+        """What names a task, of all tasks."""
+        return self._index.follow([task.place for task in self.tasks])
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
@@ -107,14 +113,16 @@ class FrozenLinear:
         features = self.features.compute(images)
         if tasks is None:
             named = features if self.features is self.router_features else self.router_features.compute(images)
-            tasks = route(named, [t.centroids for t in self.tasks], self.router)
+            tasks = self.index.route(named)
         heads = [Head(t.weight, t.bias) for t in self.tasks]  # pyright: ignore[reportArgumentType]
         return Inferred(np.asarray(tasks, np.int32), classes_by_task(features, heads, tasks))
 
     def save(self, root: Path) -> None:
         """Save what the last task added, and go on with what is read back."""
         index, task = len(self.tasks) - 1, self.tasks[-1]
-        arrays = {"weight": task.weight, "bias": task.bias, "centroids": task.centroids}
+        arrays: dict[str, Any] = {"weight": task.weight, "bias": task.bias, "centroids": task.place.centroids}
+        if task.place.moments:
+            arrays["moments"] = dict(task.place.moments)
         meta = {"name": task.name, "classes": list(task.classes)}
         directory = task_directory(root, index, task.name)
         save_task(directory, arrays, meta)
@@ -129,7 +137,8 @@ class FrozenLinear:
 
 def _task_of(directory: Path, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> LinearTask:
     with named(directory):
-        return LinearTask(meta["name"], tuple(meta["classes"]), **arrays)
+        place = Place(arrays["centroids"], arrays.get("moments", {}))
+        return LinearTask(meta["name"], tuple(meta["classes"]), arrays["weight"], arrays["bias"], place)
 
 
 def fit_head(

@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.vit import Prefix
-from cheem_jax.centroids import normalise
 from cheem_jax.execution.executor import Executor
 from cheem_jax.flops import executed_halves, prefix_flops, token_flops
 from cheem_jax.keys import Keys
 from cheem_jax.methods.method import FrozenFeatures
 from cheem_jax.methods.prompting import Attached, Prompting, Prompts, cosine
+from cheem_jax.routing.centroids import normalise
 from cheem_jax.training import FitConfig, check_batch_size
 
 

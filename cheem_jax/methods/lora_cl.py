@@ -12,16 +12,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cheem_jax.architecture import Choice, encode
-from cheem_jax.centroids import RouterConfig, fit_centroids
 from cheem_jax.data.task import Task
 from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.feed import Budget, feed_images, keep_tokens
 from cheem_jax.keys import Keys, Phase, next_power_of_two, task_number
-from cheem_jax.methods.expert_memory import ExpertMemory
+from cheem_jax.methods.expert_memory import ExpertMemory, kept_by_router
 from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.methods.underway import Underway
 from cheem_jax.ops import Placement
 from cheem_jax.pool import TaskMemory, grow
+from cheem_jax.routing.config import Place, RouterConfig
+from cheem_jax.routing.statistics import fit_place
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import FitConfig, check_batch_size, constant_draws, fit, images_left
 
@@ -87,13 +88,17 @@ class LoraCl(ExpertMemory):
             )  # fmt: skip
         pool, used = grow(self.memory.pool, architecture, network.learned(architecture), index)
         # nobody asks for mean class tokens, and nothing names a task that is told
-        means, centroids = np.zeros((1, executor.config.width), np.float32), np.zeros((1, 1), np.float32)
+        means, place = np.zeros((1, executor.config.width), np.float32), Place(np.zeros((1, 1), np.float32))
         if not self.told:
             with clock("router"):
                 seed = keys.seed_at(number, Phase.CENTROIDS)
-                centroids = fit_centroids(self.features(task, "train"), seed=seed, config=config.router)
+                place = fit_place(self.features(task, "train"), task.train.labels, config.router, seed=seed)
+        head = network.trained_head()
         self.remember(
-            pool, TaskMemory(task.name, task.classes, architecture, used, network.trained_head(), means, centroids)
+            pool,
+            TaskMemory(
+                task.name, task.classes, architecture, used, head, means, place.centroids, moments=place.moments
+            ),
         )
         return {
             **self.costs(index),
@@ -107,7 +112,7 @@ class LoraCl(ExpertMemory):
 
     def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
         """See `ExpertMemory.kept_beside`."""
-        return [] if self.told else [task.centroids]
+        return [] if self.told else kept_by_router(task)
 
     def bytes_needed(self, task: Task) -> int:
         """All pairs and the head with Adam's moments, twice (a rolling checkpoint and its successor)."""

@@ -13,11 +13,13 @@ from cheem_jax.data.task import Task
 from cheem_jax.execution.executor import Dense, Executor
 from cheem_jax.execution.feed import HostImages
 from cheem_jax.execution.inference import Inferred
-from cheem_jax.execution.passes import Advance, network_features
-from cheem_jax.flops import backbone_flops, executed_backbone_flops
+from cheem_jax.execution.passes import Advance, features_on_the_way, network_features
+from cheem_jax.flops import executed_pass_flops, pass_flops
 from cheem_jax.images import Images
 from cheem_jax.pool import dense_expert
 from cheem_jax.rolling import Saved
+from cheem_jax.routing.config import PAPER, RouterConfig
+from cheem_jax.routing.statistics import joined
 
 
 @runtime_checkable
@@ -143,24 +145,34 @@ class Encoder(Protocol):
 
 
 class Backbone:
-    """The plain backbone of an executor as an encoder: its class token after the last LayerNorm."""
+    """The plain backbone of an executor as an encoder: its class token after the last LayerNorm, or what `reads` says.
 
-    def __init__(self, executor: Executor):
-        self.executor, self.network = executor, base_network(executor)
-        self.name, self.width = executor.config.name, executor.config.width
+    Raises ValueError where it has too few blocks for that.
+    """
+
+    def __init__(self, executor: Executor, reads: RouterConfig = PAPER):
+        self.executor, self.network, depth = executor, base_network(executor), executor.num_blocks
+        self.blocks, self.until, self.is_plain = reads.blocks(depth), reads.until(depth), reads.features == "last"
+        self.name, self.width = executor.config.name, reads.num_parts(depth) * executor.config.width
 
     def flops(self, *, count_attention: bool = False) -> int:
         """See `Encoder.flops`."""
-        return backbone_flops(self.executor.config, count_attention=count_attention)
+        executor = self.executor
+        return pass_flops(executor.config, executor.placement, self.until, count_attention=count_attention)
 
     def executed_flops(self) -> int:
         """See `Encoder.executed_flops`."""
-        return executed_backbone_flops(self.executor.config)
+        return executed_pass_flops(self.executor.config, self.executor.placement, self.until)
 
     def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
         """See `Encoder.features`."""
-        feed = HostImages(self.executor, images)
-        return network_features(self.executor, self.network, feed, len(images), batch_size=batch_size)
+        feed, num = HostImages(self.executor, images), len(images)
+        if self.is_plain:
+            return network_features(self.executor, self.network, feed, num, batch_size=batch_size)
+        parts = features_on_the_way(
+            self.executor, self.network, feed, num, self.blocks, self.until, batch_size=batch_size
+        )
+        return joined(parts)
 
 
 class FrozenFeatures:
@@ -173,8 +185,12 @@ class FrozenFeatures:
         self._known: dict[tuple[str, str], tuple[Images, Float[np.ndarray, "N D"]]] = {}
 
     def of(self, executor: Executor) -> bool:
-        """Whether these are the features of this very backbone, so that its passes give them as well."""
+        """Whether this very backbone computes them, so that a pass over it begins every network as well."""
         return isinstance(self.encoder, Backbone) and self.encoder.executor is executor
+
+    def ends(self, executor: Executor) -> bool:
+        """Whether they are what this very backbone ends with, so that any pass over it gives them."""
+        return isinstance(self.encoder, Backbone) and self.encoder.executor is executor and self.encoder.is_plain
 
     def __call__(self, task: Task, split: str) -> Float[np.ndarray, "N D"]:
         """Features of one split of a task."""

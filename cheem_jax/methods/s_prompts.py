@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.centroids import RouterConfig, fit_centroids, route
 from cheem_jax.data.task import Task
 from cheem_jax.execution.executor import Executor
 from cheem_jax.flops import backbone_flops, executed_backbone_flops, token_flops
@@ -25,6 +24,8 @@ from cheem_jax.keys import Keys, Phase
 from cheem_jax.methods.fitting import Inputs, over_batches
 from cheem_jax.methods.method import FrozenFeatures
 from cheem_jax.methods.own_prompts import OwnPrompts
+from cheem_jax.routing.centroids import fit_centroids, route
+from cheem_jax.routing.config import PAPER, RouterConfig
 from cheem_jax.training import FitConfig, check_batch_size
 
 
@@ -43,6 +44,11 @@ class SPromptsConfig:
         check_batch_size(self.batch_size)
         if self.length < 1:
             raise ValueError(f"length is {self.length}; a task needs at least 1 prompt token")
+        if (self.router.kind, self.router.features) != (PAPER.kind, PAPER.features):
+            raise ValueError(
+                f"router kind {self.router.kind!r}, features {self.router.features!r}: S-Prompts is defined by kmeans "
+                "of the last class token"
+            )
 
 
 class SPrompts(OwnPrompts):

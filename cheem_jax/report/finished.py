@@ -159,7 +159,12 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
         found.append(f"eps1 {epsilons[0]:g}, eps2 {epsilons[1]:g}")
     if (tolerance := search.get("tolerance", 0.02)) != 0.02:
         found.append(f"tau {tolerance:g}")
-    return found
+    found += ["resumed FLOPs"] if search.get("cost", "network") != "network" else []
+    found += [f"{rungs} rungs"] if (rungs := search.get("rungs", 1)) > 1 else []
+    found += ["warm start"] if search.get("warm_start", False) else []
+    router = cheem.get("router", {})
+    named = router.get("kind", "kmeans"), router.get("features", "last")
+    return found + ([f"router {' '.join(named)}"] if named != ("kmeans", "last") else [])
 
 
 def order_names(runs: Sequence[Run]) -> dict[tuple[str, tuple[str, ...]], str]:

@@ -4,7 +4,6 @@ The default is S-Prompts' router, which the paper adopts: L2-normalised features
 centroid in L1 distance, decided per image.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -12,26 +11,13 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.spatial.distance import cdist
 
-Metric = Literal["l1", "l2", "cosine"]
+from cheem_jax.routing.config import Metric, RouterConfig
+
 _SCIPY_METRICS: dict[Metric, Literal["cityblock", "euclidean", "cosine"]] = {
     "l1": "cityblock",
     "l2": "euclidean",
     "cosine": "cosine",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class RouterConfig:
-    """How task centroids are made and compared."""
-
-    num_centroids: int = 5
-    """Centroids per task, K; clipped to the number of training images."""
-    metric: Metric = "l1"
-    """Distance between a test image's normalised feature and a centroid."""
-
-    def __post_init__(self) -> None:
-        if self.num_centroids < 1:
-            raise ValueError(f"num_centroids is {self.num_centroids}; a task needs at least 1 centroid")
 
 
 def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:

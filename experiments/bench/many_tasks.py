@@ -33,7 +33,6 @@ from scipy.spatial.distance import cdist
 
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.centroids import CentroidIndex, Metric, RouterConfig, distances, normalise
 from cheem_jax.checkpoint import saved_tasks
 from cheem_jax.cli import parse
 from cheem_jax.data.demo import demo_stream
@@ -48,6 +47,8 @@ from cheem_jax.pool import DenseExperts, Memory
 from cheem_jax.predict import Predictor
 from cheem_jax.report.record import to_json
 from cheem_jax.rolling import Saved
+from cheem_jax.routing.centroids import CentroidIndex, distances, normalise
+from cheem_jax.routing.config import Metric, RouterConfig
 from cheem_jax.saved_memory import save_memory_task
 from experiments.bench.demo_compile import small
 from experiments.bench.growth import RANK, drawn_memory, resident_bytes

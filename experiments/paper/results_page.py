@@ -1,5 +1,6 @@
 """`docs/results.md` from collected runs: every number is computed, and no sentence presupposes how it came out."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from paper.printed import Cell as PrintedCell
 from paper.printed import printed
 from paper.results_figure import accuracy_figure
 from paper.results_setting import setting_sections
+from routers import page as routers
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.report.comparison import comparison
@@ -28,20 +30,35 @@ class Row(NamedTuple):
     runs: Sequence[Results]
 
 
+class Study(NamedTuple):
+    """A study of finished runs that left its numbers beside them."""
+
+    title: str
+    text: Callable[[Mapping[str, Any]], str]
+
+
+STUDIES = {"routers": Study("Which router loses least", routers.sections_of)}
+"""By the name of the file with its numbers."""
+
+
 def write_page(results: Path, page: Path) -> int:
     """The page, and its figure in the folder of the page's name; returns the number of runs."""
     cells = load(results)
     rows = rows_of(cells)
     figure = page.with_suffix("") / "accuracy.png"
     notes = results.parent / "notes.md"
-    text = page_of(cells, rows, notes.read_text() if notes.is_file() else "", f"{figure.parent.name}/{figure.name}")
+    files = {name: results.parent / f"{name}.json" for name in STUDIES}
+    studies = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
+    text = page_of(
+        cells, rows, notes.read_text() if notes.is_file() else "", f"{figure.parent.name}/{figure.name}", studies
+    )
     figure.parent.mkdir(parents=True, exist_ok=True)
     accuracy_figure({row.title: row.runs for row in rows}, figure)
     write_atomically(page, text)
     return sum(map(len, cells.values()))
 
 
-def page_of(cells: Cells, rows: Sequence[Row], notes: str, figure: str) -> str:
+def page_of(cells: Cells, rows: Sequence[Row], notes: str, figure: str, studies: Mapping[str, Any]) -> str:
     """The whole page as Markdown; `notes` was written by hand and is taken as it is."""
     first = rows[0].runs[0]
     judged = [(claim, claim.check(cells)) for claim in claims()]
@@ -72,6 +89,7 @@ def page_of(cells: Cells, rows: Sequence[Row], notes: str, figure: str) -> str:
             [row for row in rows if row.method not in TOLD],
             lambda run: last_row(run, "local_accuracy") - last_row(run, "accuracy"),
         ),
+        *(part for name, found in studies.items() for part in (f"## {STUDIES[name].title}", STUDIES[name].text(found))),
         "## The paper's numbers, for orientation",
         *beside_the_paper(rows, first["backbone"]),
         *setting_sections(cells),

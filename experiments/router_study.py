@@ -1,0 +1,254 @@
+"""Which router loses least: every kind on what finished runs have learned, chosen on validation, reported on test.
+
+    python experiments/router_study.py --runs runs/compare --out runs/routers
+
+Routers name tasks from what the frozen backbone says, so no run is made again: an image is answered rightly where a
+router names its task and the run's answer with the task given is right. Runs of CHEEM are needed for the second look
+at close calls and for the choice on validation images; runs of other methods are reported beside them.
+"""
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mtil
+import numpy as np
+from collect import right_of
+from paper.paired import Estimate, accuracy_difference
+from routers.page import page_of
+from routers.second_look import look, tuned
+from routers.seen import Seen, seen_of
+from routers.trying import PAPER, Tried, attempt, candidates, title_of
+
+from cheem_jax.atomic import write_atomically
+from cheem_jax.backbone.params import build
+from cheem_jax.cli import parse, run_command
+from cheem_jax.execution.choice import make_executor
+from cheem_jax.execution.executor import Executor
+from cheem_jax.keys import Keys
+from cheem_jax.memory.making import open_memory
+from cheem_jax.report import record
+from cheem_jax.report.finished import Run, check_comparable, read, variant_of
+from cheem_jax.report.progress import Progress
+from cheem_jax.routing.config import RouterConfig
+
+METHODS = ("cheem", "lora_cl", "s_prompts")
+"""Methods with a network per task behind a router."""
+NEAR_BEST = 0.005
+"""Accuracy on validation that may be given up for fewer bytes."""
+Right = list[np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterStudy:
+    """Routers beside each other on finished runs."""
+
+    runs: tuple[Path, ...]
+    """Folders with finished runs of one stream, at any depth."""
+    weights: Path | None = None
+    """The backbone's weights file; default: where the runs had it."""
+    stream: str | None = None
+    """Where the runs' pictures are; default: where the runs had them."""
+    out: Path = Path("runs/routers")
+    """Where numbers, page and what was computed are kept."""
+
+
+def main(settings: RouterStudy) -> None:
+    """Try every router, choose one, look twice at close calls, write page and numbers."""
+    progress, out = Progress(), settings.out
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out names {out}, which is no folder; expected one, there already or to be made")
+    runs = runs_of(settings.runs)
+    source, loaded = load(runs[0], settings, progress)
+    tasks = loaded.stream.tasks
+    executor, size = executor_of(source, loaded), mtil.config_of(source).method.batch_size
+    place = out / "seen" / f"{loaded.pretrained.sha256[:12]}-{source.image_size}"
+    seen = [seen_of(task, executor, place / f"{task.name}.npz", size, progress.say) for task in tasks]
+    labels = {task.name: task.test.labels for task in tasks}
+    given = {run.directory: list(right_of(run, labels)[1]) for run in runs}
+    owners = [run for run in runs if run.results["method"] == "cheem"]
+    told = {run.directory: told_of(run, settings, tasks, out) for run in owners}
+
+    rows, tried = [], dict[RouterConfig, dict[int, Tried]]()
+    for config in candidates():
+        own = {
+            seed: attempt(config, seen, [task.train.labels for task in tasks], Keys(seed))
+            for seed in sorted({run.results["seed"] for run in runs})
+        }
+        tried[config] = own
+        rows.append(row_of(config, own, tried[PAPER], runs, given, told))
+        progress.say(
+            f"{config.features}, {title_of(config)}: task found on test {100 * rows[-1]['found']['test']:.1f} %"
+        )
+    best = chosen(rows)
+    again = {run.directory.as_posix(): agreement(run, tried[PAPER][run.results["seed"]]) for run in owners}
+    found = {
+        "stream": loaded.stream.name, "backbone": loaded.pretrained.config.name, "image_size": source.image_size,
+        "tasks": [task.name for task in tasks], "rows": rows, "chosen": best, "near_best": NEAR_BEST,
+        "runs": [{"method": run.results["method"], "seed": run.results["seed"]} for run in runs],
+        "same_as_run": list(again.values()),
+        "by_task": by_task(runs, given, tried, best),
+        "second_look": [
+            second_look(run, settings, tasks, seen, best["config"], out, progress) for run in owners
+        ],
+    }  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "routers.json", json.dumps(found, indent=1) + "\n")
+    write_atomically(out / "routers.md", page_of(found))
+    progress.say(f"{len(rows)} routers on {len(runs)} runs: {out / 'routers.md'}")
+
+
+def runs_of(folders: Sequence[Path]) -> list[Run]:
+    """The runs that a router serves; ValueError without any of CHEEM."""
+    runs = [run for run in read(folders)[0] if run.results["method"] in METHODS and not variant_of(run)]
+    check_comparable(runs)
+    if not any(run.results["method"] == "cheem" for run in runs):
+        raise ValueError(f"--runs {', '.join(map(str, folders))} hold no finished run of cheem with its usual settings")
+    return runs
+
+
+def load(run: Run, settings: RouterStudy, progress: Progress) -> tuple[mtil.Mtil, mtil.Loaded]:
+    """Weights and pictures as the run had them."""
+    begun = next(entry for entry in record.read(run.directory) if entry["event"] == "run")
+    source = mtil.read_arguments(list(begun["command"])[1:])
+    changes = {name: value for name in ("weights", "stream") if (value := getattr(settings, name)) is not None}
+    source = dataclasses.replace(source, base_data=None, router=None, router_weights=None, **changes)
+    return source, mtil.load(source, progress)
+
+
+def executor_of(source: mtil.Mtil, loaded: mtil.Loaded) -> Executor:
+    """The backbone as runs use it."""
+    config = mtil.config_of(source)
+    vit = build(loaded.pretrained.config, loaded.pretrained.params)
+    return make_executor(vit, "mlp_down", config.engine, batch_size=config.method.batch_size)
+
+
+def told_of(run: Run, settings: RouterStudy, tasks: Sequence[Any], out: Path) -> Right:
+    """Which validation images a run answers rightly with the task given."""
+    file = out / "given" / f"{run.results['method']}-{run.results['seed']}.npz"
+    if not file.exists():
+        memory, found = open_memory(run.directory, weights=settings.weights), {}
+        for index, task in enumerate(tasks):
+            logits = memory.predictor(task=task.name).answer(task.val.images[:]).logits
+            found[f"{index:03d}"] = np.array([own.argmax() for own in logits]) == task.val.labels
+        save(file, found)
+    with np.load(file, allow_pickle=False) as held:
+        return [held[name] for name in sorted(held)]
+
+
+def save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """An npz, whole or not at all."""
+    stream = io.BytesIO()
+    np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, stream.getvalue())
+
+
+def routed(given: Right, named: Sequence[np.ndarray]) -> Right:
+    """Images whose task is named and whose class is then right."""
+    return [right & (own == index) for index, (right, own) in enumerate(zip(given, named, strict=True))]
+
+
+def mean_over_tasks(right: Right) -> float:
+    """Average accuracy."""
+    return float(np.mean([own.mean() for own in right]))
+
+
+def row_of(
+    config: RouterConfig, own: Mapping[int, Tried], paper: Mapping[int, Tried], runs: Sequence[Run],
+    given: Mapping[Path, Right], told: Mapping[Path, Right],
+) -> dict[str, Any]:  # fmt: skip
+    """One router's numbers: means over runs, and the paired difference from the paper's router."""
+    seeds, row = list(own.values()), {}
+    for method in METHODS:
+        rights = [
+            (routed(given[run.directory], own[run.results["seed"]].named["test"]),
+             routed(given[run.directory], paper[run.results["seed"]].named["test"]))
+            for run in runs if run.results["method"] == method
+        ]  # fmt: skip
+        if rights:
+            better = accuracy_difference([ours for ours, _ in rights], [theirs for _, theirs in rights])
+            accuracy = float(np.mean([mean_over_tasks(ours) for ours, _ in rights]))
+            row[method] = {"accuracy": accuracy, "gain": told_estimate(better), "runs": len(rights)}
+    validation = [
+        mean_over_tasks(routed(told[run.directory], own[run.results["seed"]].named["val"]))
+        for run in runs if run.directory in told
+    ]  # fmt: skip
+    return {
+        "features": config.features, "title": title_of(config), "config": dataclasses.asdict(config), **row,
+        "validation": float(np.mean(validation)),
+        "found": {
+            split: float(np.mean([[np.mean(named == i) for i, named in enumerate(one.named[split])] for one in seeds]))
+            for split in ("val", "test")
+        },
+        "bytes_per_task": seeds[0].bytes_per_task,
+        "seconds_per_task": float(np.mean([one.seconds_per_task for one in seeds])),
+        "microseconds_per_image": float(np.mean([one.microseconds_per_image for one in seeds])),
+    }  # fmt: skip
+
+
+def told_estimate(estimate: Estimate) -> dict[str, Any]:
+    """As JSON values."""
+    return {name: value for name, value in estimate._asdict().items() if name != "per_seed"}
+
+
+def chosen(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the routers within `NEAR_BEST` of the best on validation the one that keeps the fewest bytes."""
+    best = max(row["validation"] for row in rows)
+    near = [row for row in rows if row["validation"] >= best - NEAR_BEST]
+    return dict(min(near, key=lambda row: (row["bytes_per_task"], -row["validation"])))
+
+
+def agreement(run: Run, tried: Tried) -> float:
+    """Share of test images for which the paper's router, made again, names the task that the run's own did."""
+    with np.load(run.directory / "answers.npz", allow_pickle=False) as held:
+        return float(np.mean(np.concatenate([
+            held[f"chosen_task_{index}"] == named for index, named in enumerate(tried.named["test"])
+        ])))  # fmt: skip
+
+
+def by_task(
+    runs: Sequence[Run], given: Mapping[Path, Right], tried: Mapping[RouterConfig, Mapping[int, Tried]],
+    best: Mapping[str, Any],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Accuracy of CHEEM by task with the paper's router, with the chosen one, and with the task given."""
+    owners, config = [run for run in runs if run.results["method"] == "cheem"], RouterConfig(**best["config"])
+    found = []
+    for index, name in enumerate(owners[0].order):
+        row: dict[str, Any] = {"task": name}
+        for key, used in (("paper", PAPER), ("chosen", config)):
+            pairs = [(given[r.directory][index], tried[used][r.results["seed"]].named["test"][index]) for r in owners]
+            row[key] = float(np.mean([np.mean(right & (named == index)) for right, named in pairs]))
+            row[f"{key}_found"] = float(np.mean([np.mean(named == index) for _, named in pairs]))
+        row["given"] = float(np.mean([given[run.directory][index].mean() for run in owners]))
+        found.append(row)
+    return found
+
+
+def second_look(
+    run: Run, settings: RouterStudy, tasks: Sequence[Any], seen: Sequence[Seen], config: Mapping[str, Any], out: Path,
+    progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
+    """What a second network for close calls brings to one run, beside the chosen router alone."""
+    file = out / "looked" / f"{run.results['seed']}-{config['kind']}-{config['features']}.npz"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    memory = open_memory(run.directory, weights=settings.weights)
+    keys = Keys(run.results["seed"])
+    found = tuned(look(memory, tasks, seen, RouterConfig(**config), keys, file, progress.say))
+    flops = [task["flops_executed"] for task in run.results["tasks"]]
+    rows = []
+    for row in found["rows"]:
+        right = row.pop("right")
+        gain = accuracy_difference([right], [found["alone"]])
+        rows.append({**row, "accuracy": mean_over_tasks(right), "gain": told_estimate(gain)})
+    return {
+        "seed": run.results["seed"], "alone": mean_over_tasks(found["alone"]), "rows": rows,
+        "flops_executed": float(np.mean(flops)),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    run_command(main, parse(RouterStudy, description=__doc__))

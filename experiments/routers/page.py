@@ -1,0 +1,109 @@
+"""The study of routers as Markdown."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NAMES = {"cheem": "CHEEM", "lora_cl": "LoRA-CL", "s_prompts": "S-Prompts"}
+READS = {
+    "last": "last class token",
+    "early": "mean patch tokens at a quarter and at half of the depth",
+    "levels": "mean patch tokens at each quarter, last class token",
+}
+
+
+def page_of(found: Mapping[str, Any]) -> str:
+    """A page of its own."""
+    title = f"# Routers: {len(found['tasks'])} tasks, {found['backbone']}, {found['image_size']} pixels"
+    return f"{title}\n\n{sections_of(found)}\n"
+
+
+def sections_of(found: Mapping[str, Any]) -> str:
+    """All tables, without a heading of the first level."""
+    return "\n\n".join([_compared(found), _by_task(found), _looked_twice(found)])
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
+    """A Markdown table; columns after the first few are aligned to the right."""
+    rule = ["---"] * num_left + ["---:"] * (len(head) - num_left)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _gain(gain: Mapping[str, Any]) -> str:
+    numbers = [f"{100 * gain[name]:+.1f}" for name in ("value", "low", "high")]
+    return "{} ({} to {})".format(*(number.replace("-", "−") for number in numbers))
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e3:,.0f}" if value >= 1e4 else f"{value / 1e3:.1f}"
+
+
+def _compared(found: Mapping[str, Any]) -> str:
+    methods = [method for method in NAMES if any(method in row for row in found["rows"])]
+    head = ["reads", "router", "validation %", "task found %"]
+    for method in methods:
+        head += [f"{NAMES[method]} %", f"{NAMES[method]}, gain"]
+    head += ["kB a task", "µs an image"]
+    rows = []
+    for row in found["rows"]:
+        mark = "**" if row["config"] == found["chosen"]["config"] else ""
+        cells = [row["features"], f"{mark}{row['title']}{mark}", _percent(row["validation"])]
+        cells.append(_percent(row["found"]["test"]))
+        for method in methods:
+            cells += [_percent(row[method]["accuracy"]), _gain(row[method]["gain"])]
+        rows.append([*cells, _bytes(row["bytes_per_task"]), f"{row['microseconds_per_image']:.0f}"])
+    counts = ", ".join(f"{NAMES[method]} {sum(run['method'] == method for run in found['runs'])}" for method in methods)
+    reads = "; ".join(f"*{name}*: {told}" for name, told in READS.items())
+    same = min(found["same_as_run"])
+    return f"""No run was made again: a router changes no network. Runs: {counts}. A router reads what the pass over the
+frozen backbone says anyway: {reads}; with *early* that pass ends at half of the depth. *Validation*: CHEEM's average
+accuracy on validation images, by which the router in bold was chosen: of those within {100 * found["near_best"]:g}
+points of the best the one that keeps the fewest bytes. All other accuracies are on test images; the *gain* is over the
+paper's router (first row), with a 95 % interval by the bootstrap described above. *Task found* is a mean over tasks.
+The paper's router, made again from the features, named the same task as the runs did for {100 * same:.2f} % of the
+images. Times are of one process, with the features at hand, on a machine that did other work. Made by
+`experiments/router_study.py --runs RUNS`, whose `routers.json` stands beside the runs.
+
+{table(head, rows, 2)}"""
+
+
+def _by_task(found: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            row["task"], _percent(row["paper_found"]), _percent(row["chosen_found"]), _percent(row["paper"]),
+            _percent(row["chosen"]), _percent(row["given"]),
+        ]
+        for row in found["by_task"]
+    ]  # fmt: skip
+    keys = ("paper_found", "chosen_found", "paper", "chosen", "given")
+    means = {key: sum(row[key] for row in found["by_task"]) / len(found["by_task"]) for key in keys}
+    rows.append(["mean", *(_percent(means[key]) for key in keys)])
+    gap = means["given"] - means["paper"]
+    share = (means["chosen"] - means["paper"]) / gap if gap > 0 else float("nan")
+    head = ["task", "found, paper's %", "found, chosen %", "accuracy, paper's %", "accuracy, chosen %", "task given %"]
+    chosen = found["chosen"]
+    return f"""CHEEM by task, with the paper's router, with the chosen one ({chosen["features"]}, {chosen["title"]}) and
+with the task given. Of the {100 * gap:.1f} points that the paper's router loses, the chosen one recovers
+{100 * share:.0f} %.
+
+{table(head, rows)}"""
+
+
+def _looked_twice(found: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            str(one["seed"]), f"{100 * row['share']:g}", _percent(row["second"]), _percent(one["alone"]),
+            _percent(row["accuracy"]), _gain(row["gain"]),
+        ]
+        for one in found["second_look"]
+        for row in one["rows"]
+    ]  # fmt: skip
+    head = ["seed", "closest, validation %", "second network, test %", "router alone %", "decided together %", "gain"]
+    return f"""A second look at close calls: the networks of both nearest tasks answer, and their heads' confidence
+decides with the router's lead, weighed as is best on validation. *Second network* is the share of test images that pay
+for one more network (interval over images alone, one seed a row).
+
+{table(head, rows)}"""

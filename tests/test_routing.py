@@ -1,0 +1,550 @@
+"""Routers beside the paper's: their formulas, what tasks keep, what is read of the backbone, memories that use them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import exporting
+import jax
+import numpy as np
+import pytest
+import small
+from baselines import check_method, stages
+from scipy.spatial.distance import cdist
+from scipy.stats import multivariate_normal
+from sklearn.linear_model import Ridge
+from test_memory import NAME, begin
+
+import cheem_jax
+from cheem_jax import flops
+from cheem_jax.architecture import from_strings
+from cheem_jax.backbone.alexnet import AlexNetConfig, PretrainedAlexNet
+from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.params import init_params
+from cheem_jax.backbone.weights import Pretrained, save_converted
+from cheem_jax.checkpoint import load_task, saved_tasks
+from cheem_jax.cli import parse
+from cheem_jax.commands.info import Info, show_info
+from cheem_jax.continual import networks_of
+from cheem_jax.execution.choice import EngineConfig
+from cheem_jax.execution.executor import Dense
+from cheem_jax.execution.feed import HostImages
+from cheem_jax.execution.inference import Inference, TaskNetwork
+from cheem_jax.execution.passes import answers
+from cheem_jax.execution.scan import Scan
+from cheem_jax.execution.stages import Stages
+from cheem_jax.execution.whole import Whole
+from cheem_jax.keys import Keys
+from cheem_jax.methods.expert_memory import ExpertMemory
+from cheem_jax.methods.frozen_linear import FrozenLinear
+from cheem_jax.methods.lora_cl import LoraCl, LoraClConfig
+from cheem_jax.methods.method import Backbone, FrozenFeatures, Undisturbed, base_network
+from cheem_jax.methods.s_prompts import SPromptsConfig
+from cheem_jax.ops import Reuse, init_new
+from cheem_jax.pool import Memory
+from cheem_jax.routing.centroids import distances, fit_centroids, normalise, route, threshold
+from cheem_jax.routing.config import PAPER, Place, RouterConfig
+from cheem_jax.routing.routers import make_router
+from cheem_jax.routing.statistics import fit_place, joined, num_kept, packed, random_features, unpacked
+from cheem_jax.supernet import init_head_learner
+from cheem_jax.training import FitConfig
+from experiments import mtil
+
+KINDS = ("kmeans", "class_means", "lda", "gaussian", "ridge")
+WIDTH = 6
+EARLY = RouterConfig("lda", "early")
+IMAGES = (
+    np.random.default_rng(0).integers(0, 256, (37, 8, 8, 3), dtype=np.uint8)
+    // np.arange(1, 38, dtype=np.uint8)[:, None, None, None]
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Programs here run a few times on a few pixels: what takes long is to optimise them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    with small.shared_executors():
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def drawn(num_images: int, num_classes: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Features of a task that lie about its classes, and their labels."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(num_images, dtype=np.int32) % num_classes
+    own = rng.normal(size=(num_classes, WIDTH))[labels] + 0.4 * rng.normal(size=(num_images, WIDTH))
+    return own.astype(np.float32), labels
+
+
+TASKS = (drawn(30, 3, 0), drawn(50, 2, 1), drawn(20, 1, 2))
+ASKED = np.random.default_rng(9).normal(size=(25, WIDTH)).astype(np.float32)
+
+
+def places_of(config: RouterConfig, tasks=TASKS) -> list[Place]:
+    return [fit_place(*task, config, seed=index) for index, task in enumerate(tasks)]
+
+
+def means_and_scatter(features: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Class means of the normalised features, and the covariance about them."""
+    points = features.astype(float) / np.linalg.norm(features.astype(float), axis=1, keepdims=True)
+    means = np.stack([points[labels == label].mean(axis=0) for label in range(labels.max() + 1)])
+    return means, np.mean([np.outer(p - means[c], p - means[c]) for p, c in zip(points, labels, strict=True)], axis=0)
+
+
+def shrunk(scatter: np.ndarray, share: float) -> np.ndarray:
+    return (1 - share) * scatter + share * np.trace(scatter) / WIDTH * np.eye(WIDTH)
+
+
+# ---- formulas
+
+
+def test_lda_compares_mahalanobis_distances_under_the_mean_covariance_of_the_tasks():
+    config = RouterConfig("lda", shrinkage=0.1)
+    means, scatters = zip(*[means_and_scatter(*task) for task in TASKS], strict=True)
+    inverse = np.linalg.inv(shrunk(np.mean(scatters, axis=0), 0.1))
+    wanted = [cdist(normalise(ASKED), own, "mahalanobis", VI=inverse).min(axis=1) for own in means]
+    router = make_router(config).follow(places_of(config))
+    np.testing.assert_allclose(router.distances(ASKED), np.stack(wanted, axis=1), rtol=1e-4)
+    np.testing.assert_array_equal(router.route(ASKED), np.argmin(wanted, axis=0))
+
+
+def test_gaussian_names_the_task_of_the_likeliest_class():
+    config, points = RouterConfig("gaussian", shrinkage=0.1), normalise(ASKED).astype(float)
+    wanted = []
+    for task in TASKS:
+        means, scatter = means_and_scatter(*task)
+        own = [multivariate_normal.logpdf(points, mean, shrunk(scatter, 0.1)) for mean in means]
+        wanted.append(np.max(own, axis=0))
+    router = make_router(config).follow(places_of(config))
+    constant = WIDTH * np.log(2 * np.pi)
+    np.testing.assert_allclose(router.distances(ASKED) + constant, -2 * np.stack(wanted, axis=1), rtol=1e-3)
+    np.testing.assert_array_equal(router.route(ASKED), np.argmax(wanted, axis=0))
+
+
+def test_ridge_is_scikit_learns_with_as_much_weight_for_every_task():
+    config = RouterConfig("ridge", projections=15, penalty=0.1)
+    seen = [random_features(normalise(features), 15) for features, _ in TASKS]
+    gram = sum(own.T @ own / len(own) for own in seen)
+    tasks = np.repeat(np.arange(3), [len(own) for own in seen])
+    weights = np.concatenate([np.full(len(own), 1 / len(own)) for own in seen])
+    ridge = Ridge(alpha=0.1 * np.trace(gram) / 15, fit_intercept=False)
+    ridge.fit(np.concatenate(seen), np.eye(3)[tasks], sample_weight=weights)
+    router = make_router(config).follow(places_of(config))
+    wanted = ridge.predict(random_features(normalise(ASKED), 15))
+    np.testing.assert_allclose(router.distances(ASKED), -wanted, atol=1e-4)
+    np.testing.assert_array_equal(router.route(ASKED), wanted.argmax(axis=1))
+
+
+@pytest.mark.parametrize(("metric", "name"), [("l1", "cityblock"), ("l2", "euclidean"), ("cosine", "cosine")])
+def test_class_means_name_the_task_of_the_nearest_mean(metric, name):
+    config = RouterConfig("class_means", metric=metric)
+    wanted = [cdist(normalise(ASKED), means_and_scatter(*task)[0], name).min(axis=1) for task in TASKS]
+    router = make_router(config).follow(places_of(config))
+    np.testing.assert_allclose(router.distances(ASKED), np.stack(wanted, axis=1), atol=1e-5)
+    np.testing.assert_array_equal(router.route(ASKED), np.argmin(wanted, axis=0))
+
+
+def test_the_papers_router_is_k_means_and_the_nearest_centroid_to_the_bit():
+    (config,) = {PAPER, RouterConfig(), RouterConfig("kmeans", "last", 5, "l1")}
+    places = places_of(config)
+    centroids = [fit_centroids(features, seed=i, config=config) for i, (features, _) in enumerate(TASKS)]
+    for place, own in zip(places, centroids, strict=True):
+        np.testing.assert_array_equal(place.centroids, own)
+        assert not place.moments
+    router = make_router(config).follow(places)
+    np.testing.assert_array_equal(router.distances(ASKED), distances(ASKED, centroids, config))
+    np.testing.assert_array_equal(router.route(ASKED), route(ASKED, centroids, config))
+
+
+# ---- laws
+
+
+def arrays_of(place: Place) -> list[np.ndarray]:
+    return [place.centroids, *place.moments.values()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_changes_nothing_of_earlier_ones_and_one_by_one_is_all_at_once(kind):
+    config = RouterConfig(kind, projections=15)
+    places, one_by_one = places_of(config), make_router(config)
+    kept = [[values.copy() for values in arrays_of(place)] for place in places]
+    for num in (1, 2, 3):
+        one_by_one.follow(places[:num]).distances(ASKED)
+        assert len(one_by_one) == num
+    for place, before in zip(places, kept, strict=True):
+        for now, then in zip(arrays_of(place), before, strict=True):
+            np.testing.assert_array_equal(now, then)
+    at_once = make_router(config).follow(places)
+    np.testing.assert_array_equal(one_by_one.distances(ASKED), at_once.distances(ASKED))
+    # and without one of them, as after forgetting
+    rest = [places[0], places[2]]
+    without = one_by_one.follow(rest).distances(ASKED)
+    np.testing.assert_array_equal(without, make_router(config).follow(rest).distances(ASKED))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_image_is_routed_alone_as_in_company(kind):
+    config = RouterConfig(kind, projections=15)
+    router = make_router(config).follow(places_of(config))
+    alone = [router.route(ASKED[i : i + 1])[0] for i in range(len(ASKED))]
+    np.testing.assert_array_equal(router.route(ASKED), alone)
+    assert len(set(alone)) > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ties_go_to_the_lowest_task(kind):
+    config = RouterConfig(kind, projections=15)
+    (place,) = places_of(config, TASKS[:1])
+    assert not make_router(config).follow([place] * 3).route(ASKED).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tasks_of_equal_images_and_of_one_class_are_routed_to(kind):
+    config = RouterConfig(kind, projections=15)
+    same = np.tile(np.eye(1, WIDTH, dtype=np.float32), (10, 1)), np.zeros(10, np.int32)
+    other = np.tile(-np.eye(1, WIDTH, dtype=np.float32), (10, 1)), np.zeros(10, np.int32)
+    for tasks in ([same, other], [same, TASKS[2]], [TASKS[0], same, TASKS[1]]):
+        router = make_router(config).follow(places_of(config, tasks))
+        assert np.isfinite(router.distances(ASKED)).all()
+        np.testing.assert_array_equal(router.route(same[0][:1]), [[one is same for one in tasks].index(True)])
+    alone = make_router(config).follow(places_of(config, [same]))
+    assert np.isfinite(alone.distances(ASKED)).all() and not alone.route(ASKED).any()
+
+
+def test_a_symmetric_matrix_is_kept_by_its_upper_triangle_in_float32():
+    for size in (1, 2, 3, 16, 45):
+        matrix = np.random.default_rng(size).normal(size=(size, size))
+        matrix = matrix + matrix.T
+        triangle = packed(matrix)
+        assert triangle.dtype == np.float32 and len(triangle) == size * (size + 1) // 2
+        np.testing.assert_array_equal(unpacked(triangle), matrix.astype(np.float32))
+        np.testing.assert_array_equal(packed(unpacked(triangle)), triangle)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_task_keeps_does_not_grow_with_its_images(kind):
+    config = RouterConfig(kind, num_centroids=3, projections=15)
+    kept = [
+        sum(values.size for values in arrays_of(place)) for place in places_of(config, [TASKS[0], drawn(300, 3, 3)])
+    ]
+    assert kept == [num_kept(config, WIDTH, 3)] * 2
+    assert all(values.dtype == np.float32 for values in arrays_of(places_of(config)[0]))
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize(
+    ("depth", "early", "levels"), [(12, (3, 6), (3, 6, 9)), (6, (1, 3), (1, 3, 4)), (3, (0, 1), (0, 1))]
+)
+def test_mean_patch_tokens_are_read_at_quarters_of_the_depth(depth, early, levels):
+    last, first, all_of_it = (RouterConfig(features=features) for features in ("last", "early", "levels"))
+    assert [config.blocks(depth) for config in (last, first, all_of_it)] == [(), early, levels]
+    assert [config.until(depth) for config in (last, first, all_of_it)] == [depth, early[-1], depth]
+    assert [config.num_parts(depth) for config in (last, first, all_of_it)] == [1, len(early), len(levels) + 1]
+
+
+def test_a_backbone_of_two_blocks_has_its_last_class_token_only():
+    assert RouterConfig().blocks(2) == () and RouterConfig().until(2) == 2
+    for features in ("early", "levels"):
+        with pytest.raises(ValueError, match=f"{features}' need a backbone of at least 3 blocks, not 2"):
+            RouterConfig(features=features).blocks(2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"num_centroids": 0}, "num_centroids is 0; a task needs at least 1"),
+        ({"projections": 0}, "projections is 0; expected at least 1"),
+        ({"shrinkage": 0.0}, "shrinkage is 0.0; expected a share above 0, at most 1"),
+        ({"shrinkage": 1.5}, "shrinkage is 1.5; expected"),
+        ({"penalty": 0.0}, "penalty is 0.0; expected a positive number"),
+        ({"penalty": float("nan")}, "penalty is nan; expected"),
+    ],
+)
+def test_senseless_settings_are_refused_by_name(settings, told):
+    with pytest.raises(ValueError, match=told):
+        RouterConfig(**settings)
+
+
+def test_s_prompts_has_its_own_router_and_no_other():
+    for router in (RouterConfig("lda"), RouterConfig(features="early")):
+        with pytest.raises(ValueError, match=rf"{router.kind}.*{router.features}.*S-Prompts is defined by kmeans"):
+            SPromptsConfig(router=router)
+
+
+@pytest.mark.parametrize("features", ["early", "levels"])
+def test_alexnet_has_no_blocks_to_read(features):
+    alexnet = PretrainedAlexNet(AlexNetConfig(image_size=64), {}, "made up", "0" * 64)
+    method = dataclasses.replace(small.QUICK, router=RouterConfig(features=features))
+    with pytest.raises(ValueError, match=f"'{features}' are of a ViT's blocks; alexnet has only `last`"):
+        networks_of(small.pretrained(), alexnet, method, EngineConfig())
+
+
+def test_a_router_is_chosen_on_the_command_line():
+    command = ["--cheem.router.kind", "lda", "--cheem.router.features", "early", "--cheem.router.shrinkage", "0.1"]
+    assert parse(mtil.Mtil, command).cheem.router == RouterConfig("lda", "early", shrinkage=0.1)
+    assert parse(mtil.Mtil, []).cheem.router == RouterConfig()
+
+
+# ---- what is read of the backbone
+
+
+@pytest.fixture(scope="module")
+def by_hand():
+    """Per placement the mean patch tokens at each block but the last, and the last class token."""
+    vit = small.backbone()
+
+    def tokens(images, placement):
+        x, means = vit.embed(images), []
+        for index, block in enumerate(vit.blocks):
+            if index < 3:
+                means.append(block.enter(x, placement=placement)[:, 1:].mean(axis=1))
+            x, _ = block.run(Reuse(block.expert(placement)), x, placement=placement, outputs=vit.outputs(index))
+        return means, vit.features(x)
+
+    return {
+        placement: jax.device_get(jax.jit(tokens, static_argnums=1)(IMAGES[:6], placement))
+        for placement in ("mlp_down", "attn_proj")
+    }
+
+
+@pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
+@pytest.mark.parametrize("kind", [Stages, Whole, Scan])
+def test_a_router_reads_what_the_blocks_compute(by_hand, kind, placement):
+    executor = kind(small.backbone(), placement)
+    means, last = by_hand[placement]
+    wanted = {"early": means[1:3], "levels": [*means[1:3], last]}
+    for features, parts in wanted.items():
+        encoder = Backbone(executor, RouterConfig(features=features))
+        found = encoder.features(IMAGES[:6], batch_size=4)
+        assert found.shape == (6, encoder.width) and encoder.width == 16 * len(parts)
+        np.testing.assert_allclose(found, np.concatenate([normalise(part) for part in parts], axis=1), atol=1e-5)
+    plain = Backbone(executor).features(IMAGES[:6], batch_size=4)
+    np.testing.assert_allclose(plain, last, atol=1e-5)
+    assert joined([plain]) is plain
+
+
+def networks(executor) -> list[TaskNetwork]:
+    """One never leaves the base network; others at block 3, behind what `early` reads, at block 2 and at block 0."""
+    base = base_network(executor)
+    keys = iter(jax.random.split(jax.random.key(1), 6))
+    new = [Dense(1, init_new(next(keys), executor.base_pool[block][0].params)) for block in (3, 2)]
+    found = [base, [*base[:3], new[0]], [*base[:2], new[1], base[3]], [Dense(-1, None), *base[1:]]]
+    return [TaskNetwork(network, init_head_learner(next(keys), 16, 4).params, 3) for network in found]
+
+
+@pytest.mark.parametrize("kind", [Stages, Whole])
+@pytest.mark.parametrize("features", ["early", "levels"])
+def test_a_shared_pass_answers_as_two_passes_do(kind, features):
+    config = RouterConfig("lda", features)
+    executor = stages() if kind is Stages else kind(small.backbone(), "mlp_down")
+    seen = FrozenFeatures(Backbone(executor, config), 16).compute(IMAGES)
+    rows = np.array_split(np.arange(len(IMAGES)), 4)
+    router = make_router(config).follow(
+        [fit_place(seen[own], np.arange(len(own), dtype=np.int32) % 2, config, seed=0) for own in rows]
+    )
+    tasks = networks(executor)
+    inference = Inference(executor, base_network(executor), tasks, batch_size=16, reads=config)
+    assert inference.differences == ([2, 2, 2, 0] if features == "early" else [4, 3, 2, 0])
+    found = inference(HostImages(executor, IMAGES), len(IMAGES), router.route)
+    np.testing.assert_array_equal(found.tasks, router.route(seen))
+    assert set(found.tasks) == {0, 1, 2, 3}
+    for index, (network, head, num_classes) in enumerate(tasks):
+        own = np.flatnonzero(found.tasks == index)
+        feed = HostImages(executor, IMAGES[own])
+        wanted = answers(executor, network, head, num_classes, feed, len(own), batch_size=16)
+        np.testing.assert_array_equal(found.classes[own], wanted)
+
+
+# ---- costs
+
+
+@pytest.mark.parametrize("name", ["vit_base", "deit_tiny"])
+@pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
+def test_a_pass_that_ends_early_and_the_rest_are_the_backbone(name, placement):
+    config, base = config_of(name), from_strings(["reuse:0"] * 12)
+    whole = flops.executed_backbone_flops(config)
+    for count in (False, True):
+        early = [flops.pass_flops(config, placement, until, count_attention=count) for until in range(13)]
+        assert early == sorted(set(early)) and early[12] == flops.backbone_flops(config, count_attention=count)
+    for until in range(1, 13):
+        first = flops.executed_pass_flops(config, placement, until)
+        assert first + flops.executed_flops(config, placement, base, begin=until) == whole
+
+
+def test_a_router_that_reads_early_makes_tasks_cheaper():
+    subject, executor = exporting.subject(), stages()
+
+    def costs(config):
+        method = ExpertMemory(executor, FrozenFeatures(Backbone(executor, config), 16), config, rank=2, batch_size=16)
+        method.memory = Memory(subject.pool, subject.tasks)
+        return [method.costs(index) for index in range(4)]
+
+    pairs = list(zip(costs(EARLY), costs(RouterConfig("lda")), strict=True))
+    assert all(early["flops_method"] < last["flops_method"] for early, last in pairs)
+    assert all(early["flops_explicit"] < last["flops_explicit"] for early, last in pairs)
+    # the first task runs the whole backbone anyway
+    saved = [last["flops_executed"] - early["flops_executed"] for early, last in pairs]
+    assert saved[0] == 0 and min(saved[1:]) > 0
+
+
+# ---- methods
+
+
+@pytest.mark.parametrize("kind", ["lda", "gaussian", "ridge"])
+def test_the_frozen_yardstick_keeps_moments_and_comes_back(kind, tmp_path):
+    config = RouterConfig(kind, "early", projections=30)
+    features, tasks = FrozenFeatures(stages(), 16), small.stream(2).tasks
+    named = FrozenFeatures(Backbone(stages(), config), 16)
+    frozen, again = (FrozenLinear(Keys(0), features, named, config) for _ in range(2))
+    for task in tasks:
+        report = frozen.learn(task, Undisturbed())
+        frozen.save(tmp_path)
+        place = frozen.tasks[-1].place
+        assert report["params_stored"] - report["params_learned"] == sum(values.size for values in arrays_of(place))
+    again.open(tmp_path)
+    images = np.concatenate([task.test.images for task in tasks])
+    found = frozen.predict(images)
+    assert np.mean(found.tasks == np.repeat([0, 1], 20)) > 0.8
+    for a, b in zip(found, again.predict(images), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_lora_cl_keeps_every_law_with_another_router(tmp_path):
+    config = LoraClConfig(rank=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16, router=EARLY)
+    features = FrozenFeatures(Backbone(stages(), EARLY), 16)
+    method = check_method(LoraCl(stages(), features, config, Keys(0), 3), tmp_path)
+    assert all(task.moments["scatter"].shape == (32 * 33 // 2,) for task in method.memory.tasks)
+
+
+# ---- memories
+
+STREAM = small.stream(2)
+METHOD = dataclasses.replace(small.QUICK, router=EARLY)
+TESTED = np.concatenate([task.test.images for task in STREAM.tasks])
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
+    """A memory of two tasks, and the first one's thresholds before the second came."""
+    memory = begin(tmp_path_factory.mktemp("routing") / "pets", method=METHOD, num_classes=3)
+    memory.learn(STREAM.tasks[0])
+    before = memory.predictor(open_set=0.1).thresholds
+    memory.learn(STREAM.tasks[1])
+    return memory, before
+
+
+def test_a_memory_with_another_router_answers_alike_when_it_is_opened(learned):
+    memory, _ = learned
+    opened = cheem_jax.open(memory.directory)
+    assert opened.config.method.router == EARLY
+    assert opened.predict(TESTED) == memory.predict(TESTED)
+    for one, other in zip(opened.pools.tasks, memory.pools.tasks, strict=True):
+        for a, b in zip(arrays_of(one.place), arrays_of(other.place), strict=True):
+            np.testing.assert_array_equal(a, b)
+    features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
+    router = make_router(EARLY).follow(
+        [fit_place(features(t, "train"), t.train.labels, EARLY, seed=0) for t in STREAM.tasks]
+    )
+    answered = memory.predictor().answer(TESTED)
+    np.testing.assert_allclose(answered.distances, router.distances(features.compute(TESTED)), rtol=1e-4)
+    assert np.mean(answered.targets == np.repeat([0, 1], 20)) > 0.8
+    assert [score.found for score in memory.evaluate(STREAM)] == [
+        np.mean(answered.targets[:20] == 0), np.mean(answered.targets[20:] == 1)
+    ]  # fmt: skip
+
+
+def test_no_request_compiles_once_a_memory_with_another_router_is_prepared(learned, compilations):
+    predictor = learned[0].predictor(batch_sizes=(1, 4))
+    predictor.prepare()
+    with compilations() as programs:
+        for num in (1, 2, 4, 5, 9):
+            predictor(TESTED[:num])
+    assert programs.count == 0
+
+
+def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_tasks(learned):
+    memory, before = learned
+    predictor, features = memory.predictor(open_set=0.1), FrozenFeatures(Backbone(memory.executor, EARLY), 16)
+    first, *_ = memory.pools.tasks
+    away = distances(features(STREAM.tasks[0], "val"), [first.centroids], EARLY)[:, 0]
+    assert before[0] == predictor.thresholds[0] == pytest.approx(np.quantile(away, 0.9), rel=1e-5)
+    assert first.distances is not None and predictor.thresholds[0] == threshold(first.distances, 0.1)
+
+    noise = np.random.default_rng(0).integers(0, 2, (4, 8, 8, 3), dtype=np.uint8) * 255
+    images = np.concatenate([TESTED, noise])
+    routed, found = memory.predictor().answer(images).targets, predictor.answer(images).targets
+    own = distances(features.compute(images), [task.centroids for task in memory.pools.tasks], EARLY)
+    own = own[np.arange(len(images)), routed]
+    np.testing.assert_array_equal(found, np.where(own <= predictor.thresholds[routed], routed, -1))
+    assert (found[-4:] == -1).all() and np.mean(found[:-4] == -1) < 0.4
+
+
+def test_what_the_router_keeps_is_on_the_disk_and_is_told(learned, capsys):
+    memory, _ = learned
+    (first, second), info = memory.info()["tasks"], memory.info()
+    triangle = 32 * 33 // 2
+    assert min(first["bytes"], second["bytes"]) > 4 * triangle and info["bytes"] > first["bytes"] + second["bytes"]
+    costs = memory._learner.costs(0)
+    assert costs["centroid_params"] == triangle + 3 * 32
+    show_info(Info(memory.directory))
+    told = capsys.readouterr().out
+    assert "task0" in told and f"{first['bytes'] / 2**10:.0f} kB" in told
+
+
+def names_of(directory: Path) -> list[tuple[str, set[str]]]:
+    """What lies on the disk of each task, a forgotten one as well."""
+    return [(place.name, set(load_task(place)[0])) for place in saved_tasks(next(directory.glob("*/cheem")))]
+
+
+def test_forgetting_leaves_a_router_that_never_knew_the_task(learned, tmp_path):
+    begun, _ = learned
+    memory = begin(tmp_path / "pets", method=METHOD, num_classes=3)
+    memory.learn(STREAM)
+    assert memory.predict(TESTED) == begun.predict(TESTED)
+    rest, kept = memory.pools.tasks[1].place, sorted(names_of(tmp_path / "pets"))
+    memory.forget("task0")
+    wanted = make_router(EARLY).follow([rest])
+    for opened in (memory, cheem_jax.open(tmp_path / "pets")):
+        index = opened.predictor().index
+        np.testing.assert_array_equal(index.whitening, wanted.whitening)
+        np.testing.assert_array_equal(index.rows, wanted.rows)
+        assert {answer.task for answer in opened.predict(TESTED)} == {"task1"}
+    assert [("moments" in names, "centroids" in names) for _, names in kept] == [(True, True)] * 2
+    (_, left), (_, other) = sorted(names_of(tmp_path / "pets"))
+    assert not left & {"moments", "centroids", "distances"} and "moments" in other
+
+
+def test_the_backbones_own_classes_keep_moments_too(tmp_path):
+    own = small.task("photos", 11)
+    memory = begin(tmp_path / "pets", method=METHOD, num_classes=3, base_data=own, keep_base=True)
+    memory.learn(STREAM.tasks[0])
+    opened = cheem_jax.open(tmp_path / "pets")
+    assert [target.name for target in opened.targets] == ["task0", "base"]
+    features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
+    place = fit_place(features(own, "train"), own.train.labels, EARLY, seed=0)
+    for a, b in zip(arrays_of(opened.targets[1].place), arrays_of(place), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    answers = opened.predict(own.test.images)
+    assert answers == memory.predict(own.test.images)
+    assert sum(answer.task == "base" for answer in answers) > len(answers) / 2
+    assert all(answer.task is None or answer.blocks for answer in opened.predict(own.test.images, open_set=0.1))
+
+
+def test_nothing_is_left_of_a_memory_whose_backbone_has_too_few_blocks(tmp_path):
+    config = dataclasses.replace(small.CONFIG, name=NAME, depth=2)
+    file = tmp_path / "weights.safetensors"
+    save_converted(file, Pretrained(config, init_params(config, jax.random.key(0)), "random", "0" * 64, {}))
+    with pytest.raises(ValueError, match="need a backbone of at least 3 blocks, not 2"):
+        cheem_jax.create(tmp_path / "pets", backbone=NAME, weights=file, method=METHOD)
+    assert not (tmp_path / "pets").exists()
+
+
+def test_a_memory_from_before_there_were_other_routers_opens(tmp_path):
+    memory = begin(tmp_path / "pets")
+    file = tmp_path / "pets" / "config.json"
+    held = json.loads(file.read_text())
+    held["method"]["router"] = {"num_centroids": 5, "metric": "l1"}
+    file.write_text(json.dumps(held))
+    assert cheem_jax.open(tmp_path / "pets").config.method == memory.config.method
