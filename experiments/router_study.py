@@ -65,7 +65,7 @@ def main(settings: RouterStudy) -> None:
     source, loaded = load(runs[0], settings, progress)
     tasks = loaded.stream.tasks
     executor, size = executor_of(source, loaded), mtil.config_of(source).method.batch_size
-    place = out / "seen" / f"{loaded.pretrained.sha256[:12]}-{source.image_size}"
+    place = out / "seen" / f"{loaded.pretrained.sha256[:12]}-{loaded.size}"
     seen = [seen_of(task, executor, place / f"{task.name}.npz", size, progress.say) for task in tasks]
     labels = {task.name: task.test.labels for task in tasks}
     given = {run.directory: list(right_of(run, labels)[1]) for run in runs}
@@ -86,7 +86,7 @@ def main(settings: RouterStudy) -> None:
     best = chosen(rows)
     again = {run.directory.as_posix(): agreement(run, tried[PAPER][run.results["seed"]]) for run in owners}
     found = {
-        "stream": loaded.stream.name, "backbone": loaded.pretrained.config.name, "image_size": source.image_size,
+        "stream": loaded.stream.name, "backbone": loaded.pretrained.config.name, "image_size": loaded.size,
         "tasks": [task.name for task in tasks], "rows": rows, "chosen": best, "near_best": NEAR_BEST,
         "runs": [{"method": run.results["method"], "seed": run.results["seed"]} for run in runs],
         "same_as_run": list(again.values()),
