@@ -334,13 +334,16 @@ class Cheem(ExpertMemory):
         return search_report(codes, searched, flops, len(learning.task.val.labels), self.config.search)
 
     def bytes_needed(self, task: Task) -> int:
-        """Everything drawn in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor)."""
+        """Everything drawn in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor).
+
+        What names the task is there once.
+        """
         expert = self.memory.pool[0][0].params
         num_inputs, width = expert[0].shape
         pairs = sum(pool_sizes(self.memory.pool)) * self.config.ops.rank * (num_inputs + width)
         news = len(self.memory.pool) * (num_inputs + 1) * width
         head = (width + 1) * next_power_of_two(len(task.classes))
-        return 4 * 3 * 2 * (pairs + news + head)
+        return 4 * (3 * 2 * (pairs + news + head) + self.router_numbers(task))
 
     def _similarity(self, index: int, task: Task, train: Feed, experts, earlier, running: Running) -> np.ndarray:
         """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""

@@ -22,6 +22,7 @@ from cheem_jax.ops import Expert
 from cheem_jax.pool import DenseExperts, Head, Memory, Pool, StoredExpert, TaskMemory
 from cheem_jax.routing.config import RouterConfig
 from cheem_jax.routing.routers import Router, make_router
+from cheem_jax.routing.statistics import num_kept
 from cheem_jax.saved_memory import open_memory, save_memory_task, with_task
 
 
@@ -88,6 +89,10 @@ class ExpertMemory:
             "head_params": head,
             "centroid_params": sum(values.size for values in kept_by_router(task)),
         }
+
+    def router_numbers(self, task: Task) -> int:
+        """Numbers that naming a task keeps of it, at most."""
+        return 0 if self.told else num_kept(self.router, self.features.encoder.width, len(task.classes))
 
     def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
         """What a task keeps beside experts and head, and needs."""

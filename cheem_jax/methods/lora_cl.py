@@ -115,8 +115,8 @@ class LoraCl(ExpertMemory):
         return [] if self.told else kept_by_router(task)
 
     def bytes_needed(self, task: Task) -> int:
-        """All pairs and the head with Adam's moments, twice (a rolling checkpoint and its successor)."""
+        """All pairs and the head with Adam's moments, twice (a rolling checkpoint and its successor); router once."""
         weight = self.memory.pool[0][0].params[0]
         pairs = self.executor.num_blocks * self.rank * sum(weight.shape)
         head = (self.executor.config.width + 1) * next_power_of_two(len(task.classes))
-        return 4 * 3 * 2 * (pairs + head)
+        return 4 * (3 * 2 * (pairs + head) + self.router_numbers(task))
