@@ -64,8 +64,9 @@ accuracy on validation images, by which the router in bold was chosen: of those 
 points of the best the one that keeps the fewest bytes. All other accuracies are on test images; the *gain* is over the
 paper's router (first row), with a 95 % interval by the bootstrap described above. *Task found* is a mean over tasks.
 The paper's router, made again from the features, named the same task as CHEEM's runs did for {100 * same:.2f} % of
-the images; k-means of other methods begins with other seeds in their own runs. Times are of one process, with the features at hand, on a machine that did other work. Made by
-`experiments/router_study.py --runs RUNS`, whose `routers.json` stands beside the runs.
+the images; k-means of other methods begins with other seeds in their own runs. Times are of one process, with the
+features at hand, on a machine that did other work. Made by `experiments/router_study.py --runs RUNS`, whose
+`routers.json` stands beside the runs.
 
 {table(head, rows, 2)}"""
 
