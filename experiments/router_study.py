@@ -23,11 +23,13 @@ from routers.second_look import look, tuned
 from routers.seen import Seen, seen_of
 from routers.trying import PAPER, Tried, attempt, candidates, title_of
 
+from cheem_jax.architecture import from_strings
 from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.params import build
 from cheem_jax.cli import parse, run_command
 from cheem_jax.execution.choice import make_executor
 from cheem_jax.execution.executor import Executor
+from cheem_jax.flops import executed_flops, executed_pass_flops, pass_flops
 from cheem_jax.keys import Keys
 from cheem_jax.memory.making import open_memory
 from cheem_jax.report import record
@@ -80,6 +82,7 @@ def main(settings: RouterStudy) -> None:
         }
         tried[config] = own
         rows.append(row_of(config, own, tried[PAPER], runs, given, told))
+        rows[-1]["flops"] = {name: float(np.mean(one)) for name, one in flops_of(owners, config, executor).items()}
         progress.say(
             f"{config.features}, {title_of(config)}: task found on test {100 * rows[-1]['found']['test']:.1f} %"
         )
@@ -188,6 +191,21 @@ def row_of(
         "seconds_per_task": float(np.mean([one.seconds_per_task for one in seeds])),
         "microseconds_per_image": float(np.mean([one.microseconds_per_image for one in seeds])),
     }  # fmt: skip
+
+
+def flops_of(runs: Sequence[Run], config: RouterConfig, executor: Executor) -> dict[str, list[int]]:
+    """Per image by the paper's convention, and as it runs, of every task of CHEEM's runs behind such a router."""
+    vit, found = executor.config, {"paper": [], "executed": []}
+    until = config.until(vit.depth)
+    for run in runs:
+        placement = run.results["placement"]
+        for task in run.results["tasks"]:
+            architecture = from_strings(task["architecture"])
+            begin = next((i for i, expert in enumerate(task["experts"][:until]) if expert != 0), until)
+            found["paper"].append(pass_flops(vit, placement, until) + task["flops"])
+            own = executed_flops(vit, placement, architecture, len(task["classes"]), begin=begin)
+            found["executed"].append(executed_pass_flops(vit, placement, until) + own)
+    return found
 
 
 def told_estimate(estimate: Estimate) -> dict[str, Any]:

@@ -44,6 +44,9 @@ def test_the_papers_router_made_again_is_that_of_the_runs(studied):
     own = np.mean([run["average_accuracy"] for run in runs])
     assert found["rows"][0]["cheem"]["accuracy"] == pytest.approx(own)
     assert found["rows"][0]["cheem"]["gain"]["value"] == 0
+    for name in ("paper", "executed"):
+        assert found["rows"][0]["flops"][name] == pytest.approx(np.mean([run["flops"][name] for run in runs]))
+        assert found["rows"][1]["flops"][name] < found["rows"][0]["flops"][name]  # half of the backbone names the task
 
 
 def test_the_choice_is_by_validation_and_then_by_bytes(studied):

@@ -46,7 +46,7 @@ def _compared(found: Mapping[str, Any]) -> str:
     head = ["reads", "router", "validation %", "task found %"]
     for method in methods:
         head += [f"{NAMES[method]} %", f"{NAMES[method]}, gain"]
-    head += ["kB a task", "µs an image"]
+    head += ["MFLOPs, paper", "MFLOPs, executed", "kB a task", "µs an image"]
     rows = []
     for row in found["rows"]:
         mark = "**" if row["config"] == found["chosen"]["config"] else ""
@@ -54,7 +54,8 @@ def _compared(found: Mapping[str, Any]) -> str:
         cells.append(_percent(row["found"]["test"]))
         for method in methods:
             cells += [_percent(row[method]["accuracy"]), _gain(row[method]["gain"])]
-        rows.append([*cells, _bytes(row["bytes_per_task"]), f"{row['microseconds_per_image']:.0f}"])
+        flops = [f"{row['flops'][name] / 1e6:.0f}" for name in ("paper", "executed")]
+        rows.append([*cells, *flops, _bytes(row["bytes_per_task"]), f"{row['microseconds_per_image']:.0f}"])
     counts = ", ".join(f"{NAMES[method]} {sum(run['method'] == method for run in found['runs'])}" for method in methods)
     reads = "; ".join(f"*{name}*: {told}" for name, told in READS.items())
     same = min(found["same_as_run"])
@@ -63,10 +64,10 @@ frozen backbone says anyway: {reads}; with *early* that pass ends at half of the
 accuracy on validation images, by which the router in bold was chosen: of those within {100 * found["near_best"]:g}
 points of the best the one that keeps the fewest bytes. All other accuracies are on test images; the *gain* is over the
 paper's router (first row), with a 95 % interval by the bootstrap described above. *Task found* is a mean over tasks.
-The paper's router, made again from the features, named the same task as CHEEM's runs did for {100 * same:.2f} % of
-the images; k-means of other methods begins with other seeds in their own runs. Times are of one process, with the
-features at hand, on a machine that did other work. Made by `experiments/router_study.py --runs RUNS`, whose
-`routers.json` stands beside the runs.
+FLOPs are of CHEEM's networks with the router's pass. The paper's router, made again from the features, named the same
+task as CHEEM's runs did for {100 * same:.2f} % of the images; k-means of other methods begins with
+other seeds in their own runs. Times are of one process, with the features at hand, on a machine that did other work.
+Made by `experiments/router_study.py --runs RUNS`, whose `routers.json` stands beside the runs.
 
 {table(head, rows, 2)}"""
 
