@@ -19,7 +19,7 @@ from cheem_jax.execution.feed import HostImages
 from cheem_jax.execution.passes import token_means
 from cheem_jax.execution.stages import Stages
 from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import PAPER, PRESETS, QUICK, Cheem, dense_task_network
+from cheem_jax.methods.cheem import PAPER, PLUS, PRESETS, QUICK, Cheem, dense_task_network
 from cheem_jax.methods.frozen_linear import FrozenLinear, fit_head
 from cheem_jax.methods.method import FrozenFeatures, Undisturbed
 from cheem_jax.pool import dense_expert
@@ -224,4 +224,8 @@ def test_presets_switch_every_part_on():
     assert (PAPER.exploration.epsilon, PAPER.search.epsilon, PAPER.search.tolerance) == (0.3, 0.5, 0.02)
     assert QUICK.supernet.epochs >= 8 and QUICK.finetune.epochs >= 8
     assert QUICK.search.population * QUICK.search.generations >= 160
-    assert set(PRESETS) == {"paper", "quick", "demo"}
+    assert set(PRESETS) == {"paper", "quick", "demo", "cheem_plus", "quick_plus"}
+    for name, plain in (("cheem_plus", PAPER), ("quick_plus", QUICK)):
+        plus = PRESETS[name]
+        changed = {key for key in vars(plain) if getattr(plus, key) != getattr(plain, key)}
+        assert changed == set(PLUS) and plus.router.kind == "lda"
