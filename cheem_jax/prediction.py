@@ -12,7 +12,7 @@ class Guess(NamedTuple):
 
 
 class NearTask(NamedTuple):
-    """A task and how far the image is from it: the distance to its nearest centroid, in the router's metric."""
+    """A task and how far the image is from it: as the router compares them, below 0 for some kinds."""
 
     task: str
     distance: float

@@ -107,7 +107,7 @@ def _study(
             resumed = {"search.cost": "resumed"}
             return [
                 plain._replace(title="the paper's"),
-                Variant("plus", "what was shown to pay", config=PLUS),
+                Variant("plus", "what paid on small real sets", config=PLUS),
                 Variant("plus-resumed", "the same, and resumed FLOPs in the search", config={**PLUS, **resumed}),
             ]
         case _:

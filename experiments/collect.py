@@ -42,7 +42,7 @@ class Collect:
 
 def main(settings: Collect) -> int:
     """Collect what is finished; 1 where a finished run could not be collected."""
-    progress, opened, failed = Progress(), dict[str, Labels](), 0
+    progress, opened, failed, done = Progress(), dict[str, Labels](), 0, set[Path]()
     if settings.to.exists() and not settings.to.is_dir():
         raise ValueError(f"--to names {settings.to}, which is no folder; expected one, there already or to be made")
     for folder in settings.runs:
@@ -51,6 +51,11 @@ def main(settings: Collect) -> int:
             progress.say(f"left out {directory}: {why}")
         for run in runs:
             place = settings.to / (run.directory.relative_to(folder) if run.directory != folder else folder.name)
+            if place in done:
+                raise ValueError(
+                    f"two runs would be published as {place}; collect one folder at a time, each --to its own"
+                )
+            done.add(place)
             try:
                 files = files_of(run, opened)
             except (ValueError, KeyError, OSError, ImportError) as error:

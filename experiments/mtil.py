@@ -57,7 +57,7 @@ class Mtil:
     """Settings of `cheem` and `cheem_lite`; `--preset` chooses their defaults."""
     preset: Preset = "paper"
     """`paper`: all settings of the paper; `quick`: every part on, sized for a CPU; `demo`: for a few hundred images;
-    `cheem_plus` and `quick_plus`: `paper` and `quick` with what was shown to pay."""
+    `cheem_plus` and `quick_plus`: `paper` and `quick` with what paid on small real sets."""
     backbone: str | None = None
     """deit_tiny (the default), vit_base, vit_base_augreg, clip_vit_base, vit_micro (the demo stream's default),
     vit_nano, or another plain timm ViT by name."""

@@ -8,6 +8,7 @@ at close calls and for the choice on validation images; runs of other methods ar
 """
 
 import dataclasses
+import hashlib
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import mtil
 import numpy as np
 from collect import right_of
+from paper.collected import check_right
 from paper.paired import Estimate, accuracy_difference
 from routers.page import page_of
 from routers.second_look import look, tuned
@@ -67,10 +69,10 @@ def main(settings: RouterStudy) -> None:
     source, loaded = load(runs[0], settings, progress)
     tasks = loaded.stream.tasks
     executor, size = executor_of(source, loaded), mtil.config_of(source).method.batch_size
-    place = out / "seen" / f"{loaded.pretrained.sha256[:12]}-{loaded.size}"
+    place = out / "seen" / short(loaded.pretrained.sha256, loaded.size, runs[0].config["data_sha256"])
     seen = [seen_of(task, executor, place / f"{task.name}.npz", size, progress.say) for task in tasks]
     labels = {task.name: task.test.labels for task in tasks}
-    given = {run.directory: list(right_of(run, labels)[1]) for run in runs}
+    given = {run.directory: given_of(run, labels) for run in runs}
     owners = [run for run in runs if run.results["method"] == "cheem"]
     told = {run.directory: told_of(run, settings, tasks, out) for run in owners}
 
@@ -129,9 +131,21 @@ def executor_of(source: mtil.Mtil, loaded: mtil.Loaded) -> Executor:
     return make_executor(vit, "mlp_down", config.engine, batch_size=config.method.batch_size)
 
 
+def short(*told: Any) -> str:
+    """A name for what depends on all this."""
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def given_of(run: Run, labels: Mapping[str, np.ndarray]) -> Right:
+    """Which test images a run answers rightly with the task given; ValueError where it saw other labels."""
+    right, given = right_of(run, dict(labels))
+    check_right(run, right, given)
+    return list(given)
+
+
 def told_of(run: Run, settings: RouterStudy, tasks: Sequence[Any], out: Path) -> Right:
     """Which validation images a run answers rightly with the task given."""
-    file = out / "given" / f"{run.results['method']}-{run.results['seed']}.npz"
+    file = out / "given" / f"{run.results['method']}-{run.results['seed']}-{short(run.config, run.results)}.npz"
     if not file.exists():
         memory, found = open_memory(run.directory, weights=settings.weights), {}
         for index, task in enumerate(tasks):
@@ -251,21 +265,17 @@ def second_look(
     progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """What a second network for close calls brings to one run, beside the chosen router alone."""
-    file = out / "looked" / f"{run.results['seed']}-{config['kind']}-{config['features']}.npz"
+    file = out / "looked" / f"{run.results['seed']}-{short(config, run.config, run.results)}.npz"
     file.parent.mkdir(parents=True, exist_ok=True)
     memory = open_memory(run.directory, weights=settings.weights)
     keys = Keys(run.results["seed"])
     found = tuned(look(memory, tasks, seen, RouterConfig(**config), keys, file, progress.say))
-    flops = [task["flops_executed"] for task in run.results["tasks"]]
     rows = []
     for row in found["rows"]:
         right = row.pop("right")
         gain = accuracy_difference([right], [found["alone"]])
         rows.append({**row, "accuracy": mean_over_tasks(right), "gain": told_estimate(gain)})
-    return {
-        "seed": run.results["seed"], "alone": mean_over_tasks(found["alone"]), "rows": rows,
-        "flops_executed": float(np.mean(flops)),
-    }  # fmt: skip
+    return {"seed": run.results["seed"], "alone": mean_over_tasks(found["alone"]), "rows": rows}
 
 
 if __name__ == "__main__":

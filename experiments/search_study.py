@@ -102,6 +102,8 @@ def config_of(run: Path) -> dict[str, Any]:
     held = json.loads(file.read_text())
     if "cheem" not in held:
         raise ValueError(f"--run names {run}, which is no run of cheem; expected one, such as `mtil.py` makes")
+    if held.get("router_weights_sha256"):
+        raise ValueError(f"--run names {run}, whose tasks another network names; expected a run without --router")
     return held
 
 

@@ -119,3 +119,8 @@ def test_bits_come_back_as_they_were(tmp_path):
     (tmp_path / "right.npz").write_bytes(packed(right, given))
     for came, went in zip(unpacked(tmp_path / "right.npz"), (right, given), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(came, went, strict=True))
+
+
+def test_two_runs_that_would_be_one_copy_are_refused(runs, tmp_path):
+    with pytest.raises(ValueError, match="two runs would be published as"):
+        collect.main(collect.Collect((runs, runs), tmp_path / "to"))

@@ -12,7 +12,7 @@ from cheem_jax import hee
 from cheem_jax.architecture import decode
 from cheem_jax.evolution import Scored, rank
 from cheem_jax.execution.stages import Stages
-from cheem_jax.flops import executed_flops
+from cheem_jax.flops import executed_flops, executed_pass_flops
 from cheem_jax.interruption import Stop
 from cheem_jax.keys import Keys
 from cheem_jax.methods.cheem import Cheem
@@ -115,6 +115,10 @@ def test_the_resumed_cost_prefers_the_longer_prefix_of_the_base_in_a_tie(stages)
         assert resumed_flops(stages, supernet, until)(genomes)[1] == executed_flops(
             stages.config, "mlp_down", architecture, begin=until
         )
+    # what all choices at block 0 share the router's pass gives as well, but not another network's
+    early, shared = decode(early_skip, supernet.sizes), executed_pass_flops(stages.config, "mlp_down", 0)
+    whole = executed_flops(stages.config, "mlp_down", early)
+    assert cost(genomes)[0] == whole - shared and resumed_flops(stages, supernet, 0)(genomes)[0] == whole
 
 
 def test_the_report_tells_what_each_option_compared_and_left_out(stages):
@@ -152,5 +156,5 @@ def test_a_search_with_all_options_goes_on_from_a_rolling_checkpoint(stages, tmp
 def test_a_stream_with_too_few_validation_images_is_refused_before_it_is_learned(stages):
     tasks = [small.task("many", 0), small.task("few", 1, num=6)]
     assert learner(stages, rungs=2).check(tasks) == []
-    with pytest.raises(ValueError, match="3 validation images; so many rungs need at least 4"):
+    with pytest.raises(ValueError, match="task 'few': .*3 validation images; so many rungs need at least 4"):
         learner(stages, rungs=3).check(tasks)

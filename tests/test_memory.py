@@ -221,6 +221,15 @@ def test_another_task_does_not_take_the_place_of_a_half_learned_one(copied):
     assert [task.name for task in memory.tasks] == ["task0", "task1", "task2", "fifth"]
 
 
+def test_settings_that_a_task_is_too_small_for_are_told_before_it_is_begun(tmp_path):
+    method = dataclasses.replace(small.QUICK, search=dataclasses.replace(small.QUICK.search, population=8, rungs=6))
+    memory = begin(tmp_path / "pets", method=method)
+    before = contents(tmp_path / "pets")
+    with pytest.raises(ValueError, match="task 'few': search rungs is 6"):
+        memory.learn(small.task("few", 1, num=6))
+    assert contents(tmp_path / "pets") == before and memory.config.learning is None
+
+
 def test_a_half_learned_task_can_be_given_up(copied):
     memory, before = cheem_jax.open(copied), contents(copied)
     with pytest.raises(KeyboardInterrupt):

@@ -13,7 +13,9 @@ import tables
 from paper.printed import Cell, printed, recomputed_fom
 
 from cheem_jax.data.benchmarks.table import MTIL
-from cheem_jax.report.finished import check_comparable, read
+from cheem_jax.evolution import SearchConfig
+from cheem_jax.report.finished import EARLIER, check_comparable, read, variant_of
+from cheem_jax.routing.config import RouterConfig
 
 TASKS = ("shapes", "letters")
 UNEVEN = {("mtil", "deit_tiny", "coda_prompt"), ("mtil", "deit_tiny", "dualprompt"), ("vdd", "vit_base", "tuna")}
@@ -216,3 +218,27 @@ def test_latex_is_escaped_and_the_paper_alone_makes_tables(tmp_path):
     assert r"accuracy \%, paper" in text and r"44.6 $\pm$ 6.4" in text and r"vit\_base" in text
     assert "| FGVC Aircraft | 3334 | 3333 | 3333 | 100 |" in (out / "tables.md").read_text()
     assert Cell("mtil", "vit_base", "ewc", "flops") in printed()["breakdown"]
+
+
+def test_runs_from_before_a_setting_existed_stand_beside_those_with_its_default(tmp_path):
+    router, search = {"num_centroids": 5, "metric": "l1"}, {"population": 20}
+    old = {"sampling": "hee", "router": router, "search": search}
+    default = {"router": {**router, **EARLIER["router"]}, "search": {**search, **EARLIER["search"]}}
+    # what is taken for the earlier setting is the default, or old runs would be given other ones
+    assert {name: vars(RouterConfig())[name] for name in EARLIER["router"]} == EARLIER["router"]
+    assert {name: vars(SearchConfig())[name] for name in EARLIER["search"]} == EARLIER["search"]
+    write_run(tmp_path / "old", seed=0, cheem=old)
+    write_run(tmp_path / "new", seed=1, cheem={**old, **default})
+    runs, left_out = read([tmp_path])
+    check_comparable(runs)
+    assert len(runs) == 2 and not left_out and [variant_of(run) for run in runs] == ["", ""]
+
+
+def test_another_router_or_search_is_a_variant_of_any_method(tmp_path):
+    early = {"router": {"kind": "lda", "features": "early"}}
+    search = {"search": {"cost": "resumed", "rungs": 2, "warm_start": True}}
+    write_run(tmp_path / "a", "lora_cl", lora_cl=early)
+    write_run(tmp_path / "b", "cheem", cheem={**early, **search})
+    found = {run.results["method"]: variant_of(run) for run in read([tmp_path])[0]}
+    assert found["lora_cl"] == "router lda early"
+    assert found["cheem"] == "resumed FLOPs, 2 rungs, warm start, router lda early"

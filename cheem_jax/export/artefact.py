@@ -56,7 +56,14 @@ def describe(subject: Subject, index: int | None, kind: Format) -> dict[str, Any
         "versions": {"cheem_jax": __version__, **{name: importlib.metadata.version(name) for name in packages}},
     }
     if index is None:
-        nowhere = "" if subject.thresholds is None else "; -1 where the nearest task's threshold is exceeded"
+        nowhere = (
+            ""
+            if subject.thresholds is None
+            else (
+                "; -1 where the distance to the nearest centroid or class mean of that task, in the router's metric, "
+                "exceeds its threshold"
+            )
+        )
         description["outputs"] = {
             "task": f"int32 [batch], position in `tasks`{nowhere}",
             "logits": f"{logits['logits']} of that task; -1e30 in columns behind its last class",

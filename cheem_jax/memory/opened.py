@@ -62,6 +62,7 @@ class OpenMemory(Answering):
         for task in tasks:
             if (shape := task.train.images.shape[1:]) != (size, size, 3):
                 raise ValueError(f"task {task.name!r} holds images of shape {shape}, expected {(size, size, 3)}")
+        self._learner.check(tasks)
         with self._writing() as record, stop_requests() as stop, Status(self.directory) as status:
             hashes = {task.name: data_hash(task) for task in tasks}
             self._check_names(hashes)

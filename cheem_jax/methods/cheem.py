@@ -95,6 +95,10 @@ class CheemConfig:
         check_batch_size(self.batch_size)
         if self.similarity_images < 0:
             raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
+        if self.search.warm_start and self.sampling == "uniform":
+            raise ValueError(
+                "search.warm_start begins with what HEE names, so sampling cannot be uniform; leave out one"
+            )
         if not len(set(self.remove)) == len(self.remove) < len(KINDS):
             raise ValueError(f"remove names {', '.join(self.remove)}; expected some of {', '.join(KINDS)}, each once")
 
@@ -118,7 +122,7 @@ DEMO = dataclasses.replace(
 """`quick` with more and larger steps, for tasks of a few hundred small images."""
 
 PLUS = {"router": RouterConfig("lda", "early")}
-"""What was shown to pay (docs/results.md), as changes of any settings."""
+"""What paid on small real sets (docs/results.md), as changes of any settings."""
 
 Preset = Literal["paper", "quick", "demo", "cheem_plus", "quick_plus"]
 PRESETS: dict[Preset, CheemConfig] = {
@@ -153,7 +157,10 @@ class Cheem(ExpertMemory):
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
         for task in tasks:
-            rung_images(len(task.val.labels), self.config.search.rungs)
+            try:
+                rung_images(len(task.val.labels), self.config.search.rungs)
+            except ValueError as error:
+                raise ValueError(f"task {task.name!r}: {error}") from error
         return []
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:

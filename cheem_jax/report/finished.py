@@ -123,8 +123,19 @@ def cell_of(run: Run) -> tuple[object, ...]:
     return (*run.place, run.results["method"], variant_of(run), run.order)
 
 
+EARLIER: Mapping[str, Mapping[str, Any]] = {
+    "router": {"kind": "kmeans", "features": "last", "shrinkage": 0.01, "projections": 1000, "penalty": 0.01},
+    "search": {"cost": "network", "rungs": 1, "warm_start": False},
+}
+"""What runs had before these settings existed."""
+
+
 def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key not in ("seed", "seeds", "engine")}
+    for method, own in kept.items():
+        if isinstance(own, Mapping):
+            told = {part: {**new, **own[part]} for part, new in EARLIER.items() if isinstance(own.get(part), Mapping)}
+            kept[method] = {**own, **told}
     return {**kept, "precision": config.get("engine", {}).get("precision", "float32")}
 
 
@@ -142,6 +153,9 @@ def variant_of(run: Run) -> str:
     if (method := results["method"]) in ("cheem", "cheem_lite"):
         found += [results["placement"]] if results["placement"] != "mlp_down" else []
         found += _unusual(run.config.get(method, {}))
+    router = run.config.get(method, {}).get("router", {})
+    named = router.get("kind", "kmeans"), router.get("features", "last")
+    found += [f"router {' '.join(named)}"] if named != ("kmeans", "last") else []
     if results["router"] != results["backbone"]:
         found.append(results["router"])
     return ", ".join(found)
@@ -162,9 +176,7 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
     found += ["resumed FLOPs"] if search.get("cost", "network") != "network" else []
     found += [f"{rungs} rungs"] if (rungs := search.get("rungs", 1)) > 1 else []
     found += ["warm start"] if search.get("warm_start", False) else []
-    router = cheem.get("router", {})
-    named = router.get("kind", "kmeans"), router.get("features", "last")
-    return found + ([f"router {' '.join(named)}"] if named != ("kmeans", "last") else [])
+    return found
 
 
 def order_names(runs: Sequence[Run]) -> dict[tuple[str, tuple[str, ...]], str]:

@@ -10,6 +10,8 @@ from jaxtyping import Float
 Metric = Literal["l1", "l2", "cosine"]
 Kind = Literal["kmeans", "class_means", "lda", "gaussian", "ridge"]
 Reads = Literal["last", "early", "levels"]
+SMALLEST = 1e-6
+"""Of what keeps a matrix invertible."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +40,11 @@ class RouterConfig:
             raise ValueError(f"num_centroids is {self.num_centroids}; a task needs at least 1 centroid")
         if self.projections < 1:
             raise ValueError(f"projections is {self.projections}; expected at least 1 random feature")
-        if not 0 < self.shrinkage <= 1:
-            raise ValueError(f"shrinkage is {self.shrinkage}; expected a share above 0, at most 1")
-        if not self.penalty > 0:
-            raise ValueError(f"penalty is {self.penalty}; expected a positive number")
+        # below it rounding decides whether a matrix has an inverse
+        if not SMALLEST <= self.shrinkage <= 1:
+            raise ValueError(f"shrinkage is {self.shrinkage}; expected a share from {SMALLEST:g} to 1")
+        if not self.penalty >= SMALLEST:
+            raise ValueError(f"penalty is {self.penalty}; expected at least {SMALLEST:g}")
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         """The blocks at whose tokens the mean patch token is read, for a backbone of so many blocks.

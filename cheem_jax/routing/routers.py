@@ -45,10 +45,10 @@ class Router(abc.ABC):
 
     def _total(self, moment: str) -> Float[np.ndarray, "E E"]:
         """The sum of a symmetric matrix over the tasks, in their order."""
-        first, *rest = (unpacked(place.moments[moment]) for place in self._places)
-        for own in rest:
-            first += own
-        return first
+        total = unpacked(self._places[0].moments[moment])
+        for place in self._places[1:]:
+            total += unpacked(place.moments[moment])
+        return total
 
 
 class NearestCentroid(Router):

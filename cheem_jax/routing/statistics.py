@@ -22,6 +22,10 @@ def fit_place(
         case "lda" | "gaussian":
             points = normalise(features).astype(np.float64)
             means = class_means(points, labels)
+            if config.kind == "gaussian" and len(points) == len(means):
+                raise ValueError(
+                    "router kind 'gaussian' needs a class of several images: one each leaves no covariance; take lda"
+                )
             apart = points - means[np.searchsorted(np.unique(labels), labels)]
             return Place(means, {"scatter": packed(apart.T @ apart / len(points))})
         case "ridge":

@@ -35,12 +35,13 @@ from cheem_jax.supernet import Supernet
 from cheem_jax.training import architecture_flops, dense_network, resumed_flops, supernet_score
 
 Entry = dict[str, Any]
+PAPER = {"cost": "network", "rungs": 1, "warm_start": False}
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "paper": {},
-    "resumed cost": {"cost": "resumed"},
-    "halving, 2 rungs": {"rungs": 2},
-    "halving, 3 rungs": {"rungs": 3},
-    "warm start": {"warm_start": True},
+    "paper": PAPER,
+    "resumed cost": {**PAPER, "cost": "resumed"},
+    "halving, 2 rungs": {**PAPER, "rungs": 2},
+    "halving, 3 rungs": {**PAPER, "rungs": 3},
+    "warm start": {**PAPER, "warm_start": True},
     "all": {"cost": "resumed", "rungs": 3, "warm_start": True},
 }
 """What each search changes in the run's own settings."""
