@@ -256,9 +256,9 @@ def test_a_backbone_of_two_blocks_has_its_last_class_token_only():
     [
         ({"num_centroids": 0}, "num_centroids is 0; a task needs at least 1"),
         ({"projections": 0}, "projections is 0; expected at least 1"),
-        ({"shrinkage": 0.0}, "shrinkage is 0.0; expected a share above 0, at most 1"),
+        ({"shrinkage": 0.0}, "shrinkage is 0.0; expected a share from 1e-06 to 1"),
         ({"shrinkage": 1.5}, "shrinkage is 1.5; expected"),
-        ({"penalty": 0.0}, "penalty is 0.0; expected a positive number"),
+        ({"penalty": 0.0}, "penalty is 0.0; expected at least 1e-06"),
         ({"penalty": float("nan")}, "penalty is nan; expected"),
     ],
 )
