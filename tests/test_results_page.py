@@ -232,3 +232,9 @@ def test_the_committed_page_is_what_the_command_makes(tmp_path):
         "make the page again: python experiments/tables.py --results docs/results/runs"
     )
     assert (ROOT / "docs/results/accuracy.png").is_file()
+
+
+def test_a_folder_that_is_not_there_is_named_by_its_option(tmp_path):
+    with pytest.raises(ValueError, match="--results names .*nowhere, which is no folder"):
+        tables.main(tables.Tables(results=tmp_path / "nowhere", page=tmp_path / "results.md"))
+    assert not (tmp_path / "results.md").exists()

@@ -61,6 +61,8 @@ def is_usual(cells: Cells, cell: Cell) -> bool:
 
 def load(folder: Path) -> Cells:
     """All collected runs; raises ValueError where one is damaged or does not belong to the others."""
+    if not folder.is_dir():
+        raise ValueError(f"--results names {folder}, which is no folder; expected one that collect.py has filled")
     runs, left_out = read([folder])
     if left_out:
         told = "; ".join(f"{directory}: {why}" for directory, why in left_out)
