@@ -66,26 +66,32 @@ def network_flops(config: ViTConfig, placement: Placement, architecture: Archite
 
 
 def executed_flops(
-    config: ViTConfig, placement: Placement, architecture: Architecture, num_classes: int = 0, *, begin: int = 0
+    config: ViTConfig,
+    placement: Placement,
+    architecture: Architecture,
+    num_classes: int = 0,
+    *,
+    begin: int | None = None,
 ) -> int:
     """What runs of a task network at inference: pairs merged, attention products and head counted.
 
-    The last block works for the class token alone. A network resumed at block `begin` > 0 takes from the base network
-    what the block's choices share; `begin` = L leaves the head.
+    The last block works for the class token alone. A network resumed at block `begin` takes from the base network what
+    the block's choices share; `begin` = L leaves the head, None begins with the image.
     """
     if begin == config.depth:
         return 2 * config.width * num_classes
-    embed = 2 * config.num_patches * 3 * config.patch_size**2 * config.width
-    blocks = range(begin, config.depth)
+    blocks = range(begin or 0, config.depth)
     halves = {block: executed_halves(config, last=block == config.depth - 1) for block in blocks}
-    total = 0 if begin else embed
+    if begin is None:
+        total = 2 * config.num_patches * 3 * config.patch_size**2 * config.width
+    else:
+        total = -halves[begin][0] if placement == "mlp_down" else 0
     for block in blocks:
         attention, mlp = halves[block]
         skipped = architecture[block].kind == "skip"
         total += 0 if skipped and placement == "attn_proj" else attention
         total += 0 if skipped and placement == "mlp_down" else mlp
-    shared = halves[begin][0] if begin and placement == "mlp_down" else 0
-    return total - shared + 2 * config.width * num_classes
+    return total + 2 * config.width * num_classes
 
 
 def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> int:

@@ -22,7 +22,7 @@ from cheem_jax.execution.executor import Batch, Dense, Executor, Step
 from cheem_jax.execution.feed import Feed, ahead, fed
 from cheem_jax.execution.passes import Advance
 from cheem_jax.execution.spread import count_right_spread
-from cheem_jax.flops import executed_flops, executed_pass_flops, network_flops
+from cheem_jax.flops import executed_flops, network_flops
 from cheem_jax.hee import sample
 from cheem_jax.keys import key_at, next_power_of_two, order_at
 from cheem_jax.ops import Expert, LowRank
@@ -319,15 +319,14 @@ def architecture_flops(executor: Executor, supernet: Supernet) -> Score:
 def resumed_flops(executor: Executor, supernet: Supernet, until: int) -> Score:
     """FLOPs of genomes as they run behind the router's pass over the first `until` blocks of their backbone, no head.
 
-    A network is resumed at the first block that is not Reuse of the base's expert, which is candidate 0 of every block.
+    A network is resumed at the first block that is not Reuse of the base's expert, which is candidate 0 of every block;
+    where `until` is 0 another network names the task, and it begins with the image.
     """
     config, placement = executor.config, executor.placement
 
     def flops(codes: Int[np.ndarray, "L"]) -> int:
-        begin = int(np.append(np.flatnonzero(codes), until).min())
-        total = executed_flops(config, placement, decode(codes, supernet.sizes), begin=begin)
-        # the router's pass also gives what all choices at block 0 share
-        return total - (executed_pass_flops(config, placement, 0) if begin == 0 < until else 0)
+        begin = int(np.append(np.flatnonzero(codes), until).min()) if until else None
+        return executed_flops(config, placement, decode(codes, supernet.sizes), begin=begin)
 
     return lambda genomes: np.array([flops(codes) for codes in genomes])
 

@@ -154,8 +154,8 @@ def study(
         record = Record.open(directory, fingerprint.digest(conditions))
         record.write("continued" if resumed else "run", command=command, conditions=conditions)
         setting = {
-            "stream": held["stream"], "backbone": held["backbone"], "run": str(run), "tasks": list(tasks), "num": num,
-            "search_seeds": list(seeds), "losses": losses_of(run),
+            "stream": held["stream"], "backbone": held["backbone"], "seed": held["seed"], "tasks": list(tasks),
+            "num": num, "search_seeds": list(seeds), "losses": losses_of(run),
         }  # fmt: skip
         grids = []
         for task in (task for task in loaded.stream.tasks if task.name in tasks):

@@ -3,7 +3,18 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # what is counted is compiled, and no test writes to a user's home
+if "PYTEST_XDIST_WORKER" not in os.environ:  # which has it from the process that started it
+    import atexit
+    import shutil
+    import tempfile
+
+    # what one test compiled no other compiles again; no test writes to a user's home
+    programs = tempfile.mkdtemp(prefix="cheem-programs-")
+    atexit.register(shutil.rmtree, programs, ignore_errors=True)
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", programs)
+    os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(2 * 2**30)  # with a limit JAX locks the folder
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"  # looking for a place among many costs too
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import contextlib
 from collections.abc import Callable

@@ -176,12 +176,12 @@ def test_out_of_memory_names_what_to_change(capsys, error):
 def test_a_cache_of_programs_that_cannot_be_written_is_no_reason_to_stop(capsys, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    enabled, done = jax.config.jax_enable_compilation_cache, []
+    before, done = jax.config.jax_compilation_cache_dir, []
     try:
-        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_compilation_cache_dir", None)
         run_command(done.append, "settings")
     finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
+        jax.config.update("jax_compilation_cache_dir", before)
     assert done == ["settings"] and "JAX_COMPILATION_CACHE_DIR" in capsys.readouterr().err
 
 

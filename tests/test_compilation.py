@@ -60,9 +60,9 @@ def test_the_user_names_another_directory_or_does_without(tmp_path):
 def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    enabled = jax.config.jax_enable_compilation_cache
+    before = jax.config.jax_compilation_cache_dir
     try:
-        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_compilation_cache_dir", None)
         with pytest.raises(NotKept, match="JAX_COMPILATION_CACHE_DIR"):
             keep_programs()
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file" / "programs"))
@@ -70,21 +70,20 @@ def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(tmp_path, 
             keep_programs()
         assert error.type is ValueError
     finally:
-        jax.config.update("jax_compilation_cache_dir", None)
-        jax.config.update("jax_enable_compilation_cache", enabled)
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_a_folder_that_others_can_write_to_keeps_no_programs(monkeypatch, tmp_path):
     kept = run(tmp_path)[0]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     os.chmod(kept, 0o777)
-    enabled = jax.config.jax_enable_compilation_cache
+    before = jax.config.jax_compilation_cache_dir
     try:
-        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_compilation_cache_dir", None)
         with pytest.raises(NotKept, match="JAX_COMPILATION_CACHE_DIR"):
             keep_programs()
     finally:
-        jax.config.update("jax_enable_compilation_cache", enabled)
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_every_program_is_counted():

@@ -53,6 +53,8 @@ def test_what_runs_is_counted_block_by_block():
     resumed = 8 * attention + 8 * ffn + last + 2 * width * 10
     assert flops.executed_flops(config, "mlp_down", mixed, 10, begin=2) == resumed
     assert flops.executed_flops(config, "mlp_down", mixed, 10, begin=12) == 2 * width * 10
+    # the first block's attention half is the base network's too
+    assert flops.executed_flops(config, "mlp_down", mixed, 10, begin=0) == executed - embed - attention
 
 
 def test_skipping_every_attention_branch_leaves_no_attention_product():

@@ -111,9 +111,9 @@ def test_the_resumed_cost_prefers_the_longer_prefix_of_the_base_in_a_tie(stages)
     architecture = decode(late_adapt, supernet.sizes)
     assert cost(genomes)[1] == executed_flops(stages.config, "mlp_down", architecture, begin=3)
     # a router that reads only two blocks, or another network, leaves less to resume from
-    for until in (2, 0):
+    for until, begin in ((2, 2), (0, None)):
         assert resumed_flops(stages, supernet, until)(genomes)[1] == executed_flops(
-            stages.config, "mlp_down", architecture, begin=until
+            stages.config, "mlp_down", architecture, begin=begin
         )
     # what all choices at block 0 share the router's pass gives as well, but not another network's
     early, shared = decode(early_skip, supernet.sizes), executed_pass_flops(stages.config, "mlp_down", 0)

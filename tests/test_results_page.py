@@ -16,6 +16,7 @@ import tables
 from paper import claims
 from paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, above, below, within
 from paper.collected import load, packed
+from paper.merit import merit_section
 from paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
 from paper.results_page import in_short
 
@@ -238,3 +239,34 @@ def test_a_folder_that_is_not_there_is_named_by_its_option(tmp_path):
     with pytest.raises(ValueError, match="--results names .*nowhere, which is no folder"):
         tables.main(tables.Tables(results=tmp_path / "nowhere", page=tmp_path / "results.md"))
     assert not (tmp_path / "results.md").exists()
+
+
+def test_the_figure_of_merit_is_told_by_both_counts_and_of_both_routers():
+    def row(accuracy, paper, executed, **given):
+        values = {"average_accuracy": accuracy, "flops_paper": paper, "flops_executed": executed, **given}
+        return {name: {"mean": value, "std": None} for name, value in values.items()}
+
+    measured = {
+        "cheem": row(0.6, 2.0, 1.5), "lora_cl": row(0.5, 3.0, 2.5), "l2p": row(0.75, 3.0, 2.5),
+        "full_finetune": row(0.0, 1.0, 1.0, local_average_accuracy=0.7),
+    }  # fmt: skip
+    titles = {name: name.upper() for name in measured}
+    chosen = {
+        "features": "early",
+        "title": "LDA",
+        "cheem": {"accuracy": 0.65},
+        "flops": {"paper": 1.6, "executed": 1.0},
+    }
+    page = merit_section(titles, measured, {"chosen": chosen})
+
+    def cells(method):
+        [line] = [line for line in page.splitlines() if line.startswith(f"| {method} |")]
+        return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+    # gaps 0.2 and 0.1, FLOPs 3 / 2 and 2.5 / 1.5; then gaps 0.2 and 0.05, FLOPs 3 / 1.6 and 2.5 / 1
+    assert cells("LORA_CL") == ["20.0", "3.00", "3.33", "7.50", "10.00"]
+    assert cells("CHEEM") == ["10.0", "–", "–", "2.50", "3.00"]
+    assert cells("L2P") == ["-5.0", "–", "–", "–", "–"] and "FULL_FINETUNE" not in page
+    assert "CHEEM +10.0, CHEEM, early LDA +5.0 points" in page.replace("\n", " ")
+    assert "LDA" not in merit_section(titles, measured, None)
+    assert "needs runs of CHEEM and of full fine-tuning" in merit_section(titles, {"cheem": measured["cheem"]}, None)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where i
 import mtil
 import search_study
 from searching.measures import correlation, points_of, summary
-from searching.units import VARIANTS, Counted
+from searching.units import VARIANTS, Counted, from_hex, to_hex
 
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
@@ -163,16 +163,24 @@ def test_points_are_those_drawn_that_were_retrained():
 
 
 def test_searches_are_compared_with_the_papers_of_the_same_task_and_seed():
-    def winner(variant, seed, test):
+    def winner(variant, seed, num_right, task="a"):
         same = dict.fromkeys(("supernet_accuracy", "candidate_images", "flops", "flops_resumed", "val_accuracy"), 1.0)
-        return {"task": "a", "variant": variant, "seed": seed, "test_accuracy": test, **same}
+        right = np.arange(10) < num_right
+        place = {"task": task, "variant": variant, "seed": seed, "right": to_hex(right)}
+        return {**place, "test_accuracy": num_right / 10, **same}
 
-    rows = summary([
-        winner("paper", 0, 0.5), winner("paper", 1, 0.7), winner("warm start", 0, 0.6), winner("warm start", 1, 0.7),
-        winner("warm start", 2, 0.2),
-    ])  # fmt: skip
+    winners = [
+        winner("paper", 0, 5), winner("paper", 1, 7), winner("warm start", 0, 6), winner("warm start", 1, 7),
+        winner("warm start", 2, 2),
+    ]  # fmt: skip
+    rows = summary(winners, {"a": 10})
     assert [(row["variant"], row["searches"]) for row in rows] == [("paper", 2), ("warm start", 3)]
-    assert rows[1]["test_accuracy"] == pytest.approx(0.5)
-    gain = rows[1]["against_paper"]["test_accuracy"]
-    # differences 0.1 and 0: mean 0.05, standard deviation 0.0707, over the root of 2
-    assert gain["mean"] == pytest.approx(0.05) and gain["standard_error"] == pytest.approx(0.05) and gain["num"] == 2
+    assert rows[1]["test_accuracy"] == pytest.approx(0.5) and rows[0]["gain"] is None
+    # one image more of ten with one seed and none with the other; the third seed has no search of the paper's
+    gain = rows[1]["gain"]
+    assert gain["value"] == pytest.approx(0.05) and gain["seeds"] == [0, 1]
+    assert gain["per_seed"] == pytest.approx((0.1, 0)) and gain["low"] == 0 < gain["high"]
+    # a task that lacks one of both leaves nothing to compare
+    both = [*winners, winner("paper", 0, 3, task="b")]
+    assert [row["gain"] for row in summary(both, {"a": 10, "b": 10})] == [None, None]
+    assert from_hex(to_hex(np.arange(13) % 3 == 0), 13).tolist() == (np.arange(13) % 3 == 0).tolist()

@@ -100,7 +100,7 @@ class ExpertMemory:
 
     def _executed(self, index: int) -> int:
         """Task identification and the task's network: resumed where it leaves the backbone, if that names the task."""
-        task, vit, begin = self.memory.tasks[index], self.executor.config, 0
+        task, vit, begin = self.memory.tasks[index], self.executor.config, None
         identify = 0 if self.told else self.features.encoder.executed_flops()
         if not self.told and self.features.of(self.executor):
             begin = next((i for i, expert in enumerate(task.experts) if expert != 0), vit.depth)

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, Claim, Verdict, claims
 from paper.collected import Cell, Cells, is_usual, load
+from paper.merit import merit_section
 from paper.paired import RESAMPLES
 from paper.printed import Cell as PrintedCell
 from paper.printed import printed
 from paper.results_figure import accuracy_figure
 from paper.results_setting import setting_sections
 from routers import page as routers
+from searching import report as searches
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.report.comparison import comparison
@@ -35,9 +37,17 @@ class Study(NamedTuple):
 
     title: str
     text: Callable[[Mapping[str, Any]], str]
+    draw: Callable[[Mapping[str, Any], Path], bool] | None = None
+    """Makes its picture; False where there is nothing to be seen."""
 
 
-STUDIES = {"routers": Study("Which router loses least", routers.sections_of)}
+STUDIES = {
+    "routers": Study("Which router loses least", routers.sections_of),
+    "search": Study(
+        "Does the supernet rank networks rightly, and what other searches find",
+        lambda found: "\n\n".join(searches.parts_of(found, 3)), searches.picture,
+    ),
+}  # fmt: skip
 """By the name of the file with its numbers."""
 
 
@@ -49,16 +59,21 @@ def write_page(results: Path, page: Path) -> int:
     notes = results.parent / "notes.md"
     files = {name: results.parent / f"{name}.json" for name in STUDIES}
     studies = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
-    text = page_of(
-        cells, rows, notes.read_text() if notes.is_file() else "", f"{figure.parent.name}/{figure.name}", studies
-    )
     figure.parent.mkdir(parents=True, exist_ok=True)
+    drawn = {
+        name: figure.with_name(f"{name}.png") for name, found in studies.items()
+        if (draw := STUDIES[name].draw) is not None and draw(found, figure.with_name(f"{name}.png"))
+    }  # fmt: skip
+    pictures = {name: f"{file.parent.name}/{file.name}" for name, file in {**drawn, "accuracy": figure}.items()}
+    text = page_of(cells, rows, notes.read_text() if notes.is_file() else "", pictures, studies)
     accuracy_figure({row.title: row.runs for row in rows}, figure)
     write_atomically(page, text)
     return sum(map(len, cells.values()))
 
 
-def page_of(cells: Cells, rows: Sequence[Row], notes: str, figure: str, studies: Mapping[str, Any]) -> str:
+def page_of(
+    cells: Cells, rows: Sequence[Row], notes: str, pictures: Mapping[str, str], studies: Mapping[str, Any]
+) -> str:
     """The whole page as Markdown; `notes` was written by hand and is taken as it is."""
     first = rows[0].runs[0]
     judged = [(claim, claim.check(cells)) for claim in claims()]
@@ -76,7 +91,7 @@ def page_of(cells: Cells, rows: Sequence[Row], notes: str, figure: str, studies:
         "## Methods beside each other",
         METHODS_TEXT,
         method_grid(rows).to_markdown(),
-        f"![Average accuracy of every method, with and without the task given, and each run]({figure})",
+        f"![Average accuracy of every method, with and without the task given, and each run]({pictures['accuracy']})",
         *(["### Variants and other orders", method_grid(variants).to_markdown()] if variants else []),
         "## Accuracy by task",
         f"After the last task, in %, mean{' ± standard deviation' if several(rows) else ''} over runs. Rows that are "
@@ -89,7 +104,9 @@ def page_of(cells: Cells, rows: Sequence[Row], notes: str, figure: str, studies:
             [row for row in rows if row.method not in TOLD],
             lambda run: last_row(run, "local_accuracy") - last_row(run, "accuracy"),
         ),
-        *(part for name, found in studies.items() for part in (f"## {STUDIES[name].title}", STUDIES[name].text(found))),
+        "## What an answer costs, against how far it is from the bound",
+        merit_section({row.method: row.title for row in rows}, measured_of(rows), studies.get("routers")),
+        *(part for name, found in studies.items() for part in study_parts(name, found, pictures)),
         "## The paper's numbers, for orientation",
         *beside_the_paper(rows, first["backbone"]),
         *setting_sections(cells),
@@ -131,6 +148,19 @@ def rows_of(cells: Cells) -> list[Row]:
     if not rows:
         raise ValueError("no collected run is of a method as it is, in the usual order; collect one")
     return rows
+
+
+def measured_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Means over runs by method, of the first row of each."""
+    found = comparison({row.method: row.runs for row in reversed(rows)})
+    return {row["method"]: row for row in reversed(found)}
+
+
+def study_parts(name: str, found: Mapping[str, Any], pictures: Mapping[str, str]) -> list[str]:
+    """A study's section, with its picture."""
+    study = STUDIES[name]
+    shown = [f"![{study.title}]({pictures[name]})"] if name in pictures else []
+    return [f"## {study.title}", study.text(found), *shown]
 
 
 def title_of(cell: Cell) -> str:
@@ -258,8 +288,7 @@ def beside_the_paper(rows: Sequence[Row], backbone: str) -> list[str]:
     places = [stream for stream in ("mtil", "vdd") if PrintedCell(stream, backbone, "cheem", "flops") in theirs]
     if not places:
         return [f"The paper prints no results of {backbone}."]
-    usual = {row.method: row.runs for row in reversed(rows)}  # the first of a method's
-    ours = dict(zip(usual, comparison(usual), strict=True))
+    ours = measured_of(rows)
     told = dict.fromkeys(
         [*(row.method for row in rows), *(cell.method for cell in theirs if cell.backbone == backbone)]
     )

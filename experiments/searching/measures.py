@@ -1,15 +1,17 @@
 """What the record of a study says: how the supernet ranks, and what each search costs and finds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from paper.paired import accuracy_difference
 from scipy.stats import kendalltau, spearmanr
-from searching.units import VARIANTS, Entry
+from searching.units import VARIANTS, Entry, from_hex
 
 RESAMPLES = 2000
 MEASURES = ("supernet_accuracy", "candidate_images", "flops", "flops_resumed", "val_accuracy", "test_accuracy")
+PLACE = ("task", "variant", "seed")
 CORRELATIONS: dict[str, Callable[..., Any]] = {"spearman": spearmanr, "kendall": kendalltau}
 
 
@@ -51,9 +53,8 @@ def correlation(x: Float[np.ndarray, "P"], y: Float[np.ndarray, "P"], kind: str)
     return {"value": value, "low": float(low), "high": float(high), "num": len(x)}
 
 
-def correlations(entries: Sequence[Entry], task: str) -> dict[str, Any]:
+def correlations(points: Points) -> dict[str, Any]:
     """Of the supernet's accuracy with what retraining reaches, on validation and on test images."""
-    points = points_of(entries, task)
     return {
         split: {kind: correlation(points.supernet, getattr(points, split), kind) for kind in CORRELATIONS}
         for split in ("val", "test")
@@ -67,30 +68,40 @@ def winners_of(entries: Sequence[Entry], task: str) -> list[Entry]:
     found = [
         {**retrained[tuple(entry["genome"])], **entry} for entry in searches if tuple(entry["genome"]) in retrained
     ]
-    return [{key: entry[key] for key in ("task", "variant", "seed", "architecture", *MEASURES)} for entry in found]
+    return [{key: entry[key] for key in (*PLACE, "architecture", "right", *MEASURES)} for entry in found]
 
 
-def summary(winners: Sequence[Entry]) -> list[dict[str, Any]]:
-    """A row per variant: means over tasks and seeds, and of the difference to the paper's search of the same supernet
-    and seed with its standard error."""
-    papers = {(entry["task"], entry["seed"]): entry for entry in winners if entry["variant"] == "paper"}
+def summary(winners: Sequence[Entry], num_test: Mapping[str, int]) -> list[dict[str, Any]]:
+    """A row per variant: means over tasks and seeds, and what the test accuracy gains over the paper's search of the
+    same supernets and seeds; `num_test` are the tasks' test images."""
     rows = []
     for variant in VARIANTS:
-        own = [entry for entry in winners if entry["variant"] == variant]
-        pairs = [
-            (entry, papers[entry["task"], entry["seed"]]) for entry in own if (entry["task"], entry["seed"]) in papers
-        ]
-        if own:
+        if own := [entry for entry in winners if entry["variant"] == variant]:
             rows.append({
                 "variant": variant,
                 "searches": len(own),
                 **{measure: _mean([entry[measure] for entry in own]) for measure in MEASURES},
-                "against_paper": {
-                    measure: _spread([_difference(entry[measure], paper[measure]) for entry, paper in pairs])
-                    for measure in MEASURES
-                },
+                "gain": None if variant == "paper" else gain(winners, variant, num_test),
             })  # fmt: skip
     return rows
+
+
+def gain(winners: Sequence[Entry], variant: str, num_test: Mapping[str, int]) -> dict[str, Any] | None:
+    """The difference in test accuracy to the paper's search by the paired bootstrap over seeds and test images, of the
+    seeds that both have for all tasks; None without any."""
+    found = {
+        tuple(entry[name] for name in PLACE): from_hex(entry["right"], num_test[entry["task"]])
+        for entry in winners if entry["right"] is not None
+    }  # fmt: skip
+    tasks = dict.fromkeys(entry["task"] for entry in winners)
+    seeds = [
+        seed for seed in sorted({entry["seed"] for entry in winners})
+        if all((task, kind, seed) in found for task in tasks for kind in (variant, "paper"))
+    ]  # fmt: skip
+    if not seeds:
+        return None
+    ours, theirs = ([[found[task, kind, seed] for task in tasks] for seed in seeds] for kind in (variant, "paper"))
+    return {**accuracy_difference(ours, theirs)._asdict(), "seeds": seeds}
 
 
 def _retrained(entries: Sequence[Entry], task: str) -> dict[tuple[int, ...], Entry]:
@@ -99,18 +110,6 @@ def _retrained(entries: Sequence[Entry], task: str) -> dict[tuple[int, ...], Ent
     }
 
 
-def _difference(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a - b
-
-
 def _mean(values: Sequence[float | None]) -> float | None:
     there = [value for value in values if value is not None]
     return float(np.mean(there)) if there else None
-
-
-def _spread(values: Sequence[float | None]) -> dict[str, Any] | None:
-    there = np.array([value for value in values if value is not None], np.float64)
-    if not there.size:
-        return None
-    error = float(there.std(ddof=1) / np.sqrt(there.size)) if there.size > 1 else None
-    return {"mean": float(there.mean()), "standard_error": error, "num": there.size}

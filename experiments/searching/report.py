@@ -22,43 +22,76 @@ TITLES = {"spearman": "Spearman", "kendall": "Kendall"}
 
 def write(directory: Path, entries: Sequence[Entry], setting: Mapping[str, Any]) -> list[Grid]:
     """Page, numbers and picture of what the record holds so far; returns the tables."""
-    tasks = [task for task in setting["tasks"] if any(entry.get("task") == task for entry in entries)]
-    ranking = {task: correlations(entries, task) for task in tasks}
-    winners = [winner for task in tasks for winner in winners_of(entries, task)]
-    winners = [winner for winner in winners if winner["seed"] in setting["search_seeds"]]
-    rows = summary(winners)
-    grids = [ranking_grid(ranking), *([variant_grid(rows), *task_grids(winners)] if winners else [])]
-    numbers = {"setting": dict(setting), "ranking": ranking, "variants": rows, "winners": winners}
-    write_atomically(directory / f"{NAME}.json", json.dumps(numbers, indent=1) + "\n")
-    parts = [f"# The search on {setting['stream']}, {setting['backbone']}\n\n{told(setting, entries)}"]
-    for grid in grids:
-        parts.append(f"## {grid.title}\n\n{grid.to_markdown()}" + (f"\n\n{grid.caption}" if grid.caption else ""))
-    shown = {task: points_of(entries, task) for task in tasks}
-    shown = {task: points for task, points in shown.items() if len(points.val)}
-    if shown:
-        picture(shown, directory / f"{NAME}.png")
+    found = found_in(entries, setting)
+    write_atomically(directory / f"{NAME}.json", json.dumps(found, indent=1) + "\n")
+    parts = [f"# The search on {found['stream']}, {found['backbone']}", *parts_of(found, 2)]
+    if picture(found, directory / f"{NAME}.png"):
         parts.append(f"![accuracy in the supernet against accuracy after retraining]({NAME}.png)")
     write_atomically(directory / f"{NAME}.md", "\n\n".join(parts) + "\n")
-    return grids
+    return grids_of(found)
 
 
-def told(setting: Mapping[str, Any], entries: Sequence[Entry]) -> str:
+def found_in(entries: Sequence[Entry], setting: Mapping[str, Any]) -> dict[str, Any]:
+    """All numbers of the page, as JSON values; `losses` of the setting are the run's own by task."""
+    own = {name: value for name, value in setting.items() if name not in ("tasks", "losses")}
+    tasks = [task for task in setting["tasks"] if any(entry.get("task") == task for entry in entries)]
+    supernets = {
+        entry["task"]: {
+            **{name: entry[name] for name in ("num_train", "num_val", "num_test")},
+            "same_losses": None if (losses := setting["losses"].get(entry["task"])) is None
+            else losses == entry["losses"],
+        }
+        for entry in entries if entry["event"] == "supernet" and entry["task"] in tasks
+    }  # fmt: skip
+    points = {task: points_of(entries, task) for task in tasks}
+    winners = [winner for task in tasks for winner in winners_of(entries, task)]
+    winners = [winner for winner in winners if winner["seed"] in setting["search_seeds"]]
+    return {
+        **own,
+        "supernets": supernets,
+        "points": {
+            task: {name: values.tolist() for name, values in own._asdict().items()} for task, own in points.items()
+        },
+        "ranking": {task: correlations(own) for task, own in points.items()},
+        "variants": summary(winners, {task: own["num_test"] for task, own in supernets.items()}),
+        "winners": winners,
+    }
+
+
+def parts_of(found: Mapping[str, Any], level: int) -> list[str]:
+    """What was done and all tables, as Markdown under headings of a level."""
+    parts = [told(found)]
+    for grid in grids_of(found):
+        parts += [f"{'#' * level} {grid.title}", grid.to_markdown(), *([grid.caption] if grid.caption else [])]
+    return parts
+
+
+def grids_of(found: Mapping[str, Any]) -> list[Grid]:
+    """How the supernet ranks, and what searches found as far as their networks were retrained."""
+    winners = found["winners"]
+    return [
+        ranking_grid(found["ranking"]),
+        *([variant_grid(found["variants"]), *task_grids(winners)] if winners else []),
+    ]
+
+
+def told(found: Mapping[str, Any]) -> str:
     """What was done, and whether the supernets are those of the run."""
     lines = [
-        f"Supernets of the run `{setting['run']}`, trained again with its keys; {setting['num']} architectures per "
-        "task drawn by HEE and uniformly, and the winners of searches with the seeds "
-        f"{', '.join(map(str, setting['search_seeds']))}, each trained from scratch as fine-tuning does. The true task "
-        "is given."
+        f"Supernets of the run of CHEEM with seed {found['seed']}, trained again with its keys; {found['num']} "
+        "architectures per task drawn by HEE and uniformly, and the winners of searches with the seeds "
+        f"{', '.join(map(str, found['search_seeds']))}, each trained from scratch as fine-tuning does. The true task "
+        "is given.",
+        "",
     ]
-    for entry in entries:
-        if entry["event"] == "supernet" and entry["task"] in setting["tasks"]:
-            losses = setting["losses"].get(entry["task"])
-            same = "unknown to the run's record" if losses is None else "other losses than in the run"
-            if losses == entry["losses"]:
-                same = "the same losses as in the run"
-            sizes = "{num_train:,}, {num_val:,} and {num_test:,}".format(**entry)
-            lines.append(f"- {entry['task']}: {sizes} images to train, validate and test; {same}")
-    return "\n".join([lines[0], "", *lines[1:]])
+    same = {
+        None: "losses unknown to the run's record", True: "the same losses as in the run",
+        False: "other losses than in the run",
+    }  # fmt: skip
+    for task, own in found["supernets"].items():
+        sizes = "{num_train:,}, {num_val:,} and {num_test:,}".format(**own)
+        lines.append(f"- {task}: {sizes} images to train, validate and test; {same[own['same_losses']]}")
+    return "\n".join(lines)
 
 
 def ranking_grid(ranking: Mapping[str, Mapping[str, Any]]) -> Grid:
@@ -70,25 +103,29 @@ def ranking_grid(ranking: Mapping[str, Mapping[str, Any]]) -> Grid:
         cells = [found[split][kind] for split in ("val", "test") for kind in CORRELATIONS]
         num = next((cell["num"] for cell in cells if cell is not None), None)
         rows.append((task, NONE if num is None else str(num), *map(_interval, cells)))
-    caption = "With 95 % intervals of a bootstrap over architectures."
+    caption = (
+        "Between an architecture's accuracy on validation images in the supernet and its accuracy on validation or "
+        "test images after training of its own, with 95 % intervals of a bootstrap over architectures."
+    )
     return Grid("How the supernet ranks architectures", tuple(columns), tuple(rows), 1, caption)
 
 
 def variant_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
     """A row per kind of search: means over tasks and seeds, and the difference to the paper's."""
-    columns = ("search", "searches", *COLUMNS, "test: points\nover paper's")
+    columns = ("search", "searches", *COLUMNS, "test: points\nover paper's", "p")
     lines = []
     for row in rows:
-        gain = row["against_paper"]["test_accuracy"]
-        if row["variant"] == "paper" or gain is None:
-            text = NONE
-        else:
-            error = gain["standard_error"]
-            text = f"{100 * gain['mean']:+.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
-        lines.append((row["variant"], str(row["searches"]), *_cells(row), text))
+        gain = row["gain"]
+        points, p = NONE, NONE
+        if gain is not None:
+            value, low, high = (f"{100 * gain[name]:+.1f}".replace("-", "−") for name in ("value", "low", "high"))
+            points, p = f"{value} ({low} to {high})", "< 0.001" if gain["p"] < 0.001 else f"{gain['p']:.3f}"
+        lines.append((row["variant"], str(row["searches"]), *_cells(row), points, p))
     caption = (
-        "Means over tasks and seeds; ± is the standard error of the difference over searches of the same supernet and "
-        "seed, which counts seeds of one task as independent."
+        "Means over tasks and seeds of the search. *Images scored* are candidates times images that the supernet "
+        "answered, what a search costs. The difference to the paper's search of the same supernets and seeds has a "
+        "95 % interval of the paired bootstrap over seeds and test images; p is two-sided and not corrected for the "
+        "number of rows."
     )
     return Grid("What each search finds", columns, tuple(lines), 1, caption)
 
@@ -110,19 +147,21 @@ def task_grids(winners: Sequence[Entry]) -> list[Grid]:
             )
             for winner in own
         )  # fmt: skip
-        grids.append(Grid(task, ("search", "archi-\ntecture", "seed", *COLUMNS), rows, 2))
+        grids.append(Grid(f"Searches on {task}", ("search", "archi-\ntecture", "seed", *COLUMNS), rows, 2))
     return grids
 
 
-def picture(shown: Mapping[str, Any], file: Path) -> None:
-    """A panel per task: accuracy in the supernet, and after retraining on validation and test images."""
+def picture(found: Mapping[str, Any], file: Path) -> bool:
+    """A panel per task: accuracy in the supernet, and after retraining on validation and test images; False where
+    nothing is to be seen yet."""
+    shown = {task: points for task, points in found["points"].items() if points["val"]}
+    if not shown:
+        return False
     figure = Figure(figsize=(0.6 + 3.4 * len(shown), 3.6), dpi=DPI, layout="constrained")
     for axes, (task, points) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
-        axes.plot(100 * points.supernet, 100 * points.val, "o", color="#1b6ca8", markersize=5, label="validation")
-        axes.plot(
-            100 * points.supernet, 100 * points.test, "o", color="#c8553d", markersize=5, markerfacecolor="none",
-            label="test",
-        )  # fmt: skip
+        supernet, val, test = ([100 * value for value in points[name]] for name in ("supernet", "val", "test"))
+        axes.plot(supernet, val, "o", color="#1b6ca8", markersize=5, label="validation")
+        axes.plot(supernet, test, "o", color="#c8553d", markersize=5, markerfacecolor="none", label="test")
         axes.set_title(task.replace("$", r"\$"), fontsize=10, color=INK, loc="left")
         axes.set_xlabel("in the supernet, %", color=FAINT)
         axes.set_ylabel("retrained, %", color=FAINT)
@@ -130,6 +169,7 @@ def picture(shown: Mapping[str, Any], file: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     save(figure, file)
+    return True
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from cheem_jax.architecture import decode, to_strings
 from cheem_jax.data.task import Split, Task
 from cheem_jax.evolution import Score
 from cheem_jax.execution.feed import Feed, HostImages
-from cheem_jax.execution.passes import Advance, count_right
+from cheem_jax.execution.passes import Advance, answers
 from cheem_jax.hee import sample
 from cheem_jax.interruption import Stop
 from cheem_jax.keys import Keys, Phase
@@ -139,19 +139,19 @@ class TaskUnits:
         learning = self._apart(
             Counted(self.stop, self.progress, f"{self.task.name} {''.join(a[0] for a in architecture)}")
         )
-        accuracy: dict[str, float | None] = {"val_accuracy": None, "test_accuracy": None}
+        reached: Entry = {"val_accuracy": None, "test_accuracy": None, "right": None}
         try:
             network = self.cheem.finetune(learning, self.supernet, codes)
             test = HostImages(self.cheem.executor, self.task.test.images)
-            accuracy = {
-                "val_accuracy": self._accuracy(network, codes, self.learning.val, self.task.val),
-                "test_accuracy": self._accuracy(network, codes, test, self.task.test),
-            }
+            val = self._right(network, codes, self.learning.val, self.task.val)
+            right = self._right(network, codes, test, self.task.test)
+            accuracies = {"val_accuracy": float(val.mean()), "test_accuracy": float(right.mean())}
+            reached = {**accuracies, "right": to_hex(right)}
         except FloatingPointError as error:
             self.progress.say(f"{self.task.name}: {' '.join(architecture)} has no accuracy, {error}")
         own = codes[None]
         self.record.write(
-            "finetuned", task=self.task.name, genome=genome, architecture=architecture, **accuracy,
+            "finetuned", task=self.task.name, genome=genome, architecture=architecture, **reached,
             flops=self._flops(architecture_flops, own), flops_resumed=self._flops(self._resumed, own),
             losses=learning.underway.finetune.losses, seconds=time.perf_counter() - start,
         )  # fmt: skip
@@ -181,12 +181,14 @@ class TaskUnits:
     def _flops(self, kind: Callable[[Any, Supernet], Score], genomes: Int[np.ndarray, "P L"]) -> int:
         return int(kind(self.cheem.executor, self.supernet)(genomes)[0])
 
-    def _accuracy(self, network: Supernet, codes: Int[np.ndarray, "L"], images: Feed, split: Split) -> float:
-        right = count_right(
-            self.cheem.executor, [dense_network(network, codes, {})], network.head.params, network.num_classes, images,
-            split.labels, batch_size=self.cheem.batch_size, advance=lambda num_images, note="", /: None,
+    def _right(
+        self, network: Supernet, codes: Int[np.ndarray, "L"], images: Feed, split: Split
+    ) -> Bool[np.ndarray, "N"]:
+        found = answers(
+            self.cheem.executor, dense_network(network, codes, {}), network.head.params, network.num_classes, images,
+            len(split.labels), batch_size=self.cheem.batch_size,
         )  # fmt: skip
-        return int(right[0]) / len(split.labels)
+        return found == split.labels
 
     def _share(self, correct: np.ndarray) -> list[float]:
         return (np.asarray(correct, np.float64) / len(self.task.val.labels)).tolist()
@@ -195,6 +197,16 @@ class TaskUnits:
         entry = self.found(event, **place)
         assert entry is not None, "it was just written"
         return entry
+
+
+def to_hex(right: Bool[np.ndarray, "N"]) -> str:
+    """A bit per image, from the first on."""
+    return np.packbits(right).tobytes().hex()
+
+
+def from_hex(text: str, num: int) -> Bool[np.ndarray, "N"]:
+    """The inverse of `to_hex`."""
+    return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8), count=num).astype(bool)
 
 
 def drawn(keys: Keys, index: int, tables: Tables, num: int) -> Int[np.ndarray, "P L"]:

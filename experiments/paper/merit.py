@@ -1,0 +1,55 @@
+"""CHEEM's figure of merit over other methods, with the FLOPs of the paper's convention and with those that run."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cheem_jax.metrics import figure_of_merit
+from cheem_jax.report.table import NONE, TOLD, Grid, number
+
+FLOPS = {"paper": "paper's FLOPs", "executed": "executed"}
+
+
+class Side(NamedTuple):
+    """Average accuracy, and FLOPs per image by both counts."""
+
+    accuracy: float
+    flops: Mapping[str, float]
+
+
+def merit_section(titles: Mapping[str, str], measured: Mapping[str, Mapping[str, Any]], routers: Any | None) -> str:
+    """As Markdown: a row per method, by names with their `titles` and rows of `comparison`; `routers` is the study of
+    routers where it was made."""
+    bound = measured.get("full_finetune")
+    if bound is None or "cheem" not in measured:
+        return "It needs runs of CHEEM and of full fine-tuning, the bound."
+    upper = bound["local_average_accuracy"]["mean"]
+    sides = {name: side_of(row) for name, row in measured.items() if name not in TOLD}
+    own = {"CHEEM": sides["cheem"]}
+    if routers is not None:
+        chosen = routers["chosen"]
+        flops = {name: chosen["flops"][name] for name in FLOPS}
+        own[f"CHEEM, {chosen['features']} {chosen['title']}"] = Side(chosen["cheem"]["accuracy"], flops)
+    rows = []
+    for name, other in sides.items():
+        cells = [titles[name], f"{100 * (upper - other.accuracy):.1f}"]
+        for side in own.values():
+            found = [merit(upper, side, other, count) for count in FLOPS]
+            cells += [NONE if value is None or side == other else number(value, 2) for value in found]
+        rows.append(tuple(cells))
+    gaps = ", ".join(f"{title} {100 * (upper - side.accuracy):+.1f}" for title, side in own.items()).replace("-", "−")
+    columns = ("over", "its gap, points", *(f"{title}, {count}" for title in own for count in FLOPS.values()))
+    return f"""How many times better CHEEM is, by the paper's figure of merit: the other's gap to full fine-tuning over
+CHEEM's, times its FLOPs over CHEEM's. Full fine-tuning, told the task, reaches {100 * upper:.1f} %; gaps to it:
+{gaps} points. Where a gap is not above 0 there is no such figure.
+
+{Grid("", columns, tuple(rows), 1).to_markdown()}"""
+
+
+def side_of(row: Mapping[str, Any]) -> Side:
+    """Means over a method's runs."""
+    return Side(row["average_accuracy"]["mean"], {count: row[f"flops_{count}"]["mean"] for count in FLOPS})
+
+
+def merit(upper: float, own: Side, other: Side, count: str) -> float | None:
+    """See `figure_of_merit`."""
+    return figure_of_merit(upper, own.accuracy, own.flops[count], other.accuracy, other.flops[count])
