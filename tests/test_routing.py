@@ -26,6 +26,7 @@ from cheem_jax.checkpoint import load_task, saved_tasks
 from cheem_jax.cli import parse
 from cheem_jax.commands.info import Info, show_info
 from cheem_jax.continual import networks_of
+from cheem_jax.data.task import Split, Task
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.execution.executor import Dense
 from cheem_jax.execution.feed import HostImages
@@ -355,6 +356,22 @@ def test_a_shared_pass_answers_as_two_passes_do(kind, features):
         feed = HostImages(executor, IMAGES[own])
         wanted = answers(executor, network, head, num_classes, feed, len(own), batch_size=16)
         np.testing.assert_array_equal(found.classes[own], wanted)
+
+
+def test_one_image_a_class_has_no_gaussian_and_is_told_before_anything_is_learned():
+    many, executor = small.task("many", 0), stages()
+    few = Split(many.train.images[:3], many.train.labels[:3])
+    tasks = [many, Task("alone", many.classes, few, many.val, many.test)]
+
+    def method(kind):
+        config = RouterConfig(kind)
+        return ExpertMemory(executor, FrozenFeatures(executor, 16), config, rank=2, batch_size=16)
+
+    assert method("lda").check(tasks) == method("gaussian").check(tasks[:1]) == []
+    with pytest.raises(ValueError, match="task 'alone': router kind 'gaussian' needs a class of several images"):
+        method("gaussian").check(tasks)
+    with pytest.raises(ValueError, match="needs a class of several images"):
+        fit_place(np.ones((3, 4), np.float32), tasks[1].train.labels, RouterConfig("gaussian"), seed=0)
 
 
 # ---- costs

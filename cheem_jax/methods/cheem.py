@@ -161,7 +161,7 @@ class Cheem(ExpertMemory):
                 rung_images(len(task.val.labels), self.config.search.rungs)
             except ValueError as error:
                 raise ValueError(f"task {task.name!r}: {error}") from error
-        return []
+        return super().check(tasks)
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Learn the next task of the stream, from where `running` left it; returns its report."""

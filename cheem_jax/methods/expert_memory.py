@@ -17,7 +17,7 @@ from cheem_jax.execution.inference import SKIP, Inference, Inferred, Outline
 from cheem_jax.execution.passes import answers, answers_and_features
 from cheem_jax.flops import backbone_flops, backbone_params, branch_flops, executed_flops, network_flops
 from cheem_jax.methods.heads import padded
-from cheem_jax.methods.method import Answers, FrozenFeatures, base_network, check_given
+from cheem_jax.methods.method import Answers, FrozenFeatures, base_network, check_given, check_router
 from cheem_jax.ops import Expert
 from cheem_jax.pool import DenseExperts, Head, Memory, Pool, StoredExpert, TaskMemory
 from cheem_jax.routing.config import RouterConfig
@@ -42,6 +42,8 @@ class ExpertMemory:
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
+        if not self.told:
+            check_router(tasks, self.router)
         return []
 
     def remember(self, pool: Pool, task: TaskMemory) -> None:

@@ -19,7 +19,7 @@ from cheem_jax.data.task import Task
 from cheem_jax.execution.inference import Inferred
 from cheem_jax.keys import Keys, Phase
 from cheem_jax.methods.heads import classes_by_task
-from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
+from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given, check_router
 from cheem_jax.pool import Head
 from cheem_jax.routing.config import Place, RouterConfig
 from cheem_jax.routing.routers import Router, make_router
@@ -63,6 +63,7 @@ class FrozenLinear:
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
+        check_router(tasks, self.router)
         return []
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:

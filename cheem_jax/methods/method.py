@@ -19,7 +19,7 @@ from cheem_jax.images import Images
 from cheem_jax.pool import dense_expert
 from cheem_jax.rolling import Saved
 from cheem_jax.routing.config import PAPER, RouterConfig
-from cheem_jax.routing.statistics import joined
+from cheem_jax.routing.statistics import check_labels, joined
 
 
 @runtime_checkable
@@ -231,6 +231,15 @@ def check_given(method: str, num_tasks: int, tasks: np.ndarray | None, *, told: 
         raise ValueError(
             f"tasks {sorted(set(np.asarray(tasks).tolist()))} given, but {num_tasks} learned: 0..{num_tasks - 1}"
         )
+
+
+def check_router(tasks: Sequence[Task], config: RouterConfig) -> None:
+    """ValueError naming the task that such a router cannot name."""
+    for task in tasks:
+        try:
+            check_labels(task.train.labels, config)
+        except ValueError as error:
+            raise ValueError(f"task {task.name!r}: {error}") from error
 
 
 def base_network(executor: Executor) -> list[Dense]:

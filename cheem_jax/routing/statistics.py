@@ -10,6 +10,14 @@ from cheem_jax.routing.centroids import fit_centroids, normalise
 from cheem_jax.routing.config import Place, RouterConfig
 
 
+def check_labels(labels: Int[np.ndarray, "N"], config: RouterConfig) -> None:
+    """ValueError where a task of these training images cannot be named by such a router."""
+    if config.kind == "gaussian" and len(np.unique(labels)) == len(labels):
+        raise ValueError(
+            "router kind 'gaussian' needs a class of several images: one each leaves no covariance; take lda"
+        )
+
+
 def fit_place(
     features: Float[np.ndarray, "N E"], labels: Int[np.ndarray, "N"], config: RouterConfig, *, seed: int
 ) -> Place:
@@ -22,10 +30,7 @@ def fit_place(
         case "lda" | "gaussian":
             points = normalise(features).astype(np.float64)
             means = class_means(points, labels)
-            if config.kind == "gaussian" and len(points) == len(means):
-                raise ValueError(
-                    "router kind 'gaussian' needs a class of several images: one each leaves no covariance; take lda"
-                )
+            check_labels(labels, config)
             apart = points - means[np.searchsorted(np.unique(labels), labels)]
             return Place(means, {"scatter": packed(apart.T @ apart / len(points))})
         case "ridge":
