@@ -18,8 +18,8 @@ from typing import Any
 import mtil
 import numpy as np
 from collect import right_of
+from paired import Estimate, accuracy_difference
 from paper.collected import check_right
-from paper.paired import Estimate, accuracy_difference
 from routers.page import page_of
 from routers.second_look import look, tuned
 from routers.seen import Seen, seen_of

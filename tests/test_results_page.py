@@ -13,11 +13,11 @@ from scipy.stats import spearmanr
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run
 import tables
+from paired import Estimate, accuracy_difference, mean_difference, rank_correlation
 from paper import claims
 from paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, above, below, within
 from paper.collected import load, packed
 from paper.merit import merit_section
-from paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
 from paper.results_page import in_short
 
 from cheem_jax.results import results_of

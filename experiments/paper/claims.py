@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from paired import Estimate, accuracy_difference, mean_difference, rank_correlation
 from paper.collected import Cell, Cells, Collected
-from paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
 from paper.printed import TOLD_METHOD, printed
 
 from cheem_jax.architecture import from_strings

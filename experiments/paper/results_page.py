@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from paired import RESAMPLES
 from paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, Claim, Verdict, claims
 from paper.collected import Cell, Cells, is_usual, load
 from paper.merit import merit_section
-from paper.paired import RESAMPLES
 from paper.printed import Cell as PrintedCell
 from paper.printed import printed
 from paper.results_figure import accuracy_figure

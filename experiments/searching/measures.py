@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from paper.paired import accuracy_difference
+from paired import accuracy_difference
 from scipy.stats import kendalltau, spearmanr
 from searching.units import VARIANTS, Entry, from_hex
 
