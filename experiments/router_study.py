@@ -1,10 +1,12 @@
 """Which router loses least: every kind on what finished runs have learned, chosen on validation, reported on test.
 
     python experiments/router_study.py --runs runs/compare --out runs/routers
+    python experiments/router_study.py --runs runs/compare --collected docs/results/runs --out runs/routers
 
 Routers name tasks from what the frozen backbone says, so no run is made again: an image is answered rightly where a
-router names its task and the run's answer with the task given is right. Runs of CHEEM are needed for the second look
-at close calls and for the choice on validation images; runs of other methods are reported beside them.
+router names its task and the run's answer with the task given is right. Of a collected run those answers are all there
+is, which is enough for accuracy on test; a run of CHEEM with its networks is needed for the choice on validation images
+and for the second look at close calls.
 """
 
 import dataclasses
@@ -19,7 +21,8 @@ import mtil
 import numpy as np
 from collect import right_of
 from paired import Estimate, accuracy_difference
-from paper.collected import check_right
+from paper.collected import Cell, Collected, check_right
+from paper.collected import load as load_collected
 from routers.page import page_of
 from routers.second_look import look, tuned
 from routers.seen import Seen, seen_of
@@ -52,6 +55,8 @@ class RouterStudy:
 
     runs: tuple[Path, ...]
     """Folders with finished runs of one stream, at any depth."""
+    collected: Path | None = None
+    """A folder that `collect.py` has filled: runs whose networks are gone, for accuracy on test."""
     weights: Path | None = None
     """The backbone's weights file; default: where the runs had it."""
     stream: str | None = None
@@ -73,8 +78,12 @@ def main(settings: RouterStudy) -> None:
     seen = [seen_of(task, executor, place / f"{task.name}.npz", size, progress.say) for task in tasks]
     labels = {task.name: task.test.labels for task in tasks}
     given = {run.directory: given_of(run, labels) for run in runs}
+    opened = [run for run in runs if run.results["method"] == "cheem"]
+    told = {run.directory: told_of(run, settings, tasks, out) for run in opened}
+    others = collected_of(settings.collected, runs)
+    given |= {own.run.directory: list(own.right_given) for own in others}
+    runs += [own.run for own in others]
     owners = [run for run in runs if run.results["method"] == "cheem"]
-    told = {run.directory: told_of(run, settings, tasks, out) for run in owners}
 
     rows, tried = [], dict[RouterConfig, dict[int, Tried]]()
     for config in candidates():
@@ -89,15 +98,15 @@ def main(settings: RouterStudy) -> None:
             f"{config.features}, {title_of(config)}: task found on test {100 * rows[-1]['found']['test']:.1f} %"
         )
     best = chosen(rows)
-    again = {run.directory.as_posix(): agreement(run, tried[PAPER][run.results["seed"]]) for run in owners}
     found = {
         "stream": loaded.stream.name, "backbone": loaded.pretrained.config.name, "image_size": loaded.size,
         "tasks": [task.name for task in tasks], "rows": rows, "chosen": best, "near_best": NEAR_BEST,
         "runs": [{"method": run.results["method"], "seed": run.results["seed"]} for run in runs],
-        "same_as_run": list(again.values()),
+        "validated": [run.results["seed"] for run in opened],
+        "same_as_run": [agreement(run, tried[PAPER][run.results["seed"]]) for run in opened],
         "by_task": by_task(runs, given, tried, best),
         "second_look": [
-            second_look(run, settings, tasks, seen, best["config"], out, progress) for run in owners
+            second_look(run, settings, tasks, seen, best["config"], out, progress) for run in opened
         ],
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
@@ -113,6 +122,21 @@ def runs_of(folders: Sequence[Path]) -> list[Run]:
     if not any(run.results["method"] == "cheem" for run in runs):
         raise ValueError(f"--runs {', '.join(map(str, folders))} hold no finished run of cheem with its usual settings")
     return runs
+
+
+def collected_of(folder: Path | None, runs: Sequence[Run]) -> list[Collected]:
+    """Collected runs that are not among those with networks; ValueError where they are of something else."""
+    if folder is None:
+        return []
+    there = {(run.results["method"], run.results["seed"]) for run in runs}
+    cells = load_collected(folder)
+    usual = [own for method in METHODS for own in cells.get(Cell(method), {}).values()]
+    found = [own for own in usual if (own.run.results["method"], own.run.results["seed"]) not in there]
+    places = {run.place for run in runs} | {own.run.place for own in found}
+    if len(places) > 1 or len({run.order for run in (*runs, *(own.run for own in found))}) > 1:
+        raise ValueError(f"--collected {folder} holds runs of another stream, backbone or order than --runs")
+    check_comparable([*runs, *(own.run for own in found)])
+    return found
 
 
 def load(run: Run, settings: RouterStudy, progress: Progress) -> tuple[mtil.Mtil, mtil.Loaded]:

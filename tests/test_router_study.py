@@ -1,6 +1,7 @@
 """`experiments/router_study.py`: routers on finished runs, chosen on validation images."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run
+import collect
 import mtil
 import router_study
 from routers.second_look import Looked, by_task, decide
@@ -91,6 +93,32 @@ def test_close_calls_are_decided_by_router_and_heads():
     assert right.tolist() == [True, False, False] and second == pytest.approx(2 / 3)
     assert not decide(looked, closest=2.0, scale=1.0, weight=1.0)[0].any()  # the router's lead counts ten times more
     assert [own.tolist() for own in by_task(looked, right)] == [[], [True, False, False]]
+
+
+def test_collected_runs_count_by_their_answers(studied, monkeypatch):
+    folder, found, _ = studied
+    assert collect.main(collect.Collect((folder / "runs",), folder / "collected")) == 0
+    shutil.copytree(folder / "out/seen", folder / "few/seen")
+    monkeypatch.setattr(router_study, "candidates", lambda: iter(FEW))
+    settings = router_study.RouterStudy(
+        (folder / "runs/seed-0",), collected=folder / "collected", out=folder / "few"
+    )  # fmt: skip
+    router_study.main(settings)
+    few = json.loads((folder / "few/routers.json").read_text())
+    assert (
+        few["runs"] == found["runs"] and few["validated"] == [0] and [one["seed"] for one in few["second_look"]] == [0]
+    )
+    for ours, both in zip(few["rows"], found["rows"], strict=True):
+        for name in ("cheem", "flops"):
+            assert ours[name] == both[name]
+    assert "with seed 0, by which" in (folder / "few/routers.md").read_text()
+
+    shutil.rmtree(folder / "collected/seed-1")
+    changed = json.loads((folder / "collected/seed-0/results.json").read_text())
+    changed["seed"], changed["stream"] = 1, "another"
+    (folder / "collected/seed-0/results.json").write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="--collected .* holds runs of another stream"):
+        router_study.main(settings)
 
 
 def test_folders_without_a_run_of_cheem_are_refused(tmp_path):
