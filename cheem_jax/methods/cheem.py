@@ -43,9 +43,8 @@ from cheem_jax.methods.learning import (
 from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.methods.underway import Underway
 from cheem_jax.ops import KINDS, Kind, Placement
-from cheem_jax.pool import DenseExperts, TaskMemory, grow, pool_sizes
+from cheem_jax.pool import DenseExperts, grow, pool_sizes
 from cheem_jax.routing.config import RouterConfig
-from cheem_jax.routing.statistics import fit_place
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import (
     ExplorationConfig,
@@ -165,7 +164,7 @@ class Cheem(ExpertMemory):
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Learn the next task of the stream, from where `running` left it; returns its report."""
-        learning, config, keys = self.begin(task, running), self.config, self.keys
+        learning, keys = self.begin(task, running), self.keys
         index, underway, clock = learning.index, learning.underway, learning.underway.clock
         similarity = self.similarity(learning)
         tables = self.tables(learning, similarity)
@@ -177,17 +176,8 @@ class Cheem(ExpertMemory):
         architecture = in_pool(architecture, learning.candidates.kept)
         pool, used = grow(self.memory.pool, architecture, learned, index)
         means = self._means(learning, network, task_network(DenseExperts(pool, 0), used))
-
-        with clock("router"):
-            seed = keys.seed_at(index, Phase.CENTROIDS)
-            place = fit_place(self.features(task, "train"), task.train.labels, config.router, seed=seed)
-        head = network.trained_head()
-        self.remember(
-            pool,
-            TaskMemory(
-                task.name, task.classes, architecture, used, head, means, place.centroids, moments=place.moments
-            ),
-        )
+        seed = keys.seed_at(index, Phase.CENTROIDS)
+        self.remember(pool, task, architecture, used, network.trained_head(), means, seed=seed, clock=clock)
         return {
             **self.costs(len(self.memory.tasks) - 1),
             "pool": self.memory.history(),

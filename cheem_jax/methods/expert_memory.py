@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from cheem_jax.architecture import to_strings
+from cheem_jax.architecture import Architecture, to_strings
 from cheem_jax.data.task import Task
 from cheem_jax.execution.executor import Dense, Executor
 from cheem_jax.execution.feed import HostImages
@@ -17,12 +17,12 @@ from cheem_jax.execution.inference import SKIP, Inference, Inferred, Outline
 from cheem_jax.execution.passes import answers, answers_and_features
 from cheem_jax.flops import backbone_flops, backbone_params, branch_flops, executed_flops, network_flops
 from cheem_jax.methods.heads import padded
-from cheem_jax.methods.method import Answers, FrozenFeatures, base_network, check_given, check_router
+from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, base_network, check_given, check_router
 from cheem_jax.ops import Expert
 from cheem_jax.pool import DenseExperts, Head, Memory, Pool, StoredExpert, TaskMemory
-from cheem_jax.routing.config import RouterConfig
+from cheem_jax.routing.config import Place, RouterConfig
 from cheem_jax.routing.routers import Router, make_router
-from cheem_jax.routing.statistics import num_kept
+from cheem_jax.routing.statistics import fit_place, num_kept
 from cheem_jax.saved_memory import open_memory, save_memory_task, with_task
 
 
@@ -46,10 +46,19 @@ class ExpertMemory:
             check_router(tasks, self.router)
         return []
 
-    def remember(self, pool: Pool, task: TaskMemory) -> None:
-        """Go on with a pool that has grown, and one task more."""
-        before = self.memory
-        self._before, self.memory = before, dataclasses.replace(before, pool=pool, tasks=(*before.tasks, task))
+    def remember(
+        self, pool: Pool, task: Task, architecture: Architecture, experts: tuple[int | None, ...], head: Head,
+        means: np.ndarray, *, seed: int, clock: Clock,
+    ) -> None:  # fmt: skip
+        """Go on with a pool that has grown, and one task more, which the router gets to know unless it is told."""
+        before, place = self.memory, Place(np.zeros((1, 1), np.float32))
+        if not self.told:
+            with clock("router"):
+                place = fit_place(self.features(task, "train"), task.train.labels, self.router, seed=seed)
+        learned = TaskMemory(
+            task.name, task.classes, architecture, experts, head, means, place.centroids, moments=place.moments
+        )  # fmt: skip
+        self._before, self.memory = before, dataclasses.replace(before, pool=pool, tasks=(*before.tasks, learned))
 
     @property
     def dense(self) -> DenseExperts:

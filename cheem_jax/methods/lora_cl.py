@@ -21,8 +21,7 @@ from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.methods.underway import Underway
 from cheem_jax.ops import Placement
 from cheem_jax.pool import TaskMemory, grow
-from cheem_jax.routing.config import Place, RouterConfig
-from cheem_jax.routing.statistics import fit_place
+from cheem_jax.routing.config import RouterConfig
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import FitConfig, check_batch_size, constant_draws, fit, images_left
 
@@ -87,19 +86,9 @@ class LoraCl(ExpertMemory):
                 advance=advance, state=underway.finetune,
             )  # fmt: skip
         pool, used = grow(self.memory.pool, architecture, network.learned(architecture), index)
-        # nobody asks for mean class tokens, and nothing names a task that is told
-        means, place = np.zeros((1, executor.config.width), np.float32), Place(np.zeros((1, 1), np.float32))
-        if not self.told:
-            with clock("router"):
-                seed = keys.seed_at(number, Phase.CENTROIDS)
-                place = fit_place(self.features(task, "train"), task.train.labels, config.router, seed=seed)
-        head = network.trained_head()
-        self.remember(
-            pool,
-            TaskMemory(
-                task.name, task.classes, architecture, used, head, means, place.centroids, moments=place.moments
-            ),
-        )
+        means = np.zeros((1, executor.config.width), np.float32)  # nobody asks for mean class tokens
+        seed = keys.seed_at(number, Phase.CENTROIDS)
+        self.remember(pool, task, architecture, used, network.trained_head(), means, seed=seed, clock=clock)
         return {
             **self.costs(index),
             "pool": self.memory.history(),
