@@ -19,7 +19,7 @@ from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.data.task import Stream
+from cheem_jax.data.task import Stream, hash_of_images
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.execution.choice import EngineConfig, choose, make_executor
 from cheem_jax.execution.compilation import jit_options
@@ -99,10 +99,10 @@ def run_stream(
     start = Mark.now()
     layout = make_layout(config.mesh)
     engine, batch_size = config.engine, config.method.batch_size
-    means = None
+    means, base = None, _told_base()
     if isinstance(config.method, CheemConfig):
-        means = _base_means(pretrained, config.method, engine.precision, base_images, progress)
-    identity = _identity(stream, pretrained, config, means, router)
+        means, base = _base_means(pretrained, config.method, engine.precision, base_images, progress)
+    identity = _identity(stream, pretrained, config, base, router)
     conditions = fingerprint.take(identity)
     _check_hosts(config, identity, conditions)
     networks = networks_of(pretrained, router, config.method, engine, workshop, layout)
@@ -264,22 +264,32 @@ def networks_of(
 
 def _base_means(
     pretrained: Pretrained, config: CheemConfig, precision: Precision, base_images: Images | None, progress: Progress
-) -> np.ndarray | None:
-    """mu of the backbone's own task: only an exact match of size, placement and token counts, else it is measured."""
+) -> tuple[np.ndarray | None, dict[str, str | None]]:
+    """mu of the backbone's own task, and what `config.json` knows it by: only an exact match of size, placement and
+    token counts, else it is measured."""
     if config.base_means == "neutral":
-        return None
+        return None, _told_base()
     place = f"{pretrained.config.image_size}/{config.placement}/{config.token}"
-    found = pretrained.base_means.get(place)
-    if found is None and base_images is not None:
-        progress.say(f"measuring mean class tokens of the backbone's own task on {len(base_images):,} images")
-        vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
-        found = base_means(vit, base_images, batch_size=config.batch_size)[place]
-    elif base_images is not None:
-        progress.say(f"the weights carry base means for {place}: the base data is not needed")
-    return found
+    if (found := pretrained.base_means.get(place)) is not None:
+        if base_images is not None:
+            progress.say(f"the weights carry base means for {place}: the base data is not needed")
+        return found, _told_base(means=hashlib.sha256(found.tobytes()).hexdigest())
+    if base_images is None:
+        return None, _told_base()
+    progress.say(f"measuring mean class tokens of the backbone's own task on {len(base_images):,} images")
+    vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
+    found = base_means(vit, base_images, batch_size=config.batch_size)[place]
+    # known by the pictures: the last bits of what is measured differ from machine to machine
+    return found, _told_base(data=hash_of_images(base_images))
 
 
-def _identity(stream: Stream, pretrained: Pretrained, config: RunConfig, means, router) -> dict[str, Any]:
+def _told_base(means: str | None = None, data: str | None = None) -> dict[str, str | None]:
+    return {"base_means_sha256": means, "base_data_sha256": data}
+
+
+def _identity(
+    stream: Stream, pretrained: Pretrained, config: RunConfig, base: Mapping[str, str | None], router
+) -> dict[str, Any]:
     """All that decides what is learned, as `config.json` holds it; an upper bound can be added to a finished run."""
     return {
         "format": "cheem_jax-run/1",
@@ -293,7 +303,7 @@ def _identity(stream: Stream, pretrained: Pretrained, config: RunConfig, means, 
         "engine": dataclasses.asdict(config.engine),
         "weights_sha256": pretrained.sha256,
         "router_weights_sha256": None if router is None else router.sha256,
-        "base_means_sha256": None if means is None else hashlib.sha256(means.tobytes()).hexdigest(),
+        **base,
         "data_sha256": {task.name: data_hash(task) for task in stream.tasks},
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
         **_pixels(pretrained),

@@ -32,6 +32,7 @@ from cheem_jax.cli import parse, run_command
 from cheem_jax.continual import networks_of
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.task import fingerprint as data_hash
+from cheem_jax.data.task import hash_of_images
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.interruption import stop_requests
 from cheem_jax.keys import Keys, SeedsConfig
@@ -223,8 +224,8 @@ def means_of(
     progress: Progress,
 ) -> np.ndarray | None:
     """The mean class tokens of the backbone's own task, where the run knew them; ValueError where they are missing."""
-    pretrained, wanted = loaded.pretrained, held["base_means_sha256"]
-    if wanted is None:
+    pretrained, wanted, data = loaded.pretrained, held["base_means_sha256"], held.get("base_data_sha256")
+    if wanted is None and data is None:
         return None
     place = f"{held['image_size']}/{config.placement}/{config.token}"
     found = pretrained.base_means.get(place)
@@ -233,7 +234,9 @@ def means_of(
             raise ValueError(f"{run} knew mean class tokens of the backbone's own task; give its --base-data")
         vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
         found = base_means(vit, loaded.base_images, batch_size=config.batch_size)[place]
-    if hashlib.sha256(found.tobytes()).hexdigest() != wanted:
+        if data is not None and hash_of_images(loaded.base_images) != data:
+            raise ValueError(f"{run} saw other pictures of the backbone's own task; give its --base-data")
+    if data is None and hashlib.sha256(found.tobytes()).hexdigest() != wanted:
         progress.say("the mean class tokens of the backbone's own task are not bit for bit the run's")
     return found
 

@@ -141,10 +141,12 @@ def begin_with(
 
 def _check_means(run: OpenMemory) -> None:
     """New tasks have to be compared with the means that the run had. Raises ValueError where the weights lack them."""
-    wanted, config = read_config(run.directory).get("base_means_sha256"), run.config
+    held, config = read_config(run.directory), run.config
     means = run.pretrained.base_means.get(f"{config.image_size}/{config.method.placement}/{config.method.token}")
     found = None if means is None or config.method.base_means == "neutral" else means
-    if (None if found is None else hashlib.sha256(found.tobytes()).hexdigest()) != wanted:
+    known = None if found is None else hashlib.sha256(found.tobytes()).hexdigest()
+    # what a run measured is known by its pictures, so that any means of the weights have to be taken for those
+    if known is None if held.get("base_data_sha256") else known != held.get("base_means_sha256"):
         raise ValueError(
             f"run {str(run.directory)!r} measured mean class tokens of the backbone's own task, which "
             f"{run.pretrained.source} lacks; write weights with them by `cheem convert --base-data`, and give those "

@@ -105,6 +105,8 @@ def check_comparable(runs: Sequence[Run]) -> None:
                 )
         alike = settings.setdefault(cell_of(run), run)
         own, other = (_without_seeds(r.config) for r in (run, alike))
+        if not all(MEASURED in one for one in (own, other)):
+            own, other = _known_alone(own), _known_alone(other)
         if own != other:
             raise ValueError(
                 f"{run.directory} and {alike.directory} would share cells, but differ in {_difference(own, other)}; "
@@ -128,6 +130,17 @@ EARLIER: Mapping[str, Mapping[str, Any]] = {
     "search": {"cost": "network", "rungs": 1, "warm_start": False},
 }
 """What runs had before these settings existed."""
+
+
+MEASURED = "base_data_sha256"
+"""The pictures that mean class tokens were measured on. Before, runs had a hash of the tokens themselves, whose last
+bits are of the machine: of such runs no more than whether they had any can be compared."""
+
+
+def _known_alone(config: Mapping[str, Any]) -> dict[str, Any]:
+    hashes = [config.get(key) for key in ("base_means_sha256", MEASURED)]
+    kept = {key: value for key, value in config.items() if key not in ("base_means_sha256", MEASURED)}
+    return {**kept, "base_means": "known" if any(hashes) else "neutral"}
 
 
 def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
