@@ -22,6 +22,7 @@ from flax import nnx
 from rich.console import Console
 
 from cheem_jax import continual, metrics
+from cheem_jax.backbone.means import base_means
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
 from cheem_jax.execution.choice import EngineConfig
@@ -316,6 +317,32 @@ def test_the_same_tasks_in_another_order_are_another_run(finished):
     turned = Stream("small", small.stream(2).tasks[::-1])
     with pytest.raises(ValueError, match=r'tasks is \["task0", "task1"\] there and \["task1", "task0"\] here'):
         run_stream(turned, small.pretrained(), CONFIG, directory, quiet())
+
+
+def test_a_run_that_measured_base_means_goes_on_where_they_are_rounded_otherwise(tmp_path, monkeypatch):
+    stream, directory, pictures = small.stream(2), tmp_path / "run", small.task("base", 9).train.images
+    run = functools.partial(run_stream, config=CONFIG, directory=directory, progress=quiet())
+    with monkeypatch.context() as patched:
+        patched.setattr(continual.FrozenLinear, "learn", stopped)
+        with pytest.raises(Stopped):
+            run(stream, small.pretrained(), base_images=pictures)
+    held = json.loads((directory / "config.json").read_text())
+    assert held["base_means_sha256"] is None and held["base_data_sha256"] is not None
+
+    with pytest.raises(ValueError, match="base_data_sha256 is"):
+        run(stream, small.pretrained(), base_images=pictures[::2])
+    with pytest.raises(ValueError, match="base_data_sha256 is"):
+        run(stream, small.pretrained())
+
+    def on_another_machine(vit, images, *, batch_size):
+        return {place: means * np.float32(1 + 1e-6) for place, means in base_means(vit, images).items()}
+
+    monkeypatch.setattr(continual, "base_means", on_another_machine)
+    assert run(stream, small.pretrained(), base_images=pictures)["base_means"] == "known"
+
+
+def stopped(*_):
+    raise Stopped("nothing was kept", signal.SIGINT)
 
 
 def test_an_upper_bound_can_be_added_to_a_finished_run(tmp_path):

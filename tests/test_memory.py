@@ -14,7 +14,8 @@ import small
 from PIL import Image
 
 import cheem_jax
-from cheem_jax.backbone.params import init_params
+from cheem_jax.backbone.means import base_means
+from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.checkpoint import load_manifest, saved_tasks
 from cheem_jax.continual import RunConfig, run_stream
@@ -432,6 +433,21 @@ def test_a_run_answers_and_a_new_memory_may_begin_with_it(tmp_path):
     assert results_of(read(tmp_path / "pets"))["accuracy"][1] == results_of(read(run))["accuracy"][1] + [None]
     with pytest.raises(ValueError, match="is a memory already"):
         cheem_jax.begin_with(tmp_path / "again", tmp_path / "pets")
+
+
+def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_carry_some(tmp_path):
+    pretrained = dataclasses.replace(small.pretrained(), config=dataclasses.replace(small.CONFIG, name=NAME))
+    lacking, carrying, run = tmp_path / "w.safetensors", tmp_path / "with.safetensors", tmp_path / "run"
+    pictures = small.task("base", 9).train.images
+    save_converted(lacking, pretrained)
+    found = base_means(build(pretrained.config, pretrained.params), pictures)
+    save_converted(carrying, dataclasses.replace(pretrained, base_means=found))
+    config = RunConfig(small.QUICK, "quick")
+    run_stream(Stream("one", STREAM.tasks[:1]), pretrained, config, run, Progress(), base_images=pictures)
+    with pytest.raises(ValueError, match="measured mean class tokens of the backbone's own task, which .* lacks"):
+        cheem_jax.begin_with(tmp_path / "pets", run, weights=lacking)
+    begun = cheem_jax.begin_with(tmp_path / "pets", run, weights=carrying)
+    assert [task.name for task in begun.tasks] == ["task0"]
 
 
 def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):

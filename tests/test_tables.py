@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -232,6 +233,24 @@ def test_runs_from_before_a_setting_existed_stand_beside_those_with_its_default(
     runs, left_out = read([tmp_path])
     check_comparable(runs)
     assert len(runs) == 2 and not left_out and [variant_of(run) for run in runs] == ["", ""]
+
+
+def test_means_that_runs_measured_on_other_machines_part_no_cell_and_other_pictures_do(tmp_path):
+    def of(*told: dict[str, str | None]):
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        for seed, own in enumerate(told):
+            write_run(folder / str(seed), seed=seed, **own)
+        return read([folder])[0]
+
+    # before, the means themselves were hashed, and their last bits are of the machine
+    check_comparable(of({"base_means_sha256": "a"}, {"base_means_sha256": "b"}))
+    measured = {"base_means_sha256": None, "base_data_sha256": "a"}
+    check_comparable(of({"base_means_sha256": "a"}, measured))
+    neutral = {"base_means_sha256": None}
+    with pytest.raises(ValueError, match="would share cells, but differ in base_means: 'neutral' and 'known'"):
+        check_comparable(of({"base_means_sha256": "a"}, neutral))
+    with pytest.raises(ValueError, match="would share cells, but differ in base_data_sha256: 'b' and 'a'"):
+        check_comparable(of(measured, {**measured, "base_data_sha256": "b"}))
 
 
 def test_another_router_or_search_is_a_variant_of_any_method(tmp_path):
