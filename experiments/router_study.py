@@ -71,6 +71,7 @@ def main(settings: RouterStudy) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out names {out}, which is no folder; expected one, there already or to be made")
     runs = runs_of(settings.runs)
+    others = collected_of(settings.collected, runs)
     source, loaded = load(runs[0], settings, progress)
     tasks = loaded.stream.tasks
     executor, size = executor_of(source, loaded), mtil.config_of(source).method.batch_size
@@ -80,7 +81,6 @@ def main(settings: RouterStudy) -> None:
     given = {run.directory: given_of(run, labels) for run in runs}
     opened = [run for run in runs if run.results["method"] == "cheem"]
     told = {run.directory: told_of(run, settings, tasks, out) for run in opened}
-    others = collected_of(settings.collected, runs)
     given |= {own.run.directory: list(own.right_given) for own in others}
     runs += [own.run for own in others]
     owners = [run for run in runs if run.results["method"] == "cheem"]
