@@ -1,12 +1,13 @@
 """Which router loses least: every kind on what finished runs have learned, chosen on validation, reported on test.
 
     python experiments/router_study.py --runs runs/compare --out runs/routers
-    python experiments/router_study.py --runs runs/compare --collected docs/results/runs --out runs/routers
+    python experiments/router_study.py --runs runs/compare --collected docs/results/runs \\
+        --earlier docs/results/routers.json --out runs/routers
 
 Routers name tasks from what the frozen backbone says, so no run is made again: an image is answered rightly where a
 router names its task and the run's answer with the task given is right. Of a collected run those answers are all there
 is, which is enough for accuracy on test; a run of CHEEM with its networks is needed for the choice on validation images
-and for the second look at close calls.
+and for the second look at close calls. What an earlier study found there counts too, where it is named.
 """
 
 import dataclasses
@@ -57,6 +58,8 @@ class RouterStudy:
     """Folders with finished runs of one stream, at any depth."""
     collected: Path | None = None
     """A folder that `collect.py` has filled: runs whose networks are gone, for accuracy on test."""
+    earlier: Path | None = None
+    """`routers.json` of an earlier study of collected runs: what it found on validation images and at a second look."""
     weights: Path | None = None
     """The backbone's weights file; default: where the runs had it."""
     stream: str | None = None
@@ -72,6 +75,7 @@ def main(settings: RouterStudy) -> None:
         raise ValueError(f"--out names {out}, which is no folder; expected one, there already or to be made")
     runs = runs_of(settings.runs)
     others = collected_of(settings.collected, runs)
+    earlier = None if settings.earlier is None else earlier_of(settings.earlier, runs, others)
     source, loaded = load(runs[0], settings, progress)
     tasks = loaded.stream.tasks
     executor, size = executor_of(source, loaded), mtil.config_of(source).method.batch_size
@@ -97,17 +101,22 @@ def main(settings: RouterStudy) -> None:
         progress.say(
             f"{config.features}, {title_of(config)}: task found on test {100 * rows[-1]['found']['test']:.1f} %"
         )
+    validated = [run.results["seed"] for run in opened]
+    if earlier is not None:
+        add_earlier(rows, earlier, len(validated))
+        validated += earlier["validated"]
     best = chosen(rows)
+    looked = [second_look(run, settings, tasks, seen, best["config"], out, progress) for run in opened]
+    if earlier is not None and earlier["chosen"]["config"] == best["config"]:
+        looked += earlier["second_look"]
     found = {
         "stream": loaded.stream.name, "backbone": loaded.pretrained.config.name, "image_size": loaded.size,
         "tasks": [task.name for task in tasks], "rows": rows, "chosen": best, "near_best": NEAR_BEST,
         "runs": [{"method": run.results["method"], "seed": run.results["seed"]} for run in runs],
-        "validated": [run.results["seed"] for run in opened],
+        "validated": sorted(validated),
         "same_as_run": [agreement(run, tried[PAPER][run.results["seed"]]) for run in opened],
         "by_task": by_task(runs, given, tried, best),
-        "second_look": [
-            second_look(run, settings, tasks, seen, best["config"], out, progress) for run in opened
-        ],
+        "second_look": sorted(looked, key=lambda one: one["seed"]),
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "routers.json", json.dumps(found, indent=1) + "\n")
@@ -137,6 +146,33 @@ def collected_of(folder: Path | None, runs: Sequence[Run]) -> list[Collected]:
         raise ValueError(f"--collected {folder} holds runs of another stream, backbone or order than --runs")
     check_comparable([*runs, *(own.run for own in found)])
     return found
+
+
+def earlier_of(file: Path, runs: Sequence[Run], others: Sequence[Collected]) -> dict[str, Any]:
+    """An earlier study of runs of CHEEM that are now collected ones; ValueError where it is of something else."""
+    try:
+        found = json.loads(file.read_text())
+        seeds, own = list(found["validated"]), (found["stream"], found["backbone"], tuple(found["tasks"]))
+        ours = [(row["config"], row["validation"]) for row in found["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--earlier {file} cannot be used ({error!r:.100}); expected a routers.json") from error
+    there = {one.run.results["seed"] for one in others if one.run.results["method"] == "cheem"}
+    if own != (*runs[0].place, runs[0].order) or not set(seeds) <= there:
+        raise ValueError(
+            f"--earlier {file} is of CHEEM with seeds {seeds} on {own[0]}; expected seeds of --collected that --runs "
+            f"lack, {sorted(there)}, on {runs[0].place[0]} and the same tasks"
+        )
+    known = [dataclasses.asdict(config) for config in candidates()]
+    if [config for config, _ in ours] != known:
+        raise ValueError(f"--earlier {file} has tried other routers than this study does; leave it out")
+    return found
+
+
+def add_earlier(rows: Sequence[dict[str, Any]], earlier: Mapping[str, Any], num: int) -> None:
+    """Mean validation accuracies over this study's `num` runs and the earlier one's."""
+    before = len(earlier["validated"])
+    for row, known in zip(rows, earlier["rows"], strict=True):
+        row["validation"] = (num * row["validation"] + before * known["validation"]) / (num + before)
 
 
 def load(run: Run, settings: RouterStudy, progress: Progress) -> tuple[mtil.Mtil, mtil.Loaded]:

@@ -1,5 +1,6 @@
 """`experiments/router_study.py`: routers on finished runs, chosen on validation images."""
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -95,30 +96,66 @@ def test_close_calls_are_decided_by_router_and_heads():
     assert [own.tolist() for own in by_task(looked, right)] == [[], [True, False, False]]
 
 
-def test_collected_runs_count_by_their_answers(studied, monkeypatch):
-    folder, found, _ = studied
+@pytest.fixture(scope="module")
+def collected(studied):
+    """Copies of both runs, and studies of one run each with the other by its copy: of seed 1, then of seed 0."""
+    folder, _, _ = studied
     assert collect.main(collect.Collect((folder / "runs",), folder / "collected")) == 0
-    shutil.copytree(folder / "out/seen", folder / "few/seen")
-    monkeypatch.setattr(router_study, "candidates", lambda: iter(FEW))
-    settings = router_study.RouterStudy(
-        (folder / "runs/seed-0",), collected=folder / "collected", out=folder / "few"
-    )  # fmt: skip
-    router_study.main(settings)
-    few = json.loads((folder / "few/routers.json").read_text())
-    assert (
-        few["runs"] == found["runs"] and few["validated"] == [0] and [one["seed"] for one in few["second_look"]] == [0]
-    )
-    for ours, both in zip(few["rows"], found["rows"], strict=True):
-        for name in ("cheem", "flops"):
-            assert ours[name] == both[name]
-    assert "with seed 0, by which" in (folder / "few/routers.md").read_text()
+    settings = []
+    for seed in (1, 0):
+        shutil.copytree(folder / "out", folder / f"out-{seed}")  # what backbone and networks said is kept
+        settings.append(
+            router_study.RouterStudy(
+                (folder / f"runs/seed-{seed}",), collected=folder / "collected", out=folder / f"out-{seed}"
+            )
+        )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(router_study, "candidates", lambda: iter(FEW))
+        router_study.main(settings[0])
+        yield settings
 
-    shutil.rmtree(folder / "collected/seed-1")
-    changed = json.loads((folder / "collected/seed-0/results.json").read_text())
-    changed["seed"], changed["stream"] = 1, "another"
-    (folder / "collected/seed-0/results.json").write_text(json.dumps(changed))
+
+def told_by(settings):
+    return json.loads((settings.out / "routers.json").read_text())
+
+
+def test_collected_runs_count_by_their_answers(studied, collected):
+    _, both, _ = studied
+    found = told_by(collected[0])
+    assert sorted(run["seed"] for run in found["runs"]) == [0, 1]
+    assert found["validated"] == [1] and [one["seed"] for one in found["second_look"]] == [1]
+    for ours, theirs in zip(found["rows"], both["rows"], strict=True):
+        assert ours["flops"] == pytest.approx(theirs["flops"])
+        assert ours["cheem"]["accuracy"] == pytest.approx(theirs["cheem"]["accuracy"])
+    assert "with seed 1, by which" in (collected[0].out / "routers.md").read_text()
+
+
+def test_an_earlier_study_counts_as_if_its_networks_were_still_there(studied, collected):
+    folder, both, _ = studied
+    earlier = collected[0].out / "routers.json"
+    router_study.main(dataclasses.replace(collected[1], earlier=earlier))
+    found = told_by(collected[1])
+    assert found["validated"] == [0, 1] and found["chosen"]["config"] == both["chosen"]["config"]
+    for ours, theirs in zip(found["rows"], both["rows"], strict=True):
+        assert ours["validation"] == pytest.approx(theirs["validation"])
+    # its second look is of the router that it chose
+    same = told_by(collected[0])["chosen"]["config"] == found["chosen"]["config"]
+    assert [one["seed"] for one in found["second_look"]] == ([0, 1] if same else [0])
+    assert "with seeds 0, 1, by which" in (collected[1].out / "routers.md").read_text()
+
+    with pytest.raises(ValueError, match=r"is of CHEEM with seeds \[0, 1\] on demo; expected seeds of --collected"):
+        router_study.main(dataclasses.replace(collected[1], earlier=folder / "out/routers.json"))
+    with pytest.raises(ValueError, match="results.json cannot be used .*; expected a routers.json"):
+        router_study.main(dataclasses.replace(collected[1], earlier=folder / "runs/seed-0/results.json"))
+
+
+def test_collected_runs_of_another_stream_are_refused(collected):
+    folder = collected[0].collected
+    shutil.rmtree(folder / "seed-1")
+    file = folder / "seed-0/results.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"seed": 1, "stream": "another"}))
     with pytest.raises(ValueError, match="--collected .* holds runs of another stream"):
-        router_study.main(settings)
+        router_study.main(collected[1])
 
 
 def test_folders_without_a_run_of_cheem_are_refused(tmp_path):

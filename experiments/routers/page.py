@@ -58,16 +58,16 @@ def _compared(found: Mapping[str, Any]) -> str:
         rows.append([*cells, *flops, _bytes(row["bytes_per_task"]), f"{row['microseconds_per_image']:.0f}"])
     counts = ", ".join(f"{NAMES[method]} {sum(run['method'] == method for run in found['runs'])}" for method in methods)
     reads = "; ".join(f"*{name}*: {told}" for name, told in READS.items())
-    same = min(found["same_as_run"])
-    validated = " and ".join(map(str, found["validated"]))
+    same, seeds = min(found["same_as_run"]), found["validated"]
+    validated = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
     return f"""No run was made again: a router changes no network. Runs: {counts}. A router reads what the pass over the
 frozen backbone says anyway: {reads}; with *early* that pass ends at half of the depth. *Validation*: CHEEM's average
-accuracy on validation images with seed {validated}, by which the router in bold was chosen: of those within
+accuracy on validation images with {validated}, by which the router in bold was chosen: of those within
 {100 * found["near_best"]:g} points of the best the one that keeps the fewest bytes. All other accuracies are on
 test images; the *gain* is over the paper's router (first row), with a 95 % interval by the bootstrap described above.
 *Task found* is a mean over tasks. FLOPs are of CHEEM's networks with the router's pass. The paper's router, made again
-from the features, named the same task as CHEEM's runs with that seed did for {100 * same:.2f} % of the
-images; k-means of other methods begins with other seeds in their own runs. Times are of one process, with the
+from the features, named the same task as CHEEM's runs did for {100 * same:.2f} % of the images, where their answers
+were at hand; k-means of other methods begins with other seeds in their own runs. Times are of one process, with the
 features at hand, on a machine that did other work.
 Made by `experiments/router_study.py --runs RUNS`, whose `routers.json` stands beside the runs.
 
