@@ -69,7 +69,8 @@ test images; the *gain* is over the paper's router (first row), with a 95 % inte
 from the features, named the same task as CHEEM's runs did for {100 * same:.2f} % of the images, where their answers
 were at hand; k-means of other methods begins with other seeds in their own runs. Times are of one process, with the
 features at hand, on a machine that did other work.
-Made by `experiments/router_study.py --runs RUNS`, whose `routers.json` stands beside the runs.
+Made by `experiments/router_study.py --runs RUNS` (with `--collected` and `--earlier` for runs whose networks are gone),
+whose `routers.json` stands beside the runs.
 
 {table(head, rows, 2)}"""
 
