@@ -128,11 +128,15 @@ def write(
         if config.get("sampling") == "uniform":
             for task in results["tasks"]:
                 task["params_added_percent"] += 1 + task["name"].count("e")
+    own = [word for name, value in config.items() for word in (f"--{method}.{name}", str(value))]
     record = {
-        "command": ["mtil.py", "--stream", "DATA", "--tasks", ",".join(names), "--router", "None"],
+        "command": [
+            "mtil.py", "--stream", "DATA", "--tasks", ",".join(names), "--router", "None", *own, "--no-tensorboard",
+            f"--{method}.epochs", "3", "--seed", str(seed), "--run-dir", "RUN_DIR",
+        ],
         "data": {"stream": "DATA", "split_seed": 0},
         "conditions": {"device": {"processor": "a processor", "threads": 2, "platform": "cpu"}},
-    }
+    }  # fmt: skip
     held = {"tasks": list(names), "seed": seed, "weights_sha256": "w", method: {"epochs": 3, "batch_size": 8, **config}}
     directory.mkdir(parents=True)
     for name, content in (("results", results), ("record", record), ("config", held)):
@@ -189,6 +193,9 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     assert [re.findall(r"\((\w)\)", claims) for claims in (good, bad)] == [["a", "e", "g"], ["b", "c"]]
     assert "### Variants and other orders" in page and "| CHEEM, uniform | 0 |" in page
     assert "--methods cheem,s_prompts --seeds 0,1,2" in page and "--methods lora_cl --seeds 1,7" in page
+    told, own = "python experiments/mtil.py --stream DATA --tasks", "--method cheem --cheem.sampling uniform --seed 0"
+    assert f"# CHEEM, order2\n{told} three,one,two --method cheem --seed 0 --run-dir RUNS/cheem10/seed-0\n" in page
+    assert f"# CHEEM, uniform\n{told} one,two,three {own} --run-dir RUNS/cheem11/seed-0\n" in page
 
 
 def test_all_lines_of_a_claim_decide_it():

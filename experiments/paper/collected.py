@@ -25,6 +25,8 @@ class Collected(NamedTuple):
     """A collected run: `right` where the task and the class were found, `right_given` with the task given."""
 
     run: Run
+    place: str
+    """Its folder inside that of all runs, with slashes."""
     record: Mapping[str, Any]
     right: ByTask
     right_given: ByTask
@@ -80,7 +82,7 @@ def load(folder: Path) -> Cells:
         if seed in found.setdefault(cell, {}):
             other = found[cell][seed].run.directory
             raise ValueError(f"{run.directory} and {other} are both {cell.title} with seed {seed}; remove one")
-        found[cell][seed] = _collected(run)
+        found[cell][seed] = _collected(run, folder)
     place = list(METHODS)
     return {
         cell: dict(sorted(found[cell].items()))
@@ -88,7 +90,7 @@ def load(folder: Path) -> Cells:
     }
 
 
-def _collected(run: Run) -> Collected:
+def _collected(run: Run, folder: Path) -> Collected:
     file = run.directory / "record.json"
     try:
         record = json.loads(file.read_text())
@@ -96,7 +98,7 @@ def _collected(run: Run) -> Collected:
         raise ValueError(f"{file} cannot be read ({error}); collect the run again") from error
     right, given = unpacked(run.directory / "right.npz")
     check_right(run, right, given)
-    return Collected(run, record, right, given)
+    return Collected(run, run.directory.relative_to(folder).as_posix(), record, right, given)
 
 
 def check_right(run: Run, right: ByTask, given: ByTask) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paper.collected import Cells, Collected, is_usual
+from paper.collected import Cell, Cells, Collected, is_usual
 
 from cheem_jax.report.table import Grid
 
@@ -86,31 +86,33 @@ def machines(runs: Sequence[Collected]) -> list[str]:
         told = (
             f"{device.get('processor', 'processor not told')}, {device.get('threads', '?')} threads"
             f"{accelerator}; {versions}; "
-            f"code {code.get('version', '?')} at commit {(code.get('commit') or '?')[:7]}; "
-            f"fingerprint {', '.join(run.run.results['fingerprint']) or '?'}"
+            f"code {code.get('version', '?')} at commit {(code.get('commit') or '?')[:7]}"
         )
-        results = run.run.results
-        groups.setdefault(told, []).append(f"{results['method']} {results['seed']}")
+        own = ", ".join(run.run.results["fingerprint"]) or "?"
+        groups.setdefault(told, []).append(f"{run.place} ({own})")
     return [f"- {told}: {', '.join(names)}." for told, names in groups.items()]
 
 
 def commands(cells: Cells) -> Iterator[str]:
-    """Commands that make the runs, methods with the same seeds together, and then this page."""
+    """Commands that make the runs, usual ones of methods with the same seeds together, and then this page."""
     groups: dict[str, list[str]] = {}
     shared: dict[str, str] = {}
+    usual: dict[str, Collected] = {}
     for cell, found in cells.items():
         if is_usual(cells, cell):
             groups.setdefault(",".join(map(str, found)), []).append(cell.method)
             for run in found.values():
-                shared = options(run.record["command"]) | shared
+                shared = shared_of(options(run.record["command"])) | shared
+                usual[cell.method] = run
     told = " ".join(f"{name} {shared[name]}" for name in SHARED if name in shared)
     for seeds, methods in groups.items():
         yield (
             f"python experiments/compare.py {told} \\\n"
             f"    --methods {','.join(dict.fromkeys(methods))} --seeds {seeds} --run-dir RUNS"
         )
-    if others := [cell.title for cell in cells if not is_usual(cells, cell)]:
-        yield f"# by experiments/ablations.py or experiments/task_orders.py, into RUNS: {'; '.join(others)}"
+    for cell, found in cells.items():
+        if not is_usual(cells, cell):
+            yield from (alone(run, cell, usual.get(cell.method)) for run in found.values())
     yield "python experiments/collect.py --runs RUNS --to docs/results/runs"
     yield "python experiments/tables.py --results docs/results/runs --page docs/results.md"
 
@@ -122,6 +124,30 @@ SHARED = (
 
 
 def options(command: Sequence[str]) -> dict[str, str]:
-    """Options of a recorded command that have a value, of those that `compare.py` has as well."""
-    pairs = zip(command, command[1:], strict=False)
-    return {name: value for name, value in pairs if name in SHARED and value != "None"}
+    """Options of a recorded command, each with its values."""
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in command[1:]:
+        if word.startswith("--"):
+            values = found[word] = []
+        else:
+            values.append(word)
+    return {name: " ".join(values) for name, values in found.items()}
+
+
+def shared_of(found: Mapping[str, str]) -> dict[str, str]:
+    """Those that `compare.py` has as well."""
+    return {name: found[name] for name in SHARED if found.get(name, "None") != "None"}
+
+
+def alone(run: Collected, cell: Cell, usual: Collected | None) -> str:
+    """The command of a run that is a variant, with what differs from the method's usual runs."""
+    found = options(run.record["command"])
+    known = {} if usual is None else options(usual.record["command"])
+    left_out = {*SHARED, "--method", "--seed", "--run-dir"}
+    own = {name: value for name, value in found.items() if name not in left_out and known.get(name) != value}
+    told = {
+        **shared_of(found), "--method": cell.method, **own, "--seed": found.get("--seed", "?"),
+        "--run-dir": f"RUNS/{run.place}",
+    }  # fmt: skip
+    return f"# {cell.title}\npython experiments/mtil.py " + " ".join(f"{n} {v}".rstrip() for n, v in told.items())
