@@ -156,7 +156,7 @@ def study(
         record.write("continued" if resumed else "run", command=command, conditions=conditions)
         setting = {
             "stream": held["stream"], "backbone": held["backbone"], "seed": held["seed"], "tasks": list(tasks),
-            "num": num, "search_seeds": list(seeds), "losses": losses_of(run),
+            "order": held["tasks"], "num": num, "search_seeds": list(seeds), "losses": losses_of(run),
         }  # fmt: skip
         grids = []
         for task in (task for task in loaded.stream.tasks if task.name in tasks):

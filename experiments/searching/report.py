@@ -81,7 +81,10 @@ def told(found: Mapping[str, Any]) -> str:
         f"Supernets of the run of CHEEM with seed {found['seed']}, trained again with its keys; {found['num']} "
         "architectures per task drawn by HEE and uniformly, and the winners of searches with the seeds "
         f"{', '.join(map(str, found['search_seeds']))}, each trained from scratch as fine-tuning does. The true task "
-        "is given.",
+        "is given. A task's supernet has the experts of the tasks before it; the run's order was "
+        f"{', '.join(found['order'])}. Made by `experiments/search_study.py --run RUN --study "
+        f"{','.join(found['supernets'])} --num {found['num']} --search-seeds "
+        f"{','.join(map(str, found['search_seeds']))}`.",
         "",
     ]
     same = {
