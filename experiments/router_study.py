@@ -7,7 +7,7 @@
 Routers name tasks from what the frozen backbone says, so no run is made again: an image is answered rightly where a
 router names its task and the run's answer with the task given is right. Of a collected run those answers are all there
 is, which is enough for accuracy on test; a run of CHEEM with its networks is needed for the choice on validation images
-and for the second look at close calls. What an earlier study found there counts too, where it is named.
+and for the second look at close calls, unless an earlier study is named: what it found there counts too.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ def main(settings: RouterStudy) -> None:
     progress, out = Progress(), settings.out
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out names {out}, which is no folder; expected one, there already or to be made")
-    runs = runs_of(settings.runs)
+    runs = runs_of(settings.runs, is_chosen=settings.earlier is not None)
     others = collected_of(settings.collected, runs)
     earlier = None if settings.earlier is None else earlier_of(settings.earlier, runs, others)
     source, loaded = load(runs[0], settings, progress)
@@ -107,14 +107,16 @@ def main(settings: RouterStudy) -> None:
         validated += earlier["validated"]
     best = chosen(rows)
     looked = [second_look(run, settings, tasks, seen, best["config"], out, progress) for run in opened]
-    if earlier is not None and earlier["chosen"]["config"] == best["config"]:
-        looked += earlier["second_look"]
+    same = [agreement(run, tried[PAPER][run.results["seed"]]) for run in opened]
+    if earlier is not None:
+        same += earlier["same_as_run"]
+        looked += earlier["second_look"] if earlier["chosen"]["config"] == best["config"] else []
     found = {
         "stream": loaded.stream.name, "backbone": loaded.pretrained.config.name, "image_size": loaded.size,
         "tasks": [task.name for task in tasks], "rows": rows, "chosen": best, "near_best": NEAR_BEST,
         "runs": [{"method": run.results["method"], "seed": run.results["seed"]} for run in runs],
         "validated": sorted(validated),
-        "same_as_run": [agreement(run, tried[PAPER][run.results["seed"]]) for run in opened],
+        "same_as_run": same,
         "by_task": by_task(runs, given, tried, best),
         "second_look": sorted(looked, key=lambda one: one["seed"]),
     }  # fmt: skip
@@ -124,12 +126,14 @@ def main(settings: RouterStudy) -> None:
     progress.say(f"{len(rows)} routers on {len(runs)} runs: {out / 'routers.md'}")
 
 
-def runs_of(folders: Sequence[Path]) -> list[Run]:
-    """The runs that a router serves; ValueError without any of CHEEM."""
+def runs_of(folders: Sequence[Path], *, is_chosen: bool) -> list[Run]:
+    """The runs that a router serves; ValueError without any, or without one of CHEEM where no choice `is_chosen`."""
     runs = [run for run in read(folders)[0] if run.results["method"] in METHODS and not variant_of(run)]
     check_comparable(runs)
-    if not any(run.results["method"] == "cheem" for run in runs):
-        raise ValueError(f"--runs {', '.join(map(str, folders))} hold no finished run of cheem with its usual settings")
+    wanted = METHODS if is_chosen else ("cheem",)
+    if not any(run.results["method"] in wanted for run in runs):
+        told = f"--runs {', '.join(map(str, folders))} hold no finished run of {' or '.join(wanted)}"
+        raise ValueError(f"{told} with its usual settings")
     return runs
 
 
@@ -172,7 +176,8 @@ def add_earlier(rows: Sequence[dict[str, Any]], earlier: Mapping[str, Any], num:
     """Mean validation accuracies over this study's `num` runs and the earlier one's."""
     before = len(earlier["validated"])
     for row, known in zip(rows, earlier["rows"], strict=True):
-        row["validation"] = (num * row["validation"] + before * known["validation"]) / (num + before)
+        own = num * row["validation"] if num else 0.0
+        row["validation"] = (own + before * known["validation"]) / (num + before)
 
 
 def load(run: Run, settings: RouterStudy, progress: Progress) -> tuple[mtil.Mtil, mtil.Loaded]:
@@ -256,7 +261,7 @@ def row_of(
     ]  # fmt: skip
     return {
         "features": config.features, "title": title_of(config), "config": dataclasses.asdict(config), **row,
-        "validation": float(np.mean(validation)),
+        "validation": float(np.mean(validation)) if validation else None,
         "found": {
             split: float(np.mean([[np.mean(named == i) for i, named in enumerate(one.named[split])] for one in seeds]))
             for split in ("val", "test")

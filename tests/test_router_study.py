@@ -149,6 +149,30 @@ def test_an_earlier_study_counts_as_if_its_networks_were_still_there(studied, co
         router_study.main(dataclasses.replace(collected[1], earlier=folder / "runs/seed-0/results.json"))
 
 
+def test_an_earlier_choice_serves_new_runs_of_other_methods(studied, collected, tmp_path, monkeypatch):
+    folder, both, _ = studied
+    head = SHORT.split(" --cheem")[0].split()
+    run = [*head, "--method", "lora_cl", "--options.fit.epochs", "1", "--run-dir", str(tmp_path / "runs")]
+    mtil.main(mtil.read_arguments(run))
+    monkeypatch.setattr(router_study, "candidates", lambda: iter(FEW))
+    earlier, out = folder / "out/routers.json", tmp_path / "out"
+    shutil.copytree(folder / "out/seen", out / "seen")
+    settings = router_study.RouterStudy((tmp_path / "runs",), collected[0].collected, earlier, out=out)
+    router_study.main(settings)
+    found = told_by(settings)
+    assert {(run["method"], run["seed"]) for run in found["runs"]} == {("lora_cl", 0), ("cheem", 0), ("cheem", 1)}
+    for name in ("validated", "same_as_run", "second_look"):
+        assert found[name] == both[name]
+    for ours, theirs in zip(found["rows"], both["rows"], strict=True):
+        assert ours["validation"] == theirs["validation"]
+        assert ours["cheem"]["accuracy"] == pytest.approx(theirs["cheem"]["accuracy"])
+    own = json.loads((tmp_path / "runs/results.json").read_text())["average_accuracy"]
+    lora = found["rows"][0]["lora_cl"]
+    assert lora["runs"] == 1 and lora["accuracy"] == pytest.approx(own, abs=0.02)  # k-means begins with other seeds
+    with pytest.raises(ValueError, match="hold no finished run of cheem with"):
+        router_study.main(dataclasses.replace(settings, earlier=None))
+
+
 def test_collected_runs_of_another_stream_are_refused(collected):
     folder = collected[0].collected
     shutil.rmtree(folder / "seed-1")
