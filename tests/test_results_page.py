@@ -178,6 +178,7 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     write(tmp_path / "runs", "full_finetune", rate=0.805)
     write(tmp_path / "runs", names=("three", "one", "two"))
     write(tmp_path / "runs", sampling="uniform")
+    write(tmp_path / "runs", search={"cost": "resumed"})
     page = page_of(tmp_path)
     worse, alone = line_of(page, "CHEEM − S-Prompts"), line_of(page, "CHEEM − LoRA-CL")
     assert worse[-1] == "**does not hold**" and worse[0].startswith("−1") and worse[3].count(":") == 3
@@ -192,7 +193,9 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     [bad] = re.findall(r"^- \*\*Do not hold here\*\*: (.*)$", page, re.MULTILINE)
     assert [re.findall(r"\((\w)\)", claims) for claims in (good, bad)] == [["a", "e", "g"], ["b", "c"]]
     assert "### Variants and other orders" in page and "| CHEEM, uniform | 0 |" in page
+    assert "| CHEEM, order2 | 0.0 points | 0.0 to 0.0 | 1.000 | 0: 0.0 |" in page
     assert "--methods cheem,s_prompts --seeds 0,1,2" in page and "--methods lora_cl --seeds 1,7" in page
+    assert "| CHEEM, resumed FLOPs, executed |" in page  # of the figures of merit
     told, own = "python experiments/mtil.py --stream DATA --tasks", "--method cheem --cheem.sampling uniform --seed 0"
     assert f"# CHEEM, order2\n{told} three,one,two --method cheem --seed 0 --run-dir RUNS/cheem10/seed-0\n" in page
     assert f"# CHEEM, uniform\n{told} one,two,three {own} --run-dir RUNS/cheem11/seed-0\n" in page
@@ -264,7 +267,7 @@ def test_the_figure_of_merit_is_told_by_both_counts_and_of_both_routers():
         "cheem": {"accuracy": 0.65},
         "flops": {"paper": 1.6, "executed": 1.0},
     }
-    page = merit_section(titles, measured, {"chosen": chosen})
+    page = merit_section(titles, measured, {"chosen": chosen}, {})
 
     def cells(method):
         [line] = [line for line in page.splitlines() if line.startswith(f"| {method} |")]
@@ -275,5 +278,10 @@ def test_the_figure_of_merit_is_told_by_both_counts_and_of_both_routers():
     assert cells("CHEEM") == ["10.0", "–", "–", "2.50", "3.00"]
     assert cells("L2P") == ["-5.0", "–", "–", "–", "–"] and "FULL_FINETUNE" not in page
     assert "CHEEM +10.0, CHEEM, early LDA +5.0 points" in page.replace("\n", " ")
-    assert "LDA" not in merit_section(titles, measured, None)
-    assert "needs runs of CHEEM and of full fine-tuning" in merit_section(titles, {"cheem": measured["cheem"]}, None)
+    other = merit_section(titles, measured, None, {"CHEEM, resumed": row(0.65, 2.5, 1.0)})
+    [line] = [line for line in other.splitlines() if line.startswith("| LORA_CL |")]
+    assert line == "| LORA_CL | 20.0 | 3.00 | 3.33 | 4.80 | 10.00 |"  # gaps 0.2 and 0.05, FLOPs 3 / 2.5 and 2.5 / 1
+    assert "LDA" not in merit_section(titles, measured, None, {})
+    assert "needs runs of CHEEM and of full fine-tuning" in merit_section(
+        titles, {"cheem": measured["cheem"]}, None, {}
+    )

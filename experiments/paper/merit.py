@@ -16,15 +16,18 @@ class Side(NamedTuple):
     flops: Mapping[str, float]
 
 
-def merit_section(titles: Mapping[str, str], measured: Mapping[str, Mapping[str, Any]], routers: Any | None) -> str:
+def merit_section(
+    titles: Mapping[str, str], measured: Mapping[str, Mapping[str, Any]], routers: Any | None,
+    searched: Mapping[str, Mapping[str, Any]],
+) -> str:  # fmt: skip
     """As Markdown: a row per method, by names with their `titles` and rows of `comparison`; `routers` is the study of
-    routers where it was made."""
+    routers where it was made, `searched` rows of CHEEM with other searches by their titles."""
     bound = measured.get("full_finetune")
     if bound is None or "cheem" not in measured:
         return "It needs runs of CHEEM and of full fine-tuning, the bound."
     upper = bound["local_average_accuracy"]["mean"]
     sides = {name: side_of(row) for name, row in measured.items() if name not in TOLD}
-    own = {"CHEEM": sides["cheem"]}
+    own = {"CHEEM": sides["cheem"], **{title: side_of(row) for title, row in searched.items()}}
     if routers is not None:
         chosen = routers["chosen"]
         flops = {name: chosen["flops"][name] for name in FLOPS}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from paired import RESAMPLES
-from paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, Claim, Verdict, claims
+from paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, Claim, Verdict, claims, compared
 from paper.collected import Cell, Cells, is_usual, load
 from paper.merit import merit_section
 from paper.printed import Cell as PrintedCell
@@ -77,7 +77,9 @@ def page_of(
     """The whole page as Markdown; `notes` was written by hand and is taken as it is."""
     first = rows[0].runs[0]
     judged = [(claim, claim.check(cells)) for claim in claims()]
-    variants = [Row(cell.title, cell.method, results_of(cells, cell)) for cell in cells if not is_usual(cells, cell)]
+    others = [cell for cell in cells if not is_usual(cells, cell)]
+    variants = [Row(cell.title, cell.method, results_of(cells, cell)) for cell in others]
+    searched = [row for row, cell in zip(variants, others, strict=True) if cell == RESUMED]
     parts = [
         f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
         HEAD,
@@ -93,6 +95,7 @@ def page_of(
         method_grid(rows).to_markdown(),
         f"![Average accuracy of every method, with and without the task given, and each run]({pictures['accuracy']})",
         *(["### Variants and other orders", method_grid(variants).to_markdown()] if variants else []),
+        *([PAIRED_TEXT, paired_grid(cells, others).to_markdown()] if variants else []),
         "## Accuracy by task",
         f"After the last task, in %, mean{' ± standard deviation' if several(rows) else ''} over runs. Rows that are "
         "given the task are marked *.",
@@ -105,7 +108,12 @@ def page_of(
             lambda run: last_row(run, "local_accuracy") - last_row(run, "accuracy"),
         ),
         "## What an answer costs, against how far it is from the bound",
-        merit_section({row.method: row.title for row in rows}, measured_of(rows), studies.get("routers")),
+        merit_section(
+            {row.method: row.title for row in rows},
+            measured_of(rows),
+            studies.get("routers"),
+            {row.title: measured_of([row])[row.method] for row in searched},
+        ),
         *(part for name, found in studies.items() for part in study_parts(name, found, pictures)),
         "## The paper's numbers, for orientation",
         *beside_the_paper(rows, first["backbone"]),
@@ -126,11 +134,17 @@ the number of lines, so of twenty lines without any difference one is expected b
 over images (or tasks) alone and says nothing about other seeds. With two or three seeds their part of the interval
 rests on as many values, and is rather too narrow than too wide. A claim with several lines holds where all hold, and
 does not hold where one does not."""
+PAIRED_TEXT = """Each minus its method as it is, in average accuracy, from runs with the same seeds and test images,
+with the bootstrap and the p described above."""
 METHODS_TEXT = """Means over runs, ± standard deviation over seeds (n − 1). Average accuracy: task and class found, mean
 over tasks after the last one. Task given: the class within the true task. Forgetting: mean drop from a task's best
 accuracy since it was learned. FLOPs are per image, by the paper's convention and as executed; parameters added are per
 task, in % of the backbone, and stored are those of all tasks together; hours of learning are of one run on the machine
 below. Methods marked * are told the task, also at test time: they are bounds, not rivals."""
+
+
+RESUMED = Cell("cheem", "resumed FLOPs")
+"""CHEEM whose search counts what runs behind the router's pass."""
 
 
 def rows_of(cells: Cells) -> list[Row]:
@@ -212,6 +226,13 @@ def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
         for index, line in enumerate(lines)
     ]
     return Grid("", columns, tuple(rows), 2)
+
+
+def paired_grid(cells: Cells, others: Sequence[Cell]) -> Grid:
+    """A row per variant or order: its difference from the method as it is."""
+    lines = [compared(cell.title, cells, cell, Cell(cell.method), lambda _: "") for cell in others]
+    columns = ("variant", "measured", "95 % interval", "p", "by seed")
+    return Grid("", columns, tuple((line.claim, *_numbers(line)) for line in lines), 1)
 
 
 def _numbers(line: Verdict) -> tuple[str, str, str, str]:
