@@ -24,18 +24,18 @@ from collect import right_of
 from paired import Estimate, accuracy_difference
 from paper.collected import Cell, Collected, check_right
 from paper.collected import load as load_collected
+from paper.recount import behind_pass
 from routers.page import page_of
 from routers.second_look import look, tuned
 from routers.seen import Seen, seen_of
 from routers.trying import PAPER, Tried, attempt, candidates, title_of
 
-from cheem_jax.architecture import from_strings
 from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.params import build
 from cheem_jax.cli import parse, run_command
 from cheem_jax.execution.choice import make_executor
 from cheem_jax.execution.executor import Executor
-from cheem_jax.flops import executed_flops, executed_pass_flops, pass_flops
+from cheem_jax.flops import pass_flops
 from cheem_jax.keys import Keys
 from cheem_jax.memory.making import open_memory
 from cheem_jax.report import record
@@ -279,11 +279,8 @@ def flops_of(runs: Sequence[Run], config: RouterConfig, executor: Executor) -> d
     for run in runs:
         placement = run.results["placement"]
         for task in run.results["tasks"]:
-            architecture = from_strings(task["architecture"])
-            begin = next((i for i, expert in enumerate(task["experts"][:until]) if expert != 0), until)
             found["paper"].append(pass_flops(vit, placement, until) + task["flops"])
-            own = executed_flops(vit, placement, architecture, len(task["classes"]), begin=begin)
-            found["executed"].append(executed_pass_flops(vit, placement, until) + own)
+            found["executed"].append(behind_pass(vit, placement, task, until))
     return found
 
 

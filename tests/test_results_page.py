@@ -193,6 +193,7 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     [bad] = re.findall(r"^- \*\*Do not hold here\*\*: (.*)$", page, re.MULTILINE)
     assert [re.findall(r"\((\w)\)", claims) for claims in (good, bad)] == [["a", "e", "g"], ["b", "c"]]
     assert "### Variants and other orders" in page and "| CHEEM, uniform | 0 |" in page
+    assert "batch_size 8; tasks: three, one, two |" in page
     assert "| CHEEM, order2 | 0.0 points | 0.0 to 0.0 | 1.000 | 0: 0.0 |" in page
     assert "--methods cheem,s_prompts --seeds 0,1,2" in page and "--methods lora_cl --seeds 1,7" in page
     assert "| CHEEM, resumed FLOPs, executed |" in page  # of the figures of merit

@@ -138,9 +138,10 @@ PAIRED_TEXT = """Each minus its method as it is, in average accuracy, from runs 
 with the bootstrap and the p described above."""
 METHODS_TEXT = """Means over runs, ± standard deviation over seeds (n − 1). Average accuracy: task and class found, mean
 over tasks after the last one. Task given: the class within the true task. Forgetting: mean drop from a task's best
-accuracy since it was learned. FLOPs are per image, by the paper's convention and as executed; parameters added are per
-task, in % of the backbone, and stored are those of all tasks together; hours of learning are of one run on the machine
-below. Methods marked * are told the task, also at test time: they are bounds, not rivals."""
+accuracy since it was learned. FLOPs are per image, by the paper's convention and as executed, the latter counted from
+the networks that the records tell; parameters added are per task, in % of the backbone, and stored are those of all
+tasks together; hours of learning are of one run on the machine below. Methods
+marked * are told the task, also at test time: they are bounds, not rivals."""
 
 
 RESUMED = Cell("cheem", "resumed FLOPs")

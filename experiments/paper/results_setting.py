@@ -62,6 +62,8 @@ def method_grid(cells: Cells) -> Grid:
     for cell, found in cells.items():
         config = next(iter(found.values())).run.config.get(cell.method, {})
         told = ", ".join(f"{name} {value}" for name, value in leaves(config) if name.split(".")[-1] in LENGTHS)
+        if cell.order != "default":
+            told = f"{told}; tasks: {', '.join(next(iter(found.values())).run.order)}"
         rows.append((cell.title, ", ".join(map(str, found)), told))
     return Grid("", ("method", "seeds", "settings"), tuple(rows), 3)
 
