@@ -1,7 +1,8 @@
 """Is one method better than another? Estimates with intervals from runs that share seeds, tasks and test images.
 
 All resample two things at once and independently: the seeds, and the images within each task (or the tasks). A test
-image or a task that is drawn is drawn for every seed and for both sides, as all of them met the same ones.
+image or a task that is drawn is drawn for every seed and for both sides, as all of them met the same ones. Differences
+of accuracy have a second, wider interval for which the tasks are drawn as well: for other tasks like these.
 """
 
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ class Estimate(NamedTuple):
     high: float
     p: float
     per_seed: tuple[float, ...]
+    over_tasks: tuple[float, float] | None = None
+    """The interval with the tasks drawn too, where `low` and `high` keep them as they are."""
 
 
 def accuracy_difference(ours: Right, theirs: Right, *, resamples: int = RESAMPLES) -> Estimate:
@@ -44,16 +47,19 @@ def accuracy_difference(ours: Right, theirs: Right, *, resamples: int = RESAMPLE
         )
     rng = np.random.default_rng(SEED)
     weights = _drawn_seeds(rng, len(ours), resamples)
-    drawn, per_seed, num_tasks = np.zeros(resamples), np.zeros(len(ours)), len(ours[0])
+    num_tasks = len(ours[0])
+    drawn, per_seed = np.zeros((resamples, num_tasks)), np.zeros(len(ours))
     for task in range(num_tasks):
         pairs = zip(ours, theirs, strict=True)
         lead = np.stack([a[task].astype(np.int8) - b[task].astype(np.int8) for a, b in pairs], axis=1)  # [N, S]
         # images that the seeds answered alike are one class, and only the number drawn from each class matters
         patterns, counts = np.unique(lead, axis=0, return_counts=True)
         images = rng.multinomial(len(lead), counts / len(lead), size=resamples) / len(lead)
-        drawn += ((images @ patterns) * weights).sum(axis=1) / num_tasks
+        drawn[:, task] = ((images @ patterns) * weights).sum(axis=1)
         per_seed += lead.mean(axis=0) / num_tasks
-    return _estimate(per_seed, drawn)
+    tasks = rng.multinomial(num_tasks, np.full(num_tasks, 1 / num_tasks), size=resamples) / num_tasks
+    low, high = _interval((drawn * tasks).sum(axis=1))
+    return _estimate(per_seed, drawn.mean(axis=1))._replace(over_tasks=(low, high))
 
 
 def mean_difference(ours: Float[np.ndarray, "S T"], theirs: Float[np.ndarray, "S T"]) -> Estimate:
@@ -100,7 +106,12 @@ def _spearman(x: Float[np.ndarray, "*X T"], y: Float[np.ndarray, "*Y T"]) -> Flo
 
 
 def _estimate(per_seed: Float[np.ndarray, "S"], drawn: Float[np.ndarray, "R"]) -> Estimate:
-    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = _interval(drawn)
     rarer = min(np.count_nonzero(drawn <= NOTHING), np.count_nonzero(drawn >= -NOTHING))
     p = min(1.0, 2 * (1 + rarer) / (len(drawn) + 1))
-    return Estimate(float(per_seed.mean()), float(low), float(high), p, tuple(per_seed.tolist()))
+    return Estimate(float(per_seed.mean()), low, high, p, tuple(per_seed.tolist()))
+
+
+def _interval(drawn: Float[np.ndarray, "R"]) -> tuple[float, float]:
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)

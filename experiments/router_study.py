@@ -39,7 +39,7 @@ from cheem_jax.flops import pass_flops
 from cheem_jax.keys import Keys
 from cheem_jax.memory.making import open_memory
 from cheem_jax.report import record
-from cheem_jax.report.finished import Run, check_comparable, read, variant_of
+from cheem_jax.report.finished import Run, check_comparable, order_names, read, variant_of
 from cheem_jax.report.progress import Progress
 from cheem_jax.routing.config import RouterConfig
 
@@ -108,6 +108,10 @@ def main(settings: RouterStudy) -> None:
     best = chosen(rows)
     looked = [second_look(run, settings, tasks, seen, best["config"], out, progress) for run in opened]
     same = [agreement(run, tried[PAPER][run.results["seed"]]) for run in opened]
+    again = {
+        own.run.results["seed"]: same_answers(own, tried[PAPER][own.run.results["seed"]])
+        for own in others if own.run.results["method"] == "cheem"
+    }  # fmt: skip
     if earlier is not None:
         same += earlier["same_as_run"]
         looked += earlier["second_look"] if earlier["chosen"]["config"] == best["config"] else []
@@ -116,7 +120,7 @@ def main(settings: RouterStudy) -> None:
         "tasks": [task.name for task in tasks], "rows": rows, "chosen": best, "near_best": NEAR_BEST,
         "runs": [{"method": run.results["method"], "seed": run.results["seed"]} for run in runs],
         "validated": sorted(validated),
-        "same_as_run": same,
+        "same_as_run": same, "same_answers": [share for _, share in sorted(again.items())],
         "by_task": by_task(runs, given, tried, best),
         "second_look": sorted(looked, key=lambda one: one["seed"]),
     }  # fmt: skip
@@ -130,6 +134,8 @@ def runs_of(folders: Sequence[Path], *, is_chosen: bool) -> list[Run]:
     """The runs that a router serves; ValueError without any, or without one of CHEEM where no choice `is_chosen`."""
     runs = [run for run in read(folders)[0] if run.results["method"] in METHODS and not variant_of(run)]
     check_comparable(runs)
+    orders = order_names(runs)
+    runs = [run for run in runs if orders[run.place[0], run.order] == "default"]
     wanted = METHODS if is_chosen else ("cheem",)
     if not any(run.results["method"] in wanted for run in runs):
         told = f"--runs {', '.join(map(str, folders))} hold no finished run of {' or '.join(wanted)}"
@@ -302,6 +308,12 @@ def agreement(run: Run, tried: Tried) -> float:
         return float(np.mean(np.concatenate([
             held[f"chosen_task_{index}"] == named for index, named in enumerate(tried.named["test"])
         ])))  # fmt: skip
+
+
+def same_answers(own: Collected, tried: Tried) -> float:
+    """Share of test images that the paper's router, made anew, lets a collected run answer as before."""
+    again = np.concatenate(routed(list(own.right_given), tried.named["test"]))
+    return float(np.mean(again == np.concatenate(own.right)))
 
 
 def by_task(

@@ -48,9 +48,17 @@ def test_tasks_count_alike_whatever_their_images():
     assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
 
 
+def test_the_interval_over_tasks_is_that_of_drawing_tasks():
+    # of 100 tasks half are won by all images and half by none: no image matters, and every task does
+    ours = [[answered(10) if task % 2 else answered(0, 10) for task in range(100)]]
+    found = accuracy_difference(ours, [[answered(0, 10)] * 100])
+    assert found[:3] == pytest.approx((0.5, 0.5, 0.5)) and found.over_tasks is not None
+    np.testing.assert_allclose(found.over_tasks, 0.5 + 1.96 * 0.05 * np.array([-1, 1]), atol=0.011)
+
+
 def test_methods_with_the_same_answers_do_not_differ():
     same = [[answered(30, 20, 50)], [answered(10, 90)]]
-    assert accuracy_difference(same, same) == Estimate(0.0, 0.0, 0.0, 1.0, (0.0, 0.0))
+    assert accuracy_difference(same, same) == Estimate(0.0, 0.0, 0.0, 1.0, (0.0, 0.0), (0.0, 0.0))
 
 
 def test_an_interval_may_come_from_seeds_alone():
@@ -161,7 +169,7 @@ def test_the_page_is_the_same_when_made_again_and_says_what_was_not_run(tmp_path
     first = page_of(tmp_path)
     picture = (tmp_path / "docs/results/accuracy.png").read_bytes()
     assert first == page_of(tmp_path) and picture == (tmp_path / "docs/results/accuracy.png").read_bytes()
-    assert line_of(first, "CHEEM − LoRA-CL") == ["no run of LoRA-CL", "–", "–", "–", "not run"]
+    assert line_of(first, "CHEEM − LoRA-CL") == ["no run of LoRA-CL", "–", "–", "–", "–", "not run"]
     assert line_of(first, "CHEEM in other orders")[-1] == "not run"
     assert first.endswith("## What these runs do not show\n\n- Written by hand.\n")
     assert "nan" not in first and "None" not in first and "frozen, linear heads (inside CHEEM's runs)" in first
@@ -177,12 +185,13 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     write(tmp_path / "runs", "l2p", rate=0.1)
     write(tmp_path / "runs", "full_finetune", rate=0.805)
     write(tmp_path / "runs", names=("three", "one", "two"))
+    write(tmp_path / "runs", names=NAMES[::-1])
     write(tmp_path / "runs", sampling="uniform")
     write(tmp_path / "runs", search={"cost": "resumed"})
     page = page_of(tmp_path)
     worse, alone = line_of(page, "CHEEM − S-Prompts"), line_of(page, "CHEEM − LoRA-CL")
-    assert worse[-1] == "**does not hold**" and worse[0].startswith("−1") and worse[3].count(":") == 3
-    assert alone[-1] == "holds (one seed)" and alone[3].startswith("1: +2")
+    assert worse[-1] == "**does not hold**" and worse[0].startswith("−1") and worse[4].count(":") == 3
+    assert alone[-1] == "holds (one seed)" and alone[4].startswith("1: +2")
     assert "rests on a single seed" in page
     assert line_of(page, "S-Prompts − L2P")[-1] == "holds (one seed)"
     assert line_of(page, "CHEEM − full fine-tuning, task given to both")[-1] == "holds (one seed)"
@@ -194,12 +203,13 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     assert [re.findall(r"\((\w)\)", claims) for claims in (good, bad)] == [["a", "e", "g"], ["b", "c"]]
     assert "### Variants and other orders" in page and "| CHEEM, uniform | 0 |" in page
     assert "batch_size 8; tasks: three, one, two |" in page
-    assert "| CHEEM, order2 | 0.0 points | 0.0 to 0.0 | 1.000 | 0: 0.0 |" in page
+    assert "| CHEEM, order2 | 0.0 points | 0.0 to 0.0 | 0.0 to 0.0 | 1.000 | 0: 0.0 |" in page
     assert "--methods cheem,s_prompts --seeds 0,1,2" in page and "--methods lora_cl --seeds 1,7" in page
     assert "| CHEEM, resumed FLOPs, executed |" in page  # of the figures of merit
     told, own = "python experiments/mtil.py --stream DATA --tasks", "--method cheem --cheem.sampling uniform --seed 0"
     assert f"# CHEEM, order2\n{told} three,one,two --method cheem --seed 0 --run-dir RUNS/cheem10/seed-0\n" in page
-    assert f"# CHEEM, uniform\n{told} one,two,three {own} --run-dir RUNS/cheem11/seed-0\n" in page
+    assert f"# CHEEM, reversed\n{told} three,two,one" in page
+    assert f"# CHEEM, uniform\n{told} one,two,three {own} --run-dir RUNS/cheem12/seed-0\n" in page
 
 
 def test_all_lines_of_a_claim_decide_it():
@@ -268,7 +278,7 @@ def test_the_figure_of_merit_is_told_by_both_counts_and_of_both_routers():
         "cheem": {"accuracy": 0.65},
         "flops": {"paper": 1.6, "executed": 1.0},
     }
-    page = merit_section(titles, measured, {"chosen": chosen}, {})
+    page = merit_section(titles, measured, {"chosen": chosen}, {}, {})
 
     def cells(method):
         [line] = [line for line in page.splitlines() if line.startswith(f"| {method} |")]
@@ -278,11 +288,15 @@ def test_the_figure_of_merit_is_told_by_both_counts_and_of_both_routers():
     assert cells("LORA_CL") == ["20.0", "3.00", "3.33", "7.50", "10.00"]
     assert cells("CHEEM") == ["10.0", "–", "–", "2.50", "3.00"]
     assert cells("L2P") == ["-5.0", "–", "–", "–", "–"] and "FULL_FINETUNE" not in page
-    assert "CHEEM +10.0, CHEEM, early LDA +5.0 points" in page.replace("\n", " ")
-    other = merit_section(titles, measured, None, {"CHEEM, resumed": row(0.65, 2.5, 1.0)})
+    assert cells("CHEEM, early LDA") == ["5.0", "0.40", "0.33", "–", "–"]
+    fair = merit_section(
+        titles, measured, {"chosen": {**chosen, "lora_cl": {"accuracy": 0.6}}}, {}, {"paper": -0.4, "executed": -0.5}
+    )
+    # with the same router: gaps 0.1 and 0.05, FLOPs 2.6 / 1.6 and 2 / 1
+    [line] = [line for line in fair.splitlines() if line.startswith("| LORA_CL, early LDA |")]
+    assert [cell.strip() for cell in line.strip("|").split("|")][1:] == ["10.0", "1.30", "1.33", "3.25", "4.00"]
+    other = merit_section(titles, measured, None, {"CHEEM, resumed": row(0.65, 2.5, 1.0)}, {})
     [line] = [line for line in other.splitlines() if line.startswith("| LORA_CL |")]
     assert line == "| LORA_CL | 20.0 | 3.00 | 3.33 | 4.80 | 10.00 |"  # gaps 0.2 and 0.05, FLOPs 3 / 2.5 and 2.5 / 1
-    assert "LDA" not in merit_section(titles, measured, None, {})
-    assert "needs runs of CHEEM and of full fine-tuning" in merit_section(
-        titles, {"cheem": measured["cheem"]}, None, {}
-    )
+    assert "LDA" not in merit_section(titles, measured, None, {}, {})
+    assert "needs runs of CHEEM and of full" in merit_section(titles, {"cheem": measured["cheem"]}, None, {}, {})

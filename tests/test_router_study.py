@@ -13,10 +13,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where i
 import collect
 import mtil
 import router_study
-from paper.recount import recounted
+from paper.recount import behind_pass, cost_of_router, recounted
 from routers.second_look import Looked, by_task, decide
 from routers.trying import PAPER
 
+from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.routing.config import RouterConfig
 
 SHORT = (
@@ -86,7 +87,8 @@ def test_alone_the_second_looks_router_is_the_chosen_one(studied):
 def test_the_page_has_a_row_for_each_router_and_task(studied):
     folder, found, _ = studied
     page = (folder / "out/routers.md").read_text()
-    assert page.count("\n| last |") == 2 and page.count("\n| early |") == 1 and "\n| shapes |" in page
+    # once with all that is known of it and once in the list of all
+    assert page.count("\n| last |") == 4 and page.count("\n| early |") == 2 and "\n| shapes |" in page
     assert f"**{found['chosen']['title']}**" in page
 
 
@@ -175,6 +177,11 @@ def test_an_earlier_choice_serves_new_runs_of_other_methods(studied, collected, 
     own = json.loads((tmp_path / "runs/results.json").read_text())["average_accuracy"]
     lora = found["rows"][0]["lora_cl"]
     assert lora["runs"] == 1 and lora["accuracy"] == pytest.approx(own, abs=0.02)  # k-means begins with other seeds
+    result = json.loads((tmp_path / "runs/results.json").read_text())  # its networks leave the backbone at once
+    vit = at_image_size(CONFIGS["vit_nano"], result["image_size"])
+    for router in FEW:
+        counts = [behind_pass(vit, "mlp_down", task, router.until(vit.depth)) for task in result["tasks"]]
+        assert np.mean(counts) == result["flops"]["executed"] + cost_of_router(result, router)["executed"]
     with pytest.raises(ValueError, match="hold no finished run of cheem with"):
         router_study.main(dataclasses.replace(settings, earlier=None))
 

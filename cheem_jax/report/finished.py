@@ -195,7 +195,8 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
 def order_names(runs: Sequence[Run]) -> dict[tuple[str, tuple[str, ...]], str]:
     """What each stream's orders of tasks are called.
 
-    `default` is the benchmark's own, else the one that most runs have; others have the benchmark's names, or a number.
+    `default` is the benchmark's own, else the one that most runs have; others have the benchmark's names, or `reversed`
+    or a number.
     """
     named = {("mtil", tuple(tasks.split())): str(name) for name, tasks in MTIL.items()}
     named["vdd", tuple(VDD.split())] = "default"
@@ -204,7 +205,9 @@ def order_names(runs: Sequence[Run]) -> dict[tuple[str, tuple[str, ...]], str]:
     for place, _ in sorted(counts.most_common(), key=lambda counted: counted[0] not in named):
         has_default = "default" in (name for (stream, _), name in found.items() if stream == place[0])
         others = sum(stream == place[0] for stream, _ in found)
-        found[place] = named.get(place) or ("default" if not has_default else f"order{others + 1}")
+        is_reversed = found.get((place[0], place[1][::-1])) == "default"
+        number = "reversed" if is_reversed else f"order{others + 1}"
+        found[place] = named.get(place) or (number if has_default else "default")
     return found
 
 

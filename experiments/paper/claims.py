@@ -214,7 +214,7 @@ def claims() -> list[Claim]:
         Claim(
             "g", "CHEEM is insensitive to the order of the tasks",
             f"holds where the whole interval lies within ± {100 * ORDERS:.0f} points, does not hold where it is all "
-            "outside",
+            "outside; a small p says that the order matters, not that it matters by so much",
             insensitive_to_the_order,
         ),
     ]  # fmt: skip

@@ -18,32 +18,37 @@ class Side(NamedTuple):
 
 def merit_section(
     titles: Mapping[str, str], measured: Mapping[str, Mapping[str, Any]], routers: Any | None,
-    searched: Mapping[str, Mapping[str, Any]],
+    searched: Mapping[str, Mapping[str, Any]], added: Mapping[str, float],
 ) -> str:  # fmt: skip
     """As Markdown: a row per method, by names with their `titles` and rows of `comparison`; `routers` is the study of
-    routers where it was made, `searched` rows of CHEEM with other searches by their titles."""
+    routers where it was made, `searched` rows of CHEEM with other searches by their titles. What the chosen router adds
+    to the FLOPs of methods with a network per task is `added`."""
     bound = measured.get("full_finetune")
     if bound is None or "cheem" not in measured:
         return "It needs runs of CHEEM and of full fine-tuning, the bound."
     upper = bound["local_average_accuracy"]["mean"]
     sides = {name: side_of(row) for name, row in measured.items() if name not in TOLD}
     own = {"CHEEM": sides["cheem"], **{title: side_of(row) for title, row in searched.items()}}
+    others = {titles[name]: side for name, side in sides.items() if name != "cheem"}
     if routers is not None:
         chosen = routers["chosen"]
-        flops = {name: chosen["flops"][name] for name in FLOPS}
-        own[f"CHEEM, {chosen['features']} {chosen['title']}"] = Side(chosen["cheem"]["accuracy"], flops)
+        name, flops = f"{chosen['features']} {chosen['title']}", {name: chosen["flops"][name] for name in FLOPS}
+        own[f"CHEEM, {name}"] = Side(chosen["cheem"]["accuracy"], flops)
+        for method in (method for method in sides if method != "cheem" and method in chosen):
+            flops = {count: value + added[count] for count, value in sides[method].flops.items()}
+            others[f"{titles[method]}, {name}"] = Side(chosen[method]["accuracy"], flops)
     rows = []
-    for name, other in sides.items():
-        cells = [titles[name], f"{100 * (upper - other.accuracy):.1f}"]
+    for title, other in {**own, **others}.items():
+        cells = [title, f"{100 * (upper - other.accuracy):.1f}"]
         for side in own.values():
             found = [merit(upper, side, other, count) for count in FLOPS]
             cells += [NONE if value is None or side == other else number(value, 2) for value in found]
         rows.append(tuple(cells))
-    gaps = ", ".join(f"{title} {100 * (upper - side.accuracy):+.1f}" for title, side in own.items()).replace("-", "−")
     columns = ("over", "its gap, points", *(f"{title}, {count}" for title in own for count in FLOPS.values()))
     return f"""How many times better CHEEM is, by the paper's figure of merit: the other's gap to full fine-tuning over
-CHEEM's, times its FLOPs over CHEEM's. Full fine-tuning, told the task, reaches {100 * upper:.1f} %; gaps to it:
-{gaps} points. Where a gap is not above 0 there is no such figure.
+CHEEM's, times its FLOPs over CHEEM's. Full fine-tuning, told the task, reaches {100 * upper:.1f} %. Where a gap is not
+above 0 there is no such figure. A better router serves other methods too, so that columns of the chosen one are fair
+against rows with the same router alone.
 
 {Grid("", columns, tuple(rows), 1).to_markdown()}"""
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.config import CONFIGS, ViTConfig, at_image_size
-from cheem_jax.flops import executed_flops, executed_pass_flops
+from cheem_jax.flops import executed_flops, executed_pass_flops, pass_flops
 from cheem_jax.ops import Placement
 from cheem_jax.report.table import TOLD
 from cheem_jax.routing.config import RouterConfig
@@ -31,6 +31,17 @@ def recounted(results: Results, config: Mapping[str, Any]) -> Results:
     own = [behind_pass(vit, results["placement"], task, until) for task in results["tasks"]]
     tasks = [{**task, "flops_executed": count} for task, count in zip(results["tasks"], own, strict=True)]
     return {**results, "tasks": tasks, "flops": {**results["flops"], "executed": float(np.mean(own))}}
+
+
+def cost_of_router(results: Results, router: RouterConfig) -> dict[str, float]:
+    """What naming tasks so adds to the FLOPs per image of a run with the paper's router, by both counts.
+
+    For networks that leave the backbone before the pass of this router ends, or share nothing with it.
+    """
+    vit = at_image_size(CONFIGS[results["backbone"]], results["image_size"])
+    until, placement = router.until(vit.depth), results["placement"] or "mlp_down"
+    counts = {"paper": pass_flops, "executed": executed_pass_flops}
+    return {name: count(vit, placement, until) - count(vit, placement, vit.depth) for name, count in counts.items()}
 
 
 def behind_pass(vit: ViTConfig, placement: Placement, task: Mapping[str, Any], until: int) -> int:

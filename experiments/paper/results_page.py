@@ -12,14 +12,17 @@ from paper.collected import Cell, Cells, is_usual, load
 from paper.merit import merit_section
 from paper.printed import Cell as PrintedCell
 from paper.printed import printed
+from paper.recount import cost_of_router
 from paper.results_figure import accuracy_figure
 from paper.results_setting import setting_sections
 from routers import page as routers
+from routers.page import told_gain
 from searching import report as searches
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.report.comparison import comparison
-from cheem_jax.report.table import NONE, TOLD, Grid
+from cheem_jax.report.table import METHODS, NONE, TOLD, Grid
+from cheem_jax.routing.config import RouterConfig
 
 Results = Mapping[str, Any]
 
@@ -84,7 +87,7 @@ def page_of(
         f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
         HEAD,
         "## In short",
-        in_short(judged),
+        in_short(judged) + beyond(studies.get("routers")),
         "## What the paper claims, checked here",
         CLAIMS,
         verdict_grid(judged).to_markdown(),
@@ -99,10 +102,12 @@ def page_of(
         "## Accuracy by task",
         f"After the last task, in %, mean{' ± standard deviation' if several(rows) else ''} over runs. Rows that are "
         "given the task are marked *.",
-        task_grid(rows, lambda run: last_row(run, "local_accuracy" if run["method"] in TOLD else "accuracy")),
+        task_grid(
+            [*rows, *variants], lambda run: last_row(run, "local_accuracy" if run["method"] in TOLD else "accuracy")
+        ),
         "## What finding the task costs",
         "Accuracy with the task given minus accuracy without, in points: what routing loses (methods with a head per "
-        "task), or what other tasks' classes win (methods with one head over all).",
+        "task), or what is lost to classes of other tasks (methods with one head over all).",
         task_grid(
             [row for row in rows if row.method not in TOLD],
             lambda run: last_row(run, "local_accuracy") - last_row(run, "accuracy"),
@@ -113,11 +118,12 @@ def page_of(
             measured_of(rows),
             studies.get("routers"),
             {row.title: measured_of([row])[row.method] for row in searched},
+            added_by(studies.get("routers"), first),
         ),
-        *(part for name, found in studies.items() for part in study_parts(name, found, pictures)),
+        *(part for name, found in studies.items() for part in study_parts(name, found, pictures, cells)),
         "## The paper's numbers, for orientation",
         *beside_the_paper(rows, first["backbone"]),
-        *setting_sections(cells),
+        *setting_sections(cells, studies),
         *(["## What these runs do not show", notes.strip()] if notes else []),
     ]
     return "\n\n".join(parts) + "\n"
@@ -129,19 +135,23 @@ compares. The last sections tell how the runs were made and how to make them aga
 CLAIMS = f"""Differences are in points of average accuracy unless another unit stands there. Pairs are runs with the
 same seed, which answered the same test images. The interval is a bootstrap with {RESAMPLES:,} resamples that draws anew
 the seeds and, within each task, the test images (for a correlation and for parameters: the tasks), an image for all
-seeds and both sides at once. p is two-sided, of no difference, also where the rule asks for more; none is corrected for
-the number of lines, so of twenty lines without any difference one is expected below 0.05. **One seed**: the interval is
+seeds and both sides at once. It keeps the tasks as they are; the interval *over tasks* draws them too, for other tasks
+like these, and is wider. Images count as independent, which frames of one traffic sign are not. p is two-sided, of no
+difference, also where the rule asks for more: twice the smaller share of resamples on either side of 0, for a
+correlation the share of permutations of the tasks that correlate as strongly. No p is corrected for the number of
+lines, so of twenty lines without any difference one is expected below 0.05. **One seed**: the interval is
 over images (or tasks) alone and says nothing about other seeds. With two or three seeds their part of the interval
 rests on as many values, and is rather too narrow than too wide. A claim with several lines holds where all hold, and
 does not hold where one does not."""
 PAIRED_TEXT = """Each minus its method as it is, in average accuracy, from runs with the same seeds and test images,
 with the bootstrap and the p described above."""
 METHODS_TEXT = """Means over runs, ± standard deviation over seeds (n − 1). Average accuracy: task and class found, mean
-over tasks after the last one. Task given: the class within the true task. Forgetting: mean drop from a task's best
-accuracy since it was learned. FLOPs are per image, by the paper's convention and as executed, the latter counted from
-the networks that the records tell; parameters added are per task, in % of the backbone, and stored are those of all
-tasks together; hours of learning are of one run on the machine below. Methods
-marked * are told the task, also at test time: they are bounds, not rivals."""
+over tasks after the last one. Task given: the class within the true task. Just learned: each task right after it was
+learned, task and class found among the tasks so far, mean over tasks. Forgetting: mean drop from a task's best accuracy
+since it was learned. FLOPs are per image, by the paper's convention and as executed, the latter counted from the
+networks that the records tell; parameters added are per task, in % of the backbone, and stored are those of all tasks
+together; hours of learning are from the quickest run to the slowest, on machines of which some did other work besides.
+Methods marked * are told the task, also at test time: they are bounds, not rivals."""
 
 
 RESUMED = Cell("cheem", "resumed FLOPs")
@@ -171,10 +181,19 @@ def measured_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return {row["method"]: row for row in reversed(found)}
 
 
-def study_parts(name: str, found: Mapping[str, Any], pictures: Mapping[str, str]) -> list[str]:
+def not_counted(found: Mapping[str, Any], cells: Cells) -> list[str]:
+    """Collected runs that a study of routers should have counted and did not."""
+    known = [(run["method"], run["seed"]) for run in found["runs"]]
+    own = [(name, seed) for name in routers.NAMES for seed in cells.get(Cell(name), {})]
+    return [f"{METHODS[name]} with seed {seed}" for name, seed in own if (name, seed) not in known]
+
+
+def study_parts(name: str, found: Mapping[str, Any], pictures: Mapping[str, str], cells: Cells) -> list[str]:
     """A study's section, with its picture."""
     study = STUDIES[name]
     shown = [f"![{study.title}]({pictures[name]})"] if name in pictures else []
+    if name == "routers" and (left_out := not_counted(found, cells)):
+        shown.append(f"Not counted here yet: {', '.join(left_out)}.")
     return [f"## {study.title}", study.text(found), *shown]
 
 
@@ -188,6 +207,11 @@ def results_of(cells: Cells, cell: Cell) -> list[Results]:
 
 def several(rows: Sequence[Row]) -> bool:
     return any(len(row.runs) > 1 for row in rows)
+
+
+def names_of(run: Results) -> list[str]:
+    """The tasks in the order in which they were learned."""
+    return [task["name"] for task in run["tasks"]]
 
 
 def last_row(run: Results, name: str) -> np.ndarray:
@@ -212,6 +236,26 @@ def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
     return "\n".join(told)
 
 
+def beyond(routers: Mapping[str, Any] | None) -> str:
+    """What the chosen router gains, as one more line."""
+    if routers is None:
+        return ""
+    chosen = routers["chosen"]
+    gains = [
+        f"{METHODS[method]} {told_gain(chosen[method]['gain'])} points to {100 * chosen[method]['accuracy']:.1f} %"
+        for method in METHODS if method in chosen
+    ]  # fmt: skip
+    return (
+        f"\n- Beyond the paper: the router that validation images chose ({chosen['features']} {chosen['title']}) "
+        f"brings {'; '.join(gains)}, with the networks as they are."
+    )
+
+
+def added_by(routers: Mapping[str, Any] | None, run: Results) -> dict[str, float]:
+    """What the chosen router adds to FLOPs per image; nothing without a study of routers."""
+    return {} if routers is None else cost_of_router(run, RouterConfig(**routers["chosen"]["config"]))
+
+
 def of_claim(lines: Sequence[Verdict]) -> str:
     """One word for all lines of a claim."""
     words = {line.word for line in lines}
@@ -220,7 +264,7 @@ def of_claim(lines: Sequence[Verdict]) -> str:
 
 def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
     """A row per comparison."""
-    columns = ("claim", "compared", "measured", "95 % interval", "p", "by seed", "verdict")
+    columns = ("claim", "compared", *NUMBERS, "verdict")
     rows = [
         (f"({claim.letter}) {claim.title}" if index == 0 else "", line.claim, *_numbers(line), _word(line))
         for claim, lines in judged
@@ -232,14 +276,16 @@ def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
 def paired_grid(cells: Cells, others: Sequence[Cell]) -> Grid:
     """A row per variant or order: its difference from the method as it is."""
     lines = [compared(cell.title, cells, cell, Cell(cell.method), lambda _: "") for cell in others]
-    columns = ("variant", "measured", "95 % interval", "p", "by seed")
-    return Grid("", columns, tuple((line.claim, *_numbers(line)) for line in lines), 1)
+    return Grid("", ("variant", *NUMBERS), tuple((line.claim, *_numbers(line)) for line in lines), 1)
 
 
-def _numbers(line: Verdict) -> tuple[str, str, str, str]:
+NUMBERS = ("measured", "95 % interval", "over tasks", "p", "by seed")
+
+
+def _numbers(line: Verdict) -> tuple[str, ...]:
     found = line.estimate
     if found is None:
-        return line.why, NONE, NONE, NONE
+        return line.why, *[NONE] * (len(NUMBERS) - 1)
 
     def shown(value: float) -> str:
         text = f"{100 * value:+.1f}" if line.unit == "points" else f"{value:+.2f}"
@@ -248,7 +294,8 @@ def _numbers(line: Verdict) -> tuple[str, str, str, str]:
     unit = f" {line.unit}" if line.unit else ""
     seeds = ", ".join(f"{seed}: {shown(value)}" for seed, value in zip(line.seeds, found.per_seed, strict=True))
     p = "< 0.001" if found.p < 0.001 else f"{found.p:.3f}"
-    return f"{shown(found.value)}{unit}", f"{shown(found.low)} to {shown(found.high)}", p, seeds
+    wide = NONE if found.over_tasks is None else " to ".join(map(shown, found.over_tasks))
+    return f"{shown(found.value)}{unit}", f"{shown(found.low)} to {shown(found.high)}", wide, p, seeds
 
 
 def _word(line: Verdict) -> str:
@@ -256,9 +303,11 @@ def _word(line: Verdict) -> str:
     return f"{f'**{line.word}**' if line.word == FAILS else line.word}{' (one seed)' if alone else ''}"
 
 
+AT_ONCE = "at_once"
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "average_accuracy": ("average accuracy %", lambda v: f"{100 * v:.1f}"),
     "local_average_accuracy": ("task given %", lambda v: f"{100 * v:.1f}"),
+    AT_ONCE: ("just learned %", lambda v: f"{100 * v:.1f}"),
     "average_forgetting": ("forgetting, points", lambda v: f"{100 * v:.1f}"),
     "flops_paper": ("MFLOPs, paper", lambda v: f"{v / 1e6:,.0f}"),
     "flops_executed": ("MFLOPs, executed", lambda v: f"{v / 1e6:,.0f}"),
@@ -274,22 +323,33 @@ def method_grid(rows: Sequence[Row]) -> Grid:
     for row, measured in zip(rows, comparison({str(n): row.runs for n, row in enumerate(rows)}), strict=True):
         cells = [row.title, ", ".join(str(seed) for seed in measured["seeds"])]
         for name, (_, shown) in COLUMNS.items():
-            value = measured[name]
-            has_spread = value is not None and value["std"] is not None and name != "seconds"
-            cells.append(
-                NONE if value is None
-                else shown(value["mean"]) + (f" ± {shown(value['std'])}" if has_spread else "")
-            )  # fmt: skip
+            value = at_once(row) if name == AT_ONCE else measured[name]
+            if value is None:
+                cells.append(NONE)
+            elif name == "seconds":
+                cells.append(
+                    " to ".join(dict.fromkeys(shown(end(run[name] for run in row.runs)) for end in (min, max)))
+                )
+            else:
+                cells.append(shown(value["mean"]) + ("" if value["std"] is None else f" ± {shown(value['std'])}"))
         lines.append(tuple(cells))
     return Grid("", ("method", "seeds", *(title for title, _ in COLUMNS.values())), tuple(lines), 1)
 
 
+def at_once(row: Row) -> dict[str, float | None] | None:
+    """Accuracy on each task right after it was learned, among the tasks so far, mean over tasks."""
+    if row.method in TOLD:
+        return None
+    found = [np.mean([line[index] for index, line in enumerate(run["accuracy"])]) for run in row.runs]
+    return {"mean": float(np.mean(found)), "std": float(np.std(found, ddof=1)) if len(found) > 1 else None}
+
+
 def task_grid(rows: Sequence[Row], measure: Callable[[Results], np.ndarray]) -> str:
     """A row per method, a column per task and their mean."""
-    names = [task["name"] for task in rows[0].runs[0]["tasks"]]
+    names = names_of(rows[0].runs[0])
     lines = []
     for row in rows:
-        values = np.array([measure(run) for run in row.runs])
+        values = np.array([measure(run)[[names_of(run).index(name) for name in names]] for run in row.runs])
         values = np.column_stack([values, values.mean(axis=1)])
         lines.append((row.title, *(spread(column.tolist()) for column in values.T)))
     return Grid("", ("method", *names, "mean"), tuple(lines), 1).to_markdown()

@@ -8,8 +8,8 @@ from paper.collected import Cell, Cells, Collected, is_usual
 from cheem_jax.report.table import Grid
 
 
-def setting_sections(cells: Cells) -> list[str]:
-    """Setting, tasks, settings of every method, machines, commands."""
+def setting_sections(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Setting, tasks, settings of every method, machines, commands; `studies` are those that left their numbers."""
     runs = [run for found in cells.values() for run in found.values()]
     return [
         "## What was run",
@@ -18,12 +18,16 @@ def setting_sections(cells: Cells) -> list[str]:
         "Settings that decide how long a method learns; all others stand in each run's `config.json`.",
         method_grid(cells).to_markdown(),
         "### Where",
+        "In brackets: the fingerprint of machine, versions, code and settings; two where a run went on under others.",
         "\n".join(machines(runs)),
         "## To run it again",
-        "DATA is the folder of the image sets, WEIGHTS the file of the weights. Every run's own command, with each "
-        "option, is in its `record.json`; with equal versions on an equal machine `experiments/reproduce.py` "
-        "compares a new run with an old one number by number.",
-        "```bash\n" + "\n".join(commands(cells)) + "\n```",
+        f"DATA is the folder of the image sets, whose last part has to be `{runs[0].run.place[0]}`; WEIGHTS is "
+        "the file of the weights. The SHA-256 of every set stands in each run's `config.json`, each option of its "
+        "command in its `record.json`. Runs were made by the code of the commits above, which the present code reads "
+        "and continues; studies, collecting and this page are of the present code. With equal versions on an equal machine "
+        "a new run has the same numbers: collect it into another folder AGAIN, and "
+        "`experiments/reproduce.py docs/results/runs/cheem/seed-0 --against AGAIN/cheem/seed-0` compares them.",
+        "```bash\n" + "\n".join(commands(cells, studies)) + "\n```",
     ]
 
 
@@ -53,7 +57,9 @@ def task_grid(run: Collected) -> Grid:
     return Grid("", ("task, in learning order", "classes", "train", "validation", "test", "chance %"), tuple(rows), 1)
 
 
-LENGTHS = ("epochs", "learning_rate", "learning_rates", "batch_size")
+LENGTHS = (
+    "epochs", "learning_rate", "learning_rates", "schedule", "batch_size", "rank", "population", "generations",
+)  # fmt: skip
 
 
 def method_grid(cells: Cells) -> Grid:
@@ -86,7 +92,7 @@ def machines(runs: Sequence[Collected]) -> list[str]:
         accelerator = "" if device.get("platform", "cpu") == "cpu" else f", {device['count']} × {device['kind']}"
         versions = ", ".join(f"{name} {number}" for name, number in conditions.get("versions", {}).items())
         told = (
-            f"{device.get('processor', 'processor not told')}, {device.get('threads', '?')} threads"
+            f"{device.get('processor', 'processor not told')}, {number_of(device.get('threads'), 'thread')}"
             f"{accelerator}; {versions}; "
             f"code {code.get('version', '?')} at commit {(code.get('commit') or '?')[:7]}"
         )
@@ -95,8 +101,13 @@ def machines(runs: Sequence[Collected]) -> list[str]:
     return [f"- {told}: {', '.join(names)}." for told, names in groups.items()]
 
 
-def commands(cells: Cells) -> Iterator[str]:
-    """Commands that make the runs, usual ones of methods with the same seeds together, and then this page."""
+def number_of(count: int | None, what: str) -> str:
+    """So many of something."""
+    return f"{'?' if count is None else count} {what}{'' if count == 1 else 's'}"
+
+
+def commands(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Commands that make the runs, usual ones of methods with the same seeds together, the studies, and this page."""
     groups: dict[str, list[str]] = {}
     shared: dict[str, str] = {}
     usual: dict[str, Collected] = {}
@@ -115,10 +126,31 @@ def commands(cells: Cells) -> Iterator[str]:
     for cell, found in cells.items():
         if not is_usual(cells, cell):
             yield from (alone(run, cell, usual.get(cell.method)) for run in found.values())
+    if "routers" in studies:
+        yield "python experiments/router_study.py --runs RUNS --out ROUTERS && cp ROUTERS/routers.json docs/results"
+    if "search" in studies:
+        yield search_command(cells, studies["search"], {name: shared[name] for name in SEARCHED if name in shared})
     yield "python experiments/collect.py --runs RUNS --to docs/results/runs"
     yield "python experiments/tables.py --results docs/results/runs --page docs/results.md"
 
 
+def search_command(cells: Cells, found: Mapping[str, Any], shared: Mapping[str, str]) -> str:
+    """The command of the study of searches, on the run whose supernets it trained again."""
+    order, seed = tuple(found["order"]), found["seed"]
+    places = [
+        run.place for cell, own in cells.items() if (cell.method, cell.variant) == ("cheem", "")
+        for run in own.values() if (run.run.order, run.run.results["seed"]) == (order, seed)
+    ]  # fmt: skip
+    told = " ".join(f"{name} {value}" for name, value in shared.items())
+    return (
+        f"python experiments/search_study.py --run RUNS/{next(iter(places), '?')} {told} \\\n"
+        f"    --study {','.join(found['supernets'])} --num {found['num']} "
+        f"--search-seeds {','.join(map(str, found['search_seeds']))} --run-dir SEARCH \\\n"
+        "    && cp SEARCH/search_study.json docs/results/search.json"
+    )
+
+
+SEARCHED = ("--stream", "--data-dir", "--base-data", "--weights")
 SHARED = (
     "--stream", "--data-dir", "--tasks", "--base-data", "--backbone", "--weights", "--image-size", "--preset",
     "--router", "--router-weights",

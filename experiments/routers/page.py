@@ -19,7 +19,7 @@ def page_of(found: Mapping[str, Any]) -> str:
 
 def sections_of(found: Mapping[str, Any]) -> str:
     """All tables, without a heading of the first level."""
-    return "\n\n".join([_compared(found), _by_task(found), _looked_twice(found)])
+    return "\n\n".join([_compared(found), _by_task(found), _looked_twice(found), _all(found)])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
@@ -32,13 +32,25 @@ def _percent(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
-def _gain(gain: Mapping[str, Any]) -> str:
+def told_gain(gain: Mapping[str, Any]) -> str:
+    """Points with their interval; zero has no sign."""
     numbers = [f"{100 * gain[name]:+.1f}" for name in ("value", "low", "high")]
+    numbers = [number if number.strip("+-0.") else "0.0" for number in numbers]
     return "{} ({} to {})".format(*(number.replace("-", "−") for number in numbers))
 
 
 def _bytes(value: float) -> str:
     return f"{value / 1e3:,.0f}" if value >= 1e4 else f"{value / 1e3:.1f}"
+
+
+def shown_rows(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The paper's router, the chosen one, and of every kind the one that is best on validation images."""
+    best: dict[str, Mapping[str, Any]] = {}
+    for row in found["rows"]:
+        kind = row["config"]["kind"]
+        best[kind] = max(best.get(kind, row), row, key=lambda one: one["validation"])
+    wanted = [found["rows"][0]["config"], found["chosen"]["config"], *(row["config"] for row in best.values())]
+    return [row for row in found["rows"] if row["config"] in wanted]
 
 
 def _compared(found: Mapping[str, Any]) -> str:
@@ -47,32 +59,56 @@ def _compared(found: Mapping[str, Any]) -> str:
     for method in methods:
         head += [f"{NAMES[method]} %", f"{NAMES[method]}, gain"]
     head += ["MFLOPs, paper", "MFLOPs, executed", "kB a task", "µs an image"]
-    rows = []
-    for row in found["rows"]:
-        mark = "**" if row["config"] == found["chosen"]["config"] else ""
-        cells = [row["features"], f"{mark}{row['title']}{mark}", _percent(row["validation"])]
-        cells.append(_percent(row["found"]["test"]))
+    rows, first = [], found["rows"][0]
+    for row in shown_rows(found):
+        cells = [row["features"], _title(row, found), _percent(row["validation"]), _percent(row["found"]["test"])]
         for method in methods:
-            cells += [_percent(row[method]["accuracy"]), _gain(row[method]["gain"])]
+            gain = "–" if row is first else told_gain(row[method]["gain"])
+            cells += [_percent(row[method]["accuracy"]), gain]
         flops = [f"{row['flops'][name] / 1e6:.0f}" for name in ("paper", "executed")]
         rows.append([*cells, *flops, _bytes(row["bytes_per_task"]), f"{row['microseconds_per_image']:.0f}"])
     counts = ", ".join(f"{NAMES[method]} {sum(run['method'] == method for run in found['runs'])}" for method in methods)
     reads = "; ".join(f"*{name}*: {told}" for name, told in READS.items())
-    same, seeds = min(found["same_as_run"]), found["validated"]
+    same, others, seeds = found["same_as_run"], found.get("same_answers", []), found["validated"]
     validated = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
+    again = f"for {100 * min(same):.2f} % of the images of {len(same)} run{'' if len(same) == 1 else 's'}"
+    if others:
+        again += (
+            f", and let {100 * min(others):.2f} % or more be answered as in each of {len(others)} whose networks are "
+            "gone (features of another machine differ in the last bits, and k-means then ends elsewhere for some)"
+        )
     return f"""No run was made again: a router changes no network. Runs: {counts}. A router reads what the pass over the
 frozen backbone says anyway: {reads}; with *early* that pass ends at half of the depth. *Validation*: CHEEM's average
 accuracy on validation images with {validated}, by which the router in bold was chosen: of those within
 {100 * found["near_best"]:g} points of the best the one that keeps the fewest bytes. All other accuracies are on
 test images; the *gain* is over the paper's router (first row), with a 95 % interval by the bootstrap described above.
 *Task found* is a mean over tasks. FLOPs are of CHEEM's networks with the router's pass. The paper's router, made again
-from the features, named the same task as CHEEM's runs did for {100 * same:.2f} % of the images, where their answers
-were at hand; k-means of other methods begins with other seeds in their own runs. Times are of one process, with the
-features at hand, on a machine that did other work.
+from the features, named the same task as CHEEM's runs did {again}; k-means of other methods begins with other seeds in
+their own runs. CHEEM's architectures were chosen on validation images too, so that accuracy there lies above that on
+test. Times are of one process, with the features at hand, on a machine that did other work.
 Made by `experiments/router_study.py --runs RUNS` (with `--collected` and `--earlier` for runs whose networks are gone),
-whose `routers.json` stands beside the runs.
+whose `routers.json` stands beside the runs. Here are the paper's router, the chosen one, and the best of each kind on
+validation images; all {len(found["rows"])} follow below.
 
 {table(head, rows, 2)}"""
+
+
+def _title(row: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    return f"**{row['title']}**" if row["config"] == found["chosen"]["config"] else row["title"]
+
+
+def _all(found: Mapping[str, Any]) -> str:
+    head = ["reads", "router", "validation %", "task found %", "CHEEM %", "over the paper's", "kB a task"]
+    rows = [
+        [
+            row["features"], _title(row, found), _percent(row["validation"]), _percent(row["found"]["test"]),
+            _percent(row["cheem"]["accuracy"]),
+            "–" if row is found["rows"][0] else f"{100 * row['cheem']['gain']['value']:+.1f}".replace("-", "−"),
+            _bytes(row["bytes_per_task"]),
+        ]
+        for row in found["rows"]
+    ]  # fmt: skip
+    return f"All routers that were tried:\n\n{table(head, rows, 2)}"
 
 
 def _by_task(found: Mapping[str, Any]) -> str:
@@ -88,7 +124,10 @@ def _by_task(found: Mapping[str, Any]) -> str:
     rows.append(["mean", *(_percent(means[key]) for key in keys)])
     gap = means["given"] - means["paper"]
     share = (means["chosen"] - means["paper"]) / gap if gap > 0 else float("nan")
-    head = ["task", "found, paper's %", "found, chosen %", "accuracy, paper's %", "accuracy, chosen %", "task given %"]
+    head = [
+        "task", "task found, paper's router %", "task found, chosen %", "accuracy, paper's router %",
+        "accuracy, chosen %", "task given %",
+    ]  # fmt: skip
     chosen = found["chosen"]
     return f"""CHEEM by task, with the paper's router, with the chosen one ({chosen["features"]}, {chosen["title"]}) and
 with the task given. Of the {100 * gap:.1f} points that the paper's router loses, the chosen one recovers
@@ -101,14 +140,18 @@ def _looked_twice(found: Mapping[str, Any]) -> str:
     rows = [
         [
             str(one["seed"]), f"{100 * row['share']:g}", _percent(row["second"]), _percent(one["alone"]),
-            _percent(row["accuracy"]), _gain(row["gain"]),
+            _percent(row["accuracy"]), told_gain(row["gain"]),
         ]
         for one in found["second_look"]
         for row in one["rows"]
     ]  # fmt: skip
-    head = ["seed", "closest, validation %", "second network, test %", "router alone %", "decided together %", "gain"]
+    head = [
+        "seed", "two networks, set on validation %", "two networks, test %", "router alone %", "decided together %",
+        "gain",
+    ]  # fmt: skip
     return f"""A second look at close calls: the networks of both nearest tasks answer, and their heads' confidence
-decides with the router's lead, weighed as is best on validation. *Second network* is the share of test images that pay
-for one more network (interval over images alone, one seed a row).
+decides with the router's lead, weighed as is best on validation. *Two networks* is the share of images that pay for a
+second one: on validation images the closest calls up to that share set the bound (interval over images alone, one seed
+a row).
 
 {table(head, rows)}"""
