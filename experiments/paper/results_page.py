@@ -336,7 +336,7 @@ def method_grid(rows: Sequence[Row]) -> Grid:
     return Grid("", ("method", "seeds", *(title for title, _ in COLUMNS.values())), tuple(lines), 1)
 
 
-def at_once(row: Row) -> dict[str, float | None] | None:
+def at_once(row: Row) -> dict[str, Any] | None:
     """Accuracy on each task right after it was learned, among the tasks so far, mean over tasks."""
     if row.method in TOLD:
         return None
