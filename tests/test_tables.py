@@ -112,8 +112,8 @@ def test_variants_and_orders_have_tables_of_their_own(tmp_path):
     assert rows_of(out / "breakdown-5.csv")["CHEEM"]["accuracy %, ours"] == "79.00 (1)"
     assert rows_of(out / "sampling-3.csv")["CHEEM, uniform"]["accuracy %, ours"] == "69.00 (1)"
     orders = rows_of(out / "task_orders-2.csv")
-    assert orders["CHEEM, order2"]["accuracy %, ours"] == "59.00 (1)"
-    assert orders["CHEEM, order2"]["shapes, ours"] == "60.00 (1)"  # by name, not by place
+    assert orders["CHEEM, reversed"]["accuracy %, ours"] == "59.00 (1)"
+    assert orders["CHEEM, reversed"]["shapes, ours"] == "60.00 (1)"  # by name, not by place
 
 
 def test_a_run_is_counted_once_and_variants_are_not_averaged(tmp_path):
