@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 FILES = ("CITATION.cff", "LICENSE")
 FOLDER = "project"
+WIDE = ("results.md",)
+"""Pages whose tables need the place of the list of contents."""
 LINK = re.compile(r"(\]\()([^)\s#:]+)(?=[)#])")
 
 
@@ -30,6 +32,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links at the place that their target has on the site."""
     source = page.file.src_uri
+    if source in WIDE:
+        page.meta["hide"] = ["toc"]
     here = posixpath.dirname(source)
     # where the page is in the repository
     folder = "" if here == FOLDER else posixpath.join("docs", here)

@@ -264,13 +264,13 @@ def of_claim(lines: Sequence[Verdict]) -> str:
 
 def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
     """A row per comparison."""
-    columns = ("claim", "compared", *NUMBERS, "verdict")
+    columns = ("claim", "compared", "verdict", *NUMBERS)
     rows = [
-        (f"({claim.letter}) {claim.title}" if index == 0 else "", line.claim, *_numbers(line), _word(line))
+        (f"({claim.letter}) {claim.title}" if index == 0 else "", line.claim, _word(line), *_numbers(line))
         for claim, lines in judged
         for index, line in enumerate(lines)
     ]
-    return Grid("", columns, tuple(rows), 2)
+    return Grid("", columns, tuple(rows), 3)
 
 
 def paired_grid(cells: Cells, others: Sequence[Cell]) -> Grid:
