@@ -142,15 +142,18 @@ def test_other_pictures_weights_and_tasks_are_refused(finished, tmp_path):
 
 def test_a_rank_correlation_has_an_interval_and_none_where_all_are_equal():
     x = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
-    found = correlation(x, x**2, "kendall")
+    found = correlation((x, x**2), kind="kendall")
     assert found is not None and [found[name] for name in ("value", "low", "high")] == pytest.approx([1, 1, 1])
     assert found["num"] == 5
     # 1 of 10 pairs is the other way round: tau 0.8; squared differences of ranks 1 + 1: rho 1 - 6 * 2 / 120
     swapped = np.array([0.1, 0.3, 0.2, 0.4, 0.5])
     for kind, value in (("kendall", 0.8), ("spearman", 0.9)):
-        found = correlation(x, swapped, kind)
+        found = correlation((x, swapped), kind=kind)
         assert found is not None and found["value"] == pytest.approx(value) and found["low"] < value <= found["high"]
-    assert correlation(x, np.ones(5), "spearman") is None
+    assert correlation((x, np.ones(5)), kind="spearman") is None
+    together = correlation((x, swapped), (x, -x), kind="kendall")
+    assert together is not None and together["value"] == pytest.approx((0.8 - 1) / 2) and together["num"] == 10
+    assert together["low"] < 0 and together["high"] == pytest.approx(0)
 
 
 def test_points_are_those_drawn_that_were_retrained():

@@ -36,27 +36,31 @@ def points_of(entries: Sequence[Entry], task: str) -> Points:
     return Points(*np.array(whole, np.float64).reshape(-1, 3).T)
 
 
-def correlation(x: Float[np.ndarray, "P"], y: Float[np.ndarray, "P"], kind: str) -> dict[str, Any] | None:
-    """A rank correlation with the 95 % interval of a bootstrap over architectures; None where all are equal."""
+def correlation(*pairs: tuple[Float[np.ndarray, "P"], Float[np.ndarray, "P"]], kind: str) -> dict[str, Any] | None:
+    """A rank correlation, mean over the `pairs`, with the 95 % interval of a bootstrap over the architectures of each;
+    None where all of a pair are equal."""
 
-    def found(rows: np.ndarray) -> float:
-        if len(rows) < 3 or not np.ptp(x[rows]) or not np.ptp(y[rows]):
+    def found(x: np.ndarray, y: np.ndarray) -> float:
+        if len(x) < 3 or not np.ptp(x) or not np.ptp(y):
             return float("nan")
-        return float(CORRELATIONS[kind](x[rows], y[rows]).statistic)
+        return float(CORRELATIONS[kind](x, y).statistic)
 
-    value = found(np.arange(len(x)))
+    value = np.mean([found(x, y) for x, y in pairs])
     if np.isnan(value):
         return None
     rng = np.random.default_rng(0)
-    resampled = [found(rng.integers(0, len(x), len(x))) for _ in range(RESAMPLES)]
-    low, high = np.nanquantile(resampled, (0.025, 0.975))
-    return {"value": value, "low": float(low), "high": float(high), "num": len(x)}
+    drawn = [[(x[rows], y[rows]) for rows in rng.integers(0, len(x), (RESAMPLES, len(x)))] for x, y in pairs]
+    low, high = np.nanquantile(np.mean([[found(*one) for one in own] for own in drawn], axis=0), (0.025, 0.975))
+    return {"value": float(value), "low": float(low), "high": float(high), "num": sum(len(x) for x, _ in pairs)}
 
 
-def correlations(points: Points) -> dict[str, Any]:
-    """Of the supernet's accuracy with what retraining reaches, on validation and on test images."""
+def correlations(*tasks: Points) -> dict[str, Any]:
+    """Of the supernet's accuracy with what retraining reaches, on validation and on test images, mean over tasks."""
     return {
-        split: {kind: correlation(points.supernet, getattr(points, split), kind) for kind in CORRELATIONS}
+        split: {
+            kind: correlation(*((points.supernet, getattr(points, split)) for points in tasks), kind=kind)
+            for kind in CORRELATIONS
+        }
         for split in ("val", "test")
     }
 

@@ -52,7 +52,10 @@ def found_in(entries: Sequence[Entry], setting: Mapping[str, Any]) -> dict[str, 
         "points": {
             task: {name: values.tolist() for name, values in own._asdict().items()} for task, own in points.items()
         },
-        "ranking": {task: correlations(own) for task, own in points.items()},
+        "ranking": {
+            **{task: correlations(own) for task, own in points.items()},
+            **({"mean over tasks": correlations(*points.values())} if len(points) > 1 else {}),
+        },
         "variants": summary(winners, {task: own["num_test"] for task, own in supernets.items()}),
         "winners": winners,
     }
