@@ -12,6 +12,8 @@ from searching.units import VARIANTS, Entry, from_hex
 RESAMPLES = 2000
 MEASURES = ("supernet_accuracy", "candidate_images", "flops", "flops_resumed", "val_accuracy", "test_accuracy")
 PLACE = ("task", "variant", "seed")
+COMPARED = {"val": ("supernet", "val"), "test": ("supernet", "test"), "retrained": ("val", "test")}
+"""What is correlated with what."""
 CORRELATIONS: dict[str, Callable[..., Any]] = {"spearman": spearmanr, "kendall": kendalltau}
 
 
@@ -55,13 +57,14 @@ def correlation(*pairs: tuple[Float[np.ndarray, "P"], Float[np.ndarray, "P"]], k
 
 
 def correlations(*tasks: Points) -> dict[str, Any]:
-    """Of the supernet's accuracy with what retraining reaches, on validation and on test images, mean over tasks."""
+    """Of the supernet's accuracy with what retraining reaches, on validation and on test images, mean over tasks; and
+    of both after retraining, which says how well images that nobody chose by could be foretold at all."""
     return {
-        split: {
-            kind: correlation(*((points.supernet, getattr(points, split)) for points in tasks), kind=kind)
+        name: {
+            kind: correlation(*((getattr(points, x), getattr(points, y)) for points in tasks), kind=kind)
             for kind in CORRELATIONS
         }
-        for split in ("val", "test")
+        for name, (x, y) in COMPARED.items()
     }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from searching.measures import CORRELATIONS, correlations, points_of, summary, winners_of
+from searching.measures import COMPARED, CORRELATIONS, correlations, points_of, summary, winners_of
 from searching.units import VARIANTS, Entry
 
 from cheem_jax.atomic import write_atomically
@@ -103,15 +103,16 @@ def told(found: Mapping[str, Any]) -> str:
 def ranking_grid(ranking: Mapping[str, Mapping[str, Any]]) -> Grid:
     """A row per task: rank correlations with their intervals."""
     columns = ["task", "archi-\ntectures"]
-    columns += [f"{TITLES[kind]}\n{split}" for split in ("val", "test") for kind in CORRELATIONS]
+    columns += [f"{TITLES[kind]}\n{told}" for told in ("val", "test", "val to test") for kind in CORRELATIONS]
     rows = []
     for task, found in ranking.items():
-        cells = [found[split][kind] for split in ("val", "test") for kind in CORRELATIONS]
+        cells = [found[name][kind] for name in COMPARED for kind in CORRELATIONS]
         num = next((cell["num"] for cell in cells if cell is not None), None)
         rows.append((task, NONE if num is None else str(num), *map(_interval, cells)))
     caption = (
         "Between an architecture's accuracy on validation images in the supernet and its accuracy on validation or "
-        "test images after training of its own, with 95 % intervals of a bootstrap over architectures."
+        "test images after training of its own; *val to test*: between these two, so how well any choice by validation "
+        "images could do. 95 % intervals of a bootstrap over architectures."
     )
     return Grid("How the supernet ranks architectures", tuple(columns), tuple(rows), 1, caption)
 
