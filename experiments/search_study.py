@@ -157,6 +157,7 @@ def study(
         setting = {
             "stream": held["stream"], "backbone": held["backbone"], "seed": held["seed"], "tasks": list(tasks),
             "order": held["tasks"], "num": num, "search_seeds": list(seeds), "losses": losses_of(run),
+            "epochs": {"supernet": config.supernet.epochs, "finetune": config.finetune.epochs},
         }  # fmt: skip
         grids = []
         for task in (task for task in loaded.stream.tasks if task.name in tasks):

@@ -14,7 +14,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run
 import mtil
 import search_study
-from searching.measures import correlation, points_of, summary
+from searching.measures import Points, best_of, correlation, points_of, summary, trainings, without_search
 from searching.units import VARIANTS, Counted, from_hex, to_hex
 
 from cheem_jax.continual import RunConfig, run_stream
@@ -165,6 +165,20 @@ def test_points_are_those_drawn_that_were_retrained():
     ]
     points = points_of(entries, "a")
     assert [values.tolist() for values in points] == [[0.7], [0.8], [0.9]]
+
+
+def test_the_best_of_several_by_validation_is_a_mean_over_all_ways_to_take_them():
+    points = Points(np.zeros(4), np.array([0.5, 0.9, 0.7, 0.1]), np.array([0.2, 0.6, 0.8, 0.4]))
+    assert best_of(points, 1) == pytest.approx(0.5) and best_of(points, 4) == pytest.approx(0.6)
+    # of six pairs the second network wins three, the third two, the first one
+    assert best_of(points, 2) == pytest.approx((3 * 0.6 + 2 * 0.8 + 0.2) / 6)
+    rows = without_search({"a": points, "b": Points(*(values[:3] for values in points))}, 4)  # b lacks one of its four
+    assert [(row["drawn"], row["trained"]) for row in rows] == [(d, n) for d in ("HEE", "uniform") for n in (1, 2)]
+    assert [row["test_accuracy"]["a"] for row in rows] == pytest.approx([0.4, 0.6, 0.6, 0.8])
+    assert all(list(row["test_accuracy"]) == ["a"] for row in rows) and without_search({}, 4) == []
+    # as many epochs for the supernet; 90 candidate images are 30 training steps of an image, of 2 epochs of 30
+    cost = trainings({"candidate_images": 90}, {"num_train": 30}, {"supernet": 2, "finetune": 2})
+    assert cost == pytest.approx(1 + 0.5 + 1)
 
 
 def test_searches_are_compared_with_the_papers_of_the_same_task_and_seed():

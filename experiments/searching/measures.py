@@ -1,5 +1,6 @@
 """What the record of a study says: how the supernet ranks, and what each search costs and finds."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ from scipy.stats import kendalltau, spearmanr
 from searching.units import VARIANTS, Entry, from_hex
 
 RESAMPLES = 2000
+TRAINED = (1, 2, 3, 5, 10)
+"""Networks that are drawn and trained, for comparison with a search."""
 MEASURES = ("supernet_accuracy", "candidate_images", "flops", "flops_resumed", "val_accuracy", "test_accuracy")
 PLACE = ("task", "variant", "seed")
 COMPARED = {"val": ("supernet", "val"), "test": ("supernet", "test"), "retrained": ("val", "test")}
@@ -66,6 +69,34 @@ def correlations(*tasks: Points) -> dict[str, Any]:
         }
         for name, (x, y) in COMPARED.items()
     }
+
+
+def best_of(points: Points, num: int) -> float:
+    """Test accuracy of that of `num` networks which is best on validation images, mean over all ways to take `num`."""
+    order, total = np.argsort(-points.val, kind="stable"), len(points.val)
+    ways = np.array([math.comb(total - 1 - place, num - 1) for place in range(total)])
+    return float(points.test[order] @ ways / math.comb(total, num))
+
+
+def without_search(points: Mapping[str, Points], num: int) -> list[dict[str, Any]]:
+    """What networks reach that are drawn and trained, half by HEE and half uniformly, of tasks whose `num` were all
+    retrained; a row per kind and number of networks, `trained`, of which validation images choose one."""
+    whole = {task: own for task, own in points.items() if len(own.val) == num}
+    halves = {"HEE": slice(0, num // 2), "uniform": slice(num // 2, num)}
+    return [
+        {
+            "drawn": name, "trained": trained,
+            "test_accuracy": {task: best_of(Points(*(v[half] for v in own)), trained) for task, own in whole.items()},
+        }
+        for name, half in halves.items() for trained in TRAINED if whole and trained <= num // 2
+    ]  # fmt: skip
+
+
+def trainings(winner: Entry, own: Mapping[str, int], epochs: Mapping[str, int]) -> float:
+    """What a search costs with its supernet and its network's training, in trainings of one network; a training step
+    counts three times a forward pass."""
+    scoring = winner["candidate_images"] / (3 * epochs["finetune"] * own["num_train"])
+    return epochs["supernet"] / epochs["finetune"] + scoring + 1
 
 
 def winners_of(entries: Sequence[Entry], task: str) -> list[Entry]:

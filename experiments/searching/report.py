@@ -5,8 +5,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
-from searching.measures import COMPARED, CORRELATIONS, correlations, points_of, summary, winners_of
+from searching.measures import (
+    COMPARED,
+    CORRELATIONS,
+    correlations,
+    points_of,
+    summary,
+    trainings,
+    winners_of,
+    without_search,
+)  # fmt: skip
 from searching.units import VARIANTS, Entry
 
 from cheem_jax.atomic import write_atomically
@@ -56,6 +66,7 @@ def found_in(entries: Sequence[Entry], setting: Mapping[str, Any]) -> dict[str, 
             **{task: correlations(own) for task, own in points.items()},
             **({"mean over tasks": correlations(*points.values())} if len(points) > 1 else {}),
         },
+        "drawn": without_search(points, setting["num"]),
         "variants": summary(winners, {task: own["num_test"] for task, own in supernets.items()}),
         "winners": winners,
     }
@@ -74,6 +85,7 @@ def grids_of(found: Mapping[str, Any]) -> list[Grid]:
     winners = found["winners"]
     return [
         ranking_grid(found["ranking"]),
+        *([drawn_grid(found)] if found["drawn"] else []),
         *([variant_grid(found["variants"]), *task_grids(winners)] if winners else []),
     ]
 
@@ -115,6 +127,34 @@ def ranking_grid(ranking: Mapping[str, Mapping[str, Any]]) -> Grid:
         "images could do. 95 % intervals of a bootstrap over architectures."
     )
     return Grid("How the supernet ranks architectures", tuple(columns), tuple(rows), 1, caption)
+
+
+def title_of(drawn: Mapping[str, Any]) -> str:
+    """Networks that were drawn, and how many of them were trained."""
+    several = f"best of {drawn['trained']} drawn" if drawn["trained"] > 1 else "one drawn"
+    return f"{several} {'by HEE' if drawn['drawn'] == 'HEE' else 'uniformly'}"
+
+
+def drawn_grid(found: Mapping[str, Any]) -> Grid:
+    """Networks that were drawn and trained beside what the paper's search finds, accuracy on test images by task."""
+    tasks = list(found["drawn"][0]["test_accuracy"])
+    rows = [(title_of(row), f"{row['trained']}.0", list(row["test_accuracy"].values())) for row in found["drawn"]]
+    own = [winner for winner in found["winners"] if winner["variant"] == "paper" and winner["task"] in tasks]
+    if {winner["task"] for winner in own} == set(tasks):
+        by_task = [[winner for winner in own if winner["task"] == task] for task in tasks]
+        cost = np.mean([trainings(winner, found["supernets"][winner["task"]], found["epochs"]) for winner in own])
+        found_by_it = [float(np.mean([winner["test_accuracy"] for winner in winners])) for winners in by_task]
+        rows.append(("supernet and the paper's search", f"{cost:.1f}", found_by_it))
+    caption = (
+        "Accuracy on test images, %, of the network that is best on validation images among so many that were drawn "
+        "and trained, mean over all ways to take them from those of their kind. *Trainings*: what it costs, in "
+        "trainings of one network; of a search its supernet, its scoring (three forward passes as a training step) and "
+        "the training of what it found."
+    )
+    lines = [
+        (title, cost, *(percent(value) for value in (*values, float(np.mean(values))))) for title, cost, values in rows
+    ]
+    return Grid("What a search is worth", ("network", "trainings", *tasks, "mean"), tuple(lines), 1, caption)
 
 
 def variant_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
