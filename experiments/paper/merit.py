@@ -34,7 +34,7 @@ def merit_section(
         chosen = routers["chosen"]
         name, flops = f"{chosen['features']} {chosen['title']}", {name: chosen["flops"][name] for name in FLOPS}
         own[f"CHEEM, {name}"] = Side(chosen["cheem"]["accuracy"], flops)
-        for method in (method for method in sides if method != "cheem" and method in chosen):
+        for method in (method for method in sides if added and method != "cheem" and method in chosen):
             flops = {count: value + added[count] for count, value in sides[method].flops.items()}
             others[f"{titles[method]}, {name}"] = Side(chosen[method]["accuracy"], flops)
     rows = []

@@ -20,6 +20,7 @@ from routers.page import told_gain
 from searching import report as searches
 
 from cheem_jax.atomic import write_atomically
+from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.report.comparison import comparison
 from cheem_jax.report.table import METHODS, NONE, TOLD, Grid
 from cheem_jax.routing.config import RouterConfig
@@ -252,8 +253,10 @@ def beyond(routers: Mapping[str, Any] | None) -> str:
 
 
 def added_by(routers: Mapping[str, Any] | None, run: Results) -> dict[str, float]:
-    """What the chosen router adds to FLOPs per image; nothing without a study of routers."""
-    return {} if routers is None else cost_of_router(run, RouterConfig(**routers["chosen"]["config"]))
+    """What the chosen router adds to FLOPs per image; nothing without that study or of unknown backbones."""
+    if routers is None or run["backbone"] not in CONFIGS:
+        return {}
+    return cost_of_router(run, RouterConfig(**routers["chosen"]["config"]))
 
 
 def of_claim(lines: Sequence[Verdict]) -> str:
