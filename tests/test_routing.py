@@ -196,7 +196,9 @@ def test_an_image_is_routed_alone_as_in_company(kind):
 def test_ties_go_to_the_lowest_task(kind):
     config = RouterConfig(kind, projections=15)
     (place,) = places_of(config, TASKS[:1])
-    assert not make_router(config).follow([place] * 3).route(ASKED).any()
+    # a matrix product rounds its last columns in another way, and which they are is the processor's choice
+    for num in (2, 3, 5, 26):
+        assert not make_router(config).follow([place] * num).route(ASKED).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

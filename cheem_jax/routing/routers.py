@@ -87,7 +87,7 @@ class SharedCovariance(Router):
     def distances(self, features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N T"]:
         """See `Router.distances`: Mahalanobis."""
         squared = squared_distances(normalise(features) @ self.whitening, self.rows)
-        return np.sqrt(np.minimum.reduceat(squared, self.first, axis=1))
+        return as_float32_tells(np.sqrt(np.minimum.reduceat(squared, self.first, axis=1)))
 
     def _update(self) -> None:
         scatter = self._total("scatter") / len(self)
@@ -125,7 +125,7 @@ class RidgeOnTasks(Router):
 
     def distances(self, features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N T"]:
         """See `Router.distances`: minus what the regression answers."""
-        return -(random_features(normalise(features), self.config.projections) @ self.weights)
+        return as_float32_tells(-(random_features(normalise(features), self.config.projections) @ self.weights))
 
     def _update(self) -> None:
         gram = self._total("gram")
@@ -148,6 +148,15 @@ def whitening_of(scatter: Float[np.ndarray, "E E"], shrinkage: float) -> tuple[F
     factor = np.linalg.cholesky(shrunk)
     whitening = solve_triangular(factor, np.eye(size), lower=True).T
     return whitening, float(2 * np.log(np.diag(factor)).sum())
+
+
+def as_float32_tells(distances: Float[np.ndarray, "N T"]) -> Float[np.ndarray, "N T"]:
+    """Distances as float32 tells them apart, which is what the features hold.
+
+    What is finer is the rounding of a matrix product. On some processors it differs between equal columns, and equal
+    tasks would no longer tie.
+    """
+    return distances.astype(np.float32).astype(np.float64)
 
 
 def squared_distances(points: Float[np.ndarray, "N E"], rows: Float[np.ndarray, "C E"]) -> Float[np.ndarray, "N C"]:
