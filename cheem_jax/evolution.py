@@ -110,6 +110,13 @@ def rank(scored: Scored, num_images: int, tolerance: float) -> np.ndarray:
     return np.array(sorted(range(len(scored.genomes)), key=place))
 
 
+def best_of(scored: Scored, num_images: int, tolerance: float) -> int:
+    """Index of the first in rank. Raises ValueError where none has a score."""
+    if not np.isfinite(scored.correct).any():
+        raise ValueError("the search found no architecture with a score: none was a finite number")
+    return int(rank(scored, num_images, tolerance)[0])
+
+
 def rung_images(num_images: int, rungs: int) -> list[int]:
     """Images that candidates have met after each rung: twice as many each time, all at the last."""
     if num_images >> (rungs - 1) == 0:
@@ -171,7 +178,7 @@ def search(
         fresh: list[tuple[int, ...]] = []
         if generation == 0:
             _take(fresh, seen, none if first is None else first, num)
-            _take(fresh, seen, _draw(generation_key, 0, exploit, uniform, config), num)
+            _take_drawn(fresh, seen, generation_key, exploit, uniform, config)
         else:
             order = rank(scored, num_images, config.tolerance)[: config.num_parents]
             parents = scored.genomes[np.resize(order, config.num_parents)]
@@ -179,19 +186,28 @@ def search(
             _take(fresh, seen, _cross(generation_key, parents, config), half)
             mutated = _mutate(generation_key, parents, exploit, uniform, config)
             _take(fresh, seen, mutated, len(fresh) + num - half)
-        if len(fresh) < num:
-            _take(fresh, seen, _draw(generation_key, 3, uniform, uniform, config), num)
-        if len(fresh) < num:
-            _take(fresh, seen, _unseen(exploit + uniform, seen), num)
+            _fill(fresh, seen, generation_key, exploit, uniform, config)
         if not fresh:
             break
         found, left_out = _halved(np.array(fresh, np.int32), scores, flops, images, config)
         scored = Scored(*(np.concatenate(pair) for pair in zip(scored, found, strict=True)))
         dropped = np.concatenate([dropped, left_out])
         on_generation(Searched(generation + 1, scored, dropped))
-    if not np.isfinite(scored.correct).any():
-        raise ValueError("the search found no architecture with a score: none was a finite number")
-    return scored.genomes[rank(scored, num_images, config.tolerance)[0]], scored
+    return scored.genomes[best_of(scored, num_images, config.tolerance)], scored
+
+
+def first_draws(
+    key: jax.Array,
+    exploit: Float[np.ndarray, "L C"],
+    uniform: Float[np.ndarray, "L C"],
+    num: int,
+    config: SearchConfig,
+) -> Int[np.ndarray, "P L"]:
+    """`num` different architectures, drawn as a search draws its first generation; fewer where there are no more."""
+    config = dataclasses.replace(config, population=num, rungs=1)
+    fresh: list[tuple[int, ...]] = []
+    _take_drawn(fresh, {}, key_at(key, 0), exploit, uniform, config)
+    return np.array(fresh, np.int32)
 
 
 def _halved(
@@ -280,6 +296,21 @@ def _take(fresh: list, seen: dict, candidates, total: int) -> None:
         if genome not in seen:
             seen[genome] = None
             fresh.append(genome)
+
+
+def _take_drawn(fresh: list, seen: dict, key, exploit, uniform, config: SearchConfig) -> None:
+    """Append what the mixture of HEE and uniform draws."""
+    _take(fresh, seen, _draw(key, 0, exploit, uniform, config), config.rung_candidates[0])
+    _fill(fresh, seen, key, exploit, uniform, config)
+
+
+def _fill(fresh: list, seen: dict, key, exploit, uniform, config: SearchConfig) -> None:
+    """Append uniform draws, and the rest of a small space, where a population is not complete."""
+    num = config.rung_candidates[0]
+    if len(fresh) < num:
+        _take(fresh, seen, _draw(key, 3, uniform, uniform, config), num)
+    if len(fresh) < num:
+        _take(fresh, seen, _unseen(exploit + uniform, seen), num)
 
 
 def _unseen(table: Float[np.ndarray, "L C"], seen: dict):

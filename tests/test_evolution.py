@@ -13,6 +13,7 @@ from cheem_jax.evolution import (
     Scored,
     SearchConfig,
     crossover,
+    first_draws,
     generation_images,
     mutate,
     rank,
@@ -97,6 +98,26 @@ def test_a_search_that_goes_on_ends_as_one_that_was_not_stopped(generations):
 def test_a_search_without_any_score_says_so():
     with pytest.raises(ValueError, match="none was a finite number"):
         run(lambda genomes: np.full(len(genomes), np.nan))
+
+
+def test_first_draws_are_those_of_a_first_generation_all_different():
+    config, key = SearchConfig(population=12, generations=1, num_parents=4), jax.random.key(3)
+    _, scored = search(key, toy_score, no_cost, UNIFORM, UNIFORM, 100, config)
+    # whatever population and rungs the search itself would have
+    other = dataclasses.replace(config, population=50, rungs=3)
+    for settings in (config, other):
+        np.testing.assert_array_equal(first_draws(key, UNIFORM, UNIFORM, 12, settings), scored.genomes)
+    assert len({tuple(genome) for genome in scored.genomes.tolist()}) == 12
+
+
+def test_first_draws_follow_the_mixture_and_end_with_the_space():
+    sure = np.zeros_like(UNIFORM)
+    sure[np.arange(len(GOAL)), GOAL] = 1
+    never = SearchConfig(epsilon=0.0)
+    assert first_draws(jax.random.key(0), sure, UNIFORM, 1, never).tolist() == [GOAL.tolist()]
+    small = hee.uniform_table([1])
+    drawn = first_draws(jax.random.key(0), small, small, 9, SearchConfig())
+    assert sorted(drawn.ravel().tolist()) == [0, 1, 2, 3]
 
 
 def test_a_small_space_is_searched_whole_and_then_the_search_stops():

@@ -153,6 +153,84 @@ def test_a_search_with_all_options_goes_on_from_a_rolling_checkpoint(stages, tmp
         assert found[name] == expected[name]
 
 
+# hard enough that draws differ in accuracy
+HARD = small.task("colours", 0, num_classes=9)
+
+
+def drawing(stages, num=3, **options):
+    search = dataclasses.replace(small.QUICK.search, **options)
+    config = dataclasses.replace(small.QUICK, search=search, trained_draws=num)
+    return Cheem(stages, config, Keys(0), None, FrozenFeatures(stages, config.batch_size))
+
+
+def test_of_trained_draws_the_first_in_rank_is_kept_as_it_was_trained(stages):
+    own = drawing(stages)
+    report = own.learn(HARD, Undisturbed())
+    found = report["search"]
+    assert report["searched"] == len(found["correct"]) == found["population"] == 3
+    scored = Scored(np.zeros((3, 4), np.int32), np.array(found["correct"]), np.array(found["flops"]))
+    assert found["chosen"] == rank(scored, found["num_images"], 0.02)[0]
+    assert report["flops"] == found["flops"][found["chosen"]] and len(set(found["correct"])) > 1
+    assert report["supernet_losses"] == [] and len(report["finetune_losses"]) == small.QUICK.finetune.epochs
+    assert set(report["seconds"]) >= {"finetune", "search"} and "supernet" not in report["seconds"]
+    # what is remembered answers as what was scored
+    right = int((own.predict(HARD.val.images).classes == HARD.val.labels).sum())
+    assert right == found["correct"][found["chosen"]]
+
+
+def test_a_tolerance_chooses_the_cheapest_draw_within_it_though_it_was_not_the_best_then(stages):
+    strict, lenient = (drawing(stages, 6, tolerance=t).learn(HARD, Undisturbed()) for t in (0.0, 1.0))
+    assert strict["search"]["correct"] == lenient["search"]["correct"]
+    assert strict["flops"] > lenient["flops"] == min(lenient["search"]["flops"])
+    assert strict["search"]["correct"][strict["search"]["chosen"]] == max(strict["search"]["correct"])
+
+
+class HaltingAt(Halting):
+    """Saves and ends at the given report of the given phase, counted over the whole task."""
+
+    def __init__(self, rolling, place):
+        self.rolling, self.place, self.reports = rolling, place, {}
+
+    @contextlib.contextmanager
+    def phase(self, name, total, state=None):
+        def advance(num_images, note="", /):
+            self.reports[name] = self.reports.get(name, 0) + 1
+            if (name, self.reports[name]) == self.place:
+                self.rolling.save(0, state)
+                raise Halt
+
+        yield advance
+
+
+# 40 images in batches of 16 are 3 steps in each of 4 epochs, 12 for a draw
+@pytest.mark.parametrize("place", [("finetune", 5), ("finetune", 17), ("search", 3), ("finetune", 36), ("means", 1)])
+def test_trained_draws_go_on_from_a_rolling_checkpoint(stages, tmp_path, place):
+    whole = drawing(stages)
+    expected = whole.learn(HARD, Undisturbed())
+    rolling = Rolling(tmp_path, Stop())
+    with pytest.raises(Halt):
+        drawing(stages).learn(HARD, HaltingAt(rolling, place))
+    going_on = Resumed(rolling.open(0, print))
+    again = drawing(stages)
+    found = again.learn(HARD, going_on)
+    for name in ("search", "architecture", "finetune_losses", "skipped_steps"):
+        assert found[name] == expected[name]
+    for one, other in zip(whole.memory.tasks, again.memory.tasks, strict=True):
+        np.testing.assert_array_equal(one.head.weight, other.head.weight)
+        np.testing.assert_array_equal(one.means, other.means)
+
+
+def test_trained_draws_that_need_a_supernet_or_are_fewer_than_none_are_refused():
+    with pytest.raises(ValueError, match=r"trained_draws is -1; expected 0 \(supernet and search\) or more"):
+        dataclasses.replace(small.QUICK, trained_draws=-1)
+    for changes, named in (
+        ({"weights": "inherited"}, "weights"),
+        ({"search": dataclasses.replace(small.QUICK.search, rungs=2, warm_start=True)}, "search.rungs and search.warm"),
+    ):
+        with pytest.raises(ValueError, match=f"trained_draws is 2: there is no supernet for {named}"):
+            dataclasses.replace(small.QUICK, trained_draws=2, **changes)
+
+
 def test_a_stream_with_too_few_validation_images_is_refused_before_it_is_learned(stages):
     tasks = [small.task("many", 0), small.task("few", 1, num=6)]
     assert learner(stages, rungs=2).check(tasks) == []

@@ -255,9 +255,9 @@ def test_means_that_runs_measured_on_other_machines_part_no_cell_and_other_pictu
 
 def test_another_router_or_search_is_a_variant_of_any_method(tmp_path):
     early = {"router": {"kind": "lda", "features": "early"}}
-    search = {"search": {"cost": "resumed", "rungs": 2, "warm_start": True}}
+    search = {"search": {"cost": "resumed", "rungs": 2, "warm_start": True}, "trained_draws": 3}
     write_run(tmp_path / "a", "lora_cl", lora_cl=early)
     write_run(tmp_path / "b", "cheem", cheem={**early, **search})
     found = {run.results["method"]: variant_of(run) for run in read([tmp_path])[0]}
     assert found["lora_cl"] == "router lda early"
-    assert found["cheem"] == "resumed FLOPs, 2 rungs, warm start, router lda early"
+    assert found["cheem"] == "resumed FLOPs, 2 rungs, warm start, best of 3 trained draws, router lda early"

@@ -4,6 +4,7 @@ For each task: similarity to all earlier networks, supernet training, evolutiona
 the chosen network, growth of the pool, task centroids (paper section 'Our Proposed CHEEM').
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -15,8 +16,11 @@ from cheem_jax.architecture import decode
 from cheem_jax.data.task import Task
 from cheem_jax.evolution import (
     Score,
+    Scored,
     SearchConfig,
     Searched,
+    best_of,
+    first_draws,
     generation_images,
     prepare_search,
     rung_images,
@@ -81,6 +85,9 @@ class CheemConfig:
     """`uniform` is the paper's pure exploration: eps1 = eps2 = 1, mutation included."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
+    trained_draws: int = 0
+    """Architectures drawn as the search draws its first, and each trained by itself, instead of a supernet and a search
+    of its candidates; the first in the search's rank on validation images is kept. 0: the paper's supernet."""
     finetune: FitConfig = FitConfig(epochs=20)
     weights: Literal["initial", "inherited"] = "initial"
     """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has learned."""
@@ -94,6 +101,15 @@ class CheemConfig:
         check_batch_size(self.batch_size)
         if self.similarity_images < 0:
             raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
+        if self.trained_draws < 0:
+            raise ValueError(f"trained_draws is {self.trained_draws}; expected 0 (supernet and search) or more")
+        without_supernet = {
+            "weights": self.weights == "inherited", "search.rungs": self.search.rungs > 1,
+            "search.warm_start": self.search.warm_start,
+        }  # fmt: skip
+        if self.trained_draws and any(without_supernet.values()):
+            named = " and ".join(name for name, changed in without_supernet.items() if changed)
+            raise ValueError(f"trained_draws is {self.trained_draws}: there is no supernet for {named}; leave out one")
         if self.search.warm_start and self.sampling == "uniform":
             raise ValueError(
                 "search.warm_start begins with what HEE names, so sampling cannot be uniform; leave out one"
@@ -168,9 +184,12 @@ class Cheem(ExpertMemory):
         index, underway, clock = learning.index, learning.underway, learning.underway.clock
         similarity = self.similarity(learning)
         tables = self.tables(learning, similarity)
-        supernet = self.train_supernet(learning, tables)
-        codes = self.search(learning, tables, supernet)
-        network = self.finetune(learning, supernet, codes)
+        if self.config.trained_draws:
+            codes, network = self.train_draws(learning, tables)
+        else:
+            supernet = self.train_supernet(learning, tables)
+            codes = self.search(learning, tables, supernet)
+            network = self.finetune(learning, supernet, codes)
         architecture = decode(codes, learning.candidates.sizes)
         learned = network.learned(architecture)
         architecture = in_pool(architecture, learning.candidates.kept)
@@ -185,8 +204,8 @@ class Cheem(ExpertMemory):
             "supernet_losses": underway.supernet.losses,
             "finetune_losses": underway.finetune.losses,
             "skipped_steps": underway.supernet.skipped + underway.finetune.skipped,
-            **self._search_report(learning, supernet, codes),
-            "not_kept": learning.budget.refused,
+            **self._search_report(learning, network, codes),
+            "not_kept": list(dict.fromkeys(learning.budget.refused)),
             "engine": self.executor.counters(),
             "seconds": clock.seconds,
         }
@@ -246,9 +265,7 @@ class Cheem(ExpertMemory):
 
     def search(self, learning: Learning, tables: Tables, supernet: Supernet) -> np.ndarray:
         """Candidate indices `[L]` of the chosen network; `underway.searched` holds what it was chosen from."""
-        config, underway, labels = self.config.search, learning.underway, learning.task.val.labels
-        if self.config.sampling == "uniform":
-            config = dataclasses.replace(config, epsilon=1.0)
+        config, underway, labels = self._search_config(), learning.underway, learning.task.val.labels
         key, num = self.keys.at(learning.index, Phase.SEARCH), len(labels)
         done = 0 if underway.searched is None else underway.searched.generations
         left = generation_images(config, num) * (config.generations - done)
@@ -277,22 +294,58 @@ class Cheem(ExpertMemory):
 
     def finetune(self, learning: Learning, supernet: Supernet, codes: np.ndarray) -> Supernet:
         """The chosen network trained by itself, as a supernet of which nothing else was touched."""
+        network = self._network(learning, Phase.FINETUNE_INIT, "finetune")
+        if self.config.weights == "inherited" and not learning.underway.finetune.step:
+            network.inherit(supernet, decode(codes, learning.candidates.sizes))
+        self._train(learning, network, codes)
+        return network
+
+    def train_draws(self, learning: Learning, tables: Tables) -> tuple[np.ndarray, Supernet]:
+        """Candidate indices `[L]` and network of the best of `trained_draws` architectures, each trained by itself.
+
+        Searched without a supernet, whose weights may say little about its networks after a few epochs. They all stay
+        until the last is there: who comes first by accuracy within tau and FLOPs depends on the most accurate.
+        """
+        config, underway, labels = self._search_config(), learning.underway, learning.task.val.labels
+        key = self.keys.at(learning.index, Phase.SEARCH)
+        genomes = first_draws(key, *tables, self.config.trained_draws, config)
+        for number in range(len(underway.drawn), len(genomes)):
+            network, draw = self._network(learning, Phase.FINETUNE_INIT, "finetune", number), genomes[[number]]
+            # what one draw keeps is gone before the next
+            apart = dataclasses.replace(learning, budget=copy.copy(learning.budget))
+            self._train(apart, network, draw[0], number)
+            state = functools.partial(underway.saved, "finetune", network)
+            with underway.clock("search"), learning.running.phase("search", len(labels), state) as advance:
+                score = supernet_score(
+                    self.executor, network, labels, learning.val, batch_size=self.config.batch_size, advance=advance
+                )  # fmt: skip
+                found = Scored(draw, np.asarray(score(draw), np.float64), self._cost(network)(draw))
+            underway.finish_draw(network, found)
+        assert underway.searched is not None, "at least one was drawn"
+        best = best_of(underway.searched.scored, len(labels), config.tolerance)
+        network = self._network(learning, Phase.FINETUNE_INIT, "", best)
+        network.restore(underway.drawn[best].arrays)
+        underway.finetune = underway.drawn[best].fit
+        return genomes[best], network
+
+    def _train(self, learning: Learning, network: Supernet, codes: np.ndarray, *position: int) -> None:
+        """Train a network of one architecture from where it is; `position` tells draws of a task apart."""
         config, underway, labels = self.config, learning.underway, learning.task.train.labels
         architecture = decode(codes, learning.candidates.sizes)
-        network = self._network(learning, Phase.FINETUNE_INIT, "finetune")
-        if config.weights == "inherited" and not underway.finetune.step:
-            network.inherit(supernet, architecture)
         prefix = frozen_prefix(network, architecture)
         unchanged = self._kept(learning, "what fine-tuning leaves unchanged", learning.train, len(labels), prefix)
         left = images_left(underway.finetune, config.finetune, len(labels), config.batch_size)
         state = functools.partial(underway.saved, "finetune", network)
         with underway.clock("finetune"), learning.running.phase("finetune", left, state) as advance:
             fit(
-                self.keys.at(learning.index, Phase.FINETUNE_ORDER), self.executor, network, labels, unchanged,
-                constant_draws(codes), config.finetune, batch_size=config.batch_size, advance=advance,
+                self.keys.at(learning.index, Phase.FINETUNE_ORDER, *position), self.executor, network, labels,
+                unchanged, constant_draws(codes), config.finetune, batch_size=config.batch_size, advance=advance,
                 state=underway.finetune,
             )  # fmt: skip
-        return network
+
+    def _search_config(self) -> SearchConfig:
+        config = self.config.search
+        return dataclasses.replace(config, epsilon=1.0) if self.config.sampling == "uniform" else config
 
     def _kept(self, learning: Learning, name: str, images: Feed, num: int, prefix: Network = ()) -> Feed:
         with learning.underway.clock("keep"):
@@ -300,8 +353,8 @@ class Cheem(ExpertMemory):
                 name, self.executor, images, num, prefix, batch_size=self.config.batch_size, budget=learning.budget
             )  # fmt: skip
 
-    def _network(self, learning: Learning, phase: Phase, name: str) -> Supernet:
-        candidates, key = learning.candidates, self.keys.at(learning.index, phase)
+    def _network(self, learning: Learning, phase: Phase, name: str, *position: int) -> Supernet:
+        candidates, key = learning.candidates, self.keys.at(learning.index, phase, *position)
         num_classes = len(learning.task.classes)
         network = Supernet(key, candidates.pool, num_classes, self.config.ops, candidates.experts)
         learning.underway.restore(name, network)
@@ -324,23 +377,27 @@ class Cheem(ExpertMemory):
             return resumed_flops(self.executor, supernet, until)
         return architecture_flops(self.executor, supernet)
 
-    def _search_report(self, learning: Learning, supernet: Supernet, codes: np.ndarray) -> dict[str, Any]:
-        searched = learning.underway.searched
+    def _search_report(self, learning: Learning, network: Supernet, codes: np.ndarray) -> dict[str, Any]:
+        searched, config = learning.underway.searched, self.config.search
         assert searched is not None, "the search is over"
-        flops = architecture_flops(self.executor, supernet)(searched.scored.genomes)
-        return search_report(codes, searched, flops, len(learning.task.val.labels), self.config.search)
+        if learning.underway.drawn:
+            config = dataclasses.replace(config, population=len(searched.scored.genomes))
+        flops = architecture_flops(self.executor, network)(searched.scored.genomes)
+        return search_report(codes, searched, flops, len(learning.task.val.labels), config)
 
     def bytes_needed(self, task: Task) -> int:
         """Everything drawn in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor).
 
-        What names the task is there once.
+        Or so many trained networks, of which a New at every block is the largest. What names the task is there once.
         """
         expert = self.memory.pool[0][0].params
         num_inputs, width = expert[0].shape
         pairs = sum(pool_sizes(self.memory.pool)) * self.config.ops.rank * (num_inputs + width)
         news = len(self.memory.pool) * (num_inputs + 1) * width
         head = (width + 1) * next_power_of_two(len(task.classes))
-        return 4 * (3 * 2 * (pairs + news + head) + self.router_numbers(task))
+        draws = self.config.trained_draws
+        learned = draws * (news + head) if draws else pairs + news + head
+        return 4 * (3 * 2 * learned + self.router_numbers(task))
 
     def _similarity(self, index: int, task: Task, train: Feed, experts, earlier, running: Running) -> np.ndarray:
         """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""

@@ -1,7 +1,7 @@
 """How far CHEEM or LoRA-CL has come with a task: what a rolling checkpoint holds, and what going on begins with."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,6 +11,13 @@ from cheem_jax.methods.method import Clock
 from cheem_jax.rolling import Saved
 from cheem_jax.supernet import Supernet
 from cheem_jax.training import FitState
+
+
+class Trained(NamedTuple):
+    """A network that was trained to be compared: all that `Supernet.arrays` gives, and how its training went."""
+
+    arrays: dict[str, Any]
+    fit: FitState
 
 
 @dataclasses.dataclass
@@ -24,6 +31,8 @@ class Underway:
     finetune: FitState = dataclasses.field(default_factory=FitState)
     learned: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arrays of the network that was being trained, by the phase that trains it."""
+    drawn: list[Trained] = dataclasses.field(default_factory=list)
+    """Finished networks of `CheemConfig.trained_draws`, in order; `searched` holds their scores."""
 
     @classmethod
     def begun(cls, saved: Saved | None) -> "Underway":
@@ -39,7 +48,21 @@ class Underway:
             searched = Searched(meta["generations"], scored, dropped)
         fits = {name: _fit_state(arrays, meta, name) for name in ("supernet", "finetune")}
         learned = {name: arrays[name] for name in fits if name in arrays}
-        return cls(Clock(meta["seconds"]), arrays.get("similarity"), **fits, searched=searched, learned=learned)
+        networks = [network for _, network in sorted(arrays.get("drawn", {}).items())]
+        drawn = [
+            Trained(network, FitState(**fit)) for network, fit in zip(networks, meta.get("drawn", ()), strict=True)
+        ]
+        return cls(
+            Clock(meta["seconds"]), arrays.get("similarity"), **fits, searched=searched, learned=learned, drawn=drawn
+        )  # fmt: skip
+
+    def finish_draw(self, network: Supernet, found: Scored) -> None:
+        """Keep a network that was trained and scored by itself; the next has not begun."""
+        before = () if self.searched is None else (self.searched.scored,)
+        scored = Scored(*(np.concatenate(parts) for parts in zip(*before, found, strict=True)))
+        self.searched = Searched(len(self.drawn) + 1, scored, scored.genomes[:0])
+        self.drawn.append(Trained(network.arrays(), self.finetune))
+        self.finetune = FitState()
 
     def restore(self, name: str, network: Supernet) -> None:
         """Give a network back what it had learned in the phase of that name."""
@@ -60,10 +83,17 @@ class Underway:
             "seconds": self.clock.so_far(),
         }
         for fit, state in (("supernet", self.supernet), ("finetune", self.finetune)):
-            meta[fit] = {"step": state.step, "losses": state.losses, "skipped": state.skipped}
+            meta[fit] = _fit_meta(state)
             if state.running:
                 arrays[f"{fit}_running"] = np.array(jax.device_get(state.running), np.float64)
+        meta["drawn"] = [_fit_meta(drawn.fit) for drawn in self.drawn]
+        if self.drawn:
+            arrays["drawn"] = {f"{number:04d}": drawn.arrays for number, drawn in enumerate(self.drawn)}
         return Saved(arrays, meta)
+
+
+def _fit_meta(state: FitState) -> dict[str, Any]:
+    return {"step": state.step, "losses": state.losses, "skipped": state.skipped}
 
 
 def _fit_state(arrays: dict[str, Any], meta: dict[str, Any], name: str) -> FitState:

@@ -148,7 +148,7 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
     for method, own in kept.items():
         if isinstance(own, Mapping):
             told = {part: {**new, **own[part]} for part, new in EARLIER.items() if isinstance(own.get(part), Mapping)}
-            kept[method] = {**own, **told}
+            kept[method] = {**({"trained_draws": 0} if "search" in own else {}), **own, **told}
     return {**kept, "precision": config.get("engine", {}).get("precision", "float32")}
 
 
@@ -189,6 +189,7 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
     found += ["resumed FLOPs"] if search.get("cost", "network") != "network" else []
     found += [f"{rungs} rungs"] if (rungs := search.get("rungs", 1)) > 1 else []
     found += ["warm start"] if search.get("warm_start", False) else []
+    found += [f"best of {draws} trained draws"] if (draws := cheem.get("trained_draws", 0)) else []
     return found
 
 
