@@ -12,6 +12,7 @@ from typing import Any
 import filelock
 
 from cheem_jax.atomic import write_atomically
+from cheem_jax.report.earlier import completed
 from cheem_jax.report.record import to_json
 
 NAME, LOCK, OWNER = "config.json", ".lock", ".owner.json"
@@ -53,7 +54,8 @@ def _held(directory: Path) -> dict[str, Any] | None:
 
 
 def _check_same(directory: Path, held: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    if differences := list(_differences(held, config)):
+    # a setting that did not exist yet had the value of before in effect
+    if differences := list(_differences(completed(held), completed(config))):
         raise ValueError(
             f"run directory {str(directory)!r} holds another run: {'; '.join(differences)}. "
             f"Choose another --run-dir, or give the settings that it was begun with"

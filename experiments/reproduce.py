@@ -21,6 +21,7 @@ from cheem_jax import fingerprint
 from cheem_jax.cli import parse, run_command
 from cheem_jax.commands.demo import Demo, learn_demo
 from cheem_jax.report.compare import config_of, differences
+from cheem_jax.report.earlier import completed
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
 from cheem_jax.report.table import NONE, Grid
@@ -151,7 +152,7 @@ def check_into(first: Path, config: Mapping[str, Any], into: Path) -> None:
     """Raises ValueError where the directory is the run itself or holds another one."""
     if into.resolve() == first.resolve():
         raise ValueError(f"--into {str(into)!r} is the run itself; name another directory")
-    if (into / "config.json").exists() and config_of(into) != config:
+    if (into / "config.json").exists() and completed(config_of(into)) != completed(config):
         raise ValueError(
             f"{str(into)!r} holds a run of other settings, data or weights than {str(first)!r}; compare them with "
             f"--against, or name another directory with --into"

@@ -34,7 +34,8 @@ from cheem_jax.methods.dualprompt import DualPromptConfig
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.methods.l2p import L2pConfig
 from cheem_jax.methods.lora_finetune import LoraFinetuneConfig
-from cheem_jax.report.compare import timeless
+from cheem_jax.report.compare import first_difference, timeless
+from cheem_jax.report.earlier import EARLIER, EARLIER_BESIDE
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
 from cheem_jax.run_directory import claim, hold
@@ -299,6 +300,25 @@ def test_a_finished_run_is_shown_again_and_learns_nothing(finished):
     config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
     again = run_stream(small.stream(2), small.pretrained(), config, directory, quiet())
     assert again == results and (directory / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_from_before_a_setting_existed_is_taken_for_one_with_its_default(finished, tmp_path):
+    directory, results = finished
+    old = tmp_path / "old"
+    shutil.copytree(directory, old)
+    config = json.loads((old / "config.json").read_text())
+    for part, names in EARLIER.items():
+        for name in names:
+            del config["cheem"][part][name]
+    for name in EARLIER_BESIDE["search"]:
+        del config["cheem"][name]
+    (old / "config.json").write_text(json.dumps(config))
+    known = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
+    assert run_stream(small.stream(2), small.pretrained(), known, old, quiet()) == results
+    assert first_difference(directory, old) is None
+    drawn = dataclasses.replace(known, method=dataclasses.replace(CONFIG.method, trained_draws=2))
+    with pytest.raises(ValueError, match=r"cheem.trained_draws is 0 there and 2 here"):
+        run_stream(small.stream(2), small.pretrained(), drawn, old, quiet())
 
 
 def test_a_directory_of_another_run_is_refused_with_the_difference(finished):

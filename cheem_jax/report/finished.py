@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.benchmarks.table import MTIL, VDD
+from cheem_jax.report.earlier import completed
 from cheem_jax.report.memories import is_memory
 from cheem_jax.report.table import TOLD
 
@@ -125,13 +126,6 @@ def cell_of(run: Run) -> tuple[object, ...]:
     return (*run.place, run.results["method"], variant_of(run), run.order)
 
 
-EARLIER: Mapping[str, Mapping[str, Any]] = {
-    "router": {"kind": "kmeans", "features": "last", "shrinkage": 0.01, "projections": 1000, "penalty": 0.01},
-    "search": {"cost": "network", "rungs": 1, "warm_start": False},
-}
-"""What runs had before these settings existed."""
-
-
 MEASURED = "base_data_sha256"
 """The pictures that mean class tokens were measured on. Before, runs had a hash of the tokens themselves, whose last
 bits are of the machine: of such runs no more than whether they had any can be compared."""
@@ -144,11 +138,7 @@ def _known_alone(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in config.items() if key not in ("seed", "seeds", "engine")}
-    for method, own in kept.items():
-        if isinstance(own, Mapping):
-            told = {part: {**new, **own[part]} for part, new in EARLIER.items() if isinstance(own.get(part), Mapping)}
-            kept[method] = {**({"trained_draws": 0} if "search" in own else {}), **own, **told}
+    kept = {key: value for key, value in completed(config).items() if key not in ("seed", "seeds", "engine")}
     return {**kept, "precision": config.get("engine", {}).get("precision", "float32")}
 
 
