@@ -312,6 +312,7 @@ def test_a_run_from_before_a_setting_existed_is_taken_for_one_with_its_default(f
             del config["cheem"][part][name]
     for name in EARLIER_BESIDE["search"]:
         del config["cheem"][name]
+    del config["base_data_sha256"]
     (old / "config.json").write_text(json.dumps(config))
     known = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
     assert run_stream(small.stream(2), small.pretrained(), known, old, quiet()) == results
@@ -319,6 +320,9 @@ def test_a_run_from_before_a_setting_existed_is_taken_for_one_with_its_default(f
     drawn = dataclasses.replace(known, method=dataclasses.replace(CONFIG.method, trained_draws=2))
     with pytest.raises(ValueError, match=r"cheem.trained_draws is 0 there and 2 here"):
         run_stream(small.stream(2), small.pretrained(), drawn, old, quiet())
+    with pytest.raises(ValueError, match=r"base_data_sha256 is null there"):
+        pictures = small.task("base", 9).train.images
+        run_stream(small.stream(2), small.pretrained(), known, old, quiet(), base_images=pictures)
 
 
 def test_a_directory_of_another_run_is_refused_with_the_difference(finished):

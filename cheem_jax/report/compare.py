@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from cheem_jax.report.earlier import completed
+from cheem_jax.report.earlier import side_by_side
 from cheem_jax.report.record import read
 
 Entry = Mapping[str, Any]
@@ -69,7 +69,7 @@ def first_difference(first: Path, second: Path) -> Difference | None:
 
 def differences(first: Path, second: Path) -> Iterator[Difference]:
     """The first one of each file: the config, the record, the results."""
-    configs = completed(config_of(first)), completed(config_of(second))
+    configs = side_by_side(config_of(first), config_of(second))
     if found := difference_of_values(configs[0], configs[1], "config.json"):
         yield found
     in_record = difference_of_records(read(first), read(second), configs[0].get("tasks", ()))

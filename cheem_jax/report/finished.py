@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.benchmarks.table import MTIL, VDD
-from cheem_jax.report.earlier import completed
+from cheem_jax.report.earlier import completed, side_by_side
 from cheem_jax.report.memories import is_memory
 from cheem_jax.report.table import TOLD
 
@@ -63,7 +63,7 @@ def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
             numbers_of(results)
             # how networks were run decides no result, but for the precision
             seeds = run.results["seed"], config.get("seeds")
-            identity = (*cell_of(run), json.dumps([seeds, _without_seeds(config)], sort_keys=True))
+            identity = (*cell_of(run), json.dumps([seeds, _without_seeds(completed(config))], sort_keys=True))
         except FileNotFoundError:
             left_out.append((directory, "unfinished: it has no results yet"))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
@@ -105,9 +105,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
                     f"{key}: {_difference(ours, theirs)}; tabulate them apart"
                 )
         alike = settings.setdefault(cell_of(run), run)
-        own, other = (_without_seeds(r.config) for r in (run, alike))
-        if not all(MEASURED in one for one in (own, other)):
-            own, other = _known_alone(own), _known_alone(other)
+        own, other = map(_without_seeds, side_by_side(run.config, alike.config))
         if own != other:
             raise ValueError(
                 f"{run.directory} and {alike.directory} would share cells, but differ in {_difference(own, other)}; "
@@ -126,19 +124,8 @@ def cell_of(run: Run) -> tuple[object, ...]:
     return (*run.place, run.results["method"], variant_of(run), run.order)
 
 
-MEASURED = "base_data_sha256"
-"""The pictures that mean class tokens were measured on. Before, runs had a hash of the tokens themselves, whose last
-bits are of the machine: of such runs no more than whether they had any can be compared."""
-
-
-def _known_alone(config: Mapping[str, Any]) -> dict[str, Any]:
-    hashes = [config.get(key) for key in ("base_means_sha256", MEASURED)]
-    kept = {key: value for key, value in config.items() if key not in ("base_means_sha256", MEASURED)}
-    return {**kept, "base_means": "known" if any(hashes) else "neutral"}
-
-
 def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in completed(config).items() if key not in ("seed", "seeds", "engine")}
+    kept = {key: value for key, value in config.items() if key not in ("seed", "seeds", "engine")}
     return {**kept, "precision": config.get("engine", {}).get("precision", "float32")}
 
 

@@ -24,7 +24,7 @@ def setting_sections(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> 
         f"DATA is the folder of the image sets, whose last part has to be `{runs[0].run.place[0]}`; WEIGHTS is the "
         "file of the weights. The SHA-256 of every set stands in each run's `config.json`, each option of its "
         "command in its `record.json`. Runs were made by the code of the commits above, which the present code "
-        "reads and continues; studies, collecting and this page are of the present code. With equal versions on an "
+        "reads and compares; studies, collecting and this page are of the present code. With equal versions on an "
         "equal machine a new run has the same numbers: collect it into another folder AGAIN, and "
         "`experiments/reproduce.py docs/results/runs/cheem/seed-0 --against AGAIN/cheem/seed-0` compares them.",
         "```bash\n" + "\n".join(commands(cells, studies)) + "\n```",
