@@ -113,8 +113,25 @@ def rank(scored: Scored, num_images: int, tolerance: float) -> np.ndarray:
 def best_of(scored: Scored, num_images: int, tolerance: float) -> int:
     """Index of the first in rank. Raises ValueError where none has a score."""
     if not np.isfinite(scored.correct).any():
-        raise ValueError("the search found no architecture with a score: none was a finite number")
+        raise ValueError(
+            "the search found no architecture with a score: none was a finite number; try lower learning rates"
+        )
     return int(rank(scored, num_images, tolerance)[0])
+
+
+def contenders(scored: Scored) -> Int[np.ndarray, "_"]:
+    """Indices of those that may come first in rank beside whatever else is scored later, at any tolerance.
+
+    Another that is neither less accurate nor costs more always comes before the rest.
+    """
+    correct, flops, genomes = scored.correct, scored.flops, scored.genomes
+    valid = np.flatnonzero(np.isfinite(correct)).tolist()
+    found, cheapest = [], np.inf
+    for i in sorted(valid, key=lambda i: (-correct[i], flops[i], tuple(genomes[i]))):
+        if flops[i] < cheapest:
+            found.append(i)
+            cheapest = flops[i]
+    return np.array(found, int)
 
 
 def rung_images(num_images: int, rungs: int) -> list[int]:

@@ -35,7 +35,7 @@ from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.methods.l2p import L2pConfig
 from cheem_jax.methods.lora_finetune import LoraFinetuneConfig
 from cheem_jax.report.compare import first_difference, timeless
-from cheem_jax.report.earlier import EARLIER, EARLIER_BESIDE
+from cheem_jax.report.earlier import EARLIER, EARLIER_WITH_SEARCH
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
 from cheem_jax.run_directory import claim, hold
@@ -310,7 +310,7 @@ def test_a_run_from_before_a_setting_existed_is_taken_for_one_with_its_default(f
     for part, names in EARLIER.items():
         for name in names:
             del config["cheem"][part][name]
-    for name in EARLIER_BESIDE["search"]:
+    for name in EARLIER_WITH_SEARCH:
         del config["cheem"][name]
     del config["base_data_sha256"]
     (old / "config.json").write_text(json.dumps(config))

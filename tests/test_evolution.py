@@ -12,6 +12,8 @@ from cheem_jax import hee
 from cheem_jax.evolution import (
     Scored,
     SearchConfig,
+    best_of,
+    contenders,
     crossover,
     first_draws,
     generation_images,
@@ -98,6 +100,27 @@ def test_a_search_that_goes_on_ends_as_one_that_was_not_stopped(generations):
 def test_a_search_without_any_score_says_so():
     with pytest.raises(ValueError, match="none was a finite number"):
         run(lambda genomes: np.full(len(genomes), np.nan))
+
+
+@hypothesis.given(st.data())
+def test_whoever_is_no_contender_never_comes_first_whatever_is_scored_later(data):
+    scores = st.lists(
+        st.tuples(st.sampled_from([float("nan"), 1.0, 2.0, 3.0, 4.0, 5.0]), st.integers(1, 4)), min_size=2, max_size=7
+    ).filter(lambda pairs: any(np.isfinite(score) for score, _ in pairs))
+    pairs, tolerance = data.draw(scores), data.draw(st.sampled_from([0.0, 0.1, 0.3, 1.0]))
+    genomes = np.arange(len(pairs))[::-1, None]
+    scored = Scored(genomes, np.array([score for score, _ in pairs]), np.array([flops for _, flops in pairs]))
+    best = best_of(scored, 10, tolerance)
+    # of each beginning, the winner over all is among those that may still win
+    for num in range(best + 1, len(pairs) + 1):
+        assert best in contenders(Scored(*(values[:num] for values in scored)))
+
+
+def test_contenders_are_the_most_accurate_at_every_cost():
+    scored = Scored(np.arange(6)[:, None], np.array([5, 4, 4, 3, np.nan, 5.0]), np.array([9, 7, 8, 7, 1, 9]))
+    assert contenders(scored).tolist() == [0, 1]
+    nothing = Scored(np.zeros((1, 1), np.int32), np.array([np.nan]), np.ones(1))
+    assert contenders(nothing).tolist() == []
 
 
 def test_first_draws_are_those_of_a_first_generation_all_different():

@@ -16,7 +16,7 @@ from paper.printed import Cell, printed, recomputed_fom
 from cheem_jax.data.benchmarks.table import MTIL
 from cheem_jax.evolution import SearchConfig
 from cheem_jax.methods.cheem import CheemConfig
-from cheem_jax.report.earlier import EARLIER, EARLIER_BESIDE
+from cheem_jax.report.earlier import EARLIER, EARLIER_WITH_SEARCH
 from cheem_jax.report.finished import check_comparable, read, variant_of
 from cheem_jax.routing.config import RouterConfig
 
@@ -226,12 +226,12 @@ def test_latex_is_escaped_and_the_paper_alone_makes_tables(tmp_path):
 def test_runs_from_before_a_setting_existed_stand_beside_those_with_its_default(tmp_path):
     router, search = {"num_centroids": 5, "metric": "l1"}, {"population": 20}
     old = {"sampling": "hee", "router": router, "search": search}
-    beside = EARLIER_BESIDE["search"]
-    default = {"router": {**router, **EARLIER["router"]}, "search": {**search, **EARLIER["search"]}, **beside}
+    alone = EARLIER_WITH_SEARCH
+    default = {"router": {**router, **EARLIER["router"]}, "search": {**search, **EARLIER["search"]}, **alone}
     # what is taken for the earlier setting is the default, or old runs would be given other ones
     assert {name: vars(RouterConfig())[name] for name in EARLIER["router"]} == EARLIER["router"]
     assert {name: vars(SearchConfig())[name] for name in EARLIER["search"]} == EARLIER["search"]
-    assert {name: vars(CheemConfig())[name] for name in beside} == beside
+    assert {name: vars(CheemConfig())[name] for name in alone} == alone
     write_run(tmp_path / "old", seed=0, cheem=old)
     write_run(tmp_path / "new", seed=1, cheem={**old, **default})
     runs, left_out = read([tmp_path])

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from cheem_jax.architecture import decode
 from cheem_jax.data.task import Task
@@ -87,7 +88,8 @@ class CheemConfig:
     search: SearchConfig = SearchConfig()
     trained_draws: int = 0
     """Architectures drawn as the search draws its first, and each trained by itself, instead of a supernet and a search
-    of its candidates; the first in the search's rank on validation images is kept. 0: the paper's supernet."""
+    of its candidates; the first in the search's rank on validation images is kept. 0: the paper's supernet. Only
+    `epsilon`, `tolerance` and `cost` of the search count then, and nothing of the supernet."""
     finetune: FitConfig = FitConfig(epochs=20)
     weights: Literal["initial", "inherited"] = "initial"
     """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has learned."""
@@ -103,13 +105,16 @@ class CheemConfig:
             raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
         if self.trained_draws < 0:
             raise ValueError(f"trained_draws is {self.trained_draws}; expected 0 (supernet and search) or more")
-        without_supernet = {
-            "weights": self.weights == "inherited", "search.rungs": self.search.rungs > 1,
+        impossible = {
+            "weights inherited": self.weights == "inherited",
+            f"search.rungs {self.search.rungs}": self.search.rungs > 1,
             "search.warm_start": self.search.warm_start,
         }  # fmt: skip
-        if self.trained_draws and any(without_supernet.values()):
-            named = " and ".join(name for name, changed in without_supernet.items() if changed)
-            raise ValueError(f"trained_draws is {self.trained_draws}: there is no supernet for {named}; leave out one")
+        if self.trained_draws and (named := " and ".join(name for name, is_set in impossible.items() if is_set)):
+            raise ValueError(
+                f"trained_draws is {self.trained_draws}, which has no supernet and no generations, and so no {named}; "
+                "leave out the one or the other"
+            )
         if self.search.warm_start and self.sampling == "uniform":
             raise ValueError(
                 "search.warm_start begins with what HEE names, so sampling cannot be uniform; leave out one"
@@ -203,7 +208,7 @@ class Cheem(ExpertMemory):
             "similarity": [[None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity],
             "supernet_losses": underway.supernet.losses,
             "finetune_losses": underway.finetune.losses,
-            "skipped_steps": underway.supernet.skipped + underway.finetune.skipped,
+            "skipped_steps": underway.skipped,
             **self._search_report(learning, network, codes),
             "not_kept": list(dict.fromkeys(learning.budget.refused)),
             "engine": self.executor.counters(),
@@ -303,30 +308,38 @@ class Cheem(ExpertMemory):
     def train_draws(self, learning: Learning, tables: Tables) -> tuple[np.ndarray, Supernet]:
         """Candidate indices `[L]` and network of the best of `trained_draws` architectures, each trained by itself.
 
-        Searched without a supernet, whose weights may say little about its networks after a few epochs. They all stay
-        until the last is there: who comes first by accuracy within tau and FLOPs depends on the most accurate.
+        Whoever may still come first is kept until the last is there, since it is by FLOPs within tau of the most
+        accurate. One whose training diverges has no score.
         """
         config, underway, labels = self._search_config(), learning.underway, learning.task.val.labels
         key = self.keys.at(learning.index, Phase.SEARCH)
         genomes = first_draws(key, *tables, self.config.trained_draws, config)
-        for number in range(len(underway.drawn), len(genomes)):
+        for number in range(len(underway.draws), len(genomes)):
             network, draw = self._network(learning, Phase.FINETUNE_INIT, "finetune", number), genomes[[number]]
             # what one draw keeps is gone before the next
             apart = dataclasses.replace(learning, budget=copy.copy(learning.budget))
-            self._train(apart, network, draw[0], number)
-            state = functools.partial(underway.saved, "finetune", network)
-            with underway.clock("search"), learning.running.phase("search", len(labels), state) as advance:
-                score = supernet_score(
-                    self.executor, network, labels, learning.val, batch_size=self.config.batch_size, advance=advance
-                )  # fmt: skip
-                found = Scored(draw, np.asarray(score(draw), np.float64), self._cost(network)(draw))
-            underway.finish_draw(network, found)
+            try:
+                self._train(apart, network, draw[0], number)
+                correct = self._right(learning, network, draw)
+            except FloatingPointError:
+                correct = np.full(1, np.nan)
+            underway.finish_draw(network, Scored(draw, correct, self._cost(network)(draw)))
         assert underway.searched is not None, "at least one was drawn"
         best = best_of(underway.searched.scored, len(labels), config.tolerance)
         network = self._network(learning, Phase.FINETUNE_INIT, "", best)
-        network.restore(underway.drawn[best].arrays)
-        underway.finetune = underway.drawn[best].fit
+        network.restore(underway.drawn[best])
+        underway.finetune = underway.draws[best]
         return genomes[best], network
+
+    def _right(self, learning: Learning, network: Supernet, genomes: Int[np.ndarray, "P L"]) -> Float[np.ndarray, "P"]:
+        """Right answers to the validation images by networks that were trained by themselves."""
+        underway, labels = learning.underway, learning.task.val.labels
+        state = functools.partial(underway.saved, "finetune", network)
+        with underway.clock("search"), learning.running.phase("search", len(labels), state) as advance:
+            score = supernet_score(
+                self.executor, network, labels, learning.val, batch_size=self.config.batch_size, advance=advance
+            )  # fmt: skip
+            return np.asarray(score(genomes), np.float64)
 
     def _train(self, learning: Learning, network: Supernet, codes: np.ndarray, *position: int) -> None:
         """Train a network of one architecture from where it is; `position` tells draws of a task apart."""
@@ -388,7 +401,8 @@ class Cheem(ExpertMemory):
     def bytes_needed(self, task: Task) -> int:
         """Everything drawn in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor).
 
-        Or so many trained networks, of which a New at every block is the largest. What names the task is there once.
+        Or so many trained networks and one more, of which a New at every block is the largest. What
+        names the task is there once.
         """
         expert = self.memory.pool[0][0].params
         num_inputs, width = expert[0].shape
@@ -396,7 +410,7 @@ class Cheem(ExpertMemory):
         news = len(self.memory.pool) * (num_inputs + 1) * width
         head = (width + 1) * next_power_of_two(len(task.classes))
         draws = self.config.trained_draws
-        learned = draws * (news + head) if draws else pairs + news + head
+        learned = (draws + 1) * (news + head) if draws else pairs + news + head
         return 4 * (3 * 2 * learned + self.router_numbers(task))
 
     def _similarity(self, index: int, task: Task, train: Feed, experts, earlier, running: Running) -> np.ndarray:

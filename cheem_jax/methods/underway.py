@@ -1,23 +1,16 @@
 """How far CHEEM or LoRA-CL has come with a task: what a rolling checkpoint holds, and what going on begins with."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from cheem_jax.evolution import Scored, Searched
+from cheem_jax.evolution import Scored, Searched, contenders
 from cheem_jax.methods.method import Clock
 from cheem_jax.rolling import Saved
 from cheem_jax.supernet import Supernet
 from cheem_jax.training import FitState
-
-
-class Trained(NamedTuple):
-    """A network that was trained to be compared: all that `Supernet.arrays` gives, and how its training went."""
-
-    arrays: dict[str, Any]
-    fit: FitState
 
 
 @dataclasses.dataclass
@@ -31,8 +24,10 @@ class Underway:
     finetune: FitState = dataclasses.field(default_factory=FitState)
     learned: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arrays of the network that was being trained, by the phase that trains it."""
-    drawn: list[Trained] = dataclasses.field(default_factory=list)
-    """Finished networks of `CheemConfig.trained_draws`, in order; `searched` holds their scores."""
+    draws: list[FitState] = dataclasses.field(default_factory=list)
+    """Finished training of each of `CheemConfig.trained_draws`; `searched` has their scores."""
+    drawn: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """By number, the arrays of those networks that may still be chosen."""
 
     @classmethod
     def begun(cls, saved: Saved | None) -> "Underway":
@@ -48,20 +43,26 @@ class Underway:
             searched = Searched(meta["generations"], scored, dropped)
         fits = {name: _fit_state(arrays, meta, name) for name in ("supernet", "finetune")}
         learned = {name: arrays[name] for name in fits if name in arrays}
-        networks = [network for _, network in sorted(arrays.get("drawn", {}).items())]
-        drawn = [
-            Trained(network, FitState(**fit)) for network, fit in zip(networks, meta.get("drawn", ()), strict=True)
-        ]
         return cls(
-            Clock(meta["seconds"]), arrays.get("similarity"), **fits, searched=searched, learned=learned, drawn=drawn
+            Clock(meta["seconds"]), arrays.get("similarity"), **fits, searched=searched, learned=learned,
+            draws=[FitState(**fit) for fit in meta.get("draws", ())],
+            drawn={int(number): network for number, network in arrays.get("drawn", {}).items()},
         )  # fmt: skip
+
+    @property
+    def skipped(self) -> int:
+        """Steps that reached no parameter because their loss or gradient was no finite number."""
+        alone = self.draws or [self.finetune]
+        return self.supernet.skipped + sum(fit.skipped for fit in alone)
 
     def finish_draw(self, network: Supernet, found: Scored) -> None:
         """Keep a network that was trained and scored by itself; the next has not begun."""
         before = () if self.searched is None else (self.searched.scored,)
         scored = Scored(*(np.concatenate(parts) for parts in zip(*before, found, strict=True)))
-        self.searched = Searched(len(self.drawn) + 1, scored, scored.genomes[:0])
-        self.drawn.append(Trained(network.arrays(), self.finetune))
+        drawn = {**self.drawn, len(self.draws): network.arrays()}
+        self.draws.append(self.finetune)
+        self.searched = Searched(len(self.draws), scored, scored.genomes[:0])
+        self.drawn = {number: drawn[number] for number in contenders(scored).tolist()}
         self.finetune = FitState()
 
     def restore(self, name: str, network: Supernet) -> None:
@@ -86,9 +87,9 @@ class Underway:
             meta[fit] = _fit_meta(state)
             if state.running:
                 arrays[f"{fit}_running"] = np.array(jax.device_get(state.running), np.float64)
-        meta["drawn"] = [_fit_meta(drawn.fit) for drawn in self.drawn]
+        meta["draws"] = [_fit_meta(fit) for fit in self.draws]
         if self.drawn:
-            arrays["drawn"] = {f"{number:04d}": drawn.arrays for number, drawn in enumerate(self.drawn)}
+            arrays["drawn"] = {str(number): network for number, network in self.drawn.items()}
         return Saved(arrays, meta)
 
 

@@ -8,8 +8,8 @@ EARLIER: Mapping[str, Mapping[str, Any]] = {
     "search": {"cost": "network", "rungs": 1, "warm_start": False},
 }
 """What parts of a method's settings had in effect before these existed."""
-EARLIER_BESIDE: Mapping[str, Mapping[str, Any]] = {"search": {"trained_draws": 0}}
-"""The same of what stands beside such a part."""
+EARLIER_WITH_SEARCH: Mapping[str, Any] = {"trained_draws": 0}
+"""The same of methods that search."""
 
 MEANS, MEASURED = "base_means_sha256", "base_data_sha256"
 """Mean class tokens that came with the weights, and the pictures that they were measured on instead. Before the second
@@ -34,6 +34,6 @@ def _known_alone(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_method(own: Mapping[str, Any]) -> dict[str, Any]:
-    beside = {name: value for part, new in EARLIER_BESIDE.items() if part in own for name, value in new.items()}
+    new_here = EARLIER_WITH_SEARCH if isinstance(own.get("search"), Mapping) else {}
     parts = {part: {**new, **own[part]} for part, new in EARLIER.items() if isinstance(own.get(part), Mapping)}
-    return {**beside, **own, **parts}
+    return {**new_here, **own, **parts}

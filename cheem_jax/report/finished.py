@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.benchmarks.table import MTIL, VDD
-from cheem_jax.report.earlier import completed, side_by_side
+from cheem_jax.report.earlier import MEASURED, completed, side_by_side
 from cheem_jax.report.memories import is_memory
 from cheem_jax.report.table import TOLD
 
@@ -106,6 +106,8 @@ def check_comparable(runs: Sequence[Run]) -> None:
                 )
         alike = settings.setdefault(cell_of(run), run)
         own, other = map(_without_seeds, side_by_side(run.config, alike.config))
+        if MEASURED in run.config and MEASURED not in alike.config:
+            settings[cell_of(run)] = run  # it says more, to whom comes next
         if own != other:
             raise ValueError(
                 f"{run.directory} and {alike.directory} would share cells, but differ in {_difference(own, other)}; "
