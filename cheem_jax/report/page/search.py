@@ -28,8 +28,11 @@ def search_chart(told: Told, tolerance: float | None) -> Chart:
     )
     caption = (
         "Every architecture that the search evaluated: FLOPs of the task's network against accuracy on the validation "
-        "images. The colour tells the generation, the ring marks the chosen one"
+        "images. "
     )
+    searches = [found[index]["search"] for index in scored]
+    is_in_one = all(len(search["correct"]) <= search["population"] for search in searches)
+    caption += f"The {'' if is_in_one else 'colour tells the generation, the '}ring marks the chosen one"
     if tolerance is not None:
         points = f"{100 * tolerance:g} points"
         caption += f": the cheapest of those whose accuracy is less than {points} below the best (the band)"
@@ -56,8 +59,9 @@ def _scatter(search: Mapping[str, Any], tolerance: float | None) -> Spec:
         "customdata": rounded(np.stack([generation[scored], accuracy[scored]], axis=1)), "showlegend": False,
         "cliponaxis": False,
         "marker": {
-            "size": 8, "color": generation[scored].tolist(), "colorscale": "@generations", "cmin": 1,
+            "size": 8, "color": generation[scored].tolist(), "colorscale": "@generations", "cmin": int(generation.max() > 1),
             "cmax": max(2, int(generation.max())), "line": {"width": 0.5, "color": "@paper"},
+            "showscale": int(generation.max()) > 1,
             "symbol": np.where(is_below, "triangle-down", "circle").tolist() if is_below.any() else "circle",
             "colorbar": {
                 "title": {"text": "generation", "side": "right", "font": {"size": 12}}, "thickness": 8,
