@@ -59,9 +59,9 @@ def _scatter(search: Mapping[str, Any], tolerance: float | None) -> Spec:
         "customdata": rounded(np.stack([generation[scored], accuracy[scored]], axis=1)), "showlegend": False,
         "cliponaxis": False,
         "marker": {
-            "size": 8, "color": generation[scored].tolist(), "colorscale": "@generations", "cmin": int(generation.max() > 1),
-            "cmax": max(2, int(generation.max())), "line": {"width": 0.5, "color": "@paper"},
-            "showscale": int(generation.max()) > 1,
+            "size": 8, "color": generation[scored].tolist(), "colorscale": "@generations",
+            "cmin": int(generation.max() > 1), "cmax": max(2, int(generation.max())), "line": {"width": 0.5, "color": "@paper"},
+            "showscale": bool(generation.max() > 1),
             "symbol": np.where(is_below, "triangle-down", "circle").tolist() if is_below.any() else "circle",
             "colorbar": {
                 "title": {"text": "generation", "side": "right", "font": {"size": 12}}, "thickness": 8,
