@@ -60,8 +60,8 @@ def _scatter(search: Mapping[str, Any], tolerance: float | None) -> Spec:
         "cliponaxis": False,
         "marker": {
             "size": 8, "color": generation[scored].tolist(), "colorscale": "@generations",
-            "cmin": int(generation.max() > 1), "cmax": max(2, int(generation.max())), "line": {"width": 0.5, "color": "@paper"},
-            "showscale": bool(generation.max() > 1),
+            "cmin": int(generation.max() > 1), "cmax": max(2, int(generation.max())),
+            "showscale": bool(generation.max() > 1), "line": {"width": 0.5, "color": "@paper"},
             "symbol": np.where(is_below, "triangle-down", "circle").tolist() if is_below.any() else "circle",
             "colorbar": {
                 "title": {"text": "generation", "side": "right", "font": {"size": 12}}, "thickness": 8,
