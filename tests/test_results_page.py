@@ -202,6 +202,14 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     [good] = re.findall(r"^- Hold here: (.*)$", page, re.MULTILINE)
     [bad] = re.findall(r"^- \*\*Do not hold here\*\*: (.*)$", page, re.MULTILINE)
     assert [re.findall(r"\((\w)\)", claims) for claims in (good, bad)] == [["a", "e", "g"], ["b", "c"]]
+    [unbeaten] = re.findall(
+        r"^- Not shown to be less accurate than CHEEM with the paper's router: (.*)$", page, re.MULTILINE
+    )
+    assert unbeaten.startswith("S-Prompts (CHEEM −1") and not {"L2P", "LoRA-CL", "full"} & set(
+        re.findall(r"[\w-]+", unbeaten)
+    )
+    against = page[page.index("| CHEEM minus |") :].split("\n\n")[0]
+    assert [line.split(" | ")[0] for line in against.splitlines()[2:]] == ["| LoRA-CL", "| S-Prompts", "| L2P"]
     assert "### Variants and other orders" in page and "| CHEEM, uniform | 0 |" in page
     assert "batch_size 8; tasks: three, one, two |" in page
     assert "| CHEEM, order2 | 0.0 points | 0.0 to 0.0 | 0.0 to 0.0 | 1.000 | 0: 0.0 |" in page

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from paired import RESAMPLES
-from paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, Claim, Verdict, claims, compared
+from paper.claims import CHEEM, FAILS, HOLDS, NOT_RUN, OPEN, Claim, Verdict, above, claims, compared
 from paper.collected import Cell, Cells, is_usual, load
 from paper.merit import merit_section
 from paper.printed import Cell as PrintedCell
@@ -83,12 +83,16 @@ def page_of(
     judged = [(claim, claim.check(cells)) for claim in claims()]
     others = [cell for cell in cells if not is_usual(cells, cell)]
     variants = [Row(cell.title, cell.method, results_of(cells, cell)) for cell in others]
+    rivals = [
+        (cell.title, CHEEM, cell) for cell in cells
+        if CHEEM in cells and cell.method not in (*TOLD, CHEEM.method) and is_usual(cells, cell)
+    ]  # fmt: skip
     searched = [row for row, cell in zip(variants, others, strict=True) if cell == RESUMED]
     parts = [
         f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
         HEAD,
         "## In short",
-        in_short(judged) + beyond(studies.get("routers")),
+        in_short(judged) + unbeaten(rivals, cells, measured_of(rows)) + beyond(studies.get("routers")),
         "## What the paper claims, checked here",
         CLAIMS,
         verdict_grid(judged).to_markdown(),
@@ -98,8 +102,13 @@ def page_of(
         METHODS_TEXT,
         method_grid(rows).to_markdown(),
         f"![Average accuracy of every method, with and without the task given, and each run]({pictures['accuracy']})",
+        *([RIVALS_TEXT, paired_grid("CHEEM minus", rivals, cells)] if rivals else []),
         *(["### Variants and other orders", method_grid(variants).to_markdown()] if variants else []),
-        *([PAIRED_TEXT, paired_grid(cells, others).to_markdown()] if variants else []),
+        *(
+            [PAIRED_TEXT, paired_grid("variant", [(c.title, c, Cell(c.method)) for c in others], cells)]
+            if others
+            else []
+        ),
         "## Accuracy by task",
         f"After the last task, in %, mean{' ± standard deviation' if several(rows) else ''} over runs. Rows that are "
         "given the task are marked *.",
@@ -144,6 +153,9 @@ lines, so of twenty lines without any difference one is expected below 0.05. **O
 over images (or tasks) alone and says nothing about other seeds. With two or three seeds their part of the interval
 rests on as many values, and is rather too narrow than too wide. A claim with several lines holds where all hold, and
 does not hold where one does not."""
+RIVALS_TEXT = """CHEEM with the paper's router minus each method that is not told the task, in average accuracy, from
+runs with the same seeds and test images, with the bootstrap and the p described above. It compares accuracy alone: what
+an answer costs stands in the table above, and further down both together."""
 PAIRED_TEXT = """Each minus its method as it is, in average accuracy, from runs with the same seeds and test images,
 with the bootstrap and the p described above."""
 METHODS_TEXT = """Means over runs, ± standard deviation over seeds (n − 1). Average accuracy: task and class found, mean
@@ -237,6 +249,18 @@ def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
     return "\n".join(told)
 
 
+def unbeaten(rivals: Sequence[tuple[str, Cell, Cell]], cells: Cells, measured: Mapping[str, Mapping[str, Any]]) -> str:
+    """Methods of which these runs do not show that CHEEM is more accurate, as one more line."""
+    told = []
+    for title, ours, theirs in rivals:
+        line = compared(title, cells, ours, theirs, above)
+        if line.estimate is not None and line.word != HOLDS:
+            value, interval, *_ = _numbers(line)
+            ratio = measured[theirs.method]["flops_paper"]["mean"] / measured[ours.method]["flops_paper"]["mean"]
+            told.append(f"{title} (CHEEM {value}, {interval}; {ratio:.1f} times CHEEM's FLOPs)")
+    return f"\n- Not shown to be less accurate than CHEEM with the paper's router: {'; '.join(told)}." if told else ""
+
+
 def beyond(routers: Mapping[str, Any] | None) -> str:
     """What the chosen router gains, as one more line."""
     if routers is None:
@@ -276,10 +300,10 @@ def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
     return Grid("", columns, tuple(rows), 3)
 
 
-def paired_grid(cells: Cells, others: Sequence[Cell]) -> Grid:
-    """A row per variant or order: its difference from the method as it is."""
-    lines = [compared(cell.title, cells, cell, Cell(cell.method), lambda _: "") for cell in others]
-    return Grid("", ("variant", *NUMBERS), tuple((line.claim, *_numbers(line)) for line in lines), 1)
+def paired_grid(heading: str, pairs: Sequence[tuple[str, Cell, Cell]], cells: Cells) -> str:
+    """A row per pair of a title: the average accuracy of the one minus that of the other."""
+    lines = [compared(title, cells, one, other, lambda _: "") for title, one, other in pairs]
+    return Grid("", (heading, *NUMBERS), tuple((line.claim, *_numbers(line)) for line in lines), 1).to_markdown()
 
 
 NUMBERS = ("measured", "95 % interval", "over tasks", "p", "by seed")
