@@ -31,7 +31,7 @@ import compare
 import launching
 import mtil
 import study
-from launchers import local
+from launchers import job, local
 from launchers.job import SECONDS_BETWEEN_LOOKS, Job, LauncherConfig, Run, Sweep, results_of
 
 SHORT = study.Variant("linear", "linear heads", "frozen_linear")
@@ -165,7 +165,7 @@ def test_a_job_stops_before_it_queues_again_and_stays_where_slurm_takes_it_back(
             raise stop.stopped("everything is kept")
 
     monkeypatch.setattr(mtil, "main", work)
-    monkeypatch.setattr(time, "sleep", happened.append)
+    monkeypatch.setattr(job, "sleep", happened.append)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     signal.signal(signal.SIGUSR2, lambda number, frame: happened.append("queued"))
@@ -268,7 +268,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_jobs(tmp_path, slurm, said, monkeyp
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(time, "sleep", interrupt)
+    monkeypatch.setattr(job, "sleep", interrupt)
     settings = settings_of(tmp_path / "runs", "--launcher", "slurm", "--launcher.wait", "--seeds", "0,1")
     assert submit(settings, [SHORT], said) == 130
     assert "the jobs go on; to end them: scancel 4711\n" in text_of(said)

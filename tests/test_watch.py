@@ -322,7 +322,7 @@ def test_without_a_terminal_there_is_a_line_after_every_task_and_the_view_at_the
     running = hold(tmp_path)
     running.__enter__()
     steps = [lambda: None, lambda: learn(record, 0, [0.9]), lambda: None, lambda: running.__exit__(None, None, None)]
-    monkeypatch.setattr(watch.time, "sleep", lambda seconds: steps.pop(0)())
+    monkeypatch.setattr(watch, "sleep", lambda seconds: steps.pop(0)())
     watch_run(Watch(tmp_path), Console(file=shown, width=100))
     lines = [line for line in shown.getvalue().splitlines() if line.startswith("running")]
     assert ["0 of 3" in line for line in lines] == [True, False] and "1 of 3 tasks" in lines[1]
@@ -334,7 +334,7 @@ def test_ctrl_c_ends_the_view_gives_the_terminal_back_and_leaves_the_run_alone(t
         raise KeyboardInterrupt
 
     begin(tmp_path)
-    monkeypatch.setattr(watch.time, "sleep", interrupted)
+    monkeypatch.setattr(watch, "sleep", interrupted)
     terminal = io.StringIO()
     with hold(tmp_path):
         before = sorted(file.name for file in tmp_path.iterdir())

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from time import sleep
 from typing import Annotated
 
 import tyro
@@ -57,7 +58,7 @@ def _live(settings: Watch, seen: Seen, console: Console) -> Seen:
             while not is_over(seen):
                 rows = max(3, console.height - LINES_BESIDE)
                 live.update(view(seen, console.width, rows), refresh=True)
-                time.sleep(settings.every)
+                sleep(settings.every)
                 seen = look(settings.run_dir, time.time(), seen)
     finally:
         signal.signal(signal.SIGTERM, usual)
@@ -72,6 +73,6 @@ def _lines(settings: Watch, seen: Seen, console: Console) -> Seen:
         if measured != told or time.monotonic() - said >= SECONDS_BETWEEN_LINES:
             said, told = time.monotonic(), measured
             console.print(Text(line(seen)), soft_wrap=True)
-        time.sleep(settings.every)
+        sleep(settings.every)
         seen = look(settings.run_dir, time.time(), seen)
     return seen

@@ -7,9 +7,9 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from time import sleep
 from types import ModuleType
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -114,7 +114,7 @@ class Job:
                 signal.raise_signal(signal.SIGUSR2)  # ends the process, but for those of a run's further nodes
                 return
             if os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
-                time.sleep(SECONDS_TO_BE_TAKEN_BACK)
+                sleep(SECONDS_TO_BE_TAKEN_BACK)
             raise
 
     def checkpoint(self) -> Any:
@@ -141,7 +141,7 @@ def watch(sweep: Sweep, look: Callable[[], dict[str, State]]) -> dict[str, State
             said = counts
         if not counts["running"] + counts["queued"]:
             return states
-        time.sleep(SECONDS_BETWEEN_LOOKS[sweep.launcher.kind])
+        sleep(SECONDS_BETWEEN_LOOKS[sweep.launcher.kind])
 
 
 def last_error(logs: Path, job: str) -> str:

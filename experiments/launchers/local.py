@@ -3,7 +3,7 @@
 import collections
 import os
 import signal
-import time
+from time import sleep
 from typing import Any
 
 from launchers.job import (
@@ -51,7 +51,7 @@ def work_here(sweep: Sweep) -> dict[str, State]:
             for _, job in jobs.values():
                 os.kill(int(job.job_id), signal.SIGTERM)
             while not all(job.done() for _, job in jobs.values()):
-                time.sleep(SECONDS_BETWEEN_LOOKS["local"])
+                sleep(SECONDS_BETWEEN_LOOKS["local"])
             raise stop.stopped("runs at work stopped after their running steps")
         for place, (run, job) in list(jobs.items()):
             if job.done():
