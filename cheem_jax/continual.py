@@ -32,7 +32,7 @@ from cheem_jax.kernels import Precision
 from cheem_jax.keys import Keys, SeedsConfig
 from cheem_jax.methods.alexnet_encoder import AlexNetEncoder
 from cheem_jax.methods.catalogue import MethodConfig, Networks, make, preset_of
-from cheem_jax.methods.cheem import CheemConfig, Preset
+from cheem_jax.methods.cheem_config import CheemConfig, Preset
 from cheem_jax.methods.frozen_linear import FrozenLinear
 from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.methods.lora_cl import LoraClConfig

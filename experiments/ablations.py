@@ -21,7 +21,7 @@ from study import Found, Study, Variant, run_all
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.cli import parse, run_command
-from cheem_jax.methods.cheem import PLUS, PRESETS
+from cheem_jax.methods.cheem_config import PLUS, PRESETS
 from cheem_jax.ops import KINDS
 from cheem_jax.report.comparison import comparison
 from cheem_jax.report.progress import Progress

@@ -29,7 +29,7 @@ from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.interruption import stop_requests
-from cheem_jax.methods.cheem import PRESETS as CHEEM_PRESETS
+from cheem_jax.methods.cheem_config import PRESETS as CHEEM_PRESETS
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read

@@ -26,7 +26,7 @@ from paper.printed import Cell, printed
 from cheem_jax.atomic import write_atomically
 from cheem_jax.cli import parse, run_command
 from cheem_jax.keys import key_at
-from cheem_jax.methods.cheem import PRESETS
+from cheem_jax.methods.cheem_config import PRESETS
 from cheem_jax.report.finished import Run, check_comparable, numbers_of, order_names, read, variant_of
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import METHODS, TOLD, Grid

@@ -37,7 +37,7 @@ from cheem_jax.hosts import HostsConfig
 from cheem_jax.images import Images
 from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods.catalogue import NAMES, Baseline, MethodConfig, Name, Networks, preset_of
-from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
+from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.comparison import comparison_grid, narrow
 from cheem_jax.report.progress import Progress

@@ -31,7 +31,7 @@ from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.methods.catalogue import Networks
-from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
+from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
 from cheem_jax.report.progress import Progress
 
 Sampling = Literal["hee", "uniform"]

@@ -37,7 +37,8 @@ from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.interruption import stop_requests
 from cheem_jax.keys import Keys, SeedsConfig
 from cheem_jax.methods.catalogue import Networks
-from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig
+from cheem_jax.methods.cheem import Cheem
+from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
 from cheem_jax.pool import Memory
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read

@@ -21,7 +21,7 @@ from cheem_jax.data.task import repeats
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods.catalogue import Name, Networks, preset_of
-from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
+from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
 from cheem_jax.report.progress import Progress
 from cheem_jax.run_directory import check_held
 

@@ -13,7 +13,7 @@ from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.evolution import SearchConfig
 from cheem_jax.execution.choice import make_executor
-from cheem_jax.methods.cheem import CheemConfig
+from cheem_jax.methods.cheem_config import CheemConfig
 from cheem_jax.supernet import OpSettings
 from cheem_jax.training import FitConfig
 

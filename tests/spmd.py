@@ -162,7 +162,7 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
     from cheem_jax.execution.layout import MeshConfig
     from cheem_jax.hosts import HostsConfig
     from cheem_jax.methods.catalogue import NEED_A_ROUTER, preset_of
-    from cheem_jax.methods.cheem import CheemConfig
+    from cheem_jax.methods.cheem_config import CheemConfig
     from cheem_jax.report.progress import Progress
 
     if settings.get("fsdp", 1) > 1:

@@ -16,7 +16,7 @@ from cheem_jax.evolution import SearchConfig
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods import catalogue
-from cheem_jax.methods.cheem import PRESETS, CheemConfig
+from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
 from cheem_jax.routing.config import RouterConfig
 from cheem_jax.supernet import OpSettings
 from cheem_jax.training import ExplorationConfig, FitConfig

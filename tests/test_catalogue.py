@@ -8,7 +8,7 @@ from baselines import check_method, stages
 
 from cheem_jax.keys import Keys
 from cheem_jax.methods.catalogue import NAMES, NEED_A_ROUTER, Networks, check_name, make, preset_of
-from cheem_jax.methods.cheem import PRESETS
+from cheem_jax.methods.cheem_config import PRESETS
 from cheem_jax.methods.cheem_lite import CheemLiteConfig
 from cheem_jax.methods.method import FrozenFeatures, Method
 from cheem_jax.report import table

@@ -19,7 +19,9 @@ from cheem_jax.execution.feed import HostImages
 from cheem_jax.execution.passes import token_means
 from cheem_jax.execution.stages import Stages
 from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import PAPER, PLUS, PRESETS, QUICK, Cheem, dense_task_network
+from cheem_jax.methods.cheem import Cheem
+from cheem_jax.methods.cheem_config import PAPER, PLUS, PRESETS, QUICK
+from cheem_jax.methods.expert_memory import dense_task_network
 from cheem_jax.methods.frozen_linear import FrozenLinear, fit_head
 from cheem_jax.methods.method import FrozenFeatures, Undisturbed
 from cheem_jax.pool import dense_expert

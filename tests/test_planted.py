@@ -13,7 +13,7 @@ from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.cli import run_command
 from cheem_jax.flops import network_flops
-from cheem_jax.methods.cheem import PRESETS
+from cheem_jax.methods.cheem_config import PRESETS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run
 import planted

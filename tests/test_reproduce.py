@@ -18,7 +18,7 @@ from cheem_jax.arguments import arguments_of
 from cheem_jax.cli import parse, run_command
 from cheem_jax.commands.demo import Demo
 from cheem_jax.continual import RunConfig, run_stream
-from cheem_jax.methods.cheem import PRESETS
+from cheem_jax.methods.cheem_config import PRESETS
 from cheem_jax.report import record
 from cheem_jax.report.progress import Progress
 

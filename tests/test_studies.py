@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from cheem_jax.cli import run_command
-from cheem_jax.methods.cheem import PRESETS, CheemConfig
+from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
 from cheem_jax.methods.lora_cl import LoraClConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run

@@ -15,7 +15,7 @@ from paper.printed import Cell, printed, recomputed_fom
 
 from cheem_jax.data.benchmarks.table import MTIL
 from cheem_jax.evolution import SearchConfig
-from cheem_jax.methods.cheem import CheemConfig
+from cheem_jax.methods.cheem_config import CheemConfig
 from cheem_jax.report.earlier import EARLIER, EARLIER_WITH_SEARCH
 from cheem_jax.report.finished import check_comparable, read, variant_of
 from cheem_jax.routing.config import RouterConfig

@@ -13,7 +13,7 @@ from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.memory import OpenMemory, begin_with, create, open_memory
 from cheem_jax.memory.data import decoding
-from cheem_jax.methods.cheem import Preset
+from cheem_jax.methods.cheem_config import Preset
 from cheem_jax.report.progress import Progress
 from cheem_jax.run_directory import NAME
 

@@ -24,7 +24,7 @@ from cheem_jax.atomic import to_disk, write_atomically
 from cheem_jax.checkpoint import load_task, save_task, saved_tasks
 from cheem_jax.forgetting import changed_tasks
 from cheem_jax.keys import SeedsConfig
-from cheem_jax.methods.cheem import CheemConfig
+from cheem_jax.methods.cheem_config import CheemConfig
 from cheem_jax.pool import Memory
 from cheem_jax.report.record import to_json
 from cheem_jax.run_directory import NAME

@@ -30,7 +30,7 @@ from cheem_jax.memory.directory import (
     write_config,
 )
 from cheem_jax.memory.opened import OpenMemory
-from cheem_jax.methods.cheem import PRESETS, CheemConfig, Preset
+from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.method import Backbone, FrozenFeatures
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read

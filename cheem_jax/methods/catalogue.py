@@ -8,7 +8,8 @@ import numpy as np
 
 from cheem_jax.execution.executor import Executor
 from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig, Preset
+from cheem_jax.methods.cheem import Cheem
+from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.cheem_lite import CheemLite, CheemLiteConfig
 from cheem_jax.methods.coda_prompt import CodaPrompt, CodaPromptConfig
 from cheem_jax.methods.diki import Diki, DikiConfig

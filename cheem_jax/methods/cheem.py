@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -28,11 +28,12 @@ from cheem_jax.evolution import (
     rung_rows,
     search,
 )
-from cheem_jax.execution.executor import Executor, Network, Token
+from cheem_jax.execution.executor import Executor, Network
 from cheem_jax.execution.feed import Budget, Feed, Subset, feed_images, keep_tokens
 from cheem_jax.execution.passes import token_means
 from cheem_jax.hee import cosines, exploit_table, norm_cosine, uniform_table, without
 from cheem_jax.keys import Keys, Phase, next_power_of_two
+from cheem_jax.methods.cheem_config import CheemConfig
 from cheem_jax.methods.expert_memory import ExpertMemory, dense_task_network, task_network
 from cheem_jax.methods.learning import (
     Learning,
@@ -47,15 +48,10 @@ from cheem_jax.methods.learning import (
 )
 from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.methods.underway import Underway
-from cheem_jax.ops import KINDS, Kind, Placement
 from cheem_jax.pool import DenseExperts, grow, pool_sizes
-from cheem_jax.routing.config import RouterConfig
-from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.supernet import Supernet
 from cheem_jax.training import (
-    ExplorationConfig,
-    FitConfig,
     architecture_flops,
-    check_batch_size,
     constant_draws,
     fit,
     frozen_prefix,
@@ -65,93 +61,6 @@ from cheem_jax.training import (
     supernet_draws,
     supernet_score,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class CheemConfig:
-    """Everything that decides what CHEEM learns."""
-
-    name: ClassVar[str] = "cheem"
-    placement: Placement = "mlp_down"
-    """Component that holds the experts."""
-    token: Token = "component"
-    """Where mean class tokens are read: the component's output before the residual sum, or the block's output."""
-    ops: OpSettings = OpSettings()
-    remove: tuple[Kind, ...] = ()
-    """Ops that no task may choose, such as skip; the paper has all four."""
-    base_means: Literal["known", "neutral"] = "known"
-    """`neutral` takes the similarity to the backbone's own task as 0 even where its mean class tokens are known."""
-    supernet: FitConfig = FitConfig(epochs=50)
-    sampling: Literal["hee", "uniform"] = "hee"
-    """`uniform` is the paper's pure exploration: eps1 = eps2 = 1, mutation included."""
-    exploration: ExplorationConfig = ExplorationConfig()
-    search: SearchConfig = SearchConfig()
-    trained_draws: int = 0
-    """Architectures drawn as the search draws its first, and each trained by itself, instead of a supernet and a search
-    of its candidates; the first in the search's rank on validation images is kept. 0: the paper's supernet. Only
-    `epsilon`, `tolerance` and `cost` of the search count then, and nothing of the supernet."""
-    finetune: FitConfig = FitConfig(epochs=20)
-    weights: Literal["initial", "inherited"] = "initial"
-    """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has learned."""
-    router: RouterConfig = RouterConfig()
-    batch_size: int = 64
-    """Images per step; the last, partial batch is padded and masked."""
-    similarity_images: int = 0
-    """Training images that the similarity of tasks looks at, a seeded subsample; 0: all, as in the paper."""
-
-    def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
-        if self.similarity_images < 0:
-            raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
-        if self.trained_draws < 0:
-            raise ValueError(f"trained_draws is {self.trained_draws}; expected 0 (supernet and search) or more")
-        impossible = {
-            "weights inherited": self.weights == "inherited",
-            f"search.rungs {self.search.rungs}": self.search.rungs > 1,
-            "search.warm_start": self.search.warm_start,
-        }  # fmt: skip
-        if self.trained_draws and (named := " and ".join(name for name, is_set in impossible.items() if is_set)):
-            raise ValueError(
-                f"trained_draws is {self.trained_draws}, which has no supernet and no generations, and so no {named}; "
-                "leave out the one or the other"
-            )
-        if self.search.warm_start and self.sampling == "uniform":
-            raise ValueError(
-                "search.warm_start begins with what HEE names, so sampling cannot be uniform; leave out one"
-            )
-        if not len(set(self.remove)) == len(self.remove) < len(KINDS):
-            raise ValueError(f"remove names {', '.join(self.remove)}; expected some of {', '.join(KINDS)}, each once")
-
-
-PAPER = CheemConfig(ops=OpSettings(rank=40))
-"""The paper's settings, and ours where it is silent."""
-
-QUICK = CheemConfig(
-    supernet=FitConfig(epochs=8),
-    search=SearchConfig(population=20, generations=8, num_parents=5),
-    finetune=FitConfig(epochs=8),
-    batch_size=32,
-)
-"""Every part switched on, sized for a CPU: 160 architectures scored per task."""
-
-DEMO = dataclasses.replace(
-    QUICK,
-    supernet=FitConfig(epochs=12, learning_rate=2e-3),
-    finetune=FitConfig(epochs=24, learning_rate=2e-3),
-)
-"""`quick` with more and larger steps, for tasks of a few hundred small images."""
-
-PLUS = {"router": RouterConfig("lda", "early")}
-"""What paid on small real sets (docs/results.md), as changes of any settings."""
-
-Preset = Literal["paper", "quick", "demo", "cheem_plus", "quick_plus"]
-PRESETS: dict[Preset, CheemConfig] = {
-    "paper": PAPER,
-    "quick": QUICK,
-    "demo": DEMO,
-    "cheem_plus": dataclasses.replace(PAPER, **PLUS),
-    "quick_plus": dataclasses.replace(QUICK, **PLUS),
-}
 
 
 class Cheem(ExpertMemory):

@@ -7,7 +7,8 @@ that is learned is CHEEM's; the centroids are those of the lighter network's fea
 import dataclasses
 from typing import ClassVar
 
-from cheem_jax.methods.cheem import Cheem, CheemConfig
+from cheem_jax.methods.cheem import Cheem
+from cheem_jax.methods.cheem_config import CheemConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Stream
 from cheem_jax.execution.stages import Stages
-from cheem_jax.methods.cheem import PRESETS
+from cheem_jax.methods.cheem_config import PRESETS
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
 from cheem_jax.saved_memory import open_memory, save_memory_task

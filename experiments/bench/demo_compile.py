@@ -25,7 +25,8 @@ from cheem_jax.data.task import Stream
 from cheem_jax.execution.compilation import compilations, keep_programs
 from cheem_jax.execution.stages import Stages
 from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import PRESETS, Cheem, CheemConfig
+from cheem_jax.methods.cheem import Cheem
+from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
 from cheem_jax.methods.method import FrozenFeatures, Undisturbed
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read

@@ -38,7 +38,7 @@ from cheem_jax.execution.passes import token_means
 from cheem_jax.execution.stages import Stages
 from cheem_jax.hee import exploit_table, uniform_table
 from cheem_jax.keys import key_at
-from cheem_jax.methods.cheem import dense_task_network
+from cheem_jax.methods.expert_memory import dense_task_network
 from cheem_jax.ops import Expert, LowRank
 from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, merge_dense, pool_sizes
 from cheem_jax.saved_memory import save_memory_task

@@ -16,7 +16,7 @@ from cheem_jax.architecture import encode, from_strings
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.flops import backbone_flops, backbone_params, branch_flops, pair_flops
 from cheem_jax.hee import first_level
-from cheem_jax.methods.cheem import CheemConfig
+from cheem_jax.methods.cheem_config import CheemConfig
 
 FAMILY, STRANGER, BASE, NEW, SKIP = range(5)
 """Where a block's expert comes from: the family, another task, the backbone, nowhere yet; or there is none."""
