@@ -17,8 +17,8 @@ from paired import Estimate, accuracy_difference, mean_difference, rank_correlat
 from paper import claims
 from paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, above, below, within
 from paper.collected import load, packed
-from paper.merit import merit_section
-from paper.results_page import in_short
+from paper.merit import ahead_line, merit_section
+from paper.verdict_tables import in_short
 
 from cheem_jax.results import results_of
 
@@ -211,7 +211,8 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     against = page[page.index("| CHEEM minus |") :].split("\n\n")[0]
     assert [line.split(" | ")[0] for line in against.splitlines()[2:]] == ["| LoRA-CL", "| S-Prompts", "| L2P"]
     assert "### Variants and other orders" in page and "| CHEEM, uniform | 0 |" in page
-    assert "batch_size 8; tasks: three, one, two |" in page
+    assert "| as CHEEM, but for the tasks in the order three one two |" in page
+    assert "| CHEEM, uniform | 0 | as CHEEM, but for sampling uniform |" in page
     assert "| CHEEM, order2 | 0.0 points | 0.0 to 0.0 | 0.0 to 0.0 | 1.000 | 0: 0.0 |" in page
     assert "--methods cheem,s_prompts --seeds 0,1,2" in page and "--methods lora_cl --seeds 1,7" in page
     assert "| CHEEM, resumed FLOPs, executed |" in page  # of the figures of merit
@@ -219,6 +220,31 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     assert f"# CHEEM, order2\n{told} three,one,two --method cheem --seed 0 --run-dir RUNS/cheem10/seed-0\n" in page
     assert f"# CHEEM, reversed\n{told} three,two,one" in page
     assert f"# CHEEM, uniform\n{told} one,two,three {own} --run-dir RUNS/cheem12/seed-0\n" in page
+
+
+def test_runs_on_another_processor_and_on_larger_pictures_stand_beside_the_others(tmp_path):
+    write(tmp_path / "runs", rate=0.8)
+    write(tmp_path / "runs", seed=1, rate=0.9)
+    write(tmp_path / "runs", "s_prompts", rate=0.6)
+    write(tmp_path / "runs", "lora_cl", seed=1, rate=0.6)  # never made again
+    write(tmp_path / "runs", sampling="uniform", rate=0.7)
+    plain = page_of(tmp_path)
+    assert "kind of processor" not in plain and "The same pictures at" not in plain
+    write(tmp_path / "again", rate=0.7)
+    write(tmp_path / "at_64", "frozen_linear", rate=0.99)
+    page = page_of(tmp_path)
+    section = page[page.index("### The same seed on another kind of processor") :]
+    rows = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in section.splitlines() if " − " in line}
+    assert list(rows)[:3] == ["CHEEM made again − CHEEM above", "CHEEM − S-Prompts", "CHEEM, uniform − CHEEM"]
+    first = float(rows["CHEEM made again − CHEEM above"][0].removesuffix(" points").replace("−", "-"))
+    above, again = (float(rows["CHEEM − S-Prompts"][side].removesuffix(" points")) for side in (0, 2))
+    assert first < -5 and again - above == pytest.approx(first, abs=0.11)
+    assert rows["CHEEM, uniform − CHEEM"][2] == "0.0 points"  # the same answers
+    assert "CHEEM − LoRA-CL" not in section[: section.index("## Accuracy")]
+    short = page[page.index("## In short") : page.index("Words.")]
+    assert "frozen, linear heads reach 8" in short and "more than any method here that is not told the task." in short
+    write(tmp_path / "runs", "tuna", rate=1.0)
+    assert "more than any method here" not in page_of(tmp_path)
 
 
 def test_all_lines_of_a_claim_decide_it():
@@ -308,4 +334,9 @@ def test_the_figure_of_merit_is_told_by_both_counts_and_of_both_routers():
     [line] = [line for line in other.splitlines() if line.startswith("| LORA_CL |")]
     assert line == "| LORA_CL | 20.0 | 3.00 | 3.33 | 4.80 | 10.00 |"  # gaps 0.2 and 0.05, FLOPs 3 / 2.5 and 2.5 / 1
     assert "LDA" not in merit_section(titles, measured, None, {}, {})
+    few = {**measured, "ewc": row(0.58, 1.0, 1.0)}  # gaps 0.12 and 0.1, half of the FLOPs
+    assert ahead_line({**titles, "ewc": "EWC"}, few, {"chosen": chosen}).endswith(
+        "of CHEEM with the paper's router: EWC (0.60); of CHEEM with the chosen router: none."
+    )
+    assert ahead_line(titles, {"cheem": measured["cheem"]}, None) == ""
     assert "needs runs of CHEEM and of full" in merit_section(titles, {"cheem": measured["cheem"]}, None, {}, {})

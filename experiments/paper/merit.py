@@ -23,10 +23,9 @@ def merit_section(
     """As Markdown: a row per method, by names with their `titles` and rows of `comparison`; `routers` is the study of
     routers where it was made, `searched` rows of CHEEM with other searches by their titles. What the chosen router adds
     to the FLOPs of methods with a network per task is `added`."""
-    bound = measured.get("full_finetune")
-    if bound is None or "cheem" not in measured:
+    if not has_merit(measured):
         return "It needs runs of CHEEM and of full fine-tuning, the bound."
-    upper = bound["local_average_accuracy"]["mean"]
+    upper = measured["full_finetune"]["local_average_accuracy"]["mean"]
     sides = {name: side_of(row) for name, row in measured.items() if name not in TOLD}
     own = {"CHEEM": sides["cheem"], **{title: side_of(row) for title, row in searched.items()}}
     others = {titles[name]: side for name, side in sides.items() if name != "cheem"}
@@ -46,11 +45,34 @@ def merit_section(
         rows.append(tuple(cells))
     columns = ("over", "its gap, points", *(f"{title}, {count}" for title in own for count in FLOPS.values()))
     return f"""How many times better CHEEM is, by the paper's figure of merit: the other's gap to full fine-tuning over
-CHEEM's, times its FLOPs over CHEEM's. Full fine-tuning, told the task, reaches {100 * upper:.1f} %. Where a gap is not
-above 0 there is no such figure. A better router serves other methods too, so that columns of the chosen one are fair
-against rows with the same router alone.
+CHEEM's, times its FLOPs over CHEEM's. Above 1 CHEEM, as its column has it, is the better one, below 1 the row is. Full
+fine-tuning, told the task, reaches {100 * upper:.1f} %. Where a gap is not above 0 there is no such figure. Columns of
+the chosen router are fair against rows with that router alone: the other rows keep the paper's, or name no task.
 
 {Grid("", columns, tuple(rows), 1).to_markdown()}"""
+
+
+def ahead_line(titles: Mapping[str, str], measured: Mapping[str, Mapping[str, Any]], routers: Any | None) -> str:
+    """Methods as they are that the figure of merit has ahead of CHEEM, as one more line."""
+    if not has_merit(measured):
+        return ""
+    upper = measured["full_finetune"]["local_average_accuracy"]["mean"]
+    sides = {name: side_of(row) for name, row in measured.items() if name not in TOLD}
+    own = {"CHEEM with the paper's router": sides.pop("cheem")}
+    if routers is not None:
+        chosen = routers["chosen"]
+        own["CHEEM with the chosen router"] = Side(chosen["cheem"]["accuracy"], chosen["flops"])
+    told = []
+    for title, side in own.items():
+        found = {titles[name]: merit(upper, side, other, "paper") for name, other in sides.items()}
+        better = [f"{name} ({value:.2f})" for name, value in found.items() if value is not None and value < 1]
+        told.append(f"{title}: {', '.join(better) or 'none'}")
+    return f"\n- Ahead by the paper's figure of merit (below 1: the other is better) of {'; of '.join(told)}."
+
+
+def has_merit(measured: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether both sides were run."""
+    return "full_finetune" in measured and "cheem" in measured
 
 
 def side_of(row: Mapping[str, Any]) -> Side:

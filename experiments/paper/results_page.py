@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from paired import RESAMPLES
-from paper.claims import CHEEM, FAILS, HOLDS, NOT_RUN, OPEN, Claim, Verdict, above, claims, compared
+from paper.beside import Beside, again_section, load_beside, sizes_lines
+from paper.claims import CHEEM, claims
 from paper.collected import Cell, Cells, is_usual, load
-from paper.merit import merit_section
+from paper.merit import ahead_line, merit_section
 from paper.printed import Cell as PrintedCell
 from paper.printed import printed
 from paper.recount import cost_of_router
 from paper.results_figure import accuracy_figure
 from paper.results_setting import setting_sections
+from paper.verdict_tables import in_short, paired_grid, unbeaten, verdict_grid
 from routers import page as routers
 from routers.page import told_gain
 from searching import report as searches
@@ -69,15 +71,17 @@ def write_page(results: Path, page: Path) -> int:
         if (draw := STUDIES[name].draw) is not None and draw(found, figure.with_name(f"{name}.png"))
     }  # fmt: skip
     pictures = {name: f"{file.parent.name}/{file.name}" for name, file in {**drawn, "accuracy": figure}.items()}
-    text = page_of(cells, rows, notes.read_text() if notes.is_file() else "", pictures, studies)
+    by_hand = notes.read_text() if notes.is_file() else ""
+    text = page_of(cells, rows, by_hand, pictures, studies, load_beside(results))
     accuracy_figure({row.title: row.runs for row in rows}, figure)
     write_atomically(page, text)
     return sum(map(len, cells.values()))
 
 
 def page_of(
-    cells: Cells, rows: Sequence[Row], notes: str, pictures: Mapping[str, str], studies: Mapping[str, Any]
-) -> str:
+    cells: Cells, rows: Sequence[Row], notes: str, pictures: Mapping[str, str], studies: Mapping[str, Any],
+    beside: Beside,
+) -> str:  # fmt: skip
     """The whole page as Markdown; `notes` was written by hand and is taken as it is."""
     first = rows[0].runs[0]
     judged = [(claim, claim.check(cells)) for claim in claims()]
@@ -87,12 +91,18 @@ def page_of(
         (cell.title, CHEEM, cell) for cell in cells
         if CHEEM in cells and cell.method not in (*TOLD, CHEEM.method) and is_usual(cells, cell)
     ]  # fmt: skip
+    measured = measured_of(rows)
     searched = [row for row, cell in zip(variants, others, strict=True) if cell == RESUMED]
     parts = [
         f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
         HEAD,
         "## In short",
-        in_short(judged) + unbeaten(rivals, cells, measured_of(rows)) + beyond(studies.get("routers")),
+        in_short(judged)
+        + unbeaten(rivals, cells, measured)
+        + ahead_line({row.method: row.title for row in rows}, measured, studies.get("routers"))
+        + beyond(studies.get("routers"))
+        + lines_of_sizes(beside, measured, studies.get("routers")),
+        WORDS,
         "## What the paper claims, checked here",
         CLAIMS,
         verdict_grid(judged).to_markdown(),
@@ -109,6 +119,7 @@ def page_of(
             if others
             else []
         ),
+        *again_section(beside.again, cells, [*(cell for _, _, cell in rivals), *others]),
         "## Accuracy by task",
         f"After the last task, in %, mean{' ± standard deviation' if several(rows) else ''} over runs. Rows that are "
         "given the task are marked *.",
@@ -125,7 +136,7 @@ def page_of(
         "## What an answer costs, against how far it is from the bound",
         merit_section(
             {row.method: row.title for row in rows},
-            measured_of(rows),
+            measured,
             studies.get("routers"),
             {row.title: measured_of([row])[row.method] for row in searched},
             added_by(studies.get("routers"), first),
@@ -158,13 +169,19 @@ runs with the same seeds and test images, with the bootstrap and the p described
 an answer costs stands in the table above, and further down both together."""
 PAIRED_TEXT = """Each minus its method as it is, in average accuracy, from runs with the same seeds and test images,
 with the bootstrap and the p described above."""
-METHODS_TEXT = """Means over runs, ± standard deviation over seeds (n − 1). Average accuracy: task and class found, mean
-over tasks after the last one. Task given: the class within the true task. Just learned: each task right after it was
-learned, task and class found among the tasks so far, mean over tasks. Forgetting: mean drop from a task's best accuracy
-since it was learned. FLOPs are per image, by the paper's convention and as executed, the latter counted from the
-networks that the records tell; parameters added are per task, in % of the backbone, and stored are those of all tasks
-together; hours of learning are from the quickest run to the slowest, on machines of which some did other work besides.
-Methods marked * are told the task, also at test time: they are bounds, not rivals."""
+WORDS = """Words. *HEE* is the paper's way of drawing networks, led by how alike tasks are; *uniform* draws without that
+lead. *Resumed FLOPs*: the search counts what runs behind the router's pass, not whole networks. *Trained draws*: drawn
+networks are trained and the best is kept, without supernet and search. *Frozen, linear heads*: ridge regressions on the
+features of the frozen backbone, one per task. In networks written as letters, a block each, R is reuse, A adapt, N new,
+S skip."""
+METHODS_TEXT = """Means over runs, ± standard deviation over seeds (n − 1). Average accuracy: task and class found,
+mean over tasks after the last one. Task given: the class within the true task. Just learned: each task right after it
+was learned, task and class found among the tasks so far, mean over tasks. Forgetting: drop from a task's best accuracy
+since it was learned, which may have come later than just after, mean over all tasks but the last. FLOPs are per image,
+by the paper's convention and as executed, the latter counted from the networks that the records tell; parameters added
+are per task, in % of the backbone, and stored are those of all tasks together; hours of learning are from the quickest
+run to the slowest, on machines of which some did other work besides. Methods marked * are told the task, also at test
+time: they are bounds, not rivals."""
 
 
 RESUMED = Cell("cheem", "resumed FLOPs")
@@ -201,6 +218,18 @@ def not_counted(found: Mapping[str, Any], cells: Cells) -> list[str]:
     return [f"{METHODS[name]} with seed {seed}" for name, seed in own if (name, seed) not in known]
 
 
+def lines_of_sizes(
+    beside: Beside, measured: Mapping[str, Mapping[str, Any]], routers: Mapping[str, Any] | None
+) -> str:  # fmt: skip
+    """What pictures of another size bring, as more lines."""
+    if "cheem" not in measured:
+        return ""
+    best = [row["average_accuracy"]["mean"] for method, row in measured.items() if method not in TOLD]
+    chosen = {} if routers is None else routers["chosen"]
+    best += [chosen[method]["accuracy"] for method in METHODS if method in chosen]
+    return sizes_lines(beside.sizes, max(best), measured["cheem"]["flops_paper"]["mean"])
+
+
 def study_parts(name: str, found: Mapping[str, Any], pictures: Mapping[str, str], cells: Cells) -> list[str]:
     """A study's section, with its picture."""
     study = STUDIES[name]
@@ -232,35 +261,6 @@ def last_row(run: Results, name: str) -> np.ndarray:
     return 100 * np.array(run[name][-1], float)
 
 
-def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
-    """The claims by what became of them."""
-    titles = {
-        HOLDS: "Hold here", FAILS: "**Do not hold here**", OPEN: "Not decided by these runs",
-        NOT_RUN: "Not run, or not in full",
-    }  # fmt: skip
-    found = {word: [f"({c.letter}) {c.title}" for c, lines in judged if of_claim(lines) == word] for word in titles}
-    told = [f"- {title}: {'; '.join(found[word])}." for word, title in titles.items() if found[word]]
-    alone = sorted({c.letter for c, lines in judged for line in lines if line.estimate and len(line.seeds) == 1})
-    if alone:
-        told.append(
-            f"- Of {', '.join(f'({letter})' for letter in alone)} at least one line rests on a single seed: one run "
-            "says nothing about other seeds."
-        )
-    return "\n".join(told)
-
-
-def unbeaten(rivals: Sequence[tuple[str, Cell, Cell]], cells: Cells, measured: Mapping[str, Mapping[str, Any]]) -> str:
-    """Methods of which these runs do not show that CHEEM is more accurate, as one more line."""
-    told = []
-    for title, ours, theirs in rivals:
-        line = compared(title, cells, ours, theirs, above)
-        if line.estimate is not None and line.word != HOLDS:
-            value, interval, *_ = _numbers(line)
-            ratio = measured[theirs.method]["flops_paper"]["mean"] / measured[ours.method]["flops_paper"]["mean"]
-            told.append(f"{title} (CHEEM {value}, {interval}; {ratio:.1f} times CHEEM's FLOPs)")
-    return f"\n- Not shown to be less accurate than CHEEM with the paper's router: {'; '.join(told)}." if told else ""
-
-
 def beyond(routers: Mapping[str, Any] | None) -> str:
     """What the chosen router gains, as one more line."""
     if routers is None:
@@ -281,53 +281,6 @@ def added_by(routers: Mapping[str, Any] | None, run: Results) -> dict[str, float
     if routers is None or run["backbone"] not in CONFIGS:
         return {}
     return cost_of_router(run, RouterConfig(**routers["chosen"]["config"]))
-
-
-def of_claim(lines: Sequence[Verdict]) -> str:
-    """One word for all lines of a claim."""
-    words = {line.word for line in lines}
-    return next((word for word in (FAILS, NOT_RUN, OPEN) if word in words), HOLDS)
-
-
-def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
-    """A row per comparison."""
-    columns = ("claim", "compared", "verdict", *NUMBERS)
-    rows = [
-        (f"({claim.letter}) {claim.title}" if index == 0 else "", line.claim, _word(line), *_numbers(line))
-        for claim, lines in judged
-        for index, line in enumerate(lines)
-    ]
-    return Grid("", columns, tuple(rows), 3)
-
-
-def paired_grid(heading: str, pairs: Sequence[tuple[str, Cell, Cell]], cells: Cells) -> str:
-    """A row per pair of a title: the average accuracy of the one minus that of the other."""
-    lines = [compared(title, cells, one, other, lambda _: "") for title, one, other in pairs]
-    return Grid("", (heading, *NUMBERS), tuple((line.claim, *_numbers(line)) for line in lines), 1).to_markdown()
-
-
-NUMBERS = ("measured", "95 % interval", "over tasks", "p", "by seed")
-
-
-def _numbers(line: Verdict) -> tuple[str, ...]:
-    found = line.estimate
-    if found is None:
-        return line.why, *[NONE] * (len(NUMBERS) - 1)
-
-    def shown(value: float) -> str:
-        text = f"{100 * value:+.1f}" if line.unit == "points" else f"{value:+.2f}"
-        return text.lstrip("+-") if not text.strip("+-0.") else text.replace("-", "−")
-
-    unit = f" {line.unit}" if line.unit else ""
-    seeds = ", ".join(f"{seed}: {shown(value)}" for seed, value in zip(line.seeds, found.per_seed, strict=True))
-    p = "< 0.001" if found.p < 0.001 else f"{found.p:.3f}"
-    wide = NONE if found.over_tasks is None else " to ".join(map(shown, found.over_tasks))
-    return f"{shown(found.value)}{unit}", f"{shown(found.low)} to {shown(found.high)}", wide, p, seeds
-
-
-def _word(line: Verdict) -> str:
-    alone = line.estimate is not None and len(line.seeds) == 1
-    return f"{f'**{line.word}**' if line.word == FAILS else line.word}{' (one seed)' if alone else ''}"
 
 
 AT_ONCE = "at_once"

@@ -5,6 +5,7 @@ from typing import Any
 
 from paper.collected import Cell, Cells, Collected, is_usual
 
+from cheem_jax.report.earlier import completed
 from cheem_jax.report.table import Grid
 
 
@@ -15,7 +16,8 @@ def setting_sections(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> 
         "## What was run",
         setting_grid(runs).to_markdown(),
         task_grid(runs[0]).to_markdown(),
-        "Settings that decide how long a method learns; all others stand in each run's `config.json`.",
+        "Settings that decide how long a method learns, and of variants what differs from the method as it is; all "
+        "others stand in each run's `config.json`.",
         method_grid(cells).to_markdown(),
         "### Where",
         "In brackets: the fingerprint of machine, versions, code and settings; two where a run went on under others.",
@@ -63,15 +65,25 @@ LENGTHS = (
 
 
 def method_grid(cells: Cells) -> Grid:
-    """Epochs, learning rates and batch size of every cell."""
+    """Epochs, learning rates and batch size of every method, and what sets its variants apart."""
     rows = []
     for cell, found in cells.items():
-        config = next(iter(found.values())).run.config.get(cell.method, {})
-        told = ", ".join(f"{name} {value}" for name, value in leaves(config) if name.split(".")[-1] in LENGTHS)
-        if cell.order != "default":
-            told = f"{told}; tasks: {', '.join(next(iter(found.values())).run.order)}"
-        rows.append((cell.title, ", ".join(map(str, found)), told))
+        run, usual = next(iter(found.values())), next(iter(cells.get(Cell(cell.method), {}).values()), None)
+        config = settings_of(run)
+        if usual is None or usual is run:
+            told = [f"{name} {value}" for name, value in config.items() if name.split(".")[-1] in LENGTHS]
+        else:
+            as_it_is = settings_of(usual)
+            told = [f"{name} {value}" for name, value in config.items() if as_it_is.get(name) != value]
+            told += [] if cell.order == "default" else [f"the tasks in the order {' '.join(run.run.order)}"]
+            told = [f"as {Cell(cell.method).title}, but for {'; '.join(told)}"] if told else ["as the method is"]
+        rows.append((cell.title, ", ".join(map(str, found)), ", ".join(told)))
     return Grid("", ("method", "seeds", "settings"), tuple(rows), 3)
+
+
+def settings_of(run: Collected) -> dict[str, Any]:
+    """A method's settings by dotted names, those of before a setting existed with its default."""
+    return dict(leaves(completed(run.run.config).get(run.run.results["method"], {})))
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

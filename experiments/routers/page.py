@@ -71,11 +71,13 @@ def _compared(found: Mapping[str, Any]) -> str:
     reads = "; ".join(f"*{name}*: {told}" for name, told in READS.items())
     same, others, seeds = found["same_as_run"], found.get("same_answers", []), found["validated"]
     validated = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
-    again = f"for {100 * min(same):.2f} % of the images of {len(same)} run{'' if len(same) == 1 else 's'}"
+    num = f"{len(same)} run{'' if len(same) == 1 else 's'}"
+    again = f"for {100 * min(same):.2f} % of the images while a run's networks were at hand ({num})"
     if others:
         again += (
-            f", and let {100 * min(others):.2f} % or more be answered as in each of {len(others)} whose networks are "
-            "gone (features of another machine differ in the last bits, and k-means then ends elsewhere for some)"
+            f"; without them, {100 * min(others):.2f} % or more of the answers were those of the run (compared for "
+            f"{len(others)}: features of another machine differ in the last bits, and k-means then ends elsewhere for "
+            "some)"
         )
     return f"""No run was made again: a router changes no network. Runs: {counts}. A router reads what the pass over the
 frozen backbone says anyway: {reads}; with *early* that pass ends at half of the depth. *Validation*: CHEEM's average
@@ -84,8 +86,9 @@ accuracy on validation images with {validated}, by which the router in bold was 
 test images; the *gain* is over the paper's router (first row), with a 95 % interval by the bootstrap described above.
 *Task found* is a mean over tasks. FLOPs are of CHEEM's networks with the router's pass. The paper's router, made again
 from the features, named the same task as CHEEM's runs did {again}; k-means of other methods begins with other seeds in
-their own runs. CHEEM's architectures were chosen on validation images too, so that accuracy there lies above that on
-test. Times are of one process, with the features at hand, on a machine that did other work.
+their own runs. So its row may differ a little from the same method's row further up. CHEEM's architectures were chosen
+on validation images too, so that accuracy there lies above that on test. Times are of one process, with the features
+at hand, on a machine that did other work.
 Made by `experiments/router_study.py --runs RUNS` (with `--collected` and `--earlier` for runs whose networks are gone),
 whose `routers.json` stands beside the runs. Here are the paper's router, the chosen one, and the best of each kind on
 validation images; all {len(found["rows"])} follow below.
