@@ -62,7 +62,7 @@ def again_section(again: Cells, cells: Cells, others: Sequence[Cell]) -> list[st
     ]  # fmt: skip
 
 
-def _found(cells: Cells, one: Cell, other: Cell) -> tuple[str, str]:
+def _found(cells: Cells, one: Cell, other: Cell) -> tuple[str, ...]:
     return numbers_of(compared("", cells, one, other, lambda _: ""))[:2]
 
 
