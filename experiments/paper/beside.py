@@ -40,7 +40,9 @@ def again_section(again: Cells, cells: Cells, others: Sequence[Cell]) -> list[st
     theirs = {**cells, CHEEM: {seed: again[CHEEM][seed] for seed in seeds}}
     ours = {**cells, CHEEM: {seed: cells[CHEEM][seed] for seed in seeds}}
     both = {CHEEM: theirs[CHEEM], Cell("cheem", "above"): ours[CHEEM]}
-    rows = [("CHEEM made again − CHEEM above", *_found(both, CHEEM, Cell("cheem", "above")), "", "")]
+    rows: list[tuple[str, ...]] = [
+        ("CHEEM made again − CHEEM above", *_found(both, CHEEM, Cell("cheem", "above")), "", "")
+    ]
     for cell in others:
         usual = is_usual(cells, cell)
         title = f"CHEEM − {cell.title}" if usual else f"{cell.title} − CHEEM"
