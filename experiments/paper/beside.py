@@ -4,13 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from paper.claims import CHEEM, compared
-from paper.collected import Cell, Cells, is_usual, load
-from paper.results_setting import machines
-from paper.verdict_tables import numbers_of
+from paper.collected import Cells, Collected, load
 
-from cheem_jax.report.comparison import comparison
-from cheem_jax.report.table import TOLD, Grid
+from cheem_jax.report.earlier import side_by_side
 
 AGAIN, SIZES = "again", "at_*"
 """Their folders, beside that of the page's runs."""
@@ -20,71 +16,56 @@ class Beside(NamedTuple):
     """What was found there."""
 
     again: Cells
-    """CHEEM's runs made again elsewhere; nothing where there are none."""
+    """Runs of the page made once more on another processor."""
     sizes: Sequence[Cells]
-    """Runs on pictures of another size, a folder each."""
+    """Runs on the same pictures in another size, a folder each, the smallest first."""
 
 
-def load_beside(results: Path) -> Beside:
-    """What stands beside the folder of the page's runs."""
-    again = results.parent / AGAIN
-    sizes = [load(folder) for folder in sorted(results.parent.glob(SIZES)) if folder.is_dir()]
-    return Beside(load(again) if again.is_dir() else {}, sizes)
+def load_beside(results: Path, cells: Cells) -> Beside:
+    """What stands beside the folder of the page's runs, `cells`; raises ValueError where it does not belong to them."""
+    folder = results.parent / AGAIN
+    again = load(folder) if folder.is_dir() else {}
+    for cell, found in again.items():
+        for seed, run in found.items():
+            if why := _no_twin(run, cells.get(cell, {}).get(seed)):
+                raise ValueError(
+                    f"{run.run.directory} is no run of {results} made again on another processor: {why}; remove it"
+                )
+    first = next(run for found in cells.values() for run in found.values())
+    sizes = [load(folder) for folder in results.parent.glob(SIZES) if folder.is_dir()]
+    for run in (run for other in sizes for found in other.values() for run in found.values()):
+        if why := _no_other_size(run, first):
+            raise ValueError(f"{run.run.directory} is no run on the same pictures in another size: {why}; remove it")
+    return Beside(again, sorted(sizes, key=pixels_of))
 
 
-def again_section(again: Cells, cells: Cells, others: Sequence[Cell]) -> list[str]:
-    """What one seed's comparisons owe to the processor: `others` against either of two runs with the same seed."""
-    seeds = sorted(set(again.get(CHEEM, {})) & set(cells.get(CHEEM, {})))
-    if not seeds:
-        return []
-    theirs = {**cells, CHEEM: {seed: again[CHEEM][seed] for seed in seeds}}
-    ours = {**cells, CHEEM: {seed: cells[CHEEM][seed] for seed in seeds}}
-    both = {CHEEM: theirs[CHEEM], Cell("cheem", "above"): ours[CHEEM]}
-    rows: list[tuple[str, ...]] = [
-        ("CHEEM made again − CHEEM above", *_found(both, CHEEM, Cell("cheem", "above")), "", "")
-    ]
-    for cell in others:
-        usual = is_usual(cells, cell)
-        title = f"CHEEM − {cell.title}" if usual else f"{cell.title} − CHEEM"
-        one, other = (CHEEM, cell) if usual else (cell, CHEEM)
-        if set(seeds) & set(cells[cell]):
-            rows.append((title, *_found(ours, one, other), *_found(theirs, one, other)))
-    columns = ("compared", "with the run above", "95 % interval", "with the run made again", "95 % interval")
-    told = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
-    return [
-        "### The same seed on another kind of processor",
-        f"CHEEM with {told} once more, with the same settings and on another kind of processor. A supernet's losses "
-        "differ in their last bits there, and these decide among candidates that are nearly alike, so that a run finds "
-        "other networks. No interval on this page contains that: where both sides ran on different kinds of processors "
-        '("Where", below), a difference between single runs owes something to it. All comparisons that have '
-        f"{'this seed' if len(seeds) == 1 else 'these seeds'}, and with no other:",
-        Grid("", columns, tuple(rows), 1).to_markdown(),
-        "Above:\n\n" + "\n".join(machines(list(ours[CHEEM].values()))) + "\n\nMade again:\n\n"
-        + "\n".join(machines(list(theirs[CHEEM].values()))),
-    ]  # fmt: skip
+def pixels_of(cells: Cells) -> int:
+    """The size of the pictures."""
+    return next(run.run.results["image_size"] for found in cells.values() for run in found.values())
 
 
-def _found(cells: Cells, one: Cell, other: Cell) -> tuple[str, ...]:
-    return numbers_of(compared("", cells, one, other, lambda _: ""))[:2]
+def processor_of(run: Collected) -> str | None:
+    """What the record tells."""
+    return run.record.get("conditions", {}).get("device", {}).get("processor")
 
 
-def sizes_lines(sizes: Sequence[Cells], best: float, flops: float) -> str:
-    """What runs on other sizes of pictures reached, as more lines; `best` is the highest average accuracy here of what
-    is not told the task, and `flops` are CHEEM's per image in the paper's count."""
-    told = []
-    for cells in sizes:
-        for cell, found in cells.items():
-            if cell.method in TOLD:
-                continue
-            runs = [one.run.results for one in found.values()]
-            [row] = comparison({cell.method: runs})
-            accuracy, given, cost = (
-                row[name]["mean"] for name in ("average_accuracy", "local_average_accuracy", "flops_paper")
-            )
-            most = ", more than any method here that is not told the task" if accuracy > best else ""
-            told.append(
-                f"\n- The same pictures at {runs[0]['image_size']} pixels ({len(runs)} run{'s'[: len(runs) > 1]}): "
-                f"{cell.title} reach {100 * accuracy:.1f} % (task given: {100 * given:.1f} %) for {cost / flops:.1f} "
-                f"times CHEEM's FLOPs{most}."
-            )
-    return "".join(told)
+def _no_twin(run: Collected, twin: Collected | None) -> str:
+    if twin is None:
+        return "no run there is of its method, settings and seed"
+    if run.run.order != twin.run.order:
+        return f"its tasks are {', '.join(run.run.order)}"
+    here, there = side_by_side(run.run.config, twin.run.config)
+    if here != there:
+        named = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+        return f"its settings differ from {twin.run.directory} in {', '.join(named)}"
+    processors = processor_of(run), processor_of(twin)
+    return f"both ran on {processors[0]}" if processors[0] == processors[1] else ""
+
+
+def _no_other_size(run: Collected, first: Collected) -> str:
+    if set(run.run.order) != set(first.run.order):
+        return f"its tasks are {', '.join(run.run.order)}"
+    if run.record["data"].get("split_seed") != first.record["data"].get("split_seed"):
+        return "its splits have another seed"
+    size = run.run.results["image_size"]
+    return f"its size is {size} as well" if size == first.run.results["image_size"] else ""

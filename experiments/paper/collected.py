@@ -62,6 +62,11 @@ def is_usual(cells: Cells, cell: Cell) -> bool:
     return cell.order == "default" and cell.variant in ("", run["router"])
 
 
+def usual_of(cells: Cells, method: str) -> Cell | None:
+    """The usual runs of a method, if there are some."""
+    return next((cell for cell in cells if cell.method == method and is_usual(cells, cell)), None)
+
+
 def load(folder: Path) -> Cells:
     """All collected runs; raises ValueError where one is damaged or does not belong to the others."""
     if not folder.is_dir():

@@ -16,6 +16,15 @@ class Side(NamedTuple):
     flops: Mapping[str, float]
 
 
+class Sides(NamedTuple):
+    """Full fine-tuning's accuracy, CHEEM's ways, and other methods as they are and with the chosen router, by title."""
+
+    upper: float
+    cheem: dict[str, Side]
+    others: dict[str, Side]
+    rerouted: dict[str, Side]
+
+
 def merit_section(
     titles: Mapping[str, str], measured: Mapping[str, Mapping[str, Any]], routers: Any | None,
     searched: Mapping[str, Mapping[str, Any]], added: Mapping[str, float],
@@ -23,56 +32,69 @@ def merit_section(
     """As Markdown: a row per method, by names with their `titles` and rows of `comparison`; `routers` is the study of
     routers where it was made, `searched` rows of CHEEM with other searches by their titles. What the chosen router adds
     to the FLOPs of methods with a network per task is `added`."""
-    if not has_merit(measured):
+    sides = sides_of(titles, measured, routers, added)
+    if sides is None:
         return "It needs runs of CHEEM and of full fine-tuning, the bound."
-    upper = measured["full_finetune"]["local_average_accuracy"]["mean"]
-    sides = {name: side_of(row) for name, row in measured.items() if name not in TOLD}
-    own = {"CHEEM": sides["cheem"], **{title: side_of(row) for title, row in searched.items()}}
-    others = {titles[name]: side for name, side in sides.items() if name != "cheem"}
-    if routers is not None:
-        chosen = routers["chosen"]
-        name, flops = f"{chosen['features']} {chosen['title']}", {name: chosen["flops"][name] for name in FLOPS}
-        own[f"CHEEM, {name}"] = Side(chosen["cheem"]["accuracy"], flops)
-        for method in (method for method in sides if added and method != "cheem" and method in chosen):
-            flops = {count: value + added[count] for count, value in sides[method].flops.items()}
-            others[f"{titles[method]}, {name}"] = Side(chosen[method]["accuracy"], flops)
+    first, *more = sides.cheem.items()
+    own = dict([first, *((title, side_of(row)) for title, row in searched.items()), *more])
     rows = []
-    for title, other in {**own, **others}.items():
-        cells = [title, f"{100 * (upper - other.accuracy):.1f}"]
+    for title, other in {**own, **sides.others, **sides.rerouted}.items():
+        cells = [title, f"{100 * (sides.upper - other.accuracy):.1f}"]
         for side in own.values():
-            found = [merit(upper, side, other, count) for count in FLOPS]
+            found = [merit(sides.upper, side, other, count) for count in FLOPS]
             cells += [NONE if value is None or side == other else number(value, 2) for value in found]
         rows.append(tuple(cells))
     columns = ("over", "its gap, points", *(f"{title}, {count}" for title in own for count in FLOPS.values()))
     return f"""How many times better CHEEM is, by the paper's figure of merit: the other's gap to full fine-tuning over
-CHEEM's, times its FLOPs over CHEEM's. Above 1 CHEEM, as its column has it, is the better one, below 1 the row is. Full
-fine-tuning, told the task, reaches {100 * upper:.1f} %. Where a gap is not above 0 there is no such figure. Columns of
-the chosen router are fair against rows with that router alone: the other rows keep the paper's, or name no task.
+CHEEM's, times its FLOPs over CHEEM's. Above 1 the column's CHEEM is better, below 1 the row. Full fine-tuning, told
+the task, reaches {100 * sides.upper:.1f} %. Where a gap is not above 0 there is no such figure. Columns of the chosen
+router compare fairly with rows of that router and with methods that need none; other rows keep their own.
 
 {Grid("", columns, tuple(rows), 1).to_markdown()}"""
 
 
-def ahead_line(titles: Mapping[str, str], measured: Mapping[str, Mapping[str, Any]], routers: Any | None) -> str:
-    """Methods as they are that the figure of merit has ahead of CHEEM, as one more line."""
-    if not has_merit(measured):
+def ahead_line(
+    titles: Mapping[str, str], measured: Mapping[str, Mapping[str, Any]], routers: Any | None,
+    added: Mapping[str, float],
+) -> str:  # fmt: skip
+    """Whom the figure of merit has ahead of CHEEM, as one more line; see `merit_section`."""
+    sides = sides_of(titles, measured, routers, added)
+    if sides is None:
         return ""
-    upper = measured["full_finetune"]["local_average_accuracy"]["mean"]
-    sides = {name: side_of(row) for name, row in measured.items() if name not in TOLD}
-    own = {"CHEEM with the paper's router": sides.pop("cheem")}
-    if routers is not None:
-        chosen = routers["chosen"]
-        own["CHEEM with the chosen router"] = Side(chosen["cheem"]["accuracy"], chosen["flops"])
+    alone = {titles[name] for name, row in measured.items() if len(row.get("seeds", ())) == 1}
     told = []
-    for title, side in own.items():
-        found = {titles[name]: merit(upper, side, other, "paper") for name, other in sides.items()}
-        better = [f"{name} ({value:.2f})" for name, value in found.items() if value is not None and value < 1]
-        told.append(f"{title}: {', '.join(better) or 'none'}")
+    for title, side in sides.cheem.items():
+        better = []
+        # the paper's router is compared with methods as they are
+        for name, other in (sides.others | (sides.rerouted if told else {})).items():
+            value, seed = merit(sides.upper, side, other, "paper"), ", one seed" if name in alone else ""
+            if value is not None and value < 1:
+                better.append(f"{name} ({value:.2f}{seed})")
+            elif value is None and other.accuracy >= sides.upper > side.accuracy:
+                better.append(f"{name} (not below the bound{seed})")
+        named = title if told else f"{title} with the paper's router"
+        told.append(f"{named}: {', '.join(better) or 'none'}")
     return f"\n- Ahead by the paper's figure of merit (below 1: the other is better) of {'; of '.join(told)}."
 
 
-def has_merit(measured: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether both sides were run."""
-    return "full_finetune" in measured and "cheem" in measured
+def sides_of(
+    titles: Mapping[str, str], measured: Mapping[str, Mapping[str, Any]], routers: Any | None,
+    added: Mapping[str, float],
+) -> Sides | None:  # fmt: skip
+    """All that are compared; None without CHEEM or the bound. See `merit_section`."""
+    if "full_finetune" not in measured or "cheem" not in measured:
+        return None
+    upper = measured["full_finetune"]["local_average_accuracy"]["mean"]
+    sides = {name: side_of(row) for name, row in measured.items() if name not in TOLD}
+    cheem, rerouted = {"CHEEM": sides.pop("cheem")}, {}
+    if routers is not None:
+        chosen = routers["chosen"]
+        name = f"{chosen['features']} {chosen['title']}"
+        cheem[f"CHEEM, {name}"] = Side(chosen["cheem"]["accuracy"], {count: chosen["flops"][count] for count in FLOPS})
+        for method in (method for method in sides if added and method in chosen):
+            flops = {count: value + added[count] for count, value in sides[method].flops.items()}
+            rerouted[f"{titles[method]}, {name}"] = Side(chosen[method]["accuracy"], flops)
+    return Sides(upper, cheem, {titles[name]: side for name, side in sides.items()}, rerouted)
 
 
 def side_of(row: Mapping[str, Any]) -> Side:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from paired import RESAMPLES
-from paper.beside import Beside, again_section, load_beside, sizes_lines
+from paper.again import again_section, changed_verdicts, sizes_lines
+from paper.beside import Beside, load_beside
 from paper.claims import CHEEM, claims
-from paper.collected import Cell, Cells, is_usual, load
+from paper.collected import Cell, Cells, is_usual, load, usual_of
 from paper.merit import ahead_line, merit_section
 from paper.printed import Cell as PrintedCell
 from paper.printed import printed
@@ -72,7 +73,7 @@ def write_page(results: Path, page: Path) -> int:
     }  # fmt: skip
     pictures = {name: f"{file.parent.name}/{file.name}" for name, file in {**drawn, "accuracy": figure}.items()}
     by_hand = notes.read_text() if notes.is_file() else ""
-    text = page_of(cells, rows, by_hand, pictures, studies, load_beside(results))
+    text = page_of(cells, rows, by_hand, pictures, studies, load_beside(results, cells))
     accuracy_figure({row.title: row.runs for row in rows}, figure)
     write_atomically(page, text)
     return sum(map(len, cells.values()))
@@ -85,24 +86,26 @@ def page_of(
     """The whole page as Markdown; `notes` was written by hand and is taken as it is."""
     first = rows[0].runs[0]
     judged = [(claim, claim.check(cells)) for claim in claims()]
+    changed = changed_verdicts(beside.again, cells, judged)
     others = [cell for cell in cells if not is_usual(cells, cell)]
+    pairs = [(cell.title, cell, usual_of(cells, cell.method) or Cell(cell.method)) for cell in others]
     variants = [Row(cell.title, cell.method, results_of(cells, cell)) for cell in others]
     rivals = [
         (cell.title, CHEEM, cell) for cell in cells
         if CHEEM in cells and cell.method not in (*TOLD, CHEEM.method) and is_usual(cells, cell)
     ]  # fmt: skip
-    measured = measured_of(rows)
+    measured, titles = measured_of(rows), {row.method: row.title for row in reversed(rows)}
     searched = [row for row, cell in zip(variants, others, strict=True) if cell == RESUMED]
     parts = [
         f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
         HEAD,
         "## In short",
-        in_short(judged)
-        + unbeaten(rivals, cells, measured)
-        + ahead_line({row.method: row.title for row in rows}, measured, studies.get("routers"))
-        + beyond(studies.get("routers"))
-        + lines_of_sizes(beside, measured, studies.get("routers")),
         WORDS,
+        in_short(judged, changed)
+        + unbeaten(rivals, cells, measured)
+        + ahead_line(titles, measured, studies.get("routers"), added_by(studies.get("routers"), first))
+        + beyond(studies.get("routers"))
+        + lines_of_sizes(beside, measured, studies.get("routers"), first["image_size"]),
         "## What the paper claims, checked here",
         CLAIMS,
         verdict_grid(judged).to_markdown(),
@@ -114,12 +117,8 @@ def page_of(
         f"![Average accuracy of every method, with and without the task given, and each run]({pictures['accuracy']})",
         *([RIVALS_TEXT, paired_grid("CHEEM minus", rivals, cells)] if rivals else []),
         *(["### Variants and other orders", method_grid(variants).to_markdown()] if variants else []),
-        *(
-            [PAIRED_TEXT, paired_grid("variant", [(c.title, c, Cell(c.method)) for c in others], cells)]
-            if others
-            else []
-        ),
-        *again_section(beside.again, cells, [*(cell for _, _, cell in rivals), *others]),
+        *([PAIRED_TEXT, paired_grid("variant", pairs, cells)] if others else []),
+        *again_section(beside.again, cells, [*(cell for _, _, cell in rivals), *others], changed),
         "## Accuracy by task",
         f"After the last task, in %, mean{' ± standard deviation' if several(rows) else ''} over runs. Rows that are "
         "given the task are marked *.",
@@ -135,7 +134,7 @@ def page_of(
         ),
         "## What an answer costs, against how far it is from the bound",
         merit_section(
-            {row.method: row.title for row in rows},
+            titles,
             measured,
             studies.get("routers"),
             {row.title: measured_of([row])[row.method] for row in searched},
@@ -144,13 +143,13 @@ def page_of(
         *(part for name, found in studies.items() for part in study_parts(name, found, pictures, cells)),
         "## The paper's numbers, for orientation",
         *beside_the_paper(rows, first["backbone"]),
-        *setting_sections(cells, studies),
+        *setting_sections(cells, studies, beside),
         *(["## What these runs do not show", notes.strip()] if notes else []),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-HEAD = """`experiments/tables.py` writes this page from the records of finished runs, which stand in `docs/results/runs`
+HEAD = """`experiments/tables.py` writes this page from the records of finished runs, which stand in `docs/results`
 beside it: results, settings, and for every test image whether it was answered rightly. A test makes the page again and
 compares. The last sections tell how the runs were made and how to make them again."""
 CLAIMS = f"""Differences are in points of average accuracy unless another unit stands there. Pairs are runs with the
@@ -169,11 +168,14 @@ runs with the same seeds and test images, with the bootstrap and the p described
 an answer costs stands in the table above, and further down both together."""
 PAIRED_TEXT = """Each minus its method as it is, in average accuracy, from runs with the same seeds and test images,
 with the bootstrap and the p described above."""
-WORDS = """Words. *HEE* is the paper's way of drawing networks, led by how alike tasks are; *uniform* draws without that
-lead. *Resumed FLOPs*: the search counts what runs behind the router's pass, not whole networks. *Trained draws*: drawn
-networks are trained and the best is kept, without supernet and search. *Frozen, linear heads*: ridge regressions on the
-features of the frozen backbone, one per task. In networks written as letters, a block each, R is reuse, A adapt, N new,
-S skip."""
+WORDS = """CHEEM (CVPR 2026) and the methods beside it learn tasks one after another, with one pretrained backbone and
+without pictures of earlier tasks. Accuracy here is the mean over tasks after the last one, each task and class found
+among all, and differences are in points of it. A method with networks per task needs a *router*, which names the task
+of a picture; *task given* is accuracy without that difficulty. The *figure of merit* weighs how far two methods stay
+below full fine-tuning against their FLOPs. *HEE* is CHEEM's way of drawing networks, led by how alike tasks are;
+*uniform* draws all candidates alike. *Resumed FLOPs*: its search counts what runs behind the router's pass, not whole
+networks. *Trained draws*: drawn networks are trained and the best is kept, without supernet and search. *Frozen,
+linear heads*: ridge regressions on the features of the frozen backbone, one per task."""
 METHODS_TEXT = """Means over runs, ± standard deviation over seeds (n − 1). Average accuracy: task and class found,
 mean over tasks after the last one. Task given: the class within the true task. Just learned: each task right after it
 was learned, task and class found among the tasks so far, mean over tasks. Forgetting: drop from a task's best accuracy
@@ -219,15 +221,14 @@ def not_counted(found: Mapping[str, Any], cells: Cells) -> list[str]:
 
 
 def lines_of_sizes(
-    beside: Beside, measured: Mapping[str, Mapping[str, Any]], routers: Mapping[str, Any] | None
+    beside: Beside, measured: Mapping[str, Mapping[str, Any]], routers: Mapping[str, Any] | None, pixels: int
 ) -> str:  # fmt: skip
     """What pictures of another size bring, as more lines."""
-    if "cheem" not in measured:
-        return ""
     best = [row["average_accuracy"]["mean"] for method, row in measured.items() if method not in TOLD]
     chosen = {} if routers is None else routers["chosen"]
     best += [chosen[method]["accuracy"] for method in METHODS if method in chosen]
-    return sizes_lines(beside.sizes, max(best), measured["cheem"]["flops_paper"]["mean"])
+    flops = measured["cheem"]["flops_paper"]["mean"] if "cheem" in measured else None
+    return sizes_lines(beside.sizes, pixels, max(best, default=1.0), flops)
 
 
 def study_parts(name: str, found: Mapping[str, Any], pictures: Mapping[str, str], cells: Cells) -> list[str]:

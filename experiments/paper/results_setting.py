@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paper.collected import Cell, Cells, Collected, is_usual
+from paper.beside import AGAIN, Beside, pixels_of, processor_of
+from paper.collected import Cells, Collected, is_usual, usual_of
 
 from cheem_jax.report.earlier import completed
 from cheem_jax.report.table import Grid
 
 
-def setting_sections(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def setting_sections(cells: Cells, studies: Mapping[str, Mapping[str, Any]], beside: Beside) -> list[str]:
     """Setting, tasks, settings of every method, machines, commands; `studies` are those that left their numbers."""
     runs = [run for found in cells.values() for run in found.values()]
     return [
@@ -27,9 +28,9 @@ def setting_sections(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> 
         "file of the weights. The SHA-256 of every set stands in each run's `config.json`, each option of its "
         "command in its `record.json`. Runs were made by the code of the commits above, which the present code "
         "reads and compares; studies, collecting and this page are of the present code. With equal versions on an "
-        "equal machine a new run has the same numbers: collect it into another folder AGAIN, and "
-        "`experiments/reproduce.py docs/results/runs/cheem/seed-0 --against AGAIN/cheem/seed-0` compares them.",
-        "```bash\n" + "\n".join(commands(cells, studies)) + "\n```",
+        "equal machine a new run has the same numbers: collect it into another folder OTHER, and "
+        "`experiments/reproduce.py docs/results/runs/cheem/seed-0 --against OTHER/cheem/seed-0` compares them.",
+        "```bash\n" + "\n".join(commands(cells, studies, beside)) + "\n```",
     ]
 
 
@@ -68,16 +69,16 @@ def method_grid(cells: Cells) -> Grid:
     """Epochs, learning rates and batch size of every method, and what sets its variants apart."""
     rows = []
     for cell, found in cells.items():
-        run, usual = next(iter(found.values())), next(iter(cells.get(Cell(cell.method), {}).values()), None)
+        run, usual = next(iter(found.values())), usual_of(cells, cell.method)
         config = settings_of(run)
-        if usual is None or usual is run:
+        if usual is None or usual == cell:
             told = [f"{name} {value}" for name, value in config.items() if name.split(".")[-1] in LENGTHS]
         else:
-            as_it_is = settings_of(usual)
+            as_it_is = settings_of(next(iter(cells[usual].values())))
             told = [f"{name} {value}" for name, value in config.items() if as_it_is.get(name) != value]
-            told += [] if cell.order == "default" else [f"the tasks in the order {' '.join(run.run.order)}"]
-            told = [f"as {Cell(cell.method).title}, but for {'; '.join(told)}"] if told else ["as the method is"]
-        rows.append((cell.title, ", ".join(map(str, found)), ", ".join(told)))
+        told += [] if cell.order == "default" else [f"the tasks in the order {' '.join(run.run.order)}"]
+        like = "" if usual is None or usual == cell else f"as {usual.title}, but for "
+        rows.append((cell.title, ", ".join(map(str, found)), like + ", ".join(told)))
     return Grid("", ("method", "seeds", "settings"), tuple(rows), 3)
 
 
@@ -118,7 +119,7 @@ def number_of(count: int | None, what: str) -> str:
     return f"{'?' if count is None else count} {what}{'' if count == 1 else 's'}"
 
 
-def commands(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def commands(cells: Cells, studies: Mapping[str, Mapping[str, Any]], beside: Beside) -> Iterator[str]:
     """Commands that make the runs, usual ones of methods with the same seeds together, the studies, and this page."""
     groups: dict[str, list[str]] = {}
     shared: dict[str, str] = {}
@@ -137,7 +138,15 @@ def commands(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> Iterator
         )
     for cell, found in cells.items():
         if not is_usual(cells, cell):
-            yield from (alone(run, cell, usual.get(cell.method)) for run in found.values())
+            yield from (alone(run, cell.title, cell.method, usual.get(cell.method)) for run in found.values())
+    others = [(cells, f"at {pixels_of(cells)} pixels", f"at_{pixels_of(cells)}") for cells in beside.sizes]
+    for other, what, folder in [(beside.again, "again", AGAIN), *others]:
+        for cell, found in other.items():
+            for run in found.values():
+                on = f" on {processor_of(run)}" if folder == AGAIN else ""
+                yield alone(run, f"{cell.title}, {what}{on}", cell.method, usual.get(cell.method), folder.upper())
+        if other:
+            yield f"python experiments/collect.py --runs {folder.upper()} --to docs/results/{folder}"
     if "routers" in studies:
         yield "python experiments/router_study.py --runs RUNS --out ROUTERS && cp ROUTERS/routers.json docs/results"
     if "search" in studies:
@@ -186,14 +195,14 @@ def shared_of(found: Mapping[str, str]) -> dict[str, str]:
     return {name: found[name] for name in SHARED if found.get(name, "None") != "None"}
 
 
-def alone(run: Collected, cell: Cell, usual: Collected | None) -> str:
+def alone(run: Collected, title: str, method: str, usual: Collected | None, folder: str = "RUNS") -> str:
     """The command of a run that is a variant, with what differs from the method's usual runs."""
     found = options(run.record["command"])
     known = {} if usual is None else options(usual.record["command"])
     left_out = {*SHARED, "--method", "--seed", "--run-dir"}
     own = {name: value for name, value in found.items() if name not in left_out and known.get(name) != value}
     told = {
-        **shared_of(found), "--method": cell.method, **own, "--seed": found.get("--seed", "?"),
-        "--run-dir": f"RUNS/{run.place}",
+        **shared_of(found), "--method": method, **own, "--seed": found.get("--seed", "?"),
+        "--run-dir": f"{folder}/{run.place}",
     }  # fmt: skip
-    return f"# {cell.title}\npython experiments/mtil.py " + " ".join(f"{n} {v}".rstrip() for n, v in told.items())
+    return f"# {title}\npython experiments/mtil.py " + " ".join(f"{n} {v}".rstrip() for n, v in told.items())

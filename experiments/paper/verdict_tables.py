@@ -9,8 +9,8 @@ from paper.collected import Cell, Cells
 from cheem_jax.report.table import NONE, Grid
 
 
-def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
-    """The claims by what became of them."""
+def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]], changed: Sequence[str] = ()) -> str:
+    """The claims by what became of them; `changed` would be judged otherwise by runs on another processor."""
     titles = {
         HOLDS: "Hold here", FAILS: "**Do not hold here**", OPEN: "Not decided by these runs",
         NOT_RUN: "Not run, or not in full",
@@ -23,20 +23,26 @@ def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
             f"- Of {', '.join(f'({letter})' for letter in alone)} at least one line rests on a single seed: one run "
             "says nothing about other seeds."
         )
+    if changed:
+        told.append(f"- With CHEEM's run on another kind of processor {', '.join(changed)}.")
     return "\n".join(told)
 
 
 def unbeaten(rivals: Sequence[tuple[str, Cell, Cell]], cells: Cells, measured: Mapping[str, Mapping[str, Any]]) -> str:
-    """Methods of which these runs do not show that CHEEM is more accurate, as one more line."""
-    told = []
+    """Methods of which these runs do not show that CHEEM is more accurate, as more lines."""
+    told: dict[str, list[str]] = {FAILS: [], OPEN: []}
     for title, ours, theirs in rivals:
         line = compared(title, cells, ours, theirs, above)
         if line.estimate is not None and line.word != HOLDS:
-            value, interval, *_ = numbers_of(line)
+            value, interval, *_ = shown(line)
             ratio = measured[theirs.method]["flops_paper"]["mean"] / measured[ours.method]["flops_paper"]["mean"]
             alone = "one seed; " if len(line.seeds) == 1 else ""
-            told.append(f"{title} (CHEEM {value}, {interval}; {alone}{ratio:.1f} times CHEEM's FLOPs)")
-    return f"\n- Not shown to be less accurate than CHEEM with the paper's router: {'; '.join(told)}." if told else ""
+            told[line.word].append(f"{title} (CHEEM {value}, {interval}; {alone}{ratio:.1f} times CHEEM's FLOPs)")
+    words = {FAILS: "**More accurate**", OPEN: "Not shown to be less accurate"}
+    return "".join(
+        f"\n- {words[word]} than CHEEM with the paper's router: {'; '.join(found)}."
+        for word, found in told.items() if found
+    )  # fmt: skip
 
 
 def of_claim(lines: Sequence[Verdict]) -> str:
@@ -49,7 +55,7 @@ def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
     """A row per comparison."""
     columns = ("claim", "compared", "verdict", *NUMBERS)
     rows = [
-        (f"({claim.letter}) {claim.title}" if index == 0 else "", line.claim, _word(line), *numbers_of(line))
+        (f"({claim.letter}) {claim.title}" if index == 0 else "", line.claim, _word(line), *shown(line))
         for claim, lines in judged
         for index, line in enumerate(lines)
     ]
@@ -59,27 +65,27 @@ def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
 def paired_grid(heading: str, pairs: Sequence[tuple[str, Cell, Cell]], cells: Cells) -> str:
     """A row per pair of a title: the average accuracy of the one minus that of the other."""
     lines = [compared(title, cells, one, other, lambda _: "") for title, one, other in pairs]
-    return Grid("", (heading, *NUMBERS), tuple((line.claim, *numbers_of(line)) for line in lines), 1).to_markdown()
+    return Grid("", (heading, *NUMBERS), tuple((line.claim, *shown(line)) for line in lines), 1).to_markdown()
 
 
 NUMBERS = ("measured", "95 % interval", "over tasks", "p", "by seed")
 
 
-def numbers_of(line: Verdict) -> tuple[str, ...]:
+def shown(line: Verdict) -> tuple[str, ...]:
     """Cells under `NUMBERS`."""
     found = line.estimate
     if found is None:
         return line.why, *[NONE] * (len(NUMBERS) - 1)
 
-    def shown(value: float) -> str:
+    def text_of(value: float) -> str:
         text = f"{100 * value:+.1f}" if line.unit == "points" else f"{value:+.2f}"
         return text.lstrip("+-") if not text.strip("+-0.") else text.replace("-", "−")
 
     unit = f" {line.unit}" if line.unit else ""
-    seeds = ", ".join(f"{seed}: {shown(value)}" for seed, value in zip(line.seeds, found.per_seed, strict=True))
+    seeds = ", ".join(f"{seed}: {text_of(value)}" for seed, value in zip(line.seeds, found.per_seed, strict=True))
     p = "< 0.001" if found.p < 0.001 else f"{found.p:.3f}"
-    wide = NONE if found.over_tasks is None else " to ".join(map(shown, found.over_tasks))
-    return f"{shown(found.value)}{unit}", f"{shown(found.low)} to {shown(found.high)}", wide, p, seeds
+    wide = NONE if found.over_tasks is None else " to ".join(map(text_of, found.over_tasks))
+    return f"{text_of(found.value)}{unit}", f"{text_of(found.low)} to {text_of(found.high)}", wide, p, seeds
 
 
 def _word(line: Verdict) -> str:
