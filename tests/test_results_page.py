@@ -118,14 +118,16 @@ def test_verdicts_follow_from_where_the_interval_lies():
 
 
 def write(
-    folder: Path, method: str = "cheem", seed: int = 0, rate: float = 0.8, names: Sequence[str] = NAMES, **config
-) -> Path:
+    folder: Path, method: str = "cheem", seed: int = 0, rate: float = 0.8, names: Sequence[str] = NAMES,
+    processor: str = "a processor", pixels: int | None = None, **config,
+) -> Path:  # fmt: skip
     """A collected run with 200 test images per task, of which about `rate` are right."""
     rng, directory = np.random.default_rng(seed), folder / f"{method}{len(list(folder.glob('*')))}/seed-{seed}"
     luck = {name: rng.random((2, 200)) for name in NAMES}  # the same for all methods
     given = tuple(luck[name][0] < rate for name in names)
     right = tuple(is_right & (luck[name][1] < 0.9) for is_right, name in zip(given, names, strict=True))
     results = results_of(list(entries(names=names, classes=("cat", "dog"), method=method, seed=seed)))
+    results["image_size"] = pixels or results["image_size"]
     for name, found in (("accuracy", right), ("local_accuracy", given)):
         results[name][-1] = [float(task.mean()) for task in found]
     results["average_accuracy"], results["local_average_accuracy"] = (
@@ -143,7 +145,7 @@ def write(
             f"--{method}.epochs", "3", "--seed", str(seed), "--run-dir", "RUN_DIR",
         ],
         "data": {"stream": "DATA", "split_seed": 0},
-        "conditions": {"device": {"processor": "a processor", "threads": 2, "platform": "cpu"}},
+        "conditions": {"device": {"processor": processor, "threads": 2, "platform": "cpu"}},
     }  # fmt: skip
     held = {"tasks": list(names), "seed": seed, "weights_sha256": "w", method: {"epochs": 3, "batch_size": 8, **config}}
     directory.mkdir(parents=True)
@@ -203,7 +205,7 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     [bad] = re.findall(r"^- \*\*Do not hold here\*\*: (.*)$", page, re.MULTILINE)
     assert [re.findall(r"\((\w)\)", claims) for claims in (good, bad)] == [["a", "e", "g"], ["b", "c"]]
     [unbeaten] = re.findall(
-        r"^- Not shown to be less accurate than CHEEM with the paper's router: (.*)$", page, re.MULTILINE
+        r"^- \*\*More accurate\*\* than CHEEM with the paper's router: (.*)$", page, re.MULTILINE
     )
     assert unbeaten.startswith("S-Prompts (CHEEM −1") and not {"L2P", "LoRA-CL", "full"} & set(
         re.findall(r"[\w-]+", unbeaten)
@@ -230,21 +232,55 @@ def test_runs_on_another_processor_and_on_larger_pictures_stand_beside_the_other
     write(tmp_path / "runs", sampling="uniform", rate=0.7)
     plain = page_of(tmp_path)
     assert "kind of processor" not in plain and "The same pictures at" not in plain
-    write(tmp_path / "again", rate=0.7)
-    write(tmp_path / "at_64", "frozen_linear", rate=0.99)
+    write(tmp_path / "again", rate=0.7, processor="another")
+    write(tmp_path / "at_64", "frozen_linear", rate=0.99, pixels=64)
+    write(tmp_path / "at_128", "frozen_linear", rate=0.5, pixels=128)
     page = page_of(tmp_path)
     section = page[page.index("### The same seed on another kind of processor") :]
     rows = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in section.splitlines() if " − " in line}
-    assert list(rows)[:3] == ["CHEEM made again − CHEEM above", "CHEEM − S-Prompts", "CHEEM, uniform − CHEEM"]
-    first = float(rows["CHEEM made again − CHEEM above"][0].removesuffix(" points").replace("−", "-"))
+    assert list(rows) == ["CHEEM run again − CHEEM above", "CHEEM − S-Prompts", "CHEEM, uniform − CHEEM"]
+    first = float(rows["CHEEM run again − CHEEM above"][0].removesuffix(" points").replace("−", "-"))
     above, again = (float(rows["CHEEM − S-Prompts"][side].removesuffix(" points")) for side in (0, 2))
     assert first < -5 and again - above == pytest.approx(first, abs=0.11)
     assert rows["CHEEM, uniform − CHEEM"][2] == "0.0 points"  # the same answers
-    assert "CHEEM − LoRA-CL" not in section[: section.index("## Accuracy")]
-    short = page[page.index("## In short") : page.index("Words.")]
-    assert "frozen, linear heads reach 8" in short and "more than any method here that is not told the task." in short
+    assert "other networks for 0 of 3 tasks" in section and "- another, 2 threads" in section
+    short = page[page.index("## In short") : page.index("## What the paper")]
+    small, large = (short.index(f"- At {pixels} pixels instead of {first_size(tmp_path)}") for pixels in (64, 128))
+    assert small < large and short.count("more than anything that is not told the task") == 1
+    assert "# CHEEM, again on another" in page and "--run-dir AT_64/frozen_linear0/seed-0" in page
     write(tmp_path / "runs", "tuna", rate=1.0)
-    assert "more than any method here" not in page_of(tmp_path)
+    assert "more than anything that is not told" not in page_of(tmp_path)
+
+
+def first_size(tmp_path: Path) -> int:
+    return next(iter(load(tmp_path / "runs")[claims.CHEEM].values())).run.results["image_size"]
+
+
+def test_a_verdict_that_hangs_on_the_processor_is_named(tmp_path):
+    write(tmp_path / "runs", rate=0.8)
+    write(tmp_path / "runs", "s_prompts", rate=0.7)
+    write(tmp_path / "again", rate=0.7, processor="another")
+    assert "With CHEEM's run on another kind of processor (b) would be “not decided” instead of “holds”." in page_of(
+        tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("folder", "run", "why"),
+    [
+        ("again", {"rate": 0.7}, "both ran on a processor"),
+        ("again", {"seed": 1, "processor": "another"}, "no run there is of its method, settings and seed"),
+        ("again", {"names": NAMES[::-1], "processor": "another"}, "its tasks are three, two, one"),
+        ("again", {"batch_size": 4, "processor": "another"}, r"its settings differ from .* in cheem"),
+        ("at_64", {"method": "frozen_linear"}, r"its size is \d+ as well"),
+    ],
+)
+def test_what_does_not_belong_beside_the_runs_is_named(folder, run, why, tmp_path):
+    write(tmp_path / "runs")
+    write(tmp_path / folder, **run)
+    with pytest.raises(ValueError, match=f"{folder}.*seed-.* is no run .*: {why}; remove it"):
+        page_of(tmp_path)
+    assert not (tmp_path / "docs/results.md").exists()
 
 
 def test_all_lines_of_a_claim_decide_it():
@@ -334,9 +370,11 @@ def test_the_figure_of_merit_is_told_by_both_counts_and_of_both_routers():
     [line] = [line for line in other.splitlines() if line.startswith("| LORA_CL |")]
     assert line == "| LORA_CL | 20.0 | 3.00 | 3.33 | 4.80 | 10.00 |"  # gaps 0.2 and 0.05, FLOPs 3 / 2.5 and 2.5 / 1
     assert "LDA" not in merit_section(titles, measured, None, {}, {})
-    few = {**measured, "ewc": row(0.58, 1.0, 1.0)}  # gaps 0.12 and 0.1, half of the FLOPs
-    assert ahead_line({**titles, "ewc": "EWC"}, few, {"chosen": chosen}).endswith(
-        "of CHEEM with the paper's router: EWC (0.60); of CHEEM with the chosen router: none."
+    few = {**measured, "ewc": {**row(0.58, 1.0, 1.0), "seeds": [0]}}  # gaps 0.12 and 0.1, half of the FLOPs
+    lora = {**chosen, "lora_cl": {"accuracy": 0.69}}  # gaps 0.01 and 0.05, FLOPs 2.6 / 1.6
+    assert ahead_line({**titles, "ewc": "EWC"}, few, {"chosen": lora}, {"paper": -0.4, "executed": -0.5}).endswith(
+        "of CHEEM with the paper's router: L2P (not below the bound), EWC (0.60, one seed); "
+        "of CHEEM, early LDA: L2P (not below the bound), LORA_CL, early LDA (0.33)."
     )
-    assert ahead_line(titles, {"cheem": measured["cheem"]}, None) == ""
+    assert ahead_line(titles, {"cheem": measured["cheem"]}, None, {}) == ""
     assert "needs runs of CHEEM and of full" in merit_section(titles, {"cheem": measured["cheem"]}, None, {}, {})

@@ -194,7 +194,8 @@ def task_grids(winners: Sequence[Entry]) -> list[Grid]:
             )
             for winner in own
         )  # fmt: skip
-        grids.append(Grid(f"Searches on {task}", ("search", "archi-\ntecture", "seed", *COLUMNS), rows, 2))
+        caption = "" if grids else "A letter per block: Reuse, Adapt, New or Skip."
+        grids.append(Grid(f"Searches on {task}", ("search", "archi-\ntecture", "seed", *COLUMNS), rows, 2, caption))
     return grids
 
 
