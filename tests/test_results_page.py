@@ -204,9 +204,7 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     [good] = re.findall(r"^- Hold here: (.*)$", page, re.MULTILINE)
     [bad] = re.findall(r"^- \*\*Do not hold here\*\*: (.*)$", page, re.MULTILINE)
     assert [re.findall(r"\((\w)\)", claims) for claims in (good, bad)] == [["a", "e", "g"], ["b", "c"]]
-    [unbeaten] = re.findall(
-        r"^- \*\*More accurate\*\* than CHEEM with the paper's router: (.*)$", page, re.MULTILINE
-    )
+    [unbeaten] = re.findall(r"^- \*\*More accurate\*\* than CHEEM with the paper's router: (.*)$", page, re.MULTILINE)
     assert unbeaten.startswith("S-Prompts (CHEEM −1") and not {"L2P", "LoRA-CL", "full"} & set(
         re.findall(r"[\w-]+", unbeaten)
     )
