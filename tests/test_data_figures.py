@@ -123,7 +123,7 @@ def test_a_task_shows_at_most_five_examples_or_an_empty_box(tmp_path):
 
 
 def test_bars_grow_with_the_logarithm(tmp_path):
-    rows = [row(num_train=count, classes=1) for count in (100, 1000, 10_000)]
+    rows = [row(num_train=num, classes=1) for num in (100, 1000, 10_000)]
     pixels = stream(tmp_path / "a.png", rows)
     tops = [106 + index * 90 for index in range(3)]
     lengths = [count(pixels[top + 42 : top + 43], (0x9E, 0xC3, 0xDC)) for top in tops]

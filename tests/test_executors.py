@@ -64,7 +64,8 @@ def batch(placement: str = "mlp_down") -> Batch:
 def close(found, wanted, tolerance=1e-5):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(float(np.abs(b).max()), 1e-3)
+        # what nearly cancels keeps the rounding of its terms, which are up to 1
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(float(np.abs(b).max()), 1e-2)
 
 
 @pytest.mark.parametrize("name", KINDS)
