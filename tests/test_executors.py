@@ -1,6 +1,7 @@
 """The three executors compute the same, whatever is drawn: losses, gradients, training, forward passes."""
 
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -251,6 +252,17 @@ def test_the_program_cache_keeps_what_was_used_last():
     assert cache.misses == 5
     with pytest.raises(ValueError, match="programs is 0"):
         ProgramCache(0)
+
+
+def test_a_process_short_of_memory_maps_keeps_only_the_newest_compiled_function():
+    cache, client = ProgramCache(8, max_maps=0), jax.devices()[0].client
+    alive: list[int] = []
+    gc.collect()  # what other tests dropped is not counted
+    for factor in (2, 3, 4, 5):
+        assert cache.call(factor, jax.jit(lambda x, factor=factor: factor * x), np.float32(3)) == 3 * factor
+        alive.append(len(client.live_executables()))
+    assert (cache.misses, cache.evictions) == (4, 3)
+    assert alive == alive[:1] * 4  # what is evicted is freed
 
 
 def test_the_scan_needs_at_least_one_step_per_call():
