@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -50,8 +51,7 @@ def test_learning_a_task_changes_no_byte_of_what_earlier_tasks_need(placement, t
         assert set(report["seconds"]) == {"similarity", "prepare", "supernet", "search", "finetune", "router", "keep"}
         assert report["searched"] == 12
         for earlier in range(index):
-            for before, after in zip(kept[earlier], leaves_of(cheem.memory, earlier), strict=True):
-                np.testing.assert_array_equal(before, after)
+            chex.assert_trees_all_equal(kept[earlier], leaves_of(cheem.memory, earlier))
             np.testing.assert_array_equal(answers[earlier], cheem.predict_given(earlier, tasks[earlier]))
         kept.append(leaves_of(cheem.memory, index))
         answers.append(cheem.predict_given(index, task))
@@ -79,8 +79,7 @@ def test_the_same_seed_learns_the_same_and_another_seed_does_not(tmp_path):
 
     first, again, other = memory_of(0), memory_of(0), memory_of(1)
     assert first.tasks[0].architecture == again.tasks[0].architecture
-    for a, b in zip(leaves_of(first, 0), leaves_of(again, 0), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(leaves_of(first, 0), leaves_of(again, 0))
     assert not np.array_equal(first.tasks[0].head.weight, other.tasks[0].head.weight)
 
 
@@ -184,8 +183,7 @@ def test_the_frozen_yardstick_learns_routes_and_comes_back(tmp_path):
     assert min(accuracy) > 0.6
     frozen.open(tmp_path)
     for i, task in enumerate(tasks):
-        for a, b in zip(before[i], frozen.answers(i, task), strict=True):
-            np.testing.assert_array_equal(a, b)
+        chex.assert_trees_all_equal(before[i], frozen.answers(i, task))
 
 
 def test_a_ridge_head_of_two_classes_answers_like_scikit_learn():

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -92,8 +93,7 @@ def test_a_search_that_goes_on_ends_as_one_that_was_not_stopped(generations):
 
     again, all_scored = search(jax.random.key(4), counted, *arguments[1:], config, begun=kept[-1])
     np.testing.assert_array_equal(again, winner)
-    for one, other in zip(all_scored, scored, strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(all_scored, scored)
     assert sum(calls) == 12 * (5 - generations)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,8 +123,7 @@ def test_the_first_task_pays_no_penalty_and_a_larger_one_keeps_later_tasks_neare
         pairs = zip(ewc.known.leaves, first.leaves, first.fisher, strict=True)
         steps[penalty] = sum(float((f * (new - old) ** 2).sum()) for new, old, f in pairs), first
     assert steps[1e6][0] < 0.2 * steps[0.0][0]
-    for a, b in zip(steps[0.0][1].leaves, steps[1e6][1].leaves, strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(steps[0.0][1].leaves, steps[1e6][1].leaves)
 
 
 def test_gamma_keeps_that_much_of_the_running_fisher_information():

@@ -3,6 +3,7 @@
 import functools
 import gc
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,8 +87,7 @@ def test_a_gradient_that_is_no_finite_number_makes_the_loss_nan_and_reaches_noth
     assert np.isnan(loss) and not np.isfinite(jax.tree.leaves(grads[1])[0]).all()
     (loss,) = executor(name).train(supernet, [architecture], [[heavy]], [1e-2])
     assert np.isnan(loss)
-    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves((supernet.learners, supernet.head)), strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(before, (supernet.learners, supernet.head))
 
 
 def reference(supernet, ops, placement):
@@ -207,7 +207,7 @@ def test_parts_side_by_side_train_as_the_whole_batch_and_always_alike(compilatio
     with compilations() as programs:
         first, again = trained(parts), trained(parts)
     assert programs.count == 0
-    jax.tree.map(np.testing.assert_array_equal, first, again)
+    chex.assert_trees_all_equal(first, again)
 
 
 def test_an_error_in_one_part_is_raised():

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from typing import Literal
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,10 +90,6 @@ def adapted(memory) -> list[tuple[int, int]]:
     return [
         (b, e) for b, block in enumerate(memory.pool) for e, stored in enumerate(block) if stored.parent is not None
     ]
-
-
-def same(a, b) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 # ---- naming the task
@@ -190,17 +187,16 @@ def test_a_memory_opens_as_it_was_saved_reading_each_array_once(saved, executor,
     assert [task.experts for task in found.tasks] == [task.experts for task in memory.tasks]
     for a, b in zip(found.pool, memory.pool, strict=True):
         assert [(one.parent, one.origin) for one in a] == [(one.parent, one.origin) for one in b]
-        assert all(same(one.params, other.params) for one, other in zip(a, b, strict=True))
+        chex.assert_trees_all_equal([one.params for one in a], [other.params for other in b])
     for one, other in zip(found.tasks, memory.tasks, strict=True):
-        assert same((one.head, one.means, one.centroids), (other.head, other.means, other.centroids))
+        chex.assert_trees_all_equal((one.head, one.means, one.centroids), (other.head, other.means, other.centroids))
 
 
 def test_arrays_read_directly_are_those_that_orbax_restores(saved):
     for directory in saved_tasks(saved[0])[:5]:
         arrays, _ = load_task(directory)
         restored = ocp.PyTreeCheckpointer().restore((directory / "arrays").absolute())
-        assert jax.tree.structure(arrays) == jax.tree.structure(restored)
-        assert same(arrays, restored)
+        chex.assert_trees_all_equal(arrays, restored)
         assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(arrays))
 
 
@@ -216,7 +212,7 @@ def test_every_chain_is_merged_once_whatever_is_asked_for_first(memory, merges):
         found = {place: experts(*place) for place in order}
         assert len(merges) == experts.merged == len(everything)
     for (block, index), expert in list(found.items())[::7]:
-        assert same(expert, dense_expert(memory.pool[block], index))
+        chex.assert_trees_all_equal(expert, dense_expert(memory.pool[block], index))
 
 
 def test_a_full_expert_is_the_pools_own_and_takes_no_room(memory):
@@ -241,7 +237,8 @@ def test_what_was_used_longest_ago_goes_first_and_comes_back_as_the_same_bits(me
     assert experts(*first) is before and experts.merged == 3
     assert experts(*second) is not None and experts.merged == 4
     experts(*third), experts(*second), experts(*third)
-    assert same(experts(*first), before) and experts(*first) is not before
+    assert experts(*first) is not before
+    chex.assert_trees_all_equal(experts(*first), before)
     assert experts.bytes <= 2 * size
 
 

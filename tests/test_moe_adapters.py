@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,10 +90,8 @@ def test_a_task_stopped_at_its_auto_encoder_ends_as_an_unbroken_one(begun):
     resumed = anew(begun)
     report = resumed.learn(task, Watched(saved=watched.left))
     assert len(report["losses"]) == 2
-    for a, b in zip(jax.tree.leaves(resumed.tasks[0][2:]), jax.tree.leaves(whole.tasks[0][2:]), strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(parts(resumed), parts(whole), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(resumed.tasks[0][2:], whole.tasks[0][2:])
+    chex.assert_trees_all_equal(parts(resumed), parts(whole))
 
 
 def test_zero_routers_give_two_gates_of_a_half():
@@ -229,11 +228,9 @@ def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn
 def test_what_later_tasks_change_is_what_earlier_ones_share(begun):
     moe, one = anew(begun), small.task("one", 1)
     moe.learn(one, Undisturbed())
-    kept = [np.copy(moe.tasks[0].router), *map(np.copy, moe.tasks[0].head), *map(np.copy, moe.tasks[0].autoencoder)]
+    kept = jax.tree.map(np.copy, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder))
     moe.learn(small.task("two", 2), Undisturbed())
-    now = [moe.tasks[0].router, *moe.tasks[0].head, *moe.tasks[0].autoencoder]
-    for a, b in zip(kept, now, strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(kept, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder))
 
 
 def test_a_fourth_task_compiles_nothing_anew(begun, compilations):

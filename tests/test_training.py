@@ -1,5 +1,6 @@
 """What a step touches, and what fitting does."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,8 +48,7 @@ def test_an_op_that_is_not_drawn_keeps_parameters_moments_and_step_count():
     kept = snapshot(net.learners[0, 1]) + snapshot(net.learners[3, 1])
     shared = net.learners[1, 2]
     STAGES.train(net, [other], [STEP], [1e-2])
-    for before, after in zip(kept, snapshot(net.learners[0, 1]) + snapshot(net.learners[3, 1]), strict=True):
-        np.testing.assert_array_equal(before, after)
+    chex.assert_trees_all_equal(kept, snapshot(net.learners[0, 1]) + snapshot(net.learners[3, 1]))
     assert int(net.learners[3, 1].adam.count) == 1
     assert int(net.learners[1, 2].adam.count) == 2
     assert not np.array_equal(net.learners[1, 2].params.weight, shared.params.weight)
@@ -76,8 +76,7 @@ def test_frozen_experts_are_never_updated():
     before = snapshot(net.experts)
     for _ in range(3):
         STAGES.train(net, [from_strings(["adapt:0", "reuse:0", "new", "skip"])], [STEP], [1e-1])
-    for a, b in zip(before, snapshot(net.experts), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(before, snapshot(net.experts))
 
 
 def test_fitting_learns_an_easy_task_and_reports_every_image():
@@ -176,11 +175,7 @@ def test_a_fit_that_goes_on_ends_as_one_that_was_not_stopped(stop_at):
     resumed.restore(kept.pop("arrays"))
     found = go(resumed, FitState(**kept))
     assert found.losses == expected.losses and found.step == expected.step == 6
-    assert resumed.learners.keys() == whole.learners.keys()
-    for one, other in zip(
-        jax.tree.leaves((resumed.learners, resumed.head)), jax.tree.leaves((whole.learners, whole.head)), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal((resumed.learners, resumed.head), (whole.learners, whole.head))
 
 
 def test_the_rate_follows_a_cosine_of_all_steps():
@@ -224,8 +219,7 @@ def test_what_fine_tuning_leaves_unchanged_is_kept_and_changes_nothing():
             FitConfig(epochs=2), batch_size=16, advance=lambda num, note="": None,
         )  # fmt: skip
         found[budget] = state.losses, snapshot(net.learners), snapshot(net.head)
-    for one, other in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[2**20]), strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(found[0], found[2**20])
 
 
 def test_where_nothing_else_learns_the_head_alone_is_trained_on_kept_features():
