@@ -13,6 +13,7 @@ from cheem_jax.methods.method import Undisturbed
 CONFIG = FullFinetuneConfig(epochs=2, learning_rates=(1e-3, 1e-2), head_learning_rate=1e-2, batch_size=16)
 
 
+@pytest.mark.full
 def test_full_finetuning_learns_saves_opens_and_answers_per_image(tmp_path):
     check_method(learner(FullFinetune, CONFIG), tmp_path, told=True)
 

@@ -138,6 +138,7 @@ def test_the_report_tells_what_each_option_compared_and_left_out(stages):
     assert halved["validation_accuracy"] == halved["search"]["correct"][chosen] / halved["search"]["num_images"]
 
 
+@pytest.mark.full
 def test_a_search_with_all_options_goes_on_from_a_rolling_checkpoint(stages, tmp_path):
     options, task = {"cost": "resumed", "rungs": 3, "warm_start": True}, small.task("colours", 0)
     whole = Resumed(None)
@@ -208,6 +209,7 @@ class HaltingAt(Halting):
 
 
 # 40 images in batches of 16 are 3 steps in each of 4 epochs, 12 for a draw
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("place", "left"),
     [(("finetune", 5), 408), (("finetune", 17), 248), (("search", 3), 160), (("finetune", 36), 0), (("means", 1), 0)],

@@ -57,6 +57,7 @@ def learned(moal: Any, tasks) -> Any:
     return moal
 
 
+@pytest.mark.full
 def test_moal_learns_saves_opens_and_answers_per_image(tmp_path):
     moal: Any = check_method(begun(), tmp_path)
     # x64 is off in JAX, and yet nothing is lost on the way to the disk and back
