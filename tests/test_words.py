@@ -6,7 +6,9 @@ their commands.
 
 import ast
 import io
+import json
 import re
+import xml.etree.ElementTree
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -83,7 +85,8 @@ ALLOWED = {
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PASSAGES = re.compile(r"`[^`\n]+`|\]\([^)]*\)|^::: .*$", re.MULTILINE)
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES += sorted(page for kind in ("md", "ipynb", "svg") for page in DOCS.rglob(f"*.{kind}"))
 
 
 def hits_in(text: str) -> list[str]:
@@ -95,9 +98,22 @@ def hits_in(text: str) -> list[str]:
     ]
 
 
+def text_of(page: Path) -> str:
+    """A page, the Markdown of a notebook, or the words in a drawing."""
+    match page.suffix:
+        case ".ipynb":
+            cells = json.loads(page.read_text())["cells"]
+            return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        case ".svg":
+            elements = xml.etree.ElementTree.parse(page).iter()
+            return "\n\n".join(element.text or "" for element in elements if not element.tag.endswith("style"))
+        case _:
+            return page.read_text()
+
+
 def prose_of(page: Path) -> str:
     """A page's sentences and the comments of its commands, without code, printed lines and targets of links."""
-    text = page.read_text()
+    text = text_of(page)
     if page.name == "quickstart.md":  # the first paragraph talks of a family album
         title, _, rest = text.split("\n\n", 2)
         text = f"{title}\n\n{rest}"
