@@ -78,7 +78,6 @@ ALLOWED = {
     "docs/profile/jit_profile.md": 9,
     "docs/results.md": 112,
     "docs/results/notes.md": 22,
-    "docs/scale.md": 41,
 }
 """Hits of pages that are still to be rewritten. The numbers may only fall."""
 
