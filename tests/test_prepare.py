@@ -12,6 +12,7 @@ import filelock
 import official
 import pytest
 
+from cheem_jax.data.benchmarks import download
 from cheem_jax.data.benchmarks import prepare as preparing
 from cheem_jax.data.benchmarks.origins import OWN, Archive
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
@@ -33,7 +34,7 @@ def small(monkeypatch):
     def shrink(name: str, counts: Counts, num_classes: int) -> None:
         task = dataclasses.replace(BY_NAME[name], counts=counts, num_classes=num_classes)
         monkeypatch.setitem(BY_NAME, name, task)
-        archives = tuple(a._replace(sha256=None, md5=None, num_bytes=None) for a in OWN[task.builder])
+        archives = tuple(a._replace(hash=None, num_bytes=None) for a in OWN[task.builder])
         monkeypatch.setitem(preparing.OWN, task.builder, archives)
 
     return shrink
@@ -136,7 +137,7 @@ def test_without_tensorflow_a_stock_builder_says_how_to_get_it(tmp_path, monkeyp
 
 def test_the_files_of_a_stock_builder_are_those_that_tfds_has_registered(tmp_path):
     (food,) = preparing.registered(BY_NAME["food101"], tmp_path)
-    assert (food.file, food.num_bytes) == ("food-101.tar.gz", 4996278331) and food.sha256 is not None
+    assert (food.file, food.num_bytes) == ("food-101.tar.gz", 4996278331) and food.hash is not None
     ucf, imagenet = (
         {archive.file for archive in preparing.registered(BY_NAME[name], tmp_path)} for name in ("ucf101", "imagenet12")
     )
@@ -171,7 +172,7 @@ def test_a_half_unpacked_folder_is_told_and_nothing_is_downloaded(tmp_path, monk
     official.put(manual_dir(tmp_path), official.aircraft(), unpacked=True)
     (lists,) = manual_dir(tmp_path).rglob("images_variant_val.txt")
     lists.unlink()
-    monkeypatch.setattr(preparing, "download", lambda *_, **__: pytest.fail("there is something to read already"))
+    monkeypatch.setattr(download, "download", lambda *_, **__: pytest.fail("there is something to read already"))
     with pytest.raises(FileNotFoundError, match="images_variant_val.txt"):
         prepare("aircraft", tmp_path, silent)
 

@@ -9,8 +9,8 @@ class Archive(NamedTuple):
     file: str
     num_bytes: int | None
     url: str | None = None
-    sha256: str | None = None
-    md5: str | None = None
+    hash: str | None = None
+    """The published SHA-256, or `md5:` and the MD5."""
 
 
 _EUROSAT = "https://huggingface.co/datasets/torchgeo/eurosat/resolve/main/EuroSAT.zip"
@@ -28,16 +28,16 @@ OWN: dict[str, tuple[Archive, ...]] = {
             "GTSRB-Training_fixed.zip",
             None,
             f"{_GTSRB}/GTSRB-Training_fixed.zip",
-            md5="513f3c79a4c5141765e10e952eaa2478",
+            "md5:513f3c79a4c5141765e10e952eaa2478",
         ),
         Archive(
             "GTSRB_Final_Test_Images.zip",
             None,
             f"{_GTSRB}/GTSRB_Final_Test_Images.zip",
-            md5="c7e4e6327067d32654124b0fe9e82185",
+            "md5:c7e4e6327067d32654124b0fe9e82185",
         ),
         Archive(
-            "GTSRB_Final_Test_GT.zip", None, f"{_GTSRB}/GTSRB_Final_Test_GT.zip", md5="fe31e9c9270bbcd7b84b7f21a9d9d9e5"
+            "GTSRB_Final_Test_GT.zip", None, f"{_GTSRB}/GTSRB_Final_Test_GT.zip", "md5:fe31e9c9270bbcd7b84b7f21a9d9d9e5"
         ),
     ),
     "caltech101": (
@@ -50,14 +50,25 @@ OWN: dict[str, tuple[Archive, ...]] = {
     ),
     "eurosat/rgb": (
         Archive(
-            "EuroSAT.zip", 94_280_567, _EUROSAT, "8ebea626349354c5328b142b96d0430e647051f26efc2dc974c843f25ecf70bd"
+            "EuroSAT.zip",
+            94_280_567,
+            _EUROSAT,
+            "8ebea626349354c5328b142b96d0430e647051f26efc2dc974c843f25ecf70bd",
         ),
     ),
     "cars196": (
         Archive(
-            "cars_train.tgz", 979_269_282, None, "512b227b30e2f0a8aab9e09485786ab4479582073a144998da74d64b801fd288"
+            "cars_train.tgz",
+            979_269_282,
+            None,
+            "512b227b30e2f0a8aab9e09485786ab4479582073a144998da74d64b801fd288",
         ),
-        Archive("cars_test.tgz", 977_350_468, None, "bffea656d6f425cba3c91c6d83336e4c5f86c6cffd8975b0f375d3a10da8e243"),
+        Archive(
+            "cars_test.tgz",
+            977_350_468,
+            None,
+            "bffea656d6f425cba3c91c6d83336e4c5f86c6cffd8975b0f375d3a10da8e243",
+        ),
         Archive("car_devkit.tgz", 330_960, None, "b97deb463af7d58b6bfaa18b2a4de9829f0f79e8ce663dfa9261bf7810e9accd"),
         Archive(
             "cars_test_annos_withlabels.mat",
@@ -68,9 +79,17 @@ OWN: dict[str, tuple[Archive, ...]] = {
     ),
     "sun397/standard-part1-120k": (
         Archive(
-            "SUN397.tar.gz", 39_077_296_924, None, "f404130965a7ad77bed5ececc71e720ab50f3cc1e1bb257257610d38f3b928ec"
+            "SUN397.tar.gz",
+            39_077_296_924,
+            None,
+            "f404130965a7ad77bed5ececc71e720ab50f3cc1e1bb257257610d38f3b928ec",
         ),
-        Archive("Partitions.zip", 18_293_705, None, "e3311ea5f812d4cc6faef194688343d1111f6cd6f70f2c62f393c2b8d6ba1ec9"),
+        Archive(
+            "Partitions.zip",
+            18_293_705,
+            None,
+            "e3311ea5f812d4cc6faef194688343d1111f6cd6f70f2c62f393c2b8d6ba1ec9",
+        ),
     ),
 }
 """Data sets that builders of this library prepare, without TensorFlow, and their archives."""

@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 
 import filelock
 
-from cheem_jax.data.benchmarks.download import download
 from cheem_jax.data.benchmarks.origins import BY_HAND, OWN, WITHOUT_TENSORFLOW, Archive
 from cheem_jax.data.benchmarks.reading import Missing
 from cheem_jax.data.benchmarks.table import BY_NAME, BenchmarkTask
@@ -139,41 +138,40 @@ def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
 
 
 def _fetch(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
-    """Downloads what is not there yet, going on where an earlier attempt stopped."""
+    """Downloads the archives that are absent, resuming where an earlier attempt stopped."""
+    # made with libraries that come with the extra `datasets`
+    from cheem_jax.data.benchmarks.download import download
+
     for archive in archives:
         if (place / archive.file).is_file():
             continue
         assert archive.url is not None
         with phase("download", f"{name} {archive.file}", archive.num_bytes or 0) as on_progress:
-            seen = 0
-
-            def advance(so_far: int, total: int, on_progress: Progress = on_progress) -> None:
-                nonlocal seen
-                on_progress(so_far - seen)
-                seen = so_far
-
             download(
-                archive.url, place / archive.file, sha256=archive.sha256, md5=archive.md5, size=archive.num_bytes,
-                on_progress=advance,
-            )  # fmt: skip
+                archive.url,
+                place / archive.file,
+                known_hash=archive.hash,
+                size=archive.num_bytes,
+                on_progress=on_progress,
+            )
 
 
 def _check_archives(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
     """ValueError for an archive, brought by hand or downloaded earlier, that is not the published one."""
     for archive in archives:
-        kind, wanted = ("sha256", archive.sha256) if archive.sha256 else ("md5", archive.md5)
         file = place / archive.file
-        if not file.is_file() or wanted is None:
+        if not file.is_file() or archive.hash is None:
             continue
-        size, digest = file.stat().st_size, hashlib.new(kind)
+        kind, _, wanted = archive.hash.rpartition(":")
+        size, digest = file.stat().st_size, hashlib.new(kind or "sha256")
         with file.open("rb") as stream, phase("check", f"{name} {archive.file}", size) as on_progress:
             while piece := stream.read(2**24):
                 digest.update(piece)
                 on_progress(len(piece))
         if digest.hexdigest() != wanted:
             raise ValueError(
-                f"{file} ({size:,} bytes) has the {kind} {digest.hexdigest()}, the published archive {wanted}: cut off "
-                "or another version; move it away and fetch it again"
+                f"{file} ({size:,} bytes) has the {digest.name} {digest.hexdigest()}, the published archive {wanted}: "
+                "cut off or another version; move it away and download it again"
             )
 
 
