@@ -1097,7 +1097,7 @@ def readers(folder: Path) -> Attempts:
     archives = {name: {file.name: file.read_bytes() for file in (folder / name).iterdir()} for name in kinds}
 
     def attempt(rng: random.Random) -> Attempt:
-        kind = rng.choice(("aircraft", "cars", "cars", "sun397", "eurosat", "gtsrb", "caltech101"))
+        kind = rng.choice(("aircraft", "cars", "sun397", "eurosat", "gtsrb", "caltech101"))
         place, content = folder / kind, contents[kind]
         put(place, archives[kind])
         name = rng.choice(sorted(content))
