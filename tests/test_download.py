@@ -15,7 +15,7 @@ import urllib3
 
 from cheem_jax.data.benchmarks import download as module
 from cheem_jax.data.benchmarks.download import download
-from cheem_jax.data.benchmarks.origins import OWN
+from cheem_jax.data.benchmarks.table import OWN
 
 BODY = bytes(range(256)) * 4096 * 3  # 3 MiB
 CUT = 15 * 2**16

@@ -14,10 +14,8 @@ import pytest
 
 from cheem_jax.data.benchmarks import download
 from cheem_jax.data.benchmarks import prepare as preparing
-from cheem_jax.data.benchmarks.origins import OWN, Archive
-from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
-from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Counts
-from cheem_jax.data.benchmarks.tasks import splits_file
+from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, splits_file, status_of
+from cheem_jax.data.benchmarks.table import BY_NAME, OWN, TASKS, Archive, Counts
 
 pytest.importorskip("tensorflow_datasets", reason="needs the extra `datasets`")
 
@@ -75,7 +73,7 @@ def test_archives_are_downloaded_where_they_can_be(tmp_path, small, server, monk
     small("gtsrb", Counts(43, 43, 43), 43)
     official.put(folder, official.gtsrb())
     archives = [
-        Archive(file.name, file.stat().st_size, f"{address}/{file.name}", hashlib.sha256(file.read_bytes()).hexdigest())
+        Archive(file.name, file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest(), f"{address}/{file.name}")
         for file in sorted(folder.iterdir())
     ]
     monkeypatch.setitem(preparing.OWN, "gtsrb", tuple(archives))
@@ -97,7 +95,7 @@ def test_a_download_of_other_bytes_prepares_nothing(tmp_path, small, server, mon
     folder, address = server
     small("gtsrb", Counts(43, 43, 43), 43)
     official.put(folder, official.gtsrb())
-    archives = [Archive(file.name, None, f"{address}/{file.name}", "0" * 64) for file in sorted(folder.iterdir())]
+    archives = [Archive(file.name, None, "0" * 64, f"{address}/{file.name}") for file in sorted(folder.iterdir())]
     monkeypatch.setitem(preparing.OWN, "gtsrb", tuple(archives))
     with pytest.raises(ValueError, match="0000"):
         prepare("gtsrb", tmp_path / "data", silent)
@@ -113,7 +111,9 @@ def test_an_archive_that_is_not_the_published_one_is_named(tmp_path):
 
 def test_archives_that_must_be_brought_are_all_named(tmp_path):
     manual_dir(tmp_path).mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match=r"cars_train.tgz.*cars_test.tgz.*car_devkit.tgz.*withlabels.mat.*dead"):
+    with pytest.raises(
+        FileNotFoundError, match=r"cars_train.tgz.*cars_test.tgz.*car_devkit.tgz.*withlabels.mat.*unreachable"
+    ):
         prepare("cars", tmp_path, silent)
     with pytest.raises(FileNotFoundError, match=r"SUN397.tar.gz.*Partitions.zip"):
         prepare("sun397", tmp_path, silent)

@@ -253,9 +253,9 @@ def test_car_lists_of_another_shape_are_refused(tmp_path):
     place = official.put(tmp_path, official.cars())
     file = place / official.CAR_TEST_LIST
     for data, message in [
-        (official.mat(other=np.zeros(2)), "no MATLAB file with a variable 'annotations'"),
-        (official.mat(annotations=np.zeros(2)), "need the fields class and fname, got None"),
-        (b"<html>sign in</html>", "no MATLAB file"),
+        (official.mat(other=np.zeros(2)), "variable 'annotations' cannot be read"),
+        (official.mat(annotations=np.zeros(2)), "need the fields fname and class"),
+        (b"<html>sign in</html>", "variable 'annotations' cannot be read"),
         (official.car_annotations([("00001.jpg", 1), ("00001.jpg", 2)]), r"more than once: \['00001.jpg'\]"),
     ]:
         file.write_bytes(data)

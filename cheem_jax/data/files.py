@@ -184,7 +184,7 @@ def _list_zip(path: Path) -> set[str]:
     try:
         archive = zipfile.ZipFile(path)
     except Exception as error:  # damaged directories also raise OSError, struct.error, NotImplementedError
-        raise ValueError(f"{path} is no readable zip file ({error}); expected a zip or a folder") from error
+        raise ValueError(f"{path} is not a readable zip file ({error}); expected a zip or a folder") from error
     files: set[str] = set()
     with archive:
         _refuse_bomb(path, archive.infolist())

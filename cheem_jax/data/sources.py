@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from cheem_jax.data.benchmarks.prepare import status_of
+from cheem_jax.data.benchmarks.prepare import plan_benchmark, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
-from cheem_jax.data.benchmarks.tasks import plan_benchmark
 from cheem_jax.data.cache import default_directory
 from cheem_jax.data.folder import plan_stream
 from cheem_jax.data.manifest import plan_manifest

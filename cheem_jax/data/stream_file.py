@@ -140,8 +140,8 @@ def _plan(entry: Entry, folder: Path, data_dir: Path | None, seed: int) -> Plan:
 
             return plan_tfds(entry.value, data_dir, name=entry.name, seed=seed)
         case _:
+            from cheem_jax.data.benchmarks.prepare import plan_benchmark
             from cheem_jax.data.benchmarks.table import BY_NAME
-            from cheem_jax.data.benchmarks.tasks import plan_benchmark
 
             check_names([entry.value], sorted(BY_NAME), "the benchmarks' table")
             plan = plan_benchmark(entry.value, data_dir, seed=seed)

@@ -1,16 +1,9 @@
 """Class names in label order for the data sets whose archives hold no list of them."""
 
-EUROSAT = (
-    "AnnualCrop",
-    "Forest",
-    "HerbaceousVegetation",
-    "Highway",
-    "Industrial",
-    "Pasture",
-    "PermanentCrop",
-    "Residential",
-    "River",
-    "SeaLake",
+EUROSAT = tuple(
+    """
+    AnnualCrop Forest HerbaceousVegetation Highway Industrial Pasture PermanentCrop Residential River SeaLake
+    """.split()
 )
 
 GTSRB = (

@@ -1,7 +1,7 @@
 """One reader for each data set, from its official archives or the folders they unpack to; no TensorFlow.
 
 `place` is the folder that a user fills. All raise FileNotFoundError that lists what is missing there, or
-ValueError for damaged archives, lists that do not fit and images that are absent.
+ValueError for corrupted archives, lists that do not fit and images that are absent.
 """
 
 import csv
@@ -56,7 +56,7 @@ def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
                 raise ValueError(f"{path}/{name}: line {line!r} names no variant of data/variants.txt")
             pairs.append((key, label_of[variant]))
         labels = unique(pairs, f"{path}/{name}")
-        sources[split] = Source(path, key_of, labels, _without_strip if cut_strip else _unchanged)
+        sources[split] = Source(path, key_of, labels, _without_strip if cut_strip else None)
     return make_reading(f"aircraft in {place}", tuple(texts[0]), sources)
 
 
@@ -200,13 +200,12 @@ def _annotations(data: bytes, where: str) -> list[tuple[str, int]]:
 
 def _car_labels(data: bytes, where: str, num_classes: int) -> dict[str, int]:
     annotations = _load_mat(data, "annotations", where)
-    fields = [tuple(row) if isinstance(row, dict) else None for row in annotations]
-    if wrong := [found for found in fields if found is None or not {"class", "fname"} <= set(found)]:
-        raise ValueError(f"{where}: annotations need the fields class and fname, got {wrong[0]}")
     try:
         pairs = [(str(row["fname"]), int(row["class"])) for row in annotations]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{where}: annotations need a name and a number each ({error})") from error
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{where}: annotations need the fields fname and class, a name and a number ({error!r})"
+        ) from error
     if wrong := sorted({number for _, number in pairs if not 1 <= number <= num_classes}):
         raise ValueError(f"{where}: class numbers {wrong[:5]}; they count from 1 to {num_classes}")
     return unique([(name, number - 1) for name, number in pairs], where)
@@ -216,11 +215,7 @@ def _load_mat(data: bytes, variable: str, where: str) -> list[Any]:
     try:
         return read_variable(data, variable)
     except ValueError as error:
-        raise ValueError(f"{where}: no MATLAB file with a variable {variable!r} ({error!r}); fetch it again") from error
-
-
-def _unchanged(data: bytes, name: str) -> bytes:
-    return data
+        raise ValueError(f"{where}: {error}; download it again") from error
 
 
 def _as_png(data: bytes, name: str) -> bytes:
