@@ -13,9 +13,8 @@ from PIL import Image
 
 from cheem_jax.data import cache, fingerprint, load, load_tasks, plan_task
 from cheem_jax.data.cache import cache_place, open_cache
-from cheem_jax.data.load import ImagesConfig, load_train
+from cheem_jax.data.load import ImagesConfig, StreamedImages, load_train
 from cheem_jax.data.manifest import plan_manifest
-from cheem_jax.data.streaming import StreamedImages
 
 
 def pictures(root: Path, per_class: int = 6) -> Path:

@@ -232,7 +232,7 @@ def test_a_missing_path_and_a_file_that_is_no_zip_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder or zip file"):
         load_stream(tmp_path / "nowhere", image_size=4)
     (tmp_path / "fake.zip").write_bytes(b"PK but no zip")
-    with pytest.raises(ValueError, match="fake.zip is no readable zip file"):
+    with pytest.raises(ValueError, match="fake.zip is not a readable zip file"):
         load_task(tmp_path / "fake.zip", image_size=4)
 
 

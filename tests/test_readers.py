@@ -328,5 +328,5 @@ def test_readers_import_no_tensorflow():
 
 
 def test_a_single_class_is_no_data_set():
-    with pytest.raises(ValueError, match="two are the least"):
+    with pytest.raises(ValueError, match="expected at least 2"):
         make_reading("one", ("only",), {})

@@ -18,8 +18,7 @@ import filelock
 import numpy as np
 
 from cheem_jax.data.decode import DECODER_VERSION, Progress, decode_in_order
-from cheem_jax.data.plan import Part, Plan
-from cheem_jax.data.task import Split
+from cheem_jax.data.task import Part, Plan, Split
 
 FORMAT = "cheem_jax-images/1"
 SPLIT_NAMES = ("train", "val", "test")

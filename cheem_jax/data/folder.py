@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from cheem_jax.data.files import IMAGE_SUFFIXES, empty_folders, files_of, is_hidden, is_image, list_files, stamp_of
-from cheem_jax.data.plan import Part, Plan
 from cheem_jax.data.splits import SPLITS, cut_missing
-from cheem_jax.data.task import check_class_names, check_labels, check_names, repeats
+from cheem_jax.data.task import Part, Plan, check_names, repeats
 
 LAYOUT = "<train|val|test>/<class>/<image>, or <class>/<image> without splits"
 
@@ -93,17 +92,15 @@ def _plan(path: Path, names: Sequence[str], task: str, seed: int) -> Plan:
         )
     _refuse_folders_without_image(path, root, names, grouped["train"][0].count("/"))
     classes, label_of = _label_folders(path, folders, _class_names(path, f"{root}meta.json", names))
-    check_class_names(task, classes, str(path))
     labels = {}
     for split, members in grouped.items():
         if unknown := sorted({file.split("/")[-2] for file in members} - set(label_of)):
             # ascii tells accents apart that are composed in two ways and look the same
             raise ValueError(f"{path}: classes in {split} that train does not have: {ascii(unknown[:8])}")
         labels[split] = np.array([label_of[file.split("/")[-2]] for file in members], np.int32)
-        check_labels(task, split, classes, labels[split], str(path))
     files = [path / file for members in grouped.values() for file in members] if path.is_dir() else [path]
     keys = {split: [file.removeprefix(root) for file in members] for split, members in grouped.items()}
-    cut_missing(str(path), classes, keys, labels, seed)
+    cut_missing(task, str(path), classes, keys, labels, seed)
     parts = {split: Part(files_of(path, keys[split], root), labels[split]) for split in keys}
     return Plan(task, classes, **parts, source=str(path.resolve()), stamp=stamp_of(files))
 

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.files import FolderFiles, stamp_of
-from cheem_jax.data.plan import Part, Plan
 from cheem_jax.data.splits import SPLITS, cut_missing
-from cheem_jax.data.task import check_class_names, check_labels
+from cheem_jax.data.task import Part, Plan, check_class_names
 
 NEEDED, OPTIONAL = ("path", "label"), ("split", "class_name")
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
@@ -58,9 +57,7 @@ def plan_manifest(file: Path, *, name: str | None = None, root: Path | None = No
     check_class_names(task, classes, str(file))
     _check_splits(file, classes, splits, rows_labels, table.places)
     labels = {split: np.array(members, np.int32) for split, members in found.items()}
-    for split, members in labels.items():
-        check_labels(task, split, classes, members, str(file))
-    cut_missing(str(file), classes, keys, labels, seed)
+    cut_missing(task, str(file), classes, keys, labels, seed)
     parts = {split: Part(FolderFiles(root, keys[split]), labels[split]) for split in keys}
     stamp = stamp_of([file, *(root / paths[row] for row in order)])
     return Plan(task, classes, **parts, source=f"{file.resolve()}, files in {root.resolve()}", stamp=stamp)

@@ -24,8 +24,8 @@ from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.npz import read_npz
 from cheem_jax.data.decode import Progress, decode_pixels
 from cheem_jax.data.files import stamp_of
-from cheem_jax.data.plan import Part, Plan
 from cheem_jax.data.splits import SPLITS, cut_missing
+from cheem_jax.data.task import Part, Plan
 
 BY_BYTES, BY_PIXELS = "bytes", "pixels"
 MAX_CLASSES = 1_000_000
@@ -188,10 +188,10 @@ def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed
     if "train" not in known.values():
         raise ValueError(f"{prepared.full_name} has no train split, only {sorted(prepared.splits)}")
     indexed = {ours: prepared.index([split]) for split, ours in known.items()}
-    parts = cut_parts(
-        indexed, lambda keys, labels: cut_missing(prepared.full_name, prepared.classes, keys, labels, seed)
-    )
     task = name or prepared.full_name.split("/")[0]
+    parts = cut_parts(
+        indexed, lambda keys, labels: cut_missing(task, prepared.full_name, prepared.classes, keys, labels, seed)
+    )
     return Plan(task, prepared.classes, **parts, source=f"tfds:{prepared.full_name}", stamp=stamp(prepared.directory))
 
 

@@ -16,8 +16,7 @@ from PIL import Image
 from cheem_jax.data.cache import open_cache
 from cheem_jax.data.decode import FORMATS, PIECE, Progress, decode_image
 from cheem_jax.data.files import Encoded
-from cheem_jax.data.plan import Plan
-from cheem_jax.data.task import hash_of
+from cheem_jax.data.task import Plan, hash_of
 
 SMALL = 32
 """Every pixel is decoded; what is kept of it for a moment has this size."""

@@ -1,11 +1,10 @@
 """TensorFlow Datasets builders over the readers: prepared on disk as TFDS does it, without TensorFlow.
 
-TFDS has no builder of the first two data sets. The others bear the names, versions and features of its own
-builders, so that whoever reads prepared data need not know which of the two has made it. None is registered:
+TFDS has no builder of the first two data sets. The others have the names, versions and features of its own
+builders, so that reading prepared data does not depend on which of the two has made it. None is registered:
 a second class of a name would clash, so `prepare_from_folder` takes them from here.
 """
 
-import contextlib
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import tensorflow_datasets as tfds
-from tensorflow_datasets.core.utils import tqdm_utils
 
 from cheem_jax.data.benchmarks.readers import (
     read_aircraft,
@@ -119,7 +117,7 @@ class Cars196(_FromFolder, skip_registration=True):
 
 
 class Sun397(_FromFolder, skip_registration=True):
-    """As TFDS's, but for the images, which TFDS makes smaller and codes anew."""
+    """As TFDS's, but for the images, which TFDS makes smaller and codes again."""
 
     name = "sun397"
     VERSION = tfds.core.Version("4.0.0")
@@ -147,7 +145,7 @@ class Eurosat(_FromFolder, skip_registration=True):
 
 
 class Caltech101(_FromFolder, skip_registration=True):
-    """As TFDS's, but one split with everything instead of 30 drawn images of each class and the rest."""
+    """As TFDS's, but one split with everything instead of 30 sampled images of each class and the rest."""
 
     name = "caltech101"
     VERSION = tfds.core.Version("3.0.2")
@@ -175,7 +173,7 @@ BUILDERS: dict[str, tuple[type[_FromFolder], Callable[[Path], Reading]]] = {
 def prepare_from_folder(name: str, data_dir: Path, place: Path, on_progress: Progress = lambda num: None) -> Path:
     """Writes a data set of `BUILDERS` from the files in `place` to `<data_dir>/<name>[/<config>]/<version>`.
 
-    What is prepared already stays as it is, and `place` is not looked at. After an error nothing is left that
+    A data set that is prepared already stays as it is, and `place` is not read. After an error nothing is left that
     could be taken for a prepared data set. `on_progress` counts images. Raises what the readers raise, ValueError for
     an unknown name.
     """
@@ -189,17 +187,10 @@ def prepare_from_folder(name: str, data_dir: Path, place: Path, on_progress: Pro
     reading = read(place)
     builder = builder_class(reading, on_progress, data_dir=data_dir, config=full_name.partition("/")[2] or None)
     config = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
-    # TFDS makes folders for downloads even where there are none
-    with _no_progress_bars(), tempfile.TemporaryDirectory() as unused:
-        builder.download_and_prepare(file_format="array_record", download_config=config, download_dir=unused)
-    return directory
-
-
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    shown = getattr(tqdm_utils, "_active", True)  # TFDS can set it, but has no function that tells
-    tfds.disable_progress_bar()
+    tfds.disable_progress_bar()  # `on_progress` counts already
     try:
-        yield
+        with tempfile.TemporaryDirectory() as unused:  # TFDS makes folders for downloads even if there are none
+            builder.download_and_prepare(file_format="array_record", download_config=config, download_dir=unused)
     finally:
-        tfds.display_progress_bar(shown)
+        tfds.enable_progress_bar()
+    return directory

@@ -31,7 +31,6 @@ from cheem_jax.data.benchmarks.table import (
     Rule,
 )
 from cheem_jax.data.decode import Progress
-from cheem_jax.data.plan import Plan
 from cheem_jax.data.records import (
     Records,
     cut_parts,
@@ -42,6 +41,7 @@ from cheem_jax.data.records import (
     stamp,
 )
 from cheem_jax.data.splits import TEST_TENTHS, VAL_TENTHS, move, tenths
+from cheem_jax.data.task import Plan
 
 Work = Callable[[str, str, int], AbstractContextManager[Progress]]
 """Opens a phase of work: its name, the task's, and the amount (bytes of archives, else images)."""
