@@ -95,23 +95,21 @@ class Prepared:
         Raises ValueError for unlabelled images.
         """
         key = key or next((name for name in NAME_FEATURES if name in self.features), BY_BYTES)
-        known = [self._known(split, key, on_progress) for split in splits]
-        places = [
-            (split, position)
-            for split, (_, labels) in zip(splits, known, strict=True)
-            for position in range(len(labels))
-        ]
-        names = [name for keys, _ in known for name in keys]
-        labels = np.concatenate([labels for _, labels in known])
-        order = sorted(range(len(names)), key=lambda row: (names[row], labels[row], places[row]))
+        rows: list[tuple[str, int, str, int]] = []  # sorted by key, then label, then place
+        for split in splits:
+            names, labels = self._known(split, key, on_progress)
+            rows += [
+                (name, label, split, at) for at, (name, label) in enumerate(zip(names, labels.tolist(), strict=True))
+            ]
+        rows.sort()
         repeated = collections.Counter[str]()
         keys = []
-        for name in map(names.__getitem__, order):  # the same image twice
+        for name, *_ in rows:  # the same image twice
             repeated[name] += 1
             keys.append(name if repeated[name] == 1 else f"{name}#{repeated[name]}")
-        positions = np.array([places[row][1] for row in order], np.int64)
-        records = Records(self.directory, self.image, [places[row][0] for row in order], positions, keys)
-        return records, labels[order]
+        positions = np.array([position for *_, position in rows], np.int64)
+        records = Records(self.directory, self.image, [split for _, _, split, _ in rows], positions, keys)
+        return records, np.array([label for _, label, _, _ in rows], np.int32)
 
     def _known(self, split: str, key: str, on_progress: Progress | None) -> tuple[list[str], np.ndarray]:
         """Keys and labels of one split in TFDS's order, from an earlier pass if nothing has changed since."""
@@ -121,7 +119,8 @@ class Prepared:
         with contextlib.suppress(OSError, ValueError, KeyError):
             arrays = read_npz(file)
             keys, labels = arrays["keys"], arrays["labels"]
-            if keys.dtype.kind == "S" and labels.ndim == 1 and keys.shape == labels.shape and self._are_labels(labels):
+            well_formed = keys.dtype.kind == "S" and labels.dtype == np.int32 and labels.ndim == 1
+            if well_formed and keys.shape == labels.shape and 0 <= labels.min() <= labels.max() < len(self.classes):
                 return [name.decode() for name in keys.tolist()], labels
         source = _source(self.directory, self.image, split)
         names: list[str] = []
@@ -155,9 +154,6 @@ class Prepared:
             np.savez_compressed(buffer, keys=np.array([name.encode() for name in names]), labels=labels)
             write_atomically(file, buffer.getvalue())
         return names, labels
-
-    def _are_labels(self, labels: np.ndarray) -> bool:
-        return bool(labels.dtype == np.int32 and labels.size and 0 <= labels.min() <= labels.max() < len(self.classes))
 
     def _key(self, example: dict[str, Any], key: str) -> str:
         if key == BY_BYTES:
@@ -194,8 +190,7 @@ def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed
 
 
 def cut_parts(
-    known: Mapping[str, tuple[Records, np.ndarray]],
-    cut: Callable[[dict[str, list[str]], dict[str, np.ndarray]], None],
+    known: Mapping[str, tuple[Records, np.ndarray]], cut: Callable[[dict[str, list[str]], dict[str, np.ndarray]], None]
 ) -> dict[str, Part]:
     """All three splits from those that are known; `cut` makes the others from keys and labels of train, in place."""
     # an image may be in two official splits, and its key must say which is meant

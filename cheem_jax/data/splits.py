@@ -48,12 +48,7 @@ def cut(labels: np.ndarray, num: int, *, keep: int, order: Int[np.ndarray, "N"])
 
 
 def cut_missing(
-    task: str,
-    where: str,
-    classes: Sequence[str],
-    keys: dict[str, list[str]],
-    labels: dict[str, np.ndarray],
-    seed: int,
+    task: str, where: str, classes: Sequence[str], keys: dict[str, list[str]], labels: dict[str, np.ndarray], seed: int
 ) -> None:
     """Adds the splits that `keys` and `labels` lack, in place, taking their examples from train.
 

@@ -15,16 +15,7 @@ from PIL import Image
 from cheem_jax.data.benchmarks import class_names
 from cheem_jax.data.benchmarks.archives import Reader, members, tar_members
 from cheem_jax.data.benchmarks.matlab import read_variable
-from cheem_jax.data.benchmarks.reading import (
-    Reading,
-    Source,
-    below,
-    lines_of,
-    locate,
-    make_reading,
-    read_files,
-    unique,
-)
+from cheem_jax.data.benchmarks.reading import Reading, Source, below, lines_of, locate, make_reading, read_files, unique
 from cheem_jax.data.decode import FORMATS, MAX_PIXELS, refuse_bombs
 
 STRIP_PIXELS = 20  # the copyright notice below each aircraft
