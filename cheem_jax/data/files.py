@@ -212,14 +212,22 @@ def _refuse_bomb(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
 
 def _fault(member: zipfile.ZipInfo) -> str | None:
     """What makes a zip member unsafe or absurd, if anything."""
-    parts = member.filename.removesuffix("/").split("/")
-    if "\\" in member.filename or parts[0][1:2] == ":" or any(part in ("", ".", "..") for part in parts):
+    if not is_plain(member.filename):
         return "its name is not a plain relative one"
     if member.flag_bits & 1:
         return "it is encrypted"
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         # zipfile unpacks the others to any size at once, whatever the directory says
         return f"it is packed by method {member.compress_type}; zip it again, stored or deflated"
-    if member.file_size > MAX_FILE_BYTES:
-        return f"it unpacks to {member.file_size} bytes, expected at most {MAX_FILE_BYTES}"
-    return None
+    return too_large(member.file_size)
+
+
+def is_plain(name: str) -> bool:
+    """Whether a member's name stays below the folder that it would be unpacked to."""
+    parts = name.removesuffix("/").split("/")
+    return "\\" not in name and parts[0][1:2] != ":" and not any(part in ("", ".", "..") for part in parts)
+
+
+def too_large(num_bytes: int) -> str | None:
+    """The complaint about a member of this size, if there is one."""
+    return f"it unpacks to {num_bytes} bytes, expected at most {MAX_FILE_BYTES}" if num_bytes > MAX_FILE_BYTES else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from cheem_jax.data.files import MAX_FILE_BYTES, MAX_FILES, MAX_RATIO, SMALL_BYTES, files_of, is_hidden, list_files
+from cheem_jax.data.files import MAX_FILES, MAX_RATIO, SMALL_BYTES, files_of, is_hidden, is_plain, list_files, too_large
 
 Reader = Callable[[], bytes]
 
@@ -85,8 +85,8 @@ class _Header(tarfile.TarInfo):
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str):
         header = super().frombuf(buf, encoding, errors)
         # also of long-name headers, which tarfile reads into memory without asking
-        if header.size > MAX_FILE_BYTES:
-            raise ValueError(f"member {header.name!r}: {_too_large(header.size)}")
+        if fault := too_large(header.size):
+            raise ValueError(f"member {header.name!r}: {fault}")
         return header
 
 
@@ -125,19 +125,13 @@ def _decompressed(file: io.BufferedIOBase) -> contextlib.AbstractContextManager[
 
 def _fault(name: str, member: tarfile.TarInfo) -> str | None:
     """What makes a tar member unsafe or absurd, if anything."""
-    parts = name.removesuffix("/").split("/")
-    plain = "\\" not in name and parts[0][1:2] != ":" and not any(part in ("", "..") for part in parts)
-    if not plain or ("." in parts and name != "."):
+    if name != "." and not is_plain(name):
         return "its name is not a plain relative one"
     if member.issym() or member.islnk():
         return f"it is a link to {member.linkname!r}"
     if not (member.isfile() or member.isdir()):
         return "it is neither a file nor a folder"
-    return _too_large(member.size) if member.size > MAX_FILE_BYTES else None
-
-
-def _too_large(size: int) -> str:
-    return f"it unpacks to {size} bytes, at most {MAX_FILE_BYTES} are accepted"
+    return too_large(member.size)
 
 
 def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> bytes:
