@@ -89,7 +89,7 @@ def test_tar_members_that_no_image_set_has_are_refused(tmp_path, evil, fault):
 
 def test_a_tar_member_of_absurd_size_is_refused_before_it_is_read(tmp_path):
     huge = header("huge.jpg", size=2**40).tobuf(tarfile.GNU_FORMAT)
-    with pytest.raises(ValueError, match=r"a\.tar.*'huge\.jpg': it unpacks to 1099511627776 bytes, expected at most 268435456"):
+    with pytest.raises(ValueError, match=r"a\.tar.*'huge\.jpg': it unpacks to 1099511627776 bytes, expected"):
         contents(with_file(tmp_path, "a.tar", tar_of(header("good"))[:512] + huge))
     long_name = header("././@LongLink", tarfile.GNUTYPE_LONGNAME, size=2**30).tobuf(tarfile.GNU_FORMAT)
     with pytest.raises(ValueError, match=r"a\.tar.*it unpacks to 1073741824 bytes"):

@@ -7,7 +7,7 @@ from typing import Any
 import official
 import pytest
 
-from cheem_jax.data.benchmarks import class_names
+from cheem_jax.data.benchmarks import readers
 from cheem_jax.data.benchmarks.readers import (
     read_aircraft,
     read_caltech101,
@@ -87,7 +87,7 @@ def test_names_versions_and_features_are_those_of_the_stock_builder(tfds, prepar
 
 
 def test_class_names_are_in_the_order_of_the_stock_builders(tfds, tmp_path):
-    for name, classes in [("caltech101", class_names.CALTECH101), ("eurosat/rgb", class_names.EUROSAT)]:
+    for name, classes in [("caltech101", readers.CALTECH101_CLASSES), ("eurosat/rgb", readers.EUROSAT_CLASSES)]:
         assert tuple(tfds.builder(name, data_dir=tmp_path).info.features["label"].names) == classes
 
 

@@ -10,7 +10,7 @@ import official
 import pytest
 from PIL import Image
 
-from cheem_jax.data.benchmarks import class_names
+from cheem_jax.data.benchmarks import readers
 from cheem_jax.data.benchmarks.readers import (
     read_aircraft,
     read_caltech101,
@@ -142,7 +142,7 @@ def test_eurosat_has_one_split_and_file_names_as_keys(tmp_path, unpacked):
     assert list(reading.splits) == ["train"]
     found = examples(reading)["train"]
     assert {key: e.label for key, e in found.items()} == {
-        f"{name}_{i}.jpg": label for label, name in enumerate(class_names.EUROSAT) for i in (1, 2)
+        f"{name}_{i}.jpg": label for label, name in enumerate(readers.EUROSAT_CLASSES) for i in (1, 2)
     }
     assert found["River_2.jpg"].image == contents["EuroSAT.zip"]["2750/River/River_2.jpg"]
 

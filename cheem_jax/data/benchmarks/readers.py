@@ -12,7 +12,6 @@ from typing import Any
 
 from PIL import Image
 
-from cheem_jax.data.benchmarks import class_names
 from cheem_jax.data.benchmarks.archives import Reader, members, tar_members
 from cheem_jax.data.benchmarks.matlab import read_variable
 from cheem_jax.data.benchmarks.reading import Reading, Source, below, lines_of, locate, make_reading, read_files, unique
@@ -80,7 +79,7 @@ def read_gtsrb(place: Path) -> Reading:
         "train": Source(train, in_train, train_labels, _as_png),
         "test": Source(test, below("Images", 1, ".ppm"), test_labels, _as_png),
     }
-    return make_reading(f"gtsrb in {place}", class_names.GTSRB, sources)
+    return make_reading(f"gtsrb in {place}", GTSRB_CLASSES, sources)
 
 
 def read_cars(place: Path) -> Reading:
@@ -137,9 +136,9 @@ def read_eurosat(place: Path) -> Reading:
         return None if key is None else key.rpartition("/")[2]
 
     keys = [key for name, _ in members(path) if (key := with_class(name))]
-    labels = _folder_labels(keys, class_names.EUROSAT, f"{path}, below 2750")
+    labels = _folder_labels(keys, EUROSAT_CLASSES, f"{path}, below 2750")
     named = unique([(key.rpartition("/")[2], label) for key, label in labels.items()], str(path))
-    return make_reading(f"eurosat in {place}", class_names.EUROSAT, {"train": Source(path, key_of, named)})
+    return make_reading(f"eurosat in {place}", EUROSAT_CLASSES, {"train": Source(path, key_of, named)})
 
 
 def read_caltech101(place: Path) -> Reading:
@@ -149,9 +148,9 @@ def read_caltech101(place: Path) -> Reading:
     [path] = locate(place, ("caltech-101.zip", folder, f"caltech-101/{folder}", *archives))
     key_of = below(folder, 2, ".jpg")
     keys = [key for name, _ in _caltech101_members(path) if (key := key_of(name))]
-    labels = _folder_labels(keys, class_names.CALTECH101, f"{path}, below {folder}")
+    labels = _folder_labels(keys, CALTECH101_CLASSES, f"{path}, below {folder}")
     source = Source(path, key_of, labels, walk=_caltech101_members)
-    return make_reading(f"caltech101 in {place}", class_names.CALTECH101, {"train": source})
+    return make_reading(f"caltech101 in {place}", CALTECH101_CLASSES, {"train": source})
 
 
 def _caltech101_members(path: Path) -> Iterator[tuple[str, Reader]]:
@@ -229,3 +228,73 @@ def _recode(data: bytes, name: str, *, cut: int, format: str, **options: int) ->
     except Exception as error:  # Pillow's parsers raise almost anything on a broken file
         raise ValueError(f"{name}: the image cannot be decoded: {error}") from error
     return buffer.getvalue()
+
+
+# Class names in label order of the data sets whose archives contain no list of them
+
+EUROSAT_CLASSES = tuple(
+    """
+    AnnualCrop Forest HerbaceousVegetation Highway Industrial Pasture PermanentCrop Residential River SeaLake
+    """.split()
+)
+
+GTSRB_CLASSES = (
+    "Speed limit (20km/h)",
+    "Speed limit (30km/h)",
+    "Speed limit (50km/h)",
+    "Speed limit (60km/h)",
+    "Speed limit (70km/h)",
+    "Speed limit (80km/h)",
+    "End of speed limit (80km/h)",
+    "Speed limit (100km/h)",
+    "Speed limit (120km/h)",
+    "No passing",
+    "No passing for vehicles over 3.5 metric tons",
+    "Right-of-way at the next intersection",
+    "Priority road",
+    "Yield",
+    "Stop",
+    "No vehicles",
+    "Vehicles over 3.5 metric tons prohibited",
+    "No entry",
+    "General caution",
+    "Dangerous curve to the left",
+    "Dangerous curve to the right",
+    "Double curve",
+    "Bumpy road",
+    "Slippery road",
+    "Road narrows on the right",
+    "Road work",
+    "Traffic signals",
+    "Pedestrians",
+    "Children crossing",
+    "Bicycles crossing",
+    "Beware of ice/snow",
+    "Wild animals crossing",
+    "End of all speed and passing limits",
+    "Turn right ahead",
+    "Turn left ahead",
+    "Ahead only",
+    "Go straight or right",
+    "Go straight or left",
+    "Keep right",
+    "Keep left",
+    "Roundabout mandatory",
+    "End of no passing",
+    "End of no passing by vehicles over 3.5 metric tons",
+)
+
+# The folder names in lower case, sorted.
+CALTECH101_CLASSES = tuple(
+    """
+    accordion airplanes anchor ant background_google barrel bass beaver binocular bonsai brain brontosaurus
+    buddha butterfly camera cannon car_side ceiling_fan cellphone chair chandelier cougar_body cougar_face crab
+    crayfish crocodile crocodile_head cup dalmatian dollar_bill dolphin dragonfly electric_guitar elephant emu
+    euphonium ewer faces faces_easy ferry flamingo flamingo_head garfield gerenuk gramophone grand_piano
+    hawksbill headphone hedgehog helicopter ibis inline_skate joshua_tree kangaroo ketch lamp laptop leopards
+    llama lobster lotus mandolin mayfly menorah metronome minaret motorbikes nautilus octopus okapi pagoda panda
+    pigeon pizza platypus pyramid revolver rhino rooster saxophone schooner scissors scorpion sea_horse snoopy
+    soccer_ball stapler starfish stegosaurus stop_sign strawberry sunflower tick trilobite umbrella watch
+    water_lilly wheelchair wild_cat windsor_chair wrench yin_yang
+    """.split()
+)
