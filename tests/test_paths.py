@@ -39,8 +39,7 @@ from cheem_jax.cli import main, parse
 from cheem_jax.commands import COMMANDS
 from cheem_jax.data.load import ImagesConfig, load_stream, load_task, load_tasks
 from cheem_jax.data.records import default_data_dir
-from cheem_jax.data.sources import plan_source
-from cheem_jax.data.stream_file import plan_stream_file
+from cheem_jax.data.sources import plan_source, plan_stream_file
 from cheem_jax.execution.compilation import keep_programs
 from cheem_jax.paths import absolute, shown, with_absolute_paths
 

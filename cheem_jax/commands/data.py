@@ -19,10 +19,9 @@ from cheem_jax.data.cache import cache_place, default_directory
 from cheem_jax.data.decode import Progress as OnProgress
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.load import ImagesConfig, load_tasks
-from cheem_jax.data.plan import Plan
 from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
-from cheem_jax.data.task import check_names
+from cheem_jax.data.task import Plan, check_names
 from cheem_jax.data.verify import Findings, Listed, verify, verify_cache
 from cheem_jax.paths import absolute, shown
 from cheem_jax.report.progress import Progress
