@@ -38,6 +38,7 @@ from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.methods.lora_cl import LoraClConfig
 from cheem_jax.methods.method import Backbone, FrozenFeatures, Method
 from cheem_jax.ops import Placement
+from cheem_jax.paths import absolute, shown
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
@@ -73,7 +74,7 @@ def run_stream(
     stream: Stream,
     pretrained: Pretrained,
     config: RunConfig,
-    directory: Path,
+    directory: str | Path,
     progress: Progress,
     *,
     base_images: Images | None = None,
@@ -93,6 +94,7 @@ def run_stream(
     this run again, for the record, and `data` tells where its pictures come from, so that a report can show some.
     `workshop` keeps compiled networks for other runs of this process; `tensorboard` writes event files after each task.
     """
+    directory = absolute(directory)
     _check_sizes(stream, pretrained, router)
     if config.upper_bound is not None and config.method.name == "full_finetune":
         raise ValueError("full_finetune is the upper bound itself: leave out --upper-bound")
@@ -145,9 +147,9 @@ def run_stream(
             why = "left out" if config.method.base_means == "neutral" else "unknown for this setting"
             progress.say(f"base means {why}: similarity to the backbone's own task is neutral (0)")
         if finished == len(stream.tasks):
-            progress.say(f"{directory} holds all {finished} tasks already; nothing to learn")
+            progress.say(f"{shown(directory)} holds all {finished} tasks already; nothing to learn")
         elif resumed:
-            progress.say(f"going on in {directory} with task {finished + 1} of {len(stream.tasks)}")
+            progress.say(f"going on in {shown(directory)} with task {finished + 1} of {len(stream.tasks)}")
         for index in range(finished, len(stream.tasks)):
             task = stream.tasks[index]
             saving = sum(learn_task(task, index, method, run) for method in methods)

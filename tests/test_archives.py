@@ -8,7 +8,7 @@ from pathlib import Path
 import official
 import pytest
 
-from cheem_jax.data.benchmarks.archives import is_listed, members, open_archive
+from cheem_jax.data.benchmarks.archives import is_listed, members
 
 FILES = {"top/a.txt": b"a" * 700, "top/deep/er/b.txt": b"", "top/c.bin": bytes(range(256)) * 40}
 
@@ -53,15 +53,9 @@ def test_a_folder_and_every_archive_of_it_hold_the_same(tmp_path):
         assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / name])  # nothing was unpacked
 
 
-def test_folders_and_zips_are_read_in_any_order_and_tars_from_front_to_back(tmp_path):
-    path = with_file(tmp_path, "a.zip", official.zipped(FILES))
-    opened = open_archive(path)
-    assert [opened[name]() for name in reversed(opened)] == [FILES[name] for name in reversed(sorted(FILES))]
-    assert is_listed(path) and is_listed(tmp_path)
-    path = with_file(tmp_path, "a.tar", official.tar(FILES, "w"))
-    assert not is_listed(path)
-    with pytest.raises(ValueError, match=r"a\.tar: a tar is read from front to back; use `members`"):
-        open_archive(path)
+def test_only_a_tar_must_be_read_to_list_its_files(tmp_path):
+    assert is_listed(tmp_path) and is_listed(with_file(tmp_path, "a.zip", official.zipped(FILES)))
+    assert not is_listed(with_file(tmp_path, "a.tar", official.tar(FILES, "w")))
 
 
 def test_what_an_archiver_on_a_mac_adds_is_left_out(tmp_path):
@@ -95,7 +89,7 @@ def test_tar_members_that_no_image_set_has_are_refused(tmp_path, evil, fault):
 
 def test_a_tar_member_of_absurd_size_is_refused_before_it_is_read(tmp_path):
     huge = header("huge.jpg", size=2**40).tobuf(tarfile.GNU_FORMAT)
-    with pytest.raises(ValueError, match=r"a\.tar.*'huge\.jpg': it unpacks to 1099511627776 bytes, at most 268435456"):
+    with pytest.raises(ValueError, match=r"a\.tar.*'huge\.jpg': it unpacks to 1099511627776 bytes, expected"):
         contents(with_file(tmp_path, "a.tar", tar_of(header("good"))[:512] + huge))
     long_name = header("././@LongLink", tarfile.GNUTYPE_LONGNAME, size=2**30).tobuf(tarfile.GNU_FORMAT)
     with pytest.raises(ValueError, match=r"a\.tar.*it unpacks to 1073741824 bytes"):
@@ -124,7 +118,7 @@ def test_an_archive_cut_off_anywhere_is_refused(tmp_path, name):
     # a tar is filled up with zeros behind its end mark, which may be missing
     end = len(whole.rstrip(b"\0")) if name == "a.tar" else len(whole)
     for length in itertools.chain(range(1, end, 97), range(end - 20, end - 1)):
-        with pytest.raises(ValueError, match=rf"{name}.*fetch it again|{name} is no readable zip"):
+        with pytest.raises(ValueError, match=rf"{name}.*download it again|{name} is not a readable zip"):
             contents(with_file(tmp_path, name, whole[:length]))
     with pytest.raises(ValueError, match=f"{name} is empty"):
         contents(with_file(tmp_path, name, b""))
@@ -133,12 +127,12 @@ def test_an_archive_cut_off_anywhere_is_refused(tmp_path, name):
 def test_flipped_bytes_are_noticed(tmp_path):
     packed = bytearray(official.tar(FILES))
     packed[-8] ^= 1  # the checksum, which gzip compares at the very end
-    with pytest.raises(ValueError, match=r"a\.tgz.*CRC check failed.*fetch it again"):
+    with pytest.raises(ValueError, match=r"a\.tgz.*CRC check failed.*download it again"):
         contents(with_file(tmp_path, "a.tgz", bytes(packed)))
     plain = bytearray(official.tar({"a": b"x", "b": b"y"}, "w"))
     plain[1024] ^= 1  # the second header: tarfile alone would take it for the end
     for name, data in {"a.tar": bytes(plain), "a.tar.gz": gzip.compress(bytes(plain))}.items():
-        with pytest.raises(ValueError, match=rf"{name}: damaged.*header.*fetch it again"):
+        with pytest.raises(ValueError, match=rf"{name}: corrupted.*header.*download it again"):
             contents(with_file(tmp_path, name, data))
     stored = official.zipped({"a.txt": b"quite a long text"}).replace(b"quite", b"quilt")
     with pytest.raises(ValueError, match=r"a\.zip.*a\.txt.*CRC"):
@@ -150,12 +144,12 @@ def test_flipped_bytes_are_noticed(tmp_path):
 )
 def test_a_web_page_saved_as_an_archive_is_called_one(tmp_path, page):
     for name in ("a.zip", "a.tar.gz"):
-        with pytest.raises(ValueError, match=f"{name} is a web page and no archive; .* fetch it again"):
+        with pytest.raises(ValueError, match=f"{name} is a web page, not an archive; .* download it again"):
             contents(with_file(tmp_path, name, page))
 
 
 def test_what_is_no_archive_or_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"a\.tar\.gz: damaged, cut off or no tar archive"):
+    with pytest.raises(ValueError, match=r"a\.tar\.gz: corrupted, truncated or not a tar archive"):
         contents(with_file(tmp_path, "a.tar.gz", b"quite another thing" * 99))
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder or archive"):
         contents(tmp_path / "nowhere")

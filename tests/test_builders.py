@@ -7,7 +7,7 @@ from typing import Any
 import official
 import pytest
 
-from cheem_jax.data.benchmarks import class_names
+from cheem_jax.data.benchmarks import readers
 from cheem_jax.data.benchmarks.readers import (
     read_aircraft,
     read_caltech101,
@@ -87,7 +87,7 @@ def test_names_versions_and_features_are_those_of_the_stock_builder(tfds, prepar
 
 
 def test_class_names_are_in_the_order_of_the_stock_builders(tfds, tmp_path):
-    for name, classes in [("caltech101", class_names.CALTECH101), ("eurosat/rgb", class_names.EUROSAT)]:
+    for name, classes in [("caltech101", readers.CALTECH101_CLASSES), ("eurosat/rgb", readers.EUROSAT_CLASSES)]:
         assert tuple(tfds.builder(name, data_dir=tmp_path).info.features["label"].names) == classes
 
 
@@ -135,11 +135,8 @@ def test_the_stock_builders_stay_registered(tfds, prepare):
         assert tfds.builder_cls(name).__module__.startswith("tensorflow_datasets.")
 
 
-def test_progress_bars_are_as_they_were(tfds, prepare, tmp_path):
+def test_progress_bars_of_tfds_are_shown_again_afterwards(tfds, prepare, tmp_path, capfd):
     from tensorflow_datasets.core.utils import tqdm_utils
 
-    place = official.put(tmp_path / "place", official.sun397())
-    for shown in (False, True):
-        tfds.display_progress_bar(shown)
-        prepare("sun397", tmp_path / str(shown), place)
-        assert tqdm_utils._active is shown
+    prepare("sun397", tmp_path / "data", official.put(tmp_path / "place", official.sun397()))
+    assert list(tqdm_utils.tqdm(range(2), desc="again")) == [0, 1] and "again" in capfd.readouterr().err

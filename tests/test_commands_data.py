@@ -12,9 +12,8 @@ from test_data_cache import pictures
 from cheem_jax import cli
 from cheem_jax.data import ImagesConfig, load_tasks, plan_task
 from cheem_jax.data.benchmarks import prepare as preparing
-from cheem_jax.data.benchmarks.origins import OWN
 from cheem_jax.data.benchmarks.prepare import manual_dir
-from cheem_jax.data.benchmarks.table import BY_NAME, Counts
+from cheem_jax.data.benchmarks.table import BY_NAME, OWN, Counts
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def gtsrb(tmp_path, monkeypatch):
     """A data folder with small archives of one task, which the table then expects."""
     pytest.importorskip("tensorflow_datasets", reason="needs the extra `datasets`")
     monkeypatch.setitem(BY_NAME, "gtsrb", dataclasses.replace(BY_NAME["gtsrb"], counts=Counts(43, 43, 43)))
-    archives = tuple(a._replace(sha256=None, md5=None) for a in OWN["gtsrb"])
+    archives = tuple(a._replace(hash=None) for a in OWN["gtsrb"])
     monkeypatch.setitem(preparing.OWN, "gtsrb", archives)
     official.put(manual_dir(tmp_path / "data"), official.gtsrb())
     return tmp_path / "data"

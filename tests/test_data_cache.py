@@ -13,9 +13,8 @@ from PIL import Image
 
 from cheem_jax.data import cache, fingerprint, load, load_tasks, plan_task
 from cheem_jax.data.cache import cache_place, open_cache
-from cheem_jax.data.load import ImagesConfig, load_train
+from cheem_jax.data.load import ImagesConfig, StreamedImages, load_train
 from cheem_jax.data.manifest import plan_manifest
-from cheem_jax.data.streaming import StreamedImages
 
 
 def pictures(root: Path, per_class: int = 6) -> Path:
@@ -110,10 +109,10 @@ def test_damaged_caches_say_what_to_remove(tmp_path):
     kept(plan, root, "cache")
     place = cache_place(plan, 8, root)
     (place / "train.npy").write_bytes((place / "train.npy").read_bytes()[:-5])
-    with pytest.raises(ValueError, match=f"{place.name} is damaged .*remove this folder"):
+    with pytest.raises(ValueError, match=f"{place.name} is corrupted .*remove this folder"):
         kept(plan, root, "cache")
     (place / "cache.json").write_text("{")
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match="is corrupted"):
         open_cache(place)
 
 
@@ -217,7 +216,7 @@ def test_a_cache_whose_description_was_lost_is_damaged(tmp_path, content):
     plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
     kept(plan, root, "cache")
     (cache_place(plan, 8, root) / "cache.json").write_bytes(content)
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match="is corrupted"):
         kept(plan, root, "cache")
 
 
@@ -225,7 +224,7 @@ def test_an_empty_file_of_pictures_is_damage(tmp_path):
     plan, root = plan_task(pictures(tmp_path / "pets")), tmp_path / "cache"
     kept(plan, root, "cache")
     (cache_place(plan, 8, root) / "train.npy").write_bytes(b"")
-    with pytest.raises(ValueError, match="is damaged"):
+    with pytest.raises(ValueError, match="is corrupted"):
         kept(plan, root, "cache")
 
 
@@ -269,7 +268,7 @@ def test_a_header_that_promises_other_numbers_than_there_are_is_damage(tmp_path,
     for name in ("train.npy", "train.labels.npy"):
         whole = (place / name).read_bytes()
         (place / name).write_bytes(whole[:8] + len(header).to_bytes(2, "little") + header.encode() + whole[128:])
-        with pytest.raises(ValueError, match=f"the cache {place} is damaged .*remove this folder"):
+        with pytest.raises(ValueError, match=f"the cache {place} is corrupted .*remove this folder"):
             open_cache(place)
         (place / name).write_bytes(whole)
 
@@ -277,7 +276,7 @@ def test_a_header_that_promises_other_numbers_than_there_are_is_damage(tmp_path,
 @pytest.mark.parametrize("meta", ["[]", '{"splits": 3}', '{"splits": {"../../x": {}}}', "[" * 100_000, "\ud800"])
 def test_any_other_json_is_a_damaged_cache(tmp_path, meta):
     (tmp_path / "cache.json").write_bytes(meta.encode("utf-8", "surrogatepass"))
-    with pytest.raises(ValueError, match=f"the cache {tmp_path} is damaged"):
+    with pytest.raises(ValueError, match=f"the cache {tmp_path} is corrupted"):
         open_cache(tmp_path)
 
 
@@ -288,5 +287,5 @@ def test_a_cache_that_lacks_a_split_is_damaged(tmp_path):
     meta = json.loads(file.read_text())
     del meta["splits"]["val"]
     file.write_text(json.dumps(meta))
-    with pytest.raises(ValueError, match=r"is damaged \(it holds \['test', 'train'\]\); remove this folder"):
+    with pytest.raises(ValueError, match=r"is corrupted \(it contains \['test', 'train'\]\); remove this folder"):
         kept(plan, tmp_path / "cache", "cache")

@@ -207,13 +207,13 @@ def test_classes_too_small_to_be_cut_are_named(tmp_path):
             layout(val={"cat": 3, "dog": 3}, test={"cat": 1, "dog": 1}),
             r"no train folder among \['test', 'val'\]",
         ),
-        (FULL | layout(tset={"cat": 1}), r"\['tset'\] are no splits; known are train, val"),
+        (FULL | layout(tset={"cat": 1}), r"\['tset'\] are not splits; known are train, val"),
         (FULL | layout(valid={"cat": 1}), r"several folders for one split \['val'\]"),
-        (FULL | {"train/3.png": png()}, "image 'train/3.png' lies at an unexpected place"),
-        ({"1.png": png(), "2.png": png()}, "image '1.png' lies at an unexpected place"),
+        (FULL | {"train/3.png": png()}, "image 'train/3.png' is at an unexpected place"),
+        ({"1.png": png(), "2.png": png()}, "image '1.png' is at an unexpected place"),
         (
             FULL | {"train/eel/1.heic": b"x"},
-            "'train/eel' holds files but no image .*first 'train/eel/1.heic'",
+            "'train/eel' contains files but no image .*first 'train/eel/1.heic'",
         ),
         (
             FULL | {"val/dog/00.png": png()[:44]},
@@ -232,7 +232,7 @@ def test_a_missing_path_and_a_file_that_is_no_zip_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder or zip file"):
         load_stream(tmp_path / "nowhere", image_size=4)
     (tmp_path / "fake.zip").write_bytes(b"PK but no zip")
-    with pytest.raises(ValueError, match="fake.zip is no readable zip file"):
+    with pytest.raises(ValueError, match="fake.zip is not a readable zip file"):
         load_task(tmp_path / "fake.zip", image_size=4)
 
 
@@ -250,9 +250,9 @@ def test_absurd_zip_members_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="'train/cat/1.png' occurs twice"):
         load_task(doubled, image_size=4)
     monkeypatch.setattr("cheem_jax.data.files.MAX_FILE_BYTES", 20)
-    with pytest.raises(ValueError, match="unpacks to .* bytes, at most 20"):
+    with pytest.raises(ValueError, match="unpacks to .* bytes, expected at most 20"):
         load_task(write_zip(tmp_path / "big.zip", FULL), image_size=4)
-    with pytest.raises(ValueError, match="00.png: .* bytes, at most 20"):
+    with pytest.raises(ValueError, match="00.png: .* bytes, expected at most 20"):
         load_task(write(tmp_path / "big", FULL), image_size=4)
 
 
@@ -409,7 +409,7 @@ def test_a_folder_of_class_folders_is_a_task_of_its_own(tmp_path):
     write(tmp_path / "photos" / "birds", {f"{name}/{i}.png": png(i) for name in ("owl", "rook") for i in range(8)})
     assert [plan.name for plan in plan_stream(pets)] == ["pets"]
     assert [plan.name for plan in plan_stream(tmp_path / "photos")] == ["birds", "pets"]
-    with pytest.raises(ValueError, match="8 pictures and no folder; put those of each class into a folder of its own"):
+    with pytest.raises(ValueError, match="8 images and no folder; put those of each class into a folder of its own"):
         plan_stream(pets / "cat")
 
 

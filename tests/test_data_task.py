@@ -67,7 +67,7 @@ def test_class_names_must_be_two_or_more_and_unique():
 def test_a_stream_needs_unique_tasks_of_one_image_size():
     with pytest.raises(ValueError, match=r"must be unique, repeated: \['pets'\]"):
         Stream("s", (make_task(), make_task()))
-    with pytest.raises(ValueError, match="holds no task"):
+    with pytest.raises(ValueError, match="has no task"):
         Stream("s", ())
     large = make_split([0, 1], size=8)
     with pytest.raises(ValueError, match="images of one shape"):
@@ -84,7 +84,7 @@ def test_select_tells_the_nearest_names_for_an_unknown_task():
     stream = Stream("zoo", (make_task("cars"), make_task("flowers")))
     with pytest.raises(ValueError, match="'zoo' has no task 'flower'; did you mean flowers?"):
         select(stream, ["flower"])
-    with pytest.raises(ValueError, match="'zoo' has no task 'xyz'; it holds cars, flowers"):
+    with pytest.raises(ValueError, match="'zoo' has no task 'xyz'; it has cars, flowers"):
         select(stream, ["xyz"])
     with pytest.raises(ValueError, match=r"more than once: \['cars'\]"):
         select(stream, ["cars", "cars"])

@@ -23,11 +23,13 @@ ROWS = (
 # the extras: imported where they are used, never with the package
 OPTIONAL = (
     "tensorboardX", "torch", "tensorflow", "timm", "tensorflow_datasets", "grain", "array_record", "pyarrow",
+    "pooch", "requests",
     "starlette", "uvicorn", "prometheus_client", "jax2onnx", "onnx", "onnxruntime",
 )  # fmt: skip
 # made of classes of an extra's, so imported only by the function that needs them
 NEEDS_AN_EXTRA = {
     "cheem_jax.data.benchmarks.builders",
+    "cheem_jax.data.benchmarks.download",
     *(
         f"cheem_jax.serve.{name}"
         for name in ("app", "connections", "limits", "metrics", "pictures", "server", "service")

@@ -146,15 +146,15 @@ def test_eleven_label_numbers_keep_their_order(tmp_path):
         (["path,label,label", *rows(end="a,b")], r"several columns are called \['label'\]"),
         (["path,label"], "no rows"),
         (["path,label", *rows(), ",cat"], "1 fault.*line 10: empty path"),
-        (["path,label", *rows(), "cat/0.png, "], "line 10: path 'cat/0.png' stands in line 2 already; line 10: empty"),
-        (["path,label", *rows(), "./cat//0.png,cat"], "line 10: path 'cat/0.png' stands in line 2"),
+        (["path,label", *rows(), "cat/0.png, "], "line 10: path 'cat/0.png' is in line 2 already; line 10: empty"),
+        (["path,label", *rows(), "./cat//0.png,cat"], "line 10: path 'cat/0.png' is in line 2"),
         (["path,label", "../a.png,cat"], "line 2: path '../a.png' is not one below the root"),
         (["path,label", "cat/../../a.png,cat"], "line 2: path 'cat/../../a.png' is not one below the root"),
         (["path,label", "/a.png,cat", "C:\\a.png,cat"], "2 fault.*'/a.png' is not.*line 3: path 'C:/a.png' is not"),
         (["path,label,split", *rows(end="a,tset")], "8 fault.*line 2: unknown split 'tset', expected train.* 3 more"),
-        (["path,label", *rows(), "cat/0.png"], "2 fields were expected in every row.*line 10: 1;.*put"),
+        (["path,label", *rows(), "cat/0.png"], "expected 2 fields in every row.*line 10: 1;.*put"),
         (["path,label", *rows(), "a,b.png,cat"], "line 10: 3"),
-        (["path,label", *rows(), '"cat/0.png,cat'], "line 10: no readable CSV"),
+        (["path,label", *rows(), '"cat/0.png,cat'], "line 10: not readable as CSV"),
         (["path,label", *rows(), "cat/0\0.png,cat"], "line 10: a NUL byte"),
         (["path,label,split", *rows(end="{name},test")], r"no row of split 'train', only \['test'\]"),
         (["path,label,split", *WITH_SPLITS[:3]], "has 1 class"),
@@ -177,10 +177,10 @@ def test_unusable_tables_are_refused_by_line(tmp_path, lines, complaint):
     ("labels", "complaint"),
     [
         (("1", "2"), r"the first label is 1 \(line 2\), expected 0; subtract one from every label, or write class"),
-        (("0", "3"), "labels go up to 3, and 2 below it do not occur: 1, 2; number"),
-        (("0", "9" * 18), "do not occur: 1, 2, 3, 4, 5, 6, 7, 8, ...; number"),
-        (("0", "-1"), r"line 6: label -1 is negative \(4 such row"),
-        (("0.0", "1.0"), "line 2: label '0.0' is no whole number"),
+        (("0", "3"), "labels go up to 3, and 2 below it do not occur, first 1; number"),
+        (("0", "9" * 18), "do not occur, first 1; number"),
+        (("0", "-1"), r"line 6: label -1 is negative; leave out"),
+        (("0.0", "1.0"), "line 2: label '0.0' is not a whole number"),
         (("0,cat", "1,"), r"4 fault.*line 6: empty class_name"),
         (("0,cat", "1,cat"), r"class names must be unique, repeated: \['cat'\]"),
     ],
@@ -211,10 +211,10 @@ def test_other_encodings_are_refused_with_their_line(tmp_path):
 
 def test_files_that_are_not_there_are_counted_and_the_first_ones_named(tmp_path):
     file = table(photos(tmp_path) / "pets.csv", "path,label", *rows(12))
-    with pytest.raises(FileNotFoundError, match="16 of the files are not there: line 6: 'cat/4.png'; .*; and 11 more"):
+    with pytest.raises(FileNotFoundError, match="16 of the files do not exist: line 6: 'cat/4.png'; .*; and 11 more"):
         plan_manifest(file)
     file = table(tmp_path / "folder.csv", "path,label", *rows(), "cat,cat")
-    with pytest.raises(FileNotFoundError, match="1 of the files are not there: line 10: 'cat'"):
+    with pytest.raises(FileNotFoundError, match="1 of the files do not exist: line 10: 'cat'"):
         plan_manifest(file)
     with pytest.raises(FileNotFoundError, match="nowhere.csv: no such file"):
         plan_manifest(tmp_path / "nowhere.csv")
@@ -253,9 +253,9 @@ def test_parquet_says_the_same_as_csv(tmp_path):
     [
         ({"file": ["a"], "label": [0]}, r"no column 'path' among \['file', 'label'\]"),
         ({"path": ["a", None], "label": [0, None]}, "2 fault.*row 2: empty path; row 2: empty label"),
-        ({"path": ["a"], "label": [0.5]}, r"column 'label' holds float \(0.5\); expected text or whole numbers"),
-        ({"path": ["a"], "label": [True]}, "column 'label' holds bool"),
-        ({"path": [b"a"], "label": [1]}, "column 'path' holds bytes"),
+        ({"path": ["a"], "label": [0.5]}, r"column 'label' contains float \(0.5\); expected text or whole numbers"),
+        ({"path": ["a"], "label": [True]}, "column 'label' contains bool"),
+        ({"path": [b"a"], "label": [1]}, "column 'path' contains bytes"),
         ({"path": ["a\0b"], "label": [1]}, "row 1: path .* is not one below the root"),
         ({"path": [], "label": []}, "no rows"),
     ],
@@ -271,7 +271,7 @@ def test_unusable_parquet_is_refused_by_row(tmp_path, columns, complaint):
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path):
     pytest.importorskip("pyarrow")
-    with pytest.raises(ValueError, match="a.parquet: no readable Parquet file"):
+    with pytest.raises(ValueError, match="a.parquet: not readable as Parquet"):
         plan_manifest(table(tmp_path / "a.parquet", "path,label"))
 
 
@@ -299,7 +299,7 @@ def test_the_time_grows_with_the_rows_and_not_with_their_square(tmp_path):
 def test_a_first_line_too_long_for_a_field_is_told(tmp_path):
     file = tmp_path / "cars.csv"
     file.write_text("path,label," + "x" * 200_000 + "\n")
-    with pytest.raises(ValueError, match=r"cars\.csv, line \d: no readable CSV: field larger than field limit"):
+    with pytest.raises(ValueError, match=r"cars\.csv, line \d: not readable as CSV: field larger than field limit"):
         plan_manifest(file)
 
 

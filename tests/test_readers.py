@@ -10,7 +10,7 @@ import official
 import pytest
 from PIL import Image
 
-from cheem_jax.data.benchmarks import class_names
+from cheem_jax.data.benchmarks import readers
 from cheem_jax.data.benchmarks.readers import (
     read_aircraft,
     read_caltech101,
@@ -142,7 +142,7 @@ def test_eurosat_has_one_split_and_file_names_as_keys(tmp_path, unpacked):
     assert list(reading.splits) == ["train"]
     found = examples(reading)["train"]
     assert {key: e.label for key, e in found.items()} == {
-        f"{name}_{i}.jpg": label for label, name in enumerate(class_names.EUROSAT) for i in (1, 2)
+        f"{name}_{i}.jpg": label for label, name in enumerate(readers.EUROSAT_CLASSES) for i in (1, 2)
     }
     assert found["River_2.jpg"].image == contents["EuroSAT.zip"]["2750/River/River_2.jpg"]
 
@@ -253,9 +253,9 @@ def test_car_lists_of_another_shape_are_refused(tmp_path):
     place = official.put(tmp_path, official.cars())
     file = place / official.CAR_TEST_LIST
     for data, message in [
-        (official.mat(other=np.zeros(2)), "no MATLAB file with a variable 'annotations'"),
-        (official.mat(annotations=np.zeros(2)), "need the fields class and fname, got None"),
-        (b"<html>sign in</html>", "no MATLAB file"),
+        (official.mat(other=np.zeros(2)), "variable 'annotations' cannot be read"),
+        (official.mat(annotations=np.zeros(2)), "need the fields fname and class"),
+        (b"<html>sign in</html>", "variable 'annotations' cannot be read"),
         (official.car_annotations([("00001.jpg", 1), ("00001.jpg", 2)]), r"more than once: \['00001.jpg'\]"),
     ]:
         file.write_bytes(data)
@@ -328,5 +328,5 @@ def test_readers_import_no_tensorflow():
 
 
 def test_a_single_class_is_no_data_set():
-    with pytest.raises(ValueError, match="two are the least"):
+    with pytest.raises(ValueError, match="expected at least 2"):
         make_reading("one", ("only",), {})

@@ -130,13 +130,13 @@ def test_a_cache_is_held_against_its_hashes(tmp_path):
     verify_cache(place)
     whole = (place / "val.npy").read_bytes()
     (place / "val.npy").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # one bit of one pixel
-    with pytest.raises(ValueError, match=r"cache .* is damaged: val.npy with val.labels.npy .*remove this folder"):
+    with pytest.raises(ValueError, match=r"cache .* is corrupted: val.npy with val.labels.npy .*remove this folder"):
         verify_cache(place)
     np.save(place / "test.labels.npy", np.zeros(4, np.int32))
     with pytest.raises(ValueError, match="val.npy with .*; test.npy with test.labels.npy"):
         verify_cache(place)
     (place / "val.npy").write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match="is damaged .*remove this folder"):
+    with pytest.raises(ValueError, match="is corrupted .*remove this folder"):
         verify_cache(place)
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
         verify_cache(tmp_path / "nowhere")

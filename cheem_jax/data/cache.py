@@ -1,8 +1,8 @@
-"""Decoded pictures in files that are mapped into memory: made once for a plan, a size and a version of the decoder.
+"""Decoded images in files that are mapped into memory: made once for a plan, a size and a version of the decoder.
 
-A cache is a folder `<task>-<size>-<key>` with one `.npy` per split and `cache.json`. It is written beside its place
-under another name and renamed when it is whole, so what bears the name can be trusted; a lock makes a second process
-wait for the first.
+A cache is a folder `<task>-<size>-<key>` with one `.npy` per split and `cache.json`. It is written under another name
+and renamed when it is complete, so a folder of that name can be trusted; a lock makes a second process wait for the
+first.
 """
 
 import hashlib
@@ -18,23 +18,23 @@ import filelock
 import numpy as np
 
 from cheem_jax.data.decode import DECODER_VERSION, Progress, decode_in_order
-from cheem_jax.data.plan import Part, Plan
-from cheem_jax.data.task import Split
+from cheem_jax.data.task import Part, Plan, Split
+from cheem_jax.paths import absolute
 
 FORMAT = "cheem_jax-images/1"
 SPLIT_NAMES = ("train", "val", "test")
 
 Phase = Callable[[str, int], AbstractContextManager[Progress]]
-"""Opens a phase of work on a task, by the task's name and its number of pictures; gives what counts them."""
+"""Opens a phase of work on a task, by the task's name and its number of images; gives the function that counts them."""
 
 
 def default_directory() -> Path:
-    """Where caches lie if nobody says otherwise: in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cheem_jax" / "images"
+    """Where caches are by default: in the user's cache folder."""
+    return absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cheem_jax" / "images"
 
 
 def bytes_needed(num_images: int, image_size: int) -> int:
-    """Bytes of so many decoded pictures."""
+    """Bytes of so many decoded images."""
     return num_images * image_size * image_size * 3
 
 
@@ -50,7 +50,7 @@ def cache_key(plan: Plan, image_size: int, names: Sequence[str] = SPLIT_NAMES) -
 
 
 def cache_place(plan: Plan, image_size: int, root: Path, names: Sequence[str] = SPLIT_NAMES) -> Path:
-    """The folder of a plan's decoded pictures, whether it exists or not."""
+    """The folder of a plan's decoded images, whether it exists or not."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", plan.name)[:60]
     return root / f"{name}-{image_size}-{cache_key(plan, image_size, names)[:16]}"
 
@@ -58,10 +58,10 @@ def cache_place(plan: Plan, image_size: int, root: Path, names: Sequence[str] = 
 def cached(
     plan: Plan, image_size: int, root: Path, phase: Phase, names: Sequence[str] = SPLIT_NAMES
 ) -> dict[str, Split]:
-    """Splits with their pictures mapped from files, which are made if they are not there.
+    """Splits with their images mapped from files, which are made if they do not exist.
 
-    Waits for another process that makes them. Raises ValueError for broken pictures, OSError where there is no room or
-    no permission; then nothing is left.
+    Waits for another process that makes them. Raises ValueError for broken images, OSError if there is no room or no
+    permission; then nothing is left.
     """
     place = cache_place(plan, image_size, root, names)
     if not place.is_dir():
@@ -72,42 +72,46 @@ def cached(
                     _make(plan, names, image_size, place, phase)
         except OSError as error:
             raise OSError(
-                f"the decoded pictures of {plan.name!r} cannot be kept in {root}: {error.strerror or error}; name "
-                "another folder for decoded pictures, one with room and write permission"
+                f"the decoded images of {plan.name!r} cannot be kept in {root}: {error.strerror or error}; name "
+                "another folder for decoded images, one with room and write permission"
             ) from error
     splits = open_cache(place)
     if splits.keys() != set(names):
         raise ValueError(
-            f"the cache {place} is damaged (it holds {sorted(splits)}); remove this folder and it is made again"
+            f"the cache {place} is corrupted (it contains {sorted(splits)}); remove this folder and it is made again"
         )
     return splits
 
 
 def open_cache(place: Path) -> dict[str, Split]:
-    """The splits of a finished cache. Raises ValueError naming what is damaged."""
+    """The splits of a finished cache. Raises ValueError naming what is corrupted."""
     try:
         meta = json.loads((place / "cache.json").read_text())
         splits = {}
         if not meta["splits"]:
             raise ValueError("it names no split")
-        for name, told in meta["splits"].items():
+        for name, known in meta["splits"].items():
             if name not in SPLIT_NAMES:
                 raise ValueError(f"it names a split {name!r:.40}")
             # mapped, so that a header that promises more than there is takes no memory
             images = np.lib.format.open_memmap(place / f"{name}.npy", mode="r")
             labels = np.lib.format.open_memmap(place / f"{name}.labels.npy", mode="r")
-            if images.shape != (told["num"], meta["image_size"], meta["image_size"], 3) or images.dtype != np.uint8:
+            if images.shape != (known["num"], meta["image_size"], meta["image_size"], 3) or images.dtype != np.uint8:
                 raise ValueError(f"{name} has the shape {images.shape} of {images.dtype}")
             if labels.shape != images.shape[:1] or labels.dtype != np.int32:
                 raise ValueError(f"{name} has labels of the shape {labels.shape} of {labels.dtype}")
-            splits[name] = Split(images, np.array(labels), str(told["sha256"]))
+            splits[name] = Split(images, np.array(labels), str(known["sha256"]))
+    except PermissionError as error:
+        raise OSError(f"the cache {place} cannot be read ({error.strerror}: {error.filename})") from error
     except Exception as error:  # NumPy's parser of headers raises almost anything on a broken file
-        raise ValueError(f"the cache {place} is damaged ({error}); remove this folder and it is made again") from error
+        raise ValueError(
+            f"the cache {place} is corrupted ({error}); remove this folder and it is made again"
+        ) from error
     return splits
 
 
 def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase: Phase) -> None:
-    """Decode everything into a folder beside the place, then rename it. Only one process does this at a time."""
+    """Decode everything into a folder next to the place, then rename it. Only one process does this at a time."""
     partial = place.with_name(f"{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     parts = {name: plan.splits[name] for name in names}

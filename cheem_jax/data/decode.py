@@ -1,4 +1,4 @@
-"""Image files to pixels: one decoder for every source, so that all paths see the same picture."""
+"""Image files to pixels: one decoder for every source, so that all of them give the same image."""
 
 import io
 import os
@@ -16,15 +16,15 @@ from cheem_jax.data.files import Encoded
 # Named, because Pillow would otherwise also start other programs (Ghostscript for EPS).
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF")
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
-MAX_SCANS = 100  # of a progressive JPEG, which has about ten; each passes over the whole picture
+MAX_SCANS = 100  # of a progressive JPEG, which has about ten; each passes over the whole image
 
 DECODER_VERSION = 1
 """Raised whenever the same file gives other pixels: decoded copies of an older version are then not used."""
 PIECE = 256
-"""Pictures decoded between two reports of progress (38 MB at 224 pixels)."""
+"""Images decoded between two reports of progress (38 MB at 224 pixels)."""
 
 Progress = Callable[[int], object]
-"""Called with the number of pictures that are now done as well."""
+"""Called with the number of images (or bytes) that are done in addition."""
 
 
 def decode_image(data: bytes, image_size: int, *, name: str = "image") -> UInt8[np.ndarray, "S S 3"]:
@@ -32,7 +32,7 @@ def decode_image(data: bytes, image_size: int, *, name: str = "image") -> UInt8[
 
     Palettes are looked up, grey is repeated, 16-bit grey is scaled by 255/65535, alpha is dropped (no
     background is assumed), EXIF orientation is not applied, of an animation the first frame counts.
-    Raises ValueError naming the file for anything broken, truncated, huge or no image.
+    Raises ValueError naming the file if it is broken, truncated, huge or not an image.
     """
     if image_size < 1:
         raise ValueError(f"image_size must be at least 1, got {image_size}")
@@ -40,7 +40,7 @@ def decode_image(data: bytes, image_size: int, *, name: str = "image") -> UInt8[
 
 
 def decode_pixels(data: bytes, *, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
-    """As `decode_image`, in the picture's own size."""
+    """As `decode_image`, in the image's own size."""
     return np.asarray(_decode(data, None, name))
 
 
@@ -59,7 +59,7 @@ def _decode(data: bytes, size: tuple[int, int] | None, name: str) -> Image.Image
 
 
 def refuse_bombs(image: Image.Image, data: bytes) -> None:
-    """ValueError for what takes much more work or memory than the picture's size tells."""
+    """ValueError for what takes much more work or memory than the image's size suggests."""
     if (scans := data.count(b"\xff\xda\0")) > MAX_SCANS:
         raise ValueError(f"{scans} scans, at most {MAX_SCANS} are accepted")
     tags = getattr(image, "tag_v2", {})
@@ -86,10 +86,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 def decode_in_order(
     files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray
 ) -> Iterator[UInt8[np.ndarray, "n S S 3"]]:
-    """The pictures of these rows in pieces; blank where a file is broken.
+    """The images of these rows in pieces; blank for a broken file.
 
-    No more than a few hundred pictures are held at a time. All broken files are reported in one ValueError, once
-    everything has been looked at.
+    No more than a few hundred images are in memory at a time. All broken files are reported in one ValueError, once
+    everything has been decoded.
     """
     broken: list[str] = []
     for piece in _decoded(files, image_size, rows, PIECE):
@@ -106,20 +106,20 @@ def decode_in_order(
 
 
 class Piece(NamedTuple):
-    """Some files in order: their places for people, the pictures of those that are whole, and why others are not."""
+    """Some files in order: their places for people, the images of those that are intact, and why others are not."""
 
     files: list[str]
     images: UInt8[np.ndarray, "n S S 3"]
     errors: list[str]
-    """One for each file, empty for a whole one."""
+    """One for each file, empty for an intact one."""
 
 
 def decode_pieces(files: Encoded, image_size: int, size: int) -> Iterator[Piece]:
-    """All files in pieces of at most `size`; what is broken is told and stops nothing."""
+    """All files in pieces of at most `size`; a broken one is reported and stops nothing."""
     start = 0
     for piece in _decoded(files, image_size, range(len(files)), size):
-        whole = [image for image in piece if not isinstance(image, str)]
-        images = np.stack(whole) if whole else np.zeros((0, image_size, image_size, 3), np.uint8)
+        intact = [image for image in piece if not isinstance(image, str)]
+        images = np.stack(intact) if intact else np.zeros((0, image_size, image_size, 3), np.uint8)
         names = [files.where(row) for row in range(start, start + len(piece))]
         start += len(piece)
         yield Piece(names, images, [image if isinstance(image, str) else "" for image in piece])
@@ -128,7 +128,7 @@ def decode_pieces(files: Encoded, image_size: int, size: int) -> Iterator[Piece]
 def _decoded(
     files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray, size: int
 ) -> Iterator[list[np.ndarray | str]]:
-    """Each row's picture, or why it has none, decoded by a few threads (Pillow lets go of the interpreter's lock)."""
+    """Each row's image, or why it has none, decoded by a few threads (Pillow releases the interpreter's lock)."""
     rows = [int(row) for row in rows]
 
     def decode(row: int) -> np.ndarray | str:
@@ -144,17 +144,17 @@ def _decoded(
         coming = [pool.map(decode, piece) for piece in pieces[:1]]
         try:
             for number in range(len(pieces)):
-                # the next piece is begun before this one is waited for, so that no thread idles
+                # the next piece starts before this one is complete, so that no thread idles
                 coming += [pool.map(decode, piece) for piece in pieces[number + 1 : number + 2]]
                 yield list(coming.pop(0))
         finally:
-            pool.shutdown(cancel_futures=True)  # nobody waits for what was asked for in vain
+            pool.shutdown(cancel_futures=True)  # of a caller that stopped early
 
 
 def decode_many(
     files: Encoded, image_size: int, *, on_progress: Progress | None = None
 ) -> UInt8[np.ndarray, "N S S 3"]:
-    """All pictures in one array; raises as `decode_in_order`."""
+    """All images in one array; raises as `decode_in_order`."""
     images, done = np.empty((len(files), image_size, image_size, 3), np.uint8), 0
     for piece in decode_in_order(files, image_size, range(len(files))):
         images[done : done + len(piece)] = piece

@@ -13,12 +13,12 @@ IMAGE_SUFFIXES = frozenset(".jpg .jpeg .png .bmp .gif .webp .tif .tiff .ppm .pgm
 MAX_DEPTH = 6  # folders below the root that are looked into, so that a link to a parent ends
 MAX_FILE_BYTES = 256 * 2**20
 MAX_FILES = 5_000_000  # in one folder or archive; ImageNet has 1.4 million
-SMALL_BYTES, MAX_RATIO = 2**30, 100  # what unpacks to more than both is a bomb: pictures are packed already
+SMALL_BYTES, MAX_RATIO = 2**30, 100  # what unpacks to more than both is a bomb: images are packed already
 
 
 @runtime_checkable
 class Encoded(Protocol):
-    """Image files in a fixed order. They pickle, so that worker processes can read them as well."""
+    """Image files in a fixed order. They can be pickled, so that worker processes can read them as well."""
 
     def __len__(self) -> int: ...
 
@@ -31,7 +31,7 @@ class Encoded(Protocol):
         ...
 
     def read(self, row: int) -> bytes:
-        """A file's bytes; ValueError or OSError naming the file where they cannot be had."""
+        """A file's bytes; ValueError or OSError naming the file if it cannot be read."""
         ...
 
 
@@ -50,13 +50,17 @@ class FolderFiles:
     def where(self, row: int) -> str:
         return str(self.root / self.names[row])
 
+    def file(self, row: int) -> Path:
+        """Where it lies."""
+        return self.root / self.names[row]
+
     def read(self, row: int) -> bytes:
-        file = self.root / self.names[row]
+        file = self.file(row)
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{file}: not a regular file")  # a pipe would be waited for
+            raise ValueError(f"{self.where(row)}: not a regular file")  # reading a pipe would wait
         if status.st_size > MAX_FILE_BYTES:
-            raise ValueError(f"{file}: {status.st_size} bytes, at most {MAX_FILE_BYTES} are accepted")
+            raise ValueError(f"{self.where(row)}: {status.st_size} bytes, expected at most {MAX_FILE_BYTES}")
         return file.read_bytes()
 
 
@@ -87,7 +91,7 @@ class ZipFiles:
             with self._lock:
                 if self._archive is None:
                     if stamp_of([self.path]) != self.stamp:
-                        raise ValueError("the zip has changed since it was looked at")
+                        raise ValueError("the zip has changed since its names were read")
                     self._archive = _Archive(self.path)
                 return self._archive.read_member(self.root + self.names[row])
         except Exception as error:  # checksum, compression method, cut-off file: zipfile and zlib raise many types
@@ -95,10 +99,10 @@ class ZipFiles:
 
 
 class _Archive(zipfile.ZipFile):
-    """Closes its file when nobody holds it any more."""
+    """Closes its file when nothing refers to it any more."""
 
     def read_member(self, name: str) -> bytes:
-        """No more than the directory tells, whatever the packed bytes would unpack to."""
+        """No more bytes than the zip's directory says, whatever the packed bytes would unpack to."""
         with self.open(name) as member:
             return member.read(self.getinfo(name).file_size + 1)
 
@@ -120,10 +124,10 @@ def stamp_of(files: Iterable[Path]) -> str:
 
 
 def list_files(path: Path, *, any_name: bool = False) -> list[str]:
-    """Names of all visible files relative to `path`, sorted; with `any_name` those included that are no valid text.
+    """Names of all visible files relative to `path`, sorted; with `any_name` also those that are not valid text.
 
     Hidden files and `__MACOSX` are left out. Raises FileNotFoundError, or ValueError for a file that is
-    no zip or a zip with members that no image set has.
+    not a zip or a zip with members that no image set has.
     """
     if path.is_dir():
         names = sorted(_list_folder(path))
@@ -132,7 +136,7 @@ def list_files(path: Path, *, any_name: bool = False) -> list[str]:
     else:
         raise FileNotFoundError(f"{path}: no such folder or zip file")
     if len(names) > MAX_FILES:
-        raise ValueError(f"{path}: {len(names)} files, at most {MAX_FILES} are accepted; use several folders or zips")
+        raise ValueError(f"{path}: {len(names)} files, expected at most {MAX_FILES}; use several folders or zips")
     for name in () if any_name else names:
         try:
             name.encode()
@@ -142,7 +146,7 @@ def list_files(path: Path, *, any_name: bool = False) -> list[str]:
 
 
 def empty_folders(path: Path) -> list[str]:
-    """Visible folders below a folder that hold nothing at all, by relative name."""
+    """Visible folders below a folder that contain nothing at all, by relative name."""
     return sorted(
         Path(folder).relative_to(path).as_posix()
         for folder, subfolders, names in _walk(path)
@@ -183,8 +187,8 @@ def _fail(error: OSError) -> NoReturn:
 def _list_zip(path: Path) -> set[str]:
     try:
         archive = zipfile.ZipFile(path)
-    except Exception as error:  # damaged directories also raise OSError, struct.error, NotImplementedError
-        raise ValueError(f"{path} is no readable zip file ({error}); expected a zip or a folder") from error
+    except Exception as error:  # corrupted directories also raise OSError, struct.error, NotImplementedError
+        raise ValueError(f"{path} is not a readable zip file ({error}); expected a zip or a folder") from error
     files: set[str] = set()
     with archive:
         _refuse_bomb(path, archive.infolist())
@@ -202,9 +206,9 @@ def _list_zip(path: Path) -> set[str]:
 def _refuse_bomb(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
     size = path.stat().st_size
     if len(members) > MAX_FILES:
-        raise ValueError(f"{path}: {len(members)} members, at most {MAX_FILES} are accepted; use several zips")
+        raise ValueError(f"{path}: {len(members)} members, expected at most {MAX_FILES}; use several zips")
     if sum(member.compress_size for member in members) > size:
-        raise ValueError(f"{path}: its members take more bytes than the file has, so they overlap or are cut off")
+        raise ValueError(f"{path}: its members take more bytes than the file has, so they overlap or are truncated")
     total = sum(member.file_size for member in members)
     if total > max(SMALL_BYTES, MAX_RATIO * size):
         raise ValueError(f"{path}: refused as a bomb: {size} bytes unpack to {total}, over {MAX_RATIO} times as many")
@@ -212,14 +216,22 @@ def _refuse_bomb(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
 
 def _fault(member: zipfile.ZipInfo) -> str | None:
     """What makes a zip member unsafe or absurd, if anything."""
-    parts = member.filename.removesuffix("/").split("/")
-    if "\\" in member.filename or parts[0][1:2] == ":" or any(part in ("", ".", "..") for part in parts):
+    if not is_plain(member.filename):
         return "its name is not a plain relative one"
     if member.flag_bits & 1:
         return "it is encrypted"
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        # zipfile unpacks the others to any size in one go, whatever the directory tells
+        # zipfile unpacks the others to any size at once, whatever the directory says
         return f"it is packed by method {member.compress_type}; zip it again, stored or deflated"
-    if member.file_size > MAX_FILE_BYTES:
-        return f"it unpacks to {member.file_size} bytes, at most {MAX_FILE_BYTES} are accepted"
-    return None
+    return too_large(member.file_size)
+
+
+def is_plain(name: str) -> bool:
+    """Whether a member's name stays below the folder that it would be unpacked to."""
+    parts = name.removesuffix("/").split("/")
+    return "\\" not in name and parts[0][1:2] != ":" and not any(part in ("", ".", "..") for part in parts)
+
+
+def too_large(num_bytes: int) -> str | None:
+    """The complaint about a member of this size, if there is one."""
+    return f"it unpacks to {num_bytes} bytes, expected at most {MAX_FILE_BYTES}" if num_bytes > MAX_FILE_BYTES else None

@@ -9,18 +9,17 @@ from pathlib import Path
 import numpy as np
 
 from cheem_jax.data.files import IMAGE_SUFFIXES, empty_folders, files_of, is_hidden, is_image, list_files, stamp_of
-from cheem_jax.data.plan import Part, Plan
 from cheem_jax.data.splits import SPLITS, cut_missing
-from cheem_jax.data.task import check_class_names, check_labels, check_names, repeats
+from cheem_jax.data.task import Part, Plan, check_names, repeats
 
 LAYOUT = "<train|val|test>/<class>/<image>, or <class>/<image> without splits"
 
 
 def plan_task(path: Path, *, name: str | None = None, seed: int = 0) -> Plan:
-    """What a folder or zip with `<split>/<class>/<image>` holds; one enclosing folder is looked through.
+    """The task in a folder or zip with `<split>/<class>/<image>`; one enclosing folder is skipped.
 
-    Classes are the sorted folders of train, or `classes` of a `meta.json` beside the splits, whose folders
-    bear the names or the label numbers. A missing validation part is cut from train: ceil(0.1 n) images, at
+    Classes are the sorted folders of train, or `classes` of a `meta.json` next to the splits, whose folders
+    then have the names or the label numbers. A missing validation part is cut from train: ceil(0.1 n) images, at
     least one of each class; with train alone or `<class>/<image>` a test part of ceil(0.3 n) goes first.
     `seed` draws these. Raises FileNotFoundError, or ValueError naming the offending file or folder.
     """
@@ -53,15 +52,15 @@ def _find_tasks(path: Path) -> dict[str, Path]:
         raise FileNotFoundError(f"{path}: no such folder or zip file")
     entries = [entry for entry in path.iterdir() if not is_hidden(entry.name)]
     if any(entry.is_dir() and entry.name.lower() == "train" for entry in entries):
-        return {_name(path): path}  # a task of its own
-    if any(entry.is_dir() and _holds_pictures(entry) for entry in entries):
-        return {_name(path): path}  # one as well: folders of pictures are classes
+        return {_name(path): path}  # a single task
+    if any(entry.is_dir() and _has_images(entry) for entry in entries):
+        return {_name(path): path}  # one as well: folders of images are classes
     places = [entry for entry in entries if entry.is_dir() or entry.suffix.lower() == ".zip"]
     if repeated := repeats(map(_name, places)):
-        raise ValueError(f"{path} holds a folder and a zip of the same name: {repeated}; keep one of each")
-    if not places and (pictures := sum(is_image(entry.name) for entry in entries)):
+        raise ValueError(f"{path} contains a folder and a zip of the same name: {repeated}; keep one of each")
+    if not places and (num := sum(is_image(entry.name) for entry in entries)):
         raise ValueError(
-            f"{path} holds {pictures} pictures and no folder; put those of each class into a folder of its own, such "
+            f"{path} contains {num} images and no folder; put those of each class into a folder of its own, such "
             f"as {path.name}/cat and {path.name}/dog"
         )
     if not places:
@@ -69,8 +68,8 @@ def _find_tasks(path: Path) -> dict[str, Path]:
     return {_name(place): place for place in places}
 
 
-def _holds_pictures(folder: Path) -> bool:
-    """Whether pictures lie in it directly."""
+def _has_images(folder: Path) -> bool:
+    """Whether it directly contains images."""
     with os.scandir(folder) as entries:
         return any(is_image(entry.name) and not is_hidden(entry.name) for entry in entries)
 
@@ -93,17 +92,15 @@ def _plan(path: Path, names: Sequence[str], task: str, seed: int) -> Plan:
         )
     _refuse_folders_without_image(path, root, names, grouped["train"][0].count("/"))
     classes, label_of = _label_folders(path, folders, _class_names(path, f"{root}meta.json", names))
-    check_class_names(task, classes, str(path))
     labels = {}
     for split, members in grouped.items():
         if unknown := sorted({file.split("/")[-2] for file in members} - set(label_of)):
-            # ascii tells accents apart that are composed in two ways and look the same
+            # ascii shows the difference between accents that are composed in two ways and look the same
             raise ValueError(f"{path}: classes in {split} that train does not have: {ascii(unknown[:8])}")
         labels[split] = np.array([label_of[file.split("/")[-2]] for file in members], np.int32)
-        check_labels(task, split, classes, labels[split], str(path))
     files = [path / file for members in grouped.values() for file in members] if path.is_dir() else [path]
     keys = {split: [file.removeprefix(root) for file in members] for split, members in grouped.items()}
-    cut_missing(str(path), classes, keys, labels, seed)
+    cut_missing(task, str(path), classes, keys, labels, seed)
     parts = {split: Part(files_of(path, keys[split], root), labels[split]) for split in keys}
     return Plan(task, classes, **parts, source=str(path.resolve()), stamp=stamp_of(files))
 
@@ -122,12 +119,12 @@ def _group(path: Path, images: list[str]) -> tuple[str, dict[str, list[str]]]:
         depth -= 1
     for file, names in parts.items():
         if len(names) != depth or depth not in (2, 3):
-            raise ValueError(f"{path}: image {file!r} lies at an unexpected place; expected {LAYOUT}")
+            raise ValueError(f"{path}: image {file!r} is at an unexpected place; expected {LAYOUT}")
     if depth == 2:
         return root, {"train": images}
     folders = sorted({names[0] for names in parts.values()})
     if unknown := sorted(set(folders) - _split_folders(folders)):
-        raise ValueError(f"{path}: {unknown[:8]} are no splits; known are {', '.join(SPLITS)} ({LAYOUT})")
+        raise ValueError(f"{path}: {unknown[:8]} are not splits; known are {', '.join(SPLITS)} ({LAYOUT})")
     if doubled := repeats(SPLITS[folder.lower()] for folder in folders):
         raise ValueError(f"{path}: several folders for one split {doubled}: {folders}")
     grouped: dict[str, list[str]] = {}
@@ -145,7 +142,7 @@ def _refuse_folders_without_image(path: Path, root: str, files: Sequence[str], d
     for folder, members in folders.items():
         if not any(map(is_image, members)):
             known = " ".join(sorted(IMAGE_SUFFIXES))
-            raise ValueError(f"{path}: {folder!r} holds files but no image ({known}), first {members[0]!r}")
+            raise ValueError(f"{path}: {folder!r} contains files but no image ({known}), first {members[0]!r}")
 
 
 def _split_folders(folders: Iterable[str]) -> set[str]:
@@ -174,7 +171,7 @@ def _label_folders(path: Path, folders: list[str], names: list[str] | None) -> t
         if alike:
             raise ValueError(
                 f"{path}: class folders {alike[:8]} differ only in upper and lower case; put one class into one "
-                "folder, or list them as `classes` of a meta.json beside the splits if they are different ones"
+                "folder, or list them as `classes` of a meta.json next to the splits if they are different ones"
             )
         return tuple(folders), {folder: label for label, folder in enumerate(folders)}
     if set(folders) <= set(names):

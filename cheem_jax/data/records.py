@@ -1,6 +1,6 @@
 """Prepared TFDS data sets, read without TensorFlow: as bytes, which the library's own decoder then decodes.
 
-TFDS's decoder without TensorFlow gives palette pictures their indices as colours and leaves CMYK and alpha channels
+TFDS's decoder without TensorFlow gives palette images their indices as colours and leaves CMYK and alpha channels
 in, hence `SkipDecoding`.
 """
 
@@ -24,8 +24,9 @@ from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.npz import read_npz
 from cheem_jax.data.decode import Progress, decode_pixels
 from cheem_jax.data.files import stamp_of
-from cheem_jax.data.plan import Part, Plan
 from cheem_jax.data.splits import SPLITS, cut_missing
+from cheem_jax.data.task import Part, Plan
+from cheem_jax.paths import absolute
 
 BY_BYTES, BY_PIXELS = "bytes", "pixels"
 MAX_CLASSES = 1_000_000
@@ -35,7 +36,7 @@ _OWN_FEATURE = re.compile(r"tensorflow_datasets\.core\.features\.[a-z_]+\.[A-Za-
 
 
 class Records:
-    """Pictures of a prepared data set: each in a split of TFDS's at a position."""
+    """Images of a prepared data set: each in a split of TFDS's at a position."""
 
     def __init__(self, directory: Path, image: str, splits: Sequence[str], positions: np.ndarray, keys: Sequence[str]):
         self.directory, self.image = directory, image
@@ -73,7 +74,7 @@ class Records:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A data set that TFDS has prepared in a directory, and what of it makes a classification task."""
+    """A data set that TFDS has prepared in a directory, and the parts of it that make a classification task."""
 
     directory: Path
     full_name: str
@@ -87,45 +88,44 @@ class Prepared:
     def index(
         self, splits: Sequence[str], key: str | None = None, *, on_progress: Progress | None = None
     ) -> tuple[Records, np.ndarray]:
-        """All pictures of some splits and their labels int32 `[N]`, sorted by key.
+        """All images of some splits and their labels int32 `[N]`, sorted by key.
 
-        `key` names the text feature that tells pictures apart, `class/FEATURE` where it does so within a class only,
+        `key` names the text feature that tells images apart, `class/FEATURE` if it does so within a class only,
         or says that the file's bytes or pixels do; by default the first feature that looks like a file name. Every
-        example is read for this once; the result is kept in the data set's own folder where that can be written to.
-        Raises ValueError for unlabelled pictures.
+        example is read for this once; the result is kept in the data set's own folder if that can be written to.
+        Raises ValueError for unlabelled images.
         """
         key = key or next((name for name in NAME_FEATURES if name in self.features), BY_BYTES)
-        known = [self._known(split, key, on_progress) for split in splits]
-        places = [
-            (split, position)
-            for split, (_, labels) in zip(splits, known, strict=True)
-            for position in range(len(labels))
-        ]
-        names = [name for keys, _ in known for name in keys]
-        labels = np.concatenate([labels for _, labels in known])
-        order = sorted(range(len(names)), key=lambda row: (names[row], labels[row], places[row]))
+        rows: list[tuple[str, int, str, int]] = []  # sorted by key, then label, then place
+        for split in splits:
+            names, labels = self._known(split, key, on_progress)
+            rows += [
+                (name, label, split, at) for at, (name, label) in enumerate(zip(names, labels.tolist(), strict=True))
+            ]
+        rows.sort()
         repeated = collections.Counter[str]()
         keys = []
-        for name in map(names.__getitem__, order):  # the same picture twice
+        for name, *_ in rows:  # the same image twice
             repeated[name] += 1
             keys.append(name if repeated[name] == 1 else f"{name}#{repeated[name]}")
-        positions = np.array([places[row][1] for row in order], np.int64)
-        records = Records(self.directory, self.image, [places[row][0] for row in order], positions, keys)
-        return records, labels[order]
+        positions = np.array([position for *_, position in rows], np.int64)
+        records = Records(self.directory, self.image, [split for _, _, split, _ in rows], positions, keys)
+        return records, np.array([label for _, label, _, _ in rows], np.int32)
 
     def _known(self, split: str, key: str, on_progress: Progress | None) -> tuple[list[str], np.ndarray]:
-        """Keys and labels of one split in TFDS's order, from an earlier look if nothing has changed since."""
+        """Keys and labels of one split in TFDS's order, from an earlier pass if nothing has changed since."""
         mark = hashlib.sha256(f"{key} {stamp(self.directory)}".encode()).hexdigest()[:16]
         file = self.directory / ".cheem_jax" / f"{split}-{mark}.npz"
-        # what is not there or was cut off by a crash is made anew
+        # what does not exist or was truncated by a crash is made again
         with contextlib.suppress(OSError, ValueError, KeyError):
             arrays = read_npz(file)
             keys, labels = arrays["keys"], arrays["labels"]
-            if keys.dtype.kind == "S" and labels.ndim == 1 and keys.shape == labels.shape and self._are_labels(labels):
+            well_formed = keys.dtype.kind == "S" and labels.dtype == np.int32 and labels.ndim == 1
+            if well_formed and keys.shape == labels.shape and 0 <= labels.min() <= labels.max() < len(self.classes):
                 return [name.decode() for name in keys.tolist()], labels
         source = _source(self.directory, self.image, split)
         names: list[str] = []
-        found: list[int] = []  # grows with what is read, whatever the metadata promises
+        found: list[int] = []  # grows with what is read, whatever the metadata says
         for position in range(len(source)):
             try:
                 example = source[position]
@@ -138,9 +138,7 @@ class Prepared:
             if on_progress is not None:
                 on_progress(1)
         if not found:
-            raise ValueError(
-                f"{self.full_name}: split {split!r} in {self.directory} holds no example; prepare it again"
-            )
+            raise ValueError(f"{self.full_name}: split {split!r} in {self.directory} has no example; prepare it again")
         if max(found) >= len(self.classes) or min(found) < -1:
             raise ValueError(
                 f"{self.directory}, split {split!r}: labels {min(found)}..{max(found)} of {len(self.classes)} classes"
@@ -148,18 +146,15 @@ class Prepared:
         labels = np.array(found, np.int32)
         if unlabelled := int((labels < 0).sum()):
             raise ValueError(
-                f"{self.full_name}: {unlabelled} of {len(labels)} examples of split {split!r} carry the label -1: "
+                f"{self.full_name}: {unlabelled} of {len(labels)} examples of split {split!r} have the label -1: "
                 "their labels are withheld, so nothing can be learned from or measured on them; use another split"
             )
-        with contextlib.suppress(OSError):  # somebody else's data set, or a full disk: the next run looks again
+        with contextlib.suppress(OSError):  # somebody else's data set, or a full disk: the next run reads all again
             file.parent.mkdir(exist_ok=True)
             buffer = io.BytesIO()
             np.savez_compressed(buffer, keys=np.array([name.encode() for name in names]), labels=labels)
             write_atomically(file, buffer.getvalue())
         return names, labels
-
-    def _are_labels(self, labels: np.ndarray) -> bool:
-        return bool(labels.dtype == np.int32 and labels.size and 0 <= labels.min() <= labels.max() < len(self.classes))
 
     def _key(self, example: dict[str, Any], key: str) -> str:
         if key == BY_BYTES:
@@ -174,11 +169,11 @@ class Prepared:
 
 def default_data_dir() -> Path:
     """TFDS's own default folder."""
-    return Path(os.path.expanduser(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets"))
+    return absolute(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
 
 
 def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed: int = 0) -> Plan:
-    """A task from any prepared TFDS data set of labelled pictures: `NAME[/CONFIG][:VERSION]`.
+    """A task from any prepared TFDS data set of labelled images: `NAME[/CONFIG][:VERSION]`.
 
     Its train, validation and test splits are taken; a missing validation or test part is cut from train as for
     folders. Raises FileNotFoundError or ValueError.
@@ -188,19 +183,18 @@ def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed
     if "train" not in known.values():
         raise ValueError(f"{prepared.full_name} has no train split, only {sorted(prepared.splits)}")
     indexed = {ours: prepared.index([split]) for split, ours in known.items()}
-    parts = cut_parts(
-        indexed, lambda keys, labels: cut_missing(prepared.full_name, prepared.classes, keys, labels, seed)
-    )
     task = name or prepared.full_name.split("/")[0]
+    parts = cut_parts(
+        indexed, lambda keys, labels: cut_missing(task, prepared.full_name, prepared.classes, keys, labels, seed)
+    )
     return Plan(task, prepared.classes, **parts, source=f"tfds:{prepared.full_name}", stamp=stamp(prepared.directory))
 
 
 def cut_parts(
-    known: Mapping[str, tuple[Records, np.ndarray]],
-    cut: Callable[[dict[str, list[str]], dict[str, np.ndarray]], None],
+    known: Mapping[str, tuple[Records, np.ndarray]], cut: Callable[[dict[str, list[str]], dict[str, np.ndarray]], None]
 ) -> dict[str, Part]:
     """All three splits from those that are known; `cut` makes the others from keys and labels of train, in place."""
-    # a picture may be in two official splits, and its key must say which is meant
+    # an image may be in two official splits, and its key must say which is meant
     keys = {split: [f"{split}/{key}" for key in records.keys] for split, (records, _) in known.items()}
     places = {key: (split, row) for split, names in keys.items() for row, key in enumerate(names)}
     labels = {split: found for split, (_, found) in known.items()}
@@ -213,7 +207,7 @@ def cut_parts(
 
 
 def all_pictures(spec: str, split: str, data_dir: Path | None) -> Records:
-    """The pictures of one split, or of a slice such as `train[:1000]`, in TFDS's order; labels are not looked at."""
+    """The images of one split, or of a slice such as `train[:1000]`, in TFDS's order; labels are not read."""
     prepared = open_prepared(spec, data_dir or default_data_dir())
     num = len(_source(prepared.directory, prepared.image, split))
     keys = [f"{split}#{row}" for row in range(num)]
@@ -221,7 +215,7 @@ def all_pictures(spec: str, split: str, data_dir: Path | None) -> Records:
 
 
 def open_prepared(spec: str, data_dir: Path) -> Prepared:
-    """A prepared data set by name; raises FileNotFoundError, or ValueError where it cannot be read."""
+    """A prepared data set by name; raises FileNotFoundError, or ValueError if it cannot be read."""
     tfds = import_tfds()
     directory = find_prepared(spec, data_dir)
     try:
@@ -231,14 +225,14 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
         label = _only(features, tfds.features.ClassLabel, "label")
         sizes = {name: info.num_examples for name, info in builder.info.splits.items()}
         if sum(sizes.values()) > (num_bytes := sum(file.stat().st_size for file in directory.iterdir())):
-            raise ValueError(f"its metadata promises {sum(sizes.values())} examples in {num_bytes} bytes")
+            raise ValueError(f"its metadata says {sum(sizes.values())} examples in {num_bytes} bytes")
         if (num := features[label].num_classes or 0) > MAX_CLASSES:
-            raise ValueError(f"{num} classes, at most {MAX_CLASSES} are accepted")
+            raise ValueError(f"{num} classes, expected at most {MAX_CLASSES}")
         classes = tuple(features[label].names)
         kind = builder.info.file_format.value
     except Exception as error:  # unreadable metadata: json, protobuf and TFDS raise their own
         reason = f"{error or type(error).__name__}"[:500]
-        raise ValueError(f"{directory} is no data set of labelled pictures that TFDS can open: {reason}") from error
+        raise ValueError(f"{directory} is not a data set of labelled images that TFDS can open: {reason}") from error
     if kind not in ("array_record", "parquet"):
         raise ValueError(
             f"{directory} was prepared in the format {kind!r}, which needs TensorFlow to be read; prepare it again in "
@@ -251,7 +245,9 @@ def find_prepared(spec: str, data_dir: Path) -> Path:
     """The directory of `NAME[/CONFIG][:VERSION]`; of several versions the newest. Raises FileNotFoundError."""
     matched = _SPEC.fullmatch(spec)
     if matched is None:
-        raise ValueError(f"{spec!r} names no TFDS data set; expected NAME[/CONFIG][:VERSION], e.g. eurosat/rgb:2.0.0")
+        raise ValueError(
+            f"{spec!r} is not the name of a TFDS data set; expected NAME[/CONFIG][:VERSION], e.g. eurosat/rgb:2.0.0"
+        )
     name, config, version = matched.groups()
     below = data_dir / name / config if config else data_dir / name
     found = _versions(below, version)
@@ -276,7 +272,7 @@ def stamp(directory: Path) -> str:
 
 
 def import_tfds() -> Any:
-    """TFDS, or ValueError that tells how to get it."""
+    """TFDS, or ValueError that says how to get it."""
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
@@ -304,7 +300,7 @@ def _source(directory: Path, image: str, split: str) -> Any:
 
 
 def _builder(directory: Path) -> Any:
-    """TFDS's builder of a prepared directory, once it is known that opening it imports nothing but TFDS's features."""
+    """TFDS's builder of a prepared directory, after a check that opening it imports nothing but TFDS's features."""
     file = directory / "features.json"
     named = _feature_classes(json.loads(file.read_text()))
     if foreign := sorted({name for name in named if not _OWN_FEATURE.fullmatch(name)}):

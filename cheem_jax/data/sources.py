@@ -1,28 +1,32 @@
-"""From what a user writes to plans: a benchmark, one of its tasks, a TOML file, a manifest, a TFDS name, a folder."""
+"""From what a user writes to plans: a benchmark, one of its tasks, a stream file, a manifest, a TFDS name, a folder."""
 
+import dataclasses
 import difflib
 import os
+import re
 import shlex
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
-from cheem_jax.data.benchmarks.prepare import status_of
+from cheem_jax.data.benchmarks.prepare import plan_benchmark, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
-from cheem_jax.data.benchmarks.tasks import plan_benchmark
 from cheem_jax.data.cache import default_directory
-from cheem_jax.data.folder import plan_stream
+from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.manifest import plan_manifest
-from cheem_jax.data.plan import Plan
 from cheem_jax.data.records import default_data_dir, plan_tfds
-from cheem_jax.data.stream_file import plan_stream_file
-from cheem_jax.data.task import check_names
+from cheem_jax.data.task import Plan, check_names, repeats
+from cheem_jax.paths import absolute
 
 BENCHMARKS: tuple[Benchmark, ...] = get_args(Benchmark)
+KINDS = ("path", "manifest", "tfds", "benchmark")
+"""Of a `[[task]]` in a stream file."""
+MAX_STREAM_FILE_BYTES = 2**20
 
 
 class MissingTasks(ValueError):
-    """Tasks that are not prepared; `advice` tells line by line how to get each."""
+    """Tasks that are not prepared; `advice` says line by line how to get each."""
 
     def __init__(self, message: str, advice: Sequence[str]):
         super().__init__(message)
@@ -40,10 +44,10 @@ def plan_source(
     """The name of a stream and its tasks, in learning order.
 
     `source` is `mtil` or `vdd`, the name of one of their tasks, `tfds:NAME[/CONFIG][:VERSION]`, a TOML file, a manifest
-    (CSV or Parquet), or a folder or zip; a name before a file of that name. `tasks` selects and orders, `order` is one
-    of MTIL's, `seed` draws splits that are missing. Raises MissingTasks, FileNotFoundError or ValueError.
+    (CSV or Parquet), or a folder or zip; a name comes before a file of that name. `tasks` selects and orders, `order`
+    is one of MTIL's, `seed` draws splits that are missing. Raises MissingTasks, FileNotFoundError or ValueError.
     """
-    data_dir = None if data_dir is None else Path(os.path.expanduser(data_dir))
+    data_dir = None if data_dir is None else absolute(data_dir)
     if source in BENCHMARKS:
         known = order_of(source, order)
         if tasks is not None:
@@ -51,7 +55,7 @@ def plan_source(
         return source, _plan_benchmark(source, tasks or known, data_dir or default_data_dir(), seed)
     if order != "default":
         raise ValueError(f"order {order!r} belongs to mtil, not to {source!r}; name tasks in the order you want")
-    path = Path(os.path.expanduser(source))  # Path's own fails where there is no such user
+    path = absolute(source)
     if source in BY_NAME:
         name, plans = source, _plan_benchmark(source, [source], data_dir or default_data_dir(), seed)
     elif source.startswith("tfds:"):
@@ -70,12 +74,12 @@ def plan_source(
 
 
 def images_dir(data_dir: Path | None) -> Path:
-    """Where decoded pictures of what lies in a data folder are kept."""
-    return Path(os.path.expanduser(data_dir or default_data_dir())) / "cheem_jax" / "images"
+    """Where decoded images of the data sets in a data folder are kept."""
+    return absolute(data_dir or default_data_dir()) / "cheem_jax" / "images"
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path:
-    """Where decoded pictures of a source are kept: in the data folder, if it takes part, else in the user's cache."""
+    """Where decoded images of a source are kept: in the data folder if the source uses it, else in the user's cache."""
     from_data_dir = data_dir is not None or source in (*BENCHMARKS, *BY_NAME) or source.startswith("tfds:")
     return images_dir(data_dir) if from_data_dir else default_directory()
 
@@ -85,15 +89,137 @@ def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int
     if missing:
         raise MissingTasks(
             f"{len(missing)} of {len(names)} tasks of {source!r} are not prepared in {data_dir}: {', '.join(missing)}; "
-            f""
-            f"`cheem data prepare {source} --data-dir {shlex.quote(str(data_dir))}` gets what can be got",
+            f"`cheem data prepare {source} --data-dir {shlex.quote(str(data_dir))}` gets those that can be got",
             [f"{name}: {status.advice}" for name, status in missing.items()],
         )
     return [plan_benchmark(name, data_dir, seed=seed) for name in names]
 
 
 def _nearest(source: str, path: Path) -> str:
-    """What was probably meant: a benchmark, one of their tasks, or something that lies beside."""
-    beside = [str(path.parent / entry.name) for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(source, [*BENCHMARKS, *BY_NAME, *beside], n=3, cutoff=0.6)
+    """What was probably meant: a benchmark, one of their tasks, or something next to the path."""
+    siblings = [str(path.parent / entry.name) for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(source, [*BENCHMARKS, *BY_NAME, *siblings], n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else f"; benchmarks are {', '.join(BENCHMARKS)}"
+
+
+class Entry(NamedTuple):
+    """One `[[task]]` of a stream file, checked as far as the file alone allows."""
+
+    kind: str
+    """Of `KINDS`."""
+    value: str
+    name: str
+    root: str | None
+
+
+def plan_stream_file(
+    file: str | Path, tasks: Sequence[str] | None = None, *, data_dir: Path | None = None, seed: int = 0
+) -> tuple[str, list[Plan]]:
+    """The name and the tasks of a stream in TOML, each `[[task]]` one of
+
+        path = "birds"             a folder or zip with <split>/<class>/<image>
+        manifest = "cars.csv"      a table of files, with `root` if they are in another folder
+        tfds = "mnist:3.0.1"       a data set that TFDS has prepared below `data_dir`
+        benchmark = "food101"      a task of MTIL or VDD, from the data set below `data_dir`
+
+    and with a `name` if another is wanted. Relative paths start at the file's folder. A `seed` in the file comes
+    before the argument. `tasks` selects and orders; only those are read. Raises FileNotFoundError, or ValueError
+    with every fault.
+    """
+    file = absolute(file)
+    content = _read_toml(file)
+    entries = _entries(file, content)
+    if tasks is not None:
+        check_names(tasks, [entry.name for entry in entries], f"stream {file}")
+        by_name = {entry.name: entry for entry in entries}
+        entries = [by_name[name] for name in tasks]
+    plans = [_plan_entry(entry, file.parent, data_dir, content.get("seed", seed)) for entry in entries]
+    return content.get("name", file.resolve().stem), plans
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; expected a stream in TOML")
+    if file.stat().st_size > MAX_STREAM_FILE_BYTES:
+        raise ValueError(f"{file}: {file.stat().st_size} bytes, expected at most {MAX_STREAM_FILE_BYTES} in a stream")
+    try:
+        return tomllib.loads(file.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, or brackets without end
+        raise ValueError(f"{file}: not readable as TOML: {error}") from error
+
+
+def _entries(file: Path, content: dict[str, Any]) -> list[Entry]:
+    """Every task of the file, or one ValueError for all that is wrong."""
+    faults = [*_unknown(content, ("name", "seed", "task")), *_not_text(content, ("name",))]
+    seed = content.get("seed", 0)
+    if type(seed) is not int or not -(2**63) <= seed < 2**63:  # true would pass for one
+        faults.append(f"seed must be a whole number of at most 64 bits, got {_shown(seed)}")
+    tables = content.get("task", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        faults, tables = [*faults, "`task` must be a list of tables; write [[task]]"], []
+    elif not tables:
+        faults.append("no task in it; write [[task]] and below it one of " + ", ".join(KINDS))
+    entries = []
+    for number, table in enumerate(tables, start=1):
+        wrong = [*_unknown(table, ("name", "root", *KINDS)), *_not_text(table, ("name", "root", *KINDS))]
+        kinds = [kind for kind in KINDS if kind in table]
+        if len(kinds) != 1:
+            wrong.append(f"expected exactly one of {', '.join(KINDS)}, got {' and '.join(kinds) or 'none'}")
+        elif "root" in table and kinds != ["manifest"]:
+            wrong.append(f"`root` goes with `manifest`, not with `{kinds[0]}`")
+        faults += [f"task {number}: {fault}" for fault in wrong]
+        if not wrong:
+            value = table[kinds[0]]
+            name = table.get("name") or _default_name(kinds[0], value, file.parent)
+            entries.append(Entry(kinds[0], value, name, table.get("root")))
+    if repeated := repeats(entry.name for entry in entries):
+        faults.append(f"several tasks are called {repeated}; give each a `name` of its own")
+    if faults:
+        raise ValueError(f"{file}: {'; '.join(faults)}")
+    return entries
+
+
+def _unknown(table: dict[str, Any], known: Sequence[str]) -> Iterable[str]:
+    for key in sorted(set(table) - set(known)):
+        near = difflib.get_close_matches(key, known, n=1)
+        yield f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}")
+
+
+def _not_text(table: dict[str, Any], keys: Iterable[str]) -> Iterable[str]:
+    for key in keys:
+        if key in table and not (isinstance(table[key], str) and table[key].strip() and "\0" not in table[key]):
+            yield f"{key} must be text, got {_shown(table[key])}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.40}"
+    except ValueError:  # whole numbers of thousands of digits
+        return "a number of thousands of digits"
+
+
+def _default_name(kind: str, value: str, folder: Path) -> str:
+    if kind == "benchmark":
+        return value
+    if kind == "tfds":
+        return re.split("[/:]", value)[0]
+    place = Path(os.path.realpath(_place(folder, value)))  # `resolve` fails on a link to itself
+    return place.name if place.is_dir() else place.stem
+
+
+def _place(folder: Path, text: str) -> Path:
+    return absolute(folder / os.path.expanduser(text))
+
+
+def _plan_entry(entry: Entry, folder: Path, data_dir: Path | None, seed: int) -> Plan:
+    match entry.kind:
+        case "path":
+            return plan_task(_place(folder, entry.value), name=entry.name, seed=seed)
+        case "manifest":
+            root = None if entry.root is None else _place(folder, entry.root)
+            return plan_manifest(_place(folder, entry.value), name=entry.name, root=root, seed=seed)
+        case "tfds":
+            return plan_tfds(entry.value, data_dir, name=entry.name, seed=seed)
+        case _:
+            check_names([entry.value], sorted(BY_NAME), "the benchmarks' table")
+            return dataclasses.replace(plan_benchmark(entry.value, data_dir, seed=seed), name=entry.name)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Bool, Int
 
+from cheem_jax.data.task import check_class_names, check_labels
+
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 """Usual names of splits, in lower case, and ours."""
 
@@ -46,12 +48,15 @@ def cut(labels: np.ndarray, num: int, *, keep: int, order: Int[np.ndarray, "N"])
 
 
 def cut_missing(
-    where: str, classes: Sequence[str], keys: dict[str, list[str]], labels: dict[str, np.ndarray], seed: int
+    task: str, where: str, classes: Sequence[str], keys: dict[str, list[str]], labels: dict[str, np.ndarray], seed: int
 ) -> None:
     """Adds the splits that `keys` and `labels` lack, in place, taking their examples from train.
 
-    Raises ValueError naming classes that have too few.
+    Raises ValueError for wrong classes or labels in the splits that exist, and for classes that have too few examples.
     """
+    check_class_names(task, classes, where)
+    for split, members in labels.items():
+        check_labels(task, split, classes, members, where)
     missing = [split for split in ("test", "val") if split not in keys]
     sizes = np.bincount(labels["train"], minlength=len(classes))
     if scarce := [name for name, size in zip(classes, sizes, strict=True) if size <= len(missing)]:

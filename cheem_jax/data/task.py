@@ -1,32 +1,34 @@
-"""Tasks and streams: uint8 images with integer labels, checked once when they are made."""
+"""Tasks and streams of uint8 images with integer labels, and plans of them before decoding; checked when made."""
 
 import collections
 import dataclasses
 import difflib
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from cheem_jax.data.files import Encoded
 from cheem_jax.images import Images
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """Labelled images; the task that holds it checks it."""
+    """Labelled images; the task that contains it checks it."""
 
     images: Images
     """uint8 `[N, H, W, 3]`."""
     labels: np.ndarray
     """int32 `[N]`, positions in the task's `classes`."""
     sha256: str | None = None
-    """Of pixels and labels, where it is known already."""
+    """Of pixels and labels, if it is known already."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """One classification problem. Raises ValueError unless every split holds every class."""
+    """One classification problem. Raises ValueError unless every split contains every class."""
 
     name: str
     classes: tuple[str, ...]
@@ -34,7 +36,7 @@ class Task:
     val: Split
     test: Split
     split_sha256: str | None = None
-    """Which files are in which split (`Plan.split_sha256`), where there are files."""
+    """Which files are in which split (`Plan.split_sha256`), if the task comes from files."""
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -46,10 +48,16 @@ class Task:
         check_class_names(self.name, self.classes)
         shapes = set()
         for split_name, split in self.splits.items():
+            images, labels = split.images, split.labels
             where = f"task {self.name!r}, split {split_name!r}"
-            _check_arrays(where, split)
-            check_labels(self.name, split_name, self.classes, split.labels)
-            shapes.add(split.images.shape[1:])
+            if images.dtype != np.uint8 or len(images.shape) != 4 or images.shape[-1] != 3 or 0 in images.shape[1:3]:
+                raise ValueError(f"{where}: images must be uint8 [N, H, W, 3], got {images.dtype} {list(images.shape)}")
+            if labels.dtype != np.int32 or labels.shape != images.shape[:1]:
+                raise ValueError(
+                    f"{where}: labels must be int32 [{len(images)}], got {labels.dtype} {list(labels.shape)}"
+                )
+            check_labels(self.name, split_name, self.classes, labels)
+            shapes.add(images.shape[1:])
         if len(shapes) > 1:
             raise ValueError(f"task {self.name!r}: the splits' images differ in shape: {sorted(shapes)}")
 
@@ -63,12 +71,66 @@ class Stream:
 
     def __post_init__(self):
         if not self.tasks:
-            raise ValueError(f"stream {self.name!r} holds no task")
+            raise ValueError(f"stream {self.name!r} has no task")
         if repeated := repeats(task.name for task in self.tasks):
             raise ValueError(f"stream {self.name!r}: task names must be unique, repeated: {repeated}")
         shapes = {task.name: task.train.images.shape[1:] for task in self.tasks}
         if len(set(shapes.values())) > 1:
             raise ValueError(f"stream {self.name!r}: all tasks need images of one shape, got {shapes}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """One split: files and their labels int32 `[N]`."""
+
+    files: Encoded
+    labels: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A task before decoding. Raises ValueError unless every split contains every class and no file is in two."""
+
+    name: str
+    classes: tuple[str, ...]
+    train: Part
+    val: Part
+    test: Part
+    source: str
+    """Where the files are, for messages."""
+    stamp: str
+    """Changes when the files do (by size and time, or by version), so that no outdated decoded copy is used."""
+
+    def __post_init__(self):
+        check_class_names(self.name, self.classes)
+        split_of: dict[str, str] = {}
+        for split, part in self.splits.items():
+            check_labels(self.name, split, self.classes, part.labels)
+            for row in range(len(part.files)):
+                key = part.files.key(row)
+                if key in split_of:
+                    raise ValueError(
+                        f"task {self.name!r}: {key!r} of {self.source} is listed in {split_of[key]!r} and again in "
+                        f"{split!r}; an image may be in one split, once"
+                    )
+                split_of[key] = split
+
+    @property
+    def splits(self) -> dict[str, Part]:
+        return {"train": self.train, "val": self.val, "test": self.test}
+
+    @property
+    def num_images(self) -> int:
+        return sum(len(part.labels) for part in self.splits.values())
+
+    @functools.cached_property
+    def split_sha256(self) -> str:
+        """SHA-256 over keys and labels of every split: equal where two people compare the same thing."""
+        digest = hashlib.sha256(json.dumps([self.name, self.classes]).encode())
+        for split, part in self.splits.items():
+            lines = sorted(f"{part.files.key(row)}\t{label}" for row, label in enumerate(part.labels.tolist()))
+            digest.update("\n".join([f"{split} {len(lines)}", *lines, ""]).encode())
+        return digest.hexdigest()
 
 
 def select(stream: Stream, names: Sequence[str]) -> Stream:
@@ -79,7 +141,7 @@ def select(stream: Stream, names: Sequence[str]) -> Stream:
 
 
 def fingerprint(task: Task) -> str:
-    """SHA-256 over names, shapes, pixels and labels: what a run has really seen."""
+    """SHA-256 over names, shapes, pixels and labels: what a run has been given."""
     shapes = {name: split.images.shape for name, split in task.splits.items()}
     known = [split.sha256 or hash_of([split.images[:]], split.labels) for split in task.splits.values()]
     return hashlib.sha256(json.dumps([task.name, task.classes, shapes, known]).encode()).hexdigest()
@@ -94,53 +156,45 @@ def hash_of(pieces: Iterable[np.ndarray], labels: np.ndarray) -> str:
 
 
 def hash_of_images(images: Images, chunk: int = 256) -> str:
-    """SHA-256 over the pixels of pictures that have no labels."""
+    """SHA-256 over the pixels of images that have no labels."""
     pieces = (images[start : start + chunk] for start in range(0, len(images), chunk))
     return hash_of(pieces, np.zeros(0, np.int32))
 
 
 def check_names(names: Sequence[str], known: Sequence[str], where: str) -> None:
-    """ValueError for no, repeated or unknown task names; tells the nearest known ones."""
+    """ValueError for no, repeated or unknown task names; the message has the nearest known ones."""
     if not names:
-        raise ValueError(f"no task was named; {where} holds {', '.join(known)}")
+        raise ValueError(f"no task was named; {where} has {', '.join(known)}")
     if repeated := repeats(names):
         raise ValueError(f"tasks named more than once: {repeated}")
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {', '.join(known)}"
+            hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
             raise ValueError(f"{where} has no task {name!r}; {hint}")
 
 
 def check_class_names(task: str, classes: Sequence[str], where: str = "") -> None:
     """ValueError unless there are at least two class names, all different; `where` names a file."""
-    told = f"{where}: task {task!r}" if where else f"task {task!r}"
+    subject = f"{where}: task {task!r}" if where else f"task {task!r}"
     if len(classes) < 2:
-        raise ValueError(f"{told} has {len(classes)} class(es) {list(classes)}; two are the least")
+        raise ValueError(f"{subject} has {len(classes)} class(es) {list(classes)}; expected at least 2")
     if repeated := repeats(classes):
-        raise ValueError(f"{told}: class names must be unique, repeated: {repeated}")
+        raise ValueError(f"{subject}: class names must be unique, repeated: {repeated}")
 
 
 def check_labels(task: str, split: str, classes: Sequence[str], labels: np.ndarray, where: str = "") -> None:
     """ValueError for labels out of range and for classes without an image; `where` names a file."""
-    told = f"{where}: task {task!r}" if where else f"task {task!r}"
+    subject = f"{where}: task {task!r}, split {split!r}" if where else f"task {task!r}, split {split!r}"
     outside = np.unique(labels[(labels < 0) | (labels >= len(classes))])
     if outside.size:
-        raise ValueError(f"{told}, split {split!r}: labels {outside[:5].tolist()} outside 0..{len(classes) - 1}")
+        raise ValueError(f"{subject}: labels {outside[:5].tolist()} outside 0..{len(classes) - 1}")
     empty = np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0)
     if empty.size:
         names = ", ".join(repr(classes[i]) for i in empty[:8]) + (", ..." if empty.size > 8 else "")
-        raise ValueError(f"{told}, split {split!r}: no image of {empty.size} of {len(classes)} classes: {names}")
+        raise ValueError(f"{subject}: no image of {empty.size} of {len(classes)} classes: {names}")
 
 
 def repeats(names: Iterable[str]) -> list[str]:
     """Names that occur more than once, sorted."""
     return sorted(name for name, count in collections.Counter(names).items() if count > 1)
-
-
-def _check_arrays(where: str, split: Split) -> None:
-    images, labels = split.images, split.labels
-    if images.dtype != np.uint8 or len(images.shape) != 4 or images.shape[-1] != 3 or 0 in images.shape[1:3]:
-        raise ValueError(f"{where}: images must be uint8 [N, H, W, 3], got {images.dtype} {list(images.shape)}")
-    if labels.dtype != np.int32 or labels.shape != images.shape[:1]:
-        raise ValueError(f"{where}: labels must be int32 [{len(images)}], got {labels.dtype} {list(labels.shape)}")

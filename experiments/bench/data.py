@@ -32,11 +32,9 @@ from cheem_jax.cli import parse
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.files import FolderFiles
 from cheem_jax.data.folder import plan_task
-from cheem_jax.data.load import ImagesConfig, Keep, load_tasks
-from cheem_jax.data.plan import Plan
+from cheem_jax.data.load import ImagesConfig, Keep, StreamedImages, load_tasks
 from cheem_jax.data.records import all_pictures
-from cheem_jax.data.streaming import StreamedImages
-from cheem_jax.data.task import Split
+from cheem_jax.data.task import Plan, Split
 from cheem_jax.data.verify import verify
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor

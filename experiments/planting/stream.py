@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from cheem_jax.data.demo import colours, letters, paint, shapes
+from cheem_jax.data.demo import drawing
 from cheem_jax.data.task import Split, Stream, Task
 
 Draw = Callable[[np.random.Generator, np.ndarray, int], np.ndarray]
@@ -36,7 +36,7 @@ def draw_noise(rng: np.random.Generator, labels: np.ndarray, image_size: int) ->
         members = np.flatnonzero(labels == label)
         pattern[members] = _lagged(rng, lag, len(members), image_size)
     front, back = rng.random((2, len(labels), 1, 1, 3))
-    return paint.finish(rng, paint.blend(pattern, front, back), grain=0.03)
+    return drawing.finish(rng, drawing.blend(pattern, front, back), grain=0.03)
 
 
 def _lagged(rng: np.random.Generator, lag: tuple[int, int], num: int, size: int) -> Float[np.ndarray, "num S S"]:
@@ -63,19 +63,19 @@ class Planted(NamedTuple):
 
 PLAN = (
     Planted(
-        "shapes", "origin", shapes.CLASSES, shapes.draw,
+        "shapes", "origin", drawing.SHAPES, drawing.draw_shapes,
         "only the base to draw on; what it adds is what its kin and its twin can find",
     ),
     Planted(
-        "letters", "unrelated", letters.CLASSES, letters.draw,
+        "letters", "unrelated", drawing.LETTERS, drawing.draw_letters,
         "as hard as shapes and of no use to its kin: its experts are there to be left alone",
     ),
     Planted(
-        "colours", "easy", colours.CLASSES, colours.draw,
+        "colours", "easy", drawing.COLOURS, drawing.draw_colours,
         "the first layers tell the classes apart: skips blocks, the cheapest network of all",
     ),
     Planted(
-        "shapes_recoloured", "kin", shapes.CLASSES, shapes.draw_recoloured,
+        "shapes_recoloured", "kin", drawing.SHAPES, drawing.draw_recoloured_shapes,
         "the classes of shapes in other colours: draws on the experts of shapes, adds little",
         "shapes",
     ),
@@ -84,7 +84,7 @@ PLAN = (
         "nothing larger than a few pixels, neither shapes nor strokes: draws less on others' experts, adds more",
     ),
     Planted(
-        "shapes_again", "twin", shapes.CLASSES, shapes.draw,
+        "shapes_again", "twin", drawing.SHAPES, drawing.draw_shapes,
         "the distribution of shapes, new draws: draws on the experts of shapes, adds least",
         "shapes",
     ),

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cheem_jax.architecture import from_strings, to_strings
-from cheem_jax.data.benchmarks.matlab import read_variable
 from cheem_jax.data.decode import decode_image
 
 FEW = {
@@ -95,12 +94,3 @@ def test_texts_of_any_kind_are_no_architecture_or_one(texts):
         assert str(error)
     else:
         assert from_strings(to_strings(architecture)) == architecture
-
-
-@settings(max_examples=100)
-@given(st.binary(max_size=200))
-def test_bytes_of_any_kind_are_no_matlab_variable_or_one(data):
-    try:
-        assert isinstance(read_variable(b"x" * 124 + b"\0\1IM" + data, "x"), list)
-    except ValueError as error:
-        assert str(error)

@@ -1,4 +1,4 @@
-"""Members of folders, zips and tars, read where they lie: nothing is ever unpacked to disk."""
+"""Members of folders, zips and tars, read in place: nothing is ever unpacked to disk."""
 
 import contextlib
 import functools
@@ -9,36 +9,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from cheem_jax.data.files import MAX_FILE_BYTES, MAX_FILES, MAX_RATIO, SMALL_BYTES, files_of, is_hidden, list_files
+from cheem_jax.data.files import MAX_FILES, MAX_RATIO, SMALL_BYTES, files_of, is_hidden, is_plain, list_files, too_large
 
 Reader = Callable[[], bytes]
 
 
 def members(path: Path) -> Iterator[tuple[str, Reader]]:
-    """Every visible file with a function that reads it, which holds until the next file is asked for.
+    """Every visible file with a function that reads it, which is valid until the next file is asked for.
 
     Names of a folder begin with the folder's own name, as in an archive made of it. Raises FileNotFoundError,
-    or ValueError naming archive and member for what is damaged, cut off, huge or no plain file.
+    or ValueError naming archive and member for what is corrupted, truncated, huge or no plain file.
     """
-    if _kind(path) == "tar":
+    kind = _kind(path)
+    if kind == "tar":
         with path.open("rb") as file:
             yield from tar_members(file, str(path))
         return
-    yield from open_archive(path).items()
-
-
-def open_archive(path: Path) -> dict[str, Reader]:
-    """The files of a folder or zip in any order, named as by `members`; a tar has no directory to look into."""
-    if (kind := _kind(path)) == "tar":
-        raise ValueError(f"{path}: a tar is read from front to back; use `members`")
     names = list_files(path)
     files = files_of(path, names)
     top = f"{path.absolute().name}/" if kind == "folder" else ""
-    return {top + name: functools.partial(files.read, row) for row, name in enumerate(names)}
+    for row, name in enumerate(names):
+        yield top + name, functools.partial(files.read, row)
 
 
 def is_listed(path: Path) -> bool:
-    """Whether the names in `path` can be had without reading the files."""
+    """Whether the names in `path` can be listed without reading the files."""
     return _kind(path) != "tar"
 
 
@@ -51,7 +46,11 @@ def tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Read
         with _named(where):
             plain = stack.enter_context(_decompressed(file))
             archive = stack.enter_context(tarfile.open(fileobj=plain, mode="r|", tarinfo=_Header))
-        while (member := _next(archive, where)) is not None:
+        while True:
+            with _named(where):
+                member = archive.next()
+            if member is None:
+                break
             name, num = member.name.removeprefix("./"), num + 1
             if num > MAX_FILES or archive.offset > most:
                 raise ValueError(f"{where}: refused as a bomb: more than {MAX_FILES} members, or {most} bytes unpacked")
@@ -71,7 +70,7 @@ def tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Read
 
 
 class _Header(tarfile.TarInfo):
-    """tarfile takes a damaged or missing header for the end of the archive; here it is an error."""
+    """tarfile takes a corrupted or missing header for the end of the archive; here it is an error."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile):
@@ -80,14 +79,14 @@ class _Header(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             if type(error).__name__ == "EOFHeaderError":  # the mark at the end; the type stubs leave its class out
                 raise
-            raise ValueError(f"damaged or missing header: {error}") from error
+            raise ValueError(f"corrupted or missing header: {error}") from error
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str):
         header = super().frombuf(buf, encoding, errors)
         # also of long-name headers, which tarfile reads into memory without asking
-        if header.size > MAX_FILE_BYTES:
-            raise ValueError(f"member {header.name!r}: {_too_large(header.size)}")
+        if fault := too_large(header.size):
+            raise ValueError(f"member {header.name!r}: {fault}")
         return header
 
 
@@ -100,7 +99,7 @@ def _kind(path: Path) -> Literal["folder", "zip", "tar"]:
     with path.open("rb") as file:
         head = file.read(512)
     if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:14].lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise ValueError(f"{path} is a web page and no archive; the download went wrong, fetch it again")
+        raise ValueError(f"{path} is a web page, not an archive; the download went wrong, download it again")
     if not head:
         raise ValueError(f"{path} is empty; expected a zip, tar or tar.gz")
     return "zip" if head.startswith(b"PK") else "tar"
@@ -113,37 +112,26 @@ def _named(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(
-            f"{where}: damaged, cut off or no tar archive ({error or type(error).__name__}); fetch it again"
+            f"{where}: corrupted, truncated or not a tar archive ({error or type(error).__name__}); download it again"
         ) from error
 
 
 def _decompressed(file: io.BufferedIOBase) -> contextlib.AbstractContextManager[Any]:
-    # not left to tarfile: it takes the end of a cut-off gzip file for the end of the archive
+    # not left to tarfile: it takes the end of a truncated gzip file for the end of the archive
     magic = file.read(2)
     file.seek(0)
     return gzip.open(file, "rb") if magic == b"\x1f\x8b" else contextlib.nullcontext(file)
 
 
-def _next(archive: tarfile.TarFile, where: str) -> tarfile.TarInfo | None:
-    with _named(where):
-        return archive.next()
-
-
 def _fault(name: str, member: tarfile.TarInfo) -> str | None:
     """What makes a tar member unsafe or absurd, if anything."""
-    parts = name.removesuffix("/").split("/")
-    plain = "\\" not in name and parts[0][1:2] != ":" and not any(part in ("", "..") for part in parts)
-    if not plain or ("." in parts and name != "."):
+    if name != "." and not is_plain(name):
         return "its name is not a plain relative one"
     if member.issym() or member.islnk():
         return f"it is a link to {member.linkname!r}"
     if not (member.isfile() or member.isdir()):
         return "it is neither a file nor a folder"
-    return _too_large(member.size) if member.size > MAX_FILE_BYTES else None
-
-
-def _too_large(size: int) -> str:
-    return f"it unpacks to {size} bytes, at most {MAX_FILE_BYTES} are accepted"
+    return too_large(member.size)
 
 
 def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> bytes:

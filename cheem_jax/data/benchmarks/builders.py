@@ -1,19 +1,17 @@
 """TensorFlow Datasets builders over the readers: prepared on disk as TFDS does it, without TensorFlow.
 
-TFDS has no builder of the first two data sets. The others bear the names, versions and features of its own
-builders, so that whoever reads prepared data need not know which of the two has made it. None is registered:
-a second class of a name would clash, so `prepare_from_folder` takes them from here.
+TFDS has no builder of the first two data sets. The others have the names, versions and features of its own
+builders, so that reading prepared data does not depend on which of the two has made it. None is registered:
+a second class of a name would clash, so `prepare_from_folder` makes them here.
 """
 
-import contextlib
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import tensorflow_datasets as tfds
-from tensorflow_datasets.core.utils import tqdm_utils
 
 from cheem_jax.data.benchmarks.readers import (
     read_aircraft,
@@ -29,177 +27,151 @@ from cheem_jax.data.decode import Progress
 ORIGIN = "Read from the official files in a folder that the user filled, not downloaded by TensorFlow Datasets."
 
 
-class _Info(tfds.core.DatasetInfo):
-    def initialize_from_bucket(self) -> None:
-        """Nothing: what TFDS publishes under a name tells of its own builder, and asking takes a network."""
+class DataSet(NamedTuple):
+    """What TFDS is given of a data set."""
+
+    version: str
+    read: Callable[[Path], Reading]
+    description: str
+    citation: str
+    homepage: str
+    key: str
+    """The feature that contains an example's key."""
+    text: Callable[[str], str] = str
+    """What the stock builder stores for a key."""
+    image_shape: tuple[int | None, int | None, int] = (None, None, 3)
 
 
-class _FromFolder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """A builder of what a reader has found."""
-
-    KEY_FEATURE: ClassVar[str]
-    IMAGE_SHAPE: ClassVar[tuple[int | None, int | None, int]] = (None, None, 3)
-    DESCRIPTION: ClassVar[str]
-    CITATION: ClassVar[str]
-    HOMEPAGE: ClassVar[str]
-
-    def __init__(self, reading: Reading, on_progress: Progress, **options: Any):
-        self._reading, self._on_progress = reading, on_progress
-        super().__init__(**options)
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        features = {
-            "image": tfds.features.Image(shape=self.IMAGE_SHAPE),
-            "label": tfds.features.ClassLabel(names=self._reading.classes),
-            self.KEY_FEATURE: tfds.features.Text(),
-        }
-        return _Info(
-            builder=self,
-            description=f"{self.DESCRIPTION} {ORIGIN}",
-            features=tfds.features.FeaturesDict(features),
-            supervised_keys=("image", "label"),
-            homepage=self.HOMEPAGE,
-            citation=f"{self.CITATION} ({ORIGIN})",
-        )
-
-    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
-        del dl_manager  # nothing is downloaded
-        return {split: self._generate_examples(read) for split, read in self._reading.splits.items()}
-
-    def _generate_examples(self, read: Callable[[], Iterator[Example]]) -> Iterator[tuple[str, dict[str, Any]]]:
-        for key, image, label in read():
-            self._on_progress(1)
-            yield key, {"image": image, "label": label, self.KEY_FEATURE: self._text(key)}
-
-    def _text(self, key: str) -> str:
-        """What the stock builder stores for a key."""
-        return key
-
-    def _log_download_bytes(self) -> None:
-        """Nothing: TFDS would print here what it downloads."""
-
-    def _log_download_done(self) -> None:
-        """Nothing, as above."""
-
-
-class FgvcAircraft(_FromFolder, skip_registration=True):
-    name = "fgvc_aircraft"
-    VERSION = tfds.core.Version("1.0.0")
-    BUILDER_CONFIGS = [
-        tfds.core.BuilderConfig(name="default", description="The images as they were published."),
-        tfds.core.BuilderConfig(name="without_strip", description="The lowest 20 pixels cut off; JPEG, quality 95."),
-    ]
-    KEY_FEATURE = "file_name"
-    DESCRIPTION = "FGVC-Aircraft 2013b: 100 aircraft variants in an official train, validation and test part."
-    CITATION = "Maji et al., Fine-Grained Visual Classification of Aircraft, arXiv 1306.5151, 2013"
-    HOMEPAGE = "https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/"
-
-
-class Gtsrb(_FromFolder, skip_registration=True):
-    name = "gtsrb"
-    VERSION = tfds.core.Version("1.0.0")
-    KEY_FEATURE = "file_name"
-    DESCRIPTION = "German Traffic Sign Recognition Benchmark: 43 signs, PPM coded as PNG without loss."
-    CITATION = "Stallkamp et al., Man vs. computer, Neural Networks 32, 2012"
-    HOMEPAGE = "https://benchmark.ini.rub.de/"
-
-
-class Cars196(_FromFolder, skip_registration=True):
-    """As TFDS's, without the boxes."""
-
-    name = "cars196"
-    VERSION = tfds.core.Version("2.1.0")
-    KEY_FEATURE = "id"
-    DESCRIPTION = "Stanford Cars: 196 makes, models and years, without the bounding boxes."
-    CITATION = "Krause et al., 3D Object Representations for Fine-Grained Categorization, 3dRR 2013"
-    HOMEPAGE = "https://ai.stanford.edu/~jkrause/cars/car_dataset.html"
-
-    def _text(self, key: str) -> str:
-        return PurePosixPath(key).stem
-
-
-class Sun397(_FromFolder, skip_registration=True):
-    """As TFDS's, but for the images, which TFDS makes smaller and codes anew."""
-
-    name = "sun397"
-    VERSION = tfds.core.Version("4.0.0")
-    BUILDER_CONFIGS = [
-        tfds.core.BuilderConfig(name="standard-part1-120k", description="Partition 1; the original images.")
-    ]
-    KEY_FEATURE = "file_name"
-    DESCRIPTION = (
+_AIRCRAFT = DataSet(
+    "1.0.0",
+    read_aircraft,
+    "FGVC-Aircraft 2013b: 100 aircraft variants in an official train, validation and test part.",
+    "Maji et al., Fine-Grained Visual Classification of Aircraft, arXiv 1306.5151, 2013",
+    "https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/",
+    "file_name",
+)
+DATA_SETS = {
+    "fgvc_aircraft/default": _AIRCRAFT,
+    "fgvc_aircraft/without_strip": _AIRCRAFT._replace(
+        read=functools.partial(read_aircraft, cut_strip=True),
+        description=f"{_AIRCRAFT.description} The lowest 20 pixels are cut off; JPEG, quality 95.",
+    ),
+    "gtsrb": DataSet(
+        "1.0.0",
+        read_gtsrb,
+        "German Traffic Sign Recognition Benchmark: 43 signs, PPM coded as PNG without loss.",
+        "Stallkamp et al., Man vs. computer, Neural Networks 32, 2012",
+        "https://benchmark.ini.rub.de/",
+        "file_name",
+    ),
+    "cars196": DataSet(
+        "2.1.0",
+        read_cars,
+        "Stanford Cars: 196 makes, models and years, without the bounding boxes.",
+        "Krause et al., 3D Object Representations for Fine-Grained Categorization, 3dRR 2013",
+        "https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
+        "id",
+        lambda key: PurePosixPath(key).stem,
+    ),
+    "sun397/standard-part1-120k": DataSet(
+        "4.0.0",
+        read_sun397,
         "SUN397: 397 scenes, the first official partition. The images are the original ones of any size, "
-        "not re-coded to 120,000 pixels as the name of the configuration says of TensorFlow Datasets' own."
-    )
-    CITATION = "Xiao et al., SUN Database: Large-scale Scene Recognition from Abbey to Zoo, CVPR 2010; original images"
-    HOMEPAGE = "https://vision.princeton.edu/projects/2010/SUN/"
-
-
-class Eurosat(_FromFolder, skip_registration=True):
-    name = "eurosat"
-    VERSION = tfds.core.Version("2.0.0")
-    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name="rgb", description="Sentinel-2 RGB channels")]
-    KEY_FEATURE = "filename"
-    IMAGE_SHAPE = (64, 64, 3)
-    DESCRIPTION = "EuroSAT: ten kinds of land use seen by Sentinel-2, in red, green and blue."
-    CITATION = "Helber et al., EuroSAT: A Novel Dataset and Deep Learning Benchmark, arXiv 1709.00029, 2017"
-    HOMEPAGE = "https://github.com/phelber/eurosat"
-
-
-class Caltech101(_FromFolder, skip_registration=True):
-    """As TFDS's, but one split with everything instead of 30 drawn images of each class and the rest."""
-
-    name = "caltech101"
-    VERSION = tfds.core.Version("3.0.2")
-    KEY_FEATURE = "image/file_name"
-    DESCRIPTION = "Caltech-101: 101 classes and the background class; all images are in train."
-    CITATION = "Fei-Fei et al., Learning generative visual models from few training examples, CVPR Workshop 2004"
-    HOMEPAGE = "https://doi.org/10.22002/D1.20086"
-
-    def _text(self, key: str) -> str:
-        return PurePosixPath(key).name
-
-
-BUILDERS: dict[str, tuple[type[_FromFolder], Callable[[Path], Reading]]] = {
-    "fgvc_aircraft/default": (FgvcAircraft, read_aircraft),
-    "fgvc_aircraft/without_strip": (FgvcAircraft, functools.partial(read_aircraft, cut_strip=True)),
-    "gtsrb": (Gtsrb, read_gtsrb),
-    "cars196": (Cars196, read_cars),
-    "sun397/standard-part1-120k": (Sun397, read_sun397),
-    "eurosat/rgb": (Eurosat, read_eurosat),
-    "caltech101": (Caltech101, read_caltech101),
+        "not re-coded to 120,000 pixels as the name of the configuration says of TensorFlow Datasets' own.",
+        "Xiao et al., SUN Database: Large-scale Scene Recognition from Abbey to Zoo, CVPR 2010; original images",
+        "https://vision.princeton.edu/projects/2010/SUN/",
+        "file_name",
+    ),
+    "eurosat/rgb": DataSet(
+        "2.0.0",
+        read_eurosat,
+        "EuroSAT: ten kinds of land use seen by Sentinel-2, in red, green and blue.",
+        "Helber et al., EuroSAT: A Novel Dataset and Deep Learning Benchmark, arXiv 1709.00029, 2017",
+        "https://github.com/phelber/eurosat",
+        "filename",
+        image_shape=(64, 64, 3),
+    ),
+    # as TFDS's, but one split with everything instead of 30 sampled images of each class and the rest
+    "caltech101": DataSet(
+        "3.0.2",
+        read_caltech101,
+        "Caltech-101: 101 classes and the background class; all images are in train.",
+        "Fei-Fei et al., Learning generative visual models from few training examples, CVPR Workshop 2004",
+        "https://doi.org/10.22002/D1.20086",
+        "image/file_name",
+        lambda key: PurePosixPath(key).name,
+    ),
 }
 """By `<name>` or `<name>/<config>`; a name alone stands for its first configuration."""
 
 
 def prepare_from_folder(name: str, data_dir: Path, place: Path, on_progress: Progress = lambda num: None) -> Path:
-    """Writes a data set of `BUILDERS` from the files in `place` to `<data_dir>/<name>[/<config>]/<version>`.
+    """Writes a data set of `DATA_SETS` from the files in `place` to `<data_dir>/<name>[/<config>]/<version>`.
 
-    What is prepared already stays as it is, and `place` is not looked at. After an error nothing is left that
+    A data set that is prepared already stays as it is, and `place` is not read. After an error nothing is left that
     could be taken for a prepared data set. `on_progress` counts images. Raises what the readers raise, ValueError for
     an unknown name.
     """
-    full_name = next((known for known in BUILDERS if name in (known, known.partition("/")[0])), None)
+    full_name = next((known for known in DATA_SETS if name in (known, known.partition("/")[0])), None)
     if full_name is None:
-        raise ValueError(f"no builder named {name!r}; there are {', '.join(BUILDERS)}")
-    builder_class, read = BUILDERS[full_name]
-    directory = data_dir / full_name / str(builder_class.VERSION)
+        raise ValueError(f"no builder named {name!r}; there are {', '.join(DATA_SETS)}")
+    data_set = DATA_SETS[full_name]
+    directory = data_dir / full_name / data_set.version
     if (directory / "dataset_info.json").is_file():
         return directory
-    reading = read(place)
-    builder = builder_class(reading, on_progress, data_dir=data_dir, config=full_name.partition("/")[2] or None)
+    builder = _builder(full_name, data_dir, data_set, data_set.read(place), on_progress)
     config = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
-    # TFDS makes folders for downloads even where there are none
-    with _no_progress_bars(), tempfile.TemporaryDirectory() as unused:
-        builder.download_and_prepare(file_format="array_record", download_config=config, download_dir=unused)
+    tfds.disable_progress_bar()  # `on_progress` counts already
+    try:
+        with tempfile.TemporaryDirectory() as unused:  # TFDS makes folders for downloads even if there are none
+            builder.download_and_prepare(file_format="array_record", download_config=config, download_dir=unused)
+    finally:
+        tfds.enable_progress_bar()
     return directory
 
 
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    shown = getattr(tqdm_utils, "_active", True)  # TFDS can set it, but has no function that tells
-    tfds.disable_progress_bar()
-    try:
-        yield
-    finally:
-        tfds.display_progress_bar(shown)
+class _Info(tfds.core.DatasetInfo):
+    def initialize_from_bucket(self) -> None:
+        """Nothing: what TFDS publishes under a name describes its own builder, and asking takes a network."""
+
+
+def _builder(full_name: str, data_dir: Path, data_set: DataSet, reading: Reading, on_progress: Progress) -> Any:
+    """A builder of what a reader has found."""
+    name, _, config = full_name.partition("/")
+
+    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version(data_set.version)
+        BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)] if config else []
+
+        def _info(self) -> tfds.core.DatasetInfo:
+            features = {
+                "image": tfds.features.Image(shape=data_set.image_shape),
+                "label": tfds.features.ClassLabel(names=reading.classes),
+                data_set.key: tfds.features.Text(),
+            }
+            return _Info(
+                builder=self,
+                description=f"{data_set.description} {ORIGIN}",
+                features=tfds.features.FeaturesDict(features),
+                supervised_keys=("image", "label"),
+                homepage=data_set.homepage,
+                citation=f"{data_set.citation} ({ORIGIN})",
+            )
+
+        def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
+            del dl_manager  # nothing is downloaded
+            return {split: self._generate_examples(read) for split, read in reading.splits.items()}
+
+        def _generate_examples(self, read: Callable[[], Iterator[Example]]) -> Iterator[tuple[str, dict[str, Any]]]:
+            for key, image, label in read():
+                on_progress(1)
+                yield key, {"image": image, "label": label, data_set.key: data_set.text(key)}
+
+        def _log_download_bytes(self) -> None:
+            """Nothing: TFDS would print here what it downloads."""
+
+        def _log_download_done(self) -> None:
+            """Nothing, as above."""
+
+    Builder.name = name
+    return Builder(data_dir=data_dir, config=config or None)

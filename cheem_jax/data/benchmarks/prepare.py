@@ -1,12 +1,13 @@
-"""Getting a benchmark's data sets in place: what can be done here is done, for the rest it is told what is to be done.
+"""Getting a benchmark's data sets in place, and planning its tasks with the paper's splits.
 
-Everything lies in one data folder, which is also TFDS's: prepared data sets `<name>[/<config>]/<version>`, and the
+Everything is in one data folder, which is also TFDS's: prepared data sets `<name>[/<config>]/<version>`, and the
 archives they were made from in `downloads/manual`.
 """
 
 import contextlib
 import hashlib
 import importlib.util
+import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -15,65 +16,70 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import filelock
+import numpy as np
 
-from cheem_jax.data.benchmarks.download import download
-from cheem_jax.data.benchmarks.origins import BY_HAND, OWN, WITHOUT_TENSORFLOW, Archive
+from cheem_jax.atomic import write_atomically
 from cheem_jax.data.benchmarks.reading import Missing
-from cheem_jax.data.benchmarks.table import BY_NAME, BenchmarkTask
-from cheem_jax.data.benchmarks.tasks import plan_of
+from cheem_jax.data.benchmarks.table import (
+    BY_HAND,
+    BY_NAME,
+    OWN,
+    WITHOUT_TENSORFLOW,
+    Archive,
+    BenchmarkTask,
+    Counts,
+    Rule,
+)
 from cheem_jax.data.decode import Progress
-from cheem_jax.data.plan import Plan
-from cheem_jax.data.records import find_prepared, import_tfds
+from cheem_jax.data.records import (
+    Records,
+    cut_parts,
+    default_data_dir,
+    find_prepared,
+    import_tfds,
+    open_prepared,
+    stamp,
+)
+from cheem_jax.data.splits import TEST_TENTHS, VAL_TENTHS, move, tenths
+from cheem_jax.data.task import Plan
 
 Work = Callable[[str, str, int], AbstractContextManager[Progress]]
-"""Opens a phase of work: its name, the task's, and the amount (bytes of files fetched and checked, else pictures)."""
-
-
-State = Literal["ready", "archives", "missing"]
+"""Opens a phase of work: its name, the task's, and the amount (bytes of archives, else images)."""
 
 
 class Status(NamedTuple):
-    """Where a task stands, in one word, and the way on for people."""
+    """How far the preparation of a task has come, and what to do next."""
 
-    state: State
+    state: Literal["ready", "archives", "missing"]
     advice: str
     num_bytes: int
     """On the disk."""
 
 
 def manual_dir(data_dir: Path) -> Path:
-    """TFDS's own folder for archives that somebody put there."""
+    """TFDS's own folder for archives that a user has put there."""
     return data_dir / "downloads" / "manual"
 
 
 def status_of(task: BenchmarkTask, data_dir: Path) -> Status:
-    """What is there of a task, without opening it."""
+    """What exists of a task, without opening it."""
     with contextlib.suppress(FileNotFoundError):
         directory = find_prepared(task.spec, data_dir)
-        size = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
-        return Status("ready", "", size)
+        return Status("ready", "", sum(file.stat().st_size for file in directory.iterdir() if file.is_file()))
     archives = OWN.get(task.builder, ())
-    present = [archive for archive in archives if (manual_dir(data_dir) / archive.file).exists()]
-    size = sum((manual_dir(data_dir) / archive.file).stat().st_size for archive in present)
+    place = manual_dir(data_dir)
+    absent = [archive for archive in archives if not (place / archive.file).exists()]
+    size = sum((place / archive.file).stat().st_size for archive in archives if archive not in absent)
     command = f"`cheem data prepare {task.name} --data-dir {shlex.quote(str(data_dir))}`"
-    if archives and len(present) == len(archives):
+    if archives and not absent:
         return Status("archives", command, size)
-    return Status("missing", f"{_first(task, data_dir)}{command}", size)
-
-
-def _first(task: BenchmarkTask, data_dir: Path) -> str:
-    """What must be done before the command can work, if anything."""
-    absent = [
-        archive.file
-        for archive in OWN.get(task.builder, ())
-        if archive.url is None and not (manual_dir(data_dir) / archive.file).exists()
-    ]
     reason = f" ({BY_HAND[task.builder]})" if task.builder in BY_HAND else ""
-    if absent:
-        return f"put {', '.join(absent)} into {manual_dir(data_dir)}{reason}, then "
-    if task.builder not in OWN and task.builder not in WITHOUT_TENSORFLOW and not has_tensorflow():
-        return f"`pip install 'cheem_jax[prepare]'`{reason}, then "
-    return ""
+    first = ""
+    if by_hand := [archive.file for archive in absent if archive.url is None]:
+        first = f"put {', '.join(by_hand)} into {place}{reason}, then "
+    elif _needs_tensorflow(task):
+        first = f"`pip install 'cheem_jax[prepare]'`{reason}, then "
+    return Status("missing", f"{first}{command}", size)
 
 
 def has_tensorflow() -> bool:
@@ -81,10 +87,14 @@ def has_tensorflow() -> bool:
     return importlib.util.find_spec("tensorflow") is not None
 
 
-def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
-    """Prepares one task if it is not, then checks its counts and writes down its splits.
+def _needs_tensorflow(task: BenchmarkTask) -> bool:
+    return task.builder not in OWN and task.builder not in WITHOUT_TENSORFLOW and not has_tensorflow()
 
-    Raises ValueError or OSError with what is to be done, leaving what was there.
+
+def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
+    """Prepares one task if it is not prepared yet, then checks its counts and records its splits.
+
+    Raises ValueError or OSError that says what to do; what existed stays as it was.
     """
     task = BY_NAME[name]
     with _alone(data_dir, name, phase):
@@ -94,6 +104,7 @@ def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
             import_tfds()
             for leftover in (data_dir / task.builder).glob(f"incomplete.*_{task.version}"):
                 shutil.rmtree(leftover)  # of a process that was killed
+            manual_dir(data_dir).mkdir(parents=True, exist_ok=True)
             if task.builder in OWN:
                 _from_archives(task, data_dir, phase)
             else:
@@ -123,71 +134,63 @@ def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
     # TFDS comes with the extra `datasets`, and the builders are classes of its
     from cheem_jax.data.benchmarks.builders import prepare_from_folder
 
-    place = manual_dir(data_dir)
-    place.mkdir(parents=True, exist_ok=True)
-    archives = OWN[task.builder]
-    _check_archives(task.name, archives, place, phase)
-    try:
+    def build() -> None:
         with phase("prepare", task.name, sum(task.counts)) as on_progress:
             prepare_from_folder(task.builder, data_dir, place, on_progress)
+
+    place, archives = manual_dir(data_dir), OWN[task.builder]
+    _check_archives(task.name, archives, place, phase)
+    try:
+        build()
     except Missing as error:
         if any(archive.url is None for archive in archives):
             raise FileNotFoundError(f"{error}; {BY_HAND[task.builder]}") from error
-        _fetch(task.name, archives, place, phase)
-        with phase("prepare", task.name, sum(task.counts)) as on_progress:
-            prepare_from_folder(task.builder, data_dir, place, on_progress)
+        _download(task.name, archives, place, phase)
+        build()
 
 
-def _fetch(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
-    """Downloads what is not there yet, going on where an earlier attempt stopped."""
+def _download(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
+    """Downloads the archives that are absent, resuming where an earlier attempt stopped."""
+    # made with libraries that come with the extra `datasets`
+    from cheem_jax.data.benchmarks.download import download
+
     for archive in archives:
-        if (place / archive.file).is_file():
+        file = place / archive.file
+        if file.is_file():
             continue
         assert archive.url is not None
         with phase("download", f"{name} {archive.file}", archive.num_bytes or 0) as on_progress:
-            seen = 0
-
-            def advance(so_far: int, total: int, on_progress: Progress = on_progress) -> None:
-                nonlocal seen
-                on_progress(so_far - seen)
-                seen = so_far
-
-            download(
-                archive.url, place / archive.file, sha256=archive.sha256, md5=archive.md5, size=archive.num_bytes,
-                on_progress=advance,
-            )  # fmt: skip
+            download(archive.url, file, known_hash=archive.hash, size=archive.num_bytes, on_progress=on_progress)
 
 
 def _check_archives(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
-    """ValueError for an archive, brought by hand or downloaded earlier, that is not the published one."""
+    """ValueError for an archive, brought by the user or downloaded earlier, that is not the published one."""
     for archive in archives:
-        kind, wanted = ("sha256", archive.sha256) if archive.sha256 else ("md5", archive.md5)
         file = place / archive.file
-        if not file.is_file() or wanted is None:
+        if not file.is_file() or archive.hash is None:
             continue
-        size, digest = file.stat().st_size, hashlib.new(kind)
+        kind, _, wanted = archive.hash.rpartition(":")
+        size, digest = file.stat().st_size, hashlib.new(kind or "sha256")
         with file.open("rb") as stream, phase("check", f"{name} {archive.file}", size) as on_progress:
             while piece := stream.read(2**24):
                 digest.update(piece)
                 on_progress(len(piece))
         if digest.hexdigest() != wanted:
             raise ValueError(
-                f"{file} ({size:,} bytes) has the {kind} {digest.hexdigest()}, the published archive {wanted}: cut off "
-                "or another version; move it away and fetch it again"
+                f"{file} ({size:,} bytes) has the {digest.name} {digest.hexdigest()}, the published archive {wanted}: "
+                "truncated or another version; move it away and download it again"
             )
 
 
 def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
-    if task.builder not in WITHOUT_TENSORFLOW and not has_tensorflow():
+    if _needs_tensorflow(task):
         raise ValueError(
             f"preparing {task.builder!r} needs TensorFlow once (reading it does not): "
-            f"`pip install 'cheem_jax[prepare]'`, then give the command again"
+            "`pip install 'cheem_jax[prepare]'`, then give the command again"
         )
-    place = manual_dir(data_dir)
-    place.mkdir(parents=True, exist_ok=True)
     archives = registered(task, data_dir)
-    _check_archives(task.name, archives, place, phase)
-    _fetch(task.name, archives, place, phase)
+    _check_archives(task.name, archives, manual_dir(data_dir), phase)
+    _download(task.name, archives, manual_dir(data_dir), phase)
     with phase("prepare", task.name, sum(task.counts)):
         prepare_stock(task.spec, data_dir)
 
@@ -195,7 +198,7 @@ def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> Non
 def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
     """The files that TFDS's own builder of a task downloads, with their registered hashes."""
     infos = import_tfds().builder(task.spec, data_dir=data_dir).url_infos
-    found = [Archive(info.filename, int(info.size), url, info.checksum) for url, info in infos.items()]
+    found = [Archive(info.filename, int(info.size), info.checksum, url) for url, info in infos.items()]
     # the decathlon's one list of files serves all its configurations, and ImageNet's 6.5 GB only one of them
     return [a for a in found if "imagenet" not in a.file or task.builder.endswith("imagenet12")]
 
@@ -203,7 +206,7 @@ def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
 def prepare_stock(spec: str, data_dir: Path) -> Path:
     """Prepares a data set with TFDS's own builder, in a format that is read without TensorFlow.
 
-    Raw files are taken from `downloads/manual` of the data folder where they are there under their registered names.
+    Raw files are taken from `downloads/manual` of the data folder if they exist there under their registered names.
     Raises ValueError with TFDS's reason.
     """
     tfds = import_tfds()
@@ -212,9 +215,100 @@ def prepare_stock(spec: str, data_dir: Path) -> Path:
         config = tfds.download.DownloadConfig(manual_dir=manual_dir(data_dir), try_download_gcs=False)
         builder.download_and_prepare(download_config=config)
         return Path(builder.data_dir)
-    except Exception as error:  # TFDS, requests and TensorFlow raise whatever they raise
+    except Exception as error:  # TFDS, requests and TensorFlow raise errors of many types
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(
             f"TFDS could not prepare {spec!r}: {reason}; raw files under their registered names are taken from "
             f"{manual_dir(data_dir)}"
         ) from error
+
+
+def plan_benchmark(name: str, data_dir: Path | None, *, seed: int = 0) -> Plan:
+    """A task with the paper's splits, from the data set that TFDS has prepared; `seed` draws what is cut.
+
+    Raises FileNotFoundError if it is not prepared, ValueError if its counts or splits are not the expected ones.
+    """
+    return plan_of(BY_NAME[name], data_dir or default_data_dir(), seed=seed)
+
+
+def plan_of(task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: Progress | None = None) -> Plan:
+    """As `plan_benchmark`, for a task that may be in no table."""
+    prepared = open_prepared(task.spec, data_dir)
+    wanted = {"train": task.train, "val": (task.val,), "test": (task.test,)}
+    known: dict[str, tuple[Records, np.ndarray]] = {}
+    kept = [label for label, name in enumerate(prepared.classes) if name not in task.dropped]
+    renumbered = np.full(len(prepared.classes), -1)
+    renumbered[kept] = np.arange(len(kept))
+    for split, names in wanted.items():
+        if names == (None,):
+            continue  # is cut from train
+        present = [name for name in names if name in prepared.splits]
+        if not present:
+            raise ValueError(f"{prepared.directory} has no split {names}, only {sorted(prepared.splits)}")
+        records, labels = prepared.index(present, task.key, on_progress=on_progress)
+        rows = np.flatnonzero(np.isin(labels, kept))
+        known[split] = records.chosen(rows), renumbered[labels[rows]].astype(np.int32)
+    parts = cut_parts(known, lambda keys, labels: cut_by_rule(task.rule, keys, labels, seed))
+    classes = tuple(prepared.classes[label] for label in kept)
+    plan = Plan(task.name, classes, **parts, source=f"tfds:{prepared.full_name}", stamp=stamp(prepared.directory))
+    _check_counts(task, plan)
+    _check_splits(task, plan, data_dir, seed)
+    return plan
+
+
+def cut_by_rule(rule: Rule, keys: dict[str, list[str]], labels: dict[str, np.ndarray], seed: int) -> None:
+    """Cuts what a task lacks from train, in place."""
+    if rule == "test and val":
+        move(keys, labels, "test", tenths(len(keys["train"]), TEST_TENTHS), keep=2, seed=seed)
+    if rule == "decathlon":
+        move(keys, labels, "val", len(keys["train"]) // 10, keep=1, seed=seed)
+    elif rule != "official":
+        move(keys, labels, "val", tenths(len(keys["train"]), VAL_TENTHS), keep=1, seed=seed)
+
+
+def _check_counts(task: BenchmarkTask, plan: Plan) -> None:
+    def shown(counts: Counts, num_classes: int) -> str:
+        return f"{counts.train:,}/{counts.val:,}/{counts.test:,} train/val/test images of {num_classes:,} classes"
+
+    found = Counts(*(len(part.labels) for part in plan.splits.values()))
+    if found != task.counts or len(plan.classes) != task.num_classes:
+        raise ValueError(
+            f"task {task.name!r} has {shown(found, len(plan.classes))}, expected "
+            f"{shown(task.counts, task.num_classes)}: {plan.source} is not the data set of the benchmark, or was "
+            "prepared incompletely; prepare it again"
+        )
+
+
+def splits_file(data_dir: Path, name: str, seed: int) -> Path:
+    """Where the record of a task's splits is."""
+    return data_dir / "cheem_jax" / "splits" / f"{name}-seed{seed}.json"
+
+
+def _check_splits(task: BenchmarkTask, plan: Plan, data_dir: Path, seed: int) -> None:
+    """Records which images are in which split, or compares the plan with an earlier record."""
+    file = splits_file(data_dir, task.name, seed)
+    if not file.is_file():
+        record = {
+            "format": "cheem_jax-splits/1",
+            "task": task.name,
+            "source": plan.source,
+            "rule": task.rule,
+            "seed": seed,
+            "counts": task.counts._asdict(),
+            "num_classes": task.num_classes,
+            "sha256": plan.split_sha256,
+        }
+        with contextlib.suppress(OSError):  # in a read-only data folder; the run's record has the hash as well
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, json.dumps(record, indent=1) + "\n")
+        return
+    try:
+        known = str(json.loads(file.read_text())["sha256"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is corrupted ({error}); remove it and it is written again") from error
+    if known != plan.split_sha256:
+        raise ValueError(
+            f"task {task.name!r}: the splits are not those of {file} (sha256 {plan.split_sha256[:12]}..., there "
+            f"{known[:12]}...), so results would not be comparable; the data set has changed, or the file belongs to "
+            "somebody else: remove it if the new splits are meant"
+        )

@@ -1,7 +1,7 @@
 """One reader for each data set, from its official archives or the folders they unpack to; no TensorFlow.
 
 `place` is the folder that a user fills. All raise FileNotFoundError that lists what is missing there, or
-ValueError for damaged archives, lists that do not fit and images that are absent.
+ValueError for corrupted archives, lists that do not fit and images that are absent.
 """
 
 import csv
@@ -12,19 +12,9 @@ from typing import Any
 
 from PIL import Image
 
-from cheem_jax.data.benchmarks import class_names
 from cheem_jax.data.benchmarks.archives import Reader, members, tar_members
 from cheem_jax.data.benchmarks.matlab import read_variable
-from cheem_jax.data.benchmarks.reading import (
-    Reading,
-    Source,
-    below,
-    lines_of,
-    locate,
-    make_reading,
-    read_files,
-    unique,
-)
+from cheem_jax.data.benchmarks.reading import Reading, Source, below, lines_of, locate, make_reading, read_files, unique
 from cheem_jax.data.decode import FORMATS, MAX_PIXELS, refuse_bombs
 
 STRIP_PIXELS = 20  # the copyright notice below each aircraft
@@ -56,7 +46,7 @@ def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
                 raise ValueError(f"{path}/{name}: line {line!r} names no variant of data/variants.txt")
             pairs.append((key, label_of[variant]))
         labels = unique(pairs, f"{path}/{name}")
-        sources[split] = Source(path, key_of, labels, _without_strip if cut_strip else _unchanged)
+        sources[split] = Source(path, key_of, labels, _without_strip if cut_strip else None)
     return make_reading(f"aircraft in {place}", tuple(texts[0]), sources)
 
 
@@ -89,7 +79,7 @@ def read_gtsrb(place: Path) -> Reading:
         "train": Source(train, in_train, train_labels, _as_png),
         "test": Source(test, below("Images", 1, ".ppm"), test_labels, _as_png),
     }
-    return make_reading(f"gtsrb in {place}", class_names.GTSRB, sources)
+    return make_reading(f"gtsrb in {place}", GTSRB_CLASSES, sources)
 
 
 def read_cars(place: Path) -> Reading:
@@ -146,9 +136,9 @@ def read_eurosat(place: Path) -> Reading:
         return None if key is None else key.rpartition("/")[2]
 
     keys = [key for name, _ in members(path) if (key := with_class(name))]
-    labels = _folder_labels(keys, class_names.EUROSAT, f"{path}, below 2750")
+    labels = _folder_labels(keys, EUROSAT_CLASSES, f"{path}, below 2750")
     named = unique([(key.rpartition("/")[2], label) for key, label in labels.items()], str(path))
-    return make_reading(f"eurosat in {place}", class_names.EUROSAT, {"train": Source(path, key_of, named)})
+    return make_reading(f"eurosat in {place}", EUROSAT_CLASSES, {"train": Source(path, key_of, named)})
 
 
 def read_caltech101(place: Path) -> Reading:
@@ -158,9 +148,9 @@ def read_caltech101(place: Path) -> Reading:
     [path] = locate(place, ("caltech-101.zip", folder, f"caltech-101/{folder}", *archives))
     key_of = below(folder, 2, ".jpg")
     keys = [key for name, _ in _caltech101_members(path) if (key := key_of(name))]
-    labels = _folder_labels(keys, class_names.CALTECH101, f"{path}, below {folder}")
+    labels = _folder_labels(keys, CALTECH101_CLASSES, f"{path}, below {folder}")
     source = Source(path, key_of, labels, walk=_caltech101_members)
-    return make_reading(f"caltech101 in {place}", class_names.CALTECH101, {"train": source})
+    return make_reading(f"caltech101 in {place}", CALTECH101_CLASSES, {"train": source})
 
 
 def _caltech101_members(path: Path) -> Iterator[tuple[str, Reader]]:
@@ -200,13 +190,12 @@ def _annotations(data: bytes, where: str) -> list[tuple[str, int]]:
 
 def _car_labels(data: bytes, where: str, num_classes: int) -> dict[str, int]:
     annotations = _load_mat(data, "annotations", where)
-    fields = [tuple(row) if isinstance(row, dict) else None for row in annotations]
-    if wrong := [found for found in fields if found is None or not {"class", "fname"} <= set(found)]:
-        raise ValueError(f"{where}: annotations need the fields class and fname, got {wrong[0]}")
     try:
         pairs = [(str(row["fname"]), int(row["class"])) for row in annotations]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{where}: annotations need a name and a number each ({error})") from error
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{where}: annotations need the fields fname and class, a name and a number ({error!r})"
+        ) from error
     if wrong := sorted({number for _, number in pairs if not 1 <= number <= num_classes}):
         raise ValueError(f"{where}: class numbers {wrong[:5]}; they count from 1 to {num_classes}")
     return unique([(name, number - 1) for name, number in pairs], where)
@@ -216,11 +205,7 @@ def _load_mat(data: bytes, variable: str, where: str) -> list[Any]:
     try:
         return read_variable(data, variable)
     except ValueError as error:
-        raise ValueError(f"{where}: no MATLAB file with a variable {variable!r} ({error!r}); fetch it again") from error
-
-
-def _unchanged(data: bytes, name: str) -> bytes:
-    return data
+        raise ValueError(f"{where}: {error}; download it again") from error
 
 
 def _as_png(data: bytes, name: str) -> bytes:
@@ -243,3 +228,73 @@ def _recode(data: bytes, name: str, *, cut: int, format: str, **options: int) ->
     except Exception as error:  # Pillow's parsers raise almost anything on a broken file
         raise ValueError(f"{name}: the image cannot be decoded: {error}") from error
     return buffer.getvalue()
+
+
+# Class names in label order of the data sets whose archives contain no list of them
+
+EUROSAT_CLASSES = tuple(
+    """
+    AnnualCrop Forest HerbaceousVegetation Highway Industrial Pasture PermanentCrop Residential River SeaLake
+    """.split()
+)
+
+GTSRB_CLASSES = (
+    "Speed limit (20km/h)",
+    "Speed limit (30km/h)",
+    "Speed limit (50km/h)",
+    "Speed limit (60km/h)",
+    "Speed limit (70km/h)",
+    "Speed limit (80km/h)",
+    "End of speed limit (80km/h)",
+    "Speed limit (100km/h)",
+    "Speed limit (120km/h)",
+    "No passing",
+    "No passing for vehicles over 3.5 metric tons",
+    "Right-of-way at the next intersection",
+    "Priority road",
+    "Yield",
+    "Stop",
+    "No vehicles",
+    "Vehicles over 3.5 metric tons prohibited",
+    "No entry",
+    "General caution",
+    "Dangerous curve to the left",
+    "Dangerous curve to the right",
+    "Double curve",
+    "Bumpy road",
+    "Slippery road",
+    "Road narrows on the right",
+    "Road work",
+    "Traffic signals",
+    "Pedestrians",
+    "Children crossing",
+    "Bicycles crossing",
+    "Beware of ice/snow",
+    "Wild animals crossing",
+    "End of all speed and passing limits",
+    "Turn right ahead",
+    "Turn left ahead",
+    "Ahead only",
+    "Go straight or right",
+    "Go straight or left",
+    "Keep right",
+    "Keep left",
+    "Roundabout mandatory",
+    "End of no passing",
+    "End of no passing by vehicles over 3.5 metric tons",
+)
+
+# The folder names in lower case, sorted.
+CALTECH101_CLASSES = tuple(
+    """
+    accordion airplanes anchor ant background_google barrel bass beaver binocular bonsai brain brontosaurus
+    buddha butterfly camera cannon car_side ceiling_fan cellphone chair chandelier cougar_body cougar_face crab
+    crayfish crocodile crocodile_head cup dalmatian dollar_bill dolphin dragonfly electric_guitar elephant emu
+    euphonium ewer faces faces_easy ferry flamingo flamingo_head garfield gerenuk gramophone grand_piano
+    hawksbill headphone hedgehog helicopter ibis inline_skate joshua_tree kangaroo ketch lamp laptop leopards
+    llama lobster lotus mandolin mayfly menorah metronome minaret motorbikes nautilus octopus okapi pagoda panda
+    pigeon pizza platypus pyramid revolver rhino rooster saxophone schooner scissors scorpion sea_horse snoopy
+    soccer_ball stapler starfish stegosaurus stop_sign strawberry sunflower tick trilobite umbrella watch
+    water_lilly wheelchair wild_cat windsor_chair wrench yin_yang
+    """.split()
+)

@@ -1,7 +1,9 @@
 """What the readers of the data sets share: finding archives, reading their lists, yielding labelled images."""
 
+import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -26,7 +28,7 @@ class Example(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A data set ready to be read; every call of a split's function reads it anew."""
+    """A data set ready to be read; every call of a split's function reads it again."""
 
     classes: tuple[str, ...]
     splits: dict[str, Callable[[], Iterator[Example]]]
@@ -34,17 +36,17 @@ class Reading(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The images of one split: where they lie, and the label of each key."""
+    """The images of one split: where they are, and the label of each key."""
 
     path: Path
     key_of: KeyOf
     labels: Mapping[str, int]
-    convert: Callable[[bytes, str], bytes] = lambda data, name: data
+    convert: Callable[[bytes, str], bytes] | None = None
     """Re-codes an image, given its bytes and its name for errors."""
     walk: Callable[[Path], Iterator[tuple[str, Reader]]] = members
 
     def read(self) -> Iterator[Example]:
-        """Every labelled image once; ValueError if some are not there."""
+        """Every labelled image once; ValueError if some are absent."""
         seen: set[str] = set()
         for name, read in self.walk(self.path):
             key = self.key_of(name)
@@ -53,21 +55,17 @@ class Source:
             if key in seen:
                 raise ValueError(f"{self.path}: image {key!r} occurs twice, the second time as {name!r}")
             seen.add(key)
-            yield Example(key, self.convert(read(), f"{self.path}: {name}"), self.labels[key])
-        self._refuse_absent(seen)
+            image = read() if self.convert is None else self.convert(read(), f"{self.path}: {name}")
+            yield Example(key, image, self.labels[key])
+        self.refuse_absent(seen)
 
-    def check(self) -> None:
-        """ValueError for absent images where a look at the names tells; of a tar it shows only when read."""
-        if is_listed(self.path) and self.walk is members:
-            self._refuse_absent({self.key_of(name) for name, _ in members(self.path)})
-
-    def _refuse_absent(self, present: set[str | None] | set[str]) -> None:
-        absent = sorted(key for key in self.labels if key not in present)
-        if absent:
+    def refuse_absent(self, present: Collection[str | None]) -> None:
+        """ValueError unless all labelled images are among these keys."""
+        if absent := sorted(key for key in self.labels if key not in present):
             raise ValueError(
                 f"{self.path}: {len(absent)} of {len(self.labels)} listed images are absent, first {absent[:3]}; "
-                "half unpacked or half downloaded? Fetch or unpack it again, or remove a half unpacked folder "
-                "so that the archive beside it is read"
+                "was it unpacked or downloaded only in part? Download or unpack it again, or remove a folder that was "
+                "unpacked in part, so that the archive next to it is read"
             )
 
 
@@ -76,17 +74,16 @@ def make_reading(name: str, classes: tuple[str, ...], sources: Mapping[str, Sour
     check_class_names(name, classes)
     for split, source in sources.items():
         check_labels(name, split, classes, np.array(list(source.labels.values()), np.int64))
-        source.check()
-        for other, earlier in sources.items():
-            if other == split:
-                break
-            if earlier.path == source.path and (shared := sorted(earlier.labels.keys() & source.labels.keys())):
-                raise ValueError(f"{name}: {len(shared)} images are in both {other} and {split}, first {shared[:3]}")
+        if is_listed(source.path) and source.walk is members:  # of a tar it is known only when all is read
+            source.refuse_absent({source.key_of(member) for member, _ in members(source.path)})
+    for (one, first), (other, second) in itertools.combinations(sources.items(), 2):
+        if first.path == second.path and (shared := sorted(first.labels.keys() & second.labels.keys())):
+            raise ValueError(f"{name}: {len(shared)} images are in both {one} and {other}, first {shared[:3]}")
     return Reading(classes, {split: source.read for split, source in sources.items()})
 
 
 class Missing(FileNotFoundError):
-    """An archive that is not there at all, unlike one whose content is incomplete."""
+    """An archive that does not exist, unlike one whose content is incomplete."""
 
 
 def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
@@ -96,20 +93,13 @@ def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
     """
     if not place.is_dir():
         raise Missing(f"{place}: no such folder; make it and put {_listing(needed)} there")
-    found: list[Path] = []
-    missing: list[tuple[str, ...]] = []
-    for names in needed:
-        there = [place / name for name in names if (place / name).exists()]
-        if there:
-            found.append(next((path for path in there if path.is_dir()), there[0]))
-        else:
-            missing.append(names)
-    if missing:
+    existing = [[place / name for name in names if (place / name).exists()] for names in needed]
+    if missing := [names for names, paths in zip(needed, existing, strict=True) if not paths]:
         raise Missing(f"{place}: missing {_listing(missing)}; put the archive or what it unpacks to there")
-    return found
+    return [next((path for path in paths if path.is_dir()), paths[0]) for paths in existing]
 
 
-def _listing(needed: tuple[tuple[str, ...], ...] | list[tuple[str, ...]]) -> str:
+def _listing(needed: Sequence[tuple[str, ...]]) -> str:
     return ", ".join(names[0] + (f" (or {' or '.join(names[1:])})" if names[1:] else "") for names in needed)
 
 
@@ -153,9 +143,7 @@ def below(folder: str, depth: int, suffix: str) -> KeyOf:
 
 def unique(pairs: list[tuple[str, int]], where: str) -> dict[str, int]:
     """Labels by key; ValueError if a key is listed twice."""
-    labels = dict(pairs)
-    if len(labels) < len(pairs):
-        keys = sorted(key for key, _ in pairs)
-        twice = sorted({a for a, b in zip(keys, keys[1:], strict=False) if a == b})
+    counted = collections.Counter(key for key, _ in pairs)
+    if twice := sorted(key for key, num in counted.items() if num > 1):
         raise ValueError(f"{where}: images listed more than once: {twice[:3]}")
-    return labels
+    return dict(pairs)

@@ -14,9 +14,8 @@ from PIL import Image
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.load import ImagesConfig, load_tasks
-from cheem_jax.data.plan import Plan
 from cheem_jax.data.sources import plan_source
-from cheem_jax.data.task import fingerprint, select
+from cheem_jax.data.task import Plan, fingerprint, select
 from cheem_jax.report.finished import Run
 from cheem_jax.report.page.loading import Told
 from cheem_jax.report.page.specs import Missing

@@ -1,0 +1,309 @@
+"""The generated images of the demo stream: shapes, letters, colours and textures, drawn at random.
+
+Every `draw_*` function takes a generator, labels int `[N]` and the image size S, and returns uint8 `[N, S, S, 3]`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, UInt8
+from PIL import Image, ImageDraw, ImageFont
+
+# Shapes: filled or outlined, a little turned, stretched and moved, on a mottled ground
+
+Range = tuple[float, float]
+
+
+def draw_shapes(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
+    """Warm shapes, pink to yellow, on blue and violet."""
+    return _draw_shapes(rng, labels, image_size, front=(-0.08, 0.16), back=(0.60, 0.76))
+
+
+def draw_recoloured_shapes(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
+    """As `draw_shapes` in other colours: green to sky-blue shapes on red and brown."""
+    return _draw_shapes(rng, labels, image_size, front=(0.30, 0.54), back=(-0.04, 0.08))
+
+
+def _draw_shapes(
+    rng: np.random.Generator, labels: np.ndarray, image_size: int, *, front: Range, back: Range
+) -> np.ndarray:
+    num = len(labels)
+    mask = np.stack([_shape_mask(rng, OUTLINES[SHAPES[label]], image_size) for label in labels])
+    bright = hsv(rng.uniform(*front, num) % 1, rng.uniform(0.3, 0.75, num), rng.uniform(0.75, 1.0, num))
+    dark = hsv(rng.uniform(*back, num) % 1, rng.uniform(0.5, 0.8, num), rng.uniform(0.3, 0.5, num))
+    field = ground(rng, dark, image_size, unrest=0.25)
+    shape = ground(rng, bright, image_size, unrest=0.06)
+    return finish(rng, blend(mask, shape, field), grain=0.035)
+
+
+def _shape_mask(rng: np.random.Generator, outline: np.ndarray, image_size: int) -> np.ndarray:
+    """Coverage `[S, S]` of an outline that is turned, stretched and moved at random."""
+    side = image_size * SUPERSAMPLE
+    angle, stretch = rng.uniform(-0.7, 0.7), rng.uniform(0.88, 1.14)
+    radius = rng.uniform(0.3, 0.42) * side
+    centre = side / 2 + rng.uniform(-1, 1, 2) * min(0.47 * side - radius, 0.09 * side)
+    turn = np.array([[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]])
+    corners = outline * (stretch, 1 / stretch) @ turn * radius + centre
+    points = [(float(x), float(y)) for x, y in corners]
+    canvas = Image.new("L", (side, side))
+    if rng.random() < 0.5:
+        ImageDraw.Draw(canvas).polygon(points, fill=255)
+    else:
+        width = round(rng.uniform(0.07, 0.1) * side)
+        # Past the first corner again, so that the last joint is round like the others.
+        ImageDraw.Draw(canvas).line(points + points[:2], fill=255, width=width, joint="curve")
+    return shrink(canvas)
+
+
+def _arc(start: float, stop: float, num: int, radius: float = 1.0, centre: float = 0.0) -> np.ndarray:
+    """Points `[num, 2]` on a circle around (centre, 0), angles in degrees."""
+    angles = np.radians(np.linspace(start, stop, num))
+    return np.stack([centre + radius * np.cos(angles), radius * np.sin(angles)], axis=1)
+
+
+def _regular(num: int, inner: float = 1.0, start: float = -90.0) -> np.ndarray:
+    """A regular polygon with a corner on top, or with every second corner at radius `inner` a star."""
+    corners = _arc(start, start + 360.0, num + 1)[:-1]
+    corners[1::2] *= inner
+    return corners
+
+
+def _heart() -> np.ndarray:
+    t = np.linspace(0, 2 * np.pi, 49)[:-1]
+    height = 13 * np.cos(t) - 5 * np.cos(2 * t) - 2 * np.cos(3 * t) - np.cos(4 * t)
+    return np.stack([np.sin(t) ** 3, -height / 16], axis=1)
+
+
+def _centred(points: np.ndarray | Sequence[tuple[float, float]]) -> np.ndarray:
+    """Moved to the middle of its box and scaled to reach 1 at most."""
+    corners = np.array(points)
+    corners = corners - (corners.min(axis=0) + corners.max(axis=0)) / 2
+    return corners / np.linalg.norm(corners, axis=1).max()
+
+
+_W = 0.34  # half width of a bar of the cross, in units of its half length
+OUTLINES: dict[str, np.ndarray] = {
+    "circle": _centred(_regular(48)) * 0.92,
+    "triangle": _centred(_regular(3)),
+    "square": _centred(_regular(4, start=45.0)),
+    "star": _centred(_regular(10, inner=0.45)),
+    "cross": _centred(
+        [(_W, -1.0), (_W, -_W), (1.0, -_W), (1.0, _W), (_W, _W), (_W, 1.0)]
+        + [(-_W, 1.0), (-_W, _W), (-1.0, _W), (-1.0, -_W), (-_W, -_W), (-_W, -1.0)]
+    ),
+    "crescent": _centred(np.concatenate([_arc(50.0, 310.0, 30), _arc(292.0, 68.0, 24, 0.826, 0.334)])),
+    "heart": _centred(_heart()),
+    "arrow": _centred([(-1.0, -0.3), (0.1, -0.3), (0.1, -0.8), (1.0, 0.0), (0.1, 0.8), (0.1, 0.3), (-1.0, 0.3)]),
+}
+"""Corners around the origin, none further away than 1."""
+
+SHAPES = tuple(OUTLINES)
+
+# Letters: capitals in the fonts that matplotlib ships, tilted, sheared and moved, as ink on paper
+
+LETTERS = tuple("ABDEGHKMPRSY")
+FONTS = (
+    *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique"),
+    *("DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSansMono-Oblique", "DejaVuSansMono-BoldOblique"),
+    *("DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic"),
+    *("STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta"),
+    *("cmr10", "cmb10", "cmss10", "cmtt10", "cmmi10"),
+)
+
+
+def draw_letters(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
+    """Dark ink of any hue on pale paper."""
+    num = len(labels)
+    fonts = rng.integers(len(FONTS), size=num)
+    mask = np.stack(
+        [
+            _pose(rng, _glyph(FONTS[font], LETTERS[label], image_size), image_size)
+            for font, label in zip(fonts, labels, strict=True)
+        ]
+    )
+    ink = hsv(rng.random(num), rng.uniform(0.4, 0.9, num), rng.uniform(0.1, 0.45, num))
+    paper = hsv(rng.uniform(0.06, 0.2, num), rng.uniform(0.03, 0.2, num), rng.uniform(0.85, 1.0, num))
+    page = ground(rng, paper, image_size, unrest=0.05)
+    return finish(rng, blend(mask, ink[:, None, None], page), grain=0.03)
+
+
+def _glyph(font: str, letter: str, image_size: int) -> Image.Image:
+    """The supersampled letter, about 0.6 of the image high, in the middle."""
+    side = image_size * SUPERSAMPLE
+    canvas = Image.new("L", (side, side))
+    face = _face(font, round(0.8 * side))
+    left, top, right, bottom = face.getbbox(letter)
+    corner = ((side - left - right) / 2, (side - top - bottom) / 2)
+    ImageDraw.Draw(canvas).text(corner, letter, fill=255, font=face)
+    return canvas
+
+
+@functools.cache
+def _face(font: str, size: int) -> ImageFont.FreeTypeFont:
+    import matplotlib  # here, because importing it would slow down every start of the library
+
+    file = Path(matplotlib.get_data_path(), "fonts", "ttf", f"{font}.ttf")
+    return ImageFont.truetype(str(file), size, layout_engine=ImageFont.Layout.BASIC)
+
+
+def _pose(rng: np.random.Generator, glyph: Image.Image, image_size: int) -> np.ndarray:
+    """Coverage `[S, S]` of the letter after a random tilt, shear, change of size and shift."""
+    side = glyph.width
+    angle, shear = rng.uniform(-0.22, 0.22), rng.uniform(-0.2, 0.2)
+    scale = rng.uniform(0.72, 1.05)
+    shift = rng.uniform(-0.09, 0.09, 2) * side
+    # Pillow wants the way back, from the new image's pixels to the old one's.
+    turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    back = np.linalg.inv(scale * turn @ np.array([[1.0, shear], [0.0, 1.0]]))
+    offset = side / 2 - back @ (side / 2 + shift)
+    matrix = (back[0, 0], back[0, 1], offset[0], back[1, 0], back[1, 1], offset[1])
+    moved = glyph.transform((side, side), Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+    return shrink(moved)
+
+
+# Colours: the very easy task, cloudy fields of one colour
+
+COLOURS = ("red", "yellow", "green", "blue")
+HUES = np.array([0.0, 0.15, 0.36, 0.61])
+
+
+def draw_colours(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
+    """A field of one colour; hues of different classes never meet."""
+    num = len(labels)
+    hue = (HUES[labels] + rng.uniform(-0.04, 0.04, num)) % 1
+    colour = hsv(hue, rng.uniform(0.65, 0.95, num), rng.uniform(0.6, 0.9, num))
+    return finish(rng, ground(rng, colour, image_size, unrest=0.16), grain=0.03)
+
+
+# Textures: procedural patterns of two tones, turned, scaled and shifted
+
+Plane = Float[np.ndarray, "num P P"]
+
+
+def draw_textures(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
+    """A pattern between two muted colours, under cloudy light."""
+    num = len(labels)
+    pattern = np.empty((num, image_size, image_size))
+    for label, name in enumerate(TEXTURES):
+        members = np.flatnonzero(labels == label)
+        pattern[members] = _pattern(rng, PATTERNS[name], len(members), image_size)
+    hue = rng.random(num)
+    pale = hsv(hue, rng.uniform(0.05, 0.3, num), rng.uniform(0.65, 0.95, num))
+    deep = hsv((hue + rng.uniform(-0.2, 0.2, num)) % 1, rng.uniform(0.15, 0.45, num), rng.uniform(0.15, 0.45, num))
+    light = 1 + 0.08 * mottle(rng, num, image_size, 2)
+    flip = rng.random(num) < 0.5
+    pattern[flip] = 1 - pattern[flip]
+    mixed = blend(pattern, pale[:, None, None], deep[:, None, None])
+    return finish(rng, mixed * light[..., None], grain=0.05)
+
+
+def _pattern(rng: np.random.Generator, value: Callable[[Plane, Plane], Plane], num: int, image_size: int) -> Plane:
+    """Brightness in [0, 1]: `value` of turned and scaled coordinates in periods, softly thresholded at 0."""
+    side = 2 * image_size  # drawn twice as large and averaged, against aliasing
+    at = (np.arange(side) + 0.5) / side - 0.5
+    y, x = at[:, None], at[None, :]
+    angle, periods, bend = (rng.uniform(*r, (num, 1, 1)) for r in ((0, 2 * np.pi), (2.6, 4.6), (-0.5, 0.5)))
+    u = periods * (np.cos(angle) * x + np.sin(angle) * y) + rng.uniform(-0.5, 0.5, (num, 1, 1))
+    v = periods * (np.cos(angle) * y - np.sin(angle) * x) + rng.uniform(-0.5, 0.5, (num, 1, 1))
+    wobble = 0.12 * mottle(rng, num, side, 3)
+    soft = 0.5 + 0.5 * np.tanh(3 * value(u + wobble + 0 * bend, v + wobble))
+    return soft.reshape(num, image_size, 2, image_size, 2).mean(axis=(2, 4))
+
+
+def _wave(t: Plane) -> Plane:
+    return np.sin(2 * np.pi * t)
+
+
+def _zigzag(t: Plane) -> Plane:
+    """Triangle wave in [-1, 1] of period 1."""
+    return 4 * np.abs(t % 1 - 0.5) - 1
+
+
+def _lines(t: Plane, width: float) -> Plane:
+    """Positive within `width` periods of every whole number."""
+    return 8 * (width - np.abs((t + 0.5) % 1 - 0.5))
+
+
+def _bricks(u: Plane, v: Plane) -> Plane:
+    row = np.floor(v)
+    return np.maximum(_lines(v, 0.1), _lines(u / 1.8 + 0.5 * (row % 2), 0.06))
+
+
+PATTERNS: dict[str, Callable[[Plane, Plane], Plane]] = {
+    "stripes": lambda u, v: 1.5 * _wave(u),
+    "checks": lambda u, v: 4 * _wave(u / 2) * _wave(v / 2),
+    "dots": lambda u, v: 8 * (0.3 - np.hypot((u + 0.5) % 1 - 0.5, (v + 0.5) % 1 - 0.5)),
+    "rings": lambda u, v: 1.5 * _wave(np.hypot(u, v)),
+    "zigzag": lambda u, v: 1.5 * _wave(u + 0.35 * _zigzag(v / 1.4)),
+    "bricks": _bricks,
+    "grid": lambda u, v: np.maximum(_lines(u, 0.14), _lines(v, 0.14)),
+    "triangles": lambda u, v: _wave(u) + _wave(u / 2 + 0.866 * v) + _wave(u / 2 - 0.866 * v),
+}
+"""Signed values over two coordinates in periods; the sign says which of the two colours."""
+
+TEXTURES = tuple(PATTERNS)
+
+# What the families share: colours, mottled grounds, grain and antialiased masks
+
+SUPERSAMPLE = 4
+"""Masks are drawn this many times larger and then averaged down."""
+
+
+def hsv(hue, saturation, value) -> np.ndarray:
+    """RGB in [0, 1] with a last axis of 3; hue in turns, all arguments broadcast."""
+    hue, saturation, value = np.broadcast_arrays(hue, saturation, value)
+    sector = (np.array([5.0, 3.0, 1.0]) + hue[..., None] * 6) % 6
+    ramp = np.clip(np.minimum(sector, 4 - sector), 0, 1)
+    return value[..., None] * (1 - saturation[..., None] * ramp)
+
+
+def mottle(rng: np.random.Generator, num: int, image_size: int, cells: int) -> Float[np.ndarray, "num S S"]:
+    """Smooth noise: normal values on a grid of `cells` x `cells` squares, interpolated with a cosine."""
+    grid = rng.standard_normal((num, cells + 1, cells + 1))
+    position = (np.arange(image_size) + 0.5) / image_size * cells
+    left = position.astype(int)
+    weight = 0.5 - 0.5 * np.cos(np.pi * (position - left))
+    rows = grid[:, left] * (1 - weight[:, None]) + grid[:, left + 1] * weight[:, None]
+    return rows[:, :, left] * (1 - weight) + rows[:, :, left + 1] * weight
+
+
+def ground(
+    rng: np.random.Generator, colour: Float[np.ndarray, "num 3"], image_size: int, unrest: float
+) -> Float[np.ndarray, "num S S 3"]:
+    """A field of one colour per image with cloudy changes of brightness and a little of hue."""
+    num = len(colour)
+    light = mottle(rng, num, image_size, 3) + 0.6 * mottle(rng, num, image_size, 7)
+    tint = np.stack([mottle(rng, num, image_size, 2) for _ in range(3)], axis=-1)
+    return colour[:, None, None, :] * (1 + unrest * (light[..., None] + 0.4 * tint))
+
+
+def blend(mask, front, back) -> np.ndarray:
+    """`front` where the mask `[num, S, S]` is 1, `back` where it is 0."""
+    return back + mask[..., None] * (front - back)
+
+
+def finish(
+    rng: np.random.Generator, images: Float[np.ndarray, "num S S 3"], grain: float
+) -> UInt8[np.ndarray, "num S S 3"]:
+    """Adds grain (standard deviation, full range 1) and rounds to bytes."""
+    noisy = images + grain * rng.standard_normal(images.shape)
+    return np.round(np.clip(noisy, 0, 1) * 255).astype(np.uint8)
+
+
+def shrink(mask: Image.Image) -> Float[np.ndarray, "S S"]:
+    """A supersampled 8-bit mask averaged down, as coverage in [0, 1]."""
+    return np.asarray(mask.reduce(SUPERSAMPLE), np.float64) / 255
+
+
+Draw = Callable[[np.random.Generator, np.ndarray, int], np.ndarray]
+
+FAMILIES: dict[str, tuple[tuple[str, ...], Draw]] = {
+    "shapes": (SHAPES, draw_shapes),
+    "letters": (LETTERS, draw_letters),
+    "colours": (COLOURS, draw_colours),
+    "textures": (TEXTURES, draw_textures),
+    "shapes_recoloured": (SHAPES, draw_recoloured_shapes),
+}
+"""Classes of each generated task, and the function that draws its images."""
