@@ -115,7 +115,7 @@ def run_stream(
     writes = hosts.is_first()
     with contextlib.ExitStack() as held, stop_requests() as stop:
         claimed = []
-        hosts.first_does(lambda: claimed.append(_claim(directory, identity, held)))
+        hosts.first_does(lambda: claimed.append(_claim(directory, identity, defaults_of(config.method), held)))
         status = held.enter_context(Status(directory, writes=writes))
         resumed = bool(hosts.largest(int(any(claimed))))
         methods: tuple[Method, ...] = (learner,)
@@ -175,9 +175,11 @@ def _check_hosts(config: RunConfig, identity: Mapping[str, Any], conditions: Map
     hosts.check_equal("settings", settings, "start every process with the same command")
 
 
-def _claim(directory: Path, identity: Mapping[str, Any], held: contextlib.ExitStack) -> bool:
+def _claim(
+    directory: Path, identity: Mapping[str, Any], defaults: Mapping[str, Any], held: contextlib.ExitStack
+) -> bool:
     held.enter_context(hold(directory))
-    return claim(directory, identity)
+    return claim(directory, identity, defaults)
 
 
 def missing_bounds(directory: Path, stream: Stream) -> list[int]:
@@ -308,6 +310,12 @@ def _identity(
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
         **_pixels(pretrained),
     }
+
+
+def defaults_of(method: MethodConfig) -> dict[str, Any]:
+    """Settings with their defaults: what a run did that was begun before a setting existed."""
+    settings = {method.name: type(method)(), "seeds": SeedsConfig(), "engine": EngineConfig()}
+    return {name: dataclasses.asdict(own) for name, own in settings.items()} | {"base_data_sha256": None}
 
 
 def _pixels(pretrained: Pretrained) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from launchers.job import LauncherConfig, Run, Sweep, results_of
 from launching import check, finish, host_arguments
 
 from cheem_jax.arguments import arguments_of
+from cheem_jax.continual import defaults_of
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import plan_source
@@ -114,7 +115,7 @@ def run_all(
     if len(set(names)) < len(names):
         raise ValueError(f"variants named more than once: {', '.join(repeats(names))}")
     for _, one in settings:  # what cannot be had is told before hours of other runs
-        check_held(one.run_dir, known_of(one))
+        check_held(one.run_dir, known_of(one), defaults_of(mtil.config_of(one).method))
     if study.launcher.kind != "none":
         return run_as_jobs(study, settings, progress, after_each)
     found, workshop, load = Found(), dict[Any, Networks](), loader(study, progress)

@@ -142,7 +142,9 @@ def test_other_code_versions_or_devices_are_told_before_the_run_begins(capsys, r
     known = fingerprint.take(reproduce.config_of(run_dir))
     edit(run_dir, conditions={**known, "versions": {**known["versions"], "jax": "0.0.1"}})
     status, output, _ = status_of(capsys, run_dir)
-    note = f"note: numbers may differ, since versions.jax was 0.0.1, is {known['versions']['jax']} running"
+    note = (
+        f'note: numbers may differ, since versions.jax is "0.0.1" there and "{known["versions"]["jax"]}" here running'
+    )
     assert status == 0 and output.index(note) < output.index("running again in") < output.index("identical")
 
 
@@ -150,7 +152,7 @@ def test_a_run_that_another_version_went_on_with_says_so_and_may_be_identical(ca
     known = fingerprint.take(reproduce.config_of(run_dir))
     record.Record.open(run_dir).write("continued", conditions={**known, "weights_sha256": "w"}, command=["a"])
     status, output, _ = status_of(capsys, run_dir)
-    assert status == 0 and "note: numbers may differ, since weights_sha256 was w, is seed 0" in output
+    assert status == 0 and 'note: numbers may differ, since weights_sha256 is "w" there and "seed 0" here' in output
 
 
 def test_of_a_run_that_stopped_only_what_it_holds_is_compared(capsys, run_dir):
@@ -181,7 +183,7 @@ def test_an_unfinished_reproduction_is_continued_and_another_run_refused(capsys,
     config = json.loads((again / "config.json").read_text())
     (again / "config.json").write_text(json.dumps({**config, "seed": 5}))
     status, _, error = status_of(capsys, run_dir)
-    assert status == 2 and "holds a run of other settings, data or weights" in error and "--against" in error
+    assert status == 2 and "seed is 5 there and 0 here" in error and "--against" in error
 
 
 def refused(capsys, *arguments: str | Path) -> str:
@@ -192,8 +194,8 @@ def refused(capsys, *arguments: str | Path) -> str:
 
 
 def test_what_is_no_run_or_has_no_command_is_refused_in_one_line(capsys, run_dir, tmp_path):
-    assert "gone' is no run directory" in refused(capsys, tmp_path / "gone")
-    assert "gone' is no run directory" in refused(capsys, run_dir, "--against", tmp_path / "gone")
+    assert "gone' is not a run directory" in refused(capsys, tmp_path / "gone")
+    assert "gone' is not a run directory" in refused(capsys, run_dir, "--against", tmp_path / "gone")
     assert "is the run itself" in refused(capsys, run_dir, "--into", run_dir)
     assert "leave out --into" in refused(capsys, run_dir, "--into", tmp_path / "x", "--against", run_dir)
     edit(run_dir, command=["experiments/other.py", "--seed", "1"])

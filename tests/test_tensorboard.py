@@ -176,7 +176,7 @@ def test_the_command_writes_every_run_and_names_what_is_none(tmp_path, capsys):
     runs = (tmp_path / "a", tmp_path / "b")
     for run in runs:
         learn(begin(run), 0, [0.9], [0.9])
-    with pytest.raises(ValueError, match="gone' is no run directory"):
+    with pytest.raises(ValueError, match="gone' is not a run directory"):
         write_tensorboard(Tensorboard((*runs, tmp_path / "gone")))
     assert not (runs[0] / "tensorboard").exists()  # nothing is begun
     write_tensorboard(Tensorboard(runs))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.benchmarks.table import MTIL, VDD
-from cheem_jax.report.earlier import MEASURED, completed, side_by_side
+from cheem_jax.differences import leaves, settings_apart, summary
 from cheem_jax.report.memories import is_memory
 from cheem_jax.report.table import TOLD
 
@@ -63,7 +63,7 @@ def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
             numbers_of(results)
             # how networks were run decides no result, but for the precision
             seeds = run.results["seed"], config.get("seeds")
-            identity = (*cell_of(run), json.dumps([seeds, _without_seeds(completed(config))], sort_keys=True))
+            identity = (*cell_of(run), json.dumps([seeds, _without_seeds(config)], sort_keys=True))
         except FileNotFoundError:
             left_out.append((directory, "unfinished: it has no results yet"))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
@@ -95,23 +95,20 @@ def check_comparable(runs: Sequence[Run]) -> None:
         if apart := sorted(set(run.order) ^ set(reference.order)):
             raise ValueError(
                 f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but only one of them "
-                f"has {', '.join(apart)}; tabulate them apart"
+                f"has {', '.join(apart)}; tabulate them separately"
             )
         for key in IDENTITY:
-            ours, theirs = (_identity(other, key) for other in (run, reference))
-            if ours != theirs:
+            theirs, ours = ({key: _identity(other, key)} for other in (reference, run))
+            if found := list(leaves(theirs, ours)):
                 raise ValueError(
-                    f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but differ in "
-                    f"{key}: {_difference(ours, theirs)}; tabulate them apart"
+                    f"{reference.directory} and {run.directory} are both {' on '.join(run.place)}, but "
+                    f"{summary(found, 'values')}; tabulate them separately"
                 )
         alike = settings.setdefault(cell_of(run), run)
-        own, other = map(_without_seeds, side_by_side(run.config, alike.config))
-        if MEASURED in run.config and MEASURED not in alike.config:
-            settings[cell_of(run)] = run  # it says more, to whom comes next
-        if own != other:
+        if found := settings_apart(_without_seeds(alike.config), _without_seeds(run.config)):
             raise ValueError(
-                f"{run.directory} and {alike.directory} would share cells, but differ in {_difference(own, other)}; "
-                "tabulate them apart"
+                f"{alike.directory} and {run.directory} would share cells, but {summary(found, 'settings')}; "
+                "tabulate them separately"
             )
 
 
@@ -129,13 +126,6 @@ def cell_of(run: Run) -> tuple[object, ...]:
 def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key not in ("seed", "seeds", "engine")}
     return {**kept, "precision": config.get("engine", {}).get("precision", "float32")}
-
-
-def _difference(a: object, b: object) -> str:
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        key = next(key for key in [*a, *b] if a.get(key) != b.get(key))
-        return f"{key}: {_difference(a.get(key), b.get(key))}"
-    return f"{a!r:.80} and {b!r:.80}"
 
 
 def variant_of(run: Run) -> str:
@@ -165,9 +155,8 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
         found.append(f"eps1 {epsilons[0]:g}, eps2 {epsilons[1]:g}")
     if (tolerance := search.get("tolerance", 0.02)) != 0.02:
         found.append(f"tau {tolerance:g}")
+    # two settings that no longer exist, of published runs
     found += ["resumed FLOPs"] if search.get("cost", "network") != "network" else []
-    found += [f"{rungs} rungs"] if (rungs := search.get("rungs", 1)) > 1 else []
-    found += ["warm start"] if search.get("warm_start", False) else []
     found += [f"best of {draws} trained draws"] if (draws := cheem.get("trained_draws", 0)) else []
     return found
 

@@ -74,7 +74,7 @@ def look(directory: Path, now: float, before: Seen | None = None) -> Seen:
         way_out = (
             f"it holds {len(below)} runs, such as {str(below[0])!r}" if below else "give what a run's --run-dir says"
         )
-        raise ValueError(f"{str(directory)!r} is no run directory (it has no {NAME}); {way_out}") from None
+        raise ValueError(f"{str(directory)!r} is not a run directory (it has no {NAME}); {way_out}") from None
     except (OSError, ValueError, RecursionError) as error:
         config = {}
         trouble.append(f"{NAME} cannot be read ({error})")

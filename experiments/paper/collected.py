@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
-from paper.recount import recounted
 
 from cheem_jax.report.finished import Run, check_comparable, order_names, read, variant_of
 from cheem_jax.report.table import METHODS
@@ -81,7 +80,6 @@ def load(folder: Path) -> Cells:
         told = " and ".join(f"{stream} on {backbone}" for stream, backbone in places)
         raise ValueError(f"{folder} holds runs of {told}; a page is of one stream and one backbone")
     check_comparable(runs)
-    runs = [run._replace(results=recounted(run.results, run.config)) for run in runs]
     orders = order_names(runs)
     found: dict[Cell, dict[int, Collected]] = {}
     for run in runs:

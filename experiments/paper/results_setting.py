@@ -6,7 +6,6 @@ from typing import Any
 from paper.beside import AGAIN, Beside, pixels_of, processor_of
 from paper.collected import Cells, Collected, is_usual, usual_of
 
-from cheem_jax.report.earlier import completed
 from cheem_jax.report.table import Grid
 
 
@@ -83,8 +82,8 @@ def method_grid(cells: Cells) -> Grid:
 
 
 def settings_of(run: Collected) -> dict[str, Any]:
-    """A method's settings by dotted names, those of before a setting existed with its default."""
-    return dict(leaves(completed(run.run.config).get(run.run.results["method"], {})))
+    """A method's settings by dotted names."""
+    return dict(leaves(run.run.config.get(run.run.results["method"], {})))
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

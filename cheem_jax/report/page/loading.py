@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cheem_jax.differences import leaves, summary
 from cheem_jax.report import record
 from cheem_jax.report.finished import MEMORY, Run, check_comparable, numbers_of, read
 from cheem_jax.report.memories import as_of_run, is_memory
@@ -111,15 +112,15 @@ def _nothing_yet(directory: Path, config: dict[str, Any]) -> str:
 
 
 def _check_one_table(runs: Sequence[Run]) -> None:
+    """Raises ValueError where finished runs cannot share the page's comparison."""
     for run in runs[1:]:
-        for what, ours, theirs in (
-            ("stream", run.results["stream"], runs[0].results["stream"]),
-            ("backbone", run.results["backbone"], runs[0].results["backbone"]),
-            ("order of tasks", run.order, runs[0].order),
-        ):
-            if ours != theirs:
-                raise ValueError(
-                    f"{run.directory} and {runs[0].directory} differ in {what}: {ours!r:.200} and {theirs!r:.200}; "
-                    "give each its own report"
-                )
+        one, other = (
+            {"stream": r.results["stream"], "backbone": r.results["backbone"], "order of tasks": r.order}
+            for r in (runs[0], run)
+        )
+        if found := list(leaves(one, other)):
+            raise ValueError(
+                f"{runs[0].directory} and {run.directory} differ: {summary(found, 'values')}; give each a report of "
+                "its own"
+            )
     check_comparable(runs)
