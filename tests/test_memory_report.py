@@ -26,7 +26,7 @@ from cheem_jax.report.page.charts import pool_growth
 from cheem_jax.report.page.loading import load
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
-from cheem_jax.report.seen import look
+from cheem_jax.report.status import look
 from cheem_jax.report.tensorboard import NAME
 
 METHOD = dataclasses.replace(small.QUICK, remove=("skip", "adapt"))
@@ -149,14 +149,14 @@ def test_what_one_watches_of_a_memory(moment):
     empty = watched(moment("empty"))
     assert "no task yet; cheem learn" in empty and "0 tasks learned" in empty and "now" not in empty
     three = watched(moment("three"))
-    assert "at rest since" in three and "3 tasks learned" in three and "when learned" in three
+    assert "at rest since" in three and "3 tasks learned" in three and "right after learning" in three
     assert "– not measured: the images were not at hand" in three and "nan" not in three
     assert next(row for row in three.split("\n") if row.startswith(" T0 task0")).split()[-3:] == ["–"] * 3
     half = watched(moment("half"))
-    assert "stopped in the middle of task9; the same cheem learn goes on" in half and "2 tasks learned" in half
+    assert "stopped in the middle of task9; the same cheem learn resumes it" in half and "2 tasks learned" in half
     later = moment("later")
     diagonal = [row[index] for index, row in enumerate(results_in(later)["accuracy"])]
-    told = f"3 tasks learned, when learned {100 * sum(diagonal) / 3:.1f} %, mean of 3 tasks"
+    told = f"3 tasks learned, right after learning {100 * sum(diagonal) / 3:.1f} %, mean of 3 tasks"
     assert line(look(later, 0.0)).endswith(told)
 
 

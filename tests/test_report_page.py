@@ -23,11 +23,11 @@ from cheem_jax.report import record
 from cheem_jax.report.finished import read
 from cheem_jax.report.page import examples
 from cheem_jax.report.page.assemble import text_of
-from cheem_jax.report.page.charts import duration
 from cheem_jax.report.page.examples import data_uri
 from cheem_jax.report.page.loading import tell
 from cheem_jax.report.page.search import search_chart
 from cheem_jax.report.page.specs import Missing, spread
+from cheem_jax.report.progress import duration
 from cheem_jax.results import results_of
 
 HOSTILE = "</script><script>alert(1)</script><b>\"'`{{7*7}}%{x}$x$"
@@ -523,7 +523,7 @@ def test_durations_have_two_units():
     assert [duration(s) for s in (2.345, 59.4, 127.4, 3600, 7260)] == [
         "2.3 s",
         "59 s",
-        "2 min 7 s",
-        "1 h 0 min",
-        "2 h 1 min",
+        "2 min 07 s",
+        "1 h 00 min",
+        "2 h 01 min",
     ]

@@ -30,6 +30,7 @@ from cheem_jax.report.page.specs import (
     shown,
     spread,
 )
+from cheem_jax.report.progress import duration
 from cheem_jax.report.table import TOLD
 
 Results = Mapping[str, Any]
@@ -262,14 +263,3 @@ def time(results: Results, told: Told) -> Chart:
     )
     layout = _bars_layout(full, kept, "seconds")
     return Chart(caption, (Variant("", {"data": traces, "layout": layout}),), 400)
-
-
-def duration(seconds: float) -> str:
-    """`2 min 7 s`, two units at most."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60:,} h {minutes % 60} min"
