@@ -29,7 +29,6 @@ from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.checkpoint import load_meta, saved_tasks
 from cheem_jax.cli import parse, run_command
-from cheem_jax.continual import networks_of
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.data.task import hash_of_images
@@ -39,6 +38,7 @@ from cheem_jax.keys import Keys, SeedsConfig
 from cheem_jax.methods.catalogue import Networks
 from cheem_jax.methods.cheem import Cheem
 from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
+from cheem_jax.networks import networks_of
 from cheem_jax.pool import Memory
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read

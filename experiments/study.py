@@ -14,7 +14,6 @@ from launchers.job import LauncherConfig, Run, Sweep, results_of
 from launching import check, finish, host_arguments
 
 from cheem_jax.arguments import arguments_of
-from cheem_jax.continual import defaults_of
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import plan_source
@@ -24,6 +23,7 @@ from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods.catalogue import Name, Networks, preset_of
 from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
 from cheem_jax.report.progress import Progress
+from cheem_jax.run_config import defaults_of
 from cheem_jax.run_directory import check_held
 
 Config = TypeVar("Config")

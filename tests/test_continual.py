@@ -21,7 +21,7 @@ import small
 from flax import nnx
 from rich.console import Console
 
-from cheem_jax import continual, metrics
+from cheem_jax import continual, metrics, networks
 from cheem_jax.backbone.means import base_means
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
@@ -53,7 +53,7 @@ _made = {}
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once():
     """One executor and one upper bound for all runs of equal settings and weights: programs are compiled once."""
-    make = continual.make_executor
+    make = networks.make_executor
 
     bound = continual.FullFinetune
 
@@ -71,7 +71,7 @@ def compiled_once():
         return _made[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continual, "make_executor", functools.partial(once, make))
+        patch.setattr(networks, "make_executor", functools.partial(once, make))
         patch.setattr(continual, "FullFinetune", bound_once)
         yield
 

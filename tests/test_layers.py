@@ -16,7 +16,7 @@ ROWS = (
     ("supernet", "hee", "execution"),
     ("evolution", "training"),
     ("data", "checkpoint", "saved_memory", "rolling", "results", "report", "run_directory", "fingerprint"),
-    ("methods", "restoring", "steps", "continual"),
+    ("methods", "networks", "run_config", "continual"),
     ("prediction", "forgetting", "predict", "export", "memory", "serve"),
     ("arguments", "commands", "cli", "__main__"),
 )

@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.continual import networks_of
 from cheem_jax.data.task import Stream, Task, fingerprint
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.keys import Keys
@@ -17,6 +16,7 @@ from cheem_jax.methods.ewc import Ewc
 from cheem_jax.methods.fitting import Inputs
 from cheem_jax.methods.moal import Moal
 from cheem_jax.methods.prompting import Prompting
+from cheem_jax.networks import networks_of
 from cheem_jax.report.finished import Run
 
 from .theory import match_probability, match_with_unequal_rivals
