@@ -1,13 +1,13 @@
 """Settings written as the command line that gives them again."""
 
 import dataclasses
-import os
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cheem_jax.data.sources import BENCHMARKS, BY_NAME
+from cheem_jax.paths import absolute
 
 
 def arguments_of(settings: Any) -> list[str]:
@@ -64,5 +64,5 @@ def _text(value: Any) -> str:
         case str():
             return value
         case Path():
-            return str(Path(os.path.expanduser(value)).absolute())
+            return str(absolute(value))
     raise TypeError(f"{type(value).__name__} {value!r} has no form on a command line; expected numbers, text, paths")

@@ -10,6 +10,7 @@ checkpoint *is*: equal for equal arrays and metadata, whatever Orbax calls its f
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -18,8 +19,6 @@ import math
 import os
 import re
 import shutil
-import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,10 +27,10 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore
 
 from cheem_jax import hosts
 from cheem_jax.atomic import to_disk
+from cheem_jax.paths import absolute
 
 FORMAT = "cheem_jax-task/2"
 MANIFEST = "manifest.json"
@@ -44,13 +43,17 @@ def task_directory(root: Path, index: int, name: str) -> Path:
     return root / f"{index:03d}-{slug}"
 
 
+class CorruptedCheckpoint(ValueError):
+    """A checkpoint with a missing or changed file, or bytes that do not parse; only a copy brings it back."""
+
+
 def save_task(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     """Write one task's arrays and metadata; refuses to touch a directory that exists.
 
     In a job of several processes, which all hold them, the first one writes and the others wait. Raises OSError where
     it cannot be written, and then leaves nothing.
     """
-    found = hosts.fetch(dict(arrays))
+    directory, found = absolute(directory), hosts.fetch(dict(arrays))
     hosts.first_does(lambda: _write(directory, found, meta))
 
 
@@ -64,8 +67,8 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     meta = {"format": FORMAT, **meta}
     try:
         partial.mkdir(parents=True)
-        with _quietly():
-            _checkpointer().save((partial / "arrays").absolute(), arrays)
+        with _silent_log():
+            _checkpointer(hosts.count(), hosts.index()).save(partial / "arrays", arrays)
         (partial / "task.json").write_text(_text(meta))
         manifest = {"format": FORMAT, "content_sha256": content_hash(arrays, meta), "files": _hash_files(partial)}
         (partial / MANIFEST).write_text(_text(manifest))
@@ -96,11 +99,14 @@ def _remove_for_good(partial: Path) -> None:
 _ATTEMPTS = itertools.count()
 
 
-def _checkpointer() -> ocp.Checkpointer:
-    """Orbax for this process alone: every one holds all that is saved, so none has to wait for the others' parts."""
-    if hosts.count() == 1:
+@functools.cache
+def _checkpointer(num_processes: int, process: int) -> ocp.Checkpointer:
+    """Orbax for this process alone: each contains all that is saved, so none waits for the others' parts.
+
+    One serves every task, since making one takes longer than reading a small task.
+    """
+    if num_processes == 1:
         return ocp.PyTreeCheckpointer()
-    process = hosts.index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
     )
@@ -108,53 +114,54 @@ def _checkpointer() -> ocp.Checkpointer:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Threads of Orbax's tell of a failing disk in pages of tracebacks; the exception that follows says it once."""
+def _silent_log() -> Iterator[None]:
+    """Orbax logs a failing disk as pages of tracebacks; the exception that follows says it once."""
     logger = logging.getLogger("absl")
-    told = logger.disabled, threading.excepthook, sys.unraisablehook, sys.excepthook
-    logger.disabled, threading.excepthook, sys.unraisablehook, sys.excepthook = True, *[_ignore] * 3
+    before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.disabled, threading.excepthook, sys.unraisablehook, sys.excepthook = told
-
-
-def _ignore(*_: object) -> None:
-    pass
+        logger.disabled = before
 
 
 def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays (NumPy) and metadata of one task. Raises ValueError naming the directory where anything is damaged."""
+    """Arrays (NumPy) and metadata of one task.
+
+    Raises CorruptedCheckpoint where files are missing, changed or do not parse; ValueError for another format; OSError
+    or MemoryError where it cannot be read now. Each names the directory and the reason.
+    """
+    directory = absolute(directory)
     meta, manifest = load_meta(directory), load_manifest(directory)
     with named(directory):
         found = _hash_files(directory)
         if wrong := sorted(name for name in found.keys() | manifest["files"].keys() if _differs(name, found, manifest)):
-            raise ValueError(f"damaged, missing or foreign files: {wrong[:5]}")
+            raise CorruptedCheckpoint(f"missing, changed or foreign files: {wrong[:5]}")
         arrays = _restore(directory / "arrays")
         if content_hash(arrays, meta) != manifest["content_sha256"]:
-            raise ValueError("its content is not what its manifest says")
+            raise CorruptedCheckpoint("its content differs from the hash in its manifest")
     return arrays, meta
 
 
 def load_tasks(directories: Sequence[Path]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Several tasks; one ValueError names every damaged one."""
+    """Several tasks; one error names every corrupted one."""
     return list(each_task(directories))
 
 
 def each_task(directories: Sequence[Path]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The same one after the other, up to the first damaged one; the ValueError comes at the end."""
-    damaged = []
+    """The same one after the other, up to the first corrupted one; the ValueError comes at the end."""
+    wrong = []
     for directory in directories:
         try:
             found = load_task(directory)
         except ValueError as error:
-            damaged.append(str(error))
+            wrong.append(error)
         else:
-            if not damaged:
+            if not wrong:
                 yield found
-    if damaged:
-        others = "; the other tasks are whole" if len(damaged) < len(directories) else ""
-        raise ValueError(" / ".join(damaged) + others)
+    if wrong:
+        kind = CorruptedCheckpoint if any(isinstance(error, CorruptedCheckpoint) for error in wrong) else ValueError
+        others = "; the other tasks are intact" if len(wrong) < len(directories) else ""
+        raise kind(" / ".join(map(str, wrong)) + others)
 
 
 def load_meta(directory: Path) -> dict[str, Any]:
@@ -175,75 +182,62 @@ def _load_json(directory: Path, name: str) -> dict[str, Any]:
         if found != FORMAT:
             raise ValueError(f"the format in its {name} is {found!r}, expected {FORMAT!r}")
         if text != _text(value):
-            raise ValueError(f"its {name} is damaged")
+            raise CorruptedCheckpoint(f"its {name} was changed")
         return value
 
 
 def _restore(arrays: Path) -> dict[str, Any]:
     """What Orbax kept, unless it is far more than its files can hold: constants are stored in almost nothing."""
     size = sum(file.stat().st_size for file in arrays.rglob("*") if file.is_file())
-    tree = json.loads((arrays / "_METADATA").read_text())
-    if _is_plain(tree):
-        return _read_plain(arrays, tree, size)
-    checkpointer = _checkpointer()
-    told: Any = checkpointer.metadata(arrays.absolute())
-    leaves = jax.tree.leaves(told.item_metadata.tree)
-    _check_promised(sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves), size)
-    return checkpointer.restore(arrays.absolute())
+    checkpointer = _checkpointer(hosts.count(), hosts.index())
+    try:
+        described: Any = checkpointer.metadata(arrays)
+        leaves = jax.tree.leaves(described.item_metadata.tree)
+        promised = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        if promised <= max(2**30, 100 * size):
+            return checkpointer.restore(arrays)
+    except MemoryError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise many kinds, and the hashes said that the files are right
+        raise OSError(
+            f"its files have the hashes of its manifest, but Orbax could not read them: {_first_line(error)}"
+        ) from error
+    raise CorruptedCheckpoint(f"its files of {size} bytes promise {promised} bytes of arrays")
 
 
-def _is_plain(tree: Mapping[str, Any]) -> bool:
-    """Whether Orbax's description is of dicts of arrays in the one form that `save_task` gives them today."""
-    leaves = [*tree["tree_metadata"].values()]
-    return (
-        (tree["use_ocdbt"], tree["use_zarr3"]) == (True, False)
-        and all(leaf["value_metadata"]["value_type"] in ("np.ndarray", "Dict") for leaf in leaves)
-        and all(key["key_type"] == 2 for leaf in leaves for key in leaf["key_metadata"])
-    )
-
-
-def _read_plain(arrays: Path, tree: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """The same arrays straight from TensorStore, which Orbax stands on: a tenth of the time for small tasks."""
-    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{arrays.absolute()}/"}}
-    found: dict[str, Any] = {}
-    places, opening, context = [], [], tensorstore.Context()
-    for leaf in tree["tree_metadata"].values():
-        *keys, last = (key["key"] for key in leaf["key_metadata"])
-        place = found
-        for key in keys:
-            place = place.setdefault(key, {})
-        if leaf["value_metadata"]["value_type"] == "Dict":
-            place[last] = {}
-            continue
-        places.append((place, last))
-        # all at once: TensorStore reads in threads of its own
-        path = ".".join((*keys, last)) + "/"
-        opening.append(
-            tensorstore.open(
-                {"driver": "zarr", "kvstore": {**store, "path": path}}, open=True, read=True, context=context
-            )
-        )
-    opened = [each.result() for each in opening]
-    _check_promised(sum(math.prod(array.shape) * array.dtype.numpy_dtype.itemsize for array in opened), size)
-    reading = [array.read() for array in opened]
-    for (place, last), read in zip(places, reading, strict=True):
-        place[last] = np.asarray(read.result())
-    return found
-
-
-def _check_promised(promised: int, size: int) -> None:
-    if promised > max(2**30, 100 * size):
-        raise ValueError(f"its files of {size} bytes promise {promised} bytes of arrays")
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:500]
 
 
 @contextlib.contextmanager
 def named(directory: Path) -> Iterator[None]:
-    """Whatever is wrong with what a checkpoint holds becomes a ValueError that names it."""
+    """Whatever goes wrong while a checkpoint is read names it, and says `corrupted` only of what is.
+
+    A missing file and bytes that do not parse become CorruptedCheckpoint; another failure of the system stays an
+    OSError; content that does not fit becomes a ValueError.
+    """
     try:
         yield
-    except Exception as error:  # Orbax raises many kinds; all mean the same to a reader
-        reason = str(error) or type(error).__name__
-        raise ValueError(f"checkpoint {directory} cannot be read ({reason:.500}); restore it from a copy") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        if str(error).startswith(f"checkpoint {directory} "):  # an inner block has named it already
+            raise
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else _first_line(error)
+        if isinstance(error, CORRUPTED):
+            raise CorruptedCheckpoint(
+                f"checkpoint {directory} is corrupted ({reason}); restore it from a copy"
+            ) from error
+        if isinstance(error, OSError):
+            raise OSError(f"checkpoint {directory} cannot be read ({reason})") from error
+        raise ValueError(f"checkpoint {directory} does not fit ({reason})") from error
+
+
+CORRUPTED = (
+    CorruptedCheckpoint, FileNotFoundError, IsADirectoryError, NotADirectoryError, json.JSONDecodeError,
+    UnicodeDecodeError, RecursionError,
+)  # fmt: skip
+"""What reading raises where a file is missing, is none, or does not parse."""
 
 
 def content_hash(arrays: Arrays, meta: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from cheem_jax import __version__
 from cheem_jax.commands import COMMANDS, GROUPS
 from cheem_jax.interruption import Stopped
+from cheem_jax.paths import shown, with_absolute_paths
 
 Settings = TypeVar("Settings")
 
@@ -27,7 +28,7 @@ STATUS = (
 
 
 def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None = None, **options: Any) -> Settings:
-    """The command line as `settings`, a dataclass or an instance that holds the defaults.
+    """The command line as `settings`, a dataclass or an instance that holds the defaults; its paths are absolute.
 
     tyro draws a titled box around a complaint; a command answers in one line and ends with status 2.
     """
@@ -37,7 +38,7 @@ def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None =
     kind, default = (settings, None) if isinstance(settings, type) else (type(settings), settings)
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(kind, default=default, args=arguments, **options)
+            return with_absolute_paths(tyro.cli(kind, default=default, args=arguments, **options))
     except SystemExit as stop:
         if stop.code:
             text = re.sub("╭.*╮|[╰╯│─]", " ", complaint.getvalue())
@@ -95,7 +96,7 @@ def _run(command: Callable[[Settings], int | None], settings: Settings, director
             _end_for_what_is_missing(error)
         except KeyboardInterrupt as stop:
             begun = directory is not None and directory.exists()
-            where = f" Finished tasks are in {directory}; the same command goes on after them." if begun else ""
+            where = f" Finished tasks are in {shown(directory)}; the same command goes on after them." if begun else ""
             data = sys.modules.get("cheem_jax.commands.data")
             if data is not None and isinstance(settings, data.Prepare):
                 where = " What is ready is kept; the same command goes on."
@@ -103,7 +104,7 @@ def _run(command: Callable[[Settings], int | None], settings: Settings, director
             if isinstance(stop, Stopped):
                 number = stop.signal_number
                 if directory is not None:
-                    where = f" In {directory} {stop}; the same command goes on from there."
+                    where = f" In {shown(directory)} {stop}; the same command goes on from there."
             print(f"\nstopped.{where}", file=sys.stderr)
             raise SystemExit(128 + number) from None
     if status:

@@ -30,6 +30,7 @@ from cheem_jax.methods.frozen_linear import FrozenLinear
 from cheem_jax.methods.full_finetune import FullFinetune
 from cheem_jax.methods.method import Answers, Method
 from cheem_jax.networks import RouterWeights, base_means_of, networks_of
+from cheem_jax.paths import absolute, shown
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
@@ -49,7 +50,7 @@ def run_stream(
     stream: Stream,
     pretrained: Pretrained,
     config: RunConfig,
-    directory: Path,
+    directory: str | Path,
     progress: Progress,
     *,
     base_images: Images | None = None,
@@ -74,7 +75,7 @@ def run_stream(
         data: where the images come from, for the record, so that a report can show some.
         tensorboard: write event files after each task.
     """
-    start = Mark.now()
+    start, directory = Mark.now(), absolute(directory)
     check_fits(stream, pretrained, router, config)
     if tensorboard:
         check_installed()
@@ -129,9 +130,9 @@ def run_stream(
             why = "left out" if config.method.base_means == "neutral" else "unknown for this setting"
             progress.say(f"base means {why}: similarity to the pretraining data is neutral (0)")
         if num_finished == num_tasks:
-            progress.say(f"{directory} contains all {num_tasks} tasks already; nothing to learn")
+            progress.say(f"{shown(directory)} contains all {num_tasks} tasks already; nothing to learn")
         elif is_resumed:
-            progress.say(f"resuming {directory} with task {num_finished + 1} of {num_tasks}")
+            progress.say(f"resuming {shown(directory)} with task {num_finished + 1} of {num_tasks}")
 
         for index, task in enumerate(stream.tasks[num_finished:], start=num_finished):
             saving = sum(learn_task(task, index, method, run) for method in methods)

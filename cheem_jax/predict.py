@@ -17,6 +17,7 @@ from cheem_jax.execution.inference import Inference
 from cheem_jax.images import Images
 from cheem_jax.methods.expert_memory import TaskNetworks
 from cheem_jax.methods.method import base_network
+from cheem_jax.paths import absolute
 from cheem_jax.pool import TaskMemory
 from cheem_jax.prediction import Guess, NearTask, Prediction
 from cheem_jax.routing.centroids import CentroidIndex, threshold
@@ -224,16 +225,21 @@ def predict_files(predictor: Predictor, files: Iterable[str | Path]) -> Iterator
 
 def files_in(place: Path) -> list[str]:
     """A file itself, or the pictures below a folder; ValueError where it holds none."""
-    if not place.is_dir():
+    folder = absolute(place)
+    if not folder.is_dir():
         return [str(place)]
-    found = [str(place / name) for name in list_files(place, any_name=True) if is_image(name)]
+    found = [str(place / name) for name in list_files(folder, any_name=True) if is_image(name)]
     if not found:
         raise ValueError(f"{str(place)!r} holds no picture; expected a picture, or a folder of some")
     return found
 
 
 class NamedFiles(FolderFiles):
-    """Files by any path, relative to the working directory or absolute."""
+    """Files by any path; errors and answers name each as it was given."""
 
     def __init__(self, names: Sequence[str]):
         super().__init__(Path(), names)
+
+    def file(self, row: int) -> Path:
+        """See `FolderFiles.file`."""
+        return absolute(self.names[row])

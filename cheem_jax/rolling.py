@@ -79,9 +79,9 @@ class Rolling:
         self.seconds += self._took
 
     def open(self, task: int, say: Callable[[str], object]) -> Saved | None:
-        """The newest whole one of this task, if there is any; what is damaged or of another task is removed.
+        """The newest intact one of this task, if there is any; what is corrupted or of another task is removed.
 
-        Raises OSError or MemoryError where a whole one may be there but cannot be read now.
+        Raises OSError or MemoryError where one cannot be read now, which may be intact.
         """
         saved = hosts.together(lambda: self._newest(task, say))
         hosts.check_equal(
@@ -96,9 +96,7 @@ class Rolling:
             try:
                 arrays, meta = load_task(directory)
             except ValueError as error:
-                if isinstance(error.__cause__, MemoryError | PermissionError):
-                    raise error.__cause__ from error
-                say(f"{directory} is damaged; going on from before it")
+                say(f"{error}; the task resumes from before it")
                 continue
             if (meta.pop("running", None), meta.pop("task", None)) == (FORMAT, task):
                 return Saved(arrays, meta)

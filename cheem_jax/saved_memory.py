@@ -1,4 +1,4 @@
-"""The memory on the disk: a directory per task, and what can be had of it where some are damaged."""
+"""The memory on the disk: a directory per task, and what can be had of it where some are corrupted."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,7 +62,7 @@ FORGOTTEN = ".forgotten"
 def open_memory(root: Path, pool: Pool) -> Memory:
     """The memory of all saved tasks, grown from the backbone's own pool by reading one small directory per task.
 
-    Raises ValueError that names every damaged task, not the first alone.
+    Raises ValueError that names every corrupted task, not the first alone.
     """
     opening, directories = _Opening(Memory(pool)), saved_tasks(root)
     for directory, (arrays, meta) in zip(directories, each_task(directories), strict=True):
@@ -78,9 +78,9 @@ def with_task(memory: Memory, directory: Path) -> Memory:
 
 
 def open_usable(root: Path, pool: Pool) -> tuple[Memory, dict[str, str]]:
-    """What of a damaged memory still answers exactly as before, and why each other task does not, by directory.
+    """What of a corrupted memory still answers exactly as before, and why each other task does not, by directory.
 
-    What builds on a damaged task's experts is lost with it. The memory is for answering: its pool has gaps.
+    What builds on a corrupted task's experts is lost with it. The memory is for answering: its pool has gaps.
     """
     blocks, tasks, lost = [list(block) for block in pool], list[TaskMemory](), dict[str, str]()
     absent, gap = list[int](), gone()
@@ -99,7 +99,7 @@ def open_usable(root: Path, pool: Pool) -> tuple[Memory, dict[str, str]]:
                         block: task.architecture[block].expert if isinstance(params, LowRank) else None
                         for block, params in learned.items()
                     }
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             lost[directory.name] = str(error)
             absent.append(number)
             continue
@@ -110,7 +110,7 @@ def open_usable(root: Path, pool: Pool) -> tuple[Memory, dict[str, str]]:
             if task is not None and needed is not None and block[needed].is_gone:
                 missing.append(index)
         if missing:
-            lost[directory.name] = f"builds on experts of a damaged task in blocks {missing}"
+            lost[directory.name] = f"builds on experts of a lost task in blocks {missing}"
             absent.append(number)
             continue
         for index, params in learned.items():

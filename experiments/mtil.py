@@ -10,7 +10,6 @@ with `<split>/<class>/<image>` inside.
 
 import dataclasses
 import itertools
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -263,7 +262,7 @@ def data_of(settings: Mtil, stream: Stream) -> dict[str, Any]:
     names = [task.name for task in stream.tasks]
     if settings.stream == DEMO:
         return {"stream": DEMO, "tasks": names}
-    data_dir = None if settings.data_dir is None else str(Path(os.path.expanduser(settings.data_dir)).absolute())
+    data_dir = None if settings.data_dir is None else str(settings.data_dir)
     return {
         "stream": anywhere(settings).stream, "data_dir": data_dir, "order": settings.order, "tasks": names,
         "split_seed": settings.split_seed,

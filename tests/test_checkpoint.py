@@ -100,7 +100,7 @@ def test_an_unfinished_write_is_not_a_task(tmp_path):
 def test_a_damaged_task_is_named(tmp_path):
     save_task(tmp_path / "000-a", {"x": np.ones(2)}, {"name": "a"})
     (tmp_path / "000-a" / "task.json").write_text("{")
-    with pytest.raises(ValueError, match="000-a cannot be read"):
+    with pytest.raises(ValueError, match="000-a is corrupted"):
         load_task(tmp_path / "000-a")
 
 
@@ -108,7 +108,7 @@ def test_a_memory_whose_earlier_task_is_from_another_run_is_refused(tmp_path):
     memory = two_tasks()
     save_memory_task(tmp_path, memory, 1, rank=2)
     save_memory_task(tmp_path, grown(Memory(POOL), "other", ["skip"] * 4, 3), 0, rank=2)
-    with pytest.raises(ValueError, match="001-shapes cannot be read .it uses experts"):
+    with pytest.raises(ValueError, match="001-shapes does not fit .it uses experts"):
         open_memory(tmp_path, POOL)
 
 
@@ -156,7 +156,7 @@ def test_every_damaged_missing_or_foreign_file_is_found(tmp_path):
                 (copy / name).with_name("added").write_bytes(b"x")
             else:
                 continue
-            with pytest.raises(ValueError, match="000-textures-two cannot be read"):
+            with pytest.raises(ValueError, match="000-textures-two is corrupted .*restore it from a copy"):
                 load_task(copy)
 
 
@@ -189,7 +189,7 @@ def test_all_damaged_tasks_are_named_at_once(tmp_path):
     for directory in directories[1:]:
         (directory / "task.json").unlink()
     with pytest.raises(
-        ValueError, match="001-shapes cannot be read.*002-letters cannot be read.*the other tasks are whole"
+        ValueError, match="001-shapes is corrupted.*002-letters is corrupted.*the other tasks are intact"
     ):
         open_memory(tmp_path, POOL)
 
@@ -201,13 +201,13 @@ def test_what_does_not_build_on_a_damaged_task_stays_usable(tmp_path):
     usable, lost = open_usable(tmp_path, POOL)
     # shapes and letters build on the first task's experts
     assert usable.tasks == () and set(lost) == {d.name for d in directories}
-    assert "builds on experts of a damaged task in blocks [0, 1]" in lost["001-shapes"]
+    assert "builds on experts of a lost task in blocks [0, 1]" in lost["001-shapes"]
 
     shutil.rmtree(tmp_path)
     directories = [save_memory_task(tmp_path, memory, index, rank=2) for index in range(3)]
     (directories[1] / "task.json").write_text("{")
     usable, lost = open_usable(tmp_path, POOL)
-    assert [task.name for task in usable.tasks] == ["Textures, two"] and "cannot be read" in lost["001-shapes"]
+    assert [task.name for task in usable.tasks] == ["Textures, two"] and "is corrupted" in lost["001-shapes"]
     assert "builds on experts" in lost["002-letters"]
 
     shutil.rmtree(tmp_path)
@@ -243,5 +243,47 @@ def test_swapped_contents_are_found(tmp_path):
     first, second = (save_memory_task(tmp_path, memory, index, rank=2) for index in range(2))
     shutil.rmtree(first / "arrays")
     shutil.copytree(second / "arrays", first / "arrays")
-    with pytest.raises(ValueError, match="000-textures-two cannot be read .*damaged, missing or foreign files"):
+    with pytest.raises(ValueError, match="000-textures-two is corrupted .missing, changed or foreign files"):
         open_memory(tmp_path, POOL)
+
+
+def test_only_what_is_corrupted_is_called_so(tmp_path, monkeypatch):
+    whole = save_memory_task(tmp_path, two_tasks(), 0, rank=2)
+
+    def fails(error):
+        def read(*_):
+            raise error
+
+        return read
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_hash_file", fails(PermissionError(13, "Permission denied", "arrays/d/0")))
+        with pytest.raises(OSError, match=r"000-textures-two cannot be read .*Permission denied") as found:
+            load_task(whole)
+        assert "from a copy" not in str(found.value)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_hash_file", fails(MemoryError("full")))
+        with pytest.raises(MemoryError, match="full"):
+            load_task(whole)
+    with monkeypatch.context() as patch:  # as a library refuses what has nothing to do with the bytes
+        patch.setattr(checkpoint.ocp.Checkpointer, "restore", fails(ValueError("INVALID_ARGUMENT: Invalid file path")))
+        with pytest.raises(OSError, match="have the hashes of its manifest, but .*Invalid file path") as found:
+            load_task(whole)
+        assert "from a copy" not in str(found.value)
+    (whole / "task.json").write_text((whole / "task.json").read_text().replace(FORMAT, "cheem_jax-task/99"))
+    with pytest.raises(ValueError, match="does not fit .the format in its task.json is 'cheem_jax-task/99'"):
+        load_task(whole)
+
+
+def test_a_corrupted_task_among_unreadable_ones_is_lost_and_the_others_answer(tmp_path, monkeypatch):
+    directories = [save_memory_task(tmp_path, two_tasks(), index, rank=2) for index in range(2)]
+    whole = checkpoint.load_task
+
+    def load(directory):
+        if directory == directories[1]:
+            raise PermissionError(13, "Permission denied")
+        return whole(directory)
+
+    monkeypatch.setattr("cheem_jax.saved_memory.load_task", load)
+    usable, lost = open_usable(tmp_path, POOL)
+    assert [task.name for task in usable.tasks] == ["Textures, two"] and "Permission denied" in lost["001-shapes"]

@@ -276,7 +276,7 @@ def test_a_damaged_task_is_named_and_the_others_are_not(finished, tmp_path):
     directory = tmp_path / "copy"
     shutil.copytree(finished[0], directory)
     (directory / "checkpoints" / "cheem" / "001-task1" / "task.json").write_text("{}")
-    with pytest.raises(ValueError, match="001-task1 cannot be read.*the other tasks are whole"):
+    with pytest.raises(ValueError, match="001-task1 is corrupted.*the other tasks are intact"):
         run_stream(small.stream(2), small.pretrained(), CONFIG, directory, quiet())
 
 

@@ -77,7 +77,7 @@ def test_a_damaged_one_is_told_and_the_one_before_counts(tmp_path):
     (tmp_path / "running-000002" / "task.json").write_text("{")
     found = Rolling(tmp_path, Stop()).open(0, said.append)
     assert found is not None and found.meta["step"] == 3
-    assert len(said) == 1 and "running-000002 is damaged" in said[0]
+    assert len(said) == 1 and "running-000002 is corrupted" in said[0]
 
 
 def test_one_that_another_version_wrote_is_left_and_the_task_begins_anew(tmp_path, monkeypatch):
@@ -89,7 +89,7 @@ def test_one_that_another_version_wrote_is_left_and_the_task_begins_anew(tmp_pat
 
 def test_one_that_cannot_be_read_now_is_not_removed(tmp_path, monkeypatch):
     def no_memory(directory):
-        raise ValueError(f"checkpoint {directory} cannot be read") from MemoryError("full")
+        raise MemoryError("full")
 
     Rolling(tmp_path, Stop()).save(0, lambda: SAVED)
     monkeypatch.setattr(rolling, "load_task", no_memory)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, UInt8
 
 from cheem_jax.backbone.params import Params, mismatches
 from cheem_jax.backbone.weights import read_tensors, sha256_of
+from cheem_jax.paths import absolute
 
 Feature = Literal["pooled_conv", "fc7", "conv5"]
 FORMAT = "cheem_jax.alexnet.1"
@@ -208,7 +209,9 @@ class PretrainedAlexNet:
     """Of the source file; a converted file passes on the hash of the file it was made from."""
 
 
-def load_alexnet(weights: Path | None, *, image_size: int = 224, feature: Feature = "pooled_conv") -> PretrainedAlexNet:
+def load_alexnet(
+    weights: str | Path | None, *, image_size: int = 224, feature: Feature = "pooled_conv"
+) -> PretrainedAlexNet:
     """Weights from a safetensors or npz file under torchvision's names; only `fc7` needs the classifier in it.
 
     Raises ValueError for settings, a file or weights that do not fit, FileNotFoundError where there is no such file.
@@ -216,7 +219,7 @@ def load_alexnet(weights: Path | None, *, image_size: int = 224, feature: Featur
     config = AlexNetConfig(image_size, feature)
     if weights is None:
         raise ValueError(f"AlexNet's weights do not ship with the package; {HOW_TO_GET}")
-    file = Path(weights)
+    file = absolute(weights)
     if not file.is_file():
         raise FileNotFoundError(f"no weights file {str(file)!r}; {HOW_TO_GET}")
     if file.suffix not in (".safetensors", ".npz"):

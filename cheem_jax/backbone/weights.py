@@ -22,6 +22,7 @@ from cheem_jax.backbone.npz import read_npz
 from cheem_jax.backbone.params import check_params
 from cheem_jax.backbone.resample import resample_position
 from cheem_jax.backbone.timm_names import from_timm, infer_config
+from cheem_jax.paths import absolute
 
 FORMAT = "cheem_jax.vit.1"
 _MEANS = "base_means/"
@@ -43,7 +44,7 @@ class Pretrained:
     """`{image_size}/{placement}/{token}` -> float32 [L, D], for the sizes measured; may be empty."""
 
 
-def load_pretrained(backbone: str, *, weights: Path | None = None, image_size: int | None = None) -> Pretrained:
+def load_pretrained(backbone: str, *, weights: str | Path | None = None, image_size: int | None = None) -> Pretrained:
     """Weights of a named backbone or of another plain timm ViT, at `image_size` pixels.
 
     `image_size` is the weights' own by default. `weights` is a safetensors or npz file under timm's names, or
@@ -54,7 +55,8 @@ def load_pretrained(backbone: str, *, weights: Path | None = None, image_size: i
     known = named_config(backbone)
     hub_config = None
     if weights is not None:
-        file, source = Path(weights), Path(weights).name
+        file = absolute(weights)
+        source = file.name
         if not file.is_file():
             raise FileNotFoundError(f"no weights file {str(file)!r}; expected a .safetensors or .npz file")
         hub_config = None if known else _config_beside(file)
@@ -100,7 +102,7 @@ def resize(pretrained: Pretrained, image_size: int) -> Pretrained:
     return dataclasses.replace(pretrained, config=config, params={**pretrained.params, "position": position})
 
 
-def save_converted(file: Path, pretrained: Pretrained) -> None:
+def save_converted(file: str | Path, pretrained: Pretrained) -> None:
     """Write one converted file; an existing one is replaced only when the new one is complete."""
     from safetensors.numpy import save
 

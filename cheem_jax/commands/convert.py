@@ -18,6 +18,7 @@ from cheem_jax.data.folder import plan_task
 from cheem_jax.data.load import ImagesConfig, load_train
 from cheem_jax.data.records import all_pictures
 from cheem_jax.images import Images
+from cheem_jax.paths import absolute, shown
 
 _TFDS = re.compile(r"tfds:([^:\[]+(?::\d+\.\d+\.\d+)?):(.+)")
 
@@ -71,7 +72,7 @@ def write(settings: Convert, pretrained: Pretrained) -> Pretrained:
 def tell(settings: Convert, written: Pretrained) -> None:
     """Three lines: the file, its source, its means."""
     numbers = sum(value.size for value in written.params.values())
-    print(f"{settings.output}: {written.config.name}, {numbers:,} numbers from {written.source}")
+    print(f"{shown(settings.output)}: {written.config.name}, {numbers:,} numbers from {written.source}")
     print(f"sha256 of the source: {written.sha256}")
     print(f"base means: {', '.join(written.base_means) or 'none (give --base-data)'}")
 
@@ -79,7 +80,7 @@ def tell(settings: Convert, written: Pretrained) -> None:
 def base_images(base_data: str, image_size: int) -> Iterator[Images]:
     """The training images in chunks, uint8 [N, S, S, 3]."""
     if not base_data.startswith("tfds:"):
-        yield load_train(plan_task(Path(base_data)), image_size, ImagesConfig("memory")).images
+        yield load_train(plan_task(absolute(base_data)), image_size, ImagesConfig("memory")).images
         return
     name, split = spelled(base_data)
     files = all_pictures(name, split, None)

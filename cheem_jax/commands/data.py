@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
 from cheem_jax.data.task import check_names
 from cheem_jax.data.verify import Findings, Listed, verify, verify_cache
+from cheem_jax.paths import absolute, shown
 from cheem_jax.report.progress import Progress
 
 SHOWN = 96
@@ -99,7 +99,7 @@ class Show:
 
 def list_data(settings: List) -> None:
     """A table of the benchmarks' tasks, or the same as JSON."""
-    data_dir = Path(os.path.expanduser(settings.data_dir or default_data_dir()))
+    data_dir = settings.data_dir or default_data_dir()
     names = _names(settings.what)
     rows = []
     for task in map(BY_NAME.__getitem__, names):
@@ -139,7 +139,7 @@ def list_data(settings: List) -> None:
 
 def prepare_data(settings: Prepare) -> None:
     """Prepare task by task; what fails is told at the end, and the exit status is then 2."""
-    data_dir = Path(os.path.expanduser(settings.data_dir or default_data_dir()))
+    data_dir = settings.data_dir or default_data_dir()
     progress, failed = Progress(), {}
     for name in _names(settings.what):
         try:
@@ -202,9 +202,9 @@ def show_data(settings: Show) -> None:
     name, plans = plan_source(source, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed)
     stem = _slug(name)
     if settings.stream is not None:
-        file = settings.output or Path(f"{stem}.png")
+        file = settings.output or absolute(f"{stem}.png")
         stream_figure([_row(plan) for plan in plans], file, title=f"{name}: {len(plans)} tasks")
-        progress.say(f"wrote {file}")
+        progress.say(f"wrote {shown(file)}")
         return
     if settings.split not in ("train", "val", "test"):
         raise ValueError(f"split {settings.split!r} is none of train, val, test")
@@ -212,13 +212,13 @@ def show_data(settings: Show) -> None:
         part = plan.splits[settings.split]
         rows = _some_of_each_class(part.labels, max(1, 80 // len(plan.classes)))
         images = np.concatenate(list(decode_in_order(part.files, SHOWN, rows)))
-        file = settings.output or Path(f"{_slug(plan.name)}.png")
+        file = settings.output or absolute(f"{_slug(plan.name)}.png")
         if len(plans) > 1:
-            file = (settings.output or Path(f"{stem}-sheets")) / f"{_slug(plan.name)}.png"
+            file = (settings.output or absolute(f"{stem}-sheets")) / f"{_slug(plan.name)}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         title = f"{plan.name} · {settings.split} · {len(plan.classes):,} classes · {len(part.labels):,} images"
         contact_sheet(images, part.labels[rows], plan.classes, file, title=title)
-        progress.say(f"wrote {file}")
+        progress.say(f"wrote {shown(file)}")
 
 
 def _names(what: str) -> list[str]:

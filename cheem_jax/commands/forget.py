@@ -9,6 +9,7 @@ import tyro
 
 from cheem_jax.forgetting import Kept
 from cheem_jax.memory import open_memory
+from cheem_jax.paths import shown
 from cheem_jax.report.progress import Progress
 
 
@@ -46,8 +47,8 @@ def forget_task(settings: Forget) -> None:
         return
     say = Progress().say
     say(
-        f"{settings.memory} has forgotten {settings.task!r} and {_experts(len(done.removed))} that only it used; its "
-        f"number {done.number} is never used again; {', '.join(task.name for task in memory.tasks) or 'no task'} left"
+        f"{shown(settings.memory)} has forgotten {settings.task!r} and {_experts(len(done.removed))} that only it used; "
+        f"its number {done.number} is never used again; {', '.join(task.name for task in memory.tasks) or 'no task'} left"
     )
     for kept in done.in_use:
         say(f"block {kept.place.block + 1}, expert {kept.place.expert} stays: used by {', '.join(kept.tasks)}")

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cheem_jax.memory import open_memory
+from cheem_jax.paths import shown
 from cheem_jax.report.progress import Progress
 
 
@@ -34,21 +35,22 @@ def show_info(settings: Info) -> None:
         print(json.dumps(found, indent=1))
         return
     progress = Progress()
+    place = shown(Path(found["directory"]))
     kind = "run" if found["kind"] == "run" else "memory"
     progress.say(
-        f"{kind} {found['directory']}: {found['backbone']} at {found['image_size']} pixels, experts at "
+        f"{kind} {place}: {found['backbone']} at {found['image_size']} pixels, experts at "
         f"{found['placement']}, preset {found['preset']}, seed {found['seed']}, {_size(found['bytes'])} on the disk"
     )
     if found["keeps_base"]:
         progress.say("the backbone's own classes are a target as well")
     if found["forgotten"]:
         progress.say(f"forgotten: {len(found['forgotten'])}, whose numbers {found['forgotten']} are never used again")
-    for place, reason in found["lost"].items():
-        progress.say(f"lost: {place}: {reason}")
+    for task, reason in found["lost"].items():
+        progress.say(f"lost: {task}: {reason}")
     if found["learning"]:
         progress.say(f"half learned: {found['learning']['name']}; the same `cheem learn` goes on with it")
     if not found["tasks"]:
-        progress.say(f"no task yet: cheem learn {found['directory']} FOLDER")
+        progress.say(f"no task yet: cheem learn {place} FOLDER")
         return
     progress.console.print(_tasks(found))
     for task in found["tasks"]:

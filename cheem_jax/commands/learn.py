@@ -14,6 +14,7 @@ from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.memory import OpenMemory, begin_with, create, open_memory
 from cheem_jax.memory.data import decoding
 from cheem_jax.methods.cheem_config import Preset
+from cheem_jax.paths import shown
 from cheem_jax.report.progress import Progress
 from cheem_jax.run_directory import NAME
 
@@ -79,7 +80,7 @@ def learn_tasks(settings: Learn) -> None:
     fresh = not (settings.memory / NAME).exists()
     memory = (_new_memory if fresh else _old_memory)(settings, progress)
     progress.say(
-        f"{'new memory ' if fresh else ''}{memory.directory}: {memory.config.backbone} at "
+        f"{'new memory ' if fresh else ''}{shown(memory.directory)}: {memory.config.backbone} at "
         f"{memory.config.image_size} pixels, {_tasks(len(memory.tasks))} so far"
     )
     cache_dir = settings.images.cache_dir or cache_dir_of(settings.data, settings.data_dir)
@@ -94,9 +95,9 @@ def learn_tasks(settings: Learn) -> None:
         tasks, name=settings.name, progress=progress, save_every=settings.save_every,
         discard_unfinished=settings.discard_unfinished,
     )  # fmt: skip
+    place, names = shown(memory.directory), ", ".join(task.name for task in memory.tasks)
     progress.say(
-        f"{memory.directory} holds {_tasks(len(memory.tasks))}: {', '.join(task.name for task in memory.tasks)}; "
-        f"cheem predict {memory.directory} PICTURES answers for all of them"
+        f"{place} holds {_tasks(len(memory.tasks))}: {names}; cheem predict {place} PICTURES answers for all of them"
     )
 
 
@@ -114,7 +115,7 @@ def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
         _refuse(
             settings, set(FOR_A_NEW_ONE) - {"weights", "begin_with"}, "a memory that begins with a run takes the run's"
         )
-        progress.say(f"beginning with what {settings.begin_with} has learned")
+        progress.say(f"beginning with what {shown(settings.begin_with)} has learned")
         return begin_with(settings.memory, settings.begin_with, weights=settings.weights, engine=settings.engine)
     names = None
     if settings.base_classes is not None:

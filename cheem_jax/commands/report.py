@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from cheem_jax.atomic import write_atomically
+from cheem_jax.paths import shown
 from cheem_jax.report.page.assemble import page
 from cheem_jax.report.page.loading import load
 from cheem_jax.report.progress import Progress
@@ -44,8 +45,8 @@ def write_report_page(settings: Report) -> None:
     except OSError as error:
         raise ValueError(f"{file} cannot be written ({error.strerror}); name another file with --out") from error
     for directory, reason in left_out:
-        progress.say(f"left out {directory}: {reason}")
-    progress.say(f"wrote {file} ({len(text.encode()) / 1e6:.1f} MB): open it in a browser")
+        progress.say(f"left out {shown(directory)}: {reason}")
+    progress.say(f"wrote {shown(file)} ({len(text.encode()) / 1e6:.1f} MB): open it in a browser")
 
 
 def _is_page(file: Path) -> bool:

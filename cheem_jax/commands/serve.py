@@ -11,6 +11,7 @@ import tyro
 from PIL import Image
 
 from cheem_jax.interruption import Stopped
+from cheem_jax.paths import shown
 from cheem_jax.report.progress import Progress
 
 BATCH_SIZES = (1, 8, 16)
@@ -88,7 +89,7 @@ def serve_memory(settings: Serve) -> None:
 
             service.on_warm = say
             tasks = f"{len(predictor.tasks)} task{'s' if len(predictor.tasks) > 1 else ''}"
-            progress.say(f"{settings.memory}: {tasks}; compiling for batches of {', '.join(map(str, sizes))}")
+            progress.say(f"{shown(settings.memory)}: {tasks}; compiling for batches of {', '.join(map(str, sizes))}")
             server.run(sockets=[listening])
             if service.failure is not None:
                 raise service.failure

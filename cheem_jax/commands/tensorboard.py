@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from cheem_jax.paths import shown
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
 from cheem_jax.report.tensorboard import check_installed, write_events
@@ -33,6 +34,6 @@ def write_tensorboard(settings: Tensorboard) -> None:
     for directory in settings.runs:
         folder = write_events(directory)
         is_empty = not any(entry["event"] == "learned" for entry in read(directory))
-        progress.say(f"wrote {folder}" + (": settings only, since no task is learned yet" if is_empty else ""))
-    above = os.path.commonpath([directory.absolute() for directory in settings.runs])
-    progress.say(f"look at them with: tensorboard --logdir {above}")
+        progress.say(f"wrote {shown(folder)}" + (": settings only, since no task is learned yet" if is_empty else ""))
+    above = os.path.commonpath(settings.runs)
+    progress.say(f"look at them with: tensorboard --logdir {shown(Path(above))}")

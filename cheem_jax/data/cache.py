@@ -20,6 +20,7 @@ import numpy as np
 from cheem_jax.data.decode import DECODER_VERSION, Progress, decode_in_order
 from cheem_jax.data.plan import Part, Plan
 from cheem_jax.data.task import Split
+from cheem_jax.paths import absolute
 
 FORMAT = "cheem_jax-images/1"
 SPLIT_NAMES = ("train", "val", "test")
@@ -30,7 +31,7 @@ Phase = Callable[[str, int], AbstractContextManager[Progress]]
 
 def default_directory() -> Path:
     """Where caches lie if nobody says otherwise: in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cheem_jax" / "images"
+    return absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cheem_jax" / "images"
 
 
 def bytes_needed(num_images: int, image_size: int) -> int:
@@ -101,6 +102,8 @@ def open_cache(place: Path) -> dict[str, Split]:
             if labels.shape != images.shape[:1] or labels.dtype != np.int32:
                 raise ValueError(f"{name} has labels of the shape {labels.shape} of {labels.dtype}")
             splits[name] = Split(images, np.array(labels), str(told["sha256"]))
+    except PermissionError as error:
+        raise OSError(f"the cache {place} cannot be read ({error.strerror}: {error.filename})") from error
     except Exception as error:  # NumPy's parser of headers raises almost anything on a broken file
         raise ValueError(f"the cache {place} is damaged ({error}); remove this folder and it is made again") from error
     return splits

@@ -50,13 +50,17 @@ class FolderFiles:
     def where(self, row: int) -> str:
         return str(self.root / self.names[row])
 
+    def file(self, row: int) -> Path:
+        """Where it lies."""
+        return self.root / self.names[row]
+
     def read(self, row: int) -> bytes:
-        file = self.root / self.names[row]
+        file = self.file(row)
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{file}: not a regular file")  # a pipe would be waited for
+            raise ValueError(f"{self.where(row)}: not a regular file")  # a pipe would be waited for
         if status.st_size > MAX_FILE_BYTES:
-            raise ValueError(f"{file}: {status.st_size} bytes, at most {MAX_FILE_BYTES} are accepted")
+            raise ValueError(f"{self.where(row)}: {status.st_size} bytes, at most {MAX_FILE_BYTES} are accepted")
         return file.read_bytes()
 
 

@@ -13,6 +13,7 @@ from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.plan import Part, Plan
 from cheem_jax.data.streaming import StreamedImages
 from cheem_jax.data.task import Split, Stream, Task, hash_of
+from cheem_jax.paths import absolute
 
 Keep = Literal["auto", "memory", "cache", "stream"]
 
@@ -56,14 +57,15 @@ def load_tasks(
     )
 
 
-def load_task(path: Path, *, image_size: int, seed: int = 0) -> Task:
+def load_task(path: str | Path, *, image_size: int, seed: int = 0) -> Task:
     """A folder or zip as one task in memory; see `plan_task`."""
-    (task,) = load_tasks([plan_task(path, seed=seed)], image_size, ImagesConfig("memory"))
+    (task,) = load_tasks([plan_task(absolute(path), seed=seed)], image_size, ImagesConfig("memory"))
     return task
 
 
-def load_stream(path: Path, tasks: Sequence[str] | None = None, *, image_size: int, seed: int = 0) -> Stream:
+def load_stream(path: str | Path, tasks: Sequence[str] | None = None, *, image_size: int, seed: int = 0) -> Stream:
     """A folder of tasks as a stream in memory; see `plan_stream`."""
+    path = absolute(path)
     plans = plan_stream(path, tasks, seed=seed)
     return Stream(path.resolve().stem, load_tasks(plans, image_size, ImagesConfig("memory")))
 

@@ -26,6 +26,7 @@ from cheem_jax.data.decode import Progress, decode_pixels
 from cheem_jax.data.files import stamp_of
 from cheem_jax.data.plan import Part, Plan
 from cheem_jax.data.splits import SPLITS, cut_missing
+from cheem_jax.paths import absolute
 
 BY_BYTES, BY_PIXELS = "bytes", "pixels"
 MAX_CLASSES = 1_000_000
@@ -174,7 +175,7 @@ class Prepared:
 
 def default_data_dir() -> Path:
     """TFDS's own default folder."""
-    return Path(os.path.expanduser(os.environ.get("TFDS_DATA_DIR") or Path.home() / "tensorflow_datasets"))
+    return absolute(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
 
 
 def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed: int = 0) -> Plan:

@@ -1,7 +1,6 @@
 """From what a user writes to plans: a benchmark, one of its tasks, a TOML file, a manifest, a TFDS name, a folder."""
 
 import difflib
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from cheem_jax.data.plan import Plan
 from cheem_jax.data.records import default_data_dir, plan_tfds
 from cheem_jax.data.stream_file import plan_stream_file
 from cheem_jax.data.task import check_names
+from cheem_jax.paths import absolute
 
 BENCHMARKS: tuple[Benchmark, ...] = get_args(Benchmark)
 
@@ -43,7 +43,7 @@ def plan_source(
     (CSV or Parquet), or a folder or zip; a name before a file of that name. `tasks` selects and orders, `order` is one
     of MTIL's, `seed` draws splits that are missing. Raises MissingTasks, FileNotFoundError or ValueError.
     """
-    data_dir = None if data_dir is None else Path(os.path.expanduser(data_dir))
+    data_dir = None if data_dir is None else absolute(data_dir)
     if source in BENCHMARKS:
         known = order_of(source, order)
         if tasks is not None:
@@ -51,7 +51,7 @@ def plan_source(
         return source, _plan_benchmark(source, tasks or known, data_dir or default_data_dir(), seed)
     if order != "default":
         raise ValueError(f"order {order!r} belongs to mtil, not to {source!r}; name tasks in the order you want")
-    path = Path(os.path.expanduser(source))  # Path's own fails where there is no such user
+    path = absolute(source)
     if source in BY_NAME:
         name, plans = source, _plan_benchmark(source, [source], data_dir or default_data_dir(), seed)
     elif source.startswith("tfds:"):
@@ -71,7 +71,7 @@ def plan_source(
 
 def images_dir(data_dir: Path | None) -> Path:
     """Where decoded pictures of what lies in a data folder are kept."""
-    return Path(os.path.expanduser(data_dir or default_data_dir())) / "cheem_jax" / "images"
+    return absolute(data_dir or default_data_dir()) / "cheem_jax" / "images"
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path:

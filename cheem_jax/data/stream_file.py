@@ -13,6 +13,7 @@ from cheem_jax.data.folder import plan_task
 from cheem_jax.data.manifest import plan_manifest
 from cheem_jax.data.plan import Plan
 from cheem_jax.data.task import check_names, repeats
+from cheem_jax.paths import absolute
 
 KINDS = ("path", "manifest", "tfds", "benchmark")
 MAX_BYTES = 2**20
@@ -43,6 +44,7 @@ def plan_stream_file(
     before the argument. `tasks` selects and orders; only those are looked at. Raises FileNotFoundError, or ValueError
     naming every fault.
     """
+    file = absolute(file)
     told = _read(file)
     entries = _entries(file, told)
     if tasks is not None:
@@ -124,7 +126,7 @@ def _default_name(kind: str, value: str, folder: Path) -> str:
 
 
 def _place(folder: Path, text: str) -> Path:
-    return folder / os.path.expanduser(text)
+    return absolute(folder / os.path.expanduser(text))
 
 
 def _plan(entry: Entry, folder: Path, data_dir: Path | None, seed: int) -> Plan:

@@ -14,6 +14,7 @@ import filelock
 import jax
 
 from cheem_jax.kernels import Precision
+from cheem_jax.paths import absolute
 
 _COMPILE = "/jax/core/compile/backend_compile_duration"
 _HIT = "/jax/compilation_cache/cache_hits"
@@ -71,8 +72,8 @@ def keep_programs() -> Path | None:
     if not getattr(jax.config, "jax_enable_compilation_cache", True):
         return None
     chosen = getattr(jax.config, "jax_compilation_cache_dir", None)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = Path(chosen) if chosen else home / "cheem_jax" / "programs" / _machine()
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    directory = absolute(chosen) if chosen else absolute(home) / "cheem_jax" / "programs" / _machine()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         # what lies there is run

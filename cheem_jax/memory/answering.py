@@ -25,6 +25,7 @@ from cheem_jax.memory.directory import BASE, MemoryConfig, config_of, load_base,
 from cheem_jax.methods.cheem import Cheem
 from cheem_jax.methods.expert_memory import TaskNetworks
 from cheem_jax.methods.method import Backbone, FrozenFeatures, Running
+from cheem_jax.paths import absolute
 from cheem_jax.pool import DenseExperts, Head, TaskMemory
 from cheem_jax.pool import Memory as Pools
 from cheem_jax.predict import BATCH_SIZES, Predictor, is_best
@@ -102,7 +103,7 @@ class Answering:
     def refresh(self) -> None:
         """Read again what another process may have learned or forgotten.
 
-        Raises ValueError that names every damaged task.
+        Raises ValueError that names every corrupted task.
         """
         if self.lost is not None:
             self._learner.memory, self.lost = open_usable(self._root, self.executor.base_pool)
@@ -123,7 +124,7 @@ class Answering:
         config, root = config_of(held, self.directory), tasks_root(self.directory, held)
         try:
             memory = open_saved(root, self.executor.base_pool)
-        except ValueError:
+        except (ValueError, OSError):
             if read_config(self.directory)["generation"] == config.generation:
                 raise
             return False
@@ -322,7 +323,7 @@ class Answering:
             self.vit, self.config.method.placement, self.pools.pool, self.targets, self.config.method.router,
             None if thresholds is None else tuple(map(float, thresholds)),
         )  # fmt: skip
-        return export(subject, Path(file), kind, task=task, overwrite=overwrite)
+        return export(subject, absolute(file), kind, task=task, overwrite=overwrite)
 
     # ---- changing it
 

@@ -11,6 +11,7 @@ from cheem_jax.data.decode import decode_image
 from cheem_jax.data.load import ImagesConfig, load_tasks
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import Stream, Task, repeats
+from cheem_jax.paths import absolute
 from cheem_jax.report.progress import Progress
 
 Data = str | Path | Task | Stream | Sequence[Task]
@@ -43,7 +44,7 @@ def pixels_of(image: Picture, size: int, name: str) -> np.ndarray:
     """Any picture as uint8 `[S, S, 3]`; ValueError or OSError naming what is none."""
     match image:
         case str() | Path():
-            return decode_image(Path(image).read_bytes(), size, name=str(image))
+            return decode_image(absolute(image).read_bytes(), size, name=str(image))
         case bytes():
             return decode_image(image, size, name=name)
         case Image.Image():

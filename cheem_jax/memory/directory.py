@@ -101,7 +101,7 @@ def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:
             found[name] = tuple(value) if isinstance(value, list) else value
         return kind(**found)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{where} is damaged ({error}); restore it from a copy") from error
+        raise ValueError(f"{where} does not fit ({error}); was it edited, or written by another version?") from error
 
 
 def write_config(directory: Path, config: MemoryConfig) -> None:

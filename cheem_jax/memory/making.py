@@ -32,6 +32,7 @@ from cheem_jax.memory.directory import (
 from cheem_jax.memory.opened import OpenMemory
 from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.method import Backbone, FrozenFeatures
+from cheem_jax.paths import absolute
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
 from cheem_jax.routing.centroids import calibrate, distances
@@ -64,12 +65,12 @@ def create(
     backbone's own classes become one more target, named `base_classes` or after the folders of the data. Raises
     ValueError for settings that do not fit, FileNotFoundError without weights.
     """
-    directory = Path(directory)
+    directory = absolute(directory)
     check_free(directory)
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(PRESETS)}")
     config = PRESETS[preset] if method is None else method
-    pretrained = load_pretrained(backbone, weights=None if weights is None else Path(weights), image_size=image_size)
+    pretrained = load_pretrained(backbone, weights=weights, image_size=image_size)
     config.router.blocks(pretrained.config.depth)  # raises before anything is written
     vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
     size, classes = pretrained.config.image_size, ()
@@ -118,7 +119,7 @@ def begin_with(
 
     Raises as `open_memory` and `create`.
     """
-    directory, begun = Path(directory), open_memory(run, weights=weights, engine=engine)
+    directory, begun = absolute(directory), open_memory(run, weights=weights, engine=engine)
     if not begun.is_run:
         raise ValueError(f"{str(run)!r} is a memory already; copy its folder, or learn in it")
     names = tuple(task.name for task in begun.tasks)
@@ -170,10 +171,10 @@ def open_memory(
     With `usable` a damaged one answers with the tasks that are whole; `lost` tells why the others do not.
     Raises ValueError naming what is damaged, missing or of a newer format.
     """
-    directory = Path(directory)
+    directory = absolute(directory)
     held = read_config(directory)
     if held["format"] == RUN_FORMAT:
-        config, pretrained = _run_config(directory, held, None if weights is None else Path(weights))
+        config, pretrained = _run_config(directory, held, weights)
     else:
         if weights is not None:
             raise ValueError(f"memory {str(directory)!r} holds its own weights; leave --weights out")
@@ -190,7 +191,9 @@ def open_memory(
     return OpenMemory(directory, config, pretrained, tasks_root(directory, held), engine, usable=usable)
 
 
-def _run_config(directory: Path, held: Mapping[str, Any], weights: Path | None) -> tuple[MemoryConfig, Pretrained]:
+def _run_config(
+    directory: Path, held: Mapping[str, Any], weights: str | Path | None
+) -> tuple[MemoryConfig, Pretrained]:
     """A run of an experiment, seen as a memory."""
     if "cheem" not in held or held.get("router_weights_sha256") is not None:
         raise ValueError(

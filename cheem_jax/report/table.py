@@ -13,6 +13,7 @@ from rich.text import Text
 from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.flops import backbone_flops
+from cheem_jax.paths import shown
 from cheem_jax.report.memories import unmeasured
 from cheem_jax.report.progress import Progress
 
@@ -235,4 +236,4 @@ def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:
     compiled = results["compile"]
     cached = f", {compiled['cached']} read from the cache" if compiled.get("cached") else ""
     progress.say(f"{compiled['programs']} programs compiled{cached} in {compiled['seconds']:.1f} s")
-    progress.say(f"report: {directory / 'report.md'}   numbers: {directory / 'results.json'}")
+    progress.say(f"report: {shown(directory / 'report.md')}   numbers: {shown(directory / 'results.json')}")

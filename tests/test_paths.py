@@ -1,0 +1,252 @@
+"""Paths as people type them: every command and public function takes each spelling of a place for the same place."""
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import typing
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run
+
+import ablations
+import clip
+import collect
+import compare
+import component_study
+import head_analysis
+import lite
+import mtil
+import planted
+import reproduce
+import router_study
+import search_study
+import small
+import tables
+import task_orders
+import training_time
+from test_commands_memory import FIRST, SECOND, TASKS, cheem, write_task
+
+import cheem_jax
+from cheem_jax.backbone.alexnet import load_alexnet
+from cheem_jax.backbone.weights import BUNDLED, load_pretrained
+from cheem_jax.cli import main, parse
+from cheem_jax.commands import COMMANDS
+from cheem_jax.data.load import ImagesConfig, load_stream, load_task, load_tasks
+from cheem_jax.data.records import default_data_dir
+from cheem_jax.data.sources import plan_source
+from cheem_jax.data.stream_file import plan_stream_file
+from cheem_jax.execution.compilation import keep_programs
+from cheem_jax.paths import absolute, shown, with_absolute_paths
+
+ELSEWHERE = "ein Ordner ü"
+SPELLINGS = {
+    "through the parent": "../{}",
+    "with dots": "./.././{}",
+    "from home": "~/{}",
+    "with a slash at the end": "../{}/",
+    "through a link": "link/{}",
+    "through a link and back": "link/sub/../{}",
+    "twice through the parent": "../here/../{}",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_executor():
+    with small.shared_executors():
+        yield
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """`here` is where commands are typed; beside it lie pictures and a memory, in folders with blanks and umlauts."""
+    root = tmp_path_factory.mktemp("root")
+    (root / "here").mkdir()
+    (root / ELSEWHERE / "sub").mkdir(parents=True)
+    (root / "here" / "link").symlink_to(root, target_is_directory=True)
+    (root / "sub").mkdir()
+    for name, task in TASKS.items():
+        write_task(root / ELSEWHERE / "photos" / name, task)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(root / "here")
+        words = ["--backbone", "vit_micro", "--preset", "demo"]
+        patched.setattr(
+            sys, "argv", ["cheem", "learn", f"../{ELSEWHERE}/mine", f"../{ELSEWHERE}/photos/{FIRST}", *words]
+        )
+        main()
+    return root
+
+
+@pytest.fixture
+def here(root, monkeypatch):
+    monkeypatch.chdir(root / "here")
+    monkeypatch.setenv("HOME", str(root))
+    return root / "here"
+
+
+@pytest.fixture(params=SPELLINGS.values(), ids=SPELLINGS)
+def spelled(request, here):
+    """What a person types for a path below the root."""
+    return lambda path: request.param.format(path)
+
+
+def test_the_spellings_mean_one_place(root, spelled):
+    place = absolute(spelled(f"{ELSEWHERE}/mine"))
+    assert place.is_absolute() and ".." not in place.parts and os.path.samefile(place, root / ELSEWHERE / "mine")
+
+
+@given(st.lists(st.sampled_from(["a", "..", ".", "", "b c", "ü"]), min_size=1, max_size=6).map("/".join))
+def test_a_path_is_absolute_and_normal_and_stays_so(text):
+    found = absolute(f"./{text}")
+    assert found.is_absolute() and not {".", ".."} & set(found.parts)
+    assert absolute(found) == found == absolute(f"{found}/.")
+
+
+def test_a_path_is_shown_as_it_can_be_typed_here(here):
+    assert shown(here / "runs" / "x") == "runs/x"
+    assert shown(here) == str(here) and shown(here.parent / "y") == str(here.parent / "y")
+
+
+def test_paths_in_settings_become_absolute_and_nothing_else_changes(here):
+    @dataclasses.dataclass(frozen=True)
+    class Inner:
+        file: Path = Path("../x")
+        name: str = "../y"
+
+    @dataclasses.dataclass(frozen=True)
+    class Outer:
+        inner: Inner = Inner()
+        runs: tuple[Path, ...] = (Path("a"), Path("~/b"))
+        size: int = 3
+        none: Path | None = None
+
+    found = with_absolute_paths(Outer())
+    assert found == Outer(Inner(here.parent / "x"), (here / "a", here.parent / "b"))
+    assert with_absolute_paths(found) is found
+
+
+MAINS = (
+    ablations.Ablations, clip.Clip, collect.Collect, compare.Compare, component_study.ComponentStudy,
+    head_analysis.HeadAnalysis, lite.Lite, planted.Planted, reproduce.Reproduce, router_study.RouterStudy,
+    search_study.SearchStudy, tables.Tables, task_orders.TaskOrders, training_time.TrainingTime,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [*[kind for kind, _ in (command.load() for command in COMMANDS.values())], *MAINS],
+    ids=lambda kind: kind.__name__,
+)
+def test_every_path_on_a_command_line_becomes_absolute(here, settings):
+    hints, words, wanted = typing.get_type_hints(settings, include_extras=True), [], {}
+    for field in dataclasses.fields(settings):
+        text = str(hints[field.name])
+        if "Path" in text:
+            is_positional = "Positional" in text
+            words += ["../a b/"] if is_positional else [f"--{field.name.replace('_', '-')}", "../a b/"]
+            wanted[field.name] = here.parent / "a b"
+        elif field.default is field.default_factory is dataclasses.MISSING:
+            words += (
+                ["bash" if field.name == "shell" else "x"]
+                if "Positional" in text
+                else [f"--{field.name.replace('_', '-')}", "x"]
+            )
+    found = parse(settings, words)
+    for name, place in wanted.items():
+        assert getattr(found, name) in (place, (place,))
+
+
+def test_mtil_has_absolute_paths(here):
+    found = mtil.read_arguments(["--run-dir", "../r 1", "--weights", "~/w", "--images.cache-dir", "./c"])
+    assert (found.run_dir, found.weights, found.images.cache_dir) == (
+        here.parent / "r 1",
+        here.parent / "w",
+        here / "c",
+    )
+
+
+def test_commands_that_look_at_a_memory(capsys, root, spelled, tmp_path):
+    memory, photos = spelled(f"{ELSEWHERE}/mine"), spelled(f"{ELSEWHERE}/photos/{FIRST}")
+    status, out, err = cheem(capsys, "info", memory, "--json")
+    assert status == 0, err
+    assert os.path.samefile(json.loads(out)["directory"], root / ELSEWHERE / "mine")
+    for words in (
+        ["predict", memory, f"{photos.rstrip('/')}/test"],
+        ["evaluate", memory, photos],
+        ["report", memory, "--out", spelled(f"page-{os.path.basename(tmp_path)}.html").rstrip("/")],
+        ["watch", memory, "--once"],
+        ["tensorboard", memory],
+        ["data", "verify", photos],
+        ["export", memory, spelled(f"{os.path.basename(tmp_path)}.safetensors").rstrip("/"), "--task", FIRST],
+    ):
+        status, _, err = cheem(capsys, *words)
+        assert status == 0, (words, err)
+    assert (root / f"{os.path.basename(tmp_path)}.safetensors").is_file()
+
+
+def test_learning_and_forgetting_beside_the_working_directory(capsys, root, here):
+    shutil.copytree(root / ELSEWHERE / "mine", root / ELSEWHERE / "two tasks")
+    memory = f"../{ELSEWHERE}/two tasks/"
+    status, out, err = cheem(capsys, "learn", memory, f"../{ELSEWHERE}/photos/{SECOND}")
+    assert status == 0, err
+    assert "2 tasks" in out
+    status, _, err = cheem(capsys, "forget", memory, FIRST)
+    assert status == 0, err
+    assert [task.name for task in cheem_jax.open(memory).tasks] == [SECOND]
+
+
+def test_public_functions(root, spelled):
+    photos, mine = spelled(f"{ELSEWHERE}/photos"), spelled(f"{ELSEWHERE}/mine")
+    memory = cheem_jax.open(mine)
+    assert memory.directory.is_absolute() and [task.name for task in memory.tasks] == [FIRST]
+    image = next((root / ELSEWHERE / "photos" / FIRST / "test").rglob("*.png"))
+    one = spelled(image.relative_to(root)).rstrip("/")
+    assert memory.predict(one)[0] == memory.predict(image)[0] == memory.predict([Path(one)])[0]
+    assert memory.evaluate(f"{photos.rstrip('/')}/{FIRST}")[0].task == FIRST
+    empty = spelled("empty memory")
+    created = cheem_jax.create(empty, backbone="vit_micro", preset="demo")
+    assert os.path.samefile(created.directory, root / "empty memory")
+    shutil.rmtree(root / "empty memory")
+    (task,) = load_tasks(plan_source(f"{photos.rstrip('/')}/{FIRST}")[1], 32, ImagesConfig("memory"))
+    assert load_task(f"{photos.rstrip('/')}/{FIRST}", image_size=32).classes == task.classes
+    assert [one.name for one in load_stream(photos, image_size=32).tasks] == sorted(TASKS)
+    (root / ELSEWHERE / "stream.toml").write_text(f'[[task]]\npath = "../{ELSEWHERE}/photos/{FIRST}/"\n')
+    name, (plan,) = plan_stream_file(Path(spelled(f"{ELSEWHERE}/stream.toml").rstrip("/")))
+    assert (name, plan.name) == ("stream", FIRST) and plan.classes == task.classes
+    bundled = Path(cheem_jax.__file__).parent / "backbone" / "bundled" / f"{sorted(BUNDLED)[0]}.safetensors"
+    shutil.copy(bundled, root / "weights.safetensors")
+    weights = spelled("weights.safetensors").rstrip("/")
+    assert load_pretrained(sorted(BUNDLED)[0], weights=weights).config.name == sorted(BUNDLED)[0]
+    with pytest.raises(FileNotFoundError, match=f"no weights file '{absolute(spelled('nothing'))}'"):
+        load_alexnet(spelled("nothing"))
+
+
+def test_folders_that_the_environment_names(here, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", "../data sets/")
+    assert default_data_dir() == here.parent / "data sets"
+    monkeypatch.delenv("TFDS_DATA_DIR")
+    assert default_data_dir() == here.parent / "tensorflow_datasets"
+    import jax
+
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", "../compiled functions/")
+        assert keep_programs() == here.parent / "compiled functions"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_run_beside_the_working_directory_is_resumed(here, capsys):
+    words = [
+        "--backbone", "vit_micro", "--preset", "demo", "--stream", f"../{ELSEWHERE}/photos", "--run-dir", "../r",
+        "--tasks", FIRST,
+    ]  # fmt: skip
+    for _ in range(2):
+        mtil.main(mtil.read_arguments(words))
+    assert "already; nothing to learn" in capsys.readouterr().out.replace("\n", " ")
+    assert absolute("../r") == here.parent / "r" and (here.parent / "r" / "results.json").is_file()
