@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cheem_jax.removed import without_removed
+
 Place = tuple[str | int, ...]
 """Keys and list positions that lead to a value."""
 LONGEST, PART = 40, 25
@@ -42,34 +44,23 @@ def leaves(first: Any, second: Any, place: Place = ()) -> Iterator[Leaf]:
         yield from leaves(sides[0].get(key, Missing.VALUE), sides[1].get(key, Missing.VALUE), (*place, key))
 
 
-GONE: Mapping[str, Any] = {"search.cost": "network", "search.rungs": 1, "search.warm_start": False, "trained_draws": 0}
-"""Settings of methods that no longer exist, each with the value that had no effect."""
-
-
 def settings_apart(
     there: Mapping[str, Any], here: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> list[Leaf]:
     """The settings in which two runs differ, in the order of the first.
 
-    A setting that one of them does not have counts as equal where the other one's value has no effect: that of a
-    setting which no longer exists, or the one in `defaults`, with which earlier runs agree.
+    A setting that only one of them has makes no difference where its value had no effect: that of a setting which no
+    longer exists, or the one in `defaults`, since without a setting runs did what its default does.
     """
 
-    def has_effect(place: Place, value: Any) -> bool:
-        name, default = dotted(place[1:]), defaults
+    def default_of(place: Place) -> Any:
+        value: Any = defaults
         for key in place:
-            default = default.get(key, _UNKNOWN) if isinstance(default, Mapping) else _UNKNOWN
-        return value != default and not (name in GONE and value == GONE[name])
+            value = value.get(key, Missing.VALUE) if isinstance(value, Mapping) else Missing.VALUE
+        return value
 
-    return [
-        leaf
-        for leaf in leaves(there, here)
-        if Missing.VALUE not in leaf
-        or has_effect(leaf.place, leaf.second if leaf.first is Missing.VALUE else leaf.first)
-    ]
-
-
-_UNKNOWN = object()
+    found = leaves(without_removed(there), without_removed(here))
+    return [leaf for leaf in found if leaf.first is not Missing.VALUE or leaf.second != default_of(leaf.place)]
 
 
 def summary(found: Sequence[Leaf], what: str) -> str:

@@ -13,6 +13,7 @@ import filelock
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.differences import settings_apart, summary
+from cheem_jax.removed import without_removed
 from cheem_jax.report.record import to_json
 
 NAME, LOCK, OWNER = "config.json", ".lock", ".owner.json"
@@ -57,6 +58,7 @@ def _read_config(directory: Path) -> dict[str, Any] | None:
 def _check_same(
     directory: Path, held: Mapping[str, Any], config: Mapping[str, Any], defaults: Mapping[str, Any] | None
 ) -> None:
+    without_removed(held, directory / NAME)
     if found := settings_apart(held, config, to_json(defaults)):
         raise ValueError(
             f"run directory {str(directory)!r} contains another run: {summary(found, 'settings')}. "

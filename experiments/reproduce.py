@@ -21,6 +21,7 @@ from cheem_jax import fingerprint
 from cheem_jax.cli import parse, run_command
 from cheem_jax.commands.demo import Demo, learn_demo
 from cheem_jax.differences import settings_apart, summary
+from cheem_jax.removed import without_removed, without_removed_options
 from cheem_jax.report.compare import config_of, differences
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
@@ -70,7 +71,7 @@ def main(settings: Reproduce) -> None:
 
 def run_again(first: Path, second: Path, progress: Progress) -> None:
     """Run the command of a run in another directory, or go on with it there."""
-    config = config_of(first)
+    config = without_removed(config_of(first), first / "config.json")
     command, run = runnable(first)
     check_into(first, config, second)
     tell_fingerprints(progress, fingerprints_of(first), [fingerprint.take(config)])
@@ -142,7 +143,7 @@ def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
             f"again yourself and compare with --against"
         )
     read_arguments, run = COMMANDS[name]
-    settings = read_arguments(command[len(name.split()) :])
+    settings = read_arguments(without_removed_options(command[len(name.split()) :]))
     if any(entry["event"] == "upper_bound" for entry in read(directory)):
         settings = dataclasses.replace(settings, upper_bound=True)  # it may have been added to a finished run
     return command, lambda into: run(dataclasses.replace(settings, run_dir=into))
