@@ -11,20 +11,8 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 # Each imports only from its own folder and from what stands before it: in an earlier row, or further left.
 ROWS = (
-    (
-        "atomic",
-        "interruption",
-        "paths",
-        "hosts",
-        "keys",
-        "images",
-        "kernels",
-        "ops",
-        "architecture",
-        "metrics",
-        "removed",
-        "differences",
-    ),
+    ("atomic", "interruption", "paths", "removed", "differences", "hosts", "keys", "images", "kernels", "ops"),
+    ("architecture", "metrics"),
     ("routing", "backbone", "pool", "flops"),
     ("supernet", "hee", "execution"),
     ("evolution", "training"),

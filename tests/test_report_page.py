@@ -26,7 +26,7 @@ from cheem_jax.report.page.assemble import text_of
 from cheem_jax.report.page.examples import data_uri
 from cheem_jax.report.page.loading import tell
 from cheem_jax.report.page.search import search_chart
-from cheem_jax.report.page.specs import Missing, spread
+from cheem_jax.report.page.specs import EmptySection, spread
 from cheem_jax.report.progress import duration
 from cheem_jax.results import results_of
 
@@ -461,7 +461,7 @@ def test_a_search_without_any_score_says_so(run):
     told = tell(found)
     for entry in told.learned:
         entry["report"]["search"]["correct"] = [None] * 6
-    with pytest.raises(Missing, match="No architecture of the search has a score"):
+    with pytest.raises(EmptySection, match="No architecture of the search has a score"):
         search_chart(told, 0.02)
 
 

@@ -18,7 +18,7 @@ MEMORY = "a memory, which is no run of an experiment"
 """Why it stands in no table of runs."""
 
 
-class Run(NamedTuple):
+class RunRecord(NamedTuple):
     """A finished run: its folder, results and configuration."""
 
     directory: Path
@@ -38,9 +38,9 @@ class Run(NamedTuple):
         return is_memory(self.config)
 
 
-def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
+def read(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, str]]]:
     """All finished runs below the folders, each once, and what had to be left out, with the reason."""
-    runs: list[Run] = []
+    runs: list[RunRecord] = []
     left_out: list[tuple[Path, str]] = []
     for folder in folders:
         if not folder.is_dir():
@@ -58,7 +58,7 @@ def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
                 left_out.append((directory, MEMORY))
                 continue
             results = json.loads((directory / "results.json").read_text())
-            run = Run(directory, results, config)
+            run = RunRecord(directory, results, config)
             missing = len(config["tasks"]) - len(run.order)
             numbers_of(results)
             # how networks were run decides no result, but for the precision
@@ -86,10 +86,10 @@ def _unreadable(error: OSError) -> tuple[Path, str]:
 IDENTITY = ("image_size", "data_sha256", "weights_sha256", "split_sha256", "preset")
 
 
-def check_comparable(runs: Sequence[Run]) -> None:
+def check_comparable(runs: Sequence[RunRecord]) -> None:
     """ValueError where runs that stand in one table saw other data, weights or pixels, or one cell other settings."""
-    first: dict[tuple[str, str], Run] = {}
-    settings: dict[tuple[object, ...], Run] = {}
+    first: dict[tuple[str, str], RunRecord] = {}
+    settings: dict[tuple[object, ...], RunRecord] = {}
     for run in runs:
         reference = first.setdefault(run.place, run)
         if apart := sorted(set(run.order) ^ set(reference.order)):
@@ -112,13 +112,13 @@ def check_comparable(runs: Sequence[Run]) -> None:
             )
 
 
-def _identity(run: Run, key: str) -> object:
+def _identity(run: RunRecord, key: str) -> object:
     if key == "preset":  # "paper, changed" where single settings differ
         return run.results["preset"].split(",")[0]
     return run.config.get(key, run.results.get(key))
 
 
-def cell_of(run: Run) -> tuple[object, ...]:
+def cell_of(run: RunRecord) -> tuple[object, ...]:
     """Runs of one cell differ in their seeds alone."""
     return (*run.place, run.results["method"], variant_of(run), run.order)
 
@@ -128,7 +128,7 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "precision": config.get("engine", {}).get("precision", "float32")}
 
 
-def variant_of(run: Run) -> str:
+def variant_of(run: RunRecord) -> str:
     """What sets a run apart from the usual one of its method: placement, sampling and other settings of CHEEM that an
     ablation changes, the network that names the task."""
     results, found = run.results, []
@@ -161,7 +161,7 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def order_names(runs: Sequence[Run]) -> dict[tuple[str, tuple[str, ...]], str]:
+def order_names(runs: Sequence[RunRecord]) -> dict[tuple[str, tuple[str, ...]], str]:
     """What each stream's orders of tasks are called.
 
     `default` is the benchmark's own, else the one that most runs have; others have the benchmark's names, or `reversed`

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool
 
-from cheem_jax.report.finished import Run, check_comparable, order_names, read, variant_of
+from cheem_jax.report.finished import RunRecord, check_comparable, order_names, read, variant_of
 from cheem_jax.report.table import METHODS
 
 ByTask = tuple[Bool[np.ndarray, "_"], ...]
@@ -24,7 +24,7 @@ ByTask = tuple[Bool[np.ndarray, "_"], ...]
 class Collected(NamedTuple):
     """A collected run: `right` where the task and the class were found, `right_given` with the task given."""
 
-    run: Run
+    run: RunRecord
     place: str
     """Its folder inside that of all runs, with slashes."""
     record: Mapping[str, Any]
@@ -95,7 +95,7 @@ def load(folder: Path) -> Cells:
     }
 
 
-def _collected(run: Run, folder: Path) -> Collected:
+def _collected(run: RunRecord, folder: Path) -> Collected:
     file = run.directory / "record.json"
     try:
         record = json.loads(file.read_text())
@@ -106,7 +106,7 @@ def _collected(run: Run, folder: Path) -> Collected:
     return Collected(run, run.directory.relative_to(folder).as_posix(), record, right, given)
 
 
-def check_right(run: Run, right: ByTask, given: ByTask) -> None:
+def check_right(run: RunRecord, right: ByTask, given: ByTask) -> None:
     """ValueError unless these are the answers that the results count."""
     for name, found in (("accuracy", right), ("local_accuracy", given)):
         told = run.results[name][-1]

@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from cheem_jax import __version__
 from cheem_jax.report import COLOURS
-from cheem_jax.report.finished import Run
+from cheem_jax.report.finished import RunRecord
 from cheem_jax.report.markdown import BASE_MEANS
 from cheem_jax.report.page import charts
 from cheem_jax.report.page.architecture import MEANING, Architectures, architectures
@@ -23,7 +23,7 @@ from cheem_jax.report.page.examples import Album, Examples
 from cheem_jax.report.page.headline import Tile, heading, tiles_of
 from cheem_jax.report.page.loading import Loaded, Told, is_finished, tell
 from cheem_jax.report.page.search import search_chart
-from cheem_jax.report.page.specs import Chart, Missing
+from cheem_jax.report.page.specs import Chart, EmptySection
 from cheem_jax.report.record import to_json
 from cheem_jax.report.table import TOLD, Grid, method_grid, task_grid
 
@@ -117,7 +117,7 @@ def text_of(value: Any) -> Markup:
     return Markup(re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-def view_of(run: Run, key: str, album: Album | None) -> View:
+def view_of(run: RunRecord, key: str, album: Album | None) -> View:
     """One run's part of the page; `album` None leaves out pictures."""
     results, told = run.results, tell(run)
     name, title, lead, warnings = heading(run)
@@ -130,7 +130,7 @@ def view_of(run: Run, key: str, album: Album | None) -> View:
     )  # fmt: skip
 
 
-def _sections(run: Run, told: Told, album: Album | None) -> list[Section]:
+def _sections(run: RunRecord, told: Told, album: Album | None) -> list[Section]:
     results, num = run.results, len(run.order)
     found = []
     if "pool" in results:
@@ -165,7 +165,7 @@ def _section(key: str, title: str, lead: str, **parts: Callable[[], Any]) -> Sec
     """A section from what makes its parts; what cannot be made is told and costs no other section."""
     try:
         return Section(key, title, lead, **{name: make() for name, make in parts.items()})
-    except Missing as error:
+    except EmptySection as error:
         return Section(key, title, lead, missing=str(error))
     except DAMAGE as error:
         return Section(
@@ -173,7 +173,7 @@ def _section(key: str, title: str, lead: str, **parts: Callable[[], Any]) -> Sec
         )
 
 
-def _setting(run: Run, told: Told) -> tuple[tuple[str, str], ...]:
+def _setting(run: RunRecord, told: Told) -> tuple[tuple[str, str], ...]:
     results, conditions = run.results, told.begin.get("conditions") or {}
     keys = ("method", "backbone", "source", "router", "stream", "preset", "placement", "image_size", "seed")
     rows = [(key.replace("_", " "), str(results[key])) for key in keys if results.get(key) is not None]

@@ -19,7 +19,7 @@ from cheem_jax.report.page.specs import (
     DRAWN,
     MANY,
     Chart,
-    Missing,
+    EmptySection,
     Spec,
     Variant,
     category_axis,
@@ -69,7 +69,7 @@ def routing(results: Results) -> Chart:
     values = 100 * matrix_from_json(results["routing"])
     empty = unmeasured(results)
     if len(empty) == len(values):
-        raise Missing(f"Not measured: {NOT_AT_HAND}.")
+        raise EmptySection(f"Not measured: {NOT_AT_HAND}.")
     hover = "of %{y}<br>sent to %{x}<br><b>%{z:.1f} %</b>"
     spec = _task_by_task(results, values, "true task", "answered by", hover)
     right = np.diagonal(values)
@@ -106,7 +106,7 @@ def forgetting(results: Results) -> Chart:
     matrix = 100 * matrix_from_json(results[key])
     measured = (~np.isnan(matrix)).sum(axis=0)
     if num > 1 and measured.max() < 2:
-        raise Missing("Not measured: no task's images were at hand again when a later task was learned.")
+        raise EmptySection("Not measured: no task's images were at hand again when a later task was learned.")
     full = labels_of(names, steps)
     traces = []
     for place, (task, label) in enumerate(zip(curves, labels_of(names, curves), strict=True)):

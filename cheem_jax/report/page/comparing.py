@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cheem_jax.report.comparison import comparison, comparison_grid
-from cheem_jax.report.finished import Run, variant_of
+from cheem_jax.report.finished import RunRecord, variant_of
 from cheem_jax.report.page.specs import Chart, Spec, Variant, rounded, shown
 from cheem_jax.report.table import METHODS, SHORT, TOLD, Grid
 
@@ -18,7 +18,7 @@ class Compared(NamedTuple):
     short: dict[str, str]
 
 
-def compare(runs: Sequence[Run]) -> Compared:
+def compare(runs: Sequence[RunRecord]) -> Compared:
     """The runs as comparisons take them, one result per seed."""
     order = [*METHODS]
     compared = Compared({}, {}, {})
@@ -30,7 +30,7 @@ def compare(runs: Sequence[Run]) -> Compared:
     return compared
 
 
-def name_in(run: Run, runs: Sequence[Run]) -> str:
+def name_in(run: RunRecord, runs: Sequence[RunRecord]) -> str:
     """The method, with its variant where the runs hold several of that method."""
     method, variant = run.results["method"], variant_of(run)
     is_only = len({variant_of(other) for other in runs if other.results["method"] == method}) == 1

@@ -17,9 +17,9 @@ from cheem_jax.data.load import ImagesConfig, load_tasks
 from cheem_jax.data.plan import Plan
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import fingerprint, select
-from cheem_jax.report.finished import Run
+from cheem_jax.report.finished import RunRecord
 from cheem_jax.report.page.loading import Told
-from cheem_jax.report.page.specs import Missing
+from cheem_jax.report.page.specs import EmptySection
 
 TASKS = 24
 """Tasks with pictures: the first ones."""
@@ -70,13 +70,13 @@ class Album:
     """Opens the pictures of runs, each stream once."""
 
     def __init__(self) -> None:
-        self._opened: dict[str, dict[str, Pictures] | Missing] = {}
+        self._opened: dict[str, dict[str, Pictures] | EmptySection] = {}
 
-    def examples(self, run: Run, told: Told) -> Examples:
-        """Raises Missing where answers or pictures cannot be had."""
+    def examples(self, run: RunRecord, told: Told) -> Examples:
+        """Raises EmptySection where answers or pictures cannot be had."""
         data = told.begin.get("data")
         if data is None:
-            raise Missing(
+            raise EmptySection(
                 f"The record cannot be read: {told.damage}." if told.damage else
                 "The run was made by an earlier version or a script that does not tell where its pictures are."
             )  # fmt: skip
@@ -96,34 +96,34 @@ class Album:
             )
         return Examples(tuple(tasks), size <= CRISP, " ".join(notes))
 
-    def _open(self, run: Run, data: Mapping[str, Any]) -> dict[str, Pictures]:
+    def _open(self, run: RunRecord, data: Mapping[str, Any]) -> dict[str, Pictures]:
         size = run.results["image_size"]
         key = json.dumps([data, size, run.config.get("data_sha256"), run.results.get("split_sha256")], sort_keys=True)
         if key not in self._opened:
             try:
                 self._opened[key] = _demo(run) if data["stream"] == "demo" else _planned(run, data, size)
-            except Missing as error:
+            except EmptySection as error:
                 self._opened[key] = error
             except (ValueError, KeyError, OSError, ImportError) as error:
-                self._opened[key] = Missing(f"The pictures are not where the run found them: {error}.")
+                self._opened[key] = EmptySection(f"The pictures are not where the run found them: {error}.")
         found = self._opened[key]
-        if isinstance(found, Missing):
+        if isinstance(found, EmptySection):
             raise found
         return found
 
 
-def _demo(run: Run) -> dict[str, Pictures]:
+def _demo(run: RunRecord) -> dict[str, Pictures]:
     stream = select(demo_stream(image_size=run.results["image_size"]), run.order)
     wanted = run.config["data_sha256"]
     if changed := [task.name for task in stream.tasks if fingerprint(task) != wanted.get(task.name)]:
-        raise Missing(f"This version draws other pictures for {', '.join(changed)} than the run has seen.")
+        raise EmptySection(f"This version draws other pictures for {', '.join(changed)} than the run has seen.")
     return {
         task.name: Pictures(task.test.labels, lambda rows, images=task.test.images: np.asarray(images[:])[list(rows)])
         for task in stream.tasks
     }
 
 
-def _planned(run: Run, data: Mapping[str, Any], size: int) -> dict[str, Pictures]:
+def _planned(run: RunRecord, data: Mapping[str, Any], size: int) -> dict[str, Pictures]:
     data_dir = None if data["data_dir"] is None else Path(data["data_dir"])
     _, plans = plan_source(
         data["stream"], data["tasks"], data_dir=data_dir, order=data["order"], seed=data["split_seed"]
@@ -131,12 +131,12 @@ def _planned(run: Run, data: Mapping[str, Any], size: int) -> dict[str, Pictures
     wanted = run.results["split_sha256"]
     by_name = {plan.name: plan for plan in plans if plan.name in run.order}
     if changed := [name for name, plan in by_name.items() if wanted.get(name) != plan.split_sha256]:
-        raise Missing(f"Other files or labels are there now than the run has seen: {', '.join(changed)}.")
+        raise EmptySection(f"Other files or labels are there now than the run has seen: {', '.join(changed)}.")
 
     hashes = run.config.get("data_sha256") or {}
     checked = {name: _is_same(by_name[name], size, hashes.get(name)) for name in run.order[:TASKS]}
     if changed := [name for name, is_same in checked.items() if is_same is False]:
-        raise Missing(f"The files have other pixels now than the run has seen: {', '.join(changed)}.")
+        raise EmptySection(f"The files have other pixels now than the run has seen: {', '.join(changed)}.")
 
     def pictures(name: str) -> Pictures:
         part = by_name[name].test
@@ -161,12 +161,12 @@ def _is_same(plan: Plan, size: int, data_sha256: str | None) -> bool | None:
 def _answers(directory: Path) -> Mapping[str, np.ndarray]:
     file = directory / "answers.npz"
     if not file.exists():
-        raise Missing("The run was made by an earlier version, which did not keep its answers (answers.npz).")
+        raise EmptySection("The run was made by an earlier version, which did not keep its answers (answers.npz).")
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
             return {name: held[name] for name in held.files}
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise Missing(f"{file} cannot be read: {error}.") from error
+        raise EmptySection(f"{file} cannot be read: {error}.") from error
 
 
 def _of_task(
@@ -180,17 +180,19 @@ def _of_task(
     try:
         given, routed, classes = (answers[f"{name}_{index}"] for name in ("given_task", "chosen_task", "chosen_class"))
     except KeyError as error:
-        raise Missing(f"answers.npz holds no {error} for task {task['name']!r}.") from error
+        raise EmptySection(f"answers.npz holds no {error} for task {task['name']!r}.") from error
     if not len(given) == len(routed) == len(classes) == len(labels):
-        raise Missing(f"answers.npz holds {len(given)} answers for the {len(labels)} test images of {task['name']}.")
+        raise EmptySection(
+            f"answers.npz holds {len(given)} answers for the {len(labels)} test images of {task['name']}."
+        )
     is_right = (routed == index) & (classes == labels)
     if routed.max(initial=0) >= len(tasks):
-        raise Missing(
+        raise EmptySection(
             "answers.npz is from a later moment than the record; the command that began the run goes on and writes "
             "both."
         )
     if abs(is_right.mean() - accuracy) > 1e-9:
-        raise Missing(
+        raise EmptySection(
             f"answers.npz is from another moment than the record: of {task['name']!r} {is_right.mean():.4f} are right "
             f"there, {accuracy:.4f} here; the command that began the run goes on and writes both."
         )
@@ -200,7 +202,7 @@ def _of_task(
             zip([row for rows in chosen for row in rows], pictures.decode([*chosen[0], *chosen[1]]), strict=True)
         )
     except (ValueError, OSError) as error:
-        raise Missing(f"The pictures of {task['name']!r} cannot be read: {error}.") from error
+        raise EmptySection(f"The pictures of {task['name']!r} cannot be read: {error}.") from error
 
     def example(row: int) -> Example:
         truth, source = task["classes"][labels[row]], data_uri(images[row])

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cheem_jax.report.finished import Run, variant_of
+from cheem_jax.report.finished import RunRecord, variant_of
 from cheem_jax.report.memories import NOT_AT_HAND, num_forgotten, unmeasured, when_learned
 from cheem_jax.report.table import METHODS, NONE, SHORT, TOLD, format_flops, number, plain_flops
 
@@ -26,12 +26,12 @@ class Heading(NamedTuple):
     warnings: list[str]
 
 
-def heading(run: Run) -> Heading:
+def heading(run: RunRecord) -> Heading:
     """Of a run, or of a memory."""
     return _of_memory(run) if run.is_memory else _of_run(run)
 
 
-def _of_run(run: Run) -> Heading:
+def _of_run(run: RunRecord) -> Heading:
     results, num, planned = run.results, len(run.order), len(run.config["tasks"])
     variant = variant_of(run)
     name = METHODS[results["method"]] + (f" ({variant})" if variant else "") + f", seed {results['seed']}"
@@ -47,7 +47,7 @@ def _of_run(run: Run) -> Heading:
     )  # fmt: skip
 
 
-def _of_memory(run: Run) -> Heading:
+def _of_memory(run: RunRecord) -> Heading:
     """It is never finished, and may lack numbers."""
     results, num, config = run.results, len(run.order), run.config
     variant, place = variant_of(run), run.directory.resolve().name

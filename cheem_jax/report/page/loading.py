@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cheem_jax.differences import leaves, summary
 from cheem_jax.report import record
-from cheem_jax.report.finished import MEMORY, Run, check_comparable, numbers_of, read
+from cheem_jax.report.finished import MEMORY, RunRecord, check_comparable, numbers_of, read
 from cheem_jax.report.memories import as_of_run, is_memory
 from cheem_jax.report.record import to_json
 from cheem_jax.report.table import METHODS
@@ -17,7 +17,7 @@ from cheem_jax.results import results_of
 class Loaded(NamedTuple):
     """The runs of a page, finished ones first, then others and memories; and folders left out, with the reason."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[RunRecord, ...]
     left_out: tuple[tuple[Path, str], ...]
 
 
@@ -45,7 +45,7 @@ def load(folders: Sequence[Path]) -> Loaded:
     left_out = []
     for directory, reason in not_finished:
         run = _as_far_as_it_is(directory) if reason.startswith("unfinished") or reason == MEMORY else reason
-        if isinstance(run, Run):
+        if isinstance(run, RunRecord):
             runs.append(run)
         else:
             left_out.append((directory, run))
@@ -65,12 +65,12 @@ def load(folders: Sequence[Path]) -> Loaded:
     return Loaded(tuple(runs), tuple(left_out))
 
 
-def is_finished(run: Run) -> bool:
+def is_finished(run: RunRecord) -> bool:
     """Whether every task of the stream was learned and evaluated; a memory never is: there may be another task."""
     return not run.is_memory and len(run.order) == len(run.config["tasks"])
 
 
-def tell(run: Run) -> Told:
+def tell(run: RunRecord) -> Told:
     """The record of a run; damage is told and stops nothing."""
     try:
         entries = record.read(run.directory)
@@ -84,7 +84,7 @@ def tell(run: Run) -> Told:
     return Told(begin, learned)
 
 
-def _as_far_as_it_is(directory: Path) -> Run | str:
+def _as_far_as_it_is(directory: Path) -> RunRecord | str:
     """An unfinished run or a memory, or why it cannot be shown."""
     try:
         config, entries = json.loads((directory / "config.json").read_text()), record.read(directory)
@@ -95,7 +95,7 @@ def _as_far_as_it_is(directory: Path) -> Run | str:
             )
         if not any(entry["event"] == "evaluated" for entry in entries):
             return _nothing_yet(directory, config)
-        run = Run(directory, to_json(results_of(entries)), as_of_run(config))
+        run = RunRecord(directory, to_json(results_of(entries)), as_of_run(config))
         if not run.is_memory:
             numbers_of(run.results)  # a run measures every task
         return run if len(run.order) <= len(config["tasks"]) else "damaged (it holds more tasks than its stream)"
@@ -111,7 +111,7 @@ def _nothing_yet(directory: Path, config: dict[str, Any]) -> str:
     return f"a memory that has learned no task yet: `cheem learn {directory} FOLDER` teaches it one"
 
 
-def _check_one_table(runs: Sequence[Run]) -> None:
+def _check_one_table(runs: Sequence[RunRecord]) -> None:
     """Raises ValueError where finished runs cannot share the page's comparison."""
     for run in runs[1:]:
         one, other = (

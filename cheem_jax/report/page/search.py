@@ -6,22 +6,22 @@ from typing import Any
 import numpy as np
 
 from cheem_jax.report.page.loading import Told
-from cheem_jax.report.page.specs import Chart, Missing, Spec, Variant, rounded, spread
+from cheem_jax.report.page.specs import Chart, EmptySection, Spec, Variant, rounded, spread
 
 CHARTS = 60
 """Tasks with a chart."""
 
 
 def search_chart(told: Told, tolerance: float | None) -> Chart:
-    """A chart per task with a selector; Missing where the record tells none. `tolerance` is tau of the search."""
+    """A chart per task with a selector; EmptySection where the record tells none. `tolerance` is tau of the search."""
     if told.damage:
-        raise Missing("Only the record holds it, which cannot be read.")
+        raise EmptySection("Only the record holds it, which cannot be read.")
     found = [entry["report"] for entry in told.learned]
     if not all("search" in report for report in found):
-        raise Missing("The run was made by an earlier version, which kept only the search's winner.")
+        raise EmptySection("The run was made by an earlier version, which kept only the search's winner.")
     scored = [index for index, report in enumerate(found) if set(report["search"]["correct"]) - {None}]
     if not scored:
-        raise Missing("No architecture of the search has a score.")
+        raise EmptySection("No architecture of the search has a score.")
     kept = [scored[place] for place in spread(len(scored), CHARTS)]
     variants = tuple(
         Variant(f"T{index} {found[index]['name']}", _scatter(found[index]["search"], tolerance)) for index in kept

@@ -17,7 +17,7 @@ DRAWN = 120
 """Tasks that one chart draws at most."""
 
 
-class Missing(ValueError):
+class EmptySection(ValueError):
     """Why a section holds nothing, as a sentence."""
 
 
