@@ -23,11 +23,11 @@ PACKAGE = Path(__file__).parent
 VARIABLES = re.compile(r"XLA_FLAGS|JAX_\w+|(OMP|OPENBLAS|MKL)_NUM_THREADS")
 """Environment variables that reach the numbers ..."""
 HARMLESS = re.compile(r"CACHE|DUMP|PROFIL|TRACEBACK|JAX_LOG|JAX_PLATFORMS")
-"""... but for these: where things are kept and shown, and what the device tells already."""
+"""... but for these: where files are kept and shown, and what the device says already."""
 
 
 def take(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The fingerprint of a run of this identity (what `config.json` holds) in this process."""
+    """The fingerprint of a run of this identity (the content of `config.json`) in this process."""
     return {
         "config_sha256": _hash(identity),
         "data_sha256": _hash(identity["data_sha256"]),

@@ -11,21 +11,21 @@ Entry = Mapping[str, Any]
 
 
 def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
-    """The results after the last evaluated task; methods beside the run's own stand under `yardsticks`.
+    """The results after the last evaluated task; its baselines and upper bounds are under `yardsticks`.
 
     Raises ValueError for a record that lacks what they need.
     """
     try:
         return _results_of(entries)
     except (StopIteration, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"the record does not hold what results need ({error!r:.200})") from error
+        raise ValueError(f"the record lacks what results need ({error!r:.200})") from error
 
 
 def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     setting = next(entry for entry in entries if entry["event"] == "run")
     evaluated = [entry for entry in entries if entry["event"] == "evaluated"]
     if not evaluated:
-        raise ValueError("the record holds no evaluated task yet")
+        raise ValueError("the record contains no evaluated task yet")
     num_tasks, timed = len(evaluated), [entry for entry in entries if "compile" in entry]
     methods = list(evaluated[0]["methods"])
     learned = {method: _learned(entries, method)[:num_tasks] for method in methods}

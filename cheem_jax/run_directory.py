@@ -1,4 +1,4 @@
-"""A run directory belongs to one configuration, which is compared before going on, and to one process at a time."""
+"""A run directory belongs to one configuration, which is compared before it is resumed, and to one process at a time."""
 
 import contextlib
 import json
@@ -91,8 +91,7 @@ def check_space(directory: Path, needed: int, what: str) -> None:
 def hold(directory: Path) -> Iterator[None]:
     """The directory, made if there is none, for this process alone. Raises ValueError naming the process that has it.
 
-    Whoever learns there holds it first; who only looks does not. The system lets go of the lock with its process,
-    however that ends.
+    Only a process that writes locks it. The system releases the lock when the process ends, however that happens.
     """
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)

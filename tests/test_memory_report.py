@@ -92,7 +92,7 @@ def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_
     page, results = parsed(directory), results_in(directory)
     num = len(results["tasks"])
     assert f"Memory {name} on vit_tiny_patch4_8" in page.text and f"{num} tasks so far" in page.text
-    assert "Damaged" not in page.text and "nan" not in page.text.lower().split()
+    assert "Corrupted" not in page.text and "nan" not in page.text.lower().split()
     tiles = page.text.split("Average accuracy", 1)[1].split("FLOPs per image")[0].split()
     assert tiles[:3] == ["–", "not", "measured:"]
     first = next(row for row in page.text.split("\n") if row.startswith("T0 task") and "40" in row)
@@ -132,7 +132,7 @@ def test_what_was_measured_before_a_task_was_forgotten_is_told_to_be_older(momen
     found["routing"][-1] = [0.25, 0.25]  # the other half went to the task that is gone
     Record(directory / "metrics.jsonl").replace(entries)
     text = parsed(directory).text
-    assert "images sent to it counted as wrong" in text and "the rest went to a task that is forgotten now" in text
+    assert "images routed to it counted as wrong" in text and "the rest went to a task that is forgotten now" in text
     assert "the rest went to" not in parsed(moment("three")).text
     assert "forgotten: 1, to which images could still be sent" in watched(directory)
 

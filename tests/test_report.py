@@ -143,7 +143,7 @@ def test_the_report_names_every_task_number_and_figure(tmp_path):
     for shown in (
         "71.2",
         "81.2",
-        "41 programs",
+        "41 compiled functions",
         "33.3 s",
         "1.30 GB",
         "neutral",

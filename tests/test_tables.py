@@ -193,7 +193,7 @@ def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path, capsys):
     (write_run(tmp_path / "runs/empty", "tuna") / "results.json").write_text('{"stream": "demo", "tasks": []}')
     write_run(tmp_path / "runs/short", "diki", tasks=[{"name": "shapes", "flops_method": 1, "seconds": {}}])
     page = (run_tables(tmp_path, "breakdown") / "tables.md").read_text()
-    assert "begun: unfinished: it has no results yet" in page and "broken: damaged" in page and "empty: damaged" in page
+    assert "begun: unfinished: it has no results yet" in page and "broken: corrupted" in page and "empty: corrupted" in page
     assert "short: unfinished: 1 of 2 tasks are missing" in page
     assert "L2P" not in page.split("demo, vit_micro")[1].split("##")[0]
     assert "left out" in capsys.readouterr().out
@@ -202,7 +202,7 @@ def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path, capsys):
 def test_wrong_names_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--only names 'foms'; the tables are fom, .*counts"):
         run_tables(tmp_path, "foms")
-    with pytest.raises(ValueError, match="which is no folder"):
+    with pytest.raises(ValueError, match="which is not a folder"):
         run_tables(tmp_path, "fom")
     (tmp_path / "runs").mkdir()
     (tmp_path / "out").touch()

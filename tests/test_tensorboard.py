@@ -192,5 +192,5 @@ def test_a_run_without_a_record_or_with_a_damaged_one_is_told(tmp_path):
     with pytest.raises(ValueError, match="has no record of a run yet"):
         write_events(tmp_path)
     begin(tmp_path).write("learned", method="cheem", report={})
-    with pytest.raises(ValueError, match="does not hold what event files need"):
+    with pytest.raises(ValueError, match="lacks what event files need"):
         write_events(tmp_path)

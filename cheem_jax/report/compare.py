@@ -23,7 +23,7 @@ STORY = (
     "index", "name", "classes", "num_train", "num_val", "num_test", "similarity", "supernet_losses", "search",
     "searched", "validation_accuracy", "best_validation_accuracy", "architecture", "experts", "finetune_losses",
 )  # fmt: skip
-"""The order in which a task's report came about; whatever else it holds came later."""
+"""The order in which a task's report came about; everything else came later."""
 
 
 class Absent(enum.Enum):
@@ -108,7 +108,7 @@ def difference_of_records(first: Sequence[Entry], second: Sequence[Entry], tasks
 
 
 def difference_of_results(first: Any, second: Any) -> Difference | None:
-    """Between what two `results.json` hold; None stands for a file that is not there."""
+    """Between what two `results.json` hold; None is a missing file."""
     if (first is None) != (second is None):
         sides = (Absent.REST, second) if first is None else (first, Absent.REST)
         return Difference("results.json was written", *sides)

@@ -1,4 +1,4 @@
-"""The figures of a run as PNG files, drawn from `results.json` without a display."""
+"""The figures of a run as PNG files, from `results.json`, without a display."""
 
 import os
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from matplotlib.patches import FancyBboxPatch
 from cheem_jax.architecture import from_strings
 from cheem_jax.metrics import matrix_from_json
 from cheem_jax.report import COLOURS
-from cheem_jax.report.memories import FORGOTTEN, MARK, when_learned
+from cheem_jax.report.memories import FORGOTTEN, MARK, after_learning
 
 INK, FAINT, ABSENT = "#262626", "#757575", "#c4c4c4"
 DPI = 150
@@ -66,7 +66,7 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
         axes.text(num_blocks + 0.2, row + 0.5, added, ha="left", va="center", color=FAINT, fontsize=9)
     figure.text(
         (left + num_blocks * width / 2) / figure.get_figwidth(), 1 - 0.12 / figure.get_figheight(),
-        (title or f"The network found for each task: {results['stream']}, {results['backbone']}")
+        (title or f"The target network of each task: {results['stream']}, {results['backbone']}")
         + _of(shown, names)
         + (f" ({MARK}: from a forgotten task)" if has_mark else ""),
         ha="center", va="top", fontsize=12, color=INK,
@@ -81,7 +81,7 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
 
 
 def accuracy_heatmap(results: Results, file: Path) -> None:
-    """Accuracy after learning each task (row) on each task (column), routed and with the true task given."""
+    """Accuracy after learning each task (row) on each task (column), task-agnostic and with the task ID given."""
     names = _labels(results)
     shown = spread(len(names), MOST_CELLS)
     labels, num_tasks = [names[index] for index in shown], len(shown)
@@ -90,7 +90,7 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
     below = left = 0.072 * max(map(len, labels)) + 0.5
     figure = Figure(figsize=(left + 2 * side + gap + 1.0, below + side + 0.65), dpi=DPI)
     colours = colormaps["YlGnBu"].with_extremes(bad="#f4f4f4")
-    panels = (("accuracy", "task inferred per image", ""), ("local_accuracy", "true task given", "local_"))
+    panels = (("accuracy", "task ID inferred", ""), ("local_accuracy", "task ID given", "local_"))
     for index, (key, title, prefix) in enumerate(panels):
         axes = _panel(figure, left + index * (side + gap), below, side, side)
         percent = 100 * matrix_from_json(results[key])[np.ix_(shown, shown)]
@@ -118,8 +118,8 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
 def _average(results: Results, average: float | None, key: str) -> str:
     if average is not None:
         return f"average {100 * average:.1f} %"
-    mean, _ = when_learned(results, key)
-    return "not measured" if mean is None else f"when learned {100 * mean:.1f} %"
+    mean, _ = after_learning(results, key)
+    return "not measured" if mean is None else f"right after learning {100 * mean:.1f} %"
 
 
 def similarity_heatmap(results: Results, file: Path) -> None:

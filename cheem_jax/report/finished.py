@@ -1,4 +1,4 @@
-"""Finished runs: what they measured, whether they may stand in one table, and what sets them apart."""
+"""Finished runs: what they measured, whether they may share a table, and how their settings differ."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from cheem_jax.differences import leaves, settings_apart, summary
 from cheem_jax.report.memories import is_memory
 from cheem_jax.report.table import TOLD
 
-MEMORY = "a memory, which is no run of an experiment"
-"""Why it stands in no table of runs."""
+MEMORY = "a memory, not a run of an experiment"
+"""Why it is in no table of runs."""
 
 
 class RunRecord(NamedTuple):
@@ -44,7 +44,7 @@ def read(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, str
     left_out: list[tuple[Path, str]] = []
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"--runs names {folder}, which is no folder; expected one that holds finished runs")
+            raise ValueError(f"--runs is {folder}, which is not a folder; expected one that contains finished runs")
     directories: dict[Path, Path] = {}
     for folder in folders:
         for place, _, files in os.walk(folder, onerror=lambda error: left_out.append(_unreadable(error))):
@@ -67,7 +67,7 @@ def read(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, str
         except FileNotFoundError:
             left_out.append((directory, "unfinished: it has no results yet"))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
-            left_out.append((directory, f"damaged ({error!r:.100})"))
+            left_out.append((directory, f"corrupted ({error!r:.100})"))
         else:
             same = first.setdefault(identity, directory)
             if missing:
@@ -87,7 +87,7 @@ IDENTITY = ("image_size", "data_sha256", "weights_sha256", "split_sha256", "pres
 
 
 def check_comparable(runs: Sequence[RunRecord]) -> None:
-    """ValueError where runs that stand in one table saw other data, weights or pixels, or one cell other settings."""
+    """Raises ValueError where runs of one table differ in data, weights or pixels, or runs of one cell in settings."""
     first: dict[tuple[str, str], RunRecord] = {}
     settings: dict[tuple[object, ...], RunRecord] = {}
     for run in runs:
@@ -129,15 +129,15 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def variant_of(run: RunRecord) -> str:
-    """What sets a run apart from the usual one of its method: placement, sampling and other settings of CHEEM that an
-    ablation changes, the network that names the task."""
+    """How a run differs from the usual one of its method: placement, sampling and other settings of CHEEM that an
+    ablation changes, and the router; empty for the usual one."""
     results, found = run.results, []
     if (method := results["method"]) in ("cheem", "cheem_lite"):
         found += [results["placement"]] if results["placement"] != "mlp_down" else []
         found += _unusual(run.config.get(method, {}))
     router = run.config.get(method, {}).get("router", {})
-    named = router.get("kind", "kmeans"), router.get("features", "last")
-    found += [f"router {' '.join(named)}"] if named != ("kmeans", "last") else []
+    kind = router.get("kind", "kmeans"), router.get("features", "last")
+    found += [f"router {' '.join(kind)}"] if kind != ("kmeans", "last") else []
     if results["router"] != results["backbone"]:
         found.append(results["router"])
     return ", ".join(found)
@@ -182,12 +182,12 @@ def order_names(runs: Sequence[RunRecord]) -> dict[tuple[str, tuple[str, ...]], 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     """What one run measured, in the paper's units, by measure and task."""
-    told = results["method"] in TOLD
-    matrix = results["local_accuracy" if told else "accuracy"]
+    is_bound = results["method"] in TOLD
+    matrix = results["local_accuracy" if is_bound else "accuracy"]
     names = [task["name"] for task in results["tasks"]]
     found: dict[tuple[str, str], float | None] = {
-        ("average_accuracy", ""): 100 * results["local_average_accuracy" if told else "average_accuracy"],
-        ("average_forgetting", ""): None if told else _percent(results["average_forgetting"]),
+        ("average_accuracy", ""): 100 * results["local_average_accuracy" if is_bound else "average_accuracy"],
+        ("average_forgetting", ""): None if is_bound else _percent(results["average_forgetting"]),
         ("local_average_accuracy", ""): 100 * results["local_average_accuracy"],
         ("just_trained", ""): 100 * float(np.mean(results["just_trained"])),
         ("flops", ""): results["flops"]["paper"] / 1e9,

@@ -246,7 +246,7 @@ def _tasks(seen: Snapshot, width: int, rows: int) -> RenderableType:
     notes = [f"{num:,} tasks, not shown: {' and '.join(hidden)} these"] if hidden else []
     notes += ["blocks: R reuse, A adapt, N new, S skip"] if has_letters else []
     if seen.is_memory and np.isnan(seen.accuracy[:num_finished][np.tri(num_finished, num, dtype=bool)]).any():
-        notes.append(f"{NONE} not measured: no images of them were at hand")
+        notes.append(f"{NONE} not measured: their images were not available")
     if forgotten := num_forgotten(seen.config):
         notes.append(f"forgotten: {forgotten}, to which images could still be sent when older numbers were measured")
     return Group(table, *(Text(note, style="dim") for note in notes))

@@ -1,6 +1,6 @@
 """`metrics.jsonl`: one JSON line per measurement, the only record of a run.
 
-Lines are appended; going on after a stop drops those of a task that was not saved. Each ends with a hash of itself, so
+Lines are appended; resuming after a stop drops those of a task that was not saved. Each ends with a hash of itself, so
 a number that changed on the disk is noticed.
 """
 
@@ -109,7 +109,7 @@ def _entry(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         pass
     raise ValueError(
-        f"{where} is not as it was written, found {line[:60]!r}; bring the file back from a copy, or begin anew with "
+        f"{where} is not as it was written, found {line[:60]!r}; restore the file from a copy, or choose "
         "another run directory"
     )
 

@@ -1,6 +1,6 @@
 """What a run or memory is doing, for whoever looks from another process.
 
-`.status.json` names the phase at work. It is rewritten now and then and removed at the end; nothing is resumed from
+`.status.json` contains the phase at work. It is rewritten now and then and removed at the end; nothing is resumed from
 it, so a write that fails is left out, and none waits for the disk. `look` reads all that a directory contains.
 """
 
@@ -94,7 +94,7 @@ class Status:
         start, done, noted = self.clock(), 0, ""
         losses: dict[str, float] = {}
 
-        def tell(every: float) -> None:
+        def write(every: float) -> None:
             now = self.clock()
             if now - self._last >= max(every, self._took / LARGEST_SHARE):
                 latest = list(losses.values())[-NUM_LOSSES:]
@@ -113,10 +113,10 @@ class Status:
                     with contextlib.suppress(ValueError):
                         if epoch and math.isfinite(value := float(loss)):
                             losses[epoch] = value
-                tell(SECONDS_BETWEEN)
+                write(SECONDS_BETWEEN)
                 show(num_images, note)
 
-            tell(0.0)
+            write(0.0)
             yield advance
 
     def _write(self, doing: Doing) -> None:

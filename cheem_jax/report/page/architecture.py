@@ -1,4 +1,4 @@
-"""The paper's figure as a table one can ask: the op at each block of each task, and where its expert comes from."""
+"""The paper's figure as an interactive table: the op at each block of each task, and where its expert comes from."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,11 +8,11 @@ from cheem_jax.report.memories import FORGOTTEN, MARK
 
 Results = Mapping[str, Any]
 ROWS = 400
-"""Tasks that are drawn."""
+"""Tasks that are shown."""
 MEANING = {
     "reuse": "an expert as it is",
     "adapt": "an expert with a low-rank Δ",
-    "new": "an expert learned anew",
+    "new": "a new expert",
     "skip": "the branch left out",
 }
 
@@ -55,7 +55,7 @@ def architectures(results: Results) -> Architectures:
         rows.append(Row(f"T{index} {task['name']}", tuple(cells), f"{task['params_added_percent']:.1f} %"))
     caption = "Point at or tap a cell to see its expert's history and who shares it."
     if len(tasks) > ROWS:
-        caption += f" The first {ROWS} of {len(tasks):,} tasks are drawn."
+        caption += f" The first {ROWS} of {len(tasks):,} tasks are shown."
     if any(MARK in cell.text for row in rows for cell in row.cells):
         caption += f" {MARK}: from a forgotten task, whose expert stays because it is needed."
     described = tuple(

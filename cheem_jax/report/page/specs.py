@@ -12,13 +12,13 @@ Spec = dict[str, Any]
 """`data` and `layout` of plotly.js."""
 
 MANY = 30
-"""Tasks from which on cells hold no numbers."""
-DRAWN = 120
-"""Tasks that one chart draws at most."""
+"""More tasks than these have no numbers in their cells."""
+SHOWN = 120
+"""Tasks that one chart shows at most."""
 
 
 class EmptySection(ValueError):
-    """Why a section holds nothing, as a sentence."""
+    """Why a section is empty, as a sentence."""
 
 
 class Variant(NamedTuple):
@@ -49,8 +49,8 @@ def spread(num: int, limit: int) -> list[int]:
 
 
 def note_of_spread(num: int, limit: int, what: str = "tasks") -> str:
-    """A sentence about what is not drawn, or nothing."""
-    return "" if num <= limit else f" Of {num:,} {what}, {limit} are drawn, evenly spread."
+    """A sentence about what is left out, or nothing."""
+    return "" if num <= limit else f" Of {num:,} {what}, {limit} are shown, evenly spread."
 
 
 def shown(text: str, limit: int = 60) -> str:
