@@ -1,4 +1,4 @@
-"""A run directory belongs to one configuration, which is compared before it is resumed, and to one process at a time."""
+"""A run directory belongs to one configuration, which is compared on resuming, and to one process at a time."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ import filelock
 from cheem_jax.atomic import write_atomically
 from cheem_jax.differences import settings_apart, summary
 from cheem_jax.removed import without_removed
-from cheem_jax.report.record import to_json
+from cheem_jax.report.record import read_object, to_json
 
 NAME, LOCK, OWNER = "config.json", ".lock", ".owner.json"
 OURS = (f".{NAME}.", LOCK, OWNER, f".{OWNER}.", ".status.json", "..status.json.")
@@ -43,16 +43,7 @@ def check_held(directory: Path, known: Mapping[str, Any], defaults: Mapping[str,
 
 
 def _read_config(directory: Path) -> dict[str, Any] | None:
-    file = directory / NAME
-    if not file.exists():
-        return None
-    try:
-        config = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({error}); choose another run directory") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} contains no JSON object; choose another run directory")
-    return config
+    return read_object(directory / NAME) if (directory / NAME).exists() else None
 
 
 def _check_same(

@@ -26,8 +26,9 @@ from cheem_jax.report.page.assemble import text_of
 from cheem_jax.report.page.examples import data_uri
 from cheem_jax.report.page.loading import record_of
 from cheem_jax.report.page.search import search_chart
-from cheem_jax.report.page.specs import EmptySection, spread
+from cheem_jax.report.page.specs import EmptySection
 from cheem_jax.report.progress import duration
+from cheem_jax.report.table import spread
 from cheem_jax.results import results_of
 
 HOSTILE = "</script><script>alert(1)</script><b>\"'`{{7*7}}%{x}$x$"

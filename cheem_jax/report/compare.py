@@ -1,13 +1,12 @@
 """Where two runs first differ, in the order of what happened, in words."""
 
 import enum
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from cheem_jax.differences import Place, dotted, leaves, sentence, settings_apart
-from cheem_jax.report.record import read
+from cheem_jax.report.record import read, read_object
 
 Entry = Mapping[str, Any]
 NAME = "config.json"
@@ -74,17 +73,15 @@ def differences(first: Path, second: Path) -> Iterator[Difference]:
     if in_record:
         yield in_record
     if in_record is None or not in_record.stopped:
-        results = _read_json(first / "results.json"), _read_json(second / "results.json")
-        if found := difference_of_results(results[0], results[1]):
+        if found := difference_of_results(_results(first), _results(second)):
             yield found
 
 
 def config_of(directory: Path) -> dict[str, Any]:
     """The settings that a run directory was begun with; raises ValueError where it is none."""
-    config = _read_json(directory / NAME)
-    if config is None:
+    if not (directory / NAME).exists():
         raise ValueError(f"{str(directory)!r} is not a run directory (it has no {NAME}); give one that a run left")
-    return config
+    return read_object(directory / NAME)
 
 
 def difference_of_records(first: Sequence[Entry], second: Sequence[Entry], tasks: Sequence[str]) -> Difference | None:
@@ -206,10 +203,6 @@ def _number(position: Any) -> Any:
     return position + 1 if isinstance(position, int) else position
 
 
-def _read_json(file: Path) -> Any:
-    if not file.exists():
-        return None
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); restore it from a copy") from error
+def _results(directory: Path) -> dict[str, Any] | None:
+    file = directory / "results.json"
+    return read_object(file) if file.exists() else None

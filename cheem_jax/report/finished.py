@@ -12,6 +12,7 @@ import numpy as np
 from cheem_jax.data.benchmarks.table import MTIL, VDD
 from cheem_jax.differences import leaves, settings_apart, summary
 from cheem_jax.report.memories import is_memory
+from cheem_jax.report.record import read_object
 from cheem_jax.report.table import TOLD
 
 MEMORY = "a memory, not a run of an experiment"
@@ -53,11 +54,11 @@ def read(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, str
     first: dict[object, Path] = {}
     for directory in sorted(directories.values()):
         try:
-            config = json.loads((directory / "config.json").read_text())
+            config = read_object(directory / "config.json")
             if is_memory(config):
                 left_out.append((directory, MEMORY))
                 continue
-            results = json.loads((directory / "results.json").read_text())
+            results = read_object(directory / "results.json")
             run = RunRecord(directory, results, config)
             missing = len(config["tasks"]) - len(run.order)
             numbers_of(results)

@@ -16,7 +16,7 @@ from cheem_jax.report.memories import (
     routed_to_forgotten,
     unmeasured,
 )
-from cheem_jax.report.table import NONE, Grid, method_grid, number, percent, task_grid
+from cheem_jax.report.table import NONE, Grid, method_grid, number, percent, spread, task_grid
 
 Results = Mapping[str, Any]
 
@@ -119,7 +119,7 @@ def _after_learning(results: Results) -> str:
 
 
 def _routing(results: Results) -> Grid:
-    shown = figures.spread(len(results["tasks"]), figures.MOST_CELLS)
+    shown = spread(len(results["tasks"]), figures.MOST_CELLS)
     rows = []
     for index in shown:
         row = results["routing"][index]

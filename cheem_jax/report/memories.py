@@ -52,6 +52,11 @@ def after_learning(results: Results, key: str = "accuracy") -> tuple[float | Non
     return (float(measured.mean()) if len(measured) else None), len(measured)
 
 
+def origin_name(origin: int | str) -> str:
+    """`T3`, `base`, or the mark of an expert whose task is gone."""
+    return f"T{origin}" if isinstance(origin, int) else MARK if origin == FORGOTTEN else origin
+
+
 def arrivals(results: Results) -> list[list[int | None]]:
     """Per block, after which task each expert was there: -1 for the backbone's, None for one that is gone.
 

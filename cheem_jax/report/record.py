@@ -38,6 +38,17 @@ def to_json(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} {value!r} has no JSON form here; expected numbers, text, lists, arrays")
 
 
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises FileNotFoundError, or ValueError where there is something else."""
+    try:
+        value = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error}); restore it from a copy") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} contains no JSON object; restore it from a copy")
+    return value
+
+
 class Record:
     """The record of one run directory, opened for appending."""
 

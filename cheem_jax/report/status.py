@@ -178,10 +178,9 @@ def _lives(pid: int, since: float) -> bool:
 def read_object(file: Path) -> dict[str, Any]:
     """A JSON object; {} where there is none, or it cannot be read."""
     try:
-        value = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
+        return record.read_object(file)
+    except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 class Snapshot(NamedTuple):
@@ -244,16 +243,14 @@ def look(directory: Path, now: float, before: Snapshot | None = None) -> Snapsho
         raise ValueError(f"no folder {str(directory)!r}; a run makes it when it begins: give what its --run-dir says")
     trouble = []
     try:
-        config = json.loads((directory / CONFIG).read_text())
-        if not isinstance(config, dict):
-            raise ValueError("not a JSON object")
+        config = record.read_object(directory / CONFIG)
     except FileNotFoundError:
         below = sorted(file.parent for depth in ("*", "*/*") for file in directory.glob(f"{depth}/{CONFIG}"))
         way_out = (
             f"it contains {len(below)} runs, such as {str(below[0])!r}" if below else "give what a run's --run-dir says"
         )
         raise ValueError(f"{str(directory)!r} is not a run directory (it has no {CONFIG}); {way_out}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         config = {}
         trouble.append(f"{CONFIG} cannot be read ({error})")
     try:

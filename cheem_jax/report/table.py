@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import rich.box
 import rich.table
 from rich.text import Text
@@ -210,6 +211,11 @@ def plain_flops(results: Results) -> int | None:
     """The plain backbone's FLOPs by the paper's convention; None where its config is not built in."""
     config = CONFIGS.get(results["backbone"])
     return backbone_flops(at_image_size(config, results["image_size"])) if config else None
+
+
+def spread(num: int, most: int) -> list[int]:
+    """At most `most` of the positions 0..num-1, evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, num - 1, min(num, most)).round().astype(int)).tolist()
 
 
 def percent(value: int | float | None) -> str:

@@ -23,7 +23,7 @@ import numpy as np
 from cheem_jax import metrics
 from cheem_jax.atomic import write_atomically
 from cheem_jax.report.memories import as_of_run
-from cheem_jax.report.record import read
+from cheem_jax.report.record import read, read_object
 from cheem_jax.report.table import TOLD
 
 FOLDER, NAME = "tensorboard", "events.out.tfevents.cheem_jax"
@@ -156,15 +156,9 @@ def _measured(rows: Sequence[Rows], names: Mapping[int, str]) -> Iterator[tuple[
 
 def _config(directory: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
     """What the run was asked for: its settings and its configuration without hashes."""
-    file = directory / "config.json"
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); restore it from a copy") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} contains no JSON object; restore it from a copy")
+    config = as_of_run(read_object(directory / "config.json"))
     chosen = {key: setting.get(key) for key in ("method", "preset", "executor", "precision", "device")}
-    return chosen | {key: value for key, value in as_of_run(config).items() if not key.endswith("sha256")}
+    return chosen | {key: value for key, value in config.items() if not key.endswith("sha256")}
 
 
 def _content(points: Sequence[Point], config: Mapping[str, Any] | None, begun: float) -> bytes:

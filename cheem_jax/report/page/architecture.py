@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cheem_jax.architecture import from_strings
-from cheem_jax.report.memories import FORGOTTEN, MARK
+from cheem_jax.report.memories import FORGOTTEN, MARK, origin_name
 
 Results = Mapping[str, Any]
 ROWS = 400
@@ -47,7 +47,7 @@ def architectures(results: Results) -> Architectures:
     for index, task in enumerate(tasks[:ROWS]):
         cells = []
         for block, choice, expert in zip(pool, from_strings(task["architecture"]), task["experts"], strict=True):
-            source = "" if choice.expert is None else _short(block[choice.expert]["origin"])
+            source = "" if choice.expert is None else origin_name(block[choice.expert]["origin"])
             text = {"reuse": source, "adapt": f"{source}+Δ"}.get(choice.kind, choice.kind)
             if expert is not None and not 0 <= expert < len(block):
                 raise ValueError(f"task {task['name']!r} uses expert {expert} of a block with {len(block)}")
@@ -66,8 +66,3 @@ def architectures(results: Results) -> Architectures:
 
 def _number(origin: int | str) -> int:
     return origin if isinstance(origin, int) else -2 if origin == FORGOTTEN else -1
-
-
-def _short(origin: int | str) -> str:
-    """`T3`, `base`, or the mark of what a forgotten task left."""
-    return f"T{origin}" if isinstance(origin, int) else MARK if origin == FORGOTTEN else origin

@@ -28,10 +28,9 @@ from cheem_jax.report.page.specs import (
     note_of_spread,
     rounded,
     shown,
-    spread,
 )
 from cheem_jax.report.progress import duration
-from cheem_jax.report.table import TOLD
+from cheem_jax.report.table import TOLD, spread
 
 Results = Mapping[str, Any]
 CURVES = 40

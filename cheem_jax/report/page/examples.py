@@ -20,6 +20,7 @@ from cheem_jax.data.task import fingerprint, select
 from cheem_jax.report.finished import RunRecord
 from cheem_jax.report.page.loading import Recorded
 from cheem_jax.report.page.specs import EmptySection
+from cheem_jax.report.table import spread
 
 TASKS = 24
 """Tasks with images: the first ones."""
@@ -196,7 +197,7 @@ def _of_task(
             f"answers.npz is from another moment than the record: of {task['name']!r} {is_right.mean():.4f} are right "
             f"there, {accuracy:.4f} here; the command that began the run resumes it and writes both."
         )
-    chosen = [_some(np.flatnonzero(is_right)), _some(np.flatnonzero(~is_right))]
+    chosen = [_few(np.flatnonzero(is_right)), _few(np.flatnonzero(~is_right))]
     try:
         images = dict(
             zip([row for rows in chosen for row in rows], test_images.decode([*chosen[0], *chosen[1]]), strict=True)
@@ -217,11 +218,9 @@ def _of_task(
     return TaskExamples(f"T{index} {task['name']}", right, wrong, int(is_right.sum()), int((~is_right).sum()))
 
 
-def _some(rows: np.ndarray) -> list[int]:
+def _few(rows: np.ndarray) -> list[int]:
     """A few rows, evenly spread."""
-    if len(rows) <= EACH:
-        return rows.tolist()
-    return rows[np.linspace(0, len(rows) - 1, EACH).round().astype(int)].tolist()
+    return [int(rows[position]) for position in spread(len(rows), EACH)]
 
 
 def data_uri(image: np.ndarray) -> str:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from cheem_jax.report.finished import RunRecord, variant_of
 from cheem_jax.report.memories import UNAVAILABLE, after_learning, num_forgotten, unmeasured
-from cheem_jax.report.table import METHODS, NONE, SHORT, TOLD, format_flops, number, plain_flops
+from cheem_jax.report.table import METHODS, NONE, SHORT, TOLD, format_flops, number, percent, plain_flops
 
 
 class Tile(NamedTuple):
@@ -85,13 +85,13 @@ def tiles_of(results: Mapping[str, Any]) -> tuple[Tile, ...]:
     if results["local_average_accuracy"] is None:
         tiles += _tiles_after_learning(results)
     elif not is_bound:
-        tiles.append(Tile("Average accuracy", _percent(results["average_accuracy"]), "%",
+        tiles.append(Tile("Average accuracy", percent(results["average_accuracy"]), "%",
             _of_others(results, "average_accuracy") or "task-agnostic: task ID inferred per image"))  # fmt: skip
     if results["local_average_accuracy"] is not None:
-        tiles.append(Tile("Task ID given", _percent(results["local_average_accuracy"]), "%",
+        tiles.append(Tile("Task ID given", percent(results["local_average_accuracy"]), "%",
             _of_others(results, "local_average_accuracy") or "class predicted within the given task"))  # fmt: skip
     if not is_bound and results["average_forgetting"] is not None:
-        tiles.append(Tile("Forgetting", _percent(results["average_forgetting"]), "points",
+        tiles.append(Tile("Forgetting", percent(results["average_forgetting"]), "points",
             "from the best so far to the end, mean over tasks"))  # fmt: skip
     value, unit = format_flops(flops["paper"]).split()
     times = f"{flops['paper'] / plain:.2f} × the plain backbone" if plain else "by the paper's convention"
@@ -114,12 +114,8 @@ def _tiles_after_learning(results: Mapping[str, Any]) -> list[Tile]:
     for title, key in (("Right after learning", "accuracy"), ("Right after learning, task ID given", "local_accuracy")):
         mean, count = after_learning(results, key)
         note = "mean over tasks" + ("" if count == num else f"; {count} of {num} known")
-        tiles.append(Tile(title, _percent(mean), "" if mean is None else "%", note))
+        tiles.append(Tile(title, percent(mean), "" if mean is None else "%", note))
     return tiles
-
-
-def _percent(value: float | None) -> str:
-    return number(None if value is None else 100 * value, 1)
 
 
 def _of_others(results: Mapping[str, Any], key: str) -> str:
@@ -128,5 +124,5 @@ def _of_others(results: Mapping[str, Any], key: str) -> str:
     for name, other in (results.get("yardsticks") or {}).items():
         key_there = "average_accuracy" if name in TOLD else key
         if other.get(key_there) is not None:
-            found.append(f"{SHORT.get(name, name)} {_percent(other[key_there])}")
+            found.append(f"{SHORT.get(name, name)} {percent(other[key_there])}")
     return ", ".join(found)

@@ -1,6 +1,5 @@
 """Which runs a page shows, and what their records contain besides the results."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,7 +86,7 @@ def record_of(run: RunRecord) -> Recorded:
 def _as_far_as_it_is(directory: Path) -> RunRecord | str:
     """An unfinished run or a memory, or why it cannot be shown."""
     try:
-        config, entries = json.loads((directory / "config.json").read_text()), record.read(directory)
+        config, entries = record.read_object(directory / "config.json"), record.read(directory)
         if is_memory(config) and config.get("forgetting"):
             return (
                 f"the memory is forgetting {config['forgetting']['name']!r}, or was stopped while it did: the next "

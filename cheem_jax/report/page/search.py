@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from cheem_jax.report.page.loading import Recorded
-from cheem_jax.report.page.specs import Chart, EmptySection, Spec, Variant, rounded, spread
+from cheem_jax.report.page.specs import Chart, EmptySection, Spec, Variant, rounded
+from cheem_jax.report.table import spread
 
 CHARTS = 60
 """Tasks with a chart."""

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cheem_jax.report.record import to_json
+from cheem_jax.report.table import spread
 
 Spec = dict[str, Any]
 """`data` and `layout` of plotly.js."""
@@ -41,11 +42,6 @@ class Chart(NamedTuple):
     """What the selector chooses."""
     start: int = 0
     """The variant that is shown first."""
-
-
-def spread(num: int, limit: int) -> list[int]:
-    """At most `limit` positions of 0..num-1, evenly spread, the first and the last among them."""
-    return list(range(num)) if num <= limit else np.linspace(0, num - 1, limit).round().astype(int).tolist()
 
 
 def note_of_spread(num: int, limit: int, what: str = "tasks") -> str:
