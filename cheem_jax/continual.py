@@ -80,11 +80,11 @@ def run_stream(
     if tensorboard:
         check_installed()
     layout = make_layout(config.mesh)
-    base = base_means_of(pretrained, config.method, config.engine.precision, base_images, progress)
-    identity = identity_of(stream, pretrained, config, base, router)
+    base = base_means_of(pretrained, config.method, config.engine.precision, images=base_images, progress=progress)
+    identity = identity_of(stream, pretrained, config, base=base, router=router)
     conditions = fingerprint.take(identity)
     check_hosts(config, identity, conditions)
-    networks = networks_of(pretrained, router, config.method, config.engine, workshop, layout)
+    networks = networks_of(pretrained, router, config.method, config.engine, workshop=workshop, layout=layout)
     keys, num_tasks = Keys(config.seed, config.seeds), len(stream.tasks)
     learner = make(config.method, networks, keys, num_tasks, base.values)
     notes = learner.check(stream.tasks)
@@ -112,7 +112,7 @@ def run_stream(
             "devices": layout.num, "processes": hosts.count(),
         }  # fmt: skip
         if begin is None:
-            setting = setting_of(stream, pretrained, config, base, router)
+            setting = setting_of(stream, pretrained, config, base=base, router=router)
             record.write("run", **setting, executor=networks.executor.name, data=data, **shared, **start.since())
         elif num_finished < num_tasks or (config.upper_bound is not None and _missing_bounds(directory, num_tasks)):
             record.write("continued", **shared, **start.since())

@@ -37,6 +37,7 @@ def networks_of(
     router: RouterWeights | None,
     config: MethodConfig,
     engine: EngineConfig,
+    *,
     workshop: dict[Any, Networks] | None = None,
     layout: Layout = ONE,
 ) -> Networks:
@@ -85,7 +86,12 @@ class BaseMeans(NamedTuple):
 
 
 def base_means_of(
-    pretrained: Pretrained, config: MethodConfig, precision: Precision, images: Images | None, progress: Progress
+    pretrained: Pretrained,
+    config: MethodConfig,
+    precision: Precision,
+    *,
+    images: Images | None,
+    progress: Progress,
 ) -> BaseMeans:
     """Those in the weights for exactly this image size, placement and token, else measured on the images, if any."""
     if not isinstance(config, CheemConfig) or config.base_means == "neutral":

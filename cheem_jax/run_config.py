@@ -50,7 +50,7 @@ def check_fits(stream: Stream, pretrained: Pretrained, router: RouterWeights | N
 
 
 def identity_of(
-    stream: Stream, pretrained: Pretrained, config: RunConfig, base: BaseMeans, router: RouterWeights | None
+    stream: Stream, pretrained: Pretrained, config: RunConfig, *, base: BaseMeans, router: RouterWeights | None
 ) -> dict[str, Any]:
     """All that decides what is learned, as in `config.json`; an upper bound can be added to a finished run."""
     return {
@@ -89,7 +89,7 @@ def _pixels(pretrained: Pretrained) -> dict[str, Any]:
 
 
 def setting_of(
-    stream: Stream, pretrained: Pretrained, config: RunConfig, base: BaseMeans, router: RouterWeights | None
+    stream: Stream, pretrained: Pretrained, config: RunConfig, *, base: BaseMeans, router: RouterWeights | None
 ) -> dict[str, Any]:
     """The first entry of the record: the settings that tables and reports name."""
     method = config.method

@@ -149,7 +149,7 @@ def study(
     engine = rebuilt(EngineConfig(), held["engine"])
     config: CheemConfig = rebuilt(PRESETS["paper"], held["cheem"])
     means = means_of(run, held, loaded, config, engine, progress)
-    networks = networks_of(loaded.pretrained, None, config, engine, workshop)
+    networks = networks_of(loaded.pretrained, None, config, engine, workshop=workshop)
     identity = {**held, "format": "cheem_jax-search/1", "num": num}
     conditions = fingerprint.take(identity)
     with hold(directory), stop_requests() as stop:

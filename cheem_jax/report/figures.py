@@ -48,7 +48,7 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
     axes.axis("off")
     for block in range(num_blocks):
         axes.text(block + 0.5, -0.15, f"B{block + 1}", ha="center", va="bottom", color=INK, fontsize=10)
-        _cell(axes, block, 0, "#e8e8e8", "base", FAINT)
+        _cell(axes, block, 0, colour="#e8e8e8", text="base", ink=FAINT)
     axes.text(num_blocks + 0.2, -0.15, "params\nadded", ha="left", va="bottom", color=FAINT, fontsize=8)
     for row, label in enumerate(labels):
         axes.text(-0.15, row + 0.5, label, ha="right", va="center", color=INK, fontsize=10)
@@ -58,7 +58,8 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
             source = "" if choice.expert is None else origin_name(pool[block][choice.expert]["origin"])
             text = {"reuse": source, "adapt": f"{source}+Δ"}.get(choice.kind, choice.kind)
             has_mark |= MARK in text
-            _cell(axes, block, row, COLOURS[choice.kind], text, "#6b4a58" if choice.kind == "skip" else INK)
+            ink = "#6b4a58" if choice.kind == "skip" else INK
+            _cell(axes, block, row, colour=COLOURS[choice.kind], text=text, ink=ink)
         added = f"{task['params_added_percent']:.1f} %"
         axes.text(num_blocks + 0.2, row + 0.5, added, ha="left", va="center", color=FAINT, fontsize=9)
     figure.text(
@@ -194,7 +195,7 @@ def _panel(figure: Figure, x: float, y: float, width: float, height: float) -> A
     return figure.add_axes(_fractions(figure, x, y, width, height))
 
 
-def _cell(axes: Axes, column: int, row: int, colour: str, text: str, ink: str) -> None:
+def _cell(axes: Axes, column: int, row: int, *, colour: str, text: str, ink: str) -> None:
     axes.add_patch(
         FancyBboxPatch(
             (column + 0.1, row + 0.14),

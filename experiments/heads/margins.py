@@ -180,7 +180,7 @@ def measure(
     name = run.results["method"]
     engine = rebuilt(EngineConfig(), run.config["engine"])
     config = rebuilt(preset_of(name, "paper"), run.config[name])
-    networks = networks_of(pretrained, None, config, engine, workshop)
+    networks = networks_of(pretrained, None, config, engine, workshop=workshop)
     method = cast(Prompting | Ewc | Moal, make(config, networks, Keys(run.config["seed"]), len(stream.tasks)))
     method.open(run.directory / "checkpoints" / name)
     if (names := tuple(method.classes.names)) != run.order:

@@ -88,7 +88,10 @@ def _task_by_task(results: Results, values: np.ndarray, rows: str, columns: str,
     y = category_axis(full, short)
     x = category_axis(full, [f"T{index}" for index in kept])
     decimals = 0 if len(kept) <= MANY else None
-    return heatmap(values[np.ix_(kept, kept)], (y, rows), (x, columns), "sequential", (0, 100), hover, decimals)
+    return heatmap(
+        values[np.ix_(kept, kept)], (y, rows), (x, columns), scale="sequential", limits=(0, 100), hover=hover,
+        decimals=decimals,
+    )  # fmt: skip
 
 
 def _square(num: int, caption: str, variants: tuple[Variant, ...], choose: str = "") -> Chart:
@@ -143,8 +146,8 @@ def pool_growth(results: Results) -> tuple[Chart, ...]:
     counts = np.array([_sizes(block, num)[[0, *(index + 1 for index in kept)]] for block in arrived])
     spec = heatmap(
         counts, (category_axis(blocks, blocks), ""), (category_axis(full, short), "after learning"),
-        "sequential", (0, max(2, float(counts.max()))), "%{y} after %{x}<br><b>%{z} experts</b>",
-        0 if len(kept) <= MANY else None,
+        scale="sequential", limits=(0, max(2, float(counts.max()))), hover="%{y} after %{x}<br><b>%{z} experts</b>",
+        decimals=0 if len(kept) <= MANY else None,
     )  # fmt: skip
     caption = (
         f"Experts per block, the backbone's own included: {int(counts[:, -1].sum()):,} in all after the last task."
@@ -223,7 +226,10 @@ def similarity(results: Results) -> Chart:
         rows = (category_axis(full, short), "")
         decimals = 2 if len(values) * num_blocks <= 200 else None
         hover = "%{y}<br>at %{x}<br><b>S = %{z:.2f}</b>"
-        spec = heatmap([values[row] for row in kept], rows, columns, "diverging", (-1, 1), hover, decimals)
+        spec = heatmap(
+            [values[row] for row in kept], rows, columns, scale="diverging", limits=(-1, 1), hover=hover,
+            decimals=decimals,
+        )  # fmt: skip
         spec["layout"]["height"] = int(np.clip(30 * len(kept) + 75, 130, 760))
         variants.append(Variant(f"T{task} {names[task]}", spec))
     height = max(variant.spec["layout"]["height"] for variant in variants)

@@ -58,7 +58,7 @@ def accuracy_against_flops(compared: Compared) -> Chart:
     flops = [row["flops_paper"]["mean"] for row in rows]
     unit, name = (1e9, "GFLOPs") if max(flops, default=0) >= 1e9 else (1e6, "MFLOPs")
     traces = [
-        _marks(title, members, key, marker, compared.short, unit, name)
+        _marks(members, key, name=title, marker=marker, titles=compared.short, unit=unit, unit_name=name)
         for title, members, key, marker in groups
         if members
     ]
@@ -79,9 +79,10 @@ def accuracy_against_flops(compared: Compared) -> Chart:
 
 
 def _marks(
-    name: str,
     rows: Sequence[Mapping[str, Any]],
     key: str,
+    *,
+    name: str,
     marker: Spec,
     titles: Mapping[str, str],
     unit: float,

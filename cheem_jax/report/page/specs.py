@@ -81,6 +81,7 @@ def heatmap(
     values: np.ndarray | Sequence[Sequence[float | None]],
     rows: tuple[Spec, str],
     columns: tuple[Spec, str],
+    *,
     scale: Literal["sequential", "diverging"],
     limits: tuple[float, float],
     hover: str,
