@@ -74,15 +74,15 @@ def changed(*places_and_values):
         ((0, "executor"), "scan", 'the run\'s setting: executor is "whole" there and "scan" here'),
         (
             (4, "report", "similarity", 0, 1), -0.25,
-            "task 2 'textures', cheem: similarity to the pretraining data at block 2 is -0.5 there and -0.25 here",
+            "task 2 'textures', cheem: similarity[0][1] is -0.5 there and -0.25 here",
         ),
         (
             (4, "report", "similarity", 1, 1), 0.5,
-            "task 2 'textures', cheem: similarity to task 1 'colours' at block 2 is null there and 0.5 here",
+            "task 2 'textures', cheem: similarity[1][1] is null there and 0.5 here",
         ),
         (
             (4, "report", "supernet_losses", 1), 0.5311900079250336,
-            "task 2 'textures', cheem: supernet loss of epoch 2 is 0.53121 there and 0.53119 here",
+            "task 2 'textures', cheem: supernet_losses[1] is 0.53121 there and 0.53119 here",
         ),
         (
             (4, "report", "searched"), 11,
@@ -95,26 +95,25 @@ def changed(*places_and_values):
         ),
         (
             (1, "report", "architecture", 1), "adapt:0",
-            "task 1 'colours', cheem: architecture at block 2 is \"skip\" there and \"adapt:0\" here",
+            "task 1 'colours', cheem: architecture[1] is \"skip\" there and \"adapt:0\" here",
         ),
         (
             (1, "report", "finetune_losses"), [0.75],
-            "task 1 'colours', cheem: finetune loss of epoch 2 is 0.125 there and missing here",
+            "task 1 'colours', cheem: finetune_losses[1] is 0.125 there and missing here",
         ),
         ((1, "report", "flops"), 301, "task 1 'colours', cheem: flops is 300 there and 301 here"),
         ((2, "report", "penalty"), 1.0, "task 1 'colours', frozen_linear: penalty is 10 there and 1 here"),
         (
             (6, "methods", "cheem", "accuracy", 0), 0.625,
-            "the evaluation after task 2 'textures', cheem: accuracy on task 1 'colours' is 0.5 there and 0.625 here",
+            "the evaluation after task 2 'textures': methods.cheem.accuracy[0] is 0.5 there and 0.625 here",
         ),
         (
             (6, "methods", "cheem", "routing", 1, 0), 0.5,
-            "the evaluation after task 2 'textures', cheem: share of task 2 'textures' routed to task 1 'colours' "
-            "is 0.25 there and 0.5 here",
+            "the evaluation after task 2 'textures': methods.cheem.routing[1][0] is 0.25 there and 0.5 here",
         ),
         (
             (6, "checkpoints", "cheem", 1), "2c" * 32,
-            "the evaluation after task 2 'textures', cheem: content hash of task 2 'textures' is "
+            "the evaluation after task 2 'textures': checkpoints.cheem[1] is "
             '"1b1b1b1b1b1b1b1b1b1b1b1b… there and "2c2c2c2c2c2c2c2c2c2c2c2c… here',
         ),
         (
@@ -131,15 +130,15 @@ def test_a_changed_value_is_named_where_it_came_about(place, value, said):
 
 def test_the_first_of_several_differences_is_that_which_happened_first():
     backwards = [
-        ((6, "methods", "cheem", "accuracy", 0), "accuracy on task 1"),
+        ((6, "methods", "cheem", "accuracy", 0), "accuracy[0]"),
         ((4, "report", "flops"), "flops"),
-        ((4, "report", "finetune_losses", 0), "finetune loss of epoch 1"),
-        ((4, "report", "architecture", 0), "architecture at block 1"),
+        ((4, "report", "finetune_losses", 0), "finetune_losses[0]"),
+        ((4, "report", "architecture", 0), "architecture[0]"),
         ((4, "report", "searched"), "searched"),
-        ((4, "report", "supernet_losses", 2), "supernet loss of epoch 3"),
+        ((4, "report", "supernet_losses", 2), "supernet_losses[2]"),
         ((4, "report", "similarity", 0, 0), "similarity"),
         ((2, "report", "penalty"), "penalty"),
-        ((1, "report", "finetune_losses", 1), "finetune loss of epoch 2"),
+        ((1, "report", "finetune_losses", 1), "finetune_losses[1]"),
         ((1, "report", "name"), "name"),
         ((0, "executor"), "executor"),
     ]

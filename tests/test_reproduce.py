@@ -102,12 +102,12 @@ def test_a_run_that_comes_out_the_same_is_identical(capsys, run_dir, monkeypatch
 @pytest.mark.parametrize(
     "event, keys, value, said",
     [
-        ("learned", ("report", "supernet_losses", 1), 0.125, "task 1 'task0', cheem: supernet loss of epoch 2 is 0."),
+        ("learned", ("report", "supernet_losses", 1), 0.125, "task 1 'task0', cheem: supernet_losses[1] is 0."),
         (
             "evaluated", ("methods", "cheem", "accuracy", 0), 0.25,
-            "the evaluation after task 1 'task0', cheem: accuracy on task 1 'task0' is 1 there and 0.25 here",
+            "the evaluation after task 1 'task0': methods.cheem.accuracy[0] is 1 there and 0.25 here",
         ),
-        ("evaluated", ("checkpoints", "frozen_linear", 0), "ff", "frozen_linear: content hash of task 1 'task0' is"),
+        ("evaluated", ("checkpoints", "frozen_linear", 0), "ff", "checkpoints.frozen_linear[0] is"),
     ],
 )  # fmt: skip
 def test_a_number_that_came_out_otherwise_is_named_with_status_1(capsys, run_dir, event, keys, value, said):

@@ -1,7 +1,7 @@
 """Where two runs first differ, in the order of what happened, in words."""
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -94,8 +94,8 @@ def difference_of_records(first: Sequence[Entry], second: Sequence[Entry], tasks
         if mine not in right:
             return Difference(_subject(mine, tasks), left[mine], Absent.ENTRY)
         # where the order alone differs, nothing was measured differently
-        pair = left.pop(mine), right.pop(mine)
-        if found := _first(*map(_as_it_happened, pair), lambda place, key=mine: _words(key, place, tasks)):
+        pair = map(_as_it_happened, (left.pop(mine), right.pop(mine)))
+        if found := difference_of_values(*pair, _subject(mine, tasks)):
             return found
     for key, entry in left.items():
         return Difference(_subject(key, tasks), entry, Absent.REST)
@@ -105,30 +105,24 @@ def difference_of_records(first: Sequence[Entry], second: Sequence[Entry], tasks
 
 
 def difference_of_results(first: Any, second: Any) -> Difference | None:
-    """Between what two `results.json` hold; None is a missing file."""
+    """Between the contents of two `results.json`; None is a missing file."""
     if (first is None) != (second is None):
         sides = (Absent.REST, second) if first is None else (first, Absent.REST)
         return Difference("results.json was written", *sides)
     return difference_of_values(timeless(first), timeless(second), "results.json")
 
 
-def difference_of_values(first: Any, second: Any, file: str) -> Difference | None:
-    """Between two JSON values, in the order of the first."""
-    return _first(first, second, lambda place: f"{file}: {dotted(place)}" if place else file)
-
-
-def _first(first: Any, second: Any, words: Callable[[Place], str]) -> Difference | None:
+def difference_of_values(first: Any, second: Any, subject: str) -> Difference | None:
+    """Between two JSON values of the subject, in the order of the first."""
     leaf = next(leaves(first, second), None)
-    return None if leaf is None else Difference(words(leaf.place), leaf.first, leaf.second)
+    return None if leaf is None else Difference(f"{subject}: {dotted(leaf.place)}", leaf.first, leaf.second)
 
 
 def _as_it_happened(entry: Entry) -> Entry:
-    """An entry whose report has its values in the order in which they came about."""
-    report = entry.get("report")
-    if not isinstance(report, Mapping):
-        return entry
+    """An entry with the values of its report in the order in which they came about."""
+    report = entry.get("report", {})
     keys = sorted(report, key=lambda key: STORY.index(key) if key in STORY else len(STORY))
-    return {**entry, "report": {key: report[key] for key in keys}}
+    return {key: value for key, value in entry.items() if key != "report"} | {key: report[key] for key in keys}
 
 
 def _paired(entries: Sequence[Entry]) -> dict[Place, Entry]:
@@ -140,8 +134,7 @@ def _paired(entries: Sequence[Entry]) -> dict[Place, Entry]:
     for entry in map(timeless, entries):
         if entry.keys() <= {"event"}:
             continue
-        report = entry.get("report", {})
-        index = entry.get("index", report.get("index", -1) if isinstance(report, Mapping) else -1)
+        index = entry.get("index", entry.get("report", {}).get("index", -1))
         key, count = (entry["event"], entry.get("method", "") if entry["event"] != "run" else "", index), 0
         while (*key, count) in found:
             count += 1
@@ -167,40 +160,9 @@ def _subject(key: Place, tasks: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def _words(key: Place, place: Place, tasks: Sequence[str]) -> str:
-    """A value of an entry in words; the field's name where there are none."""
-    subject = _subject(key, tasks)
-    match place:
-        case ():
-            return subject
-        case ("report", "similarity", row, block):
-            other = "the pretraining data" if row == 0 else _task(int(row) - 1, tasks)
-            return f"{subject}: similarity to {other} at block {_number(block)}"
-        case ("report", "architecture", block):
-            return f"{subject}: architecture at block {_number(block)}"
-        case ("report", str(losses), epoch) if losses.endswith("losses"):
-            return f"{subject}: {losses.removesuffix('es').replace('_', ' ')} of epoch {_number(epoch)}"
-        case ("methods", method, "accuracy", index):
-            return f"{subject}, {method}: accuracy on {_task(index, tasks)}"
-        case ("methods", method, "local_accuracy", index):
-            return f"{subject}, {method}: accuracy on {_task(index, tasks)} with the task ID given"
-        case ("methods", method, "routing", row, column):
-            return f"{subject}, {method}: share of {_task(row, tasks)} routed to {_task(column, tasks)}"
-        case ("checkpoints", method, index):
-            return f"{subject}, {method}: content hash of {_task(index, tasks)}"
-        case ("report" | "methods", *rest) if rest:
-            return f"{subject}: {dotted(tuple(rest))}"
-    return f"{subject}: {dotted(place)}"
-
-
 def _task(index: Any, tasks: Sequence[str]) -> str:
-    number = f"task {_number(index)}"
-    return f"{number} {tasks[index]!r}" if isinstance(index, int) and 0 <= index < len(tasks) else number
-
-
-def _number(position: Any) -> Any:
-    """People count from one."""
-    return position + 1 if isinstance(position, int) else position
+    number = f"task {index + 1}"
+    return f"{number} {tasks[index]!r}" if 0 <= index < len(tasks) else number
 
 
 def _results(directory: Path) -> dict[str, Any] | None:
