@@ -336,8 +336,8 @@ def by_task(
 
 
 def second_look(
-    run: RunRecord, settings: RouterStudy, tasks: Sequence[Any], seen: Sequence[Seen], config: Mapping[str, Any], out: Path,
-    progress: Progress,
+    run: RunRecord, settings: RouterStudy, tasks: Sequence[Any], seen: Sequence[Seen], config: Mapping[str, Any],
+    out: Path, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """What a second network for close calls brings to one run, beside the chosen router alone."""
     file = out / "looked" / f"{run.results['seed']}-{short(config, run.config, run.results)}.npz"

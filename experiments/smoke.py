@@ -24,6 +24,7 @@ from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import select
 from cheem_jax.methods.catalogue import Networks, preset_of
+from cheem_jax.networks import RouterWeights
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import Grid, format_flops
 

@@ -46,9 +46,10 @@ def forget_task(settings: Forget) -> None:
         )
         return
     say = Progress().say
+    left = ", ".join(task.name for task in memory.tasks) or "no task"
     say(
-        f"{shown(settings.memory)} has forgotten {settings.task!r} and {_experts(len(done.removed))} that only it used; "
-        f"its number {done.number} is never used again; {', '.join(task.name for task in memory.tasks) or 'no task'} left"
+        f"{shown(settings.memory)} has forgotten {settings.task!r} and {_experts(len(done.removed))} that only it "
+        f"used; its number {done.number} is never used again; {left} left"
     )
     for kept in done.in_use:
         say(f"block {kept.place.block + 1}, expert {kept.place.expert} stays: used by {', '.join(kept.tasks)}")

@@ -1,14 +1,12 @@
-"""Around every request: counting, time for a client to read its refusal, and an end to those who send nothing."""
+"""Around every request: counting, and time for a client to read its refusal."""
 
 import asyncio
 import contextlib
 import logging
 import time
 
-import h11
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cheem_jax.serve.metrics import Metrics
 
@@ -70,33 +68,3 @@ class Answered:
                 )
         finally:
             self.metrics.answered(scope["path"], status or 499, time.perf_counter() - start)
-
-
-class Impatient(H11Protocol):
-    """uvicorn's protocol, which by itself waits without end for the head of a request."""
-
-    _too_late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._unwatch()
-        super().connection_lost(exc)
-
-    def _watch(self) -> None:
-        """A head may take as long as a kept connection may be silent."""
-        if self.conn.their_state is not h11.IDLE:
-            self._unwatch()
-        elif self._too_late is None and not self.transport.is_closing():
-            self._too_late = self.loop.call_later(self.timeout_keep_alive, self.transport.close)
-
-    def _unwatch(self) -> None:
-        if self._too_late is not None:
-            self._too_late.cancel()
-            self._too_late = None

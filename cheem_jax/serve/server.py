@@ -8,7 +8,7 @@ import socket
 import uvicorn
 from starlette.applications import Starlette
 
-from cheem_jax.serve.connections import LINGER_SECONDS, Impatient
+from cheem_jax.serve.connections import LINGER_SECONDS
 from cheem_jax.serve.limits import Limits
 
 MORE_CONNECTIONS = 512
@@ -50,7 +50,7 @@ def make_server(app: Starlette, limits: Limits) -> uvicorn.Server:
     patience = math.ceil(limits.timeout_seconds)
     return uvicorn.Server(
         uvicorn.Config(
-            app, loop="asyncio", http=Impatient, ws="none", lifespan="on", log_config=None, log_level="error",
+            app, loop="asyncio", http="h11", ws="none", lifespan="on", log_config=None, log_level="error",
             access_log=False, proxy_headers=False, server_header=False, h11_max_incomplete_event_size=MAX_HEAD,
             limit_concurrency=limits.max_queue + MORE_CONNECTIONS, timeout_keep_alive=patience,
             timeout_graceful_shutdown=patience + math.ceil(LINGER_SECONDS),

@@ -175,7 +175,8 @@ of a picture; *task given* is accuracy without that difficulty. The *figure of m
 below full fine-tuning against their FLOPs. *HEE* is CHEEM's way of drawing networks, led by how alike tasks are;
 *uniform* draws all candidates alike. *Resumed FLOPs*: its search counts what runs behind the router's pass, not whole
 networks. *Trained draws*: drawn networks are trained and the best is kept, without supernet and search. *Frozen,
-linear heads*: ridge regressions on the features of the frozen backbone, one per task."""
+linear heads*: ridge regressions on the features of the frozen backbone, one per task. *Resumed FLOPs* and *trained
+draws* no longer exist as settings, since neither was better; the table of settings names the commits."""
 METHODS_TEXT = """Means over runs, ± standard deviation over seeds (n − 1). Average accuracy: task and class found,
 mean over tasks after the last one. Task given: the class within the true task. Just learned: each task right after it
 was learned, task and class found among the tasks so far, mean over tasks. Forgetting: drop from a task's best accuracy

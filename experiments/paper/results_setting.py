@@ -6,6 +6,7 @@ from typing import Any
 from paper.beside import AGAIN, Beside, pixels_of, processor_of
 from paper.collected import Cells, Collected, is_usual, usual_of
 
+from cheem_jax.removed import REMOVED, without_removed
 from cheem_jax.report.table import Grid
 
 
@@ -75,6 +76,7 @@ def method_grid(cells: Cells) -> Grid:
         else:
             as_it_is = settings_of(next(iter(cells[usual].values())))
             told = [f"{name} {value}" for name, value in config.items() if as_it_is.get(name) != value]
+        told += [f"no longer a setting, measured at commit {commit_of(run)}"] if is_gone(run) else []
         told += [] if cell.order == "default" else [f"the tasks in the order {' '.join(run.run.order)}"]
         like = "" if usual is None or usual == cell else f"as {usual.title}, but for "
         rows.append((cell.title, ", ".join(map(str, found)), like + ", ".join(told)))
@@ -83,7 +85,17 @@ def method_grid(cells: Cells) -> Grid:
 
 def settings_of(run: Collected) -> dict[str, Any]:
     """A method's settings by dotted names."""
-    return dict(leaves(run.run.config.get(run.run.results["method"], {})))
+    return dict(leaves(without_removed(run.run.config.get(run.run.results["method"], {}))))
+
+
+def is_gone(run: Collected) -> bool:
+    """Whether a run was made with settings that no longer exist."""
+    return not REMOVED.keys().isdisjoint(settings_of(run))
+
+
+def commit_of(run: Collected) -> str:
+    """The commit of the code that a run was begun with."""
+    return (run.record.get("conditions", {}).get("code", {}).get("commit") or "?")[:7]
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -106,7 +118,7 @@ def machines(runs: Sequence[Collected]) -> list[str]:
         told = (
             f"{device.get('processor', 'processor not told')}, {number_of(device.get('threads'), 'thread')}"
             f"{accelerator}; {versions}; "
-            f"code {code.get('version', '?')} at commit {(code.get('commit') or '?')[:7]}"
+            f"code {code.get('version', '?')} at commit {commit_of(run)}"
         )
         own = ", ".join(run.run.results["fingerprint"]) or "?"
         groups.setdefault(told, []).append(f"{run.place} ({own})")
@@ -204,4 +216,5 @@ def alone(run: Collected, title: str, method: str, usual: Collected | None, fold
         **shared_of(found), "--method": method, **own, "--seed": found.get("--seed", "?"),
         "--run-dir": f"{folder}/{run.place}",
     }  # fmt: skip
+    title += f", with the code of commit {commit_of(run)}" if is_gone(run) else ""
     return f"# {title}\npython experiments/mtil.py " + " ".join(f"{n} {v}".rstrip() for n, v in told.items())
