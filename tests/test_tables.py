@@ -255,4 +255,4 @@ def test_another_router_or_search_is_a_variant_of_any_method(tmp_path):
     write_run(tmp_path / "b", "cheem", cheem={**early, **search})
     found = {run.results["method"]: variant_of(run) for run in read([tmp_path])[0]}
     assert found["lora_cl"] == "router lda early"
-    assert found["cheem"] == "resumed FLOPs, best of 3 trained draws, router lda early"
+    assert found["cheem"] == "shared-prefix FLOPs, best of 3 trained samples, router lda early"

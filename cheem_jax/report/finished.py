@@ -157,8 +157,8 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
     if (tolerance := search.get("tolerance", 0.02)) != 0.02:
         found.append(f"tau {tolerance:g}")
     # two settings that no longer exist, of published runs
-    found += ["resumed FLOPs"] if search.get("cost", "network") != "network" else []
-    found += [f"best of {draws} trained draws"] if (draws := cheem.get("trained_draws", 0)) else []
+    found += ["shared-prefix FLOPs"] if search.get("cost", "network") != "network" else []
+    found += [f"best of {draws} trained samples"] if (draws := cheem.get("trained_draws", 0)) else []
     return found
 
 
