@@ -13,7 +13,6 @@ from cheem_jax.report.compare import (
     difference_of_results,
     difference_of_values,
     differences,
-    first_difference,
     timeless,
 )
 
@@ -258,9 +257,9 @@ def runs(tmp_path):
 
 def test_directories_are_compared_config_first_then_record_then_results(runs):
     first, second = runs
-    assert first_difference(first, second) is None
+    assert next(differences(first, second), None) is None
     (second / "results.json").write_text(json.dumps({"average_accuracy": 0.25, "seconds": 2.0}))
-    assert str(first_difference(first, second)) == "results.json: average_accuracy is 0.5 there and 0.25 here"
+    assert str(next(differences(first, second), None)) == "results.json: average_accuracy is 0.5 there and 0.25 here"
     write(second, changed(((1, "report", "searched"), 3)))
     (second / "config.json").write_text(json.dumps({"seed": 1, "tasks": TASKS}))
     places = [found.place for found in differences(first, second)]
@@ -282,7 +281,7 @@ def test_the_results_of_a_run_that_stopped_are_not_held_against_it(runs):
 def test_what_is_no_run_directory_or_damaged_is_named(runs, tmp_path):
     first, second = runs
     with pytest.raises(ValueError, match="gone' is not a run directory"):
-        first_difference(first, tmp_path / "gone")
+        next(differences(first, tmp_path / "gone"), None)
     (second / "results.json").write_text("{")
     with pytest.raises(ValueError, match=r"second/results.json is not JSON"):
-        first_difference(first, second)
+        next(differences(first, second), None)

@@ -98,7 +98,7 @@ def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_
     first = next(row for row in page.text.split("\n") if row.startswith("T0 task") and "40" in row)
     assert "––" in first and "–0." in first  # found and given; routed, before the FLOPs
     assert "Not measured after the last task, and shown as –: T0 task" in page.text
-    assert "no task's images were at hand again" in page.text
+    assert "no task's images were available when a later" in page.text
     matrices = [chart["data"][0]["z"] for chart in page.charts if chart["data"][0]["type"] == "heatmap"]
     assert results["accuracy"][-1][:-1] == [None] * (num - 1) and any(
         rows[-1][:-1] == [None] * (num - 1) and rows[-1][-1] is not None for rows in matrices if len(rows) == num
@@ -109,12 +109,12 @@ def test_a_page_tells_of_forgotten_and_half_learned_tasks(moment):
     assert "1 task was forgotten here" not in parsed(moment("three")).text
     assert "1 task was forgotten here" in parsed(moment("forgot")).text
     text = parsed(moment("half")).text
-    assert "Half learned: task9" in text and "2 tasks so far" in text
-    assert "Half learned" not in parsed(moment("later")).text
+    assert "Interrupted: task9" in text and "2 tasks so far" in text
+    assert "Interrupted" not in parsed(moment("later")).text
 
 
 def test_a_memory_that_cannot_be_shown_says_why(moment):
-    with pytest.raises(ValueError, match=r"has learned no task yet: `cheem learn .*empty FOLDER` teaches it one"):
+    with pytest.raises(ValueError, match=r"has learned no task yet: `cheem learn .*empty FOLDER` adds one"):
         load([moment("empty")])
     directory = moment("three")
     config = json.loads((directory / "config.json").read_text())
@@ -150,7 +150,7 @@ def test_what_one_watches_of_a_memory(moment):
     assert "no task yet; cheem learn" in empty and "0 tasks learned" in empty and "now" not in empty
     three = watched(moment("three"))
     assert "at rest since" in three and "3 tasks learned" in three and "right after learning" in three
-    assert "– not measured: the images were not at hand" in three and "nan" not in three
+    assert "– not measured: their images were not available" in three and "nan" not in three
     assert next(row for row in three.split("\n") if row.startswith(" T0 task0")).split()[-3:] == ["–"] * 3
     half = watched(moment("half"))
     assert "stopped in the middle of task9; the same cheem learn resumes it" in half and "2 tasks learned" in half

@@ -59,11 +59,6 @@ def timeless(value: Any) -> Any:
     return [timeless(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def first_difference(first: Path, second: Path) -> Difference | None:
-    """Between two run directories; None where they are equal."""
-    return next(differences(first, second), None)
-
-
 def differences(first: Path, second: Path) -> Iterator[Difference]:
     """The first one of each file: the config, the record, the results."""
     configs = config_of(first), config_of(second)

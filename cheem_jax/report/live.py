@@ -73,7 +73,7 @@ def _state_of_memory(seen: Snapshot) -> str:
     if seen.config.get("learning"):
         return f"stopped in the middle of {seen.config['learning']['name']}; the same cheem learn resumes it"
     if not seen.names:
-        return f"no task yet; cheem learn {seen.directory} FOLDER teaches it one"
+        return f"no task yet; cheem learn {seen.directory} FOLDER adds one"
     at = f" since {datetime.datetime.fromtimestamp(seen.last):%Y-%m-%d %H:%M}" if seen.last is not None else ""
     return f"at rest{at}"
 

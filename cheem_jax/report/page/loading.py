@@ -119,7 +119,7 @@ def _check_one_table(runs: Sequence[RunRecord]) -> None:
         )
         if found := list(leaves(one, other)):
             raise ValueError(
-                f"{runs[0].directory} and {run.directory} differ: {summary(found, 'values')}; give each a report of "
-                "its own"
+                f"{runs[0].directory} and {run.directory} differ: {summary(found, 'values')}; give each a separate "
+                "report"
             )
     check_comparable(runs)
