@@ -103,7 +103,7 @@ def _pool(results: Results) -> str:
     return (
         f"Experts per block, the base's included: {sizes}; "
         f"{kinds['full'] - len(there)} learned in full, {kinds['adapted']} adapted"
-        + (f", {left} of them left of forgotten tasks." if left else ".")
+        + (f", {left} of them from forgotten tasks." if left else ".")
     )
 
 
