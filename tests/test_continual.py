@@ -363,7 +363,7 @@ def test_a_run_that_measured_base_means_goes_on_where_they_are_rounded_otherwise
     def on_another_machine(vit, images, *, batch_size):
         return {place: means * np.float32(1 + 1e-6) for place, means in base_means(vit, images).items()}
 
-    monkeypatch.setattr(continual, "base_means", on_another_machine)
+    monkeypatch.setattr(networks, "base_means", on_another_machine)
     assert run(stream, small.pretrained(), base_images=pictures)["base_means"] == "known"
 
 
