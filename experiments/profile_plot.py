@@ -17,8 +17,8 @@ LOOKS = {"stages": ("#1b6ca8", "o"), "whole": ("#c8553d", "s"), "scan": ("#3a7d4
 Results = Mapping[str, Any]
 
 _HEADER = (
-    "backbone", "px", "batch", "precision", "executor", "programs", "compile s", "cold step s", "step s", "images/s",
-    "GFLOP/s", "peak", "of peak", "memory MB",
+    "backbone", "px", "batch", "precision", "executor", "functions", "compile s", "cold step s", "step s",
+    "images/s", "GFLOP/s", "peak", "of peak", "memory MB",
 )  # fmt: skip
 
 
@@ -50,15 +50,15 @@ def profile_table(results: Results) -> str:
     device_memory = machine["platform"] != "cpu"
     lines += [
         "",
-        "- Every executor runs the same architectures, drawn uniformly over the candidates of a first task; signatures",
-        f"  among the draws: {', '.join(f'{name} {number}' for name, number in signatures.items())}.",
-        "- programs, compile s: what XLA compiled in the cold pass, the tiny programs too; no persistent cache.",
-        "- cold step s: mean over the cold pass, in which every draw comes for the first time. A run of fresh draws",
-        "  costs `whole` this much at every step; the others compile at its beginning only.",
-        f"- step s: median over the draws in {results['repeats']} more passes, nothing left to compile, from uint8",
-        "  images to updated parameters. `scan` runs several steps per call; its time is divided.",
-        "- GFLOP/s: multiply-adds x 2 that an ideal program needs for these draws (`step_flops`), over the time taken;",
-        "  peak: of one large matrix product, measured after every pass.",
+        "- Every executor runs the same architectures, sampled uniformly over the candidates of a first task. Distinct",
+        f"  signatures: {', '.join(f'{name} {number}' for name, number in signatures.items())}.",
+        "- functions, compile s: what XLA compiled in the cold pass, without a persistent cache.",
+        "- cold step s: mean over the cold pass, in which every architecture is new. If samples rarely repeat, every",
+        "  step of `whole` costs this much; the others compile before the first step only.",
+        f"- step s: median over {results['repeats']} more passes with everything compiled, from uint8 images to",
+        "  updated parameters. `scan` runs several steps per call; its time is divided.",
+        "- GFLOP/s: FLOPs that these architectures need at least (`step_flops`) over the time taken; peak: of one",
+        "  large matrix product, measured after every pass.",
         "- memory MB: growth of the peak during the cold pass, "
         + ("on the device." if device_memory else "of the process, the compiler's own memory included."),
     ]

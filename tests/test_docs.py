@@ -6,6 +6,7 @@
 import ast
 import dataclasses
 import importlib
+import json
 import re
 import shlex
 import xml.etree.ElementTree
@@ -180,6 +181,47 @@ def test_the_worked_sampling_is_what_the_code_computes():
     assert [f"{value:.3f}" for value in (*psi, aux)] == re.findall(
         r"^\| (?:base|cars|Aux) \| (0\.\d+)", text, re.MULTILINE
     )
+
+
+def figures_of(record: dict) -> list[float]:
+    """What a benchmark's record says of its rows: seconds, what was reached, goals and the numbers in its notes."""
+    found = []
+    for row in record["rows"]:
+        found += [*row["seconds"].values(), row["reached"], row["goal"], row["ceiling"]]
+        found += re.findall(r"\d+(?:\.\d+)?", row["note"].replace(",", ""))
+    return [float(value) for value in found if value is not None]
+
+
+def test_the_figures_of_the_benchmarks_are_those_of_their_records():
+    records = {file.stem: json.loads(file.read_text()) for file in (DOCS / "benchmarks").glob("*.json")}
+    checked, wrong, head = 0, [], []
+    for line in (DOCS / "benchmarks.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[-1] == "record":
+            head = cells
+        if (record := records.get(cells[-1].strip("`"))) is None:
+            continue
+        known = figures_of(record)
+        described = 2 if "time" in head else 1  # the other cells have figures: times, ratios and goals
+        for number in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?!\w)", " ".join(cells[described:-1])):
+            decimals = len(number.partition(".")[2])
+            printed = {f"{scale * value:.{decimals}f}" for value in known for scale in (1, 100, 1000)}  # as is, %, ms
+            checked += 1
+            if number.replace(",", "") not in printed:
+                wrong.append((number, line))
+    assert not wrong
+    assert checked > 150
+
+
+def test_the_benchmarks_say_where_each_record_was_measured():
+    text = (DOCS / "benchmarks.md").read_text()
+    places = text[: text.index("\n## ")].splitlines()
+    for file in (DOCS / "benchmarks").glob("*.json"):
+        machine = json.loads(file.read_text())["machine"]
+        [row] = [line for line in places if line.startswith("|") and f"`{file.stem}`" in line]
+        _, cpu, date, *_ = row.split(" | ")
+        assert machine["cpu"].replace("(R)", "").startswith(cpu) and machine["date"] == date
+        assert f"jax {machine['jax']}, jaxlib {machine['jaxlib']} and flax {machine['flax']}" in text
 
 
 def test_the_bytes_that_a_task_leaves_are_those_of_its_arrays():
