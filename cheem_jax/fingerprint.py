@@ -8,13 +8,14 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from cheem_jax import __version__
+from cheem_jax.differences import leaves
 from cheem_jax.report.record import to_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "scikit-learn", "pillow")
@@ -22,11 +23,11 @@ PACKAGE = Path(__file__).parent
 VARIABLES = re.compile(r"XLA_FLAGS|JAX_\w+|(OMP|OPENBLAS|MKL)_NUM_THREADS")
 """Environment variables that reach the numbers ..."""
 HARMLESS = re.compile(r"CACHE|DUMP|PROFIL|TRACEBACK|JAX_LOG|JAX_PLATFORMS")
-"""... but for these: where things are kept and shown, and what the device tells already."""
+"""... but for these: where files are kept and shown, and what the device says already."""
 
 
 def take(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The fingerprint of a run of this identity (what `config.json` holds) in this process."""
+    """The fingerprint of a run of this identity (the content of `config.json`) in this process."""
     return {
         "config_sha256": _hash(identity),
         "data_sha256": _hash(identity["data_sha256"]),
@@ -42,9 +43,9 @@ def digest(fingerprint: Mapping[str, Any]) -> str:
     return _hash(fingerprint)[:16]
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """What was otherwise in `a` than it is in `b`, one sentence for each."""
-    return list(_differences(a, b))
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """One sentence for each value in which two fingerprints differ."""
+    return list(map(str, leaves(there, here)))
 
 
 @functools.cache
@@ -128,23 +129,3 @@ def _processor() -> str:
 def _hash(value: Any) -> str:
     text = json.dumps(to_json(value), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-_UNSET = object()
-
-
-def _differences(was: Any, now: Any, place: str = "") -> Iterator[str]:
-    if isinstance(was, Mapping) and isinstance(now, Mapping):
-        for key in dict.fromkeys((*was, *now)):
-            yield from _differences(was.get(key, _UNSET), now.get(key, _UNSET), f"{place}.{key}" if place else key)
-    elif was != now:
-        yield f"{place} was {_told(was)}, is {_told(now)}"
-
-
-def _told(value: Any) -> str:
-    if value is _UNSET:
-        return "not set"
-    if value is None:
-        return "unknown"
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text[:12] + text[40:] if re.fullmatch(r"([0-9a-f]{40}|[0-9a-f]{64})\+?", text) else text

@@ -33,7 +33,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[Stop]:
-    """Signals become requests while this is open; a second one has its usual effect.
+    """Signals become requests while this is open; a second signal has its usual effect.
 
     Only the main thread may say what signals do: elsewhere nothing changes.
     """
@@ -50,7 +50,7 @@ def stop_requests() -> Iterator[Stop]:
             os.write(2, b"\nstopping after the running step; once more stops at once\n")
 
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    # a background process ignores Ctrl-C, and goes on ignoring it
+    # a background process ignores Ctrl-C, and still does
     usual = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
 
     def restore() -> None:

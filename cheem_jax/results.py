@@ -11,21 +11,21 @@ Entry = Mapping[str, Any]
 
 
 def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
-    """The results after the last evaluated task; methods beside the run's own stand under `yardsticks`.
+    """The results after the last evaluated task; its baselines and upper bounds are under `yardsticks`.
 
     Raises ValueError for a record that lacks what they need.
     """
     try:
         return _results_of(entries)
     except (StopIteration, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
-        raise ValueError(f"the record does not hold what results need ({error!r:.200})") from error
+        raise ValueError(f"the record lacks what results need ({error!r:.200})") from error
 
 
 def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     setting = next(entry for entry in entries if entry["event"] == "run")
     evaluated = [entry for entry in entries if entry["event"] == "evaluated"]
     if not evaluated:
-        raise ValueError("the record holds no evaluated task yet")
+        raise ValueError("the record contains no evaluated task yet")
     num_tasks, timed = len(evaluated), [entry for entry in entries if "compile" in entry]
     methods = list(evaluated[0]["methods"])
     learned = {method: _learned(entries, method)[:num_tasks] for method in methods}
@@ -39,15 +39,15 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
     result = {
         **{key: setting[key] for key in SETTING},
         **found[name],
-        "split_sha256": setting.get("split_sha256", {}),
-        "checkpoints": evaluated[-1].get("checkpoints", {}),
+        "split_sha256": setting["split_sha256"],
+        "checkpoints": evaluated[-1]["checkpoints"],
         "fingerprint": list(dict.fromkeys(entry["fingerprint"] for entry in entries if "fingerprint" in entry)),
         "peak_memory_bytes": max(entry["peak_memory_bytes"] for entry in evaluated),
         "tasks": [_task(report, entry["seconds"]) for report, entry in zip(main, evaluated, strict=True)],
         "engine": {key: setting.get(key) for key in ("executor", "precision", "device")} | main[-1].get("engine", {}),
         "compile": {
             "programs": sum(entry["compile"]["programs"] for entry in timed),
-            "cached": sum(entry["compile"].get("cached", 0) for entry in timed),
+            "cached": sum(entry["compile"]["cached"] for entry in timed),
             "seconds": sum(entry["compile"]["seconds"] for entry in timed),
         },
         "seconds_total": sum(entry["seconds"] for entry in timed),
@@ -86,11 +86,11 @@ def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -
         "flops": {
             "paper": _mean(reports, "flops_method"),
             "executed": _mean(reports, "flops_executed"),
-            "explicit": _mean_if_told(reports, "flops_explicit"),
+            "explicit": _mean(reports, "flops_explicit"),
         },
         "params_added_percent": _mean(reports, "params_added_percent"),
-        "params_learned": _mean_if_told(reports, "params_learned"),
-        "params_stored": _sum_if_told(reports, "params_stored"),
+        "params_learned": _mean(reports, "params_learned"),
+        "params_stored": sum(report["params_stored"] for report in reports),
         "seconds": sum(sum(report["seconds"].values()) for report in reports),
     }
 
@@ -147,12 +147,3 @@ def _figure_of_merit(result: Mapping[str, Any]) -> dict[str, float | None] | Non
 
 def _mean(reports: Sequence[Entry], key: str) -> float:
     return float(np.mean([report[key] for report in reports]))
-
-
-def _mean_if_told(reports: Sequence[Entry], key: str) -> float | None:
-    """None for runs of an earlier version, whose record does not tell it."""
-    return _mean(reports, key) if all(key in report for report in reports) else None
-
-
-def _sum_if_told(reports: Sequence[Entry], key: str) -> int | None:
-    return sum(report[key] for report in reports) if all(key in report for report in reports) else None

@@ -1,8 +1,8 @@
-"""The rolling checkpoint: what a task that is being learned has cost so far, kept now and then while it runs.
+"""The rolling checkpoint: the state of a task while it is learned, saved now and then.
 
-    checkpoints/cheem/running-000007/    as a learned task's directory; the newest whole one counts
+    checkpoints/cheem/running-000007/    as a learned task's directory; the newest intact one counts
 
-Its place in the work (task, phase, step) is part of it, and keys follow from places, so a run that goes on from it ends
+Its place in the work (task, phase, step) is part of it, and keys follow from places, so a run that resumes from it ends
 as one that was never stopped.
 """
 
@@ -21,10 +21,10 @@ from cheem_jax.checkpoint import load_task, save_task
 from cheem_jax.execution.passes import Advance
 from cheem_jax.interruption import Stop
 
-FORMAT = "cheem_jax-running/2"
-"""Another version's is not gone on from: its task begins anew."""
+ROLLING_FORMAT = "cheem_jax-running/2"
+"""Nothing resumes from that of another version: its task begins again."""
 SECONDS_BETWEEN = 30.0
-"""Least seconds between two rolling checkpoints, unless told."""
+"""At least so many seconds between two rolling checkpoints, by default."""
 CALLS_BETWEEN = 8
 """Reports of work after which the processes of a job ask each other whether to save or to stop."""
 LARGEST_SHARE = 0.02
@@ -71,7 +71,7 @@ class Rolling:
         start, before = self.clock(), self._directories()
         arrays, meta = state()
         number = 1 + max((int(directory.name.split("-")[1]) for directory in before), default=0)
-        save_task(self.root / f"running-{number:06d}", arrays, {"running": FORMAT, "task": task, **meta})
+        save_task(self.root / f"running-{number:06d}", arrays, {"running": ROLLING_FORMAT, "task": task, **meta})
         if hosts.is_first():
             _remove(before)
         self._last = self.clock()
@@ -98,12 +98,12 @@ class Rolling:
             except ValueError as error:
                 say(f"{error}; the task resumes from before it")
                 continue
-            if (meta.pop("running", None), meta.pop("task", None)) == (FORMAT, task):
+            if (meta.pop("running", None), meta.pop("task", None)) == (ROLLING_FORMAT, task):
                 return Saved(arrays, meta)
         return None
 
     def clear(self) -> None:
-        """Remove it: the task is saved for good. What a killed process left half done goes as well."""
+        """Remove it: the task is saved for good. Also removes what a killed process left unfinished."""
         if hosts.is_first():
             _remove(self._directories())
             for left in self.root.glob(".running-*"):
@@ -152,7 +152,7 @@ def _nothing_left() -> Iterator[Advance]:
 
 def _remove(directories: list[Path]) -> None:
     for directory in directories:
-        # first out of sight, so that a half removed one is never taken for a damaged one
+        # first out of sight, so that a half removed one is never taken for a corrupted one
         hidden = directory.with_name(f".{directory.name}.old")
         shutil.rmtree(hidden, ignore_errors=True)
         directory.rename(hidden)

@@ -1,4 +1,4 @@
-"""A run directory belongs to one configuration, which is compared before going on, and to one process at a time."""
+"""A run directory belongs to one configuration, which is compared on resuming, and to one process at a time."""
 
 import contextlib
 import json
@@ -12,21 +12,23 @@ from typing import Any
 import filelock
 
 from cheem_jax.atomic import write_atomically
-from cheem_jax.report.earlier import check_run, completed
-from cheem_jax.report.record import to_json
+from cheem_jax.differences import settings_apart, summary
+from cheem_jax.removed import without_removed
+from cheem_jax.report.record import read_object, to_json
 
 NAME, LOCK, OWNER = "config.json", ".lock", ".owner.json"
 OURS = (f".{NAME}.", LOCK, OWNER, f".{OWNER}.", ".status.json", "..status.json.")
 
 
-def claim(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Write `config.json`, or check that the one there says the same; True if a run is to be continued.
+def claim(directory: Path, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> bool:
+    """Write `config.json`, or check that the one there has the same settings; True if a run is to be resumed.
 
-    Raises ValueError with every difference where the directory holds another run, or files of something else.
+    `defaults` are those of `settings_apart`. Raises ValueError naming the first setting that differs where the
+    directory contains another run, or files of something else.
     """
     config = to_json(config)
-    if (held := _held(directory)) is not None:
-        _check_same(directory, held, config)
+    if (held := _read_config(directory)) is not None:
+        _check_same(directory, held, config, defaults)
         return True
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -34,32 +36,24 @@ def claim(directory: Path, config: Mapping[str, Any]) -> bool:
     return False
 
 
-def check_held(directory: Path, known: Mapping[str, Any]) -> None:
+def check_held(directory: Path, known: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
     """Raises ValueError where a run in the directory differs in what is known of another, before its data are read."""
-    if (held := _held(directory)) is not None:
-        _check_same(directory, {key: value for key, value in held.items() if key in known}, to_json(known))
+    if (held := _read_config(directory)) is not None:
+        _check_same(directory, {key: value for key, value in held.items() if key in known}, to_json(known), defaults)
 
 
-def _held(directory: Path) -> dict[str, Any] | None:
-    file = directory / NAME
-    if not file.exists():
-        return None
-    try:
-        held = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON ({error}); choose another run directory") from error
-    if not isinstance(held, dict):
-        raise ValueError(f"{file} holds no JSON object; choose another run directory")
-    return held
+def _read_config(directory: Path) -> dict[str, Any] | None:
+    return read_object(directory / NAME) if (directory / NAME).exists() else None
 
 
-def _check_same(directory: Path, held: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    check_run(held, directory / NAME)
-    # a setting that did not exist yet had the value of before in effect
-    if differences := list(_differences(completed(held), completed(config))):
+def _check_same(
+    directory: Path, held: Mapping[str, Any], config: Mapping[str, Any], defaults: Mapping[str, Any] | None
+) -> None:
+    without_removed(held, directory / NAME)
+    if found := settings_apart(held, config, to_json(defaults)):
         raise ValueError(
-            f"run directory {str(directory)!r} holds another run: {'; '.join(differences)}. "
-            f"Choose another --run-dir, or give the settings that it was begun with"
+            f"run directory {str(directory)!r} contains another run: {summary(found, 'settings')}. "
+            "Choose another --run-dir, or give the settings that it was begun with"
         )
 
 
@@ -70,7 +64,7 @@ def refuse_foreign(directory: Path) -> None:
     # a killed first write and the lock leave hidden files, which are no reason to refuse
     if not directory.is_dir() or any(not file.name.startswith(OURS) for file in directory.iterdir()):
         raise ValueError(
-            f"{str(directory)!r} is no run directory (it has no {NAME}) and is not empty; choose another --run-dir"
+            f"{str(directory)!r} is not a run directory (it has no {NAME}) and is not empty; choose another --run-dir"
         )
 
 
@@ -80,7 +74,7 @@ def check_space(directory: Path, needed: int, what: str) -> None:
     if free < needed:
         raise ValueError(
             f"{what} may take {needed / 2**20:,.1f} MB on the disk, and {str(directory)!r} has {free / 2**20:,.1f} MB "
-            f"left; free some and give the same command again, which goes on from here"
+            f"left; free some and give the same command again, which resumes from here"
         )
 
 
@@ -88,8 +82,7 @@ def check_space(directory: Path, needed: int, what: str) -> None:
 def hold(directory: Path) -> Iterator[None]:
     """The directory, made if there is none, for this process alone. Raises ValueError naming the process that has it.
 
-    Whoever learns there holds it first; who only looks does not. The system lets go of the lock with its process,
-    however that ends.
+    Only a process that writes locks it. The system releases the lock when the process ends, however that happens.
     """
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -106,31 +99,14 @@ def hold(directory: Path) -> Iterator[None]:
         write_atomically(owner, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
         yield
     finally:
-        with contextlib.suppress(OSError):  # of a failing disk; the next owner writes it anew
+        with contextlib.suppress(OSError):  # of a failing disk; the next owner writes it again
             owner.unlink(missing_ok=True)
         lock.release()
 
 
 def _owner(file: Path) -> str:
     try:
-        told = json.loads(file.read_text())
-        return f"process {told['pid']} on {told['host']}"
+        owner = json.loads(file.read_text())
+        return f"process {owner['pid']} on {owner['host']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"
-
-
-def _differences(held: Any, wanted: Any, place: str = "") -> Iterator[str]:
-    if isinstance(held, dict) and isinstance(wanted, dict):
-        for key in dict.fromkeys((*held, *wanted)):
-            inner = f"{place}.{key}" if place else key
-            yield from _differences(held.get(key, _Missing), wanted.get(key, _Missing), inner)
-    elif held != wanted:
-        yield f"{place} is {_told(held)} there and {_told(wanted)} here"
-
-
-class _Missing:
-    """Stands for a setting that one side does not have."""
-
-
-def _told(value: Any) -> str:
-    return "missing" if value is _Missing else json.dumps(value)

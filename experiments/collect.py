@@ -24,7 +24,7 @@ from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import select
 from cheem_jax.report import record
-from cheem_jax.report.finished import Run, read
+from cheem_jax.report.finished import RunRecord, read
 from cheem_jax.report.progress import Progress
 
 Labels = dict[str, np.ndarray]
@@ -78,7 +78,7 @@ def write(place: Path, files: Mapping[str, bytes]) -> str:
     return f"replaced, since it differs in {', '.join(changed)}" if changed else "unchanged"
 
 
-def files_of(run: Run, opened: dict[str, Labels]) -> dict[str, bytes]:
+def files_of(run: RunRecord, opened: dict[str, Labels]) -> dict[str, bytes]:
     """What is published of a run, by file name; `results.json`, which makes a folder a finished run, comes last."""
     begin = next(entry for entry in record.read(run.directory) if entry["event"] == "run")
     if not begin.get("data"):
@@ -100,7 +100,7 @@ def files_of(run: Run, opened: dict[str, Labels]) -> dict[str, bytes]:
     }  # fmt: skip
 
 
-def labels_of(run: Run, data: Mapping[str, Any], opened: dict[str, Labels]) -> Labels:
+def labels_of(run: RunRecord, data: Mapping[str, Any], opened: dict[str, Labels]) -> Labels:
     """Labels of the test images by task; ValueError where other files are there now than the run has seen."""
     key = json.dumps([data, run.results["image_size"]], sort_keys=True)
     if key not in opened:
@@ -119,7 +119,7 @@ def labels_of(run: Run, data: Mapping[str, Any], opened: dict[str, Labels]) -> L
     return opened[key]
 
 
-def right_of(run: Run, labels: Labels) -> tuple[ByTask, ByTask]:
+def right_of(run: RunRecord, labels: Labels) -> tuple[ByTask, ByTask]:
     """Which answers were right: task and class found, and the class with the task given."""
     file, right, given = run.directory / "answers.npz", [], []
     try:

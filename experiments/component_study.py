@@ -24,13 +24,13 @@ from study import seeds_of
 from cheem_jax import fingerprint
 from cheem_jax.arguments import arguments_of
 from cheem_jax.cli import parse, run_command
-from cheem_jax.continual import networks_of
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.interruption import stop_requests
 from cheem_jax.methods.cheem_config import PRESETS as CHEEM_PRESETS
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.networks import networks_of
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
 from cheem_jax.run_directory import check_space, claim, hold

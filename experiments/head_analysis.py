@@ -27,7 +27,7 @@ from cheem_jax.atomic import write_atomically
 from cheem_jax.cli import parse, run_command
 from cheem_jax.keys import key_at
 from cheem_jax.methods.cheem_config import PRESETS
-from cheem_jax.report.finished import Run, check_comparable, numbers_of, order_names, read, variant_of
+from cheem_jax.report.finished import RunRecord, check_comparable, numbers_of, order_names, read, variant_of
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import METHODS, TOLD, Grid
 
@@ -109,7 +109,7 @@ def write(
     write_atomically(out / "heads.md", "\n\n".join(page) + "\n")
 
 
-def shown(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
+def shown(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, str]]]:
     """The runs that the table is about, and what is left out."""
     runs, left_out = read(folders)
     orders, kept = order_names(runs), []
@@ -124,7 +124,7 @@ def shown(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
     return kept, left_out
 
 
-def measure_all(runs: Sequence[Run], settings: HeadAnalysis, progress: Progress) -> list[Measured]:
+def measure_all(runs: Sequence[RunRecord], settings: HeadAnalysis, progress: Progress) -> list[Measured]:
     """Margins of the runs with one head over all classes; pictures and weights are read once for all that share them.
 
     Raises ValueError where pictures or weights are not those that a run saw.
@@ -144,7 +144,7 @@ def measure_all(runs: Sequence[Run], settings: HeadAnalysis, progress: Progress)
     return found
 
 
-def source_of(run: Run, settings: HeadAnalysis) -> mtil.Mtil:
+def source_of(run: RunRecord, settings: HeadAnalysis) -> mtil.Mtil:
     """Where a run's pictures and weights are."""
     config = run.config
     return mtil.Mtil(

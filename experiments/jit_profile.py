@@ -36,6 +36,7 @@ from cheem_jax.backbone.params import build
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.cli import parse, run_command
+from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.execution import choice
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.choice import EngineConfig, make_executor
@@ -45,7 +46,6 @@ from cheem_jax.flops import backbone_flops
 from cheem_jax.hee import sample, uniform_table
 from cheem_jax.kernels import Precision, dot
 from cheem_jax.report.progress import Progress
-from cheem_jax.steps import peak_memory_bytes
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import step_of
 

@@ -23,7 +23,7 @@ from cheem_jax.arguments import arguments_of, located
 from cheem_jax.backbone.alexnet import load_alexnet
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
 from cheem_jax.cli import parse, run_command
-from cheem_jax.continual import Router, RunConfig, run_stream
+from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.cache import Phase
 from cheem_jax.data.demo import demo_stream
@@ -38,6 +38,7 @@ from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods.catalogue import NAMES, Baseline, MethodConfig, Name, Networks, preset_of
 from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.networks import RouterWeights
 from cheem_jax.report.comparison import comparison_grid, narrow
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import show
@@ -123,7 +124,7 @@ class Loaded(NamedTuple):
 
     stream: Stream
     pretrained: Pretrained
-    router: Router | None
+    router: RouterWeights | None
     base_images: Images | None
 
     @property
@@ -228,7 +229,7 @@ def load(settings: Mtil, progress: Progress) -> Loaded:
     return Loaded(stream, pretrained, router, base_images)
 
 
-def load_router(settings: Mtil, size: int) -> Router | None:
+def load_router(settings: Mtil, size: int) -> RouterWeights | None:
     """The network that names the task, if it is not the backbone."""
     if settings.router != "alexnet":
         router = settings.router

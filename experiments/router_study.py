@@ -38,9 +38,9 @@ from cheem_jax.execution.executor import Executor
 from cheem_jax.flops import pass_flops
 from cheem_jax.keys import Keys
 from cheem_jax.memory.making import open_memory
+from cheem_jax.removed import without_removed_options
 from cheem_jax.report import record
-from cheem_jax.report.earlier import without_removed_options
-from cheem_jax.report.finished import Run, check_comparable, order_names, read, variant_of
+from cheem_jax.report.finished import RunRecord, check_comparable, order_names, read, variant_of
 from cheem_jax.report.progress import Progress
 from cheem_jax.routing.config import RouterConfig
 
@@ -131,7 +131,7 @@ def main(settings: RouterStudy) -> None:
     progress.say(f"{len(rows)} routers on {len(runs)} runs: {out / 'routers.md'}")
 
 
-def runs_of(folders: Sequence[Path], *, is_chosen: bool) -> list[Run]:
+def runs_of(folders: Sequence[Path], *, is_chosen: bool) -> list[RunRecord]:
     """The runs that a router serves; ValueError without any, or without one of CHEEM where no choice `is_chosen`."""
     runs = [run for run in read(folders)[0] if run.results["method"] in METHODS and not variant_of(run)]
     check_comparable(runs)
@@ -144,7 +144,7 @@ def runs_of(folders: Sequence[Path], *, is_chosen: bool) -> list[Run]:
     return runs
 
 
-def collected_of(folder: Path | None, runs: Sequence[Run]) -> list[Collected]:
+def collected_of(folder: Path | None, runs: Sequence[RunRecord]) -> list[Collected]:
     """Collected runs that are not among those with networks; ValueError where they are of something else."""
     if folder is None:
         return []
@@ -159,7 +159,7 @@ def collected_of(folder: Path | None, runs: Sequence[Run]) -> list[Collected]:
     return found
 
 
-def earlier_of(file: Path, runs: Sequence[Run], others: Sequence[Collected]) -> dict[str, Any]:
+def earlier_of(file: Path, runs: Sequence[RunRecord], others: Sequence[Collected]) -> dict[str, Any]:
     """An earlier study of runs of CHEEM that are now collected ones; ValueError where it is of something else."""
     try:
         found = json.loads(file.read_text())
@@ -187,7 +187,7 @@ def add_earlier(rows: Sequence[dict[str, Any]], earlier: Mapping[str, Any], num:
         row["validation"] = (own + before * known["validation"]) / (num + before)
 
 
-def load(run: Run, settings: RouterStudy, progress: Progress) -> tuple[mtil.Mtil, mtil.Loaded]:
+def load(run: RunRecord, settings: RouterStudy, progress: Progress) -> tuple[mtil.Mtil, mtil.Loaded]:
     """Weights and pictures as the run had them."""
     begun = next(entry for entry in record.read(run.directory) if entry["event"] == "run")
     source = mtil.read_arguments(without_removed_options(begun["command"])[1:])
@@ -208,14 +208,14 @@ def short(*told: Any) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def given_of(run: Run, labels: Mapping[str, np.ndarray]) -> Right:
+def given_of(run: RunRecord, labels: Mapping[str, np.ndarray]) -> Right:
     """Which test images a run answers rightly with the task given; ValueError where it saw other labels."""
     right, given = right_of(run, dict(labels))
     check_right(run, right, given)
     return list(given)
 
 
-def told_of(run: Run, settings: RouterStudy, tasks: Sequence[Any], out: Path) -> Right:
+def told_of(run: RunRecord, settings: RouterStudy, tasks: Sequence[Any], out: Path) -> Right:
     """Which validation images a run answers rightly with the task given."""
     file = out / "given" / f"{run.results['method']}-{run.results['seed']}-{short(run.config, run.results)}.npz"
     if not file.exists():
@@ -247,7 +247,7 @@ def mean_over_tasks(right: Right) -> float:
 
 
 def row_of(
-    config: RouterConfig, own: Mapping[int, Tried], paper: Mapping[int, Tried], runs: Sequence[Run],
+    config: RouterConfig, own: Mapping[int, Tried], paper: Mapping[int, Tried], runs: Sequence[RunRecord],
     given: Mapping[Path, Right], told: Mapping[Path, Right],
 ) -> dict[str, Any]:  # fmt: skip
     """One router's numbers: means over runs, and the paired difference from the paper's router."""
@@ -279,7 +279,7 @@ def row_of(
     }  # fmt: skip
 
 
-def flops_of(runs: Sequence[Run], config: RouterConfig, executor: Executor) -> dict[str, list[int]]:
+def flops_of(runs: Sequence[RunRecord], config: RouterConfig, executor: Executor) -> dict[str, list[int]]:
     """Per image by the paper's convention, and as it runs, of every task of CHEEM's runs behind such a router."""
     vit, found = executor.config, {"paper": [], "executed": []}
     until = config.until(vit.depth)
@@ -303,7 +303,7 @@ def chosen(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(min(near, key=lambda row: (row["bytes_per_task"], -row["validation"])))
 
 
-def agreement(run: Run, tried: Tried) -> float:
+def agreement(run: RunRecord, tried: Tried) -> float:
     """Share of test images for which the paper's router, made again, names the task that the run's own did."""
     with np.load(run.directory / "answers.npz", allow_pickle=False) as held:
         return float(np.mean(np.concatenate([
@@ -318,7 +318,7 @@ def same_answers(own: Collected, tried: Tried) -> float:
 
 
 def by_task(
-    runs: Sequence[Run], given: Mapping[Path, Right], tried: Mapping[RouterConfig, Mapping[int, Tried]],
+    runs: Sequence[RunRecord], given: Mapping[Path, Right], tried: Mapping[RouterConfig, Mapping[int, Tried]],
     best: Mapping[str, Any],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Accuracy of CHEEM by task with the paper's router, with the chosen one, and with the task given."""
@@ -336,8 +336,8 @@ def by_task(
 
 
 def second_look(
-    run: Run, settings: RouterStudy, tasks: Sequence[Any], seen: Sequence[Seen], config: Mapping[str, Any], out: Path,
-    progress: Progress,
+    run: RunRecord, settings: RouterStudy, tasks: Sequence[Any], seen: Sequence[Seen], config: Mapping[str, Any],
+    out: Path, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """What a second network for close calls brings to one run, beside the chosen router alone."""
     file = out / "looked" / f"{run.results['seed']}-{short(config, run.config, run.results)}.npz"

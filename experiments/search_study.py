@@ -29,7 +29,6 @@ from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.checkpoint import load_meta, saved_tasks
 from cheem_jax.cli import parse, run_command
-from cheem_jax.continual import networks_of
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.data.task import hash_of_images
@@ -39,8 +38,9 @@ from cheem_jax.keys import Keys, SeedsConfig
 from cheem_jax.methods.catalogue import Networks
 from cheem_jax.methods.cheem import Cheem
 from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
+from cheem_jax.networks import networks_of
 from cheem_jax.pool import Memory
-from cheem_jax.report.earlier import check_run, without_removed
+from cheem_jax.removed import without_removed
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
 from cheem_jax.run_directory import claim, hold
@@ -144,13 +144,12 @@ def study(
 
     `workshop` keeps compiled networks, as for `run_stream`.
     """
-    held = config_of(run)
-    check_run(held, run / "config.json")
+    held = without_removed(config_of(run), run / "config.json")
     check_same(run, held, loaded)
     engine = rebuilt(EngineConfig(), held["engine"])
-    config: CheemConfig = rebuilt(PRESETS["paper"], without_removed(held["cheem"]))
+    config: CheemConfig = rebuilt(PRESETS["paper"], held["cheem"])
     means = means_of(run, held, loaded, config, engine, progress)
-    networks = networks_of(loaded.pretrained, None, config, engine, workshop)
+    networks = networks_of(loaded.pretrained, None, config, engine, workshop=workshop)
     identity = {**held, "format": "cheem_jax-search/1", "num": num}
     conditions = fingerprint.take(identity)
     with hold(directory), stop_requests() as stop:

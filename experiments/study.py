@@ -23,6 +23,7 @@ from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods.catalogue import Name, Networks, preset_of
 from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
 from cheem_jax.report.progress import Progress
+from cheem_jax.run_config import defaults_of
 from cheem_jax.run_directory import check_held
 
 Config = TypeVar("Config")
@@ -114,7 +115,7 @@ def run_all(
     if len(set(names)) < len(names):
         raise ValueError(f"variants named more than once: {', '.join(repeats(names))}")
     for _, one in settings:  # what cannot be had is told before hours of other runs
-        check_held(one.run_dir, known_of(one))
+        check_held(one.run_dir, known_of(one), defaults_of(mtil.config_of(one).method))
     if study.launcher.kind != "none":
         return run_as_jobs(study, settings, progress, after_each)
     found, workshop, load = Found(), dict[Any, Networks](), loader(study, progress)

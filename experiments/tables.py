@@ -23,7 +23,7 @@ from cheem_jax import metrics
 from cheem_jax.atomic import write_atomically
 from cheem_jax.cli import parse, run_command
 from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, VDD
-from cheem_jax.report.finished import Run, check_comparable, numbers_of, order_names, read, variant_of
+from cheem_jax.report.finished import RunRecord, check_comparable, numbers_of, order_names, read, variant_of
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import METHODS, TOLD, Grid
 
@@ -162,7 +162,7 @@ def names_of(only: str | None) -> list[str]:
     return [name for name in known if name in asked]
 
 
-def measured(runs: Sequence[Run]) -> tuple[Found, list[tuple[Path, str]]]:
+def measured(runs: Sequence[RunRecord]) -> tuple[Found, list[tuple[Path, str]]]:
     """Our numbers by table and cell, one per run, and the runs that no table shows."""
     check_comparable(runs)
     orders = order_names(runs)

@@ -57,7 +57,7 @@ def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_ar
     capsys.readouterr()
     compare.main(settings)
     said = capsys.readouterr().out
-    assert "seed-0 holds all 2 tasks already" in "".join(said.split("\n")) and "frozen, linear heads" in said
+    assert "seed-0 contains all 2 tasks already" in "".join(said.split("\n")) and "frozen, linear heads" in said
     assert read(settings.run_dir / "diki" / "seed-0") == before
     rows = json.loads((settings.run_dir / "comparison.json").read_text())
     assert [row["method"] for row in rows] == ["diki", "frozen_linear"]  # in the order of the table

@@ -14,11 +14,11 @@ import small
 from cheem_jax import metrics
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.continual import networks_of
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.interruption import Stop, Stopped
 from cheem_jax.keys import Keys
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.networks import networks_of
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
 

@@ -30,7 +30,7 @@ from cheem_jax.keys import key_at
 from cheem_jax.methods.catalogue import preset_of
 from cheem_jax.methods.ewc import EwcConfig
 from cheem_jax.methods.l2p import L2pConfig
-from cheem_jax.report.finished import Run, read
+from cheem_jax.report.finished import RunRecord, read
 from cheem_jax.report.progress import Progress
 from cheem_jax.training import FitConfig
 
@@ -198,7 +198,7 @@ WORKSHOP = {}
 """Compiled networks, of which there is one backbone."""
 
 
-def finished_run(method: L2pConfig | EwcConfig, folder: Path) -> Run:
+def finished_run(method: L2pConfig | EwcConfig, folder: Path) -> RunRecord:
     """A run of two small tasks."""
     progress = Progress(Console(file=io.StringIO()))
     run_stream(small.stream(2), small.pretrained(), RunConfig(method, "paper"), folder, progress, workshop=WORKSHOP)
@@ -208,12 +208,12 @@ def finished_run(method: L2pConfig | EwcConfig, folder: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Run:
+def finished(tmp_path_factory) -> RunRecord:
     fit = FitConfig(epochs=2, learning_rate=1e-2)
     return finished_run(L2pConfig(pool=4, length=2, top_k=2, fit=fit, batch_size=20), tmp_path_factory.mktemp("l2p"))
 
 
-def check_against_record(run: Run, margins: Sequence[Margins]) -> None:
+def check_against_record(run: RunRecord, margins: Sequence[Margins]) -> None:
     """An image goes to its own task where the argmax within it is that of all."""
     for index, one in enumerate(margins):
         assert (one.margin >= 0).mean() == pytest.approx(run.results["routing"][index][index])

@@ -11,12 +11,13 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 # Each imports only from its own folder and from what stands before it: in an earlier row, or further left.
 ROWS = (
-    ("atomic", "interruption", "hosts", "keys", "images", "kernels", "ops", "architecture", "metrics"),
+    ("atomic", "interruption", "paths", "removed", "differences", "hosts", "keys", "images", "kernels", "ops"),
+    ("architecture", "metrics"),
     ("routing", "backbone", "pool", "flops"),
     ("supernet", "hee", "execution"),
     ("evolution", "training"),
     ("data", "checkpoint", "saved_memory", "rolling", "results", "report", "run_directory", "fingerprint"),
-    ("methods", "restoring", "steps", "continual"),
+    ("methods", "networks", "run_config", "continual"),
     ("prediction", "forgetting", "predict", "export", "memory", "serve"),
     ("arguments", "commands", "cli", "__main__"),
 )

@@ -459,7 +459,7 @@ def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):
     assert cheem_jax.open(copied).config.method == small.QUICK
     method = {**method, "search": {**without_effect, "cost": "resumed"}}
     (copied / "config.json").write_text(json.dumps({**config, "method": method}))
-    with pytest.raises(ValueError, match=r"settings that no longer exist: search\.cost 'resumed'; use cheem_jax of"):
+    with pytest.raises(ValueError, match=r"has the setting search\.cost 'resumed', which no longer exists; use"):
         cheem_jax.open(copied)
     (copied / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):

@@ -19,8 +19,8 @@ from cheem_jax.cli import parse, run_command
 from cheem_jax.commands.demo import Demo
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.methods.cheem_config import PRESETS
+from cheem_jax.removed import REMOVED_OPTIONS
 from cheem_jax.report import record
-from cheem_jax.report.earlier import REMOVED_OPTIONS
 from cheem_jax.report.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
@@ -103,12 +103,12 @@ def test_a_run_that_comes_out_the_same_is_identical(capsys, run_dir, monkeypatch
 @pytest.mark.parametrize(
     "event, keys, value, said",
     [
-        ("learned", ("report", "supernet_losses", 1), 0.125, "task 1 'task0', cheem: supernet loss of epoch 2 is 0."),
+        ("learned", ("report", "supernet_losses", 1), 0.125, "task 1 'task0', cheem: supernet_losses[1] is 0."),
         (
             "evaluated", ("methods", "cheem", "accuracy", 0), 0.25,
-            "the evaluation after task 1 'task0', cheem: accuracy on task 1 'task0' is 1 there and 0.25 here",
+            "the evaluation after task 1 'task0': methods.cheem.accuracy[0] is 1 there and 0.25 here",
         ),
-        ("evaluated", ("checkpoints", "frozen_linear", 0), "ff", "frozen_linear: content hash of task 1 'task0' is"),
+        ("evaluated", ("checkpoints", "frozen_linear", 0), "ff", "checkpoints.frozen_linear[0] is"),
     ],
 )  # fmt: skip
 def test_a_number_that_came_out_otherwise_is_named_with_status_1(capsys, run_dir, event, keys, value, said):
@@ -141,7 +141,7 @@ def test_a_run_of_other_settings_differs_from_its_config_on_and_the_record_tells
 
 def test_a_command_with_settings_that_are_gone_runs_without_them_where_they_had_no_effect(capsys, run_dir):
     command = reproduce.setting_of(run_dir)["command"]
-    gone = [word for option in REMOVED_OPTIONS for word in option]
+    gone = [word for option in REMOVED_OPTIONS for word in option.split()]
     edit(run_dir, command=[*command[:1], *gone, *command[1:]])
     status, output, _ = status_of(capsys, run_dir)
     assert status == 0 and "identical" in output
@@ -149,14 +149,16 @@ def test_a_command_with_settings_that_are_gone_runs_without_them_where_they_had_
     config["cheem"]["search"]["rungs"] = 2
     (run_dir / "config.json").write_text(json.dumps(config))
     status, _, errors = status_of(capsys, run_dir, "--into", run_dir.with_name("there"))
-    assert status == 2 and "has settings that no longer exist: search.rungs 2; use cheem_jax of commit" in errors
+    assert status == 2 and "has the setting search.rungs 2, which no longer exists; use cheem_jax of commit" in errors
 
 
 def test_other_code_versions_or_devices_are_told_before_the_run_begins(capsys, run_dir):
     known = fingerprint.take(reproduce.config_of(run_dir))
     edit(run_dir, conditions={**known, "versions": {**known["versions"], "jax": "0.0.1"}})
     status, output, _ = status_of(capsys, run_dir)
-    note = f"note: numbers may differ, since versions.jax was 0.0.1, is {known['versions']['jax']} running"
+    note = (
+        f'note: numbers may differ, since versions.jax is "0.0.1" there and "{known["versions"]["jax"]}" here running'
+    )
     assert status == 0 and output.index(note) < output.index("running again in") < output.index("identical")
 
 
@@ -164,7 +166,7 @@ def test_a_run_that_another_version_went_on_with_says_so_and_may_be_identical(ca
     known = fingerprint.take(reproduce.config_of(run_dir))
     record.Record.open(run_dir).write("continued", conditions={**known, "weights_sha256": "w"}, command=["a"])
     status, output, _ = status_of(capsys, run_dir)
-    assert status == 0 and "note: numbers may differ, since weights_sha256 was w, is seed 0" in output
+    assert status == 0 and 'note: numbers may differ, since weights_sha256 is "w" there and "seed 0" here' in output
 
 
 def test_of_a_run_that_stopped_only_what_it_holds_is_compared(capsys, run_dir):
@@ -195,7 +197,7 @@ def test_an_unfinished_reproduction_is_continued_and_another_run_refused(capsys,
     config = json.loads((again / "config.json").read_text())
     (again / "config.json").write_text(json.dumps({**config, "seed": 5}))
     status, _, error = status_of(capsys, run_dir)
-    assert status == 2 and "holds a run of other settings, data or weights" in error and "--against" in error
+    assert status == 2 and "seed is 5 there and 0 here" in error and "--against" in error
 
 
 def refused(capsys, *arguments: str | Path) -> str:
@@ -206,8 +208,8 @@ def refused(capsys, *arguments: str | Path) -> str:
 
 
 def test_what_is_no_run_or_has_no_command_is_refused_in_one_line(capsys, run_dir, tmp_path):
-    assert "gone' is no run directory" in refused(capsys, tmp_path / "gone")
-    assert "gone' is no run directory" in refused(capsys, run_dir, "--against", tmp_path / "gone")
+    assert "gone' is not a run directory" in refused(capsys, tmp_path / "gone")
+    assert "gone' is not a run directory" in refused(capsys, run_dir, "--against", tmp_path / "gone")
     assert "is the run itself" in refused(capsys, run_dir, "--into", run_dir)
     assert "leave out --into" in refused(capsys, run_dir, "--into", tmp_path / "x", "--against", run_dir)
     edit(run_dir, command=["experiments/other.py", "--seed", "1"])

@@ -215,7 +215,7 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     assert "| CHEEM, uniform | 0 | as CHEEM, but for sampling uniform |" in page
     assert "| CHEEM, order2 | 0.0 points | 0.0 to 0.0 | 0.0 to 0.0 | 1.000 | 0: 0.0 |" in page
     assert "--methods cheem,s_prompts --seeds 0,1,2" in page and "--methods lora_cl --seeds 1,7" in page
-    assert "| CHEEM, resumed FLOPs, executed |" in page  # of the figures of merit
+    assert "| CHEEM, shared-prefix FLOPs, executed |" in page  # of the figures of merit
     told, own = "python experiments/mtil.py --stream DATA --tasks", "--method cheem --cheem.sampling uniform --seed 0"
     assert f"# CHEEM, order2\n{told} three,one,two --method cheem --seed 0 --run-dir RUNS/cheem10/seed-0\n" in page
     assert f"# CHEEM, reversed\n{told} three,two,one" in page
@@ -269,7 +269,7 @@ def test_a_verdict_that_hangs_on_the_processor_is_named(tmp_path):
         ("again", {"rate": 0.7}, "both ran on a processor"),
         ("again", {"seed": 1, "processor": "another"}, "no run there is of its method, settings and seed"),
         ("again", {"names": NAMES[::-1], "processor": "another"}, "its tasks are three, two, one"),
-        ("again", {"batch_size": 4, "processor": "another"}, r"its settings differ from .* in cheem"),
+        ("again", {"batch_size": 4, "processor": "another"}, r"its settings differ from .*: cheem.batch_size is .*"),
         ("at_64", {"method": "frozen_linear"}, r"its size is \d+ as well"),
     ],
 )

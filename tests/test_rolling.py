@@ -82,7 +82,7 @@ def test_a_damaged_one_is_told_and_the_one_before_counts(tmp_path):
 
 def test_one_that_another_version_wrote_is_left_and_the_task_begins_anew(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(rolling, "FORMAT", "cheem_jax-running/0")
+        patch.setattr(rolling, "ROLLING_FORMAT", "cheem_jax-running/0")
         Rolling(tmp_path, Stop()).save(0, lambda: SAVED)
     assert Rolling(tmp_path, Stop()).open(0, print) is None
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where i
 import collect
 import mtil
 import router_study
-from paper.recount import behind_pass, cost_of_router, recounted
+from paper.recount import behind_pass, cost_of_router
 from routers.second_look import Looked, by_task, decide
 from routers.trying import PAPER
 
@@ -45,12 +45,7 @@ def studied(tmp_path_factory):
 def test_the_papers_router_made_again_is_that_of_the_runs(studied):
     folder, found, _ = studied
     assert found["same_as_run"] == [1.0, 1.0]
-    runs, configs = (
-        [json.loads((folder / f"runs/seed-{seed}/{name}.json").read_text()) for seed in (0, 1)]
-        for name in ("results", "config")
-    )
-    for run, config in zip(runs, configs, strict=True):  # what the page of results counts anew
-        assert recounted({**run, "flops": {**run["flops"], "executed": 0}}, config)["flops"] == run["flops"]
+    runs = [json.loads((folder / f"runs/seed-{seed}/results.json").read_text()) for seed in (0, 1)]
     own = np.mean([run["average_accuracy"] for run in runs])
     assert found["rows"][0]["cheem"]["accuracy"] == pytest.approx(own)
     assert found["rows"][0]["cheem"]["gain"]["value"] == 0

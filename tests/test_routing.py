@@ -25,7 +25,6 @@ from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.checkpoint import load_task, saved_tasks
 from cheem_jax.cli import parse
 from cheem_jax.commands.info import Info, show_info
-from cheem_jax.continual import networks_of
 from cheem_jax.data.task import Split, Task
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.execution.executor import Dense
@@ -41,6 +40,7 @@ from cheem_jax.methods.frozen_linear import FrozenLinear
 from cheem_jax.methods.lora_cl import LoraCl, LoraClConfig
 from cheem_jax.methods.method import Backbone, FrozenFeatures, Undisturbed, base_network
 from cheem_jax.methods.s_prompts import SPromptsConfig
+from cheem_jax.networks import networks_of
 from cheem_jax.ops import Reuse, init_new
 from cheem_jax.pool import Memory
 from cheem_jax.routing.centroids import distances, fit_centroids, normalise, route, threshold

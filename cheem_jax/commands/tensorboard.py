@@ -29,7 +29,7 @@ def write_tensorboard(settings: Tensorboard) -> None:
         raise ValueError("no run is named; e.g. `cheem tensorboard runs/demo`")
     for directory in settings.runs:
         if not (directory / NAME).is_file():
-            raise ValueError(f"{str(directory)!r} is no run directory (it has no {NAME}); give what --run-dir said")
+            raise ValueError(f"{str(directory)!r} is not a run directory (it has no {NAME}); give what --run-dir said")
     progress = Progress()
     for directory in settings.runs:
         folder = write_events(directory)

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from cheem_jax.report.live import line, view
 from cheem_jax.report.progress import SECONDS_BETWEEN_LINES
-from cheem_jax.report.seen import Seen, is_over, look
+from cheem_jax.report.status import Snapshot, look
 
-LINES_BESIDE = 18
-"""Lines of a view beside its tasks."""
+OTHER_LINES = 18
+"""Lines of a view besides its tasks."""
 MOST_ROWS = 40
 """Tasks shown where nothing says how many lines there is room for."""
 
@@ -41,7 +41,7 @@ def watch_run(settings: Watch, console: Console | None = None) -> None:
         raise ValueError(f"every is {settings.every}; expected seconds between two looks, more than 0")
     shown = console or Console(width=None if sys.stdout.isatty() else 100)
     seen = look(settings.run_dir, time.time())
-    if not settings.once and not is_over(seen):
+    if not settings.once and not seen.is_over:
         try:
             is_screen = shown.is_terminal and not shown.is_dumb_terminal
             seen = (_live if is_screen else _lines)(settings, seen, shown)
@@ -50,13 +50,13 @@ def watch_run(settings: Watch, console: Console | None = None) -> None:
     shown.print(view(seen, shown.width, MOST_ROWS))
 
 
-def _live(settings: Watch, seen: Seen, console: Console) -> Seen:
+def _live(settings: Watch, seen: Snapshot, console: Console) -> Snapshot:
     """Redraws a screen of its own, which is gone afterwards."""
     usual = signal.signal(signal.SIGTERM, signal.default_int_handler)  # gives the terminal back as well
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            while not is_over(seen):
-                rows = max(3, console.height - LINES_BESIDE)
+            while not seen.is_over:
+                rows = max(3, console.height - OTHER_LINES)
                 live.update(view(seen, console.width, rows), refresh=True)
                 sleep(settings.every)
                 seen = look(settings.run_dir, time.time(), seen)
@@ -65,13 +65,13 @@ def _live(settings: Watch, seen: Seen, console: Console) -> Seen:
     return seen
 
 
-def _lines(settings: Watch, seen: Seen, console: Console) -> Seen:
+def _lines(settings: Watch, seen: Snapshot, console: Console) -> Snapshot:
     """A line now and then, and after every task."""
-    said, told = 0.0, None
-    while not is_over(seen):
+    said, shown = 0.0, None
+    while not seen.is_over:
         measured = sum(entry["event"] == "evaluated" for entry in seen.entries)
-        if measured != told or time.monotonic() - said >= SECONDS_BETWEEN_LINES:
-            said, told = time.monotonic(), measured
+        if measured != shown or time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+            said, shown = time.monotonic(), measured
             console.print(Text(line(seen)), soft_wrap=True)
         sleep(settings.every)
         seen = look(settings.run_dir, time.time(), seen)

@@ -19,7 +19,7 @@ NAME_WIDTH = 20
 
 class Advance(Protocol):
     def __call__(self, num_images: int, note: str = "") -> None:
-        """Counts images as done; the note (a loss, an epoch) is shown beside them."""
+        """Count images as done; the note (a loss, an epoch) is shown next to them."""
 
 
 class Progress:
@@ -71,7 +71,7 @@ class Progress:
                 said = now
                 left = max(total - done, 0) / max(rate, 1e-9)
                 line = f"[{phase}] {task}: {done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s"
-                self.say(f"{line}, {_duration(left)} left" + (f", {note}" if note else ""))
+                self.say(f"{line}, {duration(left)} left" + (f", {note}" if note else ""))
 
         try:
             yield advance
@@ -82,7 +82,7 @@ class Progress:
                     self._bars.stop()  # gives the cursor back, after Ctrl-C as well
         seconds = self.clock() - start
         rate = f", {done / seconds:,.0f} {unit}/s" if done and seconds > 0 else ""
-        self.say(f"[{phase}] {task}: done in {_duration(seconds)}, {done:,} {unit}{rate}")
+        self.say(f"[{phase}] {task}: done in {duration(seconds)}, {done:,} {unit}{rate}")
 
     def architecture(self, task: str, choices: Sequence[str]) -> None:
         """A row of R, A, N and S, one per block; a number names the expert where it is not the base's (0)."""
@@ -107,8 +107,13 @@ def _console() -> Console:
     return Console(width=None if is_screen else 100, force_jupyter=False, force_terminal=None if is_screen else False)
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
+def duration(seconds: float) -> str:
+    """`4.5 s`, `2 min 07 s`, `3 h 05 min`, `2 d 4 h`."""
+    seconds = max(seconds, 0.0)
+    if round(seconds) < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes} min {seconds:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+    return f"{hours // 24} d {hours % 24} h"

@@ -1,6 +1,6 @@
 """`metrics.jsonl`: one JSON line per measurement, the only record of a run.
 
-Lines are appended; going on after a stop drops those of a task that was not saved. Each ends with a hash of itself, so
+Lines are appended; resuming after a stop drops those of a task that was not saved. Each ends with a hash of itself, so
 a number that changed on the disk is noticed.
 """
 
@@ -36,6 +36,17 @@ def to_json(value: Any) -> Any:
     if hasattr(value, "__array__"):  # numpy and jax arrays and scalars
         return to_json(np.asarray(value).tolist())
     raise TypeError(f"{type(value).__name__} {value!r} has no JSON form here; expected numbers, text, lists, arrays")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises FileNotFoundError, or ValueError where there is something else."""
+    try:
+        value = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error}); restore it from a copy") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} contains no JSON object; restore it from a copy")
+    return value
 
 
 class Record:
@@ -109,7 +120,7 @@ def _entry(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         pass
     raise ValueError(
-        f"{where} is not as it was written, found {line[:60]!r}; bring the file back from a copy, or begin anew with "
+        f"{where} is not as it was written, found {line[:60]!r}; restore the file from a copy, or choose "
         "another run directory"
     )
 

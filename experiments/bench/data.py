@@ -29,6 +29,7 @@ from PIL import Image
 from cheem_jax.architecture import decode
 from cheem_jax.backbone.params import build
 from cheem_jax.cli import parse
+from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.files import FolderFiles
 from cheem_jax.data.folder import plan_task
@@ -43,7 +44,6 @@ from cheem_jax.execution.stages import Stages
 from cheem_jax.hee import uniform_table
 from cheem_jax.images import in_turn
 from cheem_jax.keys import order_at
-from cheem_jax.steps import peak_memory_bytes
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import prepare, steps_of, supernet_draws
 from experiments.bench.measure import ROOT, Bench, Row, alternate, backbone, command, medians, ratio, save, say

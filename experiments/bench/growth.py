@@ -29,6 +29,7 @@ from matplotlib.figure import Figure
 from cheem_jax.architecture import Architecture, Choice, decode
 from cheem_jax.backbone.params import build
 from cheem_jax.cli import parse
+from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.evolution import SearchConfig, prepare_search, search
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.compilation import compilations
@@ -42,7 +43,6 @@ from cheem_jax.methods.expert_memory import dense_task_network
 from cheem_jax.ops import Expert, LowRank
 from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, merge_dense, pool_sizes
 from cheem_jax.saved_memory import save_memory_task
-from cheem_jax.steps import peak_memory_bytes
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import prepare, step_of
 from experiments.bench.measure import (

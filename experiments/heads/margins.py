@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.continual import networks_of
 from cheem_jax.data.task import Stream, Task, fingerprint
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.keys import Keys
@@ -17,7 +16,8 @@ from cheem_jax.methods.ewc import Ewc
 from cheem_jax.methods.fitting import Inputs
 from cheem_jax.methods.moal import Moal
 from cheem_jax.methods.prompting import Prompting
-from cheem_jax.report.finished import Run
+from cheem_jax.networks import networks_of
+from cheem_jax.report.finished import RunRecord
 
 from .theory import match_probability, match_with_unequal_rivals
 
@@ -79,7 +79,7 @@ class Fit(NamedTuple):
 class Measured(NamedTuple):
     """A run with the margins of its tasks; none where every task has a head of its own."""
 
-    run: Run
+    run: RunRecord
     margins: Sequence[Margins]
 
     @property
@@ -170,7 +170,7 @@ def by_task(measured: Measured) -> list[dict[str, Any]]:
 
 
 def measure(
-    run: Run, stream: Stream, pretrained: Pretrained, workshop: dict[Any, Networks] | None = None
+    run: RunRecord, stream: Stream, pretrained: Pretrained, workshop: dict[Any, Networks] | None = None
 ) -> list[Margins]:
     """Every task's margins after the last one, from the run's checkpoints and the pictures that it saw.
 
@@ -180,7 +180,7 @@ def measure(
     name = run.results["method"]
     engine = rebuilt(EngineConfig(), run.config["engine"])
     config = rebuilt(preset_of(name, "paper"), run.config[name])
-    networks = networks_of(pretrained, None, config, engine, workshop)
+    networks = networks_of(pretrained, None, config, engine, workshop=workshop)
     method = cast(Prompting | Ewc | Moal, make(config, networks, Keys(run.config["seed"]), len(stream.tasks)))
     method.open(run.directory / "checkpoints" / name)
     if (names := tuple(method.classes.names)) != run.order:
@@ -200,7 +200,7 @@ def logits_of(method: Prompting | Ewc | Moal, task: Task) -> Float[np.ndarray, "
     return method.logits(images)
 
 
-def check_same(run: Run, stream: Stream, pretrained: Pretrained) -> None:
+def check_same(run: RunRecord, stream: Stream, pretrained: Pretrained) -> None:
     """ValueError unless pictures, labels and weights are those that the run saw."""
     known, found = run.config["data_sha256"], {task.name: fingerprint(task) for task in stream.tasks}
     if other := [name for name in {**known, **found} if known.get(name) != found.get(name)]:

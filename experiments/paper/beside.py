@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from paper.collected import Cells, Collected, load
 
-from cheem_jax.report.earlier import side_by_side
+from cheem_jax.differences import settings_apart, summary
 
 AGAIN, SIZES = "again", "at_*"
 """Their folders, beside that of the page's runs."""
@@ -54,10 +54,8 @@ def _no_twin(run: Collected, twin: Collected | None) -> str:
         return "no run there is of its method, settings and seed"
     if run.run.order != twin.run.order:
         return f"its tasks are {', '.join(run.run.order)}"
-    here, there = side_by_side(run.run.config, twin.run.config)
-    if here != there:
-        named = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
-        return f"its settings differ from {twin.run.directory} in {', '.join(named)}"
+    if found := settings_apart(twin.run.config, run.run.config):
+        return f"its settings differ from {twin.run.directory}: {summary(found, 'settings')}"
     processors = processor_of(run), processor_of(twin)
     return f"both ran on {processors[0]}" if processors[0] == processors[1] else ""
 

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool
-from paper.recount import recounted
 
-from cheem_jax.report.finished import Run, check_comparable, order_names, read, variant_of
+from cheem_jax.report.finished import RunRecord, check_comparable, order_names, read, variant_of
 from cheem_jax.report.table import METHODS
 
 ByTask = tuple[Bool[np.ndarray, "_"], ...]
@@ -25,7 +24,7 @@ ByTask = tuple[Bool[np.ndarray, "_"], ...]
 class Collected(NamedTuple):
     """A collected run: `right` where the task and the class were found, `right_given` with the task given."""
 
-    run: Run
+    run: RunRecord
     place: str
     """Its folder inside that of all runs, with slashes."""
     record: Mapping[str, Any]
@@ -81,7 +80,6 @@ def load(folder: Path) -> Cells:
         told = " and ".join(f"{stream} on {backbone}" for stream, backbone in places)
         raise ValueError(f"{folder} holds runs of {told}; a page is of one stream and one backbone")
     check_comparable(runs)
-    runs = [run._replace(results=recounted(run.results, run.config)) for run in runs]
     orders = order_names(runs)
     found: dict[Cell, dict[int, Collected]] = {}
     for run in runs:
@@ -97,7 +95,7 @@ def load(folder: Path) -> Cells:
     }
 
 
-def _collected(run: Run, folder: Path) -> Collected:
+def _collected(run: RunRecord, folder: Path) -> Collected:
     file = run.directory / "record.json"
     try:
         record = json.loads(file.read_text())
@@ -108,7 +106,7 @@ def _collected(run: Run, folder: Path) -> Collected:
     return Collected(run, run.directory.relative_to(folder).as_posix(), record, right, given)
 
 
-def check_right(run: Run, right: ByTask, given: ByTask) -> None:
+def check_right(run: RunRecord, right: ByTask, given: ByTask) -> None:
     """ValueError unless these are the answers that the results count."""
     for name, found in (("accuracy", right), ("local_accuracy", given)):
         told = run.results[name][-1]

@@ -1,36 +1,15 @@
-"""Executed FLOPs counted anew from the networks that a record tells, so that runs of all versions compare.
-
-Until the count let a task's network share the first block's attention with the router's pass, a run's own figure was up
-to 4 % higher.
-"""
+"""What a router adds to the executed FLOPs of a run, counted from the architectures in its results."""
 
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.config import CONFIGS, ViTConfig, at_image_size
 from cheem_jax.flops import executed_flops, executed_pass_flops, pass_flops
 from cheem_jax.ops import Placement
-from cheem_jax.report.table import TOLD
 from cheem_jax.routing.config import RouterConfig
 
 Results = Mapping[str, Any]
-
-
-def recounted(results: Results, config: Mapping[str, Any]) -> Results:
-    """Results of a run with these settings; as they are where networks are unknown or share nothing with the router."""
-    vit, method = CONFIGS.get(results["backbone"]), results["method"]
-    if vit is None or method in TOLD or results["router"] != results["backbone"]:
-        return results
-    if any(len(task.get("experts") or ()) != vit.depth for task in results["tasks"]):
-        return results
-    vit = at_image_size(vit, results["image_size"])
-    until = RouterConfig(**config.get(method, {}).get("router", {})).until(vit.depth)
-    own = [behind_pass(vit, results["placement"], task, until) for task in results["tasks"]]
-    tasks = [{**task, "flops_executed": count} for task, count in zip(results["tasks"], own, strict=True)]
-    return {**results, "tasks": tasks, "flops": {**results["flops"], "executed": float(np.mean(own))}}
 
 
 def cost_of_router(results: Results, router: RouterConfig) -> dict[str, float]:

@@ -187,7 +187,7 @@ run to the slowest, on machines of which some did other work besides. Methods ma
 time: they are bounds, not rivals."""
 
 
-RESUMED = Cell("cheem", "resumed FLOPs")
+RESUMED = Cell("cheem", "shared-prefix FLOPs")
 """CHEEM whose search counts what runs behind the router's pass."""
 
 

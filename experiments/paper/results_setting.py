@@ -6,7 +6,7 @@ from typing import Any
 from paper.beside import AGAIN, Beside, pixels_of, processor_of
 from paper.collected import Cells, Collected, is_usual, usual_of
 
-from cheem_jax.report.earlier import completed, removed_in
+from cheem_jax.removed import REMOVED, without_removed
 from cheem_jax.report.table import Grid
 
 
@@ -84,13 +84,13 @@ def method_grid(cells: Cells) -> Grid:
 
 
 def settings_of(run: Collected) -> dict[str, Any]:
-    """A method's settings by dotted names, those of before a setting existed with its default."""
-    return dict(leaves(completed(run.run.config).get(run.run.results["method"], {})))
+    """A method's settings by dotted names."""
+    return dict(leaves(without_removed(run.run.config.get(run.run.results["method"], {}))))
 
 
 def is_gone(run: Collected) -> bool:
     """Whether a run was made with settings that no longer exist."""
-    return bool(removed_in(run.run.config.get(run.run.results["method"], {})))
+    return not REMOVED.keys().isdisjoint(settings_of(run))
 
 
 def commit_of(run: Collected) -> str:
