@@ -148,6 +148,11 @@ def dense_expert(block: BlockPool, index: int) -> Expert:
     return merge_dense(dense_expert(block, stored.parent), stored.params)
 
 
+def dense_experts(pool: Pool) -> list[list[Expert]]:
+    """The dense weights of all experts of a pool, by block."""
+    return [[dense_expert(block, index) for index in range(len(block))] for block in pool]
+
+
 class DenseExperts:
     """The dense experts of a pool, each merged when it is first asked for and kept while `limit` bytes allow.
 

@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROWS = (
     ("atomic", "interruption", "hosts", "keys", "images", "kernels", "ops", "architecture", "metrics"),
     ("routing", "backbone", "pool", "flops"),
-    ("supernet", "hee", "execution"),
+    ("execution", "supernet", "hee"),
     ("evolution", "training"),
     ("data", "checkpoint", "saved_memory", "rolling", "results", "report", "run_directory", "fingerprint"),
     ("methods", "restoring", "steps", "continual"),
