@@ -4,30 +4,17 @@ For each task: similarity to all earlier networks, supernet training, evolutiona
 the chosen network, growth of the pool, task centroids (paper section 'Our Proposed CHEEM').
 """
 
-import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.architecture import decode
 from cheem_jax.data.task import Task
-from cheem_jax.evolution import (
-    Score,
-    Scored,
-    SearchConfig,
-    Searched,
-    best_of,
-    first_draws,
-    generation_images,
-    prepare_search,
-    rung_images,
-    rung_rows,
-    search,
-)
+from cheem_jax.evolution import Scored, SearchConfig, Searched, prepare_search, search
 from cheem_jax.execution.executor import Executor, Network
 from cheem_jax.execution.feed import Budget, Feed, Subset, feed_images, keep_tokens
 from cheem_jax.execution.passes import token_means
@@ -35,32 +22,45 @@ from cheem_jax.hee import cosines, exploit_table, norm_cosine, uniform_table, wi
 from cheem_jax.keys import Keys, Phase, next_power_of_two
 from cheem_jax.methods.cheem_config import CheemConfig
 from cheem_jax.methods.expert_memory import ExpertMemory, dense_task_network, task_network
-from cheem_jax.methods.learning import (
-    Learning,
-    Tables,
-    candidates_of,
-    first_genomes,
-    in_pool,
-    parts_of,
-    search_note,
-    search_report,
-    together,
-)
 from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.methods.underway import Underway
-from cheem_jax.pool import DenseExperts, grow, pool_sizes
+from cheem_jax.ops import Expert
+from cheem_jax.pool import Candidates, DenseExperts, candidates_of, grow, pool_sizes
 from cheem_jax.supernet import Supernet
 from cheem_jax.training import (
+    SupernetFit,
     architecture_flops,
     constant_draws,
     fit,
     frozen_prefix,
     images_left,
     prepare,
-    resumed_flops,
     supernet_draws,
     supernet_score,
 )
+
+
+class Tables(NamedTuple):
+    """Probabilities of a task's candidates."""
+
+    exploit: Float[np.ndarray, "L C"]
+    uniform: Float[np.ndarray, "L C"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """What the phases of a task share."""
+
+    index: int
+    """The task's number among the keys."""
+    task: Task
+    candidates: Candidates
+    train: Feed
+    """Training images, from where no choice at block 0 changes anything, if there is room to keep that."""
+    val: Feed
+    budget: Budget
+    underway: Underway
+    running: Running
 
 
 class Cheem(ExpertMemory):
@@ -83,34 +83,21 @@ class Cheem(ExpertMemory):
         super().__init__(executor, features, config.router, rank=config.ops.rank, batch_size=config.batch_size)
         self.config, self.keys, self.base_means = config, keys, base_means
 
-    def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
-        for task in tasks:
-            try:
-                rung_images(len(task.val.labels), self.config.search.rungs)
-            except ValueError as error:
-                raise ValueError(f"task {task.name!r}: {error}") from error
-        return super().check(tasks)
-
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Learn the next task of the stream, from where `running` left it; returns its report."""
-        learning, keys = self.begin(task, running), self.keys
+        learning = self.begin(task, running)
         index, underway, clock = learning.index, learning.underway, learning.underway.clock
         similarity = self.similarity(learning)
         tables = self.tables(learning, similarity)
-        if self.config.trained_draws:
-            codes, network = self.train_draws(learning, tables)
-        else:
-            supernet = self.train_supernet(learning, tables)
-            codes = self.search(learning, tables, supernet)
-            network = self.finetune(learning, supernet, codes)
-        architecture = decode(codes, learning.candidates.sizes)
-        learned = network.learned(architecture)
-        architecture = in_pool(architecture, learning.candidates.kept)
-        pool, used = grow(self.memory.pool, architecture, learned, index)
-        means = self._means(learning, network, task_network(DenseExperts(pool, 0), used))
-        seed = keys.seed_at(index, Phase.CENTROIDS)
-        self.remember(pool, task, architecture, used, network.trained_head(), means, seed=seed, clock=clock)
+        trained = self.train_supernet(learning, tables)
+        codes = self.search(learning, tables, trained)
+        finetuned = self.finetune(learning, trained, codes)
+        network, state, chosen = finetuned.supernet, finetuned.state, decode(codes, learning.candidates.sizes)
+        architecture = learning.candidates.in_pool(chosen)
+        pool, used = grow(self.memory.pool, architecture, network.learned(state, chosen), index)
+        means = self._means(learning, finetuned, task_network(DenseExperts(pool, 0), used))
+        seed = self.keys.seed_at(index, Phase.CENTROIDS)
+        self.remember(pool, task, architecture, used, network.head(state), means, seed=seed, clock=clock)
         return {
             **self.costs(len(self.memory.tasks) - 1),
             "pool": self.memory.history(),
@@ -118,7 +105,7 @@ class Cheem(ExpertMemory):
             "supernet_losses": underway.supernet.losses,
             "finetune_losses": underway.finetune.losses,
             "skipped_steps": underway.skipped,
-            **self._search_report(learning, network, codes),
+            **self._search_report(learning, codes),
             "not_kept": list(dict.fromkeys(learning.budget.refused)),
             "engine": self.executor.counters(),
             "seconds": clock.seconds,
@@ -138,15 +125,17 @@ class Cheem(ExpertMemory):
         val = self._kept(learning, "validation images", learning.val, len(task.val.labels))
         return dataclasses.replace(learning, train=train, val=val)
 
-    def similarity(self, learning: Learning) -> np.ndarray:
+    def similarity(self, learning: Learning) -> Float[np.ndarray, "E L"]:
         """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""
-        underway, candidates = learning.underway, learning.candidates
+        underway, base = learning.underway, self.base_means
         if underway.similarity is None:
             with underway.clock("similarity"):
-                underway.similarity = self._similarity(
-                    learning.index, learning.task, learning.train, candidates.experts, candidates.earlier,
-                    learning.running,
-                )  # fmt: skip
+                means, earlier = self._earlier_means(learning), learning.candidates.earlier
+                known = [np.zeros_like(means[0]) if base is None else base, *(task.means for task in self.memory.tasks)]
+                present = np.array([[expert is not None for expert in used] for used in earlier])
+                neutral = np.zeros(len(known), bool)
+                neutral[0] = base is None
+                underway.similarity = norm_cosine(cosines(np.stack(known), means, present), neutral)
         return underway.similarity
 
     def tables(self, learning: Learning, similarity: np.ndarray) -> Tables:
@@ -156,113 +145,63 @@ class Cheem(ExpertMemory):
         uniform = uniform_table(candidates.sizes, with_adapt=config.exploration.over == "uniform")
         return Tables(*(without(table, config.remove, candidates.sizes) for table in (exploit, uniform)))
 
-    def train_supernet(self, learning: Learning, tables: Tables) -> Supernet:
+    def train_supernet(self, learning: Learning, tables: Tables) -> SupernetFit:
         """The supernet with all that supernet training learned."""
-        config, keys, index, task = self.config, self.keys, learning.index, learning.task
-        underway, clock, num = learning.underway, learning.underway.clock, len(learning.task.train.labels)
-        supernet = self._network(learning, Phase.SUPERNET_INIT, "supernet")
-        with clock("prepare"):
+        config, keys, index, labels = self.config, self.keys, learning.index, learning.task.train.labels
+        underway, supernet = learning.underway, self._supernet(learning, Phase.SUPERNET_INIT)
+        fitting = underway.fitting("supernet", supernet)
+        with underway.clock("prepare"):
             prepare(self.executor, supernet, config.batch_size)
             prepare_search(tables.exploit, config.search)
         epsilon = 1.0 if config.sampling == "uniform" else config.exploration.epsilon
         draws = supernet_draws(
             keys.at(index, Phase.SUPERNET_MODE), keys.at(index, Phase.SUPERNET_DRAW), *tables, epsilon
         )  # fmt: skip
-        left = images_left(underway.supernet, config.supernet, num, config.batch_size)
-        state = functools.partial(underway.saved, "supernet", supernet)
-        with clock("supernet"), learning.running.phase("supernet", left, state) as advance:
-            fit(
-                keys.at(index, Phase.SUPERNET_ORDER), self.executor, supernet, task.train.labels, learning.train, draws,
-                config.supernet, batch_size=config.batch_size, advance=advance, state=underway.supernet,
+        left = images_left(fitting.progress, config.supernet, len(labels), config.batch_size)
+        saved = functools.partial(underway.saved, "supernet", fitting)
+        with underway.clock("supernet"), learning.running.phase("supernet", left, saved) as advance:
+            return fit(
+                self.executor, fitting, learning.train, labels, draws=draws, config=config.supernet,
+                batch_size=config.batch_size, order_key=keys.at(index, Phase.SUPERNET_ORDER), advance=advance,
             )  # fmt: skip
-        return supernet
 
-    def search(self, learning: Learning, tables: Tables, supernet: Supernet) -> np.ndarray:
-        """Candidate indices `[L]` of the chosen network; `underway.searched` holds what it was chosen from."""
+    def search(self, learning: Learning, tables: Tables, trained: SupernetFit) -> Int[np.ndarray, "L"]:
+        """Candidate indices of the chosen network; `underway.searched` holds what it was chosen from."""
         config, underway, labels = self._search_config(), learning.underway, learning.task.val.labels
         key, num = self.keys.at(learning.index, Phase.SEARCH), len(labels)
         done = 0 if underway.searched is None else underway.searched.generations
-        left = generation_images(config, num) * (config.generations - done)
-        state = functools.partial(underway.saved, "supernet", supernet)
-        merged: dict = {}
-        first = None
-        if config.warm_start:
-            first = first_genomes(tables, learning.candidates, self.similarity(learning))
-        with underway.clock("search"), learning.running.phase("search", left, state) as advance:
+        left = config.population * num * (config.generations - done)
+        saved = functools.partial(underway.saved, "supernet", trained)
+        with underway.clock("search"), learning.running.phase("search", left, saved) as advance:
 
             def keep(searched: Searched) -> None:
                 underway.searched = searched
                 advance(0, search_note(searched, num))
 
-            scores = [
-                supernet_score(
-                    self.executor, supernet, own, feed, batch_size=self.config.batch_size, advance=advance,
-                    merged=merged,
-                )
-                for feed, own in parts_of(learning.val, labels, rung_rows(key, labels, config.rungs))
-            ]  # fmt: skip
-            codes, _ = search(
-                key, scores, self._cost(supernet), *tables, num, config, keep, underway.searched, first
+            score = supernet_score(
+                self.executor, trained.supernet, trained.state, learning.val, labels,
+                batch_size=self.config.batch_size, advance=advance,
             )  # fmt: skip
+            flops = architecture_flops(self.executor, trained.supernet)
+            codes, _ = search(key, score, flops, *tables, num, config, keep, underway.searched)
         return codes
 
-    def finetune(self, learning: Learning, supernet: Supernet, codes: np.ndarray) -> Supernet:
-        """The chosen network trained by itself, as a supernet of which nothing else was touched."""
-        network = self._network(learning, Phase.FINETUNE_INIT, "finetune")
-        if self.config.weights == "inherited" and not learning.underway.finetune.step:
-            network.inherit(supernet, decode(codes, learning.candidates.sizes))
-        self._train(learning, network, codes)
-        return network
-
-    def train_draws(self, learning: Learning, tables: Tables) -> tuple[np.ndarray, Supernet]:
-        """Candidate indices `[L]` and network of the best of `trained_draws` architectures, each trained by itself.
-
-        Whoever may still come first is kept until the last is there, since it is by FLOPs within tau of the most
-        accurate. One whose training diverges has no score.
-        """
-        config, underway, labels = self._search_config(), learning.underway, learning.task.val.labels
-        key = self.keys.at(learning.index, Phase.SEARCH)
-        genomes = first_draws(key, *tables, self.config.trained_draws, config)
-        for number in range(len(underway.draws), len(genomes)):
-            network, draw = self._network(learning, Phase.FINETUNE_INIT, "finetune", number), genomes[[number]]
-            # what one draw keeps is gone before the next
-            apart = dataclasses.replace(learning, budget=copy.copy(learning.budget))
-            try:
-                self._train(apart, network, draw[0], number)
-                correct = self._right(learning, network, draw)
-            except FloatingPointError:
-                correct = np.full(1, np.nan)
-            underway.finish_draw(network, Scored(draw, correct, self._cost(network)(draw)))
-        assert underway.searched is not None, "at least one was drawn"
-        best = best_of(underway.searched.scored, len(labels), config.tolerance)
-        network = self._network(learning, Phase.FINETUNE_INIT, "", best)
-        network.restore(underway.drawn[best])
-        underway.finetune = underway.draws[best]
-        return genomes[best], network
-
-    def _right(self, learning: Learning, network: Supernet, genomes: Int[np.ndarray, "P L"]) -> Float[np.ndarray, "P"]:
-        """Right answers to the validation images by networks that were trained by themselves."""
-        underway, labels = learning.underway, learning.task.val.labels
-        state = functools.partial(underway.saved, "finetune", network)
-        with underway.clock("search"), learning.running.phase("search", len(labels), state) as advance:
-            score = supernet_score(
-                self.executor, network, labels, learning.val, batch_size=self.config.batch_size, advance=advance
-            )  # fmt: skip
-            return np.asarray(score(genomes), np.float64)
-
-    def _train(self, learning: Learning, network: Supernet, codes: np.ndarray, *position: int) -> None:
-        """Train a network of one architecture from where it is; `position` tells draws of a task apart."""
+    def finetune(self, learning: Learning, trained: SupernetFit, codes: Int[np.ndarray, "L"]) -> SupernetFit:
+        """The chosen network trained stand-alone, as a supernet of which nothing else was sampled."""
         config, underway, labels = self.config, learning.underway, learning.task.train.labels
-        architecture = decode(codes, learning.candidates.sizes)
-        prefix = frozen_prefix(network, architecture)
+        supernet, architecture = self._supernet(learning, Phase.FINETUNE_INIT), decode(codes, learning.candidates.sizes)
+        fitting = underway.fitting("finetune", supernet)
+        if config.weights == "inherited" and not fitting.progress.step:
+            fitting.state = trained.supernet.inherit(trained.state, architecture)
+        prefix = frozen_prefix(supernet, architecture)
         unchanged = self._kept(learning, "what fine-tuning leaves unchanged", learning.train, len(labels), prefix)
-        left = images_left(underway.finetune, config.finetune, len(labels), config.batch_size)
-        state = functools.partial(underway.saved, "finetune", network)
-        with underway.clock("finetune"), learning.running.phase("finetune", left, state) as advance:
-            fit(
-                self.keys.at(learning.index, Phase.FINETUNE_ORDER, *position), self.executor, network, labels,
-                unchanged, constant_draws(codes), config.finetune, batch_size=config.batch_size, advance=advance,
-                state=underway.finetune,
+        left = images_left(fitting.progress, config.finetune, len(labels), config.batch_size)
+        saved = functools.partial(underway.saved, "finetune", fitting)
+        with underway.clock("finetune"), learning.running.phase("finetune", left, saved) as advance:
+            return fit(
+                self.executor, fitting, unchanged, labels, draws=constant_draws(codes), config=config.finetune,
+                batch_size=config.batch_size, order_key=self.keys.at(learning.index, Phase.FINETUNE_ORDER),
+                advance=advance,
             )  # fmt: skip
 
     def _search_config(self) -> SearchConfig:
@@ -275,74 +214,101 @@ class Cheem(ExpertMemory):
                 name, self.executor, images, num, prefix, batch_size=self.config.batch_size, budget=learning.budget
             )  # fmt: skip
 
-    def _network(self, learning: Learning, phase: Phase, name: str, *position: int) -> Supernet:
-        candidates, key = learning.candidates, self.keys.at(learning.index, phase, *position)
-        num_classes = len(learning.task.classes)
-        network = Supernet(key, candidates.pool, num_classes, self.config.ops, candidates.experts)
-        learning.underway.restore(name, network)
-        return network
+    def _supernet(self, learning: Learning, phase: Phase) -> Supernet:
+        key, num_classes = self.keys.at(learning.index, phase), len(learning.task.classes)
+        return Supernet(key, learning.candidates.experts, num_classes, self.config.ops)
 
-    def _means(self, learning: Learning, network: Supernet, finished: Network) -> np.ndarray:
-        """mu of the finished network over the training images; `network` is what fine-tuning left."""
+    def _means(self, learning: Learning, finetuned: SupernetFit, finished: Network) -> Float[np.ndarray, "L D"]:
+        """mu of the finished network over the training images."""
         underway, num = learning.underway, len(learning.task.train.labels)
-        state = functools.partial(underway.saved, "finetune", network)
-        with underway.clock("finetune"), learning.running.phase("means", num, state) as advance:
+        saved = functools.partial(underway.saved, "finetune", finetuned)
+        with underway.clock("finetune"), learning.running.phase("means", num, saved) as advance:
             return token_means(
                 self.executor, [finished], learning.train, num, batch_size=self.config.batch_size, advance=advance
             ).means[0]
 
-    def _cost(self, supernet: Supernet) -> Score:
-        """What the search takes for compute."""
-        if self.config.search.cost == "resumed":
-            # another network's pass leaves nothing to resume from
-            until = self.router.until(self.executor.num_blocks) if self.features.of(self.executor) else 0
-            return resumed_flops(self.executor, supernet, until)
-        return architecture_flops(self.executor, supernet)
-
-    def _search_report(self, learning: Learning, network: Supernet, codes: np.ndarray) -> dict[str, Any]:
-        searched, config = learning.underway.searched, self.config.search
+    def _search_report(self, learning: Learning, codes: np.ndarray) -> dict[str, Any]:
+        searched, num_images = learning.underway.searched, len(learning.task.val.labels)
         assert searched is not None, "the search is over"
-        if learning.underway.drawn:
-            config = dataclasses.replace(config, population=len(searched.scored.genomes))
-        flops = architecture_flops(self.executor, network)(searched.scored.genomes)
-        return search_report(codes, searched, flops, len(learning.task.val.labels), config)
+        return search_report(codes, searched.scored, num_images=num_images, population=self.config.search.population)
 
     def bytes_needed(self, task: Task) -> int:
-        """Everything drawn in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor).
+        """Everything sampled in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor).
 
-        Or so many trained networks and one more, of which a New at every block is the largest. What
-        names the task is there once.
+        What the router keeps of the task is there once.
         """
         expert = self.memory.pool[0][0].params
         num_inputs, width = expert[0].shape
         pairs = sum(pool_sizes(self.memory.pool)) * self.config.ops.rank * (num_inputs + width)
         news = len(self.memory.pool) * (num_inputs + 1) * width
         head = (width + 1) * next_power_of_two(len(task.classes))
-        draws = self.config.trained_draws
-        learned = (draws + 1) * (news + head) if draws else pairs + news + head
-        return 4 * (3 * 2 * learned + self.router_numbers(task))
+        return 4 * (3 * 2 * (pairs + news + head) + self.router_numbers(task))
 
-    def _similarity(self, index: int, task: Task, train: Feed, experts, earlier, running: Running) -> np.ndarray:
-        """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""
-        config, num = self.config, len(task.train.labels)
+    def _earlier_means(self, learning: Learning) -> Float[np.ndarray, "E L D"]:
+        """mu of the new task by the base network and every earlier task's; zeros where a task skipped the block."""
+        config, task, candidates = self.config, learning.task, learning.candidates
+        earlier, num = candidates.earlier, len(task.train.labels)
         rows = np.arange(num)
         if 0 < config.similarity_images < num:
-            rng = np.random.default_rng(self.keys.seed_at(index, Phase.SIMILARITY))
+            rng = np.random.default_rng(self.keys.seed_at(learning.index, Phase.SIMILARITY))
             rows = np.sort(rng.permutation(num)[: config.similarity_images])
         means = np.zeros((len(earlier), self.executor.num_blocks, self.executor.config.width), np.float32)
-        with running.phase("similarity", len(rows) * len(earlier)) as advance:
-            for part in together(earlier, experts, self.dense.limit):
-                networks = [dense_task_network(experts, earlier[i]) for i in part]
+        with learning.running.phase("similarity", len(rows) * len(earlier)) as advance:
+            for part in together(earlier, candidates.experts, self.dense.limit):
+                networks = [dense_task_network(candidates.experts, earlier[i]) for i in part]
                 seen = token_means(
-                    self.executor, networks, Subset(train, rows), len(rows), batch_size=config.batch_size,
+                    self.executor, networks, Subset(learning.train, rows), len(rows), batch_size=config.batch_size,
                     advance=advance,
                 )  # fmt: skip
                 means[part] = seen.means
                 if part[0] == 0 and len(rows) == num and self.features.ends(self.executor):
                     self.features.remember(task, "train", seen.features)
-        base = np.zeros_like(means[0]) if self.base_means is None else self.base_means
-        known = np.stack([base, *(task.means for task in self.memory.tasks)])
-        present = np.array([[expert is not None for expert in used] for used in earlier])
-        neutral = np.zeros(len(known), bool)
-        neutral[0] = self.base_means is None
-        return norm_cosine(cosines(known, means, present), neutral)
+        return means
+
+
+FEW = 4
+"""Networks that the similarity pass takes together, however little may be kept."""
+
+
+def together(
+    earlier: Sequence[Sequence[int | None]], experts: Sequence[Sequence[Expert]], limit: int
+) -> Iterator[list[int]]:
+    """The base network (first) and those of tasks in parts, each of experts of at most `limit` bytes, or of a few.
+
+    Neighbours by their experts come together, since they share most. Usually all fit in one part.
+    """
+    size = sum(leaf.nbytes for leaf in experts[0][0])
+    limit = max(limit, FEW * len(experts) * size)
+    part, held = [0], {(block, 0) for block in range(len(experts))}
+    order = sorted(range(1, len(earlier)), key=lambda i: [-1 if e is None else e for e in earlier[i]])
+    for index in order:
+        own = {(block, expert) for block, expert in enumerate(earlier[index]) if expert is not None}
+        if len(held | own) * size > limit:
+            yield part
+            part, held = [], set()
+        part.append(index)
+        held |= own
+    yield part
+
+
+def search_note(searched: Searched, num_images: int) -> str:
+    """What a search has found so far."""
+    best = 100 * np.nanmax(searched.scored.correct) / num_images
+    return f"generation {searched.generations}: {len(searched.scored.genomes)} networks, best {best:.1f} %"
+
+
+def search_report(codes: Int[np.ndarray, "L"], scored: Scored, *, num_images: int, population: int) -> dict[str, Any]:
+    """What a task's report says about its search; `codes` is the architecture that it chose among `scored`."""
+    chosen = int(np.flatnonzero((scored.genomes == codes).all(axis=1))[0])
+    return {
+        "searched": len(scored.genomes),
+        "search": {
+            "correct": scored.correct.tolist(),
+            "flops": scored.flops.astype(int).tolist(),
+            "population": population,
+            "num_images": num_images,
+            "chosen": chosen,
+        },
+        "validation_accuracy": float(scored.correct[chosen]) / num_images,
+        "best_validation_accuracy": float(np.nanmax(scored.correct)) / num_images,
+    }

@@ -1,21 +1,24 @@
-"""How far CHEEM or LoRA-CL has come with a task: what a rolling checkpoint holds, and what going on begins with."""
+"""How far CHEEM or LoRA-CL has come with a task: what a rolling checkpoint holds, and what resuming begins with."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from cheem_jax.evolution import Scored, Searched, contenders
+from cheem_jax.evolution import Scored, Searched
 from cheem_jax.methods.method import Clock
 from cheem_jax.rolling import Saved
 from cheem_jax.supernet import Supernet
-from cheem_jax.training import FitState
+from cheem_jax.training import FitState, SupernetFit
+
+FitName = Literal["supernet", "finetune"]
+"""The phases that train a network."""
 
 
 @dataclasses.dataclass
 class Underway:
-    """Each phase goes on from what it finds here; at the end of one the next has not begun."""
+    """Each phase resumes from what it finds here; at the end of one the next has not begun."""
 
     clock: Clock
     similarity: np.ndarray | None = None
@@ -24,10 +27,6 @@ class Underway:
     finetune: FitState = dataclasses.field(default_factory=FitState)
     learned: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arrays of the network that was being trained, by the phase that trains it."""
-    draws: list[FitState] = dataclasses.field(default_factory=list)
-    """Finished training of each of `CheemConfig.trained_draws`; `searched` has their scores."""
-    drawn: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """By number, the arrays of those networks that may still be chosen."""
 
     @classmethod
     def begun(cls, saved: Saved | None) -> "Underway":
@@ -37,64 +36,38 @@ class Underway:
         arrays, meta = saved
         searched = None
         if "searched" in arrays:
-            scored = Scored(**arrays["searched"])
-            # Orbax keeps no empty array
-            dropped = arrays.get("dropped", np.zeros((0, scored.genomes.shape[1]), np.int32))
-            searched = Searched(meta["generations"], scored, dropped)
+            searched = Searched(meta["generations"], Scored(**arrays["searched"]))
         fits = {name: _fit_state(arrays, meta, name) for name in ("supernet", "finetune")}
         learned = {name: arrays[name] for name in fits if name in arrays}
-        return cls(
-            Clock(meta["seconds"]), arrays.get("similarity"), **fits, searched=searched, learned=learned,
-            draws=[FitState(**fit) for fit in meta.get("draws", ())],
-            drawn={int(number): network for number, network in arrays.get("drawn", {}).items()},
-        )  # fmt: skip
+        return cls(Clock(meta["seconds"]), arrays.get("similarity"), **fits, searched=searched, learned=learned)
 
     @property
     def skipped(self) -> int:
-        """Steps that reached no parameter because their loss or gradient was no finite number."""
-        alone = self.draws or [self.finetune]
-        return self.supernet.skipped + sum(fit.skipped for fit in alone)
+        """Steps that reached no parameter because their loss or gradient was non-finite."""
+        return self.supernet.skipped + self.finetune.skipped
 
-    def finish_draw(self, network: Supernet, found: Scored) -> None:
-        """Keep a network that was trained and scored by itself; the next has not begun."""
-        before = () if self.searched is None else (self.searched.scored,)
-        scored = Scored(*(np.concatenate(parts) for parts in zip(*before, found, strict=True)))
-        drawn = {**self.drawn, len(self.draws): network.arrays()}
-        self.draws.append(self.finetune)
-        self.searched = Searched(len(self.draws), scored, scored.genomes[:0])
-        self.drawn = {number: drawn[number] for number in contenders(scored).tolist()}
-        self.finetune = FitState()
+    def fitting(self, name: FitName, supernet: Supernet) -> SupernetFit:
+        """The training of this phase, from where it was saved or from its start."""
+        arrays = self.learned.pop(name, None)
+        state = supernet.init() if arrays is None else supernet.from_arrays(arrays)
+        return SupernetFit(supernet, state, getattr(self, name))
 
-    def restore(self, name: str, network: Supernet) -> None:
-        """Give a network back what it had learned in the phase of that name."""
-        if name in self.learned:
-            network.restore(self.learned.pop(name))
-
-    def saved(self, name: str, network: Supernet) -> Saved:
-        """Everything so far; `network` is what the phase of that name trains, or the search scores."""
-        arrays: dict[str, Any] = {name: network.arrays()}
+    def saved(self, name: FitName, fitting: SupernetFit) -> Saved:
+        """Everything so far; `fitting` is what this phase trains, or what the search scores."""
+        arrays: dict[str, Any] = {name: fitting.supernet.arrays(fitting.state)}
         if self.similarity is not None:
             arrays["similarity"] = self.similarity
         if self.searched is not None:
             arrays["searched"] = self.searched.scored._asdict()
-            if len(self.searched.dropped):
-                arrays["dropped"] = self.searched.dropped
         meta: dict[str, Any] = {
             "generations": 0 if self.searched is None else self.searched.generations,
             "seconds": self.clock.so_far(),
         }
         for fit, state in (("supernet", self.supernet), ("finetune", self.finetune)):
-            meta[fit] = _fit_meta(state)
+            meta[fit] = {"step": state.step, "losses": state.losses, "skipped": state.skipped}
             if state.running:
                 arrays[f"{fit}_running"] = np.array(jax.device_get(state.running), np.float64)
-        meta["draws"] = [_fit_meta(fit) for fit in self.draws]
-        if self.drawn:
-            arrays["drawn"] = {str(number): network for number, network in self.drawn.items()}
         return Saved(arrays, meta)
-
-
-def _fit_meta(state: FitState) -> dict[str, Any]:
-    return {"step": state.step, "losses": state.losses, "skipped": state.skipped}
 
 
 def _fit_state(arrays: dict[str, Any], meta: dict[str, Any], name: str) -> FitState:
