@@ -113,7 +113,7 @@ class Supernet:
         """Per block the learned parameters of an architecture's Adapt and New."""
         return {place[0]: self.learner(state, place).params for place in learned_places(architecture)}
 
-    def head(self, state: SupernetState) -> Head:
+    def trained_head(self, state: SupernetState) -> Head:
         """The head without its padding."""
         weight, bias = (np.asarray(leaf) for leaf in state.head.params)
         return Head(jnp.asarray(weight[:, : self.num_classes]), jnp.asarray(bias[: self.num_classes]))

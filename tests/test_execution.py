@@ -151,7 +151,7 @@ def test_an_image_gets_the_same_answer_in_different_company():
 
 
 def test_padding_of_the_head_never_wins():
-    head = supernet_of(STAGES["mlp_down"]).head.params
+    head = supernet_of(STAGES["mlp_down"]).init().head.params
     logits = masked_logits(head._replace(bias=head.bias.at[3].set(1e6)), jnp.ones((2, 16)), 3)
     assert (logits.argmax(axis=-1) < 3).all()
 

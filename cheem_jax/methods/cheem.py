@@ -97,7 +97,7 @@ class Cheem(ExpertMemory):
         pool, used = grow(self.memory.pool, architecture, network.learned(state, chosen), index)
         means = self._means(learning, finetuned, task_network(DenseExperts(pool, 0), used))
         seed = self.keys.seed_at(index, Phase.CENTROIDS)
-        self.remember(pool, task, architecture, used, network.head(state), means, seed=seed, clock=clock)
+        self.remember(pool, task, architecture, used, network.trained_head(state), means, seed=seed, clock=clock)
         return {
             **self.costs(len(self.memory.tasks) - 1),
             "pool": self.memory.history(),

@@ -87,7 +87,7 @@ class LoraCl(ExpertMemory):
         pool, used = grow(self.memory.pool, architecture, network.learned(state, architecture), index)
         means = np.zeros((1, executor.config.width), np.float32)  # nobody asks for mean class tokens
         seed = keys.seed_at(number, Phase.CENTROIDS)
-        self.remember(pool, task, architecture, used, network.head(state), means, seed=seed, clock=clock)
+        self.remember(pool, task, architecture, used, network.trained_head(state), means, seed=seed, clock=clock)
         return {
             **self.costs(index),
             "pool": self.memory.history(),
