@@ -291,6 +291,7 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
 def supernet_draws(
     mode_key: jax.Array,
     draw_key: jax.Array,
+    *,
     exploit: Float[np.ndarray, "L C"],
     uniform: Float[np.ndarray, "L C"],
     epsilon: float,
@@ -346,8 +347,8 @@ def supernet_score(
     def score(genomes: np.ndarray) -> np.ndarray:
         networks = [dense_network(supernet, state, codes, merged) for codes in genomes]
         return count_right_spread(
-            executor, networks, state.head.params, supernet.num_classes, feed, labels,
-            batch_size=batch_size, advance=advance,
+            executor, networks, state.head.params, feed, labels,
+            num_classes=supernet.num_classes, batch_size=batch_size, advance=advance,
         )  # fmt: skip
 
     return score

@@ -116,7 +116,7 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     )
     network = Supernet(jax.random.key(1), dense_experts(executor.base_pool), 3, OpSettings(rank=2))
     table = uniform_table(pool_sizes(executor.base_pool))
-    draws = supernet_draws(jax.random.key(2), jax.random.key(3), table, table, 0.3)
+    draws = supernet_draws(jax.random.key(2), jax.random.key(3), exploit=table, uniform=table, epsilon=0.3)
     drawn = np.concatenate([draws(epoch, NUM // BATCH) for epoch in range(STEPS * BATCH // NUM)])
     # `whole` compiles every signature anew, so it repeats one
     followed = constant_draws(drawn[0]) if name == "whole" else draws
@@ -141,7 +141,7 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     score = supernet_score(executor, network, state, feed, labels, batch_size=BATCH, advance=quiet)(genomes)
     base = [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]
     means = token_means(executor, [base], plain, NUM, batch_size=BATCH, advance=quiet)
-    chosen = answers(executor, base, state.head.params, 3, plain, NUM, batch_size=BATCH)
+    chosen = answers(executor, base, state.head.params, plain, num=NUM, num_classes=3, batch_size=BATCH)
     return {
         "drawn": drawn.tolist(), "losses": losses, "score": score.tolist(), "answers": chosen.tolist(),
         "means": means.means.tolist(), "features": means.features.tolist(),

@@ -84,9 +84,9 @@ def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(co
                     stages,
                     [network],
                     state.head.params,
-                    3,
                     HostImages(stages, IMAGES),
                     LABELS,
+                    num_classes=3,
                     batch_size=16,
                     advance=lambda num, note="": None,
                 )
@@ -142,10 +142,10 @@ def test_an_image_gets_the_same_answer_in_different_company():
     supernet = supernet_of(stages)
     state = supernet.init()
     network = dense_network(supernet, state, np.array([0, 1, 3, 0]), {})
-    together = answers(stages, network, state.head.params, 3, HostImages(stages, IMAGES), 16, batch_size=16)
+    head, sizes = state.head.params, {"num_classes": 3, "batch_size": 16}
+    together = answers(stages, network, head, HostImages(stages, IMAGES), num=16, **sizes)
     alone = [
-        answers(stages, network, state.head.params, 3, HostImages(stages, IMAGES[i : i + 1]), 1, batch_size=16)[0]
-        for i in range(16)
+        answers(stages, network, head, HostImages(stages, IMAGES[i : i + 1]), num=1, **sizes)[0] for i in range(16)
     ]
     np.testing.assert_array_equal(together, alone)
 

@@ -197,11 +197,12 @@ def test_the_rate_follows_a_cosine_of_all_steps():
 
 def test_an_epoch_explores_or_exploits_as_a_whole():
     exploit, uniform = np.array([[1.0, 0, 0, 0]] * 4), np.full((4, 4), 0.25)
-    draws = supernet_draws(jax.random.key(0), jax.random.key(1), exploit, uniform, 0.3)
+    keys = jax.random.key(0), jax.random.key(1)
+    draws = supernet_draws(*keys, exploit=exploit, uniform=uniform, epsilon=0.3)
     explored = [bool(draws(epoch, 20).any()) for epoch in range(200)]
     assert 0.2 < np.mean(explored) < 0.4
     np.testing.assert_array_equal(draws(3, 20), draws(3, 20))
-    never = supernet_draws(jax.random.key(0), jax.random.key(1), exploit, uniform, 0.0)
+    never = supernet_draws(*keys, exploit=exploit, uniform=uniform, epsilon=0.0)
     assert not any(never(epoch, 20).any() for epoch in range(50))
 
 

@@ -160,8 +160,8 @@ class Inference:
             tokens = self.executor.resolve(feed(rows[start : start + self.rows]))
             parts.append(
                 read_on_the_way(
-                    self.executor, self.base, tokens, self._blocks, self._until,
-                    lambda tokens: reached[tokens.block].append(tokens.values), list(reached),
+                    self.executor, self.base, tokens, blocks=self._blocks, until=self._until,
+                    keep=lambda tokens: reached[tokens.block].append(tokens.values), stops=list(reached),
                 )
             )  # fmt: skip
         # on a CPU numpy gathers without a program; elsewhere a batch is one part and stays on the device

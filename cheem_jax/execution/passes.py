@@ -59,7 +59,7 @@ def network_features(
 
 
 def features_on_the_way(
-    executor: Executor, network: Network, images: Feed, num: int, blocks: Sequence[int], until: int, *, batch_size: int
+    executor: Executor, network: Network, images: Feed, *, num: int, blocks: Sequence[int], until: int, batch_size: int
 ) -> list[Float[np.ndarray, "N D"]]:
     """What one network computes before its end: the mean patch token of the tokens at each of some blocks.
 
@@ -67,7 +67,7 @@ def features_on_the_way(
     """
     found: list[list[np.ndarray]] = []
     for batch, tokens in _in_order(executor, images, num, batch_size):
-        walked = read_on_the_way(executor, network, executor.resolve(tokens), blocks, until)
+        walked = read_on_the_way(executor, network, executor.resolve(tokens), blocks=blocks, until=until)
         found.append([hosts.fetch(part)[: batch.size] for part in walked])
     return [np.concatenate(parts) for parts in zip(*found, strict=True)]
 
@@ -76,6 +76,7 @@ def read_on_the_way(
     executor: Executor,
     network: Network,
     tokens: Tokens,
+    *,
     blocks: Sequence[int],
     until: int,
     keep: Callable[[Tokens], object] = lambda tokens: None,
@@ -93,7 +94,7 @@ def read_on_the_way(
 
 
 def answers(
-    executor: Executor, network: Network, head: Head, num_classes: int, images: Feed, num: int, *, batch_size: int
+    executor: Executor, network: Network, head: Head, images: Feed, *, num: int, num_classes: int, batch_size: int
 ) -> Int[np.ndarray, "N"]:
     """The class that one network and its (padded) head give each image."""
     found = []
@@ -110,10 +111,10 @@ def answers_and_features(
     base: Network,
     network: Network,
     head: Head,
-    num_classes: int,
     images: Feed,
-    num: int,
     *,
+    num: int,
+    num_classes: int,
     batch_size: int,
 ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
     """`answers` of one network and `network_features` of another, what both share run once."""
@@ -133,10 +134,10 @@ def count_right(
     executor: Executor,
     networks: Sequence[Network],
     head: Head,
-    num_classes: int,
     images: Feed,
     labels: np.ndarray,
     *,
+    num_classes: int,
     batch_size: int,
     advance: Advance,
 ) -> Int[np.ndarray, "P"]:

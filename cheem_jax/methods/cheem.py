@@ -96,8 +96,10 @@ class Cheem(ExpertMemory):
         architecture = learning.candidates.in_pool(chosen)
         pool, used = grow(self.memory.pool, architecture, network.learned(state, chosen), index)
         means = self._means(learning, finetuned, task_network(DenseExperts(pool, 0), used))
-        seed = self.keys.seed_at(index, Phase.CENTROIDS)
-        self.remember(pool, task, architecture, used, network.trained_head(state), means, seed=seed, clock=clock)
+        self.remember(
+            task, pool=pool, architecture=architecture, experts=used, head=network.trained_head(state), means=means,
+            seed=self.keys.seed_at(index, Phase.CENTROIDS), clock=clock,
+        )  # fmt: skip
         return {
             **self.costs(len(self.memory.tasks) - 1),
             "pool": self.memory.history(),
@@ -155,7 +157,8 @@ class Cheem(ExpertMemory):
             prepare_search(tables.exploit, config.search)
         epsilon = 1.0 if config.sampling == "uniform" else config.exploration.epsilon
         draws = supernet_draws(
-            keys.at(index, Phase.SUPERNET_MODE), keys.at(index, Phase.SUPERNET_DRAW), *tables, epsilon
+            keys.at(index, Phase.SUPERNET_MODE), keys.at(index, Phase.SUPERNET_DRAW), **tables._asdict(),
+            epsilon=epsilon,
         )  # fmt: skip
         left = images_left(fitting.progress, config.supernet, len(labels), config.batch_size)
         saved = functools.partial(underway.saved, "supernet", fitting)
@@ -183,7 +186,10 @@ class Cheem(ExpertMemory):
                 batch_size=self.config.batch_size, advance=advance,
             )  # fmt: skip
             flops = architecture_flops(self.executor, trained.supernet)
-            codes, _ = search(key, score, flops, *tables, num, config, keep, underway.searched)
+            codes, _ = search(
+                key, score, flops, **tables._asdict(), num_images=num, config=config, on_generation=keep,
+                begun=underway.searched,
+            )  # fmt: skip
         return codes
 
     def finetune(self, learning: Learning, trained: SupernetFit, codes: Int[np.ndarray, "L"]) -> SupernetFit:

@@ -86,8 +86,10 @@ class LoraCl(ExpertMemory):
         state = fitting.state
         pool, used = grow(self.memory.pool, architecture, network.learned(state, architecture), index)
         means = np.zeros((1, executor.config.width), np.float32)  # nobody asks for mean class tokens
-        seed = keys.seed_at(number, Phase.CENTROIDS)
-        self.remember(pool, task, architecture, used, network.trained_head(state), means, seed=seed, clock=clock)
+        self.remember(
+            task, pool=pool, architecture=architecture, experts=used, head=network.trained_head(state), means=means,
+            seed=keys.seed_at(number, Phase.CENTROIDS), clock=clock,
+        )  # fmt: skip
         return {
             **self.costs(index),
             "pool": self.memory.history(),

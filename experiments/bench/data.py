@@ -248,7 +248,7 @@ def epoch(executor: Executor, split: Split) -> Epoch:
     state = supernet.init()
     uniform = uniform_table(supernet.sizes)
     order = list(batches(order_at(order_key, num), BATCH))
-    codes = supernet_draws(mode_key, draw_key, uniform, uniform, 0.3)(0, len(order))
+    codes = supernet_draws(mode_key, draw_key, exploit=uniform, uniform=uniform, epsilon=0.3)(0, len(order))
     data = steps_of(executor, HostImages(executor, split.images), split.labels, order, BATCH)
     steps, waits, losses = [], [], []
     start = time.perf_counter()

@@ -170,7 +170,7 @@ def measure(num_tasks: int, quick: bool) -> dict[str, Any]:
     first = alternate({"first": lambda: step(many, following)}, repeats)
     search(
         jax.random.key(2), lambda genomes: genomes.sum(axis=1) % 7, lambda genomes: genomes.sum(axis=1) % 5,
-        exploit, uniform, 7, config,
+        exploit=exploit, uniform=uniform, num_images=7, config=config,
     )  # fmt: skip
     counts = {
         "programs": compilations().since(start).programs,

@@ -131,8 +131,8 @@ def searches(study: Study, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 
     def score(one: Executor, found: Sequence[Network]) -> np.ndarray:
         return count_right(
-            one, found, state.head.params, supernet.num_classes, feed, task.val.labels,
-            batch_size=batch_size, advance=ignore_advance,
+            one, found, state.head.params, feed, task.val.labels,
+            num_classes=supernet.num_classes, batch_size=batch_size, advance=ignore_advance,
         )  # fmt: skip
 
     def together(found: Sequence[Network]) -> np.ndarray:
@@ -182,7 +182,8 @@ def real_search(
     order, mode, draw, key = jax.random.split(jax.random.key(3), 4)
     state = fit(
         executor, SupernetFit(supernet, supernet.init()), kept(executor, task.train.images, (), 32), task.train.labels,
-        draws=supernet_draws(mode, draw, exploit, uniform, 0.3), config=FitConfig(epochs=2, learning_rate=2e-3),
+        draws=supernet_draws(mode, draw, exploit=exploit, uniform=uniform, epsilon=0.3),
+        config=FitConfig(epochs=2, learning_rate=2e-3),
         batch_size=min(32, num), order_key=order, advance=ignore_advance,
     ).state  # fmt: skip
     feed = kept(executor, task.val.images, (), batch_size)
@@ -196,7 +197,8 @@ def real_search(
         return score(genomes)
 
     cost = architecture_flops(executor, supernet)
-    search(key, scored, cost, exploit, uniform, len(task.val.labels), config)
+    num_images = len(task.val.labels)
+    search(key, scored, cost, exploit=exploit, uniform=uniform, num_images=num_images, config=config)
     return (supernet, state), generations
 
 

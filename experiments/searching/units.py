@@ -177,8 +177,8 @@ class TaskUnits:
     ) -> Bool[np.ndarray, "N"]:
         network, state = trained.supernet, trained.state
         found = answers(
-            self.cheem.executor, dense_network(network, state, codes, {}), state.head.params, network.num_classes,
-            images, len(split.labels), batch_size=self.cheem.batch_size,
+            self.cheem.executor, dense_network(network, state, codes, {}), state.head.params, images,
+            num=len(split.labels), num_classes=network.num_classes, batch_size=self.cheem.batch_size,
         )  # fmt: skip
         return found == split.labels
 
