@@ -21,7 +21,7 @@ from cheem_jax.execution.batches import Batch as Rows
 from cheem_jax.execution.batches import batches, num_batches
 from cheem_jax.execution.executor import Batch, Dense, Executor, Place, Step
 from cheem_jax.execution.feed import Feed, HostImages, ahead, fed
-from cheem_jax.execution.passes import Advance
+from cheem_jax.execution.passes import Advance, unwatched
 from cheem_jax.execution.spread import count_right_spread
 from cheem_jax.flops import network_flops
 from cheem_jax.hee import sample
@@ -339,9 +339,12 @@ def supernet_score(
     labels: Int[np.ndarray, "N"],
     *,
     batch_size: int,
-    advance: Advance,
+    advance: Advance = unwatched,
 ) -> Score:
-    """Right answers on held-out images with the supernet's weights (task-local top-1, the search's fitness)."""
+    """The search's fitness: genomes `[P, L]` to right answers `[P]` on held-out images, by the supernet's weights.
+
+    `feed` gives the images (`HostImages(executor, images)`) and `labels` their classes within the task.
+    """
     merged: dict[Place, Expert] = {}
 
     def score(genomes: np.ndarray) -> np.ndarray:

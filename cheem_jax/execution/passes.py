@@ -21,6 +21,10 @@ class Advance(Protocol):
     def __call__(self, num_images: int, note: str = "", /) -> object: ...
 
 
+def unwatched(num_images: int, note: str = "", /) -> None:
+    """An `Advance` for work that nobody watches."""
+
+
 class TokenMeans(NamedTuple):
     """Mean class tokens `[networks, L, D]` (zero where skipped) and the first network's features `[N, D]`."""
 
