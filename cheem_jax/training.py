@@ -17,8 +17,7 @@ from jaxtyping import Float, Int
 
 from cheem_jax.architecture import Architecture, Choice, decode, encode, to_strings
 from cheem_jax.evolution import Score
-from cheem_jax.execution.batches import Batch as Rows
-from cheem_jax.execution.batches import batches, num_batches
+from cheem_jax.execution.batches import Rows, batches, num_batches
 from cheem_jax.execution.executor import Batch, Dense, Executor, Place, Step
 from cheem_jax.execution.feed import Feed, HostImages, ahead, fed
 from cheem_jax.execution.passes import Advance, unwatched

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax import hosts
-from cheem_jax.execution.batches import Batch, batches
+from cheem_jax.execution.batches import Rows, batches
 from cheem_jax.execution.executor import Executor, Gather, Network, Tokens
 from cheem_jax.execution.feed import Feed, fed
 from cheem_jax.pool import Head
@@ -158,7 +158,7 @@ def count_right(
     return counts
 
 
-def _in_order(executor: Executor, images: Feed, num: int, batch_size: int) -> Iterator[tuple[Batch, Tokens | Gather]]:
+def _in_order(executor: Executor, images: Feed, num: int, batch_size: int) -> Iterator[tuple[Rows, Tokens | Gather]]:
     pieces = list(batches(np.arange(num), executor.rows(batch_size)))
     coming = fed(images, [batch.rows for batch in pieces])
     for batch, tokens in zip(pieces, coming, strict=True):

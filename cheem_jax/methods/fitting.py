@@ -17,8 +17,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from cheem_jax import hosts
-from cheem_jax.execution.batches import Batch as Rows
-from cheem_jax.execution.batches import batches, num_batches
+from cheem_jax.execution.batches import Rows, batches, num_batches
 from cheem_jax.execution.executor import add, guard
 from cheem_jax.execution.feed import ahead
 from cheem_jax.execution.layout import ONE, Layout
