@@ -4,6 +4,7 @@ Pure over keys and integer arrays; the score is an argument, so the search runs 
 """
 
 import dataclasses
+import enum
 import functools
 import itertools
 from collections.abc import Callable
@@ -20,6 +21,15 @@ from cheem_jax.keys import key_at
 
 TRIES = 10
 """Children drawn per wanted child before random ones fill up."""
+
+
+class Purpose(enum.IntEnum):
+    """What a generation's keys are for; the number is part of the key, so members are only ever appended."""
+
+    FIRST = 0
+    CROSSOVER = 1
+    MUTATION = 2
+    FILL = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +108,7 @@ def search(
     key: jax.Array,
     score: Score,
     flops: Score,
+    *,
     exploit: Float[np.ndarray, "L C"],
     uniform: Float[np.ndarray, "L C"],
     num_images: int,
@@ -118,7 +129,7 @@ def search(
         generation_key = key_at(key, generation)
         fresh: list[tuple[int, ...]] = []
         if generation == 0:
-            _take(fresh, seen, _draw(generation_key, 0, exploit, uniform, config), num)
+            _take(fresh, seen, _draw(generation_key, Purpose.FIRST, exploit, uniform, config), num)
         else:
             order = rank(scored, num_images, config.tolerance)[: config.num_parents]
             parents = scored.genomes[np.resize(order, config.num_parents)]
@@ -139,7 +150,7 @@ def search(
 def prepare_search(exploit: Float[np.ndarray, "L C"], config: SearchConfig) -> None:
     """Compile what the search draws with, for this bucket of candidates, by drawing once."""
     key, parents = jax.random.key(0), np.zeros((config.num_parents, len(exploit)), np.int32)
-    _draw(key, 0, exploit, exploit, config)
+    _draw(key, Purpose.FIRST, exploit, exploit, config)
     _cross(key, parents, config)
     _mutate(key, parents, exploit, exploit, config)
 
@@ -157,11 +168,11 @@ def crossover(key: jax.Array, parents: Int[Array, "k L"], *, num: int) -> Int[Ar
 def mutate(
     key: jax.Array,
     parents: Int[Array, "k L"],
+    *,
     exploit: Float[Array, "L C"],
     uniform: Float[Array, "L C"],
     epsilon: float | Float[Array, ""],
     rate: float | Float[Array, ""],
-    *,
     num: int,
 ) -> Int[Array, "num L"]:
     """Children of one random parent each; genes are redrawn with probability `rate`: uniform by `epsilon`, else HEE."""
@@ -172,18 +183,22 @@ def mutate(
     return jnp.where(redraw, jax.random.categorical(draw_key, mixture, shape=chosen.shape), chosen)
 
 
-def _draw(key, place: int, exploit, uniform, config: SearchConfig) -> np.ndarray:
+def _draw(key, purpose: Purpose, exploit, uniform, config: SearchConfig) -> np.ndarray:
     num = TRIES * config.population
-    return np.asarray(sample_mixed(key_at(key, place), exploit, uniform, config.epsilon, num=num))
+    return np.asarray(sample_mixed(key_at(key, purpose), exploit, uniform, config.epsilon, num=num))
 
 
 def _cross(key, parents, config: SearchConfig) -> np.ndarray:
-    return np.asarray(crossover(key_at(key, 1), parents, num=TRIES * max(config.population // 2, 1)))
+    return np.asarray(crossover(key_at(key, Purpose.CROSSOVER), parents, num=TRIES * max(config.population // 2, 1)))
 
 
 def _mutate(key, parents, exploit, uniform, config: SearchConfig) -> np.ndarray:
-    rates, num = (config.epsilon, config.mutation_rate), config.population - config.population // 2
-    return np.asarray(mutate(key_at(key, 2), parents, exploit, uniform, *rates, num=TRIES * num))
+    num = TRIES * (config.population - config.population // 2)
+    found = mutate(
+        key_at(key, Purpose.MUTATION), parents, exploit=exploit, uniform=uniform, epsilon=config.epsilon,
+        rate=config.mutation_rate, num=num,
+    )  # fmt: skip
+    return np.asarray(found)
 
 
 def _take(fresh: list, seen: dict, candidates, total: int) -> None:
@@ -201,7 +216,7 @@ def _fill(fresh: list, seen: dict, key, exploit, uniform, config: SearchConfig) 
     """Append uniform draws, and the rest of a small space, where a population is not complete."""
     num = config.population
     if len(fresh) < num:
-        _take(fresh, seen, _draw(key, 3, uniform, uniform, config), num)
+        _take(fresh, seen, _draw(key, Purpose.FILL, uniform, uniform, config), num)
     if len(fresh) < num:
         _take(fresh, seen, _unseen(exploit + uniform, seen), num)
 

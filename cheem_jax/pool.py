@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from cheem_jax.architecture import Architecture
+from cheem_jax.architecture import Architecture, Choice
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.ops import Expert, LowRank, Placement, merge
 from cheem_jax.routing.config import Place
@@ -148,6 +148,11 @@ def dense_expert(block: BlockPool, index: int) -> Expert:
     return merge_dense(dense_expert(block, stored.parent), stored.params)
 
 
+def dense_experts(pool: Pool) -> list[list[Expert]]:
+    """The dense weights of all experts of a pool, by block."""
+    return [[dense_expert(block, index) for index in range(len(block))] for block in pool]
+
+
 class DenseExperts:
     """The dense experts of a pool, each merged when it is first asked for and kept while `limit` bytes allow.
 
@@ -229,6 +234,40 @@ class _Chosen(Sequence[Expert]):
 
     def __getitem__(self, index: Any) -> Any:
         return self._experts(self._block, self._places[index])
+
+
+class Candidates(NamedTuple):
+    """What a new task may choose at each block, numbered anew without the gaps that forgotten tasks leave."""
+
+    kept: tuple[tuple[int, ...], ...]
+    """The candidates as experts of the memory's pool; the base's is always the first."""
+    experts: Sequence[Sequence[Expert]]
+    """Their dense weights."""
+    earlier: list[tuple[int | None, ...]]
+    """The candidate that each earlier network uses: the base network first, then the tasks'."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Experts per block."""
+        return tuple(map(len, self.kept))
+
+    def in_pool(self, architecture: Architecture) -> Architecture:
+        """An architecture over candidates as one over the pool."""
+        return tuple(
+            Choice(choice.kind, None if choice.expert is None else experts[choice.expert])
+            for choice, experts in zip(architecture, self.kept, strict=True)
+        )
+
+
+def candidates_of(memory: Memory, dense: DenseExperts) -> Candidates:
+    """The candidates of the task that a memory learns next."""
+    kept = memory.candidates()
+    places = [{expert: place for place, expert in enumerate(block)} for block in kept]
+    used_by_tasks = [
+        tuple(None if expert is None else place[expert] for expert, place in zip(task.experts, places, strict=True))
+        for task in memory.tasks
+    ]
+    return Candidates(kept, dense.chosen(kept), [tuple(0 for _ in kept), *used_by_tasks])
 
 
 def grow(

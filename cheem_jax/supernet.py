@@ -1,12 +1,14 @@
-"""The supernet of a new task: what can be drawn at each block, and the parameters behind it.
+"""The supernet of a new task: what can be sampled at each block, and what is learned behind it (paper section
+'Supernet Construction').
 
-A candidate's parameters (and its Adam moments) are made when it is first drawn, from a key that depends only on its
-position, so memory grows with what was explored and not with the pool.
+`Supernet` is what stays as it is while a task learns; `SupernetState` is what changes, an immutable pytree that every
+step replaces. A candidate's parameters begin where it is first sampled, from a key that depends only on its place, so
+memory grows with what was explored and not with the pool.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import jax
@@ -14,16 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from cheem_jax.architecture import Architecture, Choice, encode
+from cheem_jax.architecture import Architecture, Choice, decode, encode
+from cheem_jax.execution.executor import Place, Setup, ops_of
 from cheem_jax.keys import key_at, next_power_of_two
-from cheem_jax.ops import Adapt, Expert, LowRank, New, Op, Reuse, Skip, init_low_rank, init_new
-from cheem_jax.pool import Head, Pool, dense_expert, pool_sizes
+from cheem_jax.ops import Expert, LowRank, Op, init_low_rank, init_new
+from cheem_jax.pool import Head
 
 _adam = optax.scale_by_adam()
 
 
 class OpLearner(NamedTuple):
-    """A learnable op with Adam's moments and step count of its own: where it is not drawn, it keeps all three."""
+    """A learnable op with Adam's moments and step count of its own: where it is not sampled, it keeps all three."""
 
     params: Expert | LowRank
     adam: optax.OptState
@@ -37,6 +40,14 @@ class HeadLearner(NamedTuple):
 
 
 Learner = TypeVar("Learner", OpLearner, HeadLearner)
+
+
+class SupernetState(NamedTuple):
+    """All that a task learns: a learner for each candidate that was sampled, and the head that all of them share."""
+
+    learners: Mapping[Place, OpLearner]
+    """By block and choice, such as `(3, Choice("adapt", 0))`."""
+    head: HeadLearner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,107 +64,99 @@ class OpSettings:
             raise ValueError(f"rank is {self.rank}; a low-rank pair needs at least rank 1")
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Supernet:
-    """Dense frozen experts and lazily made learners of one task.
+    """What a task may choose at each block, and how what it learns begins. All methods are pure functions."""
 
-    `learners` maps (block, candidate index) to an `OpLearner`; `head` is shared by all architectures.
-    """
+    key: jax.Array
+    """Root of the keys of all parameters; a candidate's key follows from its place."""
+    experts: Sequence[Sequence[Expert]]
+    """The frozen dense experts of each block (`pool.dense_experts`); the base's is the first."""
+    num_classes: int
+    settings: OpSettings = OpSettings()
 
-    def __init__(
-        self,
-        key: jax.Array,
-        pool: Pool,
-        num_classes: int,
-        settings: OpSettings,
-        experts: Sequence[Sequence[Expert]] | None = None,
-    ):
-        self.key, self.pool, self.settings, self.num_classes = key, pool, settings, num_classes
-        self.sizes = pool_sizes(pool)
-        self.experts = experts or [[dense_expert(block, i) for i in range(len(block))] for block in pool]
-        self.learners: dict[tuple[int, int], OpLearner] = {}
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Experts per block."""
+        return tuple(map(len, self.experts))
+
+    @functools.cached_property
+    def setup(self) -> Setup:
+        """What an executor has to know of it to train it."""
+        num_inputs, width = self.experts[0][0].weight.shape
+        return Setup(self.experts, self.num_classes, adam_update, blank_learners(num_inputs, width, self.settings.rank))
+
+    def init(self) -> SupernetState:
+        """The state before the first step: a head, and no candidate sampled."""
         width = self.experts[0][0].bias.shape[0]
         # block index L is the head's place among the keys
-        self.head = init_head_learner(key_at(key, len(pool), 0), width, next_power_of_two(num_classes))
+        key = key_at(self.key, len(self.experts), 0)
+        return SupernetState({}, init_head_learner(key, width, next_power_of_two(self.num_classes)))
 
-    def untrained(self) -> "Supernet":
-        """A supernet like this one before its first step."""
-        return Supernet(self.key, self.pool, self.num_classes, self.settings, self.experts)
+    def with_learners(self, state: SupernetState, architectures: Iterable[Architecture]) -> SupernetState:
+        """The state with a learner for each Adapt and New of these architectures; those it has stay as they are."""
+        places = {place for architecture in set(architectures) for place in learned_places(architecture)}
+        missing = sorted(places - state.learners.keys())
+        if not missing:
+            return state
+        return state._replace(learners={**state.learners, **{place: self._begin(*place) for place in missing}})
+
+    def learner(self, state: SupernetState, place: Place) -> OpLearner:
+        """The learner of an Adapt or New, at its start where it was never sampled; the state does not change."""
+        return state.learners[place] if place in state.learners else self._begin(*place)
+
+    def ops(self, state: SupernetState, architecture: Architecture) -> list[Op]:
+        """The ops of an architecture with the parameters behind them."""
+        return ops_of(architecture, self.experts, self.with_learners(state, [architecture]).learners)
+
+    def learned(self, state: SupernetState, architecture: Architecture) -> dict[int, Expert | LowRank]:
+        """Per block the learned parameters of an architecture's Adapt and New."""
+        return {place[0]: self.learner(state, place).params for place in learned_places(architecture)}
+
+    def trained_head(self, state: SupernetState) -> Head:
+        """The head without its padding."""
+        weight, bias = (np.asarray(leaf) for leaf in state.head.params)
+        return Head(jnp.asarray(weight[:, : self.num_classes]), jnp.asarray(bias[: self.num_classes]))
+
+    def inherit(self, state: SupernetState, architecture: Architecture) -> SupernetState:
+        """What `state` has learned for one architecture, with fresh moments; nothing of the other candidates."""
+        places = learned_places(architecture)
+        learners = {place: _begun_again(self.learner(state, place)) for place in places}
+        return SupernetState(learners, _begun_again(state.head))
 
     def frozen(self, block: int, choice: Choice) -> Expert | None:
         """The frozen expert behind a choice; None for New and Skip."""
         return None if choice.expert is None else self.experts[block][choice.expert]
 
-    def learner(self, block: int, choice: Choice) -> OpLearner | None:
-        """The learner behind Adapt and New, made now if this is its first draw; None for Reuse and Skip."""
-        if choice.kind not in ("adapt", "new"):
-            return None
-        place = (block, self.code(block, choice))
-        if place not in self.learners:
-            key, base = key_at(self.key, *place), self.experts[block][0]
-            if choice.kind == "adapt":
-                self.learners[place] = init_pair_learner(key, base.weight.shape, self.settings.rank)
-            else:
-                self.learners[place] = init_new_learner(key, base, self.settings.new_init)
-        return self.learners[place]
-
-    def store(self, block: int, choice: Choice, learner: OpLearner) -> None:
-        """Put back a learner after its update."""
-        self.learners[block, self.code(block, choice)] = learner
-
     def code(self, block: int, choice: Choice) -> int:
         """Candidate index of a choice at a block."""
         return int(encode((choice,), self.sizes[block : block + 1])[0])
 
-    def inherit(self, trained: "Supernet", architecture: Architecture) -> None:
-        """Begin with what another supernet has learned for an architecture; Adam begins anew."""
-        for block, choice in enumerate(architecture):
-            learner = trained.learner(block, choice)
-            if learner is not None:
-                self.store(block, choice, _begun_again(learner))
-        self.head = _begun_again(trained.head)
+    def arrays(self, state: SupernetState) -> dict[str, Any]:
+        """A state as arrays by name, learners by "block:candidate index"."""
+        learners = {f"{place[0]}:{self.code(*place)}": _named(learner) for place, learner in state.learners.items()}
+        return {"head": _named(state.head)} | ({"learners": learners} if learners else {})
 
-    def arrays(self) -> dict[str, Any]:
-        """Everything learned so far with its moments, as arrays by name."""
-        learners = {f"{block}:{code}": _named(learner) for (block, code), learner in self.learners.items()}
-        return {"head": _named(self.head)} | ({"learners": learners} if learners else {})
+    def from_arrays(self, arrays: Mapping[str, Any]) -> SupernetState:
+        """Inverse of `arrays`."""
+        learners = {}
+        for name, leaves in arrays.get("learners", {}).items():
+            block, code = map(int, name.split(":"))
+            (choice,) = decode([code], self.sizes[block : block + 1])
+            kind = LowRank if choice.kind == "adapt" else Expert
+            learners[block, choice] = OpLearner(*_unnamed(kind, leaves))
+        return SupernetState(learners, HeadLearner(*_unnamed(Head, arrays["head"])))
 
-    def restore(self, arrays: Mapping[str, Any]) -> None:
-        """Go on with what `arrays` gave."""
-        self.head = HeadLearner(*_unnamed(Head, arrays["head"]))
-        for place, leaves in arrays.get("learners", {}).items():
-            block, code = map(int, place.split(":"))
-            kind = LowRank if "down" in leaves["params"] else Expert
-            self.learners[block, code] = OpLearner(*_unnamed(kind, leaves))
+    def _begin(self, block: int, choice: Choice) -> OpLearner:
+        key, base = key_at(self.key, block, self.code(block, choice)), self.experts[block][0]
+        if choice.kind == "adapt":
+            return init_pair_learner(key, base.weight.shape, self.settings.rank)
+        return init_new_learner(key, base, self.settings.new_init)
 
-    def ops(self, architecture: Architecture) -> list[Op]:
-        """The ops of an architecture with the parameters behind them."""
-        found: list[Op] = []
-        for block, choice in enumerate(architecture):
-            expert, learner = self.frozen(block, choice), self.learner(block, choice)
-            match choice.kind:
-                case "reuse":
-                    found.append(Reuse(cast(Expert, expert)))
-                case "adapt":
-                    found.append(Adapt(cast(Expert, expert), cast(LowRank, cast(OpLearner, learner).params)))
-                case "new":
-                    found.append(New(cast(Expert, cast(OpLearner, learner).params)))
-                case "skip":
-                    found.append(Skip())
-        return found
 
-    def learned(self, architecture: Architecture) -> dict[int, Expert | LowRank]:
-        """Per block the learned parameters of an architecture's Adapt and New."""
-        found = {}
-        for block, choice in enumerate(architecture):
-            learner = self.learner(block, choice)
-            if learner is not None:
-                found[block] = learner.params
-        return found
-
-    def trained_head(self) -> Head:
-        """The head without its padding."""
-        weight, bias = (np.asarray(leaf) for leaf in self.head.params)
-        return Head(jnp.asarray(weight[:, : self.num_classes]), jnp.asarray(bias[: self.num_classes]))
+def learned_places(architecture: Architecture) -> list[Place]:
+    """The places of an architecture's Adapt and New, in the order of the blocks."""
+    return [(block, choice) for block, choice in enumerate(architecture) if choice.kind in ("adapt", "new")]
 
 
 def _named(learner: OpLearner | HeadLearner) -> dict[str, Any]:
@@ -217,15 +220,9 @@ def init_head_learner(key, width: int, num_outputs: int) -> HeadLearner:
 def adam_update(learner: Learner, grads: Expert | LowRank | Head, learning_rate, loss) -> Learner:
     """One Adam step (no weight decay); the bias correction counts this learner's own steps.
 
-    Where the step's (guarded) loss is no finite number the learner stays as it was.
+    Where the step's loss is non-finite (see `executor.guard`) the learner stays as it was.
     """
     steps, adam = _adam.update(grads, learner.adam)
     params = jax.tree.map(lambda p, s: p - learning_rate * s, learner.params, steps)
     updated = learner._replace(params=params, adam=adam)
     return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(loss), new, old), updated, learner)
-
-
-def guard(loss: jax.Array, grads: Any) -> jax.Array:
-    """The loss, or NaN where one of its gradients is no finite number: such a step must not reach any parameter."""
-    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)]
-    return jnp.where(jnp.stack(finite).all(), loss, jnp.nan) if finite else loss

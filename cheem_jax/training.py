@@ -1,6 +1,7 @@
 """Learning one task: supernet training, scoring, fine-tuning (paper sections 'Supernet Training' and following).
 
-One loop serves both phases: supernet training draws a fresh architecture for every batch, fine-tuning repeats one.
+`train_step` is one step as a function; `fit` is the loop of both phases: supernet training samples a fresh architecture
+for every batch, fine-tuning repeats one.
 """
 
 import dataclasses
@@ -8,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 import numpy as np
@@ -16,18 +17,17 @@ from jaxtyping import Float, Int
 
 from cheem_jax.architecture import Architecture, Choice, decode, encode, to_strings
 from cheem_jax.evolution import Score
-from cheem_jax.execution.batches import Batch as Rows
-from cheem_jax.execution.batches import batches, num_batches
-from cheem_jax.execution.executor import Batch, Dense, Executor, Step
-from cheem_jax.execution.feed import Feed, ahead, fed
-from cheem_jax.execution.passes import Advance
+from cheem_jax.execution.batches import Rows, batches, num_batches
+from cheem_jax.execution.executor import Batch, Dense, Executor, Place, Step
+from cheem_jax.execution.feed import Feed, HostImages, ahead, fed
+from cheem_jax.execution.passes import Advance, unwatched
 from cheem_jax.execution.spread import count_right_spread
 from cheem_jax.flops import network_flops
 from cheem_jax.hee import sample
 from cheem_jax.keys import key_at, next_power_of_two, order_at
-from cheem_jax.ops import Expert, LowRank
+from cheem_jax.ops import Expert
 from cheem_jax.pool import merge_dense
-from cheem_jax.supernet import Supernet
+from cheem_jax.supernet import Supernet, SupernetState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class FitConfig:
     """Rate over the steps of the phase: cosine to 0; the CODA-Prompt code's cosine by whole epochs, which ends at 1.6 %
     of the rate; or constant."""
     non_finite: Literal["stop", "skip"] = "stop"
-    """Where a loss or gradient is no finite number: end with an error, or leave that step out and count it."""
+    """Where a loss or gradient is non-finite: end with an error, or leave that step out and count it."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
@@ -99,33 +99,71 @@ class FitState:
     running: list[jax.Array | float] = dataclasses.field(default_factory=list)
     """Loss of each step of the running epoch; NaN where the step was left out."""
     skipped: int = 0
-    """Steps left out because a loss or gradient was no finite number."""
+    """Steps left out because a loss or gradient was non-finite."""
+
+
+@dataclasses.dataclass
+class SupernetFit:
+    """A supernet in training: its state so far, and how far the phase has come. `fit` replaces both step by step."""
+
+    supernet: Supernet
+    state: SupernetState
+    progress: FitState = dataclasses.field(default_factory=FitState)
+
+
+def train_step(
+    executor: Executor, supernet: Supernet, state: SupernetState, architecture: Architecture, step: Step, *, rate: float
+) -> tuple[SupernetState, jax.Array]:
+    """One Adam step of one architecture on one batch: the next state, and the mean loss before the step.
+
+    `step` comes from `make_step` and `rate` is Adam's. What the architecture does not hold keeps parameters, moments
+    and step count; its own Adapt and New begin here where they were never sampled. Where the loss or a gradient is
+    non-finite the loss is NaN and nothing learned changes.
+    """
+    state, (loss,) = train_steps(executor, supernet, state, [architecture], [step], rates=[rate])
+    return state, loss
+
+
+def train_steps(
+    executor: Executor,
+    supernet: Supernet,
+    state: SupernetState,
+    architectures: Sequence[Architecture],
+    steps: Sequence[Step],
+    *,
+    rates: Sequence[float],
+) -> tuple[SupernetState, list[jax.Array]]:
+    """`train_step` for each architecture in turn; `executor.steps_per_call` of them share one dispatch."""
+    state = supernet.with_learners(state, architectures)
+    learners, head, losses = executor.train(
+        state.learners, state.head, architectures, steps, rates=rates, setup=supernet.setup
+    )
+    return SupernetState(learners, head), losses
 
 
 def fit(
-    order_key: jax.Array,
     executor: Executor,
-    supernet: Supernet,
-    labels: Int[np.ndarray, "N"],
+    fitting: SupernetFit,
     feed: Feed,
+    labels: Int[np.ndarray, "N"],
+    *,
     draws: Draws,
     config: FitConfig,
-    *,
     batch_size: int,
+    order_key: jax.Array,
     advance: Advance,
-    state: FitState | None = None,
-) -> FitState:
-    """Train in place what the drawn architectures touch, and the head, from `state` to the last epoch.
+) -> SupernetFit:
+    """Train what the sampled architectures hold, and the head, from where `fitting` is to the last epoch.
 
-    The data order comes from `order_key`. `state` is up to date whenever `advance` is called, so what is kept of it and
-    of the supernet there goes on as if nothing had happened. Raises FloatingPointError where a loss or gradient is no
-    finite number; no such step reaches a parameter.
+    The data order comes from `order_key`. `fitting` is up to date whenever `advance` is called, so what is kept of it
+    there resumes as if nothing had happened. Raises FloatingPointError where a loss or gradient is non-finite; no such
+    step reaches a parameter.
     """
-    state = state or FitState()
+    supernet, progress = fitting.supernet, fitting.progress
     num, steps = len(labels), num_batches(len(labels), batch_size)
     total, note = config.epochs * steps, ""
-    for epoch in range(state.step // steps, config.epochs):
-        begin, seen = state.step % steps, 0
+    for epoch in range(progress.step // steps, config.epochs):
+        begin, seen = progress.step % steps, 0
         architectures = [decode(codes, supernet.sizes) for codes in draws(epoch, steps)]
         rates = [learning_rate_at(config, epoch * steps + step, total) for step in range(steps)]
         pieces = list(batches(order_at(key_at(order_key, epoch), num), batch_size))
@@ -133,17 +171,20 @@ def fit(
         for first in range(begin, steps, executor.steps_per_call):
             part = slice(first, first + executor.steps_per_call)
             coming = list(itertools.islice(prepared, executor.steps_per_call))
-            state.running += executor.train(supernet, architectures[part], [step for step, _ in coming], rates[part])
-            state.step += len(coming)
+            fitting.state, losses = train_steps(
+                executor, supernet, fitting.state, architectures[part], [step for step, _ in coming], rates=rates[part]
+            )
+            progress.running += losses
+            progress.step += len(coming)
             if (first - begin) // NOTE_EVERY >= seen:
-                note, seen = f"epoch {epoch + 1}/{config.epochs} loss {float(state.running[-1]):.3f}", seen + 1
-            if state.step == (epoch + 1) * steps:
+                note, seen = f"epoch {epoch + 1}/{config.epochs} loss {float(progress.running[-1]):.3f}", seen + 1
+            if progress.step == (epoch + 1) * steps:
                 finish_epoch(
-                    state, config, [piece.size for piece in pieces], rates,
+                    progress, config, [piece.size for piece in pieces], rates,
                     functools.partial(_drawn, architectures),
                 )  # fmt: skip
             advance(sum(size for _, size in coming), note)
-    return state
+    return fitting
 
 
 def _drawn(architectures: Sequence[Architecture], step: int) -> str:
@@ -165,7 +206,7 @@ def finish_epoch(
 ) -> None:
     """Move the running losses of an epoch's steps to its mean; `describe` says what a step trained.
 
-    Raises FloatingPointError where one is no finite number, unless such steps are to be left out.
+    Raises FloatingPointError where one is non-finite, unless such steps are to be left out.
     """
     losses = [float(loss) for loss in jax.device_get(state.running)]
     kept = [step for step, loss in enumerate(losses) if math.isfinite(loss)]
@@ -173,7 +214,7 @@ def finish_epoch(
     if left_out and (config.non_finite == "stop" or not kept):
         step = left_out[0]
         raise FloatingPointError(
-            f"the loss or a gradient became no finite number at step {step + 1} of {len(losses)} in epoch "
+            f"non-finite loss or gradient at step {step + 1} of {len(losses)} in epoch "
             f"{len(state.losses) + 1}, at the learning rate {rates[step]:.3g}"
             f"{describe(step)}; try a learning rate below {config.learning_rate}"
             + ("" if config.non_finite == "skip" else ", or non_finite=skip to leave such steps out")
@@ -197,6 +238,12 @@ def steps_of(
         yield step, batch.size
 
 
+def make_step(executor: Executor, images: np.ndarray, labels: Int[np.ndarray, "B"]) -> Step:
+    """A batch of uint8 images `[B, S, S, 3]` and their labels in [0, num_classes), for one training step."""
+    (batch,) = batches(np.arange(len(labels)), len(labels))
+    return step_of(executor, HostImages(executor, images), labels, batch)
+
+
 def step_of(executor: Executor, feed: Feed, labels: Int[np.ndarray, "N"], batch: Rows) -> Step:
     """One step's data, in parts as the executor takes them."""
     ((step, _),) = steps_of(executor, feed, labels, [batch], len(batch.rows))
@@ -214,11 +261,11 @@ def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]
 def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     """Compile every program that training, scoring and evaluation of this task can call, by running each once.
 
-    Only shapes matter: a scratch copy of the supernet trains on blank images, so the real one stays untouched. After
-    this, drawing an architecture compiles nothing, unless the executor compiles one program per signature. Over several
-    devices the search's first generation compiles its forward programs for each of them.
+    Only shapes matter: a state of its own trains on blank images and is thrown away. After this, sampling an
+    architecture compiles nothing, unless the executor compiles one program per signature. Over several devices the
+    search's first generation compiles its forward programs for each of them.
     """
-    scratch = supernet.untrained()
+    scratch = supernet.init()
     size, rows, last = executor.config.image_size, executor.rows(batch_size), executor.num_blocks - 1
     layout = executor.layout
     tokens = executor.begin(layout.rows(np.zeros((rows, size, size, 3), np.uint8)))
@@ -228,21 +275,22 @@ def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
     # (first op, those behind it, the last): each kind behind a learnable one, and each learnable one as the first
     patterns = [(adapt, kind, kind) for kind in (reuse, adapt, new, skip)]
     patterns += [(new, skip, reuse), (reuse, reuse, adapt), (skip, reuse, new)]
-    if executor.name != "stages":
+    if not executor.composes:
         patterns = patterns[:1]  # one program serves them all, or each would be a program of its own
     for first, behind, end in patterns:
         architecture = (first, *[behind] * (last - 1), end)[-executor.num_blocks :]
-        executor.train(scratch, [architecture], [step], [0.0])
+        scratch, _ = train_step(executor, supernet, scratch, architecture, step, rate=0.0)
     for codes in ([adapt] * last + [skip], [reuse] * last + [reuse]):
-        network = dense_network(scratch, encode(tuple(codes), scratch.sizes), {})
+        network = dense_network(supernet, scratch, encode(tuple(codes), supernet.sizes), {})
         (walked,) = executor.walk([network], tokens, mask)
-        executor.classify(scratch.head.params, walked.tokens, labels, mask, scratch.num_classes)
+        executor.classify(scratch.head.params, walked.tokens, labels, mask, supernet.num_classes)
     executor.features(walked.tokens).block_until_ready()
 
 
 def supernet_draws(
     mode_key: jax.Array,
     draw_key: jax.Array,
+    *,
     exploit: Float[np.ndarray, "L C"],
     uniform: Float[np.ndarray, "L C"],
     epsilon: float,
@@ -263,42 +311,46 @@ def constant_draws(codes: Int[np.ndarray, "L"]) -> Draws:
     return lambda epoch, steps: np.broadcast_to(codes, (steps, len(codes)))
 
 
-def dense_network(supernet: Supernet, codes: Int[np.ndarray, "L"], merged: dict) -> list[Dense]:
-    """A drawn architecture as a forward-only network; `merged` remembers dense weights of Adapt between calls."""
+def dense_network(
+    supernet: Supernet, state: SupernetState, codes: Int[np.ndarray, "L"], merged: dict[Place, Expert]
+) -> list[Dense]:
+    """A sampled architecture as a forward-only network.
+
+    `merged` remembers the dense weights of Adapt and New between calls with the same state.
+    """
     network = []
     for block, choice in enumerate(decode(codes, supernet.sizes)):
-        code = int(codes[block])
-        expert = supernet.frozen(block, choice)
-        learner = supernet.learner(block, choice)
-        if choice.kind == "adapt":
-            if (block, code) not in merged:
-                assert expert is not None and learner is not None and isinstance(learner.params, LowRank)
-                merged[block, code] = merge_dense(expert, learner.params)
-            expert = merged[block, code]
-        elif choice.kind == "new":
-            assert learner is not None and isinstance(learner.params, Expert)
-            expert = learner.params
-        network.append(Dense(code, expert))
+        place, expert = (block, choice), supernet.frozen(block, choice)
+        if choice.kind in ("adapt", "new"):
+            if place not in merged:
+                params = supernet.learner(state, place).params
+                merged[place] = params if isinstance(params, Expert) else merge_dense(cast(Expert, expert), params)
+            expert = merged[place]
+        network.append(Dense(int(codes[block]), expert))
     return network
 
 
 def supernet_score(
     executor: Executor,
     supernet: Supernet,
-    labels: Int[np.ndarray, "N"],
+    state: SupernetState,
     feed: Feed,
+    labels: Int[np.ndarray, "N"],
     *,
     batch_size: int,
-    advance: Advance,
+    advance: Advance = unwatched,
 ) -> Score:
-    """Right answers on held-out images with the supernet's weights (task-local top-1, the search's fitness)."""
-    merged: dict = {}
+    """The search's fitness: genomes `[P, L]` to right answers `[P]` on held-out images, by the supernet's weights.
+
+    `feed` gives the images (`HostImages(executor, images)`) and `labels` their classes within the task.
+    """
+    merged: dict[Place, Expert] = {}
 
     def score(genomes: np.ndarray) -> np.ndarray:
-        networks = [dense_network(supernet, codes, merged) for codes in genomes]
+        networks = [dense_network(supernet, state, codes, merged) for codes in genomes]
         return count_right_spread(
-            executor, networks, supernet.head.params, supernet.num_classes, feed, labels,
-            batch_size=batch_size, advance=advance,
+            executor, networks, state.head.params, feed, labels,
+            num_classes=supernet.num_classes, batch_size=batch_size, advance=advance,
         )  # fmt: skip
 
     return score

@@ -45,9 +45,10 @@ from cheem_jax.execution.feed import Budget, feed_images
 from cheem_jax.flops import backbone_flops
 from cheem_jax.hee import sample, uniform_table
 from cheem_jax.kernels import Precision, dot
+from cheem_jax.pool import dense_experts
 from cheem_jax.report.progress import Progress
 from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import step_of
+from cheem_jax.training import step_of, train_steps
 
 NUM_CLASSES = 10
 MEASURED = Path(choice.__file__).with_name("measured.json")
@@ -112,13 +113,15 @@ class Subject:
         engine = dataclasses.replace(engine, steps_per_call=case.steps_per_call)
         self.executor = make_executor(vit_of(case.config), "mlp_down", engine, batch_size=case.batch_size)
         self.architectures, self.batch_size = case.architectures, case.batch_size
-        self.supernet = Supernet(jax.random.key(0), self.executor.base_pool, NUM_CLASSES, OpSettings(case.rank))
+        experts = dense_experts(self.executor.base_pool)
+        self.supernet = Supernet(jax.random.key(0), experts, NUM_CLASSES, OpSettings(case.rank))
+        self.state = self.supernet.init()
         size, rng = case.config.image_size, np.random.default_rng(0)
         images = rng.integers(0, 256, (case.batch_size, size, size, 3), dtype=np.uint8)
         self.labels = rng.integers(0, NUM_CLASSES, case.batch_size, dtype=np.int32)
         self.feed = feed_images(self.executor, images, Budget(self.executor.budget))
         (self.batch,) = batches(np.arange(case.batch_size), case.batch_size)
-        jax.block_until_ready((self.supernet.head, self.executor.leaves))
+        jax.block_until_ready((self.state, self.executor.leaves))
 
     def train(self) -> tuple[list[float], list[float]]:
         """Every draw once: the seconds of each step, from images to updated parameters, and of them the compiler's.
@@ -130,8 +133,10 @@ class Subject:
             drawn = self.architectures[first : first + executor.steps_per_call]
             start, before = time.perf_counter(), compilations()
             steps = [step_of(self.executor, self.feed, self.labels, self.batch) for _ in drawn]
-            losses = executor.train(self.supernet, drawn, steps, [1e-3] * len(drawn))
-            jax.block_until_ready((losses, list(self.supernet.learners.values()), self.supernet.head))
+            self.state, losses = train_steps(
+                executor, self.supernet, self.state, drawn, steps, rates=[1e-3] * len(drawn)
+            )  # fmt: skip
+            jax.block_until_ready((losses, self.state))
             seconds += [(time.perf_counter() - start) / executor.steps_per_call] * len(drawn)
             compiling += [compilations().since(before).seconds / executor.steps_per_call] * len(drawn)
         return seconds, compiling

@@ -101,9 +101,9 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     from cheem_jax.execution.feed import Budget, feed_images, keep_tokens
     from cheem_jax.execution.passes import answers, token_means
     from cheem_jax.hee import uniform_table
-    from cheem_jax.pool import dense_expert, pool_sizes
+    from cheem_jax.pool import dense_expert, dense_experts, pool_sizes
     from cheem_jax.supernet import OpSettings, Supernet
-    from cheem_jax.training import FitConfig, constant_draws, fit, supernet_draws, supernet_score
+    from cheem_jax.training import FitConfig, SupernetFit, constant_draws, fit, supernet_draws, supernet_score
 
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (NUM, 8, 8, 3), dtype=np.uint8), rng.integers(0, 3, NUM).astype(np.int32)
@@ -114,18 +114,18 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
         batch_size=BATCH,
         layout=layout,  # pyright: ignore
     )
-    network = Supernet(jax.random.key(1), executor.base_pool, 3, OpSettings(rank=2))
+    network = Supernet(jax.random.key(1), dense_experts(executor.base_pool), 3, OpSettings(rank=2))
     table = uniform_table(pool_sizes(executor.base_pool))
-    draws = supernet_draws(jax.random.key(2), jax.random.key(3), table, table, 0.3)
+    draws = supernet_draws(jax.random.key(2), jax.random.key(3), exploit=table, uniform=table, epsilon=0.3)
     drawn = np.concatenate([draws(epoch, NUM // BATCH) for epoch in range(STEPS * BATCH // NUM)])
     # `whole` compiles every signature anew, so it repeats one
     followed = constant_draws(drawn[0]) if name == "whole" else draws
     losses: list[float] = []
     train = executor.train
 
-    def noted(*arguments):
-        found = train(*arguments)
-        losses.extend(float(loss) for loss in found)
+    def noted(*arguments, **named):
+        found = train(*arguments, **named)
+        losses.extend(float(loss) for loss in found.losses)
         return found
 
     executor.train = noted  # pyright: ignore[reportAttributeAccessIssue]
@@ -133,15 +133,15 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     budget = Budget(2**30)
     plain = feed_images(executor, images, budget)
     feed = keep_tokens("images", executor, plain, NUM, (), batch_size=BATCH, budget=budget)
-    fit(
-        jax.random.key(4), executor, network, labels, feed, followed, FitConfig(epochs=STEPS * BATCH // NUM),
-        batch_size=BATCH, advance=quiet,
-    )  # fmt: skip
+    state = fit(
+        executor, SupernetFit(network, network.init()), feed, labels, draws=followed,
+        config=FitConfig(epochs=STEPS * BATCH // NUM), batch_size=BATCH, order_key=jax.random.key(4), advance=quiet,
+    ).state  # fmt: skip
     genomes = np.unique(drawn, axis=0)[: 3 if name == "whole" else 12]
-    score = supernet_score(executor, network, labels, feed, batch_size=BATCH, advance=quiet)(genomes)
+    score = supernet_score(executor, network, state, feed, labels, batch_size=BATCH, advance=quiet)(genomes)
     base = [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]
     means = token_means(executor, [base], plain, NUM, batch_size=BATCH, advance=quiet)
-    chosen = answers(executor, base, network.head.params, 3, plain, NUM, batch_size=BATCH)
+    chosen = answers(executor, base, state.head.params, plain, num=NUM, num_classes=3, batch_size=BATCH)
     return {
         "drawn": drawn.tolist(), "losses": losses, "score": score.tolist(), "answers": chosen.tolist(),
         "means": means.means.tolist(), "features": means.features.tolist(),

@@ -44,7 +44,7 @@ def test_a_step_that_is_no_number_stops_the_fit_or_is_left_out_and_reaches_no_pa
     x = X.copy()
     x[5] = np.nan
     fitter = Fitter(loss, rows=lambda batch_size, working_set: rows)
-    with pytest.raises(FloatingPointError, match="no finite number at step"):
+    with pytest.raises(FloatingPointError, match="non-finite loss or gradient at step"):
         fitted(fitter, x)
     fitting = fitted(fitter, x, FitConfig(epochs=3, learning_rate=0.1, non_finite="skip"))
     assert np.isfinite(fitting.learned).all() and fitting.state.skipped == 3

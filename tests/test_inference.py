@@ -45,7 +45,7 @@ def test_answers_are_those_of_a_full_pass_of_the_named_tasks_network(kind):
     for index, (network, head, num_classes) in enumerate(tasks):
         rows = np.flatnonzero(found.tasks == index)
         feed = HostImages(executor, IMAGES[rows])
-        wanted = answers(executor, network, head, num_classes, feed, len(rows), batch_size=16)
+        wanted = answers(executor, network, head, feed, num=len(rows), num_classes=num_classes, batch_size=16)
         np.testing.assert_array_equal(found.classes[rows], wanted)
 
 

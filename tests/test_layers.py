@@ -14,7 +14,7 @@ ROWS = (
     ("atomic", "interruption", "paths", "removed", "differences", "hosts", "keys", "images", "kernels", "ops"),
     ("architecture", "metrics"),
     ("routing", "backbone", "pool", "flops"),
-    ("supernet", "hee", "execution"),
+    ("execution", "supernet", "hee"),
     ("evolution", "training"),
     ("data", "checkpoint", "saved_memory", "rolling", "results", "report", "run_directory", "fingerprint"),
     ("methods", "networks", "run_config", "continual"),

@@ -18,9 +18,8 @@ from cheem_jax.checkpoint import saved_tasks
 from cheem_jax.execution.feed import HostImages
 from cheem_jax.execution.stages import Stages
 from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import Cheem
+from cheem_jax.methods.cheem import Cheem, together
 from cheem_jax.methods.expert_memory import TaskNetworks
-from cheem_jax.methods.learning import together
 from cheem_jax.methods.method import FrozenFeatures, Undisturbed
 from cheem_jax.ops import LowRank
 from cheem_jax.pool import DenseExperts, Head, Memory, dense_expert

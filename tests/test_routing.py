@@ -356,7 +356,7 @@ def test_a_shared_pass_answers_as_two_passes_do(kind, features):
     for index, (network, head, num_classes) in enumerate(tasks):
         own = np.flatnonzero(found.tasks == index)
         feed = HostImages(executor, IMAGES[own])
-        wanted = answers(executor, network, head, num_classes, feed, len(own), batch_size=16)
+        wanted = answers(executor, network, head, feed, num=len(own), num_classes=num_classes, batch_size=16)
         np.testing.assert_array_equal(found.classes[own], wanted)
 
 

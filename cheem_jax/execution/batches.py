@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Batch(NamedTuple):
+class Rows(NamedTuple):
     """`rows` are indices into the data set; padding repeats the first row and has mask 0."""
 
     rows: np.ndarray
@@ -14,7 +14,7 @@ class Batch(NamedTuple):
     size: int
 
 
-def batches(order: np.ndarray, batch_size: int) -> Iterator[Batch]:
+def batches(order: np.ndarray, batch_size: int) -> Iterator[Rows]:
     """The rows of `order` in batches of exactly `batch_size`; `size` counts the real ones."""
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
@@ -22,7 +22,7 @@ def batches(order: np.ndarray, batch_size: int) -> Iterator[Batch]:
         mask = np.zeros(batch_size, np.float32)
         mask[:size] = 1.0
         padded = np.concatenate([rows, np.full(batch_size - size, rows[0], rows.dtype)])
-        yield Batch(padded, mask, size)
+        yield Rows(padded, mask, size)
 
 
 def num_batches(num: int, batch_size: int) -> int:

@@ -12,8 +12,8 @@ executors differ only in how the blocks after that are cut into compiled program
 import abc
 import copy
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,13 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from cheem_jax.architecture import Architecture
+from cheem_jax.architecture import Architecture, Choice
 from cheem_jax.backbone.vit import Block, ViT
 from cheem_jax.execution.compilation import jit_options
 from cheem_jax.execution.layout import ONE, Layout
 from cheem_jax.execution.parts import side_by_side
-from cheem_jax.ops import Expert, Learned, Ops, Placement
+from cheem_jax.ops import Adapt, Expert, Learned, New, Op, Ops, Placement, Reuse, Skip
 from cheem_jax.pool import Head, base_pool
-from cheem_jax.supernet import Supernet, adam_update
 
 WORKING_SET = 5 * 2**20
 """Bytes of a block's widest activations (the plastic layer's input) above which a CPU gets slower per image."""
@@ -94,6 +93,37 @@ Mask = np.ndarray | jax.Array
 Step = Sequence[Batch]
 """What one gradient step learns from; its weights sum to 1, so losses and gradients of its parts add up."""
 
+Place = tuple[int, Choice]
+"""Where something is learned: the block and the choice (Adapt of an expert, or New)."""
+
+Learners = Mapping[Place, Any]
+"""What is learned, by place: any pytree with the parameters in `params` and beside them what its updates need."""
+
+Update = Callable[[Any, Any, Any, Any], Any]
+"""A learner, the gradients of its parameters, the rate and the loss to the next learner, as a function that JAX traces.
+
+Where a gradient is non-finite the loss is NaN, and the learner has to stay as it was.
+"""
+
+
+class Setup(NamedTuple):
+    """What training steps share and do not change. Programs are compiled for each `update`: pass the same function."""
+
+    experts: Sequence[Sequence[Expert]]
+    """The frozen experts of each block."""
+    num_classes: int
+    update: Update
+    blank: tuple[Any, Any]
+    """An Adapt's and a New's learner of zeros: their shapes, to fill places that nobody reads."""
+
+
+class Trained(NamedTuple):
+    """What training steps return: the learners (all of them), the head's learner and the loss of each step."""
+
+    learners: dict[Place, Any]
+    head: Any
+    losses: list[jax.Array]
+
 
 class Executor(abc.ABC):
     """One frozen backbone at one placement of the memory, and the programs that every executor needs.
@@ -102,6 +132,8 @@ class Executor(abc.ABC):
     """
 
     name: ClassVar[str]
+    composes: ClassVar[bool] = False
+    """Whether an architecture runs as a composition of compiled functions, one per op kind and place in it."""
     steps_per_call: int = 1
     """Training steps that one dispatch runs."""
     budget: int = 2**30
@@ -212,7 +244,7 @@ class Executor(abc.ABC):
     ) -> tuple[jax.Array, dict[int, Learned], Head]:
         """Weighted loss of one batch, its gradients per block that learns, and the head's gradient.
 
-        The loss is NaN where any of the gradients is no finite number.
+        The loss is NaN where any of the gradients is non-finite.
         Blocks before the batch's tokens are taken as done: whatever `ops` holds there is not looked at.
         """
 
@@ -225,37 +257,71 @@ class Executor(abc.ABC):
         """The tokens of a later block of one network."""
 
     def train(
-        self, supernet: Supernet, architectures: Sequence[Architecture], steps: Sequence[Step], rates: Sequence[float]
-    ) -> list[jax.Array]:
-        """One Adam step per architecture, in place; returns the losses.
+        self,
+        learners: Learners,
+        head: Any,
+        architectures: Sequence[Architecture],
+        steps: Sequence[Step],
+        *,
+        rates: Sequence[float],
+        setup: Setup,
+    ) -> Trained:
+        """One step per architecture; `learners` holds what each Adapt and New of them learns.
 
-        What an architecture does not hold keeps parameters, moments and step counts; so does everything where the
-        loss or a gradient is no finite number, and the loss returned is then NaN.
+        What an architecture does not hold keeps its learner; so does everything where the loss or a gradient is
+        non-finite, and the loss returned is then NaN.
         """
-        return [
-            self._train_step(supernet, architecture, step, np.float32(rate))
-            for architecture, step, rate in zip(architectures, steps, rates, strict=True)
-        ]
+        learners, losses = dict(learners), []
+        for architecture, step, rate in zip(architectures, steps, rates, strict=True):
+            changed, head, loss = self._train_step(learners, head, architecture, step, np.float32(rate), setup)
+            learners |= changed
+            losses.append(loss)
+        return Trained(learners, head, losses)
 
-    def _train_step(self, supernet: Supernet, architecture: Architecture, step: Step, rate: np.float32) -> jax.Array:
-        ops = supernet.ops(architecture)
-        results = side_by_side(
-            lambda batch: self.gradients(ops, supernet.head.params, batch, supernet.num_classes), step
-        )
+    def _train_step(
+        self, learners: Learners, head: Any, architecture: Architecture, step: Step, rate: np.float32, setup: Setup
+    ) -> tuple[Learners, Any, jax.Array]:
+        """The learners that changed, the head's, and the loss."""
+        ops = ops_of(architecture, setup.experts, learners)
+        results = side_by_side(lambda batch: self.gradients(ops, head.params, batch, setup.num_classes), step)
         loss, grads, head_grad = next(results)
         for more_loss, more_grads, more_head in results:
             loss, head_grad = add(loss, more_loss), add(head_grad, more_head)
             grads = {block: add(grad, more_grads[block]) for block, grad in grads.items()}
-        for block, grad in grads.items():
-            learner = supernet.learner(block, architecture[block])
-            assert learner is not None
-            supernet.store(block, architecture[block], adam_update(learner, grad, rate, loss))
-        supernet.head = adam_update(supernet.head, head_grad, rate, loss)
-        return loss
+        places = {(block, architecture[block]): grad for block, grad in grads.items()}
+        changed = {place: setup.update(learners[place], grad, rate, loss) for place, grad in places.items()}
+        return changed, setup.update(head, head_grad, rate, loss), loss
+
+    def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
+        """What a forward pass from block `begin` on compiles, told apart by the blocks that it skips."""
+        return {begin, *enumerate(skipped, begin)}
 
     def counters(self) -> dict[str, Any]:
         """What the record keeps about this executor's programs."""
         return {"executor": self.name}
+
+
+def ops_of(architecture: Architecture, experts: Sequence[Sequence[Expert]], learners: Learners) -> list[Op]:
+    """The ops of an architecture; `learners` holds what each Adapt and New of it learns."""
+
+    def op(block: int, choice: Choice) -> Op:
+        match choice.kind:
+            case "reuse":
+                return Reuse(experts[block][cast(int, choice.expert)])
+            case "adapt":
+                return Adapt(experts[block][cast(int, choice.expert)], learners[block, choice].params)
+            case "new":
+                return New(learners[block, choice].params)
+            case "skip":
+                return Skip()
+
+    return [op(block, choice) for block, choice in enumerate(architecture)]
+
+
+def guard(loss: jax.Array, grads: Any) -> jax.Array:
+    """The loss, or NaN where one of its gradients is non-finite: such a step must not reach any parameter."""
+    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(grads)]
+    return jnp.where(jnp.stack(finite).all(), loss, jnp.nan) if finite else loss
 
 
 def masked_logits(head: Head, features: jax.Array, num_classes) -> jax.Array:

@@ -147,9 +147,7 @@ class Inference:
         """Few networks that together call every program that any of them calls."""
         known = set()
         for task, (begin, outline) in enumerate(zip(self.differences, self.networks.outlines, strict=True)):
-            kinds = [code == SKIP for code in outline.codes[begin:]]
-            # a program for all that runs, or one for each kind of block, or one for all of them
-            runs = {(begin, *kinds)} if self.executor.name == "whole" else {begin, *enumerate(kinds, begin)}
+            runs = self.executor.programs_of(begin, [code == SKIP for code in outline.codes[begin:]])
             programs = {*runs, ("head", next_power_of_two(outline.num_classes))}
             if not programs <= known:
                 known |= programs
@@ -162,8 +160,8 @@ class Inference:
             tokens = self.executor.resolve(feed(rows[start : start + self.rows]))
             parts.append(
                 read_on_the_way(
-                    self.executor, self.base, tokens, self._blocks, self._until,
-                    lambda tokens: reached[tokens.block].append(tokens.values), list(reached),
+                    self.executor, self.base, tokens, blocks=self._blocks, until=self._until,
+                    keep=lambda tokens: reached[tokens.block].append(tokens.values), stops=list(reached),
                 )
             )  # fmt: skip
         # on a CPU numpy gathers without a program; elsewhere a batch is one part and stays on the device

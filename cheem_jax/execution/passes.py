@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax import hosts
-from cheem_jax.execution.batches import Batch, batches
+from cheem_jax.execution.batches import Rows, batches
 from cheem_jax.execution.executor import Executor, Gather, Network, Tokens
 from cheem_jax.execution.feed import Feed, fed
 from cheem_jax.pool import Head
@@ -19,6 +19,10 @@ class Advance(Protocol):
     """Called after work on so many images, with a note for people."""
 
     def __call__(self, num_images: int, note: str = "", /) -> object: ...
+
+
+def unwatched(num_images: int, note: str = "", /) -> None:
+    """An `Advance` for work that nobody watches."""
 
 
 class TokenMeans(NamedTuple):
@@ -59,7 +63,7 @@ def network_features(
 
 
 def features_on_the_way(
-    executor: Executor, network: Network, images: Feed, num: int, blocks: Sequence[int], until: int, *, batch_size: int
+    executor: Executor, network: Network, images: Feed, *, num: int, blocks: Sequence[int], until: int, batch_size: int
 ) -> list[Float[np.ndarray, "N D"]]:
     """What one network computes before its end: the mean patch token of the tokens at each of some blocks.
 
@@ -67,7 +71,7 @@ def features_on_the_way(
     """
     found: list[list[np.ndarray]] = []
     for batch, tokens in _in_order(executor, images, num, batch_size):
-        walked = read_on_the_way(executor, network, executor.resolve(tokens), blocks, until)
+        walked = read_on_the_way(executor, network, executor.resolve(tokens), blocks=blocks, until=until)
         found.append([hosts.fetch(part)[: batch.size] for part in walked])
     return [np.concatenate(parts) for parts in zip(*found, strict=True)]
 
@@ -76,6 +80,7 @@ def read_on_the_way(
     executor: Executor,
     network: Network,
     tokens: Tokens,
+    *,
     blocks: Sequence[int],
     until: int,
     keep: Callable[[Tokens], object] = lambda tokens: None,
@@ -93,7 +98,7 @@ def read_on_the_way(
 
 
 def answers(
-    executor: Executor, network: Network, head: Head, num_classes: int, images: Feed, num: int, *, batch_size: int
+    executor: Executor, network: Network, head: Head, images: Feed, *, num: int, num_classes: int, batch_size: int
 ) -> Int[np.ndarray, "N"]:
     """The class that one network and its (padded) head give each image."""
     found = []
@@ -110,10 +115,10 @@ def answers_and_features(
     base: Network,
     network: Network,
     head: Head,
-    num_classes: int,
     images: Feed,
-    num: int,
     *,
+    num: int,
+    num_classes: int,
     batch_size: int,
 ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
     """`answers` of one network and `network_features` of another, what both share run once."""
@@ -133,10 +138,10 @@ def count_right(
     executor: Executor,
     networks: Sequence[Network],
     head: Head,
-    num_classes: int,
     images: Feed,
     labels: np.ndarray,
     *,
+    num_classes: int,
     batch_size: int,
     advance: Advance,
 ) -> Int[np.ndarray, "P"]:
@@ -153,7 +158,7 @@ def count_right(
     return counts
 
 
-def _in_order(executor: Executor, images: Feed, num: int, batch_size: int) -> Iterator[tuple[Batch, Tokens | Gather]]:
+def _in_order(executor: Executor, images: Feed, num: int, batch_size: int) -> Iterator[tuple[Rows, Tokens | Gather]]:
     pieces = list(batches(np.arange(num), executor.rows(batch_size)))
     coming = fed(images, [batch.rows for batch in pieces])
     for batch, tokens in zip(pieces, coming, strict=True):

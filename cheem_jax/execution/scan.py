@@ -17,14 +17,30 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from cheem_jax.architecture import Architecture, Choice
 from cheem_jax.backbone.vit import Block, ViT
-from cheem_jax.execution.executor import Batch, Executor, Gather, Mask, Network, Step, Token, Tokens, Walked
+from cheem_jax.execution.executor import (
+    Batch,
+    Executor,
+    Gather,
+    Learners,
+    Mask,
+    Network,
+    Place,
+    Setup,
+    Step,
+    Token,
+    Tokens,
+    Trained,
+    Update,
+    Walked,
+    guard,
+)
 from cheem_jax.execution.layout import ONE, Layout
 from cheem_jax.ops import KINDS, Adapt, Expert, Learned, LowRank, New, Ops, Placement, Reuse, Skip
 from cheem_jax.pool import Head
-from cheem_jax.supernet import OpLearner, Supernet, adam_update, blank_learners, guard
 
 T = TypeVar("T")
 SKIP = KINDS.index("skip")
+NEW = Choice("new")
 
 
 class Drawn(NamedTuple):
@@ -40,8 +56,8 @@ class Slots(NamedTuple):
     """All that some steps touch: per block K frozen experts, K learners of pairs, and New's learner."""
 
     experts: tuple[tuple[Expert, ...], ...]
-    pairs: tuple[tuple[OpLearner, ...], ...]
-    news: tuple[OpLearner, ...]
+    pairs: tuple[tuple[Any, ...], ...]
+    news: tuple[Any, ...]
 
 
 class Calls(NamedTuple):
@@ -77,7 +93,7 @@ class Scan(Executor):
             raise ValueError(f"steps_per_call is {steps_per_call}; expected at least 1")
         self.steps_per_call = steps_per_call
         self._gradients = self.jit(self._gradients_of, static_argnums=0)
-        self._train = self.jit(self._train_of, static_argnums=0)
+        self._train = self.jit(self._train_of, static_argnums=(0, 1))
         self._forward = self.jit(self._forward_of, static_argnums=(0, 1))
 
     def gradients(
@@ -86,7 +102,8 @@ class Scan(Executor):
         """See `Executor.gradients`."""
         begin, values = self.resolve(batch.tokens)
         rank = next((op.pair.down.shape[1] for op in ops if isinstance(op, Adapt)), 1)
-        blank = blank_learners(*self.base_pool[0][0].params[0].shape, rank)[0].params
+        num_inputs, width = self.base_pool[0][0].params[0].shape
+        blank = LowRank(np.zeros((num_inputs, rank), np.float32), np.zeros((rank, width), np.float32))  # pyright: ignore[reportArgumentType]
         experts = tuple(
             self.base_pool[block][0].params if isinstance(op, Skip) else op.expert for block, op in enumerate(ops)
         )
@@ -101,43 +118,48 @@ class Scan(Executor):
         return loss, grads, head_grad
 
     def train(
-        self, supernet: Supernet, architectures: Sequence[Architecture], steps: Sequence[Step], rates: Sequence[float]
-    ) -> list[jax.Array]:
+        self,
+        learners: Learners,
+        head: Any,
+        architectures: Sequence[Architecture],
+        steps: Sequence[Step],
+        *,
+        rates: Sequence[float],
+        setup: Setup,
+    ) -> Trained:
         """See `Executor.train`; shorter calls are filled up with steps that do not count."""
-        losses: list[jax.Array] = []
+        learners, losses = dict(learners), []
         for start in range(0, len(steps), self.steps_per_call):
             part = slice(start, start + self.steps_per_call)
-            losses += self._train_call(supernet, architectures[part], [step[0] for step in steps[part]], rates[part])
-        return losses
+            batches = [step[0] for step in steps[part]]
+            changed, head, found = self._train_call(learners, head, architectures[part], batches, rates[part], setup)
+            learners |= changed
+            losses += found
+        return Trained(learners, head, losses)
 
     def _train_call(
         self,
-        supernet: Supernet,
+        learners: Learners,
+        head: Any,
         architectures: Sequence[Architecture],
         batches: Sequence[Batch],
         rates: Sequence[float],
-    ) -> list[jax.Array]:
-        size, blocks = self.steps_per_call, range(self.num_blocks)
+        setup: Setup,
+    ) -> tuple[Learners, Any, list[jax.Array]]:
+        """The learners that some of the steps changed, the head's, and the losses."""
+        size, blocks, experts = self.steps_per_call, range(self.num_blocks), setup.experts
         missing = [len(architectures) - 1] * (size - len(architectures))
         order = [*range(len(architectures)), *missing]
         columns = list(zip(*architectures, strict=True))  # per block, the choice of each step
         used = [list(dict.fromkeys(c.expert for c in column if c.expert is not None)) for column in columns]
-        adapted = [[e for e in used[b] if Choice("adapt", e) in columns[b]] for b in blocks]
-        new = [b for b in blocks if Choice("new") in columns[b]]
-        pair, full = blank_learners(*supernet.experts[0][0].weight.shape, supernet.settings.rank)
-
-        def learner(block: int, choice: Choice) -> OpLearner:
-            found = supernet.learner(block, choice)
-            assert found is not None
-            return found
-
+        pair, full = setup.blank
         tables = Slots(
-            tuple(_filled([supernet.experts[b][e] for e in used[b]], supernet.experts[b][0], size) for b in blocks),
+            tuple(_filled([experts[b][e] for e in used[b]], experts[b][0], size) for b in blocks),
             tuple(
-                _filled([learner(b, Choice("adapt", e)) if e in adapted[b] else pair for e in used[b]], pair, size)
-                for b in blocks
+                _filled([learners[place] if place[1] in columns[b] else pair for place in places], pair, size)
+                for b, places in enumerate(_pairs(used))
             ),
-            tuple(learner(b, Choice("new")) if b in new else full for b in blocks),
+            tuple(learners[b, NEW] if NEW in columns[b] else full for b in blocks),
         )
         block, values, data = self._sources([batches[i].tokens for i in order])
         calls = Calls(
@@ -149,15 +171,14 @@ class Scan(Executor):
             np.asarray([rates[i] for i in order], np.float32),
             np.arange(size) < len(architectures),
         )
-        losses, pairs, news, supernet.head = self._train(
-            block, (self.leaves, self.blocks), tables, supernet.head, values, calls, np.int32(supernet.num_classes)
+        losses, pairs, news, head = self._train(
+            setup.update, block, (self.leaves, self.blocks), tables, head, values, calls, np.int32(setup.num_classes)
         )
-        for b in blocks:
-            for expert in adapted[b]:
-                supernet.store(b, Choice("adapt", expert), pairs[b][used[b].index(expert)])
-        for b in new:
-            supernet.store(b, Choice("new"), news[b])
-        return list(losses)[: len(architectures)]
+        changed: dict[Place, Any] = {(b, NEW): news[b] for b in blocks if NEW in columns[b]}
+        for b, places in enumerate(_pairs(used)):
+            # only those that a step adapted: an expert that was only reused has a blank beside it
+            changed |= {place: new for place, new in zip(places, pairs[b], strict=False) if place[1] in columns[b]}
+        return changed, head, list(losses)[: len(architectures)]
 
     def _sources(self, sources: Sequence[Tokens | Gather]) -> tuple[int | None, jax.Array | None, Any]:
         """What the steps begin with: block, a data set on the device, and rows of it; or no data set, and tokens."""
@@ -248,7 +269,9 @@ class Scan(Executor):
         value = guard(value, (expert_grads, pair_grads, head_grad))
         return value, (_rows(expert_grads), _rows(pair_grads)), head_grad
 
-    def _train_of(self, block, frozen, tables: Slots, head, values, calls: Calls, num_classes):
+    def _train_of(
+        self, update: Update, block, frozen, tables: Slots, head, values, calls: Calls, num_classes
+    ):  # fmt: skip
         begin = block or 0
         experts, pairs = (_stack([_stack(row) for row in table]) for table in (tables.experts, tables.pairs))
         blocks = jnp.arange(self.num_blocks)
@@ -267,12 +290,12 @@ class Scan(Executor):
                 num_classes,
             )  # fmt: skip
             loss = guard(loss, (new_grads, pair_grads, head_grad))
-            update = jax.vmap(adam_update, in_axes=(0, 0, None, None))
+            updates = jax.vmap(update, in_axes=(0, 0, None, None))
             counts = call.counts & (blocks >= begin)
-            own_pairs = _where(is_adapt & counts, update(own_pairs, pair_grads, call.rates, loss), own_pairs)
+            own_pairs = _where(is_adapt & counts, updates(own_pairs, pair_grads, call.rates, loss), own_pairs)
             pairs = jax.tree.map(lambda old, new: old.at[blocks, call.slots].set(new), pairs, own_pairs)
-            news = _where(is_new & counts, update(news, new_grads, call.rates, loss), news)
-            head = _where(call.counts, adam_update(head, head_grad, call.rates, loss), head)
+            news = _where(is_new & counts, updates(news, new_grads, call.rates, loss), news)
+            head = _where(call.counts, update(head, head_grad, call.rates, loss), head)
             return (pairs, news, head), loss
 
         (pairs, news, head), losses = jax.lax.scan(step, (pairs, _stack(tables.news), head), calls)
@@ -285,6 +308,11 @@ def _kind(op) -> str:
 
 def _slot(used: list[int], choice: Choice) -> int:
     return 0 if choice.expert is None else used.index(choice.expert)
+
+
+def _pairs(used: Sequence[Sequence[int]]) -> list[list[Place]]:
+    """Per block the place of each used expert's Adapt."""
+    return [[(block, Choice("adapt", expert)) for expert in experts] for block, experts in enumerate(used)]
 
 
 def _filled(found: list[T], filler: T, size: int) -> tuple[T, ...]:

@@ -14,7 +14,7 @@ from cheem_jax import hosts
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor, Network
 from cheem_jax.execution.feed import Feed, HostImages, Subset, feed_on
-from cheem_jax.execution.passes import Advance, count_right
+from cheem_jax.execution.passes import Advance, count_right, unwatched
 from cheem_jax.flops import executed_halves
 from cheem_jax.images import in_turn
 from cheem_jax.pool import Head
@@ -24,10 +24,10 @@ def count_right_spread(
     executor: Executor,
     networks: Sequence[Network],
     head: Head,
-    num_classes: int,
     images: Feed,
     labels: np.ndarray,
     *,
+    num_classes: int,
     batch_size: int,
     advance: Advance,
 ) -> Int[np.ndarray, "P"]:
@@ -35,7 +35,7 @@ def count_right_spread(
     layout = executor.layout
     if not layout.is_many or layout.fsdp > 1:
         return count_right(
-            executor, networks, head, num_classes, images, labels, batch_size=batch_size, advance=advance
+            executor, networks, head, images, labels, num_classes=num_classes, batch_size=batch_size, advance=advance
         )
     groups, counts = divided(executor, networks, layout.num), np.zeros(len(networks), np.int32)
 
@@ -44,10 +44,9 @@ def count_right_spread(
         if not group:
             return np.zeros(0, np.int32)
         mine = [layout.copy(networks[index], place) for index in group]
-        quiet = lambda num_images, note="", /: None  # noqa: E731
         return count_right(
-            executor.on(place), mine, layout.copy(head, place), num_classes, feed_on(feed, executor.on(place)), labels,
-            batch_size=batch_size, advance=quiet,
+            executor.on(place), mine, layout.copy(head, place), feed_on(feed, executor.on(place)), labels,
+            num_classes=num_classes, batch_size=batch_size, advance=unwatched,
         )  # fmt: skip
 
     order = [batch.rows[: batch.size] for batch in batches(np.arange(len(labels)), batch_size)]

@@ -13,17 +13,28 @@ import jax
 import numpy as np
 
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.execution.executor import WORKING_SET, Batch, Executor, Gather, Mask, Network, Token, Tokens, Walked
+from cheem_jax.execution.executor import (
+    WORKING_SET,
+    Batch,
+    Executor,
+    Gather,
+    Mask,
+    Network,
+    Token,
+    Tokens,
+    Walked,
+    guard,
+)
 from cheem_jax.execution.layout import ONE, Layout
 from cheem_jax.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.pool import Head
-from cheem_jax.supernet import guard
 
 
 class Stages(Executor):
     """The default where dispatching a program is cheap beside running it."""
 
     name = "stages"
+    composes = True
 
     def __init__(
         self,

@@ -16,11 +16,25 @@ import numpy as np
 
 from cheem_jax.architecture import Architecture
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.execution.executor import Batch, Executor, Gather, Mask, Network, Step, Token, Tokens, Walked
+from cheem_jax.execution.executor import (
+    Batch,
+    Executor,
+    Gather,
+    Learners,
+    Mask,
+    Network,
+    Setup,
+    Step,
+    Token,
+    Tokens,
+    Update,
+    Walked,
+    guard,
+    ops_of,
+)
 from cheem_jax.execution.layout import ONE, Layout
 from cheem_jax.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.pool import Head
-from cheem_jax.supernet import OpLearner, Supernet, adam_update, guard
 
 
 class ProgramCache:
@@ -86,20 +100,23 @@ class Whole(Executor):
         )  # fmt: skip
         return loss, {begin + i: grad for i, grad in enumerate(learned) if grad is not None}, head_grad
 
-    def _train_step(self, supernet: Supernet, architecture: Architecture, step: Step, rate: np.float32) -> jax.Array:
+    def _train_step(
+        self, learners: Learners, head: Any, architecture: Architecture, step: Step, rate: np.float32, setup: Setup
+    ) -> tuple[Learners, Any, jax.Array]:
         (batch,) = step
         begin, values = self.resolve(batch.tokens)
-        ops = supernet.ops(architecture)
-        learners = tuple(supernet.learner(block, choice) for block, choice in enumerate(architecture))[begin:]
-        loss, learners, supernet.head = self.programs.call(
-            ("step", begin, self.layout.place), self.jit(self._step_of(begin)), self._frozen(begin),
-            tuple(ops[begin:]), learners, supernet.head, values, batch.labels, batch.weights,
-            np.int32(supernet.num_classes), rate,
+        ops, places = ops_of(architecture, setup.experts, learners), list(enumerate(architecture))[begin:]
+        loss, updated, head = self.programs.call(
+            ("step", begin, self.layout.place, setup.update), self.jit(self._step_of(begin, setup.update)),
+            self._frozen(begin), tuple(ops[begin:]), tuple(learners.get(place) for place in places), head, values,
+            batch.labels, batch.weights, np.int32(setup.num_classes), rate,
         )  # fmt: skip
-        for block, learner in enumerate(learners, begin):
-            if learner is not None:
-                supernet.store(block, architecture[block], learner)
-        return loss
+        changed = {place: learner for place, learner in zip(places, updated, strict=True) if learner is not None}
+        return changed, head, loss
+
+    def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
+        """See `Executor.programs_of`: one for all blocks together."""
+        return {(begin, *skipped)}
 
     def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask) -> Iterator[Walked]:
         """Each network by itself, in the order given."""
@@ -169,16 +186,16 @@ class Whole(Executor):
 
         return gradients
 
-    def _step_of(self, begin: int):
+    def _step_of(self, begin: int, update: Update):
         gradients = self._gradients_of(begin)
 
-        def step(frozen, ops, learners: tuple[OpLearner | None, ...], head, *rest):
+        def step(frozen, ops, learners: tuple[Any, ...], head, *rest):
             *data, rate = rest
             loss, (grads, head_grad) = gradients(frozen, ops, head.params, *data)
             updated = tuple(
-                None if learner is None else adam_update(learner, grad, rate, loss)
+                None if learner is None else update(learner, grad, rate, loss)
                 for learner, grad in zip(learners, grads, strict=True)
             )
-            return loss, updated, adam_update(head, head_grad, rate, loss)
+            return loss, updated, update(head, head_grad, rate, loss)
 
         return step

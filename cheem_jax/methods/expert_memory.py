@@ -47,8 +47,8 @@ class ExpertMemory:
         return []
 
     def remember(
-        self, pool: Pool, task: Task, architecture: Architecture, experts: tuple[int | None, ...], head: Head,
-        means: np.ndarray, *, seed: int, clock: Clock,
+        self, task: Task, *, pool: Pool, architecture: Architecture, experts: tuple[int | None, ...], head: Head,
+        means: np.ndarray, seed: int, clock: Clock,
     ) -> None:  # fmt: skip
         """Go on with a pool that has grown, and one task more, which the router gets to know unless it is told."""
         before, place = self.memory, Place(np.zeros((1, 1), np.float32))
@@ -140,8 +140,9 @@ class ExpertMemory:
         for index in np.unique(tasks):
             rows, task = np.flatnonzero(tasks == index), self.memory.tasks[index]
             classes[rows] = answers(
-                self.executor, task_network(self.dense, task.experts), padded(task.head), len(task.classes),
-                HostImages(self.executor, images[rows]), len(rows), batch_size=self.batch_size,
+                self.executor, task_network(self.dense, task.experts), padded(task.head),
+                HostImages(self.executor, images[rows]), num=len(rows), num_classes=len(task.classes),
+                batch_size=self.batch_size,
             )  # fmt: skip
         return Inferred(np.asarray(tasks, np.int32), classes)
 
@@ -156,13 +157,12 @@ class ExpertMemory:
         """Classes that task `index`'s network gives the test images, the task being told."""
         learned, images, batch_size = self.memory.tasks[index], task.test.images, self.batch_size
         network, head = task_network(self.dense, learned.experts), padded(learned.head)
-        feed, num_classes = HostImages(self.executor, images), len(learned.classes)
+        feed = HostImages(self.executor, images)
+        sizes = {"num": len(images), "num_classes": len(learned.classes), "batch_size": batch_size}
         if self.told or self.features.known(task, "test") or not self.features.ends(self.executor):
-            return answers(self.executor, network, head, num_classes, feed, len(images), batch_size=batch_size)
+            return answers(self.executor, network, head, feed, **sizes)
         base = base_network(self.executor)
-        found, features = answers_and_features(
-            self.executor, base, network, head, num_classes, feed, len(images), batch_size=batch_size
-        )
+        found, features = answers_and_features(self.executor, base, network, head, feed, **sizes)
         self.features.remember(task, "test", features)
         return found
 

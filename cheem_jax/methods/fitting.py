@@ -17,9 +17,8 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from cheem_jax import hosts
-from cheem_jax.execution.batches import Batch as Rows
-from cheem_jax.execution.batches import batches, num_batches
-from cheem_jax.execution.executor import add
+from cheem_jax.execution.batches import Rows, batches, num_batches
+from cheem_jax.execution.executor import add, guard
 from cheem_jax.execution.feed import ahead
 from cheem_jax.execution.layout import ONE, Layout
 from cheem_jax.execution.parts import side_by_side
@@ -27,7 +26,6 @@ from cheem_jax.execution.passes import Advance
 from cheem_jax.images import Images
 from cheem_jax.keys import key_at, order_at
 from cheem_jax.rolling import Saved
-from cheem_jax.supernet import guard
 from cheem_jax.training import NOTE_EVERY, FitConfig, FitState, finish_epoch, images_left, learning_rate_at
 
 T = TypeVar("T")
@@ -166,7 +164,7 @@ class Fitter:
         """Train in place to the last epoch; `fitting` is up to date whenever `advance` is called.
 
         `scale` multiplies the rate, for all that is learned or, as a tree, for parts of it.
-        Raises FloatingPointError where a loss or gradient is no finite number; no such step reaches a parameter.
+        Raises FloatingPointError where a loss or gradient is non-finite; no such step reaches a parameter.
         """
         state, steps = fitting.state, num_batches(len(labels), batch_size)
         note = ""

@@ -20,7 +20,7 @@ from cheem_jax.methods.expert_memory import ExpertMemory, kept_by_router
 from cheem_jax.methods.method import FrozenFeatures, Running
 from cheem_jax.methods.underway import Underway
 from cheem_jax.ops import Placement
-from cheem_jax.pool import TaskMemory, grow
+from cheem_jax.pool import TaskMemory, dense_experts, grow
 from cheem_jax.routing.config import RouterConfig
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import FitConfig, check_batch_size, constant_draws, fit, images_left
@@ -66,34 +66,35 @@ class LoraCl(ExpertMemory):
         config, executor, keys, index = self.config, self.executor, self.keys, len(self.memory.tasks)
         number, num, batch_size = task_number(task.name), len(task.train.labels), self.batch_size
         underway, budget = Underway.begun(running.saved), Budget(executor.budget)
-        clock = underway.clock
-        network = Supernet(
-            keys.at(number, Phase.METHOD_INIT), executor.base_pool, len(task.classes), OpSettings(rank=config.rank)
-        )
-        underway.restore("finetune", network)
-        architecture = (Choice("adapt", 0),) * executor.num_blocks
+        clock, experts, num_classes = underway.clock, dense_experts(executor.base_pool), len(task.classes)
+        key, settings = keys.at(number, Phase.METHOD_INIT), OpSettings(rank=config.rank)
+        fitting = underway.fitting("finetune", Supernet(key, experts, num_classes, settings))
+        network, progress, architecture = fitting.supernet, fitting.progress, (Choice("adapt", 0),) * len(experts)
         train = feed_images(executor, task.train.images, budget)
         with clock("keep"):
             train = keep_tokens(
                 "training images", executor, train, num, (), batch_size=batch_size, budget=budget
             )  # fmt: skip
-        left = images_left(underway.finetune, config.fit, num, batch_size)
-        state = functools.partial(underway.saved, "finetune", network)
-        with clock("train"), running.phase("train", left, state) as advance:
+        left = images_left(progress, config.fit, num, batch_size)
+        saved = functools.partial(underway.saved, "finetune", fitting)
+        with clock("train"), running.phase("train", left, saved) as advance:
             fit(
-                keys.at(number, Phase.METHOD_ORDER), executor, network, task.train.labels, train,
-                constant_draws(encode(architecture, network.sizes)), config.fit, batch_size=batch_size,
-                advance=advance, state=underway.finetune,
+                executor, fitting, train, task.train.labels,
+                draws=constant_draws(encode(architecture, network.sizes)), config=config.fit, batch_size=batch_size,
+                order_key=keys.at(number, Phase.METHOD_ORDER), advance=advance,
             )  # fmt: skip
-        pool, used = grow(self.memory.pool, architecture, network.learned(architecture), index)
+        state = fitting.state
+        pool, used = grow(self.memory.pool, architecture, network.learned(state, architecture), index)
         means = np.zeros((1, executor.config.width), np.float32)  # nobody asks for mean class tokens
-        seed = keys.seed_at(number, Phase.CENTROIDS)
-        self.remember(pool, task, architecture, used, network.trained_head(), means, seed=seed, clock=clock)
+        self.remember(
+            task, pool=pool, architecture=architecture, experts=used, head=network.trained_head(state), means=means,
+            seed=keys.seed_at(number, Phase.CENTROIDS), clock=clock,
+        )  # fmt: skip
         return {
             **self.costs(index),
             "pool": self.memory.history(),
-            "losses": underway.finetune.losses,
-            "skipped_steps": underway.finetune.skipped,
+            "losses": progress.losses,
+            "skipped_steps": progress.skipped,
             "not_kept": budget.refused,
             "engine": executor.counters(),
             "seconds": clock.seconds,

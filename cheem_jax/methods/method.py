@@ -170,7 +170,7 @@ class Backbone:
         if self.is_plain:
             return network_features(self.executor, self.network, feed, num, batch_size=batch_size)
         parts = features_on_the_way(
-            self.executor, self.network, feed, num, self.blocks, self.until, batch_size=batch_size
+            self.executor, self.network, feed, num=num, blocks=self.blocks, until=self.until, batch_size=batch_size
         )
         return joined(parts)
 

@@ -1,7 +1,7 @@
-"""How far CHEEM or LoRA-CL has come with a task: what a rolling checkpoint holds, and what going on begins with."""
+"""How far CHEEM or LoRA-CL has come with a task: what a rolling checkpoint holds, and what resuming begins with."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -10,12 +10,15 @@ from cheem_jax.evolution import Scored, Searched
 from cheem_jax.methods.method import Clock
 from cheem_jax.rolling import Saved
 from cheem_jax.supernet import Supernet
-from cheem_jax.training import FitState
+from cheem_jax.training import FitState, SupernetFit
+
+FitName = Literal["supernet", "finetune"]
+"""The phases that train a network."""
 
 
 @dataclasses.dataclass
 class Underway:
-    """Each phase goes on from what it finds here; at the end of one the next has not begun."""
+    """Each phase resumes from what it finds here; at the end of one the next has not begun."""
 
     clock: Clock
     similarity: np.ndarray | None = None
@@ -40,17 +43,18 @@ class Underway:
 
     @property
     def skipped(self) -> int:
-        """Steps that reached no parameter because their loss or gradient was no finite number."""
+        """Steps that reached no parameter because their loss or gradient was non-finite."""
         return self.supernet.skipped + self.finetune.skipped
 
-    def restore(self, name: str, network: Supernet) -> None:
-        """Give a network back what it had learned in the phase of that name."""
-        if name in self.learned:
-            network.restore(self.learned.pop(name))
+    def fitting(self, name: FitName, supernet: Supernet) -> SupernetFit:
+        """The training of this phase, from where it was saved or from its start."""
+        arrays = self.learned.pop(name, None)
+        state = supernet.init() if arrays is None else supernet.from_arrays(arrays)
+        return SupernetFit(supernet, state, getattr(self, name))
 
-    def saved(self, name: str, network: Supernet) -> Saved:
-        """Everything so far; `network` is what the phase of that name trains, or the search scores."""
-        arrays: dict[str, Any] = {name: network.arrays()}
+    def saved(self, name: FitName, fitting: SupernetFit) -> Saved:
+        """Everything so far; `fitting` is what this phase trains, or what the search scores."""
+        arrays: dict[str, Any] = {name: fitting.supernet.arrays(fitting.state)}
         if self.similarity is not None:
             arrays["similarity"] = self.similarity
         if self.searched is not None:

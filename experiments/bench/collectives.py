@@ -31,8 +31,8 @@ from cheem_jax.execution import executor as shared
 from cheem_jax.execution.choice import EngineConfig, Name, make_executor
 from cheem_jax.execution.executor import Batch, Dense, Executor, Gather
 from cheem_jax.execution.layout import SMALL, Layout
-from cheem_jax.pool import dense_expert
-from cheem_jax.supernet import OpSettings, Supernet, blank_learners
+from cheem_jax.pool import dense_expert, dense_experts
+from cheem_jax.supernet import OpSettings, Supernet, adam_update
 from experiments.bench.gpu import NUM_CLASSES, PEAKS, RANK
 from experiments.bench.measure import ROOT, Bench, Row, command, save, say, step_flops
 
@@ -229,17 +229,17 @@ def compile_all(quick: bool) -> list[dict[str, Any]]:
 def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str, Any]]:
     """Steps, an evaluated batch of one network, and a candidate's batch on a device of its own."""
     layout, depth = OnPaper(fsdp), config.depth
-    for function in ("adam_update", "add", "_take"):  # programs of one module for all layouts
+    for function in ("add", "_take"):  # programs of one module for all layouts
         program = getattr(shared, function)
         setattr(shared, function, Compiled(getattr(program, "program", program), layout.calls))
     vit = build(config, init_params(config, jax.random.key(0)))
     executor = make_executor(vit, "mlp_down", EngineConfig(name, steps_per_call=SCAN_STEPS), layout=layout)
-    supernet = Supernet(jax.random.key(1), executor.base_pool, NUM_CLASSES, OpSettings(rank=RANK))
-    supernet.head = layout.everywhere(supernet.head)
-    pair, full = layout.everywhere(blank_learners(config.mlp_width, config.width, RANK))
-    for block in range(depth):
-        supernet.store(block, ADAPT, pair)
-        supernet.store(block, NEW, full)
+    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
+    setup, head = supernet.setup, layout.everywhere(supernet.init().head)
+    if name == "stages":  # the others have the update inside of their step
+        setup = setup._replace(update=Compiled(adam_update, layout.calls))
+    pair, full = layout.everywhere(setup.blank)
+    learners = {(block, choice): own for block in range(depth) for choice, own in ((ADAPT, pair), (NEW, full))}
     rows, ones = np.zeros(BATCH, np.int32), np.ones(BATCH, np.float32)
     shape = jax.ShapeDtypeStruct((BATCH, config.num_tokens, config.width), np.float32)
     kept = layout.everywhere(shape)
@@ -253,7 +253,9 @@ def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str,
     for which, architecture in kinds.items():
         for _ in range(2):  # what the first leaves is what all later ones begin with
             layout.noted()
-            executor.train(supernet, [architecture] * steps, [[batch]] * steps, [1e-3] * steps)
+            learners, head, _ = executor.train(
+                learners, head, [architecture] * steps, [[batch]] * steps, rates=[1e-3] * steps, setup=setup
+            )  # fmt: skip
         yield {
             "what": f"step, {which}", **about, "steps": steps, **layout.noted(),
             "expected_reduced": steps * must[which],
@@ -267,7 +269,7 @@ def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str,
             own.classify(head, walked.tokens, labels, mask, NUM_CLASSES)
 
     network = [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]
-    evaluate(executor, network, Gather(0, kept, rows), supernet.head.params)
+    evaluate(executor, network, Gather(0, kept, rows), head.params)
     yield {
         "what": "a batch of one network", **about, "steps": 1, **layout.noted(),
         "expected_reduced": 4 * depth * config.width + 4,
@@ -275,7 +277,7 @@ def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str,
     }  # fmt: skip
     if fsdp == 1:
         alone = [Dense(step.code, layout.copy(step.expert, 0)) for step in network]
-        evaluate(executor.on(0), alone, Gather(0, layout.copy(kept, 0), rows), layout.copy(supernet.head.params, 0))
+        evaluate(executor.on(0), alone, Gather(0, layout.copy(kept, 0), rows), layout.copy(head.params, 0))
         yield {
             "what": "a batch of one candidate, on its device", **about, "steps": 1, **layout.noted(),
             "expected_reduced": 0, "expected_gathered": 0,

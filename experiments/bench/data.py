@@ -44,8 +44,9 @@ from cheem_jax.execution.stages import Stages
 from cheem_jax.hee import uniform_table
 from cheem_jax.images import in_turn
 from cheem_jax.keys import order_at
+from cheem_jax.pool import dense_experts
 from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import prepare, steps_of, supernet_draws
+from cheem_jax.training import prepare, steps_of, supernet_draws, train_step
 from experiments.bench.measure import ROOT, Bench, Row, alternate, backbone, command, medians, ratio, save, say
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
@@ -242,9 +243,10 @@ def epoch(executor: Executor, split: Split) -> Epoch:
     """The loop of `fit`, its waits timed; each step is waited for, so that no wait hides work of the device."""
     order_key, mode_key, draw_key = jax.random.split(jax.random.key(3), 3)
     supernet, num = new_task(executor), len(split.labels)
+    state = supernet.init()
     uniform = uniform_table(supernet.sizes)
     order = list(batches(order_at(order_key, num), BATCH))
-    codes = supernet_draws(mode_key, draw_key, uniform, uniform, 0.3)(0, len(order))
+    codes = supernet_draws(mode_key, draw_key, exploit=uniform, uniform=uniform, epsilon=0.3)(0, len(order))
     data = steps_of(executor, HostImages(executor, split.images), split.labels, order, BATCH)
     steps, waits, losses = [], [], []
     start = time.perf_counter()
@@ -252,8 +254,8 @@ def epoch(executor: Executor, split: Split) -> Epoch:
     for row in codes:
         step, _ = next(following)
         waits.append(time.perf_counter() - start)
-        (loss,) = executor.train(supernet, [decode(row, supernet.sizes)], [step], [1e-3])
-        jax.block_until_ready((loss, supernet.head, supernet.learners))
+        state, loss = train_step(executor, supernet, state, decode(row, supernet.sizes), step, rate=1e-3)
+        jax.block_until_ready((loss, state))
         steps.append(time.perf_counter() - start)
         losses.append(float(loss))
         start = time.perf_counter()
@@ -262,7 +264,7 @@ def epoch(executor: Executor, split: Split) -> Epoch:
 
 def new_task(executor: Executor) -> Supernet:
     """A supernet over the base's own pool."""
-    return Supernet(jax.random.key(1), executor.base_pool, NUM_CLASSES, OpSettings(rank=RANK))
+    return Supernet(jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
 
 
 def gathering(cache: Split, kept: Split, repeats: int) -> tuple[Row, dict[str, list[float]]]:

@@ -25,8 +25,9 @@ from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.feed import Budget, Feed, feed_images, keep_tokens
 from cheem_jax.kernels import Precision
 from cheem_jax.methods.method import base_network
+from cheem_jax.pool import dense_experts
 from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import prepare, step_of
+from cheem_jax.training import SupernetFit, prepare, step_of, train_steps
 from experiments.bench.measure import (
     ROOT,
     Row,
@@ -108,14 +109,15 @@ def measure(
     budget = Budget(one.budget)
     images = feed_images(one, random_images(num_images, config), budget)
     feed = keep_tokens("training images", one, images, num_images, (), batch_size=batch, budget=budget)
-    supernet = Supernet(jax.random.key(1), one.base_pool, NUM_CLASSES, OpSettings(rank=RANK))
+    supernet = Supernet(jax.random.key(1), dense_experts(one.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
+    fitting = SupernetFit(supernet, supernet.init())
     codes = np.random.default_rng(0).integers(0, 4, (steps, config.depth))
     architectures = [decode(row, supernet.sizes) for row in codes]
     start = time.perf_counter()
     prepare(one, supernet, batch)
-    run_steps(one, supernet, architectures, feed, num_images, batch)
+    run_steps(one, fitting, architectures, feed, num_images, batch)
     preparing = time.perf_counter() - start
-    step_seconds = median_seconds(lambda: run_steps(one, supernet, architectures, feed, num_images, batch)) / steps
+    step_seconds = median_seconds(lambda: run_steps(one, fitting, architectures, feed, num_images, batch)) / steps
     forward_seconds = median_seconds(lambda: run_forward(one, feed, num_images, batch))
     forward_rate = num_images / forward_seconds
     work = batch * float(np.mean([step_flops(config, a, RANK, begin=0) for a in architectures])) / step_seconds
@@ -142,7 +144,7 @@ def measure(
 
 
 def run_steps(
-    executor: Executor, supernet: Supernet, architectures: list[Architecture], feed: Feed, num_images: int, batch: int
+    executor: Executor, fitting: SupernetFit, architectures: list[Architecture], feed: Feed, num_images: int, batch: int
 ) -> None:
     """All steps, waited for at the end, as in training."""
     labels = np.arange(num_images, dtype=np.int32) % NUM_CLASSES
@@ -151,8 +153,11 @@ def run_steps(
     losses = []
     for first in range(0, len(data), executor.steps_per_call):
         part = slice(first, first + executor.steps_per_call)
-        losses += executor.train(supernet, architectures[part], data[part], [1e-3] * len(data[part]))
-    jax.block_until_ready((losses, supernet.head, supernet.learners))
+        fitting.state, found = train_steps(
+            executor, fitting.supernet, fitting.state, architectures[part], data[part], rates=[1e-3] * len(data[part])
+        )
+        losses += found
+    jax.block_until_ready((losses, fitting.state))
 
 
 def run_forward(executor: Executor, feed: Feed, num_images: int, batch: int) -> None:

@@ -44,7 +44,7 @@ from cheem_jax.ops import Expert, LowRank
 from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, merge_dense, pool_sizes
 from cheem_jax.saved_memory import save_memory_task
 from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import prepare, step_of
+from cheem_jax.training import SupernetFit, prepare, step_of, train_step
 from experiments.bench.measure import (
     ROOT,
     Bench,
@@ -110,8 +110,9 @@ def drawn_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: 
         table = drawn_table(rng, earlier, sizes)
         codes = [rng.choice(len(row), p=row / row.sum()) for row in table]
         architecture = decode(codes, sizes)
-        supernet = Supernet(key_at(key, index), memory.pool, NUM_CLASSES, OpSettings(rank=rank), experts)
-        learned = {block: _moved(rng, params) for block, params in supernet.learned(architecture).items()}
+        supernet = Supernet(key_at(key, index), experts, NUM_CLASSES, OpSettings(rank=rank))
+        begun = supernet.learned(supernet.init(), architecture)
+        learned = {block: _moved(rng, params) for block, params in begun.items()}
         pool, used = grow(memory.pool, architecture, learned, index)
         for block, own in zip(experts, pool, strict=True):
             for stored in own[len(block) :]:
@@ -151,7 +152,8 @@ def measure(num_tasks: int, quick: bool) -> dict[str, Any]:
     exploit, uniform = drawn_table(rng, grown.earlier, sizes), uniform_table(sizes)
     config = SearchConfig(generations=3)
     settings = OpSettings(rank=RANK)
-    supernet = Supernet(jax.random.key(1), grown.memory.pool, NUM_CLASSES, settings, grown.experts)
+    supernet = Supernet(jax.random.key(1), grown.experts, NUM_CLASSES, settings)
+    many = SupernetFit(supernet, supernet.init())
     prepare(executor, supernet, BATCH)
     prepare_search(exploit, config)
     prepared = compilations()
@@ -160,14 +162,15 @@ def measure(num_tasks: int, quick: bool) -> dict[str, Any]:
     data = step_of(executor, kept, labels, batch)
     following = iter(drawn_kinds(sizes, rng, 1 + (NUM_DRAWS if quick else 4 * NUM_DRAWS)))
 
-    def step(of: Supernet, architectures: Iterator[Architecture]) -> None:
-        jax.block_until_ready((executor.train(of, [next(architectures)], [data], [1e-3]), of.head))
+    def step(of: SupernetFit, architectures: Iterator[Architecture]) -> None:
+        of.state, loss = train_step(executor, of.supernet, of.state, next(architectures), data, rate=1e-3)
+        jax.block_until_ready((loss, of.state.head))
 
     repeats = NUM_DRAWS if quick else 4 * NUM_DRAWS
-    first = alternate({"first": lambda: step(supernet, following)}, repeats)
+    first = alternate({"first": lambda: step(many, following)}, repeats)
     search(
         jax.random.key(2), lambda genomes: genomes.sum(axis=1) % 7, lambda genomes: genomes.sum(axis=1) % 5,
-        exploit, uniform, 7, config,
+        exploit=exploit, uniform=uniform, num_images=7, config=config,
     )  # fmt: skip
     counts = {
         "programs": compilations().since(start).programs,
@@ -175,10 +178,13 @@ def measure(num_tasks: int, quick: bool) -> dict[str, Any]:
     }
     # beside a memory of one task, in turns: processes one after the other meet different moods of a machine
     one = drawn_memory(executor, 1)
-    young = Supernet(jax.random.key(1), one.memory.pool, NUM_CLASSES, settings, one.experts)
+    young = Supernet(jax.random.key(1), one.experts, NUM_CLASSES, settings)
     turns = {
-        "one": (young, itertools.cycle(drawn_kinds(pool_sizes(one.memory.pool), rng, NUM_DRAWS))),
-        "many": (supernet, itertools.cycle(drawn_kinds(sizes, np.random.default_rng(2), NUM_DRAWS))),
+        "one": (
+            SupernetFit(young, young.init()),
+            itertools.cycle(drawn_kinds(pool_sizes(one.memory.pool), rng, NUM_DRAWS)),
+        ),
+        "many": (many, itertools.cycle(drawn_kinds(sizes, np.random.default_rng(2), NUM_DRAWS))),
     }
     for of, architectures in turns.values():
         for _ in range(NUM_DRAWS):  # what is drawn for the first time is made; here it exists

@@ -22,9 +22,9 @@ from cheem_jax.keys import Keys, next_power_of_two
 from cheem_jax.methods.fitting import Batch, Inputs
 from cheem_jax.methods.l2p import L2p, L2pConfig
 from cheem_jax.methods.method import FrozenFeatures
-from cheem_jax.pool import Head
+from cheem_jax.pool import Head, dense_experts
 from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import FitConfig, constant_draws, fit, prepare
+from cheem_jax.training import FitConfig, FitState, SupernetFit, constant_draws, fit, prepare
 from experiments.bench import steps
 from experiments.bench.measure import (
     Bench,
@@ -134,7 +134,8 @@ def lora_cl(
 ) -> tuple[Sides, dict[str, float]]:
     """One pass over the images with a pair in every block; the optimiser included."""
     settings, architecture = OpSettings(rank=RANK), (Choice("adapt", 0),) * executor.num_blocks
-    supernet = Supernet(jax.random.key(1), executor.base_pool, NUM_CLASSES, settings)
+    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, settings)
+    fitting = SupernetFit(supernet, supernet.init())
     prepare(executor, supernet, batch)
     codes = encode(architecture, supernet.sizes)
     # as the method does: what no pair changes is computed once, before the first epoch
@@ -143,11 +144,12 @@ def lora_cl(
     )
 
     def ours() -> None:
+        fitting.progress = FitState()  # one epoch more, from what the one before left
         fit(
-            jax.random.key(2), executor, supernet, labels, feed, constant_draws(codes), FitConfig(epochs=1),
-            batch_size=batch, advance=ignore_advance,
+            executor, fitting, feed, labels, draws=constant_draws(codes), config=FitConfig(epochs=1), batch_size=batch,
+            order_key=jax.random.key(2), advance=ignore_advance,
         )  # fmt: skip
-        jax.block_until_ready((supernet.head, supernet.learners))
+        jax.block_until_ready(fitting.state)
 
     sides: Sides = {OURS: ours}
     if not has_peer:

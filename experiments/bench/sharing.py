@@ -32,10 +32,11 @@ from cheem_jax.hee import uniform_table
 from cheem_jax.images import Images
 from cheem_jax.methods.method import base_network
 from cheem_jax.ops import Expert
-from cheem_jax.pool import Head, pool_sizes
-from cheem_jax.supernet import OpSettings, Supernet
+from cheem_jax.pool import Head, dense_experts, pool_sizes
+from cheem_jax.supernet import OpSettings, Supernet, SupernetState
 from cheem_jax.training import (
     FitConfig,
+    SupernetFit,
     architecture_flops,
     dense_network,
     fit,
@@ -44,6 +45,7 @@ from cheem_jax.training import (
     step_of,
     supernet_draws,
     supernet_score,
+    train_step,
 )
 from experiments.bench.growth import Grown, drawn_memory, drawn_table
 from experiments.bench.measure import (
@@ -122,15 +124,15 @@ def searches(study: Study, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     batch_size = study.num_val
     config = SearchConfig(population=6, generations=2, num_parents=2) if quick else SearchConfig()
     grown = drawn_memory(executor, 2, rank=RANK)
-    supernet, generations = real_search(executor, grown, task, batch_size, config)
+    (supernet, state), generations = real_search(executor, grown, task, batch_size, config)
     merged: dict = {}
-    networks = [[dense_network(supernet, genome, merged) for genome in genomes] for genomes in generations]
+    networks = [[dense_network(supernet, state, genome, merged) for genome in genomes] for genomes in generations]
     feed = kept(executor, task.val.images, (), batch_size)
 
     def score(one: Executor, found: Sequence[Network]) -> np.ndarray:
         return count_right(
-            one, found, supernet.head.params, supernet.num_classes, feed, task.val.labels,
-            batch_size=batch_size, advance=ignore_advance,
+            one, found, state.head.params, feed, task.val.labels,
+            num_classes=supernet.num_classes, batch_size=batch_size, advance=ignore_advance,
         )  # fmt: skip
 
     def together(found: Sequence[Network]) -> np.ndarray:
@@ -170,21 +172,24 @@ def searches(study: Study, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 
 def real_search(
     executor: Executor, grown: Grown, task: Task, batch_size: int, config: SearchConfig
-) -> tuple[Supernet, list[np.ndarray]]:
+) -> tuple[tuple[Supernet, SupernetState], list[np.ndarray]]:
     """A supernet trained for two epochs, and the genomes of every generation of a search in it."""
     rng, num = np.random.default_rng(2), len(task.train.labels)
     sizes = pool_sizes(grown.memory.pool)
     exploit, uniform = drawn_table(rng, grown.earlier, sizes), uniform_table(sizes)
     settings = OpSettings(rank=RANK)
-    supernet = Supernet(jax.random.key(1), grown.memory.pool, len(task.classes), settings, grown.experts)
+    supernet = Supernet(jax.random.key(1), grown.experts, len(task.classes), settings)
     order, mode, draw, key = jax.random.split(jax.random.key(3), 4)
-    fit(
-        order, executor, supernet, task.train.labels, kept(executor, task.train.images, (), 32),
-        supernet_draws(mode, draw, exploit, uniform, 0.3), FitConfig(epochs=2, learning_rate=2e-3),
-        batch_size=min(32, num), advance=ignore_advance,
-    )  # fmt: skip
+    state = fit(
+        executor, SupernetFit(supernet, supernet.init()), kept(executor, task.train.images, (), 32), task.train.labels,
+        draws=supernet_draws(mode, draw, exploit=exploit, uniform=uniform, epsilon=0.3),
+        config=FitConfig(epochs=2, learning_rate=2e-3),
+        batch_size=min(32, num), order_key=order, advance=ignore_advance,
+    ).state  # fmt: skip
     feed = kept(executor, task.val.images, (), batch_size)
-    score = supernet_score(executor, supernet, task.val.labels, feed, batch_size=batch_size, advance=ignore_advance)
+    score = supernet_score(
+        executor, supernet, state, feed, task.val.labels, batch_size=batch_size, advance=ignore_advance
+    )
     generations: list[np.ndarray] = []
 
     def scored(genomes: np.ndarray) -> np.ndarray:
@@ -192,8 +197,9 @@ def real_search(
         return score(genomes)
 
     cost = architecture_flops(executor, supernet)
-    search(key, scored, cost, exploit, uniform, len(task.val.labels), config)
-    return supernet, generations
+    num_images = len(task.val.labels)
+    search(key, scored, cost, exploit=exploit, uniform=uniform, num_images=num_images, config=config)
+    return (supernet, state), generations
 
 
 def whole_search(
@@ -281,9 +287,10 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
         Choice("adapt" if block == same else "reuse", 0) for block in range(executor.num_blocks)
     )
     images, labels = random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
-    supernets = {side: new_task(executor) for side in (SHARED, APART)}
-    prepare(executor, supernets[SHARED], num)
-    prefix = frozen_prefix(supernets[SHARED], architecture)
+    supernet = new_task(executor)
+    states = {side: supernet.init() for side in (SHARED, APART)}
+    prepare(executor, supernet, num)
+    prefix = frozen_prefix(supernet, architecture)
     kept(executor, images, prefix, num)
     start = time.perf_counter()
     feeds: dict[str, Feed] = {SHARED: kept(executor, images, prefix, num), APART: HostImages(executor, images)}
@@ -292,10 +299,9 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
     (batch,) = batches(np.arange(num), num)
 
     def step(side: str) -> None:
-        supernet = supernets[side]
         data = step_of(executor, feeds[side], labels, batch)
-        (loss,) = executor.train(supernet, [architecture], [data], [1e-3])
-        jax.block_until_ready((loss, supernet.head, supernet.learners))
+        states[side], loss = train_step(executor, supernet, states[side], architecture, data, rate=1e-3)
+        jax.block_until_ready((loss, states[side]))
         losses[side].append(float(loss))
 
     times = alternate({SHARED: lambda: step(SHARED), APART: lambda: step(APART)}, repeats)
@@ -309,7 +315,7 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
 
 def new_task(executor: Executor) -> Supernet:
     """A supernet over the base's own pool."""
-    return Supernet(jax.random.key(5), executor.base_pool, NUM_CLASSES, OpSettings(rank=RANK))
+    return Supernet(jax.random.key(5), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
 
 
 # ---- inference

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.architecture import Architecture, Choice, decode, encode
+from cheem_jax.architecture import Architecture, Choice, decode
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.timm_names import timm_name_of
@@ -30,8 +30,9 @@ from cheem_jax.execution.stages import Stages
 from cheem_jax.kernels import Precision
 from cheem_jax.keys import next_power_of_two
 from cheem_jax.ops import LowRank
+from cheem_jax.pool import dense_experts
 from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import frozen_prefix, prepare, step_of, supernet_score
+from cheem_jax.training import frozen_prefix, prepare, step_of, supernet_score, train_step
 from experiments.bench.measure import (
     Bench,
     Row,
@@ -61,8 +62,9 @@ class Ours:
     def __init__(self, executor: Stages, images: np.ndarray, labels: np.ndarray):
         self.executor = executor
         self.supernet = Supernet(
-            jax.random.key(1), self.executor.base_pool, NUM_CLASSES, OpSettings(rank=RANK)
+            jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK)
         )  # fmt: skip
+        self.state = self.supernet.init()
         self.labels, self.images = labels, HostImages(self.executor, images)
         self.kept = self.keep(())
         self.fill_pairs()
@@ -74,32 +76,33 @@ class Ours:
 
     def fill_pairs(self) -> None:
         """Make all learners, with pairs that are not zero: else half of their gradients would be."""
-        for block in range(self.executor.num_blocks):
-            self.supernet.learner(block, Choice("new"))
-            place = Choice("adapt", 0)
-            learner = self.supernet.learner(block, place)
-            assert learner is not None and isinstance(learner.params, LowRank)
-            up = 0.02 * jax.random.normal(jax.random.key(block), learner.params.up.shape)
-            self.supernet.store(block, place, learner._replace(params=LowRank(learner.params.down, up)))
+        num = self.executor.num_blocks
+        state = self.supernet.with_learners(self.state, [(Choice("adapt", 0),) * num, (Choice("new"),) * num])
+        learners = dict(state.learners)
+        for place, learner in state.learners.items():
+            if isinstance(learner.params, LowRank):
+                up = 0.02 * jax.random.normal(jax.random.key(place[0]), learner.params.up.shape)
+                learners[place] = learner._replace(params=LowRank(learner.params.down, up))
+        self.state = state._replace(learners=learners)
 
     def step(self, architecture: Architecture, feed: Feed) -> None:
         """One step of training, waited for."""
         num = len(self.labels)
         (batch,) = batches(np.arange(num), num)
         data = step_of(self.executor, feed, self.labels, batch)
-        losses = self.executor.train(self.supernet, [architecture], [data], [1e-3])
-        jax.block_until_ready((losses, self.supernet.head, self.supernet.learners))
+        self.state, loss = train_step(self.executor, self.supernet, self.state, architecture, data, rate=1e-3)
+        jax.block_until_ready((loss, self.state))
 
     def learned(self) -> dict[str, Any]:
         """What the peer takes over, by the names of its arguments."""
         pairs, new = {}, {}
-        for (block, code), learner in self.supernet.learners.items():
+        for (block, choice), learner in self.state.learners.items():
             arrays = tuple(np.asarray(leaf) for leaf in learner.params)
-            if code == encode((Choice("new"),), (1,))[0]:
+            if choice.kind == "new":
                 new[block] = arrays
             else:
                 pairs[block, 0] = arrays
-        head = tuple(np.asarray(leaf) for leaf in self.supernet.head.params)
+        head = tuple(np.asarray(leaf) for leaf in self.state.head.params)
         return {"pairs": pairs, "new": new, "head": head}
 
 
@@ -220,7 +223,7 @@ def evaluation(executor: Stages, peers: dict[str, Any], quick: bool) -> tuple[Ro
     ours = Ours(executor, images, labels)
     codes = np.random.default_rng(1).integers(0, 4, (num_candidates, ours.executor.num_blocks))
     score = supernet_score(
-        ours.executor, ours.supernet, labels, ours.kept, batch_size=num_images, advance=ignore_advance
+        ours.executor, ours.supernet, ours.state, ours.kept, labels, batch_size=num_images, advance=ignore_advance
     )
     found: dict[str, np.ndarray] = {}
     sides: dict[str, Callable[[], object]] = {OURS: lambda: found.update(ours=score(codes))}
@@ -248,9 +251,10 @@ def agree(ours: Ours, peer: Any, architectures: Sequence[Architecture], images, 
     largest = {"loss": 0.0, "gradient": 0.0}
     weights = np.full(len(labels), 1 / len(labels), np.float32)
     batch = Batch(ours.executor.begin(images), labels, weights)
-    head = ours.supernet.head.params
+    head = ours.state.head.params
     for architecture in architectures:
-        loss, grads, head_grad = ours.executor.gradients(ours.supernet.ops(architecture), head, batch, NUM_CLASSES)
+        ops = ours.supernet.ops(ours.state, architecture)
+        loss, grads, head_grad = ours.executor.gradients(ops, head, batch, NUM_CLASSES)
         wanted_loss, wanted, wanted_head = peer.gradients(architecture, images, labels, NUM_CLASSES)
         if grads.keys() != wanted.keys():
             raise ValueError(f"gradients of blocks {sorted(grads)} here and {sorted(wanted)} in PyTorch")

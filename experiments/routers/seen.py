@@ -33,8 +33,9 @@ def seen_of(task: Task, executor: Executor, file: Path, batch_size: int, tell: C
     for split in SPLITS:
         images = task.splits[split].images
         found[split] = features_on_the_way(
-            executor, base, HostImages(executor, images), len(images), blocks, depth, batch_size=batch_size
-        )
+            executor, base, HostImages(executor, images), num=len(images), blocks=blocks, until=depth,
+            batch_size=batch_size,
+        )  # fmt: skip
     stream = io.BytesIO()
     arrays = {f"{split}-{index}": part for split, parts in found.items() for index, part in enumerate(parts)}
     np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]

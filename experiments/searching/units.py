@@ -24,15 +24,13 @@ from cheem_jax.flops import executed_flops
 from cheem_jax.hee import sample
 from cheem_jax.interruption import Stop
 from cheem_jax.keys import Keys, Phase
-from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.learning import Learning, Tables
+from cheem_jax.methods.cheem import Cheem, Learning, Tables
 from cheem_jax.methods.method import Clock
 from cheem_jax.methods.underway import Underway
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
 from cheem_jax.rolling import Rolling, RunningTask, Saved
-from cheem_jax.supernet import Supernet
-from cheem_jax.training import architecture_flops, dense_network, supernet_score
+from cheem_jax.training import SupernetFit, architecture_flops, dense_network, supernet_score
 
 Entry = dict[str, Any]
 PAPER = "paper"
@@ -98,7 +96,8 @@ class TaskUnits:
             "score", len(genomes) * len(self.task.val.labels)
         ) as advance:
             score = supernet_score(
-                self.cheem.executor, self.supernet, self.task.val.labels, self.learning.val,
+                self.cheem.executor, self.supernet.supernet, self.supernet.state, self.learning.val,
+                self.task.val.labels,
                 batch_size=self.cheem.batch_size, advance=advance,
             )  # fmt: skip
             correct = score(genomes)
@@ -142,13 +141,13 @@ class TaskUnits:
             self.progress.say(f"{self.task.name}: {' '.join(architecture)} has no accuracy, {error}")
         self.record.write(
             "finetuned", task=self.task.name, genome=genome, architecture=architecture, **reached,
-            flops=int(architecture_flops(self.cheem.executor, self.supernet)(codes[None])[0]),
+            flops=int(architecture_flops(self.cheem.executor, self.supernet.supernet)(codes[None])[0]),
             flops_resumed=self._behind_pass(codes), losses=learning.underway.finetune.losses,
             seconds=time.perf_counter() - start,
         )  # fmt: skip
         return self._again("finetuned", genome=genome)
 
-    def _supernet(self) -> Supernet:
+    def _supernet(self) -> SupernetFit:
         learning = self.learning
         supernet = self.cheem.train_supernet(learning, self.tables)
         if self.found("supernet") is None:
@@ -174,11 +173,12 @@ class TaskUnits:
         return executed_flops(executor.config, executor.placement, architecture, begin=begin)
 
     def _right(
-        self, network: Supernet, codes: Int[np.ndarray, "L"], images: Feed, split: Split
+        self, trained: SupernetFit, codes: Int[np.ndarray, "L"], images: Feed, split: Split
     ) -> Bool[np.ndarray, "N"]:
+        network, state = trained.supernet, trained.state
         found = answers(
-            self.cheem.executor, dense_network(network, codes, {}), network.head.params, network.num_classes, images,
-            len(split.labels), batch_size=self.cheem.batch_size,
+            self.cheem.executor, dense_network(network, state, codes, {}), state.head.params, images,
+            num=len(split.labels), num_classes=network.num_classes, batch_size=self.cheem.batch_size,
         )  # fmt: skip
         return found == split.labels
 
