@@ -101,7 +101,7 @@ def test_impossible_settings_are_refused():
         dataclasses.replace(CONFIG, pool=0)
     with pytest.raises(ValueError, match=r"blocks \[1\] have a general and an expert prompt"):
         dataclasses.replace(CONFIG, general_layers=(0, 1))
-    with pytest.raises(ValueError, match=r"layers \(0, 1, 9\) are no blocks"):
+    with pytest.raises(ValueError, match=r"layers \(0, 1, 9\) are invalid"):
         learner(DualPrompt, dataclasses.replace(CONFIG, expert_layers=(1, 9)))
     with pytest.raises(ValueError, match="expert_layers is empty"):
         learner(DualPrompt, dataclasses.replace(CONFIG, expert_layers=()))

@@ -187,7 +187,7 @@ def test_classes_of_one_image_are_said_and_learned():
     lone = Task("few", ("c0", "c1", "c2"), split, split, split)
     tuna = fresh(begun())
     said = tuna.check([small.task("colours", 0), lone])
-    assert said[0].startswith("6 of 6 classes have no more training images than features have dimensions (16)")
+    assert said[0].startswith("6 of 6 classes have at most as many training images as features have dimensions (16)")
     assert said[1] == "3 classes have a single training image; the variance of their features is taken as 0.0001"
     tuna.learn(small.task("colours", 0), Undisturbed())
     report = tuna.learn(lone, Undisturbed())
