@@ -87,6 +87,7 @@ class AutoEncoders:
         steps, note = num_batches(num, config.batch_size), ""
         (learned, moments), losses = self._begin(init_key), list[float]()
         for epoch in range(-(-config.iterations // steps)):
+            # MoE-Adapters' step schedule; the fit ends after `iterations` steps, also within an epoch
             rate = np.float32(config.learning_rate * 0.1 ** (epoch // config.decay_every))
             order = order_at(key_at(order_key, epoch), num)
             left, running = config.iterations - epoch * steps, []

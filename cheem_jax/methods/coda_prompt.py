@@ -21,7 +21,7 @@ from cheem_jax.flops import prefix_flops
 from cheem_jax.keys import Keys
 from cheem_jax.methods.l2p import check_layers
 from cheem_jax.methods.method import FrozenFeatures
-from cheem_jax.methods.prompting import Attached, Prompting, Prompts, halves
+from cheem_jax.methods.prompting import Attached, PromptFlops, Prompting, Prompts, halves
 from cheem_jax.training import FitConfig, check_batch_size
 
 
@@ -118,26 +118,23 @@ class CodaPrompt(Prompting):
                 penalty += sum(departure(values.reshape(len(row), -1), used) for values in here.values())
         return Attached(found, jnp.broadcast_to(self.config.orthogonality * penalty, len(query)))
 
-    def num_learned(self, index: int) -> int:
-        """See `Prompting.num_learned`: the task's own rows."""
-        return len(self.config.layers) * self.rows * (self.config.length + 2) * self.executor.config.width
+    def num_params(self, index: int) -> tuple[int, int]:
+        """See `Prompting.num_params`: the task's rows."""
+        own = len(self.config.layers) * self.rows * (self.config.length + 2) * self.executor.config.width
+        return own, own
 
-    def num_added(self, index: int) -> int:
-        return self.num_learned(index)
-
-    def prompt_flops(self) -> int:
-        return prefix_flops(self.executor.config, self.config.length // 2, len(self.config.layers))
-
-    def choice_flops(self) -> int:
-        """See `Prompting.choice_flops`: cosines with all keys, and the weighted sum."""
-        config, width = self.config, self.executor.config.width
-        return 2 * len(config.layers) * config.pool * width * (2 + config.length)
+    def prompt_flops(self) -> PromptFlops:
+        """See `Prompting.prompt_flops`: prefixes; cosines to all keys, and the weighted sum."""
+        config, vit = self.config, self.executor.config
+        sums = 2 * len(config.layers) * config.pool * vit.width * (2 + config.length)
+        return PromptFlops(prefix_flops(vit, config.length // 2, len(config.layers)), sums)
 
 
 def component_weights(
     query: Float[Array, "B D"], attention: Float[Array, "M D"], keys: Float[Array, "M D"]
 ) -> Float[Array, "B M"]:
     """cos(q * A_m, K_m) for every image and component, written as two products without an array `[B, M, D]`."""
+    # <q * A, K> = <q, A * K> and |q * A|^2 = <q^2, A^2>
     inner = jnp.matmul(query, (attention * keys).T, precision="highest")
     squares = jnp.matmul(query**2, (attention**2).T, precision="highest")
     # rows of future tasks are zero, where the root needs a finite gradient too

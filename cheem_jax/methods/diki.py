@@ -150,6 +150,7 @@ class Diki(OwnPrompts):
         def answer(read: dict[str, Any]) -> tuple[Any, Any]:
             size = len(read["images"])
             chosen, weight = read.get("task"), np.ones(size, np.float32)
+            # the pass up to the first prefix is shared by the router and the prediction
             if infer or confident:
                 tokens, features = self._tokens_and_features(leaves, read["images"])
                 features = hosts.fetch(features)
@@ -215,6 +216,7 @@ def fit_gaussian(
     if shrinkage == "ledoit_wolf":
         shrinkage = float(ledoit_wolf_shrinkage(points)) if len(points) > 1 else 0.0
     level = float(np.trace(covariance)) / width
+    # (1 - s) C + (s tr(C) / D + jitter) I, invertible with fewer images than dimensions too
     covariance = (1 - shrinkage) * covariance + (shrinkage * level + jitter) * np.eye(width)
     try:
         return Gaussian(mean, np.linalg.cholesky(covariance))

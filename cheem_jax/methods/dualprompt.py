@@ -22,7 +22,7 @@ from cheem_jax.flops import prefix_flops
 from cheem_jax.keys import Keys
 from cheem_jax.methods.l2p import check_layers
 from cheem_jax.methods.method import FrozenFeatures
-from cheem_jax.methods.prompting import Attached, Prompting, Prompts, cosine, halves
+from cheem_jax.methods.prompting import Attached, PromptFlops, Prompting, Prompts, cosine, halves
 from cheem_jax.training import FitConfig, check_batch_size
 
 
@@ -136,27 +136,19 @@ class DualPrompt(Prompting):
             found[layer] = halves(prompts["expert"][place][slot])
         return Attached(found, config.key_weight * key_loss)
 
-    def num_learned(self, index: int) -> int:
-        """See `Prompting.num_learned`: the general prompt and one slot with its keys."""
+    def num_params(self, index: int) -> tuple[int, int]:
+        """See `Prompting.num_params`: the general prompt, which the first task adds, and a slot with its keys."""
         general = self.prompts["general"].size if "general" in self.prompts else 0
-        return general + self._slot_size()
+        slot = (self.prompts["expert"].size + self.prompts["keys"].size) // self.pool
+        return general + slot, slot + (general if index == 0 else 0)
 
-    def num_added(self, index: int) -> int:
-        """See `Prompting.num_added`: the general prompt is added with the first task."""
-        return self.num_learned(index) if index == 0 else self._slot_size()
-
-    def _slot_size(self) -> int:
-        return (self.prompts["expert"].size + self.prompts["keys"].size) // self.pool
-
-    def prompt_flops(self) -> int:
+    def prompt_flops(self) -> PromptFlops:
+        """See `Prompting.prompt_flops`: both prompts, and cosines to all keys."""
         config, vit = self.config, self.executor.config
         general = prefix_flops(vit, config.general_length // 2, len(config.general_layers))
-        return general + prefix_flops(vit, config.expert_length // 2, len(config.expert_layers))
-
-    def choice_flops(self) -> int:
-        """See `Prompting.choice_flops`: cosines with all keys."""
-        tables = 1 if self.config.shared_keys else len(self.config.expert_layers)
-        return 2 * tables * self.pool * self.executor.config.width
+        expert = prefix_flops(vit, config.expert_length // 2, len(config.expert_layers))
+        tables = 1 if config.shared_keys else len(config.expert_layers)
+        return PromptFlops(general + expert, 2 * tables * self.pool * vit.width)
 
     def more_report(self, query: Float[np.ndarray, "N D"], index: int) -> dict[str, Any]:
         """See `Prompting.more_report`: shares of the task's training images by inferred slot, per block."""

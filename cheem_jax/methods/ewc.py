@@ -129,6 +129,7 @@ class Ewc:
             (leaves, head), (known, fisher, strength, num) = learned, fixed
             found = logits(leaves, head, batch.inputs["images"])
             local = local_cross_entropy(found, batch.labels, batch.weights, 0, num)
+            # CE + lambda / 2 * sum F (theta - theta*)^2 (Kirkpatrick et al., eq. 3), F and theta* of online EWC
             return local + 0.5 * strength * moved(leaves, known, fisher)
 
         @functools.partial(executor.jit, donate_argnums=0)
@@ -143,6 +144,7 @@ class Ewc:
                     label = jax.random.categorical(jax.random.fold_in(key, row), own)
                 return -local_cross_entropy(found, label[None], jnp.ones(1), 0, num)
 
+            # the Fisher information is a mean of squares, not the square of a mean, which is far smaller
             if config.fisher == "batch":
                 new = jax.tree.map(lambda g: weights.sum() * g * g, jax.grad(of_batch)(leaves))
             else:
@@ -177,7 +179,7 @@ class Ewc:
                 f"starts with {task.name!r}: call check(tasks) first, or give one penalty"
             )
         if tunes and len(self._first) == 1:
-            tunes, self.penalty = False, penalties[0]
+            tunes, self.penalty = False, self.config.penalties[0]
         clock, tried = Clock.of(running), np.full(len(penalties), np.nan)
         if running.saved and "tried" in running.saved.arrays:
             tried = np.array(running.saved.arrays["tried"], np.float64)
@@ -222,7 +224,7 @@ class Ewc:
     def add_fisher(
         self, fisher: list[jax.Array], leaves: list[jax.Array], head: Head, task: Task, *, index: int, advance: Advance
     ) -> list[jax.Array]:
-        """The running Fisher information plus that of task `index`; `head` holds the task's columns alone."""
+        """The running Fisher information plus that of task `index`; `head` contains the task's columns alone."""
         labels, batched = task.train.labels, self.config.fisher == "batch"
         rows = np.arange(len(labels))
         if 0 < self.config.fisher_images < len(labels):

@@ -73,28 +73,25 @@ class FitSettings(Protocol):
     def batch_size(self) -> int: ...
 
 
-@runtime_checkable
-class Loss(Protocol):
-    """Loss of one batch, a pure function: what is learned, what is not, the batch."""
-
-    def __call__(self, learned: Any, fixed: Any, batch: FitBatch, /) -> jax.Array: ...
+Loss = Callable[[Any, Any, FitBatch], jax.Array]
+"""Loss of one batch, a pure function of what is learned, what is fixed, and the batch."""
 
 
 class Inputs:
     """Images of a data set, and other arrays with one row per image, such as the features that query prompts."""
 
-    def __init__(self, images: Images | None = None, **beside: np.ndarray):
-        self.images, self.beside = images, beside
+    def __init__(self, images: Images | None = None, **others: np.ndarray):
+        self.images, self.others = images, others
 
     def __len__(self) -> int:
         """Images."""
-        return len(next(iter(self.beside.values())) if self.images is None else self.images)
+        return len(next(iter(self.others.values())) if self.images is None else self.images)
 
     def follow(self, order: Sequence[np.ndarray], layout: Layout = ONE) -> Iterator[dict[str, Any]]:
         """The inputs of each array of rows in turn; images are read ahead."""
         read = itertools.repeat(None) if self.images is None else layout.read(self.images, order)
         for rows, images in zip(order, read, strict=False):
-            found = {name: layout.rows(values[rows]) for name, values in self.beside.items()}
+            found = {name: layout.rows(values[rows]) for name, values in self.others.items()}
             yield found if images is None else {"images": images, **found}
 
 

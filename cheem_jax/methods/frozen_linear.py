@@ -157,6 +157,7 @@ def fit_head(
     if len(coefficients) == 1:  # scikit-learn keeps one row for two classes
         coefficients = np.concatenate([-coefficients, coefficients])
         intercept = np.concatenate([-intercept, intercept])
+    # w.(x - m) / s + b = (w / s).x + (b - (w / s).m)
     weight = (coefficients / scaler.scale_).T
     bias = intercept - np.asarray(scaler.mean_) @ weight
     return weight.astype(np.float32), bias.astype(np.float32), penalty

@@ -201,9 +201,7 @@ class FullFinetune:
         def answer(read: dict[str, Any]) -> jax.Array:
             return self._answer(params, read["images"], num)
 
-        found = over_batches(
-            answer, Inputs(images), batch_size=self.config.batch_size, layout=self.executor.layout
-        )  # fmt: skip
+        found = over_batches(answer, Inputs(images), batch_size=self.config.batch_size, layout=self.executor.layout)
         return found.astype(np.int32)
 
     def _accuracy(self, params: Any, split: Split, num_classes: int) -> float:

@@ -19,7 +19,7 @@ from cheem_jax.execution.executor import Executor
 from cheem_jax.flops import executed_halves, prefix_flops, token_flops
 from cheem_jax.keys import Keys
 from cheem_jax.methods.method import FrozenFeatures
-from cheem_jax.methods.prompting import Attached, Prompting, Prompts, cosine
+from cheem_jax.methods.prompting import Attached, PromptFlops, Prompting, Prompts, cosine
 from cheem_jax.routing.centroids import normalise
 from cheem_jax.training import FitConfig, check_batch_size
 
@@ -118,26 +118,21 @@ class L2p(Prompting):
             uses.append(np.bincount(picked.ravel(), minlength=self.config.pool).tolist())
         return {"prompts_picked": uses}
 
-    def prompt_flops(self) -> int:
+    def prompt_flops(self) -> PromptFlops:
+        """See `Prompting.prompt_flops`: cosines to all keys; tokens pass all linear layers, prefixes none."""
         config, vit = self.config, self.executor.config
+        cosines, rows = 2 * vit.width * config.pool * len(config.layers), config.top_k * config.length
         if config.inject == "prefix":
-            return prefix_flops(vit, config.top_k * config.length // 2, len(config.layers))
-        num_tokens = vit.num_tokens + config.top_k * config.length
-        return 4 * vit.depth * vit.width * (num_tokens**2 - vit.num_tokens**2)
+            return PromptFlops(prefix_flops(vit, rows // 2, len(config.layers)), cosines)
+        attention = 4 * vit.depth * vit.width * ((vit.num_tokens + rows) ** 2 - vit.num_tokens**2)
+        # with tokens the last block computes all of them, not the CLS token alone
+        whole, trimmed = (sum(executed_halves(vit, last=last)) for last in (False, True))
+        return PromptFlops(attention, cosines + whole - trimmed, token_flops(vit, rows))
 
-    def linear_flops(self) -> int:
-        """See `Prompting.linear_flops`: tokens pass all linear layers."""
-        prefix = self.config.inject == "prefix"
-        return 0 if prefix else token_flops(self.executor.config, self.config.top_k * self.config.length)
-
-    def choice_flops(self) -> int:
-        """See `Prompting.choice_flops`: cosines to all keys; with tokens also the last block for all tokens."""
-        config, vit = self.config, self.executor.config
-        found = 2 * vit.width * config.pool * len(config.layers)
-        if config.inject == "tokens":
-            whole, trimmed = (sum(executed_halves(vit, last=last)) for last in (False, True))
-            found += whole - trimmed
-        return found
+    def num_params(self, index: int) -> tuple[int, int]:
+        """See `Prompting.num_params`: the pool, which the first task adds."""
+        pool = sum(values.size for values in self.prompts.values())
+        return pool, pool if index == 0 else 0
 
 
 def _joined(prompts: Float[Array, "B k P D"]) -> Float[Array, "B kP D"]:

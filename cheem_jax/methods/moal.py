@@ -134,6 +134,7 @@ class Moal:
             (adapters, head, sigma), (leaves, num) = learned, fixed
             vit, images = executor.vit_of(leaves), batch.inputs["images"]
             near = cosines(adapted_features(vit, adapters, images, config, batch.key), head.weight)
+            # sigma is a learned scale: cosines alone are too small for a softmax
             return local_cross_entropy(sigma * near, batch.labels, batch.weights, 0, num)
 
         @executor.jit
@@ -364,9 +365,7 @@ def one_hot(labels: Int[np.ndarray, "N"], num: int) -> Float[np.ndarray, "N C"]:
     return np.eye(num)[labels]
 
 
-def class_means(
-    features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num: int
-) -> Float[np.ndarray, "C D"]:  # fmt: skip
+def class_means(features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num: int) -> Float[np.ndarray, "C D"]:
     """Mean feature of each class."""
     return np.stack([features[labels == c].mean(axis=0, dtype=np.float64) for c in range(num)]).astype(np.float32)
 
@@ -385,7 +384,7 @@ def second_moments(rows: Rows) -> tuple[Float[np.ndarray, "H H"], Float[np.ndarr
 
 def best_ridge(
     moments: Float[np.ndarray, "H H"], products: Float[np.ndarray, "H C"], held: Callable[[], Rows]
-) -> float:  # fmt: skip
+) -> float:
     """The penalty with the smallest squared error on held-out images (ties: the largest penalty)."""
     errors = {}
     for penalty in RIDGES:
@@ -413,9 +412,7 @@ def _factor(moments: np.ndarray, penalty: float) -> tuple[np.ndarray, bool]:
     return scipy.linalg.cho_factor(moments + penalty * np.eye(len(moments)))
 
 
-def least_squares(
-    analytic: Analytic, lifted: Float[np.ndarray, "N H"], targets: Float[np.ndarray, "N C"]
-) -> None:  # fmt: skip
+def least_squares(analytic: Analytic, lifted: Float[np.ndarray, "N H"], targets: Float[np.ndarray, "N C"]) -> None:
     """One step of recursive least squares, in place: as if these images had been in the regression from the start.
 
     By Woodbury's identity, with a Cholesky factor of the N x N matrix instead of its inverse.

@@ -40,6 +40,17 @@ class Attached(NamedTuple):
     tokens: Float[Array, "B n D"] | None = None
 
 
+class PromptFlops(NamedTuple):
+    """FLOPs per image that prompts add to a pass."""
+
+    attention: int
+    """Attention products with the prompts."""
+    selection: int
+    """Selecting or mixing prompts, which is executed but in no count of the paper."""
+    linear: int = 0
+    """Prompts through linear layers: none for keys and values."""
+
+
 class Prompting(abc.ABC):
     """A frozen backbone with prompts and one head over all classes."""
 
@@ -63,6 +74,7 @@ class Prompting(abc.ABC):
             (prompts, head), (leaves, task, first, num) = learned, fixed
             found, attached = logits(prompts, head, leaves, batch.inputs, task, batch.weights)
             local = local_cross_entropy(found, batch.labels, batch.weights, first, num)
+            # only the current task's columns compete, so old columns get no gradient; keys are pulled to the query
             return local + (attached.key_loss * batch.weights).sum()
 
         @executor.jit
@@ -91,8 +103,12 @@ class Prompting(abc.ABC):
         """
 
     @abc.abstractmethod
-    def prompt_flops(self) -> int:
-        """FLOPs per image of the attention products that the prompts add."""
+    def prompt_flops(self) -> PromptFlops:
+        """FLOPs that the prompts add."""
+
+    @abc.abstractmethod
+    def num_params(self, index: int) -> tuple[int, int]:
+        """The numbers of prompt parameters that task `index` trains and that it adds to those stored."""
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -114,7 +130,7 @@ class Prompting(abc.ABC):
         )  # fmt: skip
         self.prompts, self.head = fitting.learned
         self.classes.add(task.name, task.classes)
-        added, learned, head_params = self.num_added(index), self.num_learned(index), (width + 1) * num
+        (learned, added), head_params = self.num_params(index), (width + 1) * num
         return {
             "name": task.name,
             **self.costs(),
@@ -127,33 +143,13 @@ class Prompting(abc.ABC):
 
     def costs(self) -> dict[str, int]:
         """FLOPs per image: a pass for the query, and one with prompts and the head."""
-        vit, linear, prompts = self.executor.config, self.linear_flops(), self.prompt_flops()
+        vit, prompts = self.executor.config, self.prompt_flops()
         plain = plain_flops(vit, self.classes.num)
         return {
-            "flops_method": 2 * plain["flops_method"] + linear,
-            "flops_explicit": 2 * plain["flops_explicit"] + linear + prompts,
-            "flops_executed": executed_backbone_flops(vit)
-            + plain["flops_executed"]
-            + linear
-            + prompts
-            + self.choice_flops(),
+            "flops_method": 2 * plain["flops_method"] + prompts.linear,
+            "flops_explicit": 2 * plain["flops_explicit"] + prompts.linear + prompts.attention,
+            "flops_executed": executed_backbone_flops(vit) + plain["flops_executed"] + sum(prompts),
         }
-
-    def num_learned(self, index: int) -> int:
-        """Prompt parameters that task `index` trains."""
-        return sum(p.size for p in self.prompts.values())
-
-    def num_added(self, index: int) -> int:
-        """Prompt parameters that task `index` adds: the whole pool with the first, unless tasks own their parts."""
-        return self.num_learned(index) if index == 0 else 0
-
-    def linear_flops(self) -> int:
-        """FLOPs per image of prompts through linear layers: none, as keys and values pass none."""
-        return 0
-
-    def choice_flops(self) -> int:
-        """FLOPs per image of selecting or mixing prompts, which the paper does not count."""
-        return 0
 
     def more_report(self, query: Float[np.ndarray, "N D"], index: int) -> dict[str, Any]:
         """More entries of a task's report, from the queries of its training images."""

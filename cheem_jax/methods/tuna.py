@@ -126,6 +126,7 @@ class Tuna:
             (adapters, head), (leaves, old, strength, num) = learned, fixed
             images, vit = batch.inputs["images"], executor.vit_of(leaves)
             near = cosines(adapted_features(vit, adapters, images, config, batch.key), head.weight)
+            # a margin makes training harder than prediction: the true class has to win by it
             lowered = near - config.margin * jax.nn.one_hot(batch.labels, near.shape[-1])
             found = local_cross_entropy(config.temperature * lowered, batch.labels, batch.weights, 0, num)
             return found + strength * overlap(mean_rows(adapters), old)
@@ -299,6 +300,7 @@ class Tuna:
         def run(read: dict[str, Any]):
             found = hosts.fetch([self._answer(adapters, head, leaves, read["images"], num) for adapters in self.bank])
             probabilities, entropies = (np.stack(parts) for parts in zip(*found, strict=True))
+            # p of the adapters with the lowest entropy plus p of the universal ones
             total, chosen = most_certain(probabilities, entropies)
             if universal is None:
                 return total, chosen
@@ -374,9 +376,7 @@ def overlap(rows: Float[jax.Array, "L r"], old: Float[jax.Array, "T L r"]) -> Fl
     return jnp.abs((rows * old).sum(axis=-1)).mean(axis=-1).sum()
 
 
-def gaussians_of(
-    features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num: int, kind: str
-) -> Gaussians:  # fmt: skip
+def gaussians_of(features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num: int, kind: str) -> Gaussians:
     """A Gaussian per class; `kind` is `TunaConfig.statistics`. A single image's has no spread but the jitter."""
     means, spreads = [], []
     for c in range(num):

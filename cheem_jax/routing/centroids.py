@@ -84,7 +84,7 @@ class CentroidIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the index holds."""
+        """Bytes of the buffer."""
         return self._rows.nbytes
 
     def follow(self, centroids: Sequence[Float[np.ndarray, "_ E"]]) -> "CentroidIndex":
@@ -134,7 +134,7 @@ class CentroidIndex:
     ) -> Int[np.ndarray, "N"]:
         """The nearest centroid of each point by `|c|^2 - 2 c.p`, or by `-c.p / |c|`."""
         rows = self._rows[: len(squared)]
-        # a sum of E products is off by E eps / 2 at most, on both sides of a comparison, and so is the norm beside it
+        # a sum of E products is off by at most E eps / 2, on both sides of a comparison, and so is the norm
         rounding = 2 * (rows.shape[1] + 8) * np.finfo(np.float32).eps
         found = points.astype(np.float32) @ rows.T
         with np.errstate(divide="ignore", invalid="ignore"):
