@@ -336,5 +336,5 @@ def test_impossible_settings_are_refused(changed, shown):
 
 
 def test_nothing_is_answered_before_anything_is_learned(begun):
-    with pytest.raises(ValueError, match="moe_adapters has learned no task yet"):
+    with pytest.raises(ValueError, match="so moe_adapters has no task to infer"):
         anew(begun).predict(np.zeros((1, 8, 8, 3), np.uint8))

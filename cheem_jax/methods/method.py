@@ -229,7 +229,7 @@ class FrozenFeatures:
 def check_given(method: str, num_tasks: int, tasks: np.ndarray | None, *, told: bool = False) -> None:
     """ValueError if nothing was learned, if a task ID is out of range, or if `told` and no task IDs are given."""
     if not num_tasks:
-        raise ValueError(f"{method} has learned no task yet, so there is no task to infer; learn a task first")
+        raise ValueError(f"nothing has been learned yet, so {method} has no task to infer; learn a task first")
     if told and tasks is None:
         raise ValueError(f"{method} is an upper bound: give the true task ID of each image")
     if tasks is not None and len(tasks) and not (0 <= np.min(tasks) and np.max(tasks) < num_tasks):
