@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from cheem_jax.architecture import Architecture, Choice
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.ops import Expert, LowRank, Placement, merge
-from cheem_jax.routing.config import Place
+from cheem_jax.routing.config import TaskStatistics
 
 
 class StoredExpert(NamedTuple):
@@ -65,9 +65,9 @@ class TaskMemory:
     """What else names the task, where the router is not one by centroids."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> TaskStatistics:
         """What the router knows of it."""
-        return Place(self.centroids, self.moments)
+        return TaskStatistics(self.centroids, self.moments)
 
 
 @dataclasses.dataclass(frozen=True)

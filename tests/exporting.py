@@ -17,7 +17,7 @@ from cheem_jax.ops import Expert, LowRank, Op, Placement, Reuse, Skip
 from cheem_jax.pool import Head, StoredExpert, TaskMemory, base_pool
 from cheem_jax.routing.centroids import normalise
 from cheem_jax.routing.config import Reads, RouterConfig
-from cheem_jax.routing.statistics import fit_place
+from cheem_jax.routing.statistics import fit_statistics
 
 VIT = small.backbone()
 PICTURES = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8) // np.array(
@@ -78,7 +78,7 @@ def routed(placement: Placement, router: RouterConfig, thresholds: tuple[float, 
     for picture, task in zip(PICTURES, begun.tasks, strict=False):
         noisy = np.clip(picture + rng.normal(0, 12, (12, 8, 8, 3)), 0, 255).astype(np.uint8)
         features = encoder(placement, router.features).features(noisy, batch_size=12)
-        place = fit_place(features, np.arange(12, dtype=np.int32) % 2, router, seed=0)
+        place = fit_statistics(features, np.arange(12, dtype=np.int32) % 2, router, seed=0)
         tasks.append(dataclasses.replace(task, centroids=place.centroids, moments=place.moments))
     return dataclasses.replace(begun, tasks=tuple(tasks), router=router, thresholds=thresholds)
 

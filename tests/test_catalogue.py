@@ -73,7 +73,7 @@ def test_methods_that_need_another_network_say_so(name):
 
 
 def test_a_router_for_a_method_without_one_is_refused():
-    with pytest.raises(ValueError, match="l2p names no task by a router"):
+    with pytest.raises(ValueError, match="l2p infers no task ID with a router"):
         make(preset_of("l2p", "demo"), networks(routed=True), Keys(0), 2)
 
 

@@ -177,10 +177,10 @@ def test_impossible_settings_are_refused_and_thin_covariances_told(begun):
         dataclasses.replace(CONFIG, cov_shrinkage=2)
     with pytest.raises(ValueError, match=r"jitter is 0\.0; expected a positive number"):
         dataclasses.replace(CONFIG, jitter=0.0)
-    with pytest.raises(ValueError, match=r"no blocks of this backbone; expected some of 0\.\.3"):
+    with pytest.raises(ValueError, match=r"invalid for this backbone; expected some of 0\.\.3"):
         learner(Diki, dataclasses.replace(CONFIG, layers="first8"))
     other = FrozenFeatures(Stages(small.backbone(), "mlp_down"), 16)
-    with pytest.raises(ValueError, match="give it its own backbone's features"):
+    with pytest.raises(ValueError, match="give it the features of its own backbone"):
         Diki(begun.executor, other, CONFIG, begun.keys, 3)
     assert layers_of("last3", 4) == (1, 2, 3) and layers_of("first8", 12) == tuple(range(8))
     tasks = [small.task("small", 0, num=16), small.task("large", 1)]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cheem_jax.methods.fitting import Batch, Fitter, Inputs, left, over_batches
+from cheem_jax.methods.fitting import FitBatch, Fitter, Inputs, left, over_batches
 from cheem_jax.training import FitConfig
 
 RNG = np.random.default_rng(0)
@@ -13,7 +13,7 @@ X, Y = RNG.normal(size=(21, 3)).astype(np.float32), np.arange(21, dtype=np.int32
 CONFIG = FitConfig(epochs=3, learning_rate=0.1)
 
 
-def loss(weight, fixed, batch: Batch):
+def loss(weight, fixed, batch: FitBatch):
     return (batch.weights * (batch.inputs["x"] @ weight + fixed - batch.labels) ** 2).sum()
 
 
@@ -55,5 +55,5 @@ def test_a_rate_can_be_scaled_and_a_rate_of_zero_changes_nothing():
 
 
 def test_no_images_are_refused_in_one_line():
-    with pytest.raises(ValueError, match="no images to answer"):
-        over_batches(lambda read: read["x"], Inputs(x=X[:0]), 0, batch_size=4)
+    with pytest.raises(ValueError, match="no images to predict"):
+        over_batches(lambda read: read["x"], Inputs(x=X[:0]), batch_size=4)

@@ -72,7 +72,7 @@ def test_impossible_settings_are_refused():
             dataclasses.replace(CONFIG, length=length)
     with pytest.raises(ValueError, match="at least 1 token"):
         dataclasses.replace(CONFIG, inject="tokens", length=0)
-    with pytest.raises(ValueError, match=r"layers \(7,\) are no blocks of this backbone; expected some of 0\.\.3"):
+    with pytest.raises(ValueError, match=r"layers \(7,\) are invalid for this backbone; expected some of 0\.\.3"):
         learner(L2p, dataclasses.replace(CONFIG, layers=(7,)))
 
 

@@ -44,9 +44,9 @@ from cheem_jax.networks import networks_of
 from cheem_jax.ops import Reuse, init_new
 from cheem_jax.pool import Memory
 from cheem_jax.routing.centroids import distances, fit_centroids, normalise, route, threshold
-from cheem_jax.routing.config import PAPER, Place, RouterConfig
+from cheem_jax.routing.config import PAPER, RouterConfig, TaskStatistics
 from cheem_jax.routing.routers import make_router
-from cheem_jax.routing.statistics import fit_place, joined, num_kept, packed, random_features, unpacked
+from cheem_jax.routing.statistics import fit_statistics, joined, num_kept, packed, random_features, unpacked
 from cheem_jax.supernet import init_head_learner
 from cheem_jax.training import FitConfig
 from experiments import mtil
@@ -81,8 +81,8 @@ TASKS = (drawn(30, 3, 0), drawn(50, 2, 1), drawn(20, 1, 2))
 ASKED = np.random.default_rng(9).normal(size=(25, WIDTH)).astype(np.float32)
 
 
-def places_of(config: RouterConfig, tasks=TASKS) -> list[Place]:
-    return [fit_place(*task, config, seed=index) for index, task in enumerate(tasks)]
+def places_of(config: RouterConfig, tasks=TASKS) -> list[TaskStatistics]:
+    return [fit_statistics(*task, config, seed=index) for index, task in enumerate(tasks)]
 
 
 def means_and_scatter(features: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -160,7 +160,7 @@ def test_the_papers_router_is_k_means_and_the_nearest_centroid_to_the_bit():
 # ---- laws
 
 
-def arrays_of(place: Place) -> list[np.ndarray]:
+def arrays_of(place: TaskStatistics) -> list[np.ndarray]:
     return [place.centroids, *place.moments.values()]
 
 
@@ -345,7 +345,7 @@ def test_a_shared_pass_answers_as_two_passes_do(kind, features):
     seen = FrozenFeatures(Backbone(executor, config), 16).compute(IMAGES)
     rows = np.array_split(np.arange(len(IMAGES)), 4)
     router = make_router(config).follow(
-        [fit_place(seen[own], np.arange(len(own), dtype=np.int32) % 2, config, seed=0) for own in rows]
+        [fit_statistics(seen[own], np.arange(len(own), dtype=np.int32) % 2, config, seed=0) for own in rows]
     )
     tasks = networks(executor)
     inference = Inference(executor, base_network(executor), tasks, batch_size=16, reads=config)
@@ -373,7 +373,7 @@ def test_one_image_a_class_has_no_gaussian_and_is_told_before_anything_is_learne
     with pytest.raises(ValueError, match="task 'alone': router kind 'gaussian' needs a class of several images"):
         method("gaussian").check(tasks)
     with pytest.raises(ValueError, match="needs a class of several images"):
-        fit_place(np.ones((3, 4), np.float32), tasks[1].train.labels, RouterConfig("gaussian"), seed=0)
+        fit_statistics(np.ones((3, 4), np.float32), tasks[1].train.labels, RouterConfig("gaussian"), seed=0)
 
 
 # ---- costs
@@ -464,7 +464,7 @@ def test_a_memory_with_another_router_answers_alike_when_it_is_opened(learned):
             np.testing.assert_array_equal(a, b)
     features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
     router = make_router(EARLY).follow(
-        [fit_place(features(t, "train"), t.train.labels, EARLY, seed=0) for t in STREAM.tasks]
+        [fit_statistics(features(t, "train"), t.train.labels, EARLY, seed=0) for t in STREAM.tasks]
     )
     answered = memory.predictor().answer(TESTED)
     np.testing.assert_allclose(answered.distances, router.distances(features.compute(TESTED)), rtol=1e-4)
@@ -542,7 +542,7 @@ def test_the_backbones_own_classes_keep_moments_too(tmp_path):
     opened = cheem_jax.open(tmp_path / "pets")
     assert [target.name for target in opened.targets] == ["task0", "base"]
     features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
-    place = fit_place(features(own, "train"), own.train.labels, EARLY, seed=0)
+    place = fit_statistics(features(own, "train"), own.train.labels, EARLY, seed=0)
     for a, b in zip(arrays_of(opened.targets[1].place), arrays_of(place), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     answers = opened.predict(own.test.images)

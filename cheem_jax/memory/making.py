@@ -36,7 +36,7 @@ from cheem_jax.paths import absolute
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
 from cheem_jax.routing.centroids import calibrate, distances
-from cheem_jax.routing.statistics import fit_place
+from cheem_jax.routing.statistics import fit_statistics
 from cheem_jax.run_directory import NAME
 
 _BASE_NUMBER = 2**32 - 1
@@ -93,7 +93,7 @@ def create(
             executor = make_executor(vit, config.placement, engine, token=config.token, batch_size=config.batch_size)
             features = FrozenFeatures(Backbone(executor, config.router), config.batch_size)
             seed_of_base = Keys(seed).seed_at(_BASE_NUMBER, Phase.CENTROIDS)
-            place = fit_place(features(own, "train"), own.train.labels, config.router, seed=seed_of_base)
+            place = fit_statistics(features(own, "train"), own.train.labels, config.router, seed=seed_of_base)
             away = distances(features(own, "val"), [place.centroids], config.router)[:, 0]
             base = {"centroids": place.centroids, "distances": calibrate(away)}
             if place.moments:

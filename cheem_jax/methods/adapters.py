@@ -1,10 +1,12 @@
-"""Bottleneck adapters beside every FFN, and cosine heads on the features they lead to: what TUNA and MoAL share.
+"""Bottleneck adapters parallel to every FFN, and cosine heads on the adapted features: what TUNA and MoAL share.
 
-An adapter reads the tokens after a block's attention half, before LayerNorm, and adds to what the FFN gives. Its up
-half begins at 0, so a network with new adapters is the plain backbone. (AdaptFormer: Chen et al., NeurIPS 2022.)
+An adapter reads the tokens after a block's attention half, before LayerNorm, and adds to the FFN's output. Its up half
+starts at 0, so a network with new adapters is the plain backbone. (AdaptFormer: Chen et al., NeurIPS 2022.)
 """
 
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,15 @@ from jaxtyping import Array, Float
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.vit import Adapter, ViT
+from cheem_jax.execution.executor import Executor
+from cheem_jax.execution.passes import Advance
 from cheem_jax.flops import adapter_flops
+from cheem_jax.images import Images
 from cheem_jax.kernels import Precision, product
+from cheem_jax.methods.fitting import Inputs, over_batches
 from cheem_jax.methods.heads import grow_head
 from cheem_jax.pool import Head
+from cheem_jax.training import FitConfig, check_batch_size
 
 Optimizer = Literal["adam", "sgd"]
 
@@ -31,26 +38,29 @@ class Adapters(NamedTuple):
     up_bias: Float[Array, "L D"]
 
 
-@runtime_checkable
-class AdapterConfig(Protocol):
-    """What the settings of a method with adapters hold."""
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """Settings of adapters and their training, with the optimizer of the paper's comparison."""
 
-    @property
-    def bottleneck(self) -> int: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def dropout(self) -> float: ...
+    bottleneck: int = 64
+    """Rank of an adapter."""
+    scale: float = 0.1
+    """Factor of the adapters' output."""
+    dropout: float = 0.1
+    """Share of an adapter's hidden values that a training step leaves out."""
+    optimizer: Optimizer = "adam"
+    """Adam, or the official codes' SGD with momentum 0.9 and weight decay 5e-4 (at a rate of 0.01 to 0.05)."""
+    fit: FitConfig = FitConfig(epochs=20)
+    batch_size: int = 64
 
-
-def check_adapters(config: AdapterConfig) -> None:
-    """ValueError for adapters that cannot be."""
-    if config.bottleneck < 1:
-        raise ValueError(f"bottleneck is {config.bottleneck}; an adapter needs a rank of at least 1")
-    if not config.scale > 0:
-        raise ValueError(f"scale is {config.scale}; expected a positive number")
-    if not 0 <= config.dropout < 1:
-        raise ValueError(f"dropout is {config.dropout}; expected a share in [0, 1)")
+    def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
+        if self.bottleneck < 1:
+            raise ValueError(f"bottleneck is {self.bottleneck}; an adapter needs a rank of at least 1")
+        if not self.scale > 0:
+            raise ValueError(f"scale is {self.scale}; expected a positive number")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; expected a share in [0, 1)")
 
 
 def init_adapters(key: jax.Array, config: ViTConfig, bottleneck: int) -> Adapters:
@@ -66,12 +76,12 @@ def init_adapters(key: jax.Array, config: ViTConfig, bottleneck: int) -> Adapter
 
 
 def adapter_params(config: ViTConfig, bottleneck: int) -> int:
-    """Numbers that the adapters of all blocks hold."""
+    """Parameters of the adapters of all blocks."""
     return config.depth * (2 * config.width * bottleneck + bottleneck + config.width)
 
 
 def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
-    """What their products cost as they run: in the last block only the class token comes out."""
+    """FLOPs per image of all adapters as executed: the last block computes the CLS token alone."""
     tokens = config.depth * config.num_tokens
     return adapter_flops(config, bottleneck) * (tokens - config.num_tokens + 1) // tokens
 
@@ -79,11 +89,29 @@ def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
 def adapted_features(
     vit: ViT, adapters: Adapters, images: Array, config: AdapterConfig, key: jax.Array | None = None
 ) -> Float[Array, "B D"]:
-    """Features of the network with these adapters; `key` draws the hidden values that a training step leaves out."""
+    """Features of the network with these adapters; with a `key`, a training step's dropout of hidden values."""
     depth = vit.config.depth
     keys = [None] * depth if key is None else list(jax.random.split(key, depth))
     found = {block: _beside(adapters, block, config, vit.config.precision, keys[block]) for block in range(depth)}
     return vit.features(vit.run_blocks(vit.embed(images), adapters=found))
+
+
+def compiled_features(executor: Executor, config: AdapterConfig) -> Callable[..., Float[np.ndarray, "N D"]]:
+    """A function of adapters, any number of images and (optional) an `Advance`: features of the adapted network."""
+
+    @executor.jit
+    def of_batch(adapters, leaves, images):
+        return adapted_features(executor.vit_of(leaves), adapters, images, config)
+
+    def features(adapters: Adapters, images: Images, advance: Advance | None = None) -> Float[np.ndarray, "N D"]:
+        def of_rows(read: dict[str, Any]) -> jax.Array:
+            return of_batch(adapters, executor.leaves, read["images"])
+
+        return over_batches(
+            of_rows, Inputs(images), batch_size=config.batch_size, advance=advance, layout=executor.layout
+        )
+
+    return features
 
 
 def _beside(
@@ -110,13 +138,13 @@ def cosines(features: Float[Array, "B D"], weight: Float[Array, "D P"]) -> Float
 
 
 def grow_weight(key: jax.Array, weight: np.ndarray | jax.Array | None, width: int, num_seen: int, num_new: int) -> Head:
-    """A cosine head (its bias is 0 and takes no part) with `num_new` more columns; those of `num_seen` stay."""
+    """A cosine head (its bias is 0 and unused) with `num_new` more columns; the first `num_seen` stay as they are."""
     head = None if weight is None else cosine_head(weight)
     return grow_head(key, head, width, num_seen, num_new)
 
 
 def cosine_head(weight: np.ndarray | jax.Array) -> Head:
-    """A weight as a head; on the host, as on the device each number of classes would be a program of its own."""
+    """A weight as a head; on the host, because on the device every number of classes would be compiled."""
     return Head(np.asarray(weight), np.zeros(weight.shape[1], np.float32))  # pyright: ignore[reportArgumentType]
 
 

@@ -1,6 +1,6 @@
 """AlexNet as the frozen encoder of a router: CHEEM-lite's centroids and MoE-Adapters' auto-encoders read its features.
 
-Its images have the size that the network was built for; features come in float32, one program per batch size.
+Images must have the size that the network was built for; features are float32. Each batch size compiles once.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from cheem_jax.methods.fitting import Inputs, over_batches
 
 
 class AlexNetEncoder:
-    """A built AlexNet as an `Encoder`; which feature it gives stands in its config."""
+    """A built AlexNet as an `Encoder`; its config says which feature it gives."""
 
     def __init__(self, network: alexnet.AlexNet, *, jit: Callable[..., Any] = jax.jit):
         self.config = network.config
@@ -30,11 +30,13 @@ class AlexNetEncoder:
         return alexnet.flops(self.config)
 
     def executed_flops(self) -> int:
-        """The same: every product that is counted runs, and no other."""
+        """See `Encoder.executed_flops`: the same, as exactly the counted products are executed."""
         return alexnet.flops(self.config)
 
     def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
-        """Features of images uint8 `[N, S, S, 3]`."""
-        return over_batches(
-            lambda read: self._features(self._state, read["images"]), Inputs(images), len(images), batch_size=batch_size
-        )
+        """See `Encoder.features`."""
+
+        def of_batch(read: dict[str, Any]) -> jax.Array:
+            return self._features(self._state, read["images"])
+
+        return over_batches(of_batch, Inputs(images), batch_size=batch_size)

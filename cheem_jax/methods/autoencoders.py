@@ -1,8 +1,8 @@
-"""Task identification by auto-encoders: an image is of the task whose own one rebuilds its features best.
+"""Task-ID inference by auto-encoders: the inferred task is the one whose auto-encoder reconstructs the features best.
 
-One per task, E -> 100 (ReLU) -> E (sigmoid), on the sigmoid of a frozen encoder's features, its error the mean square
-over the E values of one image. Aljundi, Chakravarty, Tuytelaars, "Expert Gate: Lifelong Learning with a Network of
-Experts", CVPR 2017, in the form that MoE-Adapters gave it.
+One per task, E -> 100 (ReLU) -> E (sigmoid), on the sigmoid of a frozen encoder's features; its error is the mean
+square over the E values of one image. Aljundi, Chakravarty, Tuytelaars, "Expert Gate: Lifelong Learning with a Network
+of Experts", CVPR 2017, in the form that MoE-Adapters gave it.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ class AutoEncoder(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AutoEncoderConfig:
-    """How one auto-encoder is made; defaults as in MoE-Adapters."""
+    """How one auto-encoder is trained; defaults as in MoE-Adapters."""
 
     hidden: int = 100
-    """Width of the middle."""
+    """Width of the hidden layer."""
     iterations: int = 300
     """Steps of Adam per task."""
     learning_rate: float = 0.01
-    """Adam's rate at the start; a tenth of it after every `decay_every` epochs."""
+    """Adam's rate at the start; divided by ten after every `decay_every` epochs."""
     decay_every: int = 10
     """Epochs at one rate."""
     batch_size: int = 64
@@ -57,7 +57,7 @@ class AutoEncoderConfig:
 
 
 class AutoEncoders:
-    """The programs that fit and compare auto-encoders of one width; whose they are is the caller's to know."""
+    """The compiled functions that fit and compare auto-encoders of one width; the caller keeps what is learned."""
 
     def __init__(self, width: int, config: AutoEncoderConfig, *, jit: Callable[..., Any] = jax.jit):
         self.width, self.config = width, config
@@ -79,14 +79,15 @@ class AutoEncoders:
     def fit(
         self, init_key: jax.Array, order_key: jax.Array, features: Float[np.ndarray, "N E"], advance: Advance
     ) -> tuple[AutoEncoder, list[float]]:
-        """A task's auto-encoder and its mean error by epoch, the last of which may not be whole.
+        """A task's auto-encoder, and its mean error per epoch, of which the last may be partial.
 
-        Raises FloatingPointError where the error is no finite number.
+        Raises FloatingPointError for a non-finite error.
         """
         config, num = self.config, len(features)
         steps, note = num_batches(num, config.batch_size), ""
         (learned, moments), losses = self._begin(init_key), list[float]()
         for epoch in range(-(-config.iterations // steps)):
+            # MoE-Adapters' step schedule; the fit ends after `iterations` steps, also within an epoch
             rate = np.float32(config.learning_rate * 0.1 ** (epoch // config.decay_every))
             order = order_at(key_at(order_key, epoch), num)
             left, running = config.iterations - epoch * steps, []
@@ -100,26 +101,26 @@ class AutoEncoders:
             losses.append(float(np.mean(jax.device_get(running))))
             if not math.isfinite(losses[-1]):
                 raise FloatingPointError(
-                    f"an auto-encoder's error became no finite number in epoch {epoch + 1}; are the router's features "
-                    f"finite? Else try a rate below {config.learning_rate}"
+                    f"non-finite error of an auto-encoder in epoch {epoch + 1}; check that the router's features are "
+                    f"finite, or set a learning rate below {config.learning_rate}"
                 )
         return learned, losses
 
     def images(self, num: int) -> int:
-        """Images that a fit on `num` of them works through."""
+        """Images that a fit on `num` of them reads in all its iterations."""
         epochs, rest = divmod(self.config.iterations, num_batches(num, self.config.batch_size))
         return epochs * num + min(rest * self.config.batch_size, num)
 
     def route(
         self, features: Float[np.ndarray, "N E"], learned: Sequence[AutoEncoder], *, batch_size: int
     ) -> Int[np.ndarray, "N"]:
-        """The task of each image: that of the lowest error, ties to the lowest task."""
+        """The task of each image: that of the lowest error (ties: the lowest task)."""
 
         def of_all(read: dict[str, Any]) -> Float[np.ndarray, "B T"]:
             values = jnp.asarray(read["features"])
             return np.stack([np.asarray(self._errors(one, values)) for one in learned], axis=1)
 
-        found = over_batches(of_all, Inputs(features=features), len(features), batch_size=batch_size)
+        found = over_batches(of_all, Inputs(features=features), batch_size=batch_size)
         return found.argmin(axis=1).astype(np.int32)
 
 
@@ -132,20 +133,20 @@ def init_autoencoder(key: jax.Array, width: int, hidden: int) -> AutoEncoder:
 
 
 def errors(learned: AutoEncoder, features: Float[Array, "B E"]) -> Float[Array, "B"]:
-    """Mean square of what an auto-encoder leaves of each image's features."""
-    # float32 products on every device: errors of two tasks may lie close together
+    """Mean squared reconstruction error of each image's features."""
+    # float32 products on every device, because errors of two tasks may be close
     product = functools.partial(jnp.matmul, precision="highest")
     inputs = jax.nn.sigmoid(features)
     hidden = jax.nn.relu(product(inputs, learned.down) + learned.down_bias)
-    rebuilt = jax.nn.sigmoid(product(hidden, learned.up) + learned.up_bias)
-    return ((rebuilt - inputs) ** 2).mean(axis=-1)
+    reconstructed = jax.nn.sigmoid(product(hidden, learned.up) + learned.up_bias)
+    return ((reconstructed - inputs) ** 2).mean(axis=-1)
 
 
 def autoencoder_params(width: int, hidden: int) -> int:
-    """Numbers that one keeps."""
+    """Parameters of one auto-encoder."""
     return 2 * width * hidden + hidden + width
 
 
 def autoencoder_flops(width: int, hidden: int) -> int:
-    """One auto-encoder for one image (2 x multiply-adds)."""
+    """FLOPs of one auto-encoder for one image (2 x multiply-adds)."""
     return 2 * 2 * width * hidden

@@ -1,4 +1,4 @@
-"""Every method by name: its settings, their presets, and the learner that they make."""
+"""Every method by name: its settings, their presets, and its learner."""
 
 import dataclasses
 import difflib
@@ -33,30 +33,31 @@ Name = Literal[
 NAMES: tuple[Name, ...] = get_args(Name)
 
 Baseline = (
-    LoraClConfig
-    | LoraFinetuneConfig
-    | SPromptsConfig
-    | L2pConfig
-    | DualPromptConfig
-    | CodaPromptConfig
-    | DikiConfig
-    | EwcConfig
-    | TunaConfig
-    | MoalConfig
-    | MoeAdaptersConfig
-    | FullFinetuneConfig
-    | FrozenLinearConfig
-)
+    LoraClConfig | LoraFinetuneConfig | SPromptsConfig | L2pConfig | DualPromptConfig | CodaPromptConfig | DikiConfig
+    | EwcConfig | TunaConfig | MoalConfig | MoeAdaptersConfig | FullFinetuneConfig | FrozenLinearConfig
+)  # fmt: skip
 MethodConfig = CheemConfig | Baseline
 
 NEED_A_ROUTER = ("cheem_lite", "moe_adapters")
-"""Methods that name the task by another network than the one that answers."""
+"""Methods that infer the task ID with another network than the one that predicts the class."""
 DEMO_BOUND: dict[str, Any] = {"epochs": 24, "learning_rates": (1e-3,)}
-"""The upper bound on the demo stream, as long as CHEEM's own fine-tuning there."""
+"""The upper bound on the demo stream, with as many epochs as CHEEM's fine-tuning there."""
+
+_WITHOUT_ROUTER: dict[type, type] = {
+    L2pConfig: L2p,
+    DualPromptConfig: DualPrompt,
+    CodaPromptConfig: CodaPrompt,
+    DikiConfig: Diki,
+    EwcConfig: Ewc,
+    TunaConfig: Tuna,
+    MoalConfig: Moal,
+    FullFinetuneConfig: FullFinetune,
+    LoraFinetuneConfig: LoraFinetune,
+}
 
 
 class Networks(NamedTuple):
-    """The backbone behind its executor, its features, and those that name the task (the same without a router)."""
+    """The backbone's executor, its features, and those that infer the task ID (the same without a router network)."""
 
     executor: Executor
     features: FrozenFeatures
@@ -64,7 +65,7 @@ class Networks(NamedTuple):
 
 
 def check_name(method: str) -> Name:
-    """The name itself; ValueError with the nearest ones for an unknown method."""
+    """The name itself; ValueError with the nearest names for an unknown method."""
     if method not in NAMES:
         near = difflib.get_close_matches(method, NAMES, n=3) or NAMES
         raise ValueError(f"unknown method {method!r}; nearest: {', '.join(near)}")
@@ -72,7 +73,10 @@ def check_name(method: str) -> Name:
 
 
 def preset_of(method: str, preset: Preset) -> MethodConfig:
-    """A method's settings: the paper's comparison, sized for a CPU, or for a few hundred small images per task."""
+    """A method's settings: as in the paper's comparison, sized for a CPU, or for a few hundred small images per task.
+
+    Raises ValueError for an unknown method.
+    """
     match check_name(method):
         case "cheem":
             return PRESETS[preset]
@@ -80,7 +84,7 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
             return CheemLiteConfig(**vars(PRESETS[preset]))
     kind = next(kind for kind in get_args(Baseline) if kind.name == method)
     match preset:
-        case "paper" | "cheem_plus":  # what is added is CHEEM's alone
+        case "paper" | "cheem_plus":  # which differ for CHEEM alone
             return kind()
         case "quick" | "quick_plus":
             return _sized(kind(), "quick")
@@ -89,7 +93,7 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
 
 
 def _sized(config: Any, preset: Literal["quick", "demo"]) -> Any:
-    """A baseline's defaults, which are the paper's, with epochs, rate and batches near those of CHEEM's preset."""
+    """A baseline's defaults, which are the paper's, with epochs, rate and batch size near those of CHEEM's preset."""
     epochs, rate, batch_size = {"quick": (8, 1e-3, 32), "demo": (16, 2e-3, 32)}[preset]
     changes: dict[str, Any] = {"batch_size": batch_size}
     match config:
@@ -103,7 +107,7 @@ def _sized(config: Any, preset: Literal["quick", "demo"]) -> Any:
         case LoraClConfig():
             changes["rank"] = 16
         case EwcConfig():
-            # half as long, for what the choice of a penalty costs
+            # half as long, because selecting a penalty costs as much again
             changes["fit"] = dataclasses.replace(config.fit, epochs=epochs // 2, learning_rate=rate / 20)
             changes["penalties"] = (10.0, 1e3, 1e5)
         case MoalConfig():
@@ -114,52 +118,33 @@ def _sized(config: Any, preset: Literal["quick", "demo"]) -> Any:
 def make(
     config: MethodConfig, networks: Networks, keys: Keys, num_tasks: int, base_means: np.ndarray | None = None
 ) -> Method:
-    """The learner of these settings. `num_tasks` is told to methods that divide their prompts beforehand.
+    """The learner of these settings.
 
-    `base_means` are those of `Cheem`. Raises ValueError where the backbone cannot hold what the settings ask for.
+    `num_tasks` is the stream's, for methods that divide their prompts beforehand; `base_means` are those of `Cheem`.
+    Raises ValueError if the backbone cannot hold what the settings ask for, or if the router network does not fit.
     """
     executor, features, router_features = networks
-    # what lies on the way through the backbone is no other network's either
+    # earlier tokens of the same backbone are no other network's features either
     shared = router_features is features or (router_features.of(executor) and not router_features.ends(executor))
     if config.name in NEED_A_ROUTER and shared:
         raise ValueError(
-            f"{config.name} names tasks with another network than the one that answers; give it one: --router "
+            f"{config.name} infers the task ID with another network than the one that predicts; give it one: --router "
             "deit_tiny, --router alexnet --router-weights FILE, or --router vit_nano"
         )
-    # from the most special on: LoraFinetuneConfig is a LoraClConfig too
+    # subclasses first: LoraFinetuneConfig is a LoraClConfig too
     match config:
         case CheemLiteConfig():
             return CheemLite(executor, config, keys, base_means, router_features)
         case CheemConfig():
             return Cheem(executor, config, keys, base_means, router_features)
-        case LoraFinetuneConfig():
-            kind = LoraFinetune
-        case LoraClConfig():
+        case LoraClConfig() if not isinstance(config, LoraFinetuneConfig):
             return LoraCl(executor, router_features, config, keys, num_tasks)
         case SPromptsConfig():
             return SPrompts(executor, router_features, config, keys, num_tasks)
-        case L2pConfig():
-            kind = L2p
-        case DualPromptConfig():
-            kind = DualPrompt
-        case CodaPromptConfig():
-            kind = CodaPrompt
-        case DikiConfig():
-            kind = Diki
-        case EwcConfig():
-            kind = Ewc
-        case TunaConfig():
-            kind = Tuna
-        case MoalConfig():
-            kind = Moal
-        case FullFinetuneConfig():
-            kind = FullFinetune
         case MoeAdaptersConfig():
             return MoeAdapters(executor, features, config, keys, num_tasks, router_features=router_features)
         case FrozenLinearConfig():
             return FrozenLinear(keys, features, router_features, config.router)
     if not shared:
-        raise ValueError(
-            f"{config.name} names no task by a router, so --router has no meaning for it; leave it out"
-        )  # fmt: skip
-    return cast(Any, kind)(executor, features, config, keys, num_tasks)
+        raise ValueError(f"{config.name} infers no task ID with a router, so it takes no --router; leave it out")
+    return cast(Any, _WITHOUT_ROUTER[type(config)])(executor, features, config, keys, num_tasks)

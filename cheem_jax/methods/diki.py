@@ -1,9 +1,9 @@
-"""DIKI: learned keys and values in a softmax of their own beside a block's attention; a Gaussian per task names it.
+"""DIKI: learned keys and values with a separate softmax next to a block's attention; a Gaussian per task as router.
 
-Values start at zero, so a task starts exactly at the pretrained network, and what it learns is added to attention
-instead of taking part in its softmax. The task of an image is the one whose full Gaussian of frozen, normalised
-features gives it the largest density. Tang et al., "Mind the Interference: Retaining Pre-trained Knowledge in Parameter
-Efficient Continual Learning of Vision-Language Models", ECCV 2024, without its text tower.
+Values start at zero, so a task starts exactly at the pretrained network. The learned prefix is added to attention
+instead of taking part in its softmax. The inferred task of an image is the one whose full Gaussian of frozen,
+normalised features gives it the largest density. Tang et al., "Mind the Interference: Retaining Pre-trained Knowledge
+in Parameter Efficient Continual Learning of Vision-Language Models", ECCV 2024, without its text tower.
 """
 
 import dataclasses
@@ -24,9 +24,10 @@ from cheem_jax.backbone.vit import SidePrefix, ViT
 from cheem_jax.data.task import Task
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor
-from cheem_jax.flops import backbone_flops, executed_backbone_flops, executed_halves, prefix_flops
+from cheem_jax.flops import executed_halves, prefix_flops
 from cheem_jax.images import Images
 from cheem_jax.keys import Keys
+from cheem_jax.methods.costs import plain_flops
 from cheem_jax.methods.fitting import Inputs, over_batches
 from cheem_jax.methods.l2p import check_layers
 from cheem_jax.methods.method import FrozenFeatures, Running
@@ -44,13 +45,13 @@ class DikiConfig:
     """Pairs of a key and a value per block."""
     layers: Literal["last3", "first8"] | tuple[int, ...] = "last3"
     """Blocks with prefixes: the last three reproduce the paper's FLOPs, the first eight are the official code's; or
-    any, by number. What comes before the first of them runs once for router and answer."""
+    any, by number. The blocks before the first of them run once for router and prediction."""
     mix: Literal["one", "confidence"] = "one"
-    """Weight of the prefixes in answering: 1 as in training, or a sigmoid of the image's log-density, which lets images
-    that no task expects fall back to the pretrained network."""
+    """Weight of the prefixes in prediction: 1 as in training, or a sigmoid of the image's log-density; then images far
+    from every task fall back to the pretrained network."""
     cov_shrinkage: float | Literal["ledoit_wolf"] = 0.0
-    """Share of a multiple of the identity, as large on average, in each covariance; with fewer images than dimensions
-    a Gaussian without any names hardly an unseen image as its own (official: 0)."""
+    """Share in each covariance of the identity, scaled to the same mean variance. With fewer images than dimensions
+    and a share of 0, the official value, a Gaussian recognises hardly any unseen image of its task."""
     jitter: float = 1e-7
     """Added to the diagonal of every covariance."""
     fit: FitConfig = FitConfig(epochs=20)
@@ -73,8 +74,8 @@ class Diki(OwnPrompts):
 
     def __init__(self, executor: Executor, features: FrozenFeatures, config: DikiConfig, keys: Keys, num_tasks: int):
         if not features.of(executor):
-            raise ValueError("diki names the task within the pass that answers; give it its own backbone's features")
-        self.config, self.num_tasks = config, num_tasks
+            raise ValueError("diki infers the task ID within its own pass; give it the features of its own backbone")
+        self.config = config
         self.layers = layers_of(config.layers, executor.config.depth)
         super().__init__(executor, features, config, keys)
 
@@ -97,8 +98,8 @@ class Diki(OwnPrompts):
         if not few or self.config.cov_shrinkage:
             return []
         return [
-            f"no more training images than the {width} dimensions of a Gaussian, so in some directions only the jitter "
-            f"{self.config.jitter:g} is left of its covariance, and the router may fail; cov_shrinkage helps: "
+            f"at most as many training images as the {width} dimensions of a Gaussian, so some directions have no "
+            f"variance but the jitter {self.config.jitter:g} and the router may fail; set cov_shrinkage: "
             f"{', '.join(few)}"
         ]
 
@@ -114,7 +115,6 @@ class Diki(OwnPrompts):
     def prompted(
         self, vit: ViT, tokens: Float[Array, "B N D"], prompts: Mapping[str, Float[Array, "B ..."]], weight: Array
     ) -> Float[Array, "B D"]:
-        """See `OwnPrompts.prompted`."""
         prefixes = {
             layer: SidePrefix(prompts["keys"][:, place], prompts["values"][:, place], weight)
             for place, layer in enumerate(self.layers)
@@ -122,12 +122,12 @@ class Diki(OwnPrompts):
         return vit.features(vit.run_blocks(tokens, begin=self.layers[0], prefixes=prefixes))
 
     def inputs(self, task: Task, running: Running) -> Inputs:
-        """See `OwnPrompts.inputs`: the tokens that no prompt changes, where they fit; else the images."""
+        """See `OwnPrompts.inputs`: the tokens before the first prefix if they fit into the budget, else the images."""
         images, num, vit = task.train.images, len(task.train.labels), self.executor.config
         if 4 * num * vit.num_tokens * vit.width > self.executor.budget:
             return Inputs(images)
         kept = np.empty((num, vit.num_tokens, vit.width), np.float32)
-        pieces = list(batches(np.arange(num), self.batch_size))
+        pieces = list(batches(np.arange(num), self.config.batch_size))
         coming = self.executor.layout.read(images, [piece.rows for piece in pieces])
         with running.phase("keep", num) as advance:
             for piece, read in zip(pieces, coming, strict=True):
@@ -136,22 +136,22 @@ class Diki(OwnPrompts):
         return Inputs(tokens=kept)
 
     def fit_router(self, features: Float[np.ndarray, "N E"], number: int) -> dict[str, np.ndarray]:
-        """See `OwnPrompts.fit_router`."""
         gaussian = fit_gaussian(features, shrinkage=self.config.cov_shrinkage, jitter=self.config.jitter)
         rows, columns = np.tril_indices(len(gaussian.mean))
         return {"mean": gaussian.mean, "factor": gaussian.factor[rows, columns]}
 
     def run(
-        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray], *, name_tasks: bool
+        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray], *, infer: bool
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-        """See `OwnPrompts.run`: one pass to the first prefix, and from there once without and once with prefixes."""
-        leaves, stack, num, confident = self.executor.leaves, self.stack(), len(images), self.config.mix == "confidence"
+        """See `OwnPrompts.run`: one pass to the first prefix; from there on one without and one with prefixes."""
+        leaves, stack, confident = self.executor.leaves, self.stack(), self.config.mix == "confidence"
         gaussians = [gaussian_of(task) for task in self.tasks]
 
         def answer(read: dict[str, Any]) -> tuple[Any, Any]:
             size = len(read["images"])
             chosen, weight = read.get("task"), np.ones(size, np.float32)
-            if name_tasks or confident:
+            # the pass up to the first prefix is shared by the router and the prediction
+            if infer or confident:
                 tokens, features = self._tokens_and_features(leaves, read["images"])
                 features = hosts.fetch(features)
                 densities = np.stack([log_density(features, gaussian) for gaussian in gaussians], axis=1)
@@ -163,10 +163,8 @@ class Diki(OwnPrompts):
                 tokens, used = self._tokens(leaves, read["images"]), chosen
             return chosen, self._answer(leaves, stack, {"tokens": tokens, "task": used, "weight": weight})
 
-        told = {} if given is None else {"task": given}
-        return over_batches(
-            answer, Inputs(images, **told), num, batch_size=self.batch_size, layout=self.executor.layout
-        )
+        inputs = Inputs(images) if given is None else Inputs(images, task=given)
+        return over_batches(answer, inputs, batch_size=self.config.batch_size, layout=self.executor.layout)
 
     def router_numbers(self, num_images: int) -> int:
         """See `OwnPrompts.router_numbers`: a mean and the triangle of a covariance."""
@@ -174,32 +172,32 @@ class Diki(OwnPrompts):
         return width + width * (width + 1) // 2
 
     def more_report(self, features: Float[np.ndarray, "N E"], task: PromptedTask) -> dict[str, Any]:
-        """Mean log-density of the task's own training images per dimension, of which `confidence` takes the sigmoid."""
+        """Mean log-density per dimension of the task's training images, of which `confidence` takes the sigmoid."""
         mean = float(log_density(features, gaussian_of(task)).mean())
         return {"log_density_per_dimension": mean / features.shape[1], "layers": list(self.layers)}
 
     def flops(self, num_classes: int) -> dict[str, int]:
-        """See `OwnPrompts.flops`. One pass, and the blocks from the first prefix on once more.
+        """See `OwnPrompts.flops`: one pass, and the blocks from the first prefix on a second time.
 
-        `flops_as_printed` counts attention products in those blocks alone: with the last three it is the paper's row.
+        `flops_as_printed` counts attention products in those blocks alone, which gives the paper's row for `last3`.
         """
-        vit, first = self.executor.config, self.layers[0]
-        again = range(first, vit.depth)
+        vit = self.executor.config
+        plain, again = plain_flops(vit, num_classes), range(self.layers[0], vit.depth)
         linear = 2 * vit.num_tokens * (4 * vit.width**2 + 2 * vit.width * vit.mlp_width) * len(again)
         attention = 4 * vit.num_tokens**2 * vit.width * len(again)
         prefixes = prefix_flops(vit, self.config.length, len(self.layers))
         executed = sum(sum(executed_halves(vit, last=block == vit.depth - 1)) for block in again)
         router = len(self.tasks) * vit.width**2  # a triangular system per task
         return {
-            "flops_method": backbone_flops(vit) + linear,
-            "flops_explicit": backbone_flops(vit, count_attention=True) + linear + attention + prefixes,
-            "flops_as_printed": backbone_flops(vit) + linear + attention + prefixes,
-            "flops_executed": executed_backbone_flops(vit) + executed + prefixes + router + 2 * vit.width * num_classes,
+            "flops_method": plain["flops_method"] + linear,
+            "flops_explicit": plain["flops_explicit"] + linear + attention + prefixes,
+            "flops_as_printed": plain["flops_method"] + linear + attention + prefixes,
+            "flops_executed": plain["flops_executed"] + executed + prefixes + router,
         }
 
 
 class Gaussian(NamedTuple):
-    """A full Gaussian by the Cholesky factor of its covariance, lower triangle."""
+    """A full Gaussian, by the lower Cholesky factor of its covariance."""
 
     mean: Float64[np.ndarray, "D"]
     factor: Float64[np.ndarray, "D D"]
@@ -208,19 +206,23 @@ class Gaussian(NamedTuple):
 def fit_gaussian(
     features: Float[np.ndarray, "N D"], *, shrinkage: float | Literal["ledoit_wolf"] = 0.0, jitter: float = 1e-7
 ) -> Gaussian:
-    """Mean and sample covariance of normalised features in float64, shrunk towards a multiple of the identity."""
+    """Mean and sample covariance of normalised features in float64, shrunk towards a multiple of the identity.
+
+    `shrinkage` is that multiple's share, `jitter` is added to the diagonal. Raises ValueError if it is singular.
+    """
     points = normalise(features.astype(np.float64))
     mean, width = points.mean(axis=0), points.shape[1]
     covariance = (points - mean).T @ (points - mean) / max(len(points) - 1, 1)
     if shrinkage == "ledoit_wolf":
         shrinkage = float(ledoit_wolf_shrinkage(points)) if len(points) > 1 else 0.0
     level = float(np.trace(covariance)) / width
+    # (1 - s) C + (s tr(C) / D + jitter) I, invertible with fewer images than dimensions too
     covariance = (1 - shrinkage) * covariance + (shrinkage * level + jitter) * np.eye(width)
     try:
         return Gaussian(mean, np.linalg.cholesky(covariance))
     except np.linalg.LinAlgError as error:
         raise ValueError(
-            f"the covariance of {len(points)} images in {width} dimensions is singular with the jitter {jitter:g}; try "
+            f"the covariance of {len(points)} images in {width} dimensions is singular with the jitter {jitter:g}; set "
             "a larger jitter, or cov_shrinkage"
         ) from error
 
@@ -242,12 +244,12 @@ def log_density(features: Float[np.ndarray, "N D"], gaussian: Gaussian) -> Float
 
 
 def mixing_weight(log_densities: Float64[np.ndarray, "N"], width: int) -> Float[np.ndarray, "N"]:
-    """sigmoid(log-density / D - 1); the official code's divisor is its feature's width, 512."""
+    """sigmoid(log-density / D - 1); the official code divides by 512, the width of its features."""
     return expit(log_densities / width - 1).astype(np.float32)
 
 
 def layers_of(layers: Literal["last3", "first8"] | tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """Blocks with prefixes, in order; ValueError for those that the backbone does not have."""
+    """The blocks with prefixes, in order; ValueError for blocks that the backbone does not have."""
     if layers == "last3":
         layers = tuple(range(depth - 3, depth))
     elif layers == "first8":

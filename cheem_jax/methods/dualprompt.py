@@ -1,9 +1,9 @@
-"""DualPrompt: a general prompt that all tasks share, and an expert prompt per task, found by the nearest task key.
+"""DualPrompt: a general prompt that all tasks share, and an expert prompt per task, selected by the nearest task key.
 
 Blocks 0 and 1 get the general prompt, blocks 2 to 4 the expert one, each as keys and values of the attention. Training
-uses the running task's own slot and pulls its key to the images' features; an answer takes, per image and block, the
-slot whose key is nearest. Expert slots stay as learned, the general prompt does not. Wang et al., "DualPrompt:
-Complementary Prompting for Rehearsal-Free Continual Learning", ECCV 2022, in the form of the CODA-Prompt code.
+uses the current task's slot and pulls its key to the images' features; prediction takes, per image and block, the slot
+with the nearest key. Expert slots stay as learned, the general prompt does not. Wang et al., "DualPrompt: Complementary
+Prompting for Rehearsal-Free Continual Learning", ECCV 2022, in the form of the CODA-Prompt code.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from cheem_jax.flops import prefix_flops
 from cheem_jax.keys import Keys
 from cheem_jax.methods.l2p import check_layers
 from cheem_jax.methods.method import FrozenFeatures
-from cheem_jax.methods.prompting import Attached, Prompting, Prompts, cosine, halves
+from cheem_jax.methods.prompting import Attached, PromptFlops, Prompting, Prompts, cosine, halves
 from cheem_jax.training import FitConfig, check_batch_size
 
 
@@ -48,7 +48,7 @@ class DualPromptConfig:
     copy_previous: bool = False
     """A task begins with the expert prompt of the task before, as originally."""
     key_weight: float = 1.0
-    """Weight of the key loss; under Adam its scale decides nothing, as keys have no other gradient."""
+    """Weight of the key loss; Adam cancels its scale, as keys have no other gradient."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
     batch_size: int = 128
 
@@ -83,7 +83,7 @@ class DualPrompt(Prompting):
         return []
 
     def open(self, root: Path) -> None:
-        """See `Prompting.open`; the slots are those that were learned with, however many tasks are told now."""
+        """See `Method.open`; the number of slots is that of training, whatever the number of tasks is now."""
         super().open(root)
         if self.prompts:
             self.pool = self.prompts["expert"].shape[1]
@@ -96,7 +96,7 @@ class DualPrompt(Prompting):
             )
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """What was drawn once, or the slot with a copy of the task's before."""
+        """See `Prompting.begin_task`: prompts sampled once; optionally a slot starts as a copy of the one before."""
         self._check_slot(index)
         if prompts:
             if not self.config.copy_previous:
@@ -111,13 +111,16 @@ class DualPrompt(Prompting):
         }
         if config.general_layers:
             shapes["general"] = (len(config.general_layers), config.general_length, width)
-        drawn = zip(shapes.items(), jax.random.split(key, len(shapes)), strict=True)
-        return {name: jax.random.uniform(name_key, shape, maxval=high) for (name, shape), name_key in drawn}
+        keys = jax.random.split(key, len(shapes))
+        return {
+            name: jax.random.uniform(own, shape, maxval=high)
+            for (name, shape), own in zip(shapes.items(), keys, strict=True)
+        }
 
     def attach(
         self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], weights: Float[Array, "B"] | None
     ) -> Attached:
-        """The general prompt, and the running task's slot in training or the nearest learned one in answering."""
+        """See `Prompting.attach`: the general prompt, and the task's slot (training) or the nearest one."""
         config, key_loss, found = self.config, jnp.zeros(len(query)), {}
         for place, layer in enumerate(config.general_layers):
             general = prompts["general"][place]
@@ -133,31 +136,22 @@ class DualPrompt(Prompting):
             found[layer] = halves(prompts["expert"][place][slot])
         return Attached(found, config.key_weight * key_loss)
 
-    def num_learned(self, index: int) -> int:
-        """See `Prompting.num_learned`: the general prompt and one slot with its keys."""
+    def num_params(self, index: int) -> tuple[int, int]:
+        """See `Prompting.num_params`: the general prompt, which the first task adds, and a slot with its keys."""
         general = self.prompts["general"].size if "general" in self.prompts else 0
-        return general + self._slot_size()
+        slot = (self.prompts["expert"].size + self.prompts["keys"].size) // self.pool
+        return general + slot, slot + (general if index == 0 else 0)
 
-    def num_added(self, index: int) -> int:
-        """See `Prompting.num_added`; the general prompt comes with the first task."""
-        return self.num_learned(index) if index == 0 else self._slot_size()
-
-    def _slot_size(self) -> int:
-        return (self.prompts["expert"].size + self.prompts["keys"].size) // self.pool
-
-    def prompt_flops(self) -> int:
-        """See `Prompting.prompt_flops`."""
+    def prompt_flops(self) -> PromptFlops:
+        """See `Prompting.prompt_flops`: both prompts, and cosines to all keys."""
         config, vit = self.config, self.executor.config
         general = prefix_flops(vit, config.general_length // 2, len(config.general_layers))
-        return general + prefix_flops(vit, config.expert_length // 2, len(config.expert_layers))
-
-    def choice_flops(self) -> int:
-        """See `Prompting.choice_flops`: cosines with all keys."""
-        tables = 1 if self.config.shared_keys else len(self.config.expert_layers)
-        return 2 * tables * self.pool * self.executor.config.width
+        expert = prefix_flops(vit, config.expert_length // 2, len(config.expert_layers))
+        tables = 1 if config.shared_keys else len(config.expert_layers)
+        return PromptFlops(general + expert, 2 * tables * self.pool * vit.width)
 
     def more_report(self, query: Float[np.ndarray, "N D"], index: int) -> dict[str, Any]:
-        """How the task's training images would be spread over the slots so far, block by block, were it not told."""
+        """See `Prompting.more_report`: shares of the task's training images by inferred slot, per block."""
         spread = []
         for keys in np.asarray(self.prompts["keys"])[:, : index + 1]:
             near = query @ (keys / np.linalg.norm(keys, axis=1, keepdims=True)).T
@@ -166,6 +160,6 @@ class DualPrompt(Prompting):
 
 
 def nearest_slot(query: Float[Array, "B D"], keys: Float[Array, "S D"], last: Int[Array, ""]) -> Int[Array, "B"]:
-    """The slot up to `last` whose key has the largest cosine; slots of tasks to come hold only a random start."""
+    """The slot up to `last` whose key has the largest cosine; later slots are still random."""
     near = cosine(query[:, None], keys)
     return jnp.where(jnp.arange(len(keys)) <= last, near, -jnp.inf).argmax(axis=1)

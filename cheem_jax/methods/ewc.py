@@ -1,12 +1,13 @@
-"""EWC: the whole backbone goes on learning, and what earlier tasks needed is held back by a quadratic penalty.
+"""EWC: the whole backbone trains on every task, under a quadratic penalty on weights that earlier tasks need.
 
-The diagonal Fisher information of a finished task says how much each weight matters to it; learning the next one pays
-for moving such weights away from where they were. One network and one head answer for all classes, and nothing names
-the task. Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", PNAS 2017, with the one running
-Fisher of online EWC: Schwarz et al., "Progress & Compress: A scalable framework for continual learning", ICML 2018.
+The diagonal Fisher information of a finished task says how much each weight matters to it; the loss of the next task
+penalises moving such weights. One network and one head predict for all classes, without task-ID inference. Kirkpatrick
+et al., "Overcoming catastrophic forgetting in neural networks", PNAS 2017, with the one running Fisher of online EWC:
+Schwarz et al., "Progress & Compress: A scalable framework for continual learning", ICML 2018.
 """
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,16 +19,16 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from cheem_jax.checkpoint import load_task, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.inference import Inferred
 from cheem_jax.execution.passes import Advance
-from cheem_jax.flops import backbone_flops, backbone_params, executed_backbone_flops
+from cheem_jax.flops import backbone_params
 from cheem_jax.images import Images
 from cheem_jax.keys import Keys, Phase, order_at
-from cheem_jax.methods.fitting import Batch, Fitter, Fitting, Inputs, left, numbered, over_batches, unnumbered
+from cheem_jax.methods.costs import params_report, plain_flops
+from cheem_jax.methods.fitting import FitBatch, Fitter, Fitting, Inputs, left, numbered, over_batches, unnumbered
 from cheem_jax.methods.heads import (
     FAR,
     Classes,
@@ -41,14 +42,27 @@ from cheem_jax.methods.heads import (
     with_columns,
 )
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
+from cheem_jax.methods.saving import restore_last, save_and_restore
 from cheem_jax.pool import Head
 from cheem_jax.rolling import Saved
 from cheem_jax.training import FitConfig, check_batch_size
 
 TUNED_ON = 3
-"""Tasks of the stream on which the penalty's strength is chosen."""
+"""Tasks of the stream on which the penalty's strength is selected."""
 GRADIENT_BYTES = 2**30
-"""Room for the gradients of a chunk of images, one backbone each."""
+"""Budget for the gradients of a chunk of images, each of which has the backbone's size."""
+
+
+class Noise(enum.IntEnum):
+    """What `Phase.METHOD_NOISE` samples; the number is part of the key, so members are only ever appended."""
+
+    TRAINING = 0
+    LABELS = 1
+    """Labels of the Fisher information, from the network's softmax."""
+    IMAGES = 2
+    """The images that the Fisher information is estimated on."""
+    BATCHES = 3
+    """Their order, where gradients are averaged over batches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +72,14 @@ class EwcConfig:
     name: ClassVar[str] = "ewc"
     penalties: tuple[float, ...] = (1.0, 10.0, 100.0, 1e3, 1e4, 1e5)
     """Strengths of the penalty. Of several, the one with the best average validation accuracy over the stream's first
-    three tasks is kept, the class being chosen among those of all three; one alone is taken as it is."""
+    three tasks is selected, where a prediction is the argmax over the classes of all three."""
     gamma: float = 1.0
-    """What is left of the running Fisher information when a task's own is added to it."""
+    """Factor of the running Fisher information when a task's is added to it."""
     fisher: Literal["sampled", "empirical", "batch"] = "sampled"
-    """Squared gradients per image of labels that the network draws itself, or of the true ones; `batch` squares the
-    mean gradient of a batch, a frequent mistake that makes them smaller by up to the batch size."""
+    """Squared gradients per image, of labels sampled from the network's softmax or of the true ones; `batch` squares
+    the mean gradient of a batch, a frequent mistake that makes them smaller by up to the batch size."""
     fisher_images: int = 0
-    """Training images, drawn once per task, that the Fisher information is estimated on; 0: all of them."""
+    """Training images, sampled once per task, that the Fisher information is estimated on; 0: all."""
     head_learning_rate: float = 1e-3
     """Rate of the head at the start; `fit.learning_rate` is the backbone's."""
     fit: FitConfig = FitConfig(epochs=20, learning_rate=5e-5)
@@ -74,7 +88,7 @@ class EwcConfig:
     def __post_init__(self) -> None:
         check_batch_size(self.batch_size)
         if not self.penalties or not all(0 <= penalty < float("inf") for penalty in self.penalties):
-            raise ValueError(f"penalties are {self.penalties}; expected one or more finite numbers, 0 or more")
+            raise ValueError(f"penalties are {self.penalties}; expected at least one, all finite and at least 0")
         if not 0 <= self.gamma <= 1:
             raise ValueError(f"gamma is {self.gamma}; expected 0 (only the last task's Fisher) to 1 (all tasks' sum)")
         if self.fisher_images < 0:
@@ -83,8 +97,8 @@ class EwcConfig:
             raise ValueError(f"head_learning_rate is {self.head_learning_rate}; expected a positive number")
 
 
-class Known(NamedTuple):
-    """What EWC keeps between tasks: weights of the backbone, their Fisher information (0 at the start), the head."""
+class EwcState(NamedTuple):
+    """What EWC stores between tasks: the backbone's weights, their Fisher information (0 at the start), the head."""
 
     leaves: list[jax.Array]
     fisher: list[jax.Array]
@@ -98,11 +112,10 @@ class Ewc:
 
     def __init__(self, executor: Executor, features: FrozenFeatures, config: EwcConfig, keys: Keys, num_tasks: int):
         self.executor, self.config, self.keys = executor, config, keys
-        self.fit, self.batch_size = config.fit, config.batch_size
-        self.known: Known | None = None
+        self.known: EwcState | None = None
         self.classes = Classes()
         self.penalty = config.penalties[0] if len(config.penalties) == 1 else None
-        """The strength in use; None before it is chosen."""
+        """The strength in use; None before it is selected."""
         self._first: list[Task] = []
         num_params = sum(leaf.size for leaf in executor.leaves)
         per_image = max(1, min(32, GRADIENT_BYTES // (4 * num_params)))
@@ -112,10 +125,11 @@ class Ewc:
         def logits(leaves, head, images):
             return head_logits(head, executor.vit_of(leaves)(images))
 
-        def loss(learned, fixed, batch: Batch):
+        def loss(learned, fixed, batch: FitBatch):
             (leaves, head), (known, fisher, strength, num) = learned, fixed
             found = logits(leaves, head, batch.inputs["images"])
             local = local_cross_entropy(found, batch.labels, batch.weights, 0, num)
+            # CE + lambda / 2 * sum F (theta - theta*)^2 (Kirkpatrick et al., eq. 3), F and theta* of online EWC
             return local + 0.5 * strength * moved(leaves, known, fisher)
 
         @functools.partial(executor.jit, donate_argnums=0)
@@ -130,6 +144,7 @@ class Ewc:
                     label = jax.random.categorical(jax.random.fold_in(key, row), own)
                 return -local_cross_entropy(found, label[None], jnp.ones(1), 0, num)
 
+            # the Fisher information is a mean of squares, not the square of a mean, which is far smaller
             if config.fisher == "batch":
                 new = jax.tree.map(lambda g: weights.sum() * g * g, jax.grad(of_batch)(leaves))
             else:
@@ -149,85 +164,81 @@ class Ewc:
         if num == 1:
             return []
         if len(tasks) == 1:
-            return [f"a single task needs no penalty, so the {num} given are not compared"]
+            return [f"a single task needs no penalty, so the {num} penalties are not compared"]
         names = ", ".join(task.name for task in self._first[1:])
-        return [f"learns {names} {num} times beforehand, to choose among {num} penalties on validation images"]
+        return [f"learns {names} {num} times beforehand, to select one of {num} penalties on the validation split"]
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Train backbone and head under the penalty, then add the task's Fisher information."""
-        index, num, seen = len(self.classes), len(task.classes), int(self.classes.first[-1])
-        penalties, several = self.config.penalties, len(self.config.penalties) > 1
-        tunes = index == 0 and several
+        index, num, seen = len(self.classes), len(task.classes), self.classes.num
+        penalties, vit = self.config.penalties, self.executor.config
+        tunes = index == 0 and len(penalties) > 1
         if tunes and [shown.name for shown in self._first[:1]] != [task.name]:
             raise ValueError(
-                f"ewc has {len(penalties)} penalties to choose from on a stream's first tasks, but was not shown a "
-                f"stream that begins with {task.name!r}: call check(tasks) first, or give one penalty"
+                f"ewc selects one of {len(penalties)} penalties on a stream's first tasks, but knows no stream that "
+                f"starts with {task.name!r}: call check(tasks) first, or give one penalty"
             )
         if tunes and len(self._first) == 1:
-            tunes, self.penalty = False, penalties[0]
-        clock = Clock(running.saved.meta["seconds"] if running.saved else None)
-        tried = np.full(len(penalties), np.nan)
+            tunes, self.penalty = False, self.config.penalties[0]
+        clock, tried = Clock.of(running), np.full(len(penalties), np.nan)
         if running.saved and "tried" in running.saved.arrays:
             tried = np.array(running.saved.arrays["tried"], np.float64)
         before = self._before()
         fitting = self._begun(before, index, seen, num, running.saved)
 
         def state() -> Saved:
-            return Saved({**fitting.arrays(), "tried": tried}, {**fitting.meta(), "seconds": clock.so_far()})
+            return fitting.saved(clock, tried=tried)
 
-        total = left(fitting, self.fit, len(task.train.labels), self.batch_size)
+        total = left(fitting, self.config.fit, len(task.train.labels), self.config.batch_size)
+        strength = 0.0 if index == 0 else self.penalty
         with clock("train"), running.phase("train", total, state) as advance:
-            self._train(fitting, before, index, task, 0.0 if index == 0 else self.penalty, advance)
+            self._train(fitting, before, task, index=index, strength=strength, advance=advance)
         with clock("fisher"), running.phase("fisher", self._num_fisher(task), state) as advance:
-            known = self._known(before, fitting, index, task, seen, advance)
+            leaves, head = fitting.learned
+            fisher = self.add_fisher(before.fisher, leaves, head, task, index=index, advance=advance)
+        known = EwcState(leaves, fisher, self._head_with(before, head, index, seen, num))
         if tunes:
             with clock("penalty"):
                 self._tune(known, tried, running, state)
             self.penalty = penalties[int(tried.argmax())]
         self.known = known
         self.classes.add(task.name, task.classes)
-        vit, width = self.executor.config, self.executor.config.width
-        params, head_params = backbone_params(vit), (width + 1) * num
+        backbone, head = backbone_params(vit), (vit.width + 1) * num
+        # the weights replace the pretrained ones; their Fisher information is stored with the first task
+        stored = (backbone if index == 0 else 0) + head
         return {
             "name": task.name,
             "penalty": self.penalty,
             **({"penalty_accuracies": dict(zip(map(str, penalties), tried.tolist(), strict=True))} if tunes else {}),
-            "flops_method": backbone_flops(vit),
-            "flops_explicit": backbone_flops(vit, count_attention=True),
-            "flops_executed": executed_backbone_flops(vit) + 2 * width * (seen + num),
-            "params_added_percent": 0.0,
-            "params_learned": params + head_params,
-            # the weights take the place of the pretrained ones; their Fisher information is kept beside them
-            "params_stored": (params if index == 0 else 0) + head_params,
-            "losses": fitting.state.losses,
-            "skipped_steps": fitting.state.skipped,
-            "seconds": clock.seconds,
+            **plain_flops(vit, seen + num),
+            **params_report(vit, added=0, learned=backbone + head, stored=stored),
+            **fitting.report(clock),
         }
 
     def bytes_needed(self, task: Task) -> int:
-        """Weights, Fisher information and head; in a rolling checkpoint and its successor with both moments."""
+        """See `Method.bytes_needed`: weights, Fisher information, head; two rolling checkpoints with Adam's moments."""
         params = sum(leaf.size for leaf in self.executor.leaves)
-        head = (self.executor.config.width + 1) * 2 * (int(self.classes.first[-1]) + len(task.classes))
+        head = (self.executor.config.width + 1) * 2 * (self.classes.num + len(task.classes))
         return 4 * (2 * params + head + 2 * 3 * (params + head))
 
     def add_fisher(
-        self, fisher: list[jax.Array], leaves: list[jax.Array], head: Head, index: int, task: Task, advance: Advance
+        self, fisher: list[jax.Array], leaves: list[jax.Array], head: Head, task: Task, *, index: int, advance: Advance
     ) -> list[jax.Array]:
-        """The running Fisher information with that of task `index`, whose own head is given."""
+        """The running Fisher information plus that of task `index`; `head` contains the task's columns alone."""
         labels, batched = task.train.labels, self.config.fisher == "batch"
         rows = np.arange(len(labels))
         if 0 < self.config.fisher_images < len(labels):
-            order = order_at(self.keys.at(index, Phase.METHOD_NOISE, 2), len(labels))
+            order = order_at(self.keys.at(index, Phase.METHOD_NOISE, Noise.IMAGES), len(labels))
             rows = np.sort(order[: self.config.fisher_images])
         if batched:
-            # as in training: neighbours may be of one class
-            rows = rows[order_at(self.keys.at(index, Phase.METHOD_NOISE, 3), len(rows))]
-        key = self.keys.at(index, Phase.METHOD_NOISE, 1)
+            # shuffled as in training, because neighbours may be of one class
+            rows = rows[order_at(self.keys.at(index, Phase.METHOD_NOISE, Noise.BATCHES), len(rows))]
+        key = self.keys.at(index, Phase.METHOD_NOISE, Noise.LABELS)
         pieces = list(batches(rows, self.chunk))
         read = Inputs(task.train.images).follow([piece.rows for piece in pieces])
         sums = self._scaled(fisher, np.float32(self.config.gamma))
         for piece, inputs in zip(pieces, read, strict=True):
-            # each image counts alike, or each batch as a whole by its number of images
+            # each image has the same weight, and a batch as a whole the number of its images
             weights = piece.mask / np.float32(len(rows))
             sums = self._add_fisher(
                 sums, leaves, head, inputs["images"], labels[piece.rows], weights, piece.rows.astype(np.int32), key,
@@ -236,47 +247,50 @@ class Ewc:
             advance(piece.size)
         return jax.block_until_ready(sums)
 
-    def _before(self) -> Known:
+    def _before(self) -> EwcState:
         if self.known is not None:
             return self.known
         leaves = list(self.executor.leaves)
-        return Known(leaves, self._scaled(leaves, np.float32(0)), None)
+        return EwcState(leaves, self._scaled(leaves, np.float32(0)), None)
 
-    def _begun(self, before: Known, index: int, seen: int, num: int, saved: Saved | None = None) -> Fitting:
+    def _begun(self, before: EwcState, index: int, seen: int, num: int, saved: Saved | None = None) -> Fitting:
         return self._fitter.begun((before.leaves, columns(self._grown(before, index, seen, num), seen, num)), saved)
 
-    def _grown(self, before: Known, index: int, seen: int, num: int) -> Head:
+    def _grown(self, before: EwcState, index: int, seen: int, num: int) -> Head:
         key = self.keys.at(index, Phase.METHOD_INIT)
         return grow_head(key, before.head, self.executor.config.width, seen, num)
 
+    def _head_with(self, before: EwcState, own: Head, index: int, seen: int, num: int) -> Head:
+        return with_columns(self._grown(before, index, seen, num), own, seen, num)
+
     def _train(
-        self, fitting: Fitting, before: Known, index: int, task: Task, strength: float | None, advance: Advance
+        self, fitting: Fitting, before: EwcState, task: Task, *, index: int, strength: float | None, advance: Advance
     ) -> None:
         assert strength is not None
         fixed = (before.leaves, before.fisher, np.float32(strength), np.int32(len(task.classes)))
         self._fitter.run(
-            fitting, fixed, task.train.labels, Inputs(task.train.images), self.fit, batch_size=self.batch_size,
-            order_key=self.keys.at(index, Phase.METHOD_ORDER), noise_key=self.keys.at(index, Phase.METHOD_NOISE, 0),
+            fitting,
+            fixed,
+            task.train.labels,
+            Inputs(task.train.images),
+            self.config.fit,
+            batch_size=self.config.batch_size,
+            order_key=self.keys.at(index, Phase.METHOD_ORDER),
+            noise_key=self.keys.at(index, Phase.METHOD_NOISE, Noise.TRAINING),
             advance=advance,
-        )  # fmt: skip
-
-    def _known(self, before: Known, fitting: Fitting, index: int, task: Task, seen: int, advance: Advance) -> Known:
-        """What is kept after a task: its weights, and its Fisher information beside that of those before."""
-        (leaves, head), grown = fitting.learned, self._grown(before, index, seen, len(task.classes))
-        fisher = self.add_fisher(before.fisher, leaves, head, index, task, advance)
-        return Known(leaves, fisher, with_columns(grown, head, seen, len(task.classes)))
+        )
 
     def _num_fisher(self, task: Task) -> int:
         num = len(task.train.labels)
         return min(num, self.config.fisher_images) if self.config.fisher_images else num
 
-    def _tune(self, begun: Known, tried: np.ndarray, running: Running, state: Callable[[], Saved]) -> None:
-        """Fill in the validation accuracy that each penalty not tried yet leads to.
+    def _tune(self, begun: EwcState, tried: np.ndarray, running: Running, state: Callable[[], Saved]) -> None:
+        """Fill in the validation accuracy of each penalty that was not tried yet.
 
-        The first task knows no penalty, so all go on from it, with the draws that the stream itself will use.
+        The first task has no penalty, so all start from its state, with the keys that the stream itself will use.
         """
         tasks, todo = self._first, np.flatnonzero(np.isnan(tried))
-        training = sum(self.fit.epochs * len(task.train.labels) for task in tasks[1:])
+        training = sum(self.config.fit.epochs * len(task.train.labels) for task in tasks[1:])
         fishers, validation = sum(map(self._num_fisher, tasks[1:-1])), sum(len(task.val.labels) for task in tasks)
         with running.phase("penalty", len(todo) * (training + fishers + validation), state) as advance:
             for place in todo:
@@ -286,21 +300,20 @@ class Ewc:
                     tried[place] = -1.0
         if tried.max() < 0:
             raise FloatingPointError(
-                f"ewc: training broke down on the first {len(tasks)} tasks with each of the penalties "
-                f"{self.config.penalties}; try a learning rate below {self.fit.learning_rate}"
+                f"ewc: non-finite losses on the first {len(tasks)} tasks with each of the penalties "
+                f"{self.config.penalties}; set a learning rate below {self.config.fit.learning_rate}"
             )
 
-    def _accuracy_with(self, strength: float, known: Known, tasks: Sequence[Task], advance: Advance) -> float:
+    def _accuracy_with(self, strength: float, known: EwcState, tasks: Sequence[Task], advance: Advance) -> float:
         first = np.cumsum([0, *(len(task.classes) for task in tasks)])
         for index, task in enumerate(tasks[1:], 1):
-            seen = int(first[index])
-            fitting = self._begun(known, index, seen, len(task.classes))
-            self._train(fitting, known, index, task, strength, advance)
-            if index + 1 < len(tasks):
-                known = self._known(known, fitting, index, task, seen, advance)
-            else:
-                (leaves, head), grown = fitting.learned, self._grown(known, index, seen, len(task.classes))
-                known = Known(leaves, known.fisher, with_columns(grown, head, seen, len(task.classes)))
+            seen, num = int(first[index]), len(task.classes)
+            fitting = self._begun(known, index, seen, num)
+            self._train(fitting, known, task, index=index, strength=strength, advance=advance)
+            (leaves, head), fisher = fitting.learned, known.fisher
+            if index + 1 < len(tasks):  # no task follows the last one, so nothing needs its Fisher information
+                fisher = self.add_fisher(fisher, leaves, head, task, index=index, advance=advance)
+            known = EwcState(leaves, fisher, self._head_with(known, head, index, seen, num))
         accuracies = []
         for index, task in enumerate(tasks):
             logits = self._logits(known, task.val.images, advance)[:, : first[-1]]
@@ -308,23 +321,17 @@ class Ewc:
             accuracies.append(right.mean())
         return float(np.mean(accuracies))
 
-    def _logits(self, known: Known | None, images: Images, advance: Advance | None = None) -> Float[np.ndarray, "N P"]:
-        assert known is not None
-
+    def _logits(self, known: EwcState, images: Images, advance: Advance | None = None) -> Float[np.ndarray, "N P"]:
         def answer(read: dict[str, Any]) -> jax.Array:
             return self._answer(known.leaves, known.head, read["images"])
 
         return over_batches(
-            answer,
-            Inputs(images),
-            len(images),
-            batch_size=self.batch_size,
-            advance=advance,
-            layout=self.executor.layout,
+            answer, Inputs(images), batch_size=self.config.batch_size, advance=advance, layout=self.executor.layout
         )
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
         """Logits of all classes so far, padded, for each image."""
+        assert self.known is not None
         return self._logits(self.known, images)
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
@@ -337,34 +344,27 @@ class Ewc:
         return self.classes.answers(self.logits(task.test.images), index)
 
     def save(self, root: Path) -> None:
-        """Save weights, Fisher information and head, which every task changes, and go on with what is read back."""
+        """See `Method.save`: weights, Fisher information and head, which every task changes."""
         assert self.known is not None and self.known.head is not None
         arrays = {
             "backbone": numbered(self.known.leaves),
             "fisher": numbered(self.known.fisher),
-            "head": cut(self.known.head, int(self.classes.first[-1]))._asdict(),
+            "head": cut(self.known.head, self.classes.num)._asdict(),
         }
-        name, classes = self.classes.names[-1], list(self.classes.classes[-1])
-        directory = task_directory(root, len(self.classes) - 1, name)
-        save_task(directory, arrays, {"name": name, "classes": classes, "penalty": self.penalty})
-        self._restore(directory, *load_task(directory))
+        self.known = save_and_restore(root, self.classes.last, arrays, self._restored, penalty=self.penalty)
 
     def open(self, root: Path) -> None:
-        """Replace the state by what the last task saved; of earlier ones only the classes count."""
-        directories = saved_tasks(root)
-        self.known, self.classes = None, saved_classes(directories)
-        if directories:
-            self._restore(directories[-1], *load_task(directories[-1]))
+        """See `Method.open`: the last task's state; earlier checkpoints give their classes alone."""
+        self.classes, self.known = saved_classes(root), restore_last(root, self._restored)
 
-    def _restore(self, directory: Path, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        with named(directory):
-            like, self.penalty = self.executor.leaves, meta["penalty"]
-            weights, fisher = unnumbered(like, arrays["backbone"]), unnumbered(like, arrays["fisher"])
-            self.known = Known(weights, fisher, padded(Head(**arrays["head"])))
+    def _restored(self, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> EwcState:
+        like, self.penalty = self.executor.leaves, meta["penalty"]
+        weights, fisher = unnumbered(like, arrays["backbone"]), unnumbered(like, arrays["fisher"])
+        return EwcState(weights, fisher, padded(Head(**arrays["head"])))
 
 
 def moved(leaves: Sequence[Array], known: Sequence[Array], fisher: Sequence[Array]) -> Float[Array, ""]:
-    """How far weights have moved, squared and each weighted by its Fisher information."""
+    """Sum over all weights of F (theta - theta*)^2: how far each moved, weighted by its Fisher information."""
     return sum(
         ((f * (leaf - star) ** 2).sum() for leaf, star, f in zip(leaves, known, fisher, strict=True)), jnp.zeros(())
     )
@@ -373,16 +373,16 @@ def moved(leaves: Sequence[Array], known: Sequence[Array], fisher: Sequence[Arra
 def squared_gradients(
     log_likelihood: Callable[..., jax.Array], params: Any, weights: Float[Array, "B"], *examples: Array
 ) -> Any:
-    """Weighted sum over images of the squared gradient of `log_likelihood(params, *example)`, each image's by itself.
+    """Weighted sum over images of the squared gradient of `log_likelihood(params, *example)`, one gradient per image.
 
-    The mean over images estimates the diagonal of the Fisher information where the labels are drawn by the model.
+    The mean over images estimates the Fisher information's diagonal if the labels are sampled from the model.
     """
     grads = jax.vmap(jax.grad(log_likelihood), (None, *[0] * len(examples)))(params, *examples)
     return jax.tree.map(lambda g: (weights.reshape(-1, *[1] * (g.ndim - 1)) * g * g).sum(axis=0), grads)
 
 
 def _optimizer(config: EwcConfig) -> optax.GradientTransformation:
-    """Adam, with a rate of its own for the head."""
+    """Adam with a separate rate for the head."""
     ratio = config.head_learning_rate / config.fit.learning_rate
 
     def scale(updates, params):

@@ -20,9 +20,9 @@ from cheem_jax.methods.heads import padded
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, base_network, check_given, check_router
 from cheem_jax.ops import Expert
 from cheem_jax.pool import DenseExperts, Head, Memory, Pool, StoredExpert, TaskMemory
-from cheem_jax.routing.config import Place, RouterConfig
+from cheem_jax.routing.config import RouterConfig, TaskStatistics
 from cheem_jax.routing.routers import Router, make_router
-from cheem_jax.routing.statistics import fit_place, num_kept
+from cheem_jax.routing.statistics import fit_statistics, num_kept
 from cheem_jax.saved_memory import open_memory, save_memory_task, with_task
 
 
@@ -51,10 +51,10 @@ class ExpertMemory:
         means: np.ndarray, seed: int, clock: Clock,
     ) -> None:  # fmt: skip
         """Go on with a pool that has grown, and one task more, which the router gets to know unless it is told."""
-        before, place = self.memory, Place(np.zeros((1, 1), np.float32))
+        before, place = self.memory, TaskStatistics(np.zeros((1, 1), np.float32))
         if not self.told:
             with clock("router"):
-                place = fit_place(self.features(task, "train"), task.train.labels, self.router, seed=seed)
+                place = fit_statistics(self.features(task, "train"), task.train.labels, self.router, seed=seed)
         learned = TaskMemory(
             task.name, task.classes, architecture, experts, head, means, place.centroids, moments=place.moments
         )  # fmt: skip

@@ -1,10 +1,11 @@
 """Gradient training of any pytree: what prompts, adapters and whole backbones have in common.
 
 A method gives the loss of a batch as a pure function of what is learned, what is frozen and the batch; one compiled
-step serves every task. Keys and data order follow from the step, so a fit that goes on ends as an unbroken one.
+step serves every task. Keys and data order follow from the step, so a resumed fit ends as an uninterrupted one.
 """
 
 import dataclasses
+import enum
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,8 @@ from cheem_jax.execution.layout import ONE, Layout
 from cheem_jax.execution.parts import side_by_side
 from cheem_jax.execution.passes import Advance
 from cheem_jax.images import Images
-from cheem_jax.keys import key_at, order_at
+from cheem_jax.keys import Keys, Phase, key_at, order_at
+from cheem_jax.methods.method import Clock, Running
 from cheem_jax.rolling import Saved
 from cheem_jax.training import NOTE_EVERY, FitConfig, FitState, finish_epoch, images_left, learning_rate_at
 
@@ -32,15 +34,25 @@ T = TypeVar("T")
 
 
 WORKING_SET = 5 * 2**19
-"""As for an executor's parts, but half of it: a whole network keeps more beside the widest activations."""
+"""Bytes per part of a batch: half of an executor's, as a whole network keeps more than its widest activations."""
+
+
+class Init(enum.IntEnum):
+    """What `Phase.METHOD_INIT` initialises; the number is part of the key, so members are only ever appended."""
+
+    LEARNED = 0
+    """Prompts, adapters or experts."""
+    HEAD = 1
+    EXTRA = 2
+    """MoAL's random projection, MoE-Adapters' auto-encoder."""
 
 
 def whole(batch_size: int, working_set: int) -> int:
-    """A batch in one part."""
+    """The rows of a batch that is computed in one part."""
     return batch_size
 
 
-class Batch(NamedTuple):
+class FitBatch(NamedTuple):
     """What one step learns from; `weights` sum to 1 and are 0 for padding, `inputs` are arrays `[B, ...]` by name."""
 
     inputs: dict[str, Any]
@@ -50,52 +62,71 @@ class Batch(NamedTuple):
 
 
 @runtime_checkable
-class Loss(Protocol):
-    """Loss of one batch, a pure function: what is learned, what is not, the batch."""
+class FitSettings(Protocol):
+    """The settings that every method with gradient training has."""
 
-    def __call__(self, learned: Any, fixed: Any, batch: Batch, /) -> jax.Array: ...
+    @property
+    def fit(self) -> FitConfig: ...
+    @property
+    def batch_size(self) -> int: ...
+
+
+Loss = Callable[[Any, Any, FitBatch], jax.Array]
+"""Loss of one batch, a pure function of what is learned, what is fixed, and the batch."""
 
 
 class Inputs:
-    """Images of a data set with other arrays of one row per image, such as the features that query prompts."""
+    """Images of a data set, and other arrays with one row per image, such as the features that query prompts."""
 
-    def __init__(self, images: Images | None = None, **beside: np.ndarray):
-        self.images, self.beside = images, beside
+    def __init__(self, images: Images | None = None, **others: np.ndarray):
+        self.images, self.others = images, others
+
+    def __len__(self) -> int:
+        """Images."""
+        return len(next(iter(self.others.values())) if self.images is None else self.images)
 
     def follow(self, order: Sequence[np.ndarray], layout: Layout = ONE) -> Iterator[dict[str, Any]]:
-        """The inputs of each of these rows in turn, read ahead where that pays."""
-        pictures = itertools.repeat(None) if self.images is None else layout.read(self.images, order)
-        for rows, images in zip(order, pictures, strict=False):
-            found = {name: layout.rows(values[rows]) for name, values in self.beside.items()}
+        """The inputs of each array of rows in turn; images are read ahead."""
+        read = itertools.repeat(None) if self.images is None else layout.read(self.images, order)
+        for rows, images in zip(order, read, strict=False):
+            found = {name: layout.rows(values[rows]) for name, values in self.others.items()}
             yield found if images is None else {"images": images, **found}
 
 
 @dataclasses.dataclass
 class Fitting:
-    """What is learned, the optimizer's state and how far they have come."""
+    """What is learned, the optimizer's state, and the progress of both."""
 
     learned: Any
     moments: Any
     state: FitState = dataclasses.field(default_factory=FitState)
 
     def arrays(self) -> dict[str, Any]:
-        """Everything as arrays by name, for a rolling checkpoint."""
+        """The arrays of a rolling checkpoint, by name."""
         found: dict[str, Any] = {"fitting": numbered((self.learned, self.moments))}
         if self.state.running:
             found["running"] = np.array(jax.device_get(self.state.running), np.float64)
         return found
 
     def meta(self) -> dict[str, Any]:
-        """The rest of it as JSON values."""
+        """The JSON values of a rolling checkpoint."""
         return {"step": self.state.step, "losses": self.state.losses, "skipped": self.state.skipped}
+
+    def saved(self, clock: Clock, **more: Any) -> Saved:
+        """A rolling checkpoint of this fit, with `more` arrays of the method."""
+        return Saved({**self.arrays(), **more}, {**self.meta(), "seconds": clock.so_far()})
+
+    def report(self, clock: Clock) -> dict[str, Any]:
+        """A finished fit's part of its task's report."""
+        return {"losses": self.state.losses, "skipped_steps": self.state.skipped, "seconds": clock.seconds}
 
 
 class Fitter:
-    """The compiled step of one loss. `optimizer` gives directions at the rate 1, as `optax.scale_by_adam()`.
+    """The compiled step of one loss.
 
-    `layout` divides each batch over devices. `rows` is `Executor.rows` of who computes the loss: on a CPU a batch is
-    then computed in parts, side by side. Only for a loss that is a weighted sum over images, each by itself and without
-    noise: parts then add up.
+    `optimizer` gives updates for the learning rate 1 (default: `optax.scale_by_adam()`); `jit` compiles; `layout`
+    divides each batch over devices. `rows` gives the rows of a part, as `Executor.rows`: a CPU computes the parts of a
+    batch in parallel. It is only for a loss without noise that is a weighted sum over images, so that parts add up.
     """
 
     def __init__(
@@ -115,7 +146,7 @@ class Fitter:
             updates, next_moments = adam.update(grads, moments, learned)
             rates = jax.tree.broadcast(rate, learned)
             stepped = jax.tree.map(lambda p, u, r: p - r * u, learned, updates, rates)
-            # a step without a finite loss and gradient must not reach any parameter
+            # a non-finite loss or gradient must not reach any parameter
             learned, moments = jax.tree.map(
                 lambda new, old: jnp.where(jnp.isfinite(value), new, old), (stepped, next_moments), (learned, moments)
             )
@@ -127,7 +158,7 @@ class Fitter:
 
         @jit
         def begin(learned):
-            # fresh buffers: the step donates them
+            # fresh buffers, because the step donates them
             learned = jax.tree.map(jnp.copy, learned)
             return learned, adam.init(learned)
 
@@ -135,7 +166,7 @@ class Fitter:
         self._gradient, self._update = jit(gradient), jit(update, donate_argnums=(0, 1))
 
     def begun(self, learned: Any, saved: Saved | None = None) -> Fitting:
-        """A fit from `learned` on, or as far as an earlier process brought it."""
+        """A fit that starts from `learned`, or that resumes from a rolling checkpoint."""
         learned = self.layout.everywhere(jax.tree.map(jnp.asarray, learned))
         fitting = Fitting(*self._begin(learned))
         if saved is not None:
@@ -163,8 +194,9 @@ class Fitter:
     ) -> None:
         """Train in place to the last epoch; `fitting` is up to date whenever `advance` is called.
 
-        `scale` multiplies the rate, for all that is learned or, as a tree, for parts of it.
-        Raises FloatingPointError where a loss or gradient is non-finite; no such step reaches a parameter.
+        `fixed` is passed to the loss; `labels` and `inputs` have one row per image. `scale` multiplies the learning
+        rate, as one number or as a pytree over what is learned. Raises FloatingPointError for a non-finite loss or
+        gradient, unless `config` skips such steps; they reach no parameter.
         """
         state, steps = fitting.state, num_batches(len(labels), batch_size)
         note = ""
@@ -186,7 +218,7 @@ class Fitter:
                     finish_epoch(state, config, [piece.size for piece in pieces], rates)
                 advance(size, note)
 
-    def _stepped(self, fitting: Fitting, rate: Any, fixed: Any, batch: Batch) -> tuple[Any, Any, jax.Array]:
+    def _stepped(self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch) -> tuple[Any, Any, jax.Array]:
         size = len(batch.labels)
         rows = self.rows(size, WORKING_SET)
         if rows == size:
@@ -195,17 +227,17 @@ class Fitter:
         found = functools.reduce(add, side_by_side(lambda part: self._gradient(fitting.learned, fixed, part), parts))
         return self._update(fitting.learned, fitting.moments, rate, *found)
 
-    def _batches(self, inputs: Inputs, labels: np.ndarray, pieces: Sequence[Rows]) -> Iterator[tuple[Batch, int]]:
+    def _batches(self, inputs: Inputs, labels: np.ndarray, pieces: Sequence[Rows]) -> Iterator[tuple[FitBatch, int]]:
         layout = self.layout
         read = inputs.follow([piece.rows for piece in pieces], layout)
         for piece, found in zip(pieces, read, strict=True):
             own, weights = layout.rows(labels[piece.rows]), layout.weights(piece.mask / piece.mask.sum())
-            yield Batch(found, own, weights, np.zeros(())), piece.size  # pyright: ignore[reportArgumentType]
+            yield FitBatch(found, own, weights, np.zeros(())), piece.size  # pyright: ignore[reportArgumentType]
 
 
-def _part(batch: Batch, part: slice) -> Batch:
+def _part(batch: FitBatch, part: slice) -> FitBatch:
     inputs = {name: values[part] for name, values in batch.inputs.items()}
-    return Batch(inputs, batch.labels[part], batch.weights[part], batch.key)
+    return FitBatch(inputs, batch.labels[part], batch.weights[part], batch.key)
 
 
 def _scaled(scale: Any, rate: float) -> Any:
@@ -213,23 +245,66 @@ def _scaled(scale: Any, rate: float) -> Any:
 
 
 def left(fitting: Fitting, config: FitConfig, num_images: int, batch_size: int) -> int:
-    """Images that a fit still works through."""
+    """Images that a fit still has to train on, counted once per epoch."""
     return images_left(fitting.state, config, num_images, batch_size)
+
+
+def train_task(
+    fitter: Fitter,
+    fitting: Fitting,
+    fixed: Any,
+    labels: Int[np.ndarray, "N"],
+    inputs: Inputs,
+    *,
+    config: FitSettings,
+    keys: Keys,
+    number: int,
+    running: Running,
+    clock: Clock,
+    state: Callable[[], Saved] | None = None,
+    after_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Train a task in place to the last epoch, as its phase `train`.
+
+    `number` is the task's among the keys. `state` gives the rolling checkpoint (default: the fit alone), `after_step`
+    runs after each step, before its checkpoint. Raises as `Fitter.run`.
+    """
+    total = left(fitting, config.fit, len(labels), config.batch_size)
+    state = functools.partial(fitting.saved, clock) if state is None else state
+    with clock("train"), running.phase("train", total, state) as advance:
+
+        def advanced(num_images: int, note: str = "", /) -> None:
+            after_step()
+            advance(num_images, note)
+
+        fitter.run(
+            fitting,
+            fixed,
+            labels,
+            inputs,
+            config.fit,
+            batch_size=config.batch_size,
+            order_key=keys.at(number, Phase.METHOD_ORDER),
+            noise_key=keys.at(number, Phase.METHOD_NOISE),
+            advance=advanced,
+        )
 
 
 def over_batches(
     function: Callable[[dict[str, Any]], Any],
     inputs: Inputs,
-    num: int,
     *,
     batch_size: int,
     advance: Advance | None = None,
     layout: Layout = ONE,
 ) -> Any:
-    """What a compiled function gives for all rows, computed in batches of one shape; a pytree of arrays `[N, ...]`."""
-    if num == 0:
-        raise ValueError("there are no images to answer; expected at least one")
-    pieces = list(batches(np.arange(num), batch_size))
+    """What a compiled function gives for all inputs, computed in batches of one shape: a pytree of arrays `[N, ...]`.
+
+    Raises ValueError if there are no images.
+    """
+    if not len(inputs):
+        raise ValueError("there are no images to predict; expected at least 1")
+    pieces = list(batches(np.arange(len(inputs)), batch_size))
     found = []
     for piece, read in zip(pieces, inputs.follow([piece.rows for piece in pieces], layout), strict=True):
         part = hosts.fetch(function(read))
@@ -240,7 +315,7 @@ def over_batches(
 
 
 def numbered(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by number, as a checkpoint keeps them."""
+    """The leaves of a pytree by number, as checkpoints store them."""
     return {f"{number:04d}": leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
 
 

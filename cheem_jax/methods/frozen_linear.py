@@ -1,7 +1,7 @@
-"""The yardstick: a linear head per task on the frozen features, with CHEEM's router.
+"""The lower reference: a linear head per task on frozen features, with CHEEM's router.
 
-Ridge regression on one-hot labels (scikit-learn's RidgeClassifier), its penalty chosen per task on the validation
-split. Whatever a method learns in the backbone has to beat this.
+Ridge regression on one-hot labels (scikit-learn's RidgeClassifier), its penalty selected per task on the validation
+split. Learning in the backbone is worth its cost only if it is more accurate than this.
 """
 
 import dataclasses
@@ -14,24 +14,25 @@ from jaxtyping import Float, Int
 from sklearn.linear_model import RidgeClassifier
 from sklearn.preprocessing import StandardScaler
 
-from cheem_jax.checkpoint import load_task, load_tasks, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
 from cheem_jax.execution.inference import Inferred
 from cheem_jax.keys import Keys, Phase
 from cheem_jax.methods.heads import classes_by_task
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given, check_router
+from cheem_jax.methods.saving import restore_all, save_and_restore
 from cheem_jax.pool import Head
-from cheem_jax.routing.config import Place, RouterConfig
+from cheem_jax.routing.config import RouterConfig, TaskStatistics
 from cheem_jax.routing.routers import Router, make_router
-from cheem_jax.routing.statistics import fit_place, num_kept
+from cheem_jax.routing.statistics import fit_statistics, num_kept
 from cheem_jax.training import check_batch_size
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
+"""Ridge penalties to select from."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenLinearConfig:
-    """The yardstick has hardly any."""
+    """Settings of the frozen-feature reference."""
 
     name: ClassVar[str] = "frozen_linear"
     router: RouterConfig = RouterConfig()
@@ -42,17 +43,17 @@ class FrozenLinearConfig:
 
 
 class LinearTask(NamedTuple):
-    """A task's head on raw features, and what names it."""
+    """A task's head on raw features, and the router's statistics."""
 
     name: str
     classes: tuple[str, ...]
     weight: Float[np.ndarray, "D C"]
     bias: Float[np.ndarray, "C"]
-    place: Place
+    statistics: TaskStatistics
 
 
 class FrozenLinear:
-    """Ridge heads on frozen features; the task is found by the same centroids as CHEEM's."""
+    """Ridge heads on frozen features; the task ID is inferred as in CHEEM."""
 
     name = "frozen_linear"
 
@@ -67,7 +68,7 @@ class FrozenLinear:
         return []
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """Fit the head and what names the task."""
+        """Fit the task's head, then the router's statistics."""
         clock = Clock()
         with clock("head"):
             weight, bias, penalty = fit_head(
@@ -75,8 +76,9 @@ class FrozenLinear:
             )
         with clock("router"):
             seed = self.keys.seed_at(len(self.tasks), Phase.CENTROIDS)
-            place = fit_place(self.router_features(task, "train"), task.train.labels, self.router, seed=seed)
-        self.tasks.append(LinearTask(task.name, task.classes, weight, bias, place))
+            features = self.router_features(task, "train")
+            statistics = fit_statistics(features, task.train.labels, self.router, seed=seed)
+        self.tasks.append(LinearTask(task.name, task.classes, weight, bias, statistics))
         shared = self.features is self.router_features
         encoders = [self.features.encoder] if shared else [self.features.encoder, self.router_features.encoder]
         head = weight.size + bias.size
@@ -88,64 +90,61 @@ class FrozenLinear:
             "flops_executed": sum(encoder.executed_flops() for encoder in encoders) + 2 * weight.size,
             "params_added_percent": 0.0,
             "params_learned": head,
-            "params_stored": head + place.centroids.size + sum(values.size for values in place.moments.values()),
+            "params_stored": head + statistics.centroids.size + sum(part.size for part in statistics.moments.values()),
             "seconds": clock.seconds,
         }
 
     def bytes_needed(self, task: Task) -> int:
-        """Head and what names the task."""
+        """See `Method.bytes_needed`: the head and the router's statistics."""
         head = (self.features.encoder.width + 1) * len(task.classes)
         return 4 * (head + num_kept(self.router, self.router_features.encoder.width, len(task.classes)))
 
     def answers(self, index: int, task: Task) -> Answers:
-        """Answers to a learned task's test images."""
+        """See `Method.answers`."""
         learned = self.tasks[index]
         local = (self.features(task, "test") @ learned.weight + learned.bias).argmax(axis=1).astype(np.int32)
         return Answers(local, self.index.route(self.router_features(task, "test")), local)
 
     @property
     def index(self) -> Router:
-        """What names a task, of all tasks."""
-        return self._index.follow([task.place for task in self.tasks])
+        """The router of all tasks."""
+        return self._index.follow([task.statistics for task in self.tasks])
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
         check_given(self.name, len(self.tasks), tasks)
         features = self.features.compute(images)
         if tasks is None:
-            named = features if self.features is self.router_features else self.router_features.compute(images)
-            tasks = self.index.route(named)
+            same = self.features is self.router_features
+            tasks = self.index.route(features if same else self.router_features.compute(images))
         heads = [Head(t.weight, t.bias) for t in self.tasks]  # pyright: ignore[reportArgumentType]
         return Inferred(np.asarray(tasks, np.int32), classes_by_task(features, heads, tasks))
 
     def save(self, root: Path) -> None:
-        """Save what the last task added, and go on with what is read back."""
+        """See `Method.save`."""
         index, task = len(self.tasks) - 1, self.tasks[-1]
-        arrays: dict[str, Any] = {"weight": task.weight, "bias": task.bias, "centroids": task.place.centroids}
-        if task.place.moments:
-            arrays["moments"] = dict(task.place.moments)
-        meta = {"name": task.name, "classes": list(task.classes)}
-        directory = task_directory(root, index, task.name)
-        save_task(directory, arrays, meta)
-        self.tasks[-1] = _task_of(directory, *load_task(directory))
+        arrays: dict[str, Any] = {"weight": task.weight, "bias": task.bias, "centroids": task.statistics.centroids}
+        if task.statistics.moments:
+            arrays["moments"] = dict(task.statistics.moments)
+        self.tasks[-1] = save_and_restore(root, (index, task.name, task.classes), arrays, _restored)
 
     def open(self, root: Path) -> None:
-        """Replace the state by what is saved."""
-        directories = saved_tasks(root)
-        read = zip(directories, load_tasks(directories), strict=True)
-        self.tasks = [_task_of(directory, arrays, meta) for directory, (arrays, meta) in read]
+        """See `Method.open`."""
+        self.tasks = restore_all(root, _restored)
 
 
-def _task_of(directory: Path, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> LinearTask:
-    with named(directory):
-        place = Place(arrays["centroids"], arrays.get("moments", {}))
-        return LinearTask(meta["name"], tuple(meta["classes"]), arrays["weight"], arrays["bias"], place)
+def _restored(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> LinearTask:
+    statistics = TaskStatistics(arrays["centroids"], arrays.get("moments", {}))
+    return LinearTask(meta["name"], tuple(meta["classes"]), arrays["weight"], arrays["bias"], statistics)
 
 
 def fit_head(
     train: Float[np.ndarray, "N D"], labels: np.ndarray, val: Float[np.ndarray, "M D"], val_labels: np.ndarray
 ) -> tuple[Float[np.ndarray, "D C"], Float[np.ndarray, "C"], float]:
-    """Weight and bias of the ridge head that is best on the validation split, and its penalty (ties: the largest)."""
+    """Weight and bias of the ridge head that is the most accurate on the validation split, and its penalty.
+
+    Ties go to the largest penalty. The head takes raw features: their standardisation is folded into it.
+    """
     scaler = StandardScaler().fit(train)
 
     def accuracy(penalty: float) -> float:
@@ -156,10 +155,9 @@ def fit_head(
     ridge = RidgeClassifier(alpha=penalty).fit(scaler.transform(train), labels)
     coefficients, intercept = np.atleast_2d(ridge.coef_), np.atleast_1d(ridge.intercept_)
     if len(coefficients) == 1:  # scikit-learn keeps one row for two classes
-        coefficients, intercept = (
-            np.concatenate([-coefficients, coefficients]),
-            np.concatenate([-intercept, intercept]),
-        )
+        coefficients = np.concatenate([-coefficients, coefficients])
+        intercept = np.concatenate([-intercept, intercept])
+    # w.(x - m) / s + b = (w / s).x + (b - (w / s).m)
     weight = (coefficients / scaler.scale_).T
     bias = intercept - np.asarray(scaler.mean_) @ weight
     return weight.astype(np.float32), bias.astype(np.float32), penalty

@@ -1,7 +1,7 @@
-"""The upper bound: the whole backbone fine-tuned for each task on its own, the true task given.
+"""The upper bound: the whole backbone fine-tuned for each task separately, task ID given.
 
-Nothing is shared or remembered between tasks, so this is no continual learner. Adam, no weight decay; the learning rate
-of the backbone is swept on validation (1e-3 with Adam destroys a pretrained ViT), the head has one of its own.
+Tasks share nothing, so this is no continual learner. Adam, no weight decay; the backbone's learning rate is swept on
+the validation split (1e-3 with Adam destroys a pretrained ViT), the head has a separate rate.
 """
 
 import dataclasses
@@ -14,17 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from cheem_jax.checkpoint import load_task, load_tasks, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Split, Task
 from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.inference import Inferred
 from cheem_jax.execution.passes import Advance
-from cheem_jax.flops import backbone_flops, backbone_params, executed_backbone_flops
+from cheem_jax.flops import backbone_params
 from cheem_jax.images import Images
 from cheem_jax.keys import Keys, Phase, next_power_of_two
-from cheem_jax.methods.fitting import Batch, Fitter, Fitting, Inputs, left, numbered, over_batches, unnumbered
-from cheem_jax.methods.heads import cut, head_logits, local_cross_entropy, padded
+from cheem_jax.methods.costs import params_report, plain_flops
+from cheem_jax.methods.fitting import FitBatch, Fitter, Fitting, Inputs, left, numbered, over_batches, unnumbered
+from cheem_jax.methods.heads import FAR, cut, head_logits, local_cross_entropy, padded
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
+from cheem_jax.methods.saving import restore_all, save_and_restore
 from cheem_jax.pool import Head
 from cheem_jax.report.record import to_json
 from cheem_jax.rolling import Saved
@@ -40,22 +41,24 @@ class FullFinetuneConfig:
     epochs: int = 20
     """Passes over the training images."""
     learning_rates: tuple[float, ...] = (1e-5, 3e-5, 5e-5, 1e-4)
-    """Rates of the backbone tried per task; the best on the validation split is kept."""
+    """Rates of the backbone tried per task; the most accurate on the validation split is kept."""
     batch_size: int = 64
     head_learning_rate: float = 1e-3
-    """Rate of the head, which begins at random."""
+    """Rate of the head, which starts at random."""
 
     def __post_init__(self) -> None:
         if not self.learning_rates:
             raise ValueError("learning_rates is empty; the upper bound needs at least one rate")
         if not all(0 < rate < float("inf") for rate in (*self.learning_rates, self.head_learning_rate)):
-            raise ValueError(f"learning rates are {self.learning_rates}, {self.head_learning_rate}; expected positive")
+            raise ValueError(
+                f"learning rates are {self.learning_rates}, {self.head_learning_rate}; expected positive numbers"
+            )
         check_batch_size(self.batch_size)
         FitConfig(self.epochs)
 
 
 class UpperBound(NamedTuple):
-    """Accuracies in [0, 1] at the chosen rate."""
+    """Accuracies in [0, 1] at the selected learning rate."""
 
     test_accuracy: float
     val_accuracy: float
@@ -63,7 +66,7 @@ class UpperBound(NamedTuple):
 
 
 class Finetuned(NamedTuple):
-    """One task's own network: all leaves of the backbone, and the padded head."""
+    """One task's network: all leaves of the backbone, and the padded head."""
 
     name: str
     classes: tuple[str, ...]
@@ -72,7 +75,7 @@ class Finetuned(NamedTuple):
 
 
 class FullFinetune:
-    """Compiled steps of one backbone; every task starts again from the pretrained weights."""
+    """See the module; every task starts from the pretrained weights."""
 
     name = "full_finetune"
     told = True
@@ -87,18 +90,18 @@ class FullFinetune:
             leaves, head = params
             return head_logits(head, executor.vit_of(leaves)(images))
 
-        def loss(params, num, batch: Batch):
+        def loss(params, num, batch: FitBatch):
             return local_cross_entropy(logits(params, batch.inputs["images"]), batch.labels, batch.weights, 0, num)
 
         @executor.jit
         def answer(params, images, num):
             found = logits(params, images)
-            found = jnp.where(jnp.arange(found.shape[-1]) < num, found, -1e30)
-            # a rate that ended in NaN must not pass for a network that answers class 0
+            found = jnp.where(jnp.arange(found.shape[-1]) < num, found, FAR)
+            # a rate that ended in NaN must not pass for a network that predicts class 0
             return jnp.where(jnp.isfinite(found).all(axis=-1), found.argmax(axis=-1), -1)
 
         def rows(batch_size: int, working_set: int) -> int:
-            # fewer and larger parts: every one makes a gradient of all weights
+            # fewer and larger parts, because each computes a gradient of all weights
             return executor.rows(batch_size, 6 * working_set)
 
         self._fitter, self._answer = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=rows), answer
@@ -109,26 +112,23 @@ class FullFinetune:
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Fine-tune the next task and keep its network."""
-        clock = Clock(running.saved.meta["seconds"] if running.saved else None)
+        clock, vit = Clock.of(running), self.vit_config
         with clock("train"):
             bound, (leaves, head) = self._sweep(len(self.tasks), task, running, clock)
         self.tasks.append(Finetuned(task.name, task.classes, leaves, head))
-        num = backbone_params(self.vit_config) + (self.vit_config.width + 1) * len(task.classes)
+        backbone, num = backbone_params(vit), len(task.classes)
+        learned = backbone + (vit.width + 1) * num
         return {
             "name": task.name,
             "learning_rate": bound.learning_rate,
             "validation_accuracy": bound.val_accuracy,
-            "flops_method": backbone_flops(self.vit_config),
-            "flops_explicit": backbone_flops(self.vit_config, count_attention=True),
-            "flops_executed": executed_backbone_flops(self.vit_config) + 2 * self.vit_config.width * len(task.classes),
-            "params_added_percent": 100.0,
-            "params_learned": num,
-            "params_stored": num,
+            **plain_flops(vit, num),
+            **params_report(vit, added=backbone, learned=learned, stored=learned),
             "seconds": clock.seconds,
         }
 
     def bound(self, index: int, task: Task, running: Running) -> UpperBound:
-        """The bound of one task alone, its network thrown away; the test split is seen at the chosen rate only."""
+        """The bound of one task, whose network is dropped; only the selected rate is measured on the test split."""
         found, params = self._sweep(index, task, running, Clock())
         return found._replace(test_accuracy=self._accuracy(params, task.test, len(task.classes)))
 
@@ -149,15 +149,15 @@ class FullFinetune:
                     )  # fmt: skip
                     accuracy = self._accuracy(sweep.fitting.learned, task.val, len(task.classes))
                 except FloatingPointError:
-                    accuracy = 0.0  # too large a rate: what the sweep is there to find out
+                    accuracy = 0.0  # too large a rate, which is what the sweep is to find out
                 if accuracy > sweep.best.val_accuracy:
                     sweep.best, sweep.best_params = UpperBound(0.0, accuracy, rate), sweep.fitting.learned
                 sweep.rate += 1
                 sweep.fitting = self._fresh(index, task)
         if sweep.best_params is None:
             raise FloatingPointError(
-                f"full fine-tuning of task {task.name!r} got no validation image right at any of the learning rates "
-                f"{rates}; try smaller ones"
+                f"full fine-tuning of task {task.name!r} predicts no validation image right at any of the learning "
+                f"rates {rates}; set smaller ones"
             )
         return sweep.best, sweep.best_params
 
@@ -165,7 +165,7 @@ class FullFinetune:
         return FitConfig(self.config.epochs, rate)
 
     def bytes_needed(self, task: Task) -> int:
-        """Parameters, two moments and the best so far, twice."""
+        """See `Method.bytes_needed`: parameters, Adam's moments and the best so far, in two rolling checkpoints."""
         head = (self.vit_config.width + 1) * next_power_of_two(len(task.classes))
         return 4 * 4 * 2 * (sum(leaf.size for leaf in self.executor.leaves) + head)
 
@@ -177,11 +177,10 @@ class FullFinetune:
         return this + (len(config.learning_rates) - sweep.rate - 1) * config.epochs * num
 
     def _saved(self, sweep: "_Sweep", clock: Clock) -> Saved:
-        arrays = sweep.fitting.arrays()
-        if sweep.best_params is not None:
-            arrays["best"] = numbered(sweep.best_params)
-        meta = {**sweep.fitting.meta(), "rate": sweep.rate, "best": list(sweep.best), "seconds": clock.so_far()}
-        return Saved(arrays, {**meta, "config": to_json(dataclasses.asdict(self.config))})
+        best = {} if sweep.best_params is None else {"best": numbered(sweep.best_params)}
+        arrays, meta = sweep.fitting.saved(clock, **best)
+        meta |= {"rate": sweep.rate, "best": list(sweep.best), "config": to_json(dataclasses.asdict(self.config))}
+        return Saved(arrays, meta)
 
     def _fresh(self, index: int, task: Task, saved: Saved | None = None) -> Fitting:
         key = self.keys.at(index, Phase.UPPER_BOUND_INIT)
@@ -198,16 +197,18 @@ class FullFinetune:
 
     def _answers(self, params: Any, images: Images, num_classes: int) -> Int[np.ndarray, "N"]:
         num = np.int32(num_classes)
-        return over_batches(
-            lambda read: self._answer(params, read["images"], num), Inputs(images), len(images),
-            batch_size=self.config.batch_size, layout=self.executor.layout,
-        ).astype(np.int32)  # fmt: skip
+
+        def answer(read: dict[str, Any]) -> jax.Array:
+            return self._answer(params, read["images"], num)
+
+        found = over_batches(answer, Inputs(images), batch_size=self.config.batch_size, layout=self.executor.layout)
+        return found.astype(np.int32)
 
     def _accuracy(self, params: Any, split: Split, num_classes: int) -> float:
         return float((self._answers(params, split.images, num_classes) == split.labels).mean())
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """See `Method.predict`; the true tasks have to be given."""
+        """See `Method.predict`; the task IDs must be given."""
         check_given(self.name, len(self.tasks), tasks, told=True)
         assert tasks is not None
         classes = np.zeros(len(images), np.int32)
@@ -223,28 +224,23 @@ class FullFinetune:
         return Answers(found, np.full(len(found), index, np.int32), found)
 
     def save(self, root: Path) -> None:
-        """Save the last task's network, and go on with what is read back."""
-        task = self.tasks[-1]
+        """See `Method.save`."""
+        index, task = len(self.tasks) - 1, self.tasks[-1]
         arrays = {"backbone": numbered(task.leaves), "head": cut(task.head, len(task.classes))._asdict()}
-        directory = task_directory(root, len(self.tasks) - 1, task.name)
-        save_task(directory, arrays, {"name": task.name, "classes": list(task.classes)})
-        self.tasks[-1] = self._read(directory, *load_task(directory))
+        self.tasks[-1] = save_and_restore(root, (index, task.name, task.classes), arrays, self._restored)
 
     def open(self, root: Path) -> None:
-        """Replace the state by what is saved."""
-        directories = saved_tasks(root)
-        read = zip(directories, load_tasks(directories), strict=True)
-        self.tasks = [self._read(directory, arrays, meta) for directory, (arrays, meta) in read]
+        """See `Method.open`."""
+        self.tasks = restore_all(root, self._restored)
 
-    def _read(self, directory: Path, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> Finetuned:
-        with named(directory):
-            leaves = unnumbered(tuple(self.executor.leaves), arrays["backbone"])
-            return Finetuned(meta["name"], tuple(meta["classes"]), leaves, padded(Head(**arrays["head"])))
+    def _restored(self, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> Finetuned:
+        leaves = unnumbered(tuple(self.executor.leaves), arrays["backbone"])
+        return Finetuned(meta["name"], tuple(meta["classes"]), leaves, padded(Head(**arrays["head"])))
 
 
 @dataclasses.dataclass
 class _Sweep:
-    """How far the rates of one task have been tried."""
+    """Progress of one task's sweep: the current rate's fit and number, and the best rate so far."""
 
     fitting: Fitting
     rate: int = 0

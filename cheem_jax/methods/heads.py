@@ -1,6 +1,6 @@
-"""Heads of the baselines: one over all classes seen, or one per task; and what their logits answer.
+"""Heads of the baselines, one over all classes seen or one per task, and the predictions that their logits give.
 
-All are padded to a power of two, so few programs serve every number of classes.
+All are padded to a power of two, so that few compiled functions serve every number of classes.
 """
 
 import functools
@@ -13,14 +13,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from cheem_jax.checkpoint import load_meta, named
+from cheem_jax.checkpoint import load_meta, named, saved_tasks
 from cheem_jax.execution.inference import Inferred
 from cheem_jax.keys import next_power_of_two
 from cheem_jax.methods.method import Answers
 from cheem_jax.pool import Head
 
 FAR = -1e30
-"""Logit of a class that takes no part; finite, so that no gradient becomes NaN."""
+"""Logit of a masked class; finite, so that no gradient becomes NaN."""
 
 
 class Classes:
@@ -33,22 +33,27 @@ class Classes:
         return len(self.names)
 
     def add(self, name: str, classes: Sequence[str]) -> None:
-        """The next task."""
+        """Append a task and its classes."""
         self.names.append(name)
         self.classes.append(tuple(classes))
 
     @property
+    def last(self) -> tuple[int, str, tuple[str, ...]]:
+        """Position, name and classes of the last task."""
+        return len(self) - 1, self.names[-1], self.classes[-1]
+
+    @property
     def first(self) -> np.ndarray:
-        """First column of each task, and the number of all."""
+        """First column of each task, and behind them the number of all classes."""
         return np.cumsum([0, *map(len, self.classes)])
 
     @property
-    def num_padded(self) -> int:
-        """Columns of the padded global head."""
-        return next_power_of_two(int(self.first[-1]))
+    def num(self) -> int:
+        """Classes of all tasks."""
+        return sum(map(len, self.classes))
 
     def inferred(self, logits: Float[np.ndarray, "N P"], tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """Task and class of each image by the largest logit of all, or of the given task's alone (-1 for NaN)."""
+        """Task and class of each image: the largest logit of all classes, or of the given task's (class -1 for NaN)."""
         first = self.first
         columns = np.arange(logits.shape[1])
         allowed = np.broadcast_to(columns < first[-1], logits.shape)
@@ -60,16 +65,16 @@ class Classes:
         return Inferred(found.astype(np.int32), np.where(finite, best - first[found], -1).astype(np.int32))
 
     def answers(self, logits: Float[np.ndarray, "N P"], index: int) -> Answers:
-        """By the argmax within task `index` (local) and over all classes (global)."""
+        """Predictions for images of task `index`: the argmax within the task, and the argmax over all classes."""
         chosen = self.inferred(logits)
         given = self.inferred(logits, np.full(len(logits), index))
         return Answers(given.classes, chosen.tasks, chosen.classes)
 
 
-def saved_classes(directories: Sequence[Path]) -> Classes:
-    """The classes of tasks that were saved, in their order."""
+def saved_classes(root: Path) -> Classes:
+    """The classes of all tasks that are saved below `root`; ValueError for corrupted metadata."""
     classes = Classes()
-    for directory in directories:
+    for directory in saved_tasks(root):
         with named(directory):
             meta = load_meta(directory)
             classes.add(meta["name"], meta["classes"])
@@ -77,11 +82,11 @@ def saved_classes(directories: Sequence[Path]) -> Classes:
 
 
 def grow_head(key: jax.Array, head: Head | None, width: int, num_seen: int, num_new: int) -> Head:
-    """A global head with `num_new` more columns (truncated normal 0.02, bias 0); those of `num_seen` stay the same."""
+    """A global head with `num_new` more columns (truncated normal 0.02, bias 0); the first `num_seen` stay."""
     size = next_power_of_two(num_seen + num_new)
     weight, bias = np.zeros((width, size), np.float32), np.zeros(size, np.float32)
     if head is not None:
-        # on the host: a slice on the device would be a program of its own for every number of classes
+        # on the host: on the device every number of classes would compile its own slice
         weight[:, :num_seen] = np.asarray(head.weight)[:, :num_seen]
         bias[:num_seen] = np.asarray(head.bias)[:num_seen]
     new = _truncated(key, width, next_power_of_two(num_new))
@@ -97,9 +102,9 @@ def _truncated(key, width: int, num: int):
 def local_cross_entropy(
     logits: Float[Array, "B P"], labels: Int[Array, "B"], weights: Float[Array, "B"], first, num
 ) -> Float[Array, ""]:
-    """Cross-entropy over columns `first` to `first + num` alone; `labels` count within them.
+    """Weighted sum of the cross-entropy over columns `first` to `first + num` alone; `labels` count within them.
 
-    All other columns get no gradient, so a head's rows of other tasks stay as they are.
+    All other columns get no gradient, so a global head's columns of other tasks stay as they are.
     """
     columns = jnp.arange(logits.shape[-1])
     logits = jnp.where((columns >= first) & (columns < first + num), logits, FAR)
@@ -125,16 +130,16 @@ def padded(head: Head) -> Head:
 
 
 def columns(head: Head, first: int, num: int) -> Head:
-    """A task's own part of a head, padded: where its loss sees no other column, it learns no other."""
+    """A task's columns of a head, padded: all that a task learns if its loss sees no other column."""
     weight, bias = np.asarray(head.weight), np.asarray(head.bias)
     own = Head(weight[:, first : first + num], bias[first : first + num])  # pyright: ignore[reportArgumentType]
     return padded(own)
 
 
 def with_columns(head: Head, own: Head, first: int, num: int) -> Head:
-    """The head with a task's own part in its place."""
+    """The head with a task's columns put back."""
     weight, bias = np.array(head.weight), np.array(head.bias)
-    # on the host: each length would be a program of its own
+    # on the host: on the device every length would be compiled
     weight[:, first : first + num], bias[first : first + num] = cut(own, num)
     return Head(jnp.asarray(weight), jnp.asarray(bias))
 
@@ -142,7 +147,7 @@ def with_columns(head: Head, own: Head, first: int, num: int) -> Head:
 def classes_by_task(
     features: Float[np.ndarray, "N D"], heads: Sequence[Head], tasks: Int[np.ndarray, "N"]
 ) -> Int[np.ndarray, "N"]:
-    """The class that each image's task's own head gives it (-1 where a logit is no number)."""
+    """The class that the head of each image's task gives it (-1 for a non-finite logit)."""
     found = np.zeros(len(features), np.int32)
     for task in np.unique(tasks):
         rows = np.flatnonzero(tasks == task)

@@ -1,9 +1,9 @@
-"""L2P: a pool of prompts that all tasks share, of which each image gets those whose keys its feature is nearest to.
+"""L2P: a pool of prompts that all tasks share; each image gets those whose keys are nearest to its frozen feature.
 
-Query: the frozen class token. The five nearest of 30 keys (cosine) give their prompts, which become keys and values of
+Query: the frozen CLS token. The five nearest of 30 keys (cosine) give their prompts, which become keys and values of
 the first block's attention. Selected keys are pulled towards the query. Nothing is protected: every task overwrites
-what it selects, which is why L2P forgets. Wang et al., "Learning to Prompt for Continual Learning", CVPR 2022, in the
-form of the CODA-Prompt code that the paper adapted.
+what it selects, so L2P forgets. Wang et al., "Learning to Prompt for Continual Learning", CVPR 2022, in the form of the
+CODA-Prompt code that the paper adapted.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from cheem_jax.execution.executor import Executor
 from cheem_jax.flops import executed_halves, prefix_flops, token_flops
 from cheem_jax.keys import Keys
 from cheem_jax.methods.method import FrozenFeatures
-from cheem_jax.methods.prompting import Attached, Prompting, Prompts, cosine
+from cheem_jax.methods.prompting import Attached, PromptFlops, Prompting, Prompts, cosine
 from cheem_jax.routing.centroids import normalise
 from cheem_jax.training import FitConfig, check_batch_size
 
@@ -34,7 +34,7 @@ class L2pConfig:
     length: int = 20
     """Rows of a prompt: half become keys, half values (original: 10 tokens)."""
     top_k: int = 5
-    """Prompts that an image gets (original: 4)."""
+    """Prompts per image (original: 4)."""
     layers: tuple[int, ...] = (0,)
     """Blocks with a pool each; (0, 1, 2, 3, 4) is the variant called deep."""
     inject: Literal["prefix", "tokens"] = "prefix"
@@ -43,8 +43,8 @@ class L2pConfig:
     init: Literal["uniform", "small", "symmetric"] = "uniform"
     """Start of prompts and keys: U(0, 1), the original's U(0, 0.01), or the PyTorch port's U(-1, 1)."""
     key_loss: Literal["image", "batch"] = "image"
-    """Selected keys are pulled to their own image's query, or, as an indexing slip in the adapted code has it, to those
-    of the whole batch."""
+    """Selected keys are pulled to the query of their image, or, after an indexing slip in the adapted code, to those of
+    the whole batch."""
     key_weight: float = 1.0
     """Weight of the key loss (PyTorch port: 0.1)."""
     fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
@@ -73,11 +73,10 @@ class L2p(Prompting):
         super().__init__(executor, features, config, keys, num_tasks)
 
     def each_by_itself(self) -> bool:
-        """See `Prompting.each_by_itself`."""
         return self.config.key_loss == "image"
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
-        """A pool that was drawn once; every task goes on with it."""
+        """See `Prompting.begin_task`: a pool sampled once, which every task continues to train."""
         if prompts:
             return prompts
         config, width, layers = self.config, self.executor.config.width, len(self.config.layers)
@@ -91,7 +90,7 @@ class L2p(Prompting):
     def attach(
         self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], weights: Float[Array, "B"] | None
     ) -> Attached:
-        """The prompts of the nearest keys, per image; in training and in answering alike."""
+        """See `Prompting.attach`: the prompts of the nearest keys per image, in training and in prediction alike."""
         config, found, key_loss, tokens = self.config, {}, jnp.zeros(len(query)), None
         for place, layer in enumerate(config.layers):
             near = cosine(query[:, None], prompts["keys"][place])  # [B, M]
@@ -111,7 +110,7 @@ class L2p(Prompting):
         return Attached(found, config.key_weight * key_loss, tokens)
 
     def more_report(self, query: Float[np.ndarray, "N D"], index: int) -> dict[str, Any]:
-        """How many of the task's training images pick each prompt, per block: the same few win for every task."""
+        """See `Prompting.more_report`: how many of the task's training images select each prompt, per block."""
         uses = []
         for keys in np.asarray(self.prompts["keys"]):
             near = normalise(query) @ normalise(keys).T
@@ -119,27 +118,21 @@ class L2p(Prompting):
             uses.append(np.bincount(picked.ravel(), minlength=self.config.pool).tolist())
         return {"prompts_picked": uses}
 
-    def prompt_flops(self) -> int:
-        """See `Prompting.prompt_flops`."""
+    def prompt_flops(self) -> PromptFlops:
+        """See `Prompting.prompt_flops`: cosines to all keys; tokens pass all linear layers, prefixes none."""
         config, vit = self.config, self.executor.config
+        cosines, rows = 2 * vit.width * config.pool * len(config.layers), config.top_k * config.length
         if config.inject == "prefix":
-            return prefix_flops(vit, config.top_k * config.length // 2, len(config.layers))
-        num_tokens = vit.num_tokens + config.top_k * config.length
-        return 4 * vit.depth * vit.width * (num_tokens**2 - vit.num_tokens**2)
+            return PromptFlops(prefix_flops(vit, rows // 2, len(config.layers)), cosines)
+        attention = 4 * vit.depth * vit.width * ((vit.num_tokens + rows) ** 2 - vit.num_tokens**2)
+        # with tokens the last block computes all of them, not the CLS token alone
+        whole, trimmed = (sum(executed_halves(vit, last=last)) for last in (False, True))
+        return PromptFlops(attention, cosines + whole - trimmed, token_flops(vit, rows))
 
-    def linear_flops(self) -> int:
-        """See `Prompting.linear_flops`; tokens pass all linear layers."""
-        prefix = self.config.inject == "prefix"
-        return 0 if prefix else token_flops(self.executor.config, self.config.top_k * self.config.length)
-
-    def choice_flops(self) -> int:
-        """Cosines to all keys; with tokens also the last block's work for all tokens, not the class token alone."""
-        config, vit = self.config, self.executor.config
-        found = 2 * vit.width * config.pool * len(config.layers)
-        if config.inject == "tokens":
-            whole, trimmed = (sum(executed_halves(vit, last=last)) for last in (False, True))
-            found += whole - trimmed
-        return found
+    def num_params(self, index: int) -> tuple[int, int]:
+        """See `Prompting.num_params`: the pool, which the first task adds."""
+        pool = sum(values.size for values in self.prompts.values())
+        return pool, pool if index == 0 else 0
 
 
 def _joined(prompts: Float[Array, "B k P D"]) -> Float[Array, "B kP D"]:
@@ -150,4 +143,4 @@ def check_layers(layers: tuple[int, ...], depth: int) -> None:
     """ValueError for blocks that the backbone does not have."""
     wrong = [layer for layer in layers if not 0 <= layer < depth]
     if wrong or not layers or len(set(layers)) < len(layers):
-        raise ValueError(f"layers {layers} are no blocks of this backbone; expected some of 0..{depth - 1}, each once")
+        raise ValueError(f"layers {layers} are invalid for this backbone; expected some of 0..{depth - 1}, each once")

@@ -1,4 +1,4 @@
-"""What the loop over a stream asks of a method, and the frozen features that several methods share."""
+"""The interface of a continual learner, and what several methods share: frozen features, seconds, checks."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,21 +24,21 @@ from cheem_jax.routing.statistics import check_labels, joined
 
 @runtime_checkable
 class Running(Protocol):
-    """A task while it is learned: what an earlier process left of it, and its phases."""
+    """A task while it is learned: the state that an earlier process saved (None: none), and the task's phases."""
 
     @property
     def saved(self) -> Saved | None: ...
 
     def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> AbstractContextManager[Advance]:
-        """Opens a phase by its name and number of images; gives the function that reports work done.
+        """Open a phase by its name and its number of images; gives the function that reports finished images.
 
-        `state` is asked for what is worth keeping, at any of these reports.
+        `state` may be called at any of these reports; a rolling checkpoint saves what it returns.
         """
         ...
 
 
 class Undisturbed:
-    """Learning that nobody watches, stops or keeps."""
+    """Learning without progress display, interruption or rolling checkpoints."""
 
     saved = None
 
@@ -48,11 +48,11 @@ class Undisturbed:
 
 
 class Answers(NamedTuple):
-    """One method's answers to images of one task, decided per image.
+    """One method's predictions for the images of one task, made per image.
 
-    `given_task` is the class where the true task is told, `chosen_task` the task the method names by itself and
-    `chosen_class` the class it then gives. Where a method runs one network per task, `chosen_class` is only filled in
-    for images whose task was found: for the others the answer is wrong whatever the class.
+    `given_task` is the class predicted with the task ID given, `chosen_task` the inferred task ID and `chosen_class`
+    the class predicted with it. A method with one network per task fills in `chosen_class` only where the inferred task
+    ID is right: for the other images the prediction is wrong whatever the class.
     """
 
     given_task: Int[np.ndarray, "N"]
@@ -62,41 +62,41 @@ class Answers(NamedTuple):
 
 @runtime_checkable
 class Method(Protocol):
-    """Learns tasks one after another and answers for all of them."""
+    """A continual learner: it learns tasks one after another and predicts for all of them."""
 
     name: str
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """Look at a whole stream before any of it is learned; returns what is worth saying about it.
+        """Check the settings against a whole stream before learning starts; returns warnings for the user.
 
-        Raises ValueError where the settings cannot work with it.
+        Raises ValueError if the settings cannot work with the stream.
         """
         ...
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """Learn the next task; returns its report: JSON values with `seconds` by phase."""
+        """Learn the next task; returns its report: JSON values, with `seconds` by phase and costs per image."""
         ...
 
     def bytes_needed(self, task: Task) -> int:
-        """Disk space that learning this task may take at most, rolling checkpoints included."""
+        """Upper bound of the disk space in bytes that learning this task takes, rolling checkpoints included."""
         ...
 
     def save(self, root: Path) -> None:
-        """Save what the last task added, and go on with what is read back."""
+        """Save what the last task added below `root`, and continue with what is read back from disk."""
         ...
 
     def open(self, root: Path) -> None:
-        """Replace the state by what is saved."""
+        """Replace the state by the checkpoints below `root`; raises ValueError if one is corrupted."""
         ...
 
     def answers(self, index: int, task: Task) -> Answers:
-        """Answers to the test images of a learned task."""
+        """Predictions for the test images of a learned task, whose position in the stream is `index`."""
         ...
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """Task and class within it for each image uint8 `[N, S, S, 3]`, decided per image.
+        """Task ID and class within the task for each image, uint8 `[N, S, S, 3]`; every image is predicted alone.
 
-        `tasks` gives the true task of each, as upper bounds need it.
+        `tasks` are the true task IDs, which upper bounds need. Raises ValueError as `check_given`.
         """
         ...
 
@@ -108,6 +108,11 @@ class Clock:
         self.seconds = dict(seconds or {})
         self._begun: dict[str, float] = {}
 
+    @classmethod
+    def of(cls, running: Running) -> "Clock":
+        """The clock of a task: it continues from the seconds that an earlier process saved."""
+        return cls(running.saved.meta["seconds"] if running.saved else None)
+
     @contextmanager
     def __call__(self, phase: str):
         self._begun[phase] = time.perf_counter()
@@ -116,7 +121,7 @@ class Clock:
         del self._begun[phase]
 
     def so_far(self) -> dict[str, float]:
-        """The same with the running phases as far as they have come."""
+        """The seconds of finished phases and of those that still run."""
         now, seconds = time.perf_counter(), dict(self.seconds)
         for phase, start in self._begun.items():
             seconds[phase] = seconds.get(phase, 0.0) + now - start
@@ -125,18 +130,18 @@ class Clock:
 
 @runtime_checkable
 class Encoder(Protocol):
-    """A frozen network whose features name tasks or query prompts."""
+    """A frozen network whose features infer the task ID or query prompts."""
 
     @property
     def name(self) -> str: ...
     @property
     def width(self) -> int: ...
     def flops(self, *, count_attention: bool = False) -> int:
-        """Per image by the paper's convention."""
+        """FLOPs per image by the paper's convention."""
         ...
 
     def executed_flops(self) -> int:
-        """Per image as it runs."""
+        """FLOPs per image as executed."""
         ...
 
     def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
@@ -145,9 +150,9 @@ class Encoder(Protocol):
 
 
 class Backbone:
-    """The plain backbone of an executor as an encoder: its class token after the last LayerNorm, or what `reads` says.
+    """The plain backbone of an executor as an encoder: its CLS token after the last LayerNorm, or what `reads` names.
 
-    Raises ValueError where it has too few blocks for that.
+    Raises ValueError if the backbone has too few blocks for that.
     """
 
     def __init__(self, executor: Executor, reads: RouterConfig = PAPER):
@@ -181,15 +186,15 @@ class FrozenFeatures:
     def __init__(self, encoder: Encoder | Executor, batch_size: int):
         self.encoder: Encoder = Backbone(encoder) if isinstance(encoder, Executor) else encoder
         self.batch_size = batch_size
-        # with the images that they are of: another run of this process may have others under the same names
+        # kept with their images: another run in this process may have other images under the same names
         self._known: dict[tuple[str, str], tuple[Images, Float[np.ndarray, "N D"]]] = {}
 
     def of(self, executor: Executor) -> bool:
-        """Whether this very backbone computes them, so that a pass over it begins every network as well."""
+        """Whether this executor's backbone computes them, so that networks can resume from the same pass."""
         return isinstance(self.encoder, Backbone) and self.encoder.executor is executor
 
     def ends(self, executor: Executor) -> bool:
-        """Whether they are what this very backbone ends with, so that any pass over it gives them."""
+        """Whether they are the last features of this executor's backbone, which any full pass computes."""
         return isinstance(self.encoder, Backbone) and self.encoder.executor is executor and self.encoder.is_plain
 
     def __call__(self, task: Task, split: str) -> Float[np.ndarray, "N D"]:
@@ -203,12 +208,12 @@ class FrozenFeatures:
         return self.encoder.features(images, batch_size=self.batch_size)
 
     def known(self, task: Task, split: str) -> bool:
-        """Whether a split's features need no pass any more."""
-        place = (task.name, split)
-        return place in self._known and self._known[place][0] is getattr(task, split).images
+        """Whether the features of a split are computed already."""
+        key = (task.name, split)
+        return key in self._known and self._known[key][0] is getattr(task, split).images
 
     def remember(self, task: Task, split: str, features: Float[np.ndarray, "N D"]) -> None:
-        """Take features that another pass computed anyway."""
+        """Keep features that another pass computed anyway."""
         self._known[task.name, split] = getattr(task, split).images, features
 
     def clear(self) -> None:
@@ -216,25 +221,24 @@ class FrozenFeatures:
         self._known.clear()
 
     def forget(self, task: Task) -> None:
-        """Drop a learned task's training and validation features: no feature of an earlier task may be kept."""
+        """Drop the training and validation features of a learned task: exemplar-free learning keeps none."""
         for split in ("train", "val"):
             self._known.pop((task.name, split), None)
 
 
 def check_given(method: str, num_tasks: int, tasks: np.ndarray | None, *, told: bool = False) -> None:
-    """ValueError where nothing was learned, or the true tasks are missing or unknown."""
+    """ValueError if nothing was learned, if a task ID is out of range, or if `told` and no task IDs are given."""
     if not num_tasks:
-        raise ValueError(f"nothing has been learned yet, so {method} has no task to name")
+        raise ValueError(f"nothing has been learned yet, so {method} has no task to infer; learn a task first")
     if told and tasks is None:
-        raise ValueError(f"{method} is an upper bound: it has to be given each image's true task")
+        raise ValueError(f"{method} is an upper bound: give the true task ID of each image")
     if tasks is not None and len(tasks) and not (0 <= np.min(tasks) and np.max(tasks) < num_tasks):
-        raise ValueError(
-            f"tasks {sorted(set(np.asarray(tasks).tolist()))} given, but {num_tasks} learned: 0..{num_tasks - 1}"
-        )
+        given = sorted(set(np.asarray(tasks).tolist()))
+        raise ValueError(f"task IDs {given} given; expected 0..{num_tasks - 1}, as {num_tasks} tasks were learned")
 
 
 def check_router(tasks: Sequence[Task], config: RouterConfig) -> None:
-    """ValueError naming the task that such a router cannot name."""
+    """ValueError with the name of the first task that this router cannot infer."""
     for task in tasks:
         try:
             check_labels(task.train.labels, config)
@@ -243,5 +247,5 @@ def check_router(tasks: Sequence[Task], config: RouterConfig) -> None:
 
 
 def base_network(executor: Executor) -> list[Dense]:
-    """The plain backbone as a forward-only network."""
+    """The plain backbone as a network for forward passes."""
     return [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]

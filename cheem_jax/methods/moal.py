@@ -1,13 +1,14 @@
 """MoAL: adapters that move slowly, and a head over random features in closed form, exact for all images ever seen.
 
-Adapters beside every FFN train through the stream with an auxiliary cosine head; from the second task on a moving
-average replaces them. The head that answers is ridge regression on a random projection, carried on by recursive least
+Adapters parallel to every FFN train through the stream with an auxiliary cosine head; from the second task on a moving
+average replaces them. The predicting head is ridge regression on a random projection, updated by recursive least
 squares. Means of old classes follow the drift of the features, and "rumination" shifts new features to old means and
-learns again what the head gets wrong. Gao et al., "Knowledge Memorization and Rumination for Pre-trained Model-based
-Class-Incremental Learning", CVPR 2025.
+repeats the update for those that the head gets wrong. Gao et al., "Knowledge Memorization and Rumination for
+Pre-trained Model-based Class-Incremental Learning", CVPR 2025.
 """
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,21 +20,20 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Float, Int
 
-from cheem_jax.checkpoint import load_task, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
 from cheem_jax.execution.batches import num_batches
 from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.inference import Inferred
 from cheem_jax.execution.passes import Advance
-from cheem_jax.flops import adapter_flops, backbone_flops, backbone_params, executed_backbone_flops
+from cheem_jax.flops import adapter_flops
 from cheem_jax.images import Images
 from cheem_jax.keys import Keys, Phase, order_at
 from cheem_jax.methods.adapters import (
+    AdapterConfig,
     Adapters,
-    Optimizer,
     adapted_features,
     adapter_params,
-    check_adapters,
+    compiled_features,
     cosine_head,
     cosines,
     directions,
@@ -41,55 +41,55 @@ from cheem_jax.methods.adapters import (
     grow_weight,
     init_adapters,
 )
-from cheem_jax.methods.fitting import Batch, Fitter, Inputs, left, numbered, over_batches, unnumbered
+from cheem_jax.methods.costs import params_report, plain_flops
+from cheem_jax.methods.fitting import FitBatch, Fitter, Init, Inputs, numbered, train_task, unnumbered
 from cheem_jax.methods.heads import Classes, local_cross_entropy, padded, saved_classes
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
+from cheem_jax.methods.saving import restore_last, save_and_restore
 from cheem_jax.pool import Head
 from cheem_jax.rolling import Saved
-from cheem_jax.training import FitConfig, check_batch_size
 
 RIDGES = tuple(10.0**power for power in range(-8, 9))
-"""Penalties of the first task's ridge regression to choose from."""
+"""Penalties of the first task's ridge regression to select from."""
 DRIFT_PENALTIES = tuple(10.0**power for power in range(-6, 3))
-"""What the linear map of the drift pays for differing from the identity, relative to the features' mean square."""
+"""Penalties on the drift map's distance from the identity, relative to the features' mean square."""
 MUCH_MEMORY = 4 * 2**30
-"""Bytes of the analytic head from which on `check` speaks of them."""
+"""Bytes of the analytic head above which `check` warns."""
+
+
+class Order(enum.IntEnum):
+    """What `Phase.ALIGNMENT_ORDER` shuffles; the number is part of the key, so members are only ever appended."""
+
+    RIDGE = 0
+    """The first task's images, before the held-out fifth is cut off."""
+    RUMINATION = 1
+    DRIFT = 2
+    """The new task's images, before the held-out tenth is cut off."""
 
 
 @dataclasses.dataclass(frozen=True)
-class MoalConfig:
-    """MoAL with the paper's comparison's optimizer; options name what the official code does."""
+class MoalConfig(AdapterConfig):
+    """MoAL with the optimizer of the paper's comparison; options name what the official code does."""
 
     name: ClassVar[str] = "moal"
-    bottleneck: int = 64
-    """Rank of an adapter."""
-    scale: float = 0.1
-    """Factor of what adapters give."""
-    dropout: float = 0.1
-    """Share of an adapter's hidden values that a training step leaves out."""
     hidden: int = 5000
-    """Random features of the head that answers (official: 5000 to 20000); its memory grows with the square."""
+    """Random features of the predicting head (official: 5000 to 20000); its memory grows with their square."""
     first_scale: float = 0.9
     """Factor of that head's weight after the first task; with 1 it is the exact ridge regression."""
     ema: float = 0.999
-    """What is left of the averaged adapters at the end of each epoch, from the second task on."""
+    """Share of the averaged adapters that each epoch keeps, from the second task on."""
     compensate: bool = True
     """Let means of old classes follow the features' drift, by a linear map fitted on the new task's images."""
     ruminate: bool = True
-    """Learn again what the head gets wrong of the new features and of those shifted to old classes' means."""
+    """Repeat the update for new features, and for those shifted to old classes' means, that the head gets wrong."""
     analytic_batch: int = 512
-    """Images per step of recursive least squares; rumination looks for wrong answers before each."""
+    """Images per step of recursive least squares; rumination looks for wrong predictions before each."""
     aux_init: Literal["small", "zeros"] = "small"
     """Start of the auxiliary head's new columns after the first task; at zero, as in the official code, the first step
     fixes their directions."""
-    optimizer: Optimizer = "adam"
-    """Adam, or the official code's SGD with momentum 0.9 and weight decay 5e-4 (at a rate of 0.01)."""
-    fit: FitConfig = FitConfig(epochs=20)
-    batch_size: int = 64
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
-        check_adapters(self)
+        super().__post_init__()
         for name in ("hidden", "analytic_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
@@ -100,7 +100,7 @@ class MoalConfig:
 
 
 class Analytic(NamedTuple):
-    """The head that answers, in float64 on the host: logits are `weight` times random features.
+    """The predicting head, in float64 on the host: logits are random features times `weight`.
 
     `inverse` is that of the random features' second moments plus the ridge penalty, over all images learned.
     """
@@ -109,8 +109,8 @@ class Analytic(NamedTuple):
     weight: Float[np.ndarray, "H C"]
 
 
-class Known(NamedTuple):
-    """What MoAL keeps between tasks."""
+class MoalState(NamedTuple):
+    """What MoAL stores between tasks."""
 
     adapters: Adapters
     auxiliary: Head
@@ -127,15 +127,14 @@ class Moal:
 
     def __init__(self, executor: Executor, features: FrozenFeatures, config: MoalConfig, keys: Keys, num_tasks: int):
         self.executor, self.config, self.keys = executor, config, keys
-        self.known: Known | None = None
+        self.known: MoalState | None = None
         self.classes = Classes()
 
-        def features_of(adapters, leaves, images, key=None):
-            return adapted_features(executor.vit_of(leaves), adapters, images, config, key)
-
-        def loss(learned, fixed, batch: Batch):
+        def loss(learned, fixed, batch: FitBatch):
             (adapters, head, sigma), (leaves, num) = learned, fixed
-            near = cosines(features_of(adapters, leaves, batch.inputs["images"], batch.key), head.weight)
+            vit, images = executor.vit_of(leaves), batch.inputs["images"]
+            near = cosines(adapted_features(vit, adapters, images, config, batch.key), head.weight)
+            # sigma is a learned scale: cosines alone are too small for a softmax
             return local_cross_entropy(sigma * near, batch.labels, batch.weights, 0, num)
 
         @executor.jit
@@ -143,115 +142,92 @@ class Moal:
             return jax.tree.map(lambda a, b: config.ema * a + (1 - config.ema) * b, old, new)
 
         self._fitter = Fitter(loss, directions(config.optimizer), jit=executor.jit, layout=executor.layout)
-        self._features, self._average = executor.jit(features_of), average
+        self.features, self._average = compiled_features(executor, config), average
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
         hidden, num_classes = self.config.hidden, sum(len(task.classes) for task in tasks)
-        # kept, updated, and what a step subtracts
+        # three inverses: the stored one, the updated one, and what a step subtracts
         needed = 8 * hidden * (3 * hidden + 2 * num_classes)
         if needed <= MUCH_MEMORY:
             return []
         return [f"{hidden} random features take up to {needed / 2**30:.1f} GiB of memory on the host"]
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """Train adapters and auxiliary head, average them, then carry the analytic head on."""
+        """Train adapters and auxiliary head, average them, then update the analytic head."""
         config, keys, index, num = self.config, self.keys, len(self.classes), len(task.classes)
-        seen, vit, num_images = int(self.classes.first[-1]), self.executor.config, len(task.train.labels)
-        clock, known = Clock(running.saved.meta["seconds"] if running.saved else None), self.known
+        seen, vit, num_images = self.classes.num, self.executor.config, len(task.train.labels)
+        clock, known = Clock.of(running), self.known
         begun = self._begin(known, index, seen, num)
         fitting = self._fitter.begun(begun, running.saved)
-        averaged = [begun[0]]
+        averaged = begun[0]
         if running.saved and "averaged" in running.saved.arrays:
-            averaged[0] = unnumbered(begun[0], running.saved.arrays["averaged"])
+            averaged = unnumbered(averaged, running.saved.arrays["averaged"])
+        steps = num_batches(num_images, config.batch_size)
 
         def state() -> Saved:
-            arrays = {**fitting.arrays(), "averaged": numbered(averaged[0])}
-            return Saved(arrays, {**fitting.meta(), "seconds": clock.so_far()})
+            return fitting.saved(clock, averaged=numbered(averaged))
+
+        def average_each_epoch() -> None:
+            nonlocal averaged
+            if known is not None and fitting.state.step % steps == 0:
+                averaged = self._average(averaged, fitting.learned[0])
 
         labels = task.train.labels + np.int32(seen)
-        total = left(fitting, config.fit, num_images, config.batch_size)
-        with clock("train"), running.phase("train", total, state) as advance:
-            steps = num_batches(num_images, config.batch_size)
-
-            def at_epochs_end(num_images: int, note: str = "", /) -> None:
-                # before anything is kept of this step
-                if known is not None and fitting.state.step % steps == 0:
-                    averaged[0] = self._average(averaged[0], fitting.learned[0])
-                advance(num_images, note)
-
-            self._fitter.run(
-                fitting, (self.executor.leaves, np.int32(seen + num)), labels, Inputs(task.train.images), config.fit,
-                batch_size=config.batch_size, order_key=keys.at(index, Phase.METHOD_ORDER),
-                noise_key=keys.at(index, Phase.METHOD_NOISE), advance=at_epochs_end,
-            )  # fmt: skip
+        fixed = (self.executor.leaves, np.int32(seen + num))
+        train_task(
+            self._fitter, fitting, fixed, labels, Inputs(task.train.images), config=config, keys=keys, number=index,
+            running=running, clock=clock, state=state, after_step=average_each_epoch,
+        )  # fmt: skip
         adapters, auxiliary, sigma = fitting.learned
-        adapters = adapters if known is None else averaged[0]
-        told: dict[str, Any] = {}
+        adapters = adapters if known is None else averaged
+        more: dict[str, Any] = {}
         with clock("features"), running.phase("features", num_images * (2 if known else 1), state) as advance:
             new = self.features(adapters, task.train.images, advance)
             old = self.features(known.adapters, task.train.images, advance) if known else new
-        own_means = class_means(new, task.train.labels, num)
+        means = class_means(new, task.train.labels, num)
         with clock("head"):
             if known is None:
-                projection = _projection(keys.at(index, Phase.METHOD_INIT, 2), config.hidden, vit.width)
+                projection = _projection(keys.at(index, Phase.METHOD_INIT, Init.EXTRA), config.hidden, vit.width)
                 with running.phase("head", num_images, state) as advance:
-                    analytic, told["ridge"] = self._first_head(projection, new, labels, num, advance)
-                means = own_means
+                    analytic, more["ridge"] = self._first_head(projection, new, labels, num, advance)
             else:
-                projection, means = known.projection, known.means
+                projection, old_means = known.projection, known.means
                 if config.compensate:
-                    order = order_at(keys.at(index, Phase.ALIGNMENT_ORDER, 2), num_images)
-                    means = (means @ drift_map(old[order], new[order])).astype(np.float32)
-                means = np.concatenate([means, own_means])
-                analytic, told = self._next_head(known, new, labels, means, index, running, state)
-        self.known = Known(adapters, auxiliary, sigma, projection, analytic, means)
+                    order = order_at(keys.at(index, Phase.ALIGNMENT_ORDER, Order.DRIFT), num_images)
+                    old_means = (old_means @ drift_map(old[order], new[order])).astype(np.float32)
+                means = np.concatenate([old_means, means])
+                analytic, more = self._next_head(known, new, labels, means, index=index, running=running, state=state)
+        self.known = MoalState(adapters, auxiliary, sigma, projection, analytic, means)
         self.classes.add(task.name, task.classes)
-        own_params, hidden, begins = adapter_params(vit, config.bottleneck), config.hidden, known is None
+        begins, hidden, width = known is None, config.hidden, vit.width
+        added = adapter_params(vit, config.bottleneck)
+        stored = (added + 1 + hidden * (width + hidden) if begins else 0) + (2 * width + hidden) * num
+        learned = added + 1 + (width + hidden) * (seen + num)
         return {
             "name": task.name,
             **self.costs(),
-            **told,
-            "params_added_percent": 100 * own_params / backbone_params(vit) if begins else 0.0,
-            "params_learned": own_params + 1 + (vit.width + hidden) * (seen + num),
-            "params_stored": (own_params + 1 + hidden * (vit.width + hidden) if begins else 0)
-            + (2 * vit.width + hidden) * num,
-            "losses": fitting.state.losses,
-            "skipped_steps": fitting.state.skipped,
-            "seconds": clock.seconds,
+            **more,
+            **params_report(vit, added=added if begins else 0, learned=learned, stored=stored),
+            **fitting.report(clock),
         }
 
     def costs(self) -> dict[str, int]:
-        """FLOPs of one image; the paper counts one plain pass, neither adapters nor head."""
-        vit, config = self.executor.config, self.config
-        head = 2 * config.hidden * (vit.width + int(self.classes.first[-1]))
+        """FLOPs per image; the paper counts one plain pass, neither adapters nor head."""
+        vit, rank = self.executor.config, self.config.bottleneck
+        plain, head = plain_flops(vit, 0), 2 * self.config.hidden * (vit.width + self.classes.num)
         return {
-            "flops_method": backbone_flops(vit),
-            "flops_explicit": backbone_flops(vit, count_attention=True) + adapter_flops(vit, config.bottleneck) + head,
-            "flops_executed": executed_backbone_flops(vit) + executed_adapter_flops(vit, config.bottleneck) + head,
+            "flops_method": plain["flops_method"],
+            "flops_explicit": plain["flops_explicit"] + adapter_flops(vit, rank) + head,
+            "flops_executed": plain["flops_executed"] + executed_adapter_flops(vit, rank) + head,
         }
 
-    def features(self, adapters: Adapters, images: Images, advance: Advance | None = None) -> Float[np.ndarray, "N D"]:
-        """Features of any images in the network with these adapters."""
-
-        def run(read: dict[str, Any]) -> jax.Array:
-            return self._features(adapters, self.executor.leaves, read["images"])
-
-        return over_batches(
-            run,
-            Inputs(images),
-            len(images),
-            batch_size=self.config.batch_size,
-            advance=advance,
-            layout=self.executor.layout,
-        )
-
-    def _begin(self, known: Known | None, index: int, seen: int, num: int) -> tuple[Adapters, Head, jax.Array]:
-        """What training begins with: all that is there, and columns for new classes."""
+    def _begin(self, known: MoalState | None, index: int, seen: int, num: int) -> tuple[Adapters, Head, jax.Array]:
+        """The start of training: all that is stored, with columns for the new classes."""
         vit, config, keys = self.executor.config, self.config, self.keys
-        key = keys.at(index, Phase.METHOD_INIT, 1)
+        key = keys.at(index, Phase.METHOD_INIT, Init.HEAD)
         if known is None:
-            adapters = init_adapters(keys.at(index, Phase.METHOD_INIT, 0), vit, config.bottleneck)
+            adapters = init_adapters(keys.at(index, Phase.METHOD_INIT, Init.LEARNED), vit, config.bottleneck)
             return adapters, grow_weight(key, None, vit.width, 0, num), jnp.ones(())
         head = grow_weight(key, known.auxiliary.weight, vit.width, seen, num)
         if config.aux_init == "zeros":
@@ -263,9 +239,9 @@ class Moal:
     def _first_head(
         self, projection: np.ndarray, features: np.ndarray, labels: np.ndarray, num: int, advance: Advance
     ) -> tuple[Analytic, float]:
-        """Ridge regression; its penalty is chosen on the last fifth of the shuffled training images."""
+        """Ridge regression, and its penalty, which is selected on the last fifth of the shuffled training images."""
         config, num_images = self.config, len(features)
-        order = order_at(self.keys.at(0, Phase.ALIGNMENT_ORDER, 0), num_images)
+        order = order_at(self.keys.at(0, Phase.ALIGNMENT_ORDER, Order.RIDGE), num_images)
         cut = max(1, num_images * 4 // 5)
         held = order[cut:] if cut < num_images else order
 
@@ -283,12 +259,12 @@ class Moal:
         return Analytic(inverse, config.first_scale * (inverse @ products)), penalty
 
     def _next_head(
-        self, known: Known, features: np.ndarray, labels: np.ndarray, means: np.ndarray, index: int,
+        self, known: MoalState, features: np.ndarray, labels: np.ndarray, means: np.ndarray, *, index: int,
         running: Running, state: Callable[[], Saved],
     ) -> tuple[Analytic, dict[str, Any]]:  # fmt: skip
-        """Recursive least squares on the new features, then rumination; and how much that learned again."""
+        """Recursive least squares on the new features, then rumination; and the images that both looked at."""
         config, seen, num = self.config, known.analytic.weight.shape[1], len(means)
-        # copies: what is known stays as it is until the task is learned
+        # copies: the stored head stays as it is until the task is learned
         weight = np.concatenate([known.analytic.weight, np.zeros((config.hidden, num - seen))], axis=1)
         analytic = Analytic(known.analytic.inverse.copy(), weight)
         sources, classes, again, wrong = np.arange(len(labels)), labels, 0, 0
@@ -301,7 +277,8 @@ class Moal:
             for part in _parts(np.arange(len(labels)), config.analytic_batch):
                 least_squares(analytic, lift(features[part], known.projection), one_hot(labels[part], num))
                 advance(len(part))
-            order = order_at(self.keys.at(index, Phase.ALIGNMENT_ORDER, 1), again) if again else np.arange(0)
+            key = self.keys.at(index, Phase.ALIGNMENT_ORDER, Order.RUMINATION)
+            order = order_at(key, again) if again else np.arange(0)
             for part in _parts(order, config.analytic_batch):
                 own = classes[part]
                 lifted = lift(features[sources[part]] + shifts[own], known.projection)
@@ -314,16 +291,15 @@ class Moal:
         return Analytic(inverse, analytic.weight), {"ruminated": again, "ruminated_wrong": wrong}
 
     def bytes_needed(self, task: Task) -> int:
-        """All that is kept; in a rolling checkpoint and its successor what is trained, both moments and the average."""
+        """See `Method.bytes_needed`: the state; two rolling checkpoints of all trained, both moments, the average."""
         vit, config = self.executor.config, self.config
-        num, adapters = int(self.classes.first[-1]) + len(task.classes), adapter_params(vit, config.bottleneck)
-        kept = 4 * (adapters + 2 * vit.width * num + config.hidden * vit.width) + 8 * config.hidden * (
-            config.hidden + num
-        )
-        return kept + 4 * 2 * (4 * adapters + 3 * 2 * vit.width * num)
+        num, adapters = self.classes.num + len(task.classes), adapter_params(vit, config.bottleneck)
+        single = adapters + 2 * vit.width * num + config.hidden * vit.width
+        double = config.hidden * (config.hidden + num)
+        return 4 * single + 8 * double + 4 * 2 * (4 * adapters + 3 * 2 * vit.width * num)
 
     def logits(self, images: Images) -> Float[np.ndarray, "N C"]:
-        """The analytic head's answers for all classes."""
+        """The analytic head's logits of all classes."""
         assert self.known is not None
         features, known = self.features(self.known.adapters, images), self.known
         parts = _parts(np.arange(len(features)), self.config.analytic_batch)
@@ -339,39 +315,35 @@ class Moal:
         return self.classes.answers(self.logits(task.test.images), index)
 
     def save(self, root: Path) -> None:
-        """Save everything, as every task changes it, and go on with what is read back."""
+        """See `Method.save`: the whole state, as every task changes it."""
         assert self.known is not None
-        known, num = self.known, int(self.classes.first[-1])
         arrays = {
-            "adapters": known.adapters._asdict(),
-            "auxiliary": np.asarray(known.auxiliary.weight)[:, :num],
-            "sigma": known.sigma,
-            "projection": known.projection,
-            "analytic": known.analytic._asdict(),
-            "means": known.means,
+            "adapters": self.known.adapters._asdict(),
+            "auxiliary": np.asarray(self.known.auxiliary.weight)[:, : self.classes.num],
+            "sigma": self.known.sigma,
+            "projection": self.known.projection,
+            "analytic": self.known.analytic._asdict(),
+            "means": self.known.means,
         }
-        name, classes = self.classes.names[-1], list(self.classes.classes[-1])
-        directory = task_directory(root, len(self.classes) - 1, name)
-        save_task(directory, arrays, {"name": name, "classes": classes})
-        self._restore(directory, load_task(directory)[0])
+        self.known = save_and_restore(root, self.classes.last, arrays, _restored)
 
     def open(self, root: Path) -> None:
-        """Replace the state by what the last task saved; of earlier ones only the classes count."""
-        directories = saved_tasks(root)
-        self.known, self.classes = None, saved_classes(directories)
-        if directories:
-            self._restore(directories[-1], load_task(directories[-1])[0])
+        """See `Method.open`: the last task's state; earlier checkpoints give their classes alone."""
+        self.classes, self.known = saved_classes(root), restore_last(root, _restored)
 
-    def _restore(self, directory: Path, arrays: Mapping[str, Any]) -> None:
-        with named(directory):
-            adapters = Adapters(**{name: jnp.asarray(part) for name, part in arrays["adapters"].items()})
-            analytic = Analytic(**arrays["analytic"])
-            if analytic.inverse.dtype != np.float64:
-                raise ValueError(f"the analytic head is {analytic.inverse.dtype}, expected float64")
-            self.known = Known(
-                adapters, padded(cosine_head(arrays["auxiliary"])), jnp.asarray(arrays["sigma"]),
-                arrays["projection"], analytic, arrays["means"],
-            )  # fmt: skip
+
+def _restored(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> MoalState:
+    analytic = Analytic(**arrays["analytic"])
+    if analytic.inverse.dtype != np.float64:
+        raise ValueError(f"the analytic head is {analytic.inverse.dtype}, expected float64")
+    return MoalState(
+        adapters=Adapters(**{name: jnp.asarray(part) for name, part in arrays["adapters"].items()}),
+        auxiliary=padded(cosine_head(arrays["auxiliary"])),
+        sigma=jnp.asarray(arrays["sigma"]),
+        projection=arrays["projection"],
+        analytic=analytic,
+        means=arrays["means"],
+    )
 
 
 def _projection(key: jax.Array, hidden: int, width: int) -> Float[np.ndarray, "H D"]:
@@ -393,9 +365,7 @@ def one_hot(labels: Int[np.ndarray, "N"], num: int) -> Float[np.ndarray, "N C"]:
     return np.eye(num)[labels]
 
 
-def class_means(
-    features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num: int
-) -> Float[np.ndarray, "C D"]:  # fmt: skip
+def class_means(features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num: int) -> Float[np.ndarray, "C D"]:
     """Mean feature of each class."""
     return np.stack([features[labels == c].mean(axis=0, dtype=np.float64) for c in range(num)]).astype(np.float32)
 
@@ -414,20 +384,20 @@ def second_moments(rows: Rows) -> tuple[Float[np.ndarray, "H H"], Float[np.ndarr
 
 def best_ridge(
     moments: Float[np.ndarray, "H H"], products: Float[np.ndarray, "H C"], held: Callable[[], Rows]
-) -> float:  # fmt: skip
-    """The penalty with the smallest squared error on held-out images (ties: the larger one)."""
+) -> float:
+    """The penalty with the smallest squared error on held-out images (ties: the largest penalty)."""
     errors = {}
     for penalty in RIDGES:
         try:
             weight = scipy.linalg.cho_solve(_factor(moments, penalty), products)
         except np.linalg.LinAlgError:
-            continue  # too small for what float64 can tell apart
+            continue  # too small: singular in float64
         errors[penalty] = sum(float(((lifted @ weight - targets) ** 2).sum()) for lifted, targets in held())
     return min(errors, key=lambda penalty: (errors[penalty], -penalty))
 
 
 def ridge_inverse(moments: Float[np.ndarray, "H H"], penalty: float) -> tuple[Float[np.ndarray, "H H"], float]:
-    """The inverse of the moments plus a penalty, tenfold as long as float64 cannot tell them from a singular matrix."""
+    """The inverse of the moments plus a penalty, and that penalty, tenfold while the sum is singular in float64."""
     while True:
         try:
             factor = _factor(moments, penalty)
@@ -442,10 +412,11 @@ def _factor(moments: np.ndarray, penalty: float) -> tuple[np.ndarray, bool]:
     return scipy.linalg.cho_factor(moments + penalty * np.eye(len(moments)))
 
 
-def least_squares(
-    analytic: Analytic, lifted: Float[np.ndarray, "N H"], targets: Float[np.ndarray, "N C"]
-) -> None:  # fmt: skip
-    """One step of recursive least squares, in place: as if these images had been in the regression from the start."""
+def least_squares(analytic: Analytic, lifted: Float[np.ndarray, "N H"], targets: Float[np.ndarray, "N C"]) -> None:
+    """One step of recursive least squares, in place: as if these images had been in the regression from the start.
+
+    By Woodbury's identity, with a Cholesky factor of the N x N matrix instead of its inverse.
+    """
     inverse, weight = analytic
     gain = lifted @ inverse  # [N, H]
     lower = np.linalg.cholesky(np.eye(len(lifted)) + gain @ lifted.T)
@@ -458,8 +429,8 @@ def least_squares(
 def drift_map(old: Float[np.ndarray, "N D"], new: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "D D"]:
     """A linear map from old features of (shuffled) images to their new ones.
 
-    Least squares with a penalty on what differs from the identity, chosen on the last tenth: a few images in many
-    dimensions say little, and features drift little.
+    Least squares with a penalty on the distance from the identity, selected on the last tenth: a few images in many
+    dimensions determine little, and features drift little.
     """
     old, moved = old.astype(np.float64), new.astype(np.float64) - old
     num, width = old.shape
@@ -483,7 +454,7 @@ def drift_map(old: Float[np.ndarray, "N D"], new: Float[np.ndarray, "N D"]) -> F
 
 
 def nearest_new(means: Float[np.ndarray, "C D"], seen: int) -> Int[np.ndarray, "S"]:
-    """For each of the `seen` old classes the new one whose mean is the most similar by cosine."""
+    """For each of the `seen` old classes the new class with the most similar mean, by cosine."""
     points = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
     return seen + (points[:seen] @ points[seen:].T).argmax(axis=1)
 
@@ -491,7 +462,7 @@ def nearest_new(means: Float[np.ndarray, "C D"], seen: int) -> Int[np.ndarray, "
 def shifted_sources(
     labels: Int[np.ndarray, "N"], means: Float[np.ndarray, "C D"], seen: int
 ) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "M"]]:
-    """Images that rumination looks at, and the class each stands for: its own, or the old ones nearest to its own."""
+    """The images of rumination and their classes: each with its own class, and once per old class nearest to it."""
     images = {new: np.flatnonzero(labels == new) for new in range(seen, len(means))}
     taken = [images[new] for new in nearest_new(means, seen)]
     classes = np.repeat(np.arange(seen), [len(rows) for rows in taken])

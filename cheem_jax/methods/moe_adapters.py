@@ -1,10 +1,11 @@
-"""MoE-Adapters: experts beside every FFN that all tasks share, of which a router per task gives each image two.
+"""MoE-Adapters: experts parallel to every FFN, shared by all tasks; a router per task gives each image two of them.
 
 An expert is a small adapter, D -> r (ReLU) -> D, on the tokens after a block's attention half. A task's router reads
-the class token there; its two largest logits, through a softmax, weigh two experts for all tokens of the image. After a
-task the two experts that its images used most are frozen in every block: later tasks use them, and change others.
-Auto-encoders of a light network's features name the task. Yu et al., "Boosting Continual Learning of Vision-Language
-Models via Mixture-of-Experts Adapters", CVPR 2024; here, as in the paper's comparison, with linear heads, not texts.
+the CLS token there; the softmax of its two largest logits weighs two experts for all tokens of the image. After a task,
+the two experts that its images used most are frozen in every block: later tasks use them, and train others.
+Auto-encoders of a light network's features infer the task ID. Yu et al., "Boosting Continual Learning of
+Vision-Language Models via Mixture-of-Experts Adapters", CVPR 2024; here, as in the paper's comparison, with linear
+heads instead of texts.
 """
 
 import dataclasses
@@ -21,11 +22,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.vit import Adapter
-from cheem_jax.checkpoint import load_task, load_tasks, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
 from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.inference import Inferred
-from cheem_jax.flops import adapter_flops, backbone_flops, backbone_params, executed_backbone_flops
+from cheem_jax.flops import adapter_flops, backbone_flops
 from cheem_jax.images import Images
 from cheem_jax.kernels import Precision, dot
 from cheem_jax.keys import Keys, Phase, next_power_of_two
@@ -36,24 +36,25 @@ from cheem_jax.methods.autoencoders import (
     autoencoder_flops,
     autoencoder_params,
 )
-from cheem_jax.methods.fitting import Batch, Fitter, Inputs, left, over_batches
+from cheem_jax.methods.costs import params_report, plain_flops
+from cheem_jax.methods.fitting import FitBatch, Fitter, Init, Inputs, over_batches, train_task
 from cheem_jax.methods.heads import FAR, classes_by_task, cut, grow_head, head_logits, local_cross_entropy
 from cheem_jax.methods.method import Answers, Clock, Encoder, FrozenFeatures, Running, check_given
-from cheem_jax.methods.prompting import saved
+from cheem_jax.methods.saving import restore_all, save_and_restore
 from cheem_jax.pool import Head
 from cheem_jax.training import FitConfig, check_batch_size
 
 ACTIVE = 2
-"""Experts that an image gets in every block."""
+"""Experts per image and block."""
 NOISE_FLOOR = 0.01
-"""Least standard deviation of the noise on a router's logits."""
+"""Smallest standard deviation of the noise on a router's logits."""
 MUCH_MEMORY = 4 * 2**30
-"""Bytes of cached features from which on `check` speaks of them."""
+"""Bytes of cached features above which `check` warns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MoeAdaptersConfig:
-    """MoE-Adapters as the paper's comparison seems to have run it; options name what the official code does."""
+    """MoE-Adapters as the paper's FLOPs imply it; options name what the official code does."""
 
     name: ClassVar[str] = "moe_adapters"
     experts: int = 22
@@ -61,23 +62,23 @@ class MoeAdaptersConfig:
     bottleneck: int = 8
     """Rank of an expert: two of 8 cost what the paper's FLOPs leave room for (official: 64)."""
     freeze: int = 2
-    """Experts of each block, those its images used most, that a task may freeze; some may be frozen already. 0: never,
-    as in the official class-incremental variant."""
+    """Most used experts of each block that are frozen after a task, some of which may be frozen already; 0: none, as in
+    the official class-incremental variant."""
     scale: float = 0.1
-    """Factor of what experts give."""
+    """Factor of the experts' output."""
     dropout: float = 0.1
     """Share of an expert's hidden values that a training step leaves out."""
     label_smoothing: float = 0.0
-    """Share of the target that is spread over the task's classes; 0, the cross-entropy of all of the paper's methods
-    (official, against texts: 0.2)."""
+    """Share of the target that is spread over the task's classes; 0: plain cross-entropy, as all methods of the paper
+    (official, with texts: 0.2)."""
     autoencoder: AutoEncoderConfig = AutoEncoderConfig()
-    """What names the task of an image."""
+    """The auto-encoders that infer the task ID."""
     fit: FitConfig = FitConfig(epochs=20)
     batch_size: int = 64
 
     def __post_init__(self) -> None:
         if self.experts < ACTIVE:
-            raise ValueError(f"experts is {self.experts}; expected {ACTIVE} or more, as an image gets {ACTIVE}")
+            raise ValueError(f"experts is {self.experts}; expected at least {ACTIVE}, as an image gets {ACTIVE}")
         if self.bottleneck < 1:
             raise ValueError(f"bottleneck is {self.bottleneck}; an expert needs a rank of at least 1")
         if not 0 <= self.freeze <= self.experts:
@@ -100,14 +101,14 @@ class Experts(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Which experts each image of a batch gets in one block, and their weights."""
+    """The experts of each image of a batch in one block, and their weights."""
 
     chosen: Int[Array, "B k"]
     weights: Float[Array, "B k"]
 
 
 class Training(NamedTuple):
-    """What only training adds, all blocks drawn at once: noise on the logits and hidden values that stay."""
+    """The noise of training, of all blocks or of one: on the router's logits, and the hidden values that are kept."""
 
     noise: Float[Array, "*L D E"]
     normal: Float[Array, "*L B E"]
@@ -115,7 +116,7 @@ class Training(NamedTuple):
 
 
 class MoeTask(NamedTuple):
-    """What a task keeps of its own."""
+    """A learned task's router weights, head and auto-encoder."""
 
     name: str
     classes: tuple[str, ...]
@@ -125,8 +126,7 @@ class MoeTask(NamedTuple):
 
 
 class MoeAdapters:
-    """See the module. `router_features` feed the auto-encoders: AlexNet's conv5 in the paper; default: the backbone's
-    own."""
+    """See the module. The auto-encoders read `router_features`: AlexNet's conv5 in the paper, by default `features`."""
 
     name = "moe_adapters"
 
@@ -156,10 +156,10 @@ class MoeAdapters:
                 own = jax.tree.map(lambda leaf: leaf[block], experts)
 
                 def adapter(z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-                    drawn = None if training is None else jax.tree.map(lambda leaf: leaf[block], training)
-                    gates = gate(routers[:, block], z[:, 0], tasks, drawn)
+                    noise = None if training is None else jax.tree.map(lambda leaf: leaf[block], training)
+                    gates = gate(routers[:, block], z[:, 0], tasks, noise)
                     chosen[block] = gates.chosen
-                    kept = None if drawn is None or drawn.kept is None else drawn.kept[:, : z.shape[1]]
+                    kept = None if noise is None or noise.kept is None else noise.kept[:, : z.shape[1]]
                     precision = executor.config.precision
                     return config.scale * mixture(own, gates, z, kept, dropout=config.dropout, precision=precision)
 
@@ -168,10 +168,10 @@ class MoeAdapters:
             x = vit.run_blocks(vit.embed(images), adapters={block: adapter_at(block) for block in range(depth)})
             return vit.features(x), jnp.stack([chosen[block] for block in range(depth)], axis=1)
 
-        def loss(learned, fixed, batch: Batch):
+        def loss(learned, fixed, batch: FitBatch):
             (experts, router, noise, head), (leaves, frozen, num) = learned, fixed
             images = batch.inputs["images"]
-            training = draw(batch.key, noise, len(images), executor.config.num_tokens, config)
+            training = sample(batch.key, noise, len(images), executor.config.num_tokens, config)
             tasks = jnp.zeros(len(images), jnp.int32)
             features, _ = adapted(hold(experts, frozen), router[None], leaves, images, tasks, training)
             return smoothed_cross_entropy(
@@ -182,7 +182,7 @@ class MoeAdapters:
 
     @property
     def encoder(self) -> Encoder:
-        """What the auto-encoders read."""
+        """The network whose features the auto-encoders read."""
         return self.router_features.encoder
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
@@ -191,9 +191,8 @@ class MoeAdapters:
         enough = (config.experts - ACTIVE) // config.freeze + 1 if config.freeze else len(tasks)
         if len(tasks) > enough:
             said.append(
-                f"a task may freeze {config.freeze} of {config.experts} experts per block, so from task "
-                f"{enough + 1} of {len(tasks)} on fewer than {ACTIVE} may be left to learn; it then goes on with what "
-                "there is"
+                f"{config.freeze} of {config.experts} experts per block may be frozen after each task, so from task "
+                f"{enough + 1} of {len(tasks)} on fewer than {ACTIVE} may be left to train"
             )
         most = max((len(task.train.labels) + len(task.val.labels) for task in tasks), default=0)
         kept = 4 * self.encoder.width * (most + sum(len(task.test.labels) for task in tasks))
@@ -207,25 +206,21 @@ class MoeAdapters:
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Train the experts that are not frozen, a router and a head; freeze the most used; fit an auto-encoder."""
         config, keys, index, num = self.config, self.keys, len(self.tasks), len(task.classes)
-        clock = Clock(running.saved.meta["seconds"] if running.saved else None)
+        vit, clock = self.executor.config, Clock.of(running)
         experts = self.experts
         if experts is None:
-            experts = init_experts(keys.at(index, Phase.METHOD_INIT, 0), self.executor.config, config)
-        shape = (*self.frozen.shape[:1], self.executor.config.width, config.experts)
-        head = grow_head(keys.at(index, Phase.METHOD_INIT, 1), None, shape[1], 0, num)
-        fitting = self._fitter.begun(
-            (experts, np.zeros(shape, np.float32), np.zeros(shape, np.float32), head), running.saved
-        )
-        state = functools.partial(saved, fitting, clock)
+            experts = init_experts(keys.at(index, Phase.METHOD_INIT, Init.LEARNED), vit, config)
+        router = noise = np.zeros((vit.depth, vit.width, config.experts), np.float32)
+        head = grow_head(keys.at(index, Phase.METHOD_INIT, Init.HEAD), None, vit.width, 0, num)
+        fitting = self._fitter.begun((experts, router, noise, head), running.saved)
         images, num_images = task.train.images, len(task.train.labels)
-        total = left(fitting, config.fit, num_images, config.batch_size)
-        with clock("train"), running.phase("train", total, state) as advance:
-            self._fitter.run(
-                fitting, (self.executor.leaves, self.frozen, np.int32(num)), task.train.labels, Inputs(images),
-                config.fit, batch_size=config.batch_size, order_key=keys.at(index, Phase.METHOD_ORDER),
-                noise_key=keys.at(index, Phase.METHOD_NOISE), advance=advance,
-            )  # fmt: skip
+        fixed = (self.executor.leaves, self.frozen, np.int32(num))
+        train_task(
+            self._fitter, fitting, fixed, task.train.labels, Inputs(images),
+            config=config, keys=keys, number=index, running=running, clock=clock,
+        )  # fmt: skip
         experts, router, _, head = fitting.learned
+        state = functools.partial(fitting.saved, clock)
         with clock("experts"), running.phase("experts", num_images, state) as advance:
             tasks = np.zeros(num_images, np.int32)
             _, chosen = self._over(experts, np.asarray(router)[None], images, tasks, advance)
@@ -233,48 +228,48 @@ class MoeAdapters:
         with clock("features"):
             features = self.router_features(task, "train")
         with clock("router"), running.phase("router", self.autoencoders.images(num_images), state) as advance:
-            init_key, order_key = keys.at(index, Phase.METHOD_INIT, 2), keys.at(index, Phase.ALIGNMENT_ORDER)
+            init_key, order_key = keys.at(index, Phase.METHOD_INIT, Init.EXTRA), keys.at(index, Phase.ALIGNMENT_ORDER)
             autoencoder, errors = self.autoencoders.fit(init_key, order_key, features, advance)
 
         before, begins = self.frozen, self.experts is None
         self.experts, self.frozen = experts, freeze(before, uses, config.freeze)
         self.tasks.append(MoeTask(task.name, task.classes, np.asarray(router), cut(head, num), autoencoder))
-        new = sum(leaf.size for leaf in experts) if begins else 0
-        own = (shape[1] + 1) * num + sum(leaf.size for leaf in autoencoder)
-        per_expert = sum(leaf.size for leaf in experts) // before.size
+        all_experts = sum(leaf.size for leaf in experts)
+        added = router.size + (all_experts if begins else 0)
+        own = (vit.width + 1) * num + sum(leaf.size for leaf in autoencoder)
+        # the router is trained with weights for its noise, which are dropped after training
+        learned = int((~before).sum()) * (all_experts // before.size) + 2 * router.size + own
         return {
             "name": task.name,
             **self.costs(num),
-            "params_added_percent": 100 * (new + router.size) / backbone_params(self.executor.config),
-            "params_learned": int((~before).sum()) * per_expert + 2 * router.size + own,
-            "params_stored": new + router.size + own,
+            **params_report(vit, added=added, learned=learned, stored=added + own),
             "experts_free": (~before).sum(axis=1).tolist(),
             "experts_frozen": [np.flatnonzero(row).tolist() for row in self.frozen & ~before],
             "expert_uses": uses.tolist(),
-            "losses": fitting.state.losses,
             "router_errors": errors,
-            "skipped_steps": fitting.state.skipped,
-            "seconds": clock.seconds,
+            **fitting.report(clock),
         }
 
     def costs(self, num_classes: int) -> dict[str, int]:
-        """FLOPs of one image once the whole stream is learned: every task's auto-encoder looks at it."""
+        """FLOPs per image after the whole stream: F0, the encoder, all tasks' auto-encoders, two experts per block."""
         vit, encoder, num = self.executor.config, self.encoder, max(self.num_tasks, len(self.tasks))
-        identify = encoder.executed_flops()
-        identify += num * autoencoder_flops(encoder.width, self.config.autoencoder.hidden)
+        identify = num * autoencoder_flops(encoder.width, self.config.autoencoder.hidden)
         adapters = adapter_flops(vit, ACTIVE * self.config.bottleneck)
-        # the last block's run for the class token alone; routers of all tasks give logits, an image takes its own
+        # the last block adapts the CLS token alone; all tasks' routers compute logits, of which an image uses its own
         ran = adapters * ((vit.depth - 1) * vit.num_tokens + 1) // (vit.depth * vit.num_tokens)
         routers = vit.depth * 2 * vit.width * self.config.experts * next_power_of_two(num)
-        head = 2 * vit.width * num_classes
         return {
             "flops_method": moe_flops(vit, encoder, self.config, num),
             "flops_explicit": moe_flops(vit, encoder, self.config, num, count_attention=True),
-            "flops_executed": identify + executed_backbone_flops(vit) + ran + routers + head,
+            "flops_executed": plain_flops(vit, num_classes)["flops_executed"]
+            + encoder.executed_flops()
+            + identify
+            + ran
+            + routers,
         }
 
     def bytes_needed(self, task: Task) -> int:
-        """A task's own arrays and all experts; in a rolling checkpoint and its successor with both moments."""
+        """See `Method.bytes_needed`: experts and the task's arrays; two rolling checkpoints with Adam's moments."""
         vit, config = self.executor.config, self.config
         experts = vit.depth * config.experts * (2 * config.bottleneck * vit.width + config.bottleneck + vit.width)
         routers, head = 2 * vit.depth * vit.width * config.experts, (vit.width + 1) * 2 * len(task.classes)
@@ -299,26 +294,29 @@ class MoeAdapters:
         return self.autoencoders.route(features, known, batch_size=self.config.batch_size)
 
     def _classes(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
-        """The class that each image gets through its task's router and head."""
+        """The class of each image by the router and head of its task."""
         routers = np.zeros((next_power_of_two(len(self.tasks)), *self.tasks[0].router.shape), np.float32)
         routers[: len(self.tasks)] = [task.router for task in self.tasks]
         features, _ = self._over(self.experts, routers, images, tasks)
         return classes_by_task(features, [task.head for task in self.tasks], tasks)
 
     def _over(self, experts, routers, images: Images, tasks, advance=None) -> tuple[np.ndarray, np.ndarray]:
-        """Features `[N, D]` and chosen experts `[N, L, k]`."""
+        """Features `[N, D]` and chosen experts `[N, L, k]`; `routers` `[T, L, D, E]` are indexed by `tasks` `[N]`."""
         routers = jnp.asarray(routers)
 
         def run(read: dict[str, Any]):
             return self._adapted(experts, routers, self.executor.leaves, read["images"], read["tasks"])
 
-        inputs = Inputs(images, tasks=tasks)
         return over_batches(
-            run, inputs, len(tasks), batch_size=self.config.batch_size, advance=advance, layout=self.executor.layout
+            run,
+            Inputs(images, tasks=tasks),
+            batch_size=self.config.batch_size,
+            advance=advance,
+            layout=self.executor.layout,
         )
 
     def save(self, root: Path) -> None:
-        """Save the last task and all experts, which later tasks may change, and go on with what is read back."""
+        """See `Method.save`: the last task, and all experts, as later tasks may change them."""
         index, task = len(self.tasks) - 1, self.tasks[-1]
         assert self.experts is not None
         arrays = {
@@ -328,38 +326,35 @@ class MoeAdapters:
             "head": task.head._asdict(),
             "autoencoder": task.autoencoder._asdict(),
         }
-        directory = task_directory(root, index, task.name)
-        save_task(directory, arrays, {"name": task.name, "classes": list(task.classes)})
-        self.tasks.pop()
-        self._restore(directory, *load_task(directory))
+        self.experts, self.frozen, self.tasks[-1] = save_and_restore(
+            root, (index, task.name, task.classes), arrays, _restored
+        )
 
     def open(self, root: Path) -> None:
-        """Replace the state by what is saved."""
-        directories = saved_tasks(root)
+        """See `Method.open`."""
         self.tasks, self.experts, self.frozen = [], None, np.zeros_like(self.frozen)
-        for directory, (arrays, meta) in zip(directories, load_tasks(directories), strict=True):
-            self._restore(directory, arrays, meta)
+        for self.experts, self.frozen, task in restore_all(root, _restored):
+            self.tasks.append(task)
 
-    def _restore(self, directory: Path, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        with named(directory):
-            self.experts = Experts(**{name: jnp.asarray(values) for name, values in arrays["experts"].items()})
-            self.frozen = np.asarray(arrays["frozen"])
-            autoencoder = AutoEncoder(**{name: jnp.asarray(values) for name, values in arrays["autoencoder"].items()})
-            head = Head(**arrays["head"])
-            self.tasks.append(MoeTask(meta["name"], tuple(meta["classes"]), arrays["router"], head, autoencoder))
+
+def _restored(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> tuple[Experts, np.ndarray, MoeTask]:
+    experts = Experts(**{name: jnp.asarray(values) for name, values in arrays["experts"].items()})
+    autoencoder = AutoEncoder(**{name: jnp.asarray(values) for name, values in arrays["autoencoder"].items()})
+    task = MoeTask(meta["name"], tuple(meta["classes"]), arrays["router"], Head(**arrays["head"]), autoencoder)
+    return experts, np.asarray(arrays["frozen"]), task
 
 
 def init_experts(key: jax.Array, vit: ViTConfig, config: MoeAdaptersConfig) -> Experts:
-    """Experts that add nothing: down within 1 / sqrt(D), all else 0."""
+    """Experts whose output is 0: down uniform within 1 / sqrt(D), all else 0."""
     shape = (vit.depth, config.experts, config.bottleneck, vit.width)
     down = jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) / math.sqrt(vit.width)
     return Experts(down, jnp.zeros(shape[:3]), jnp.zeros(shape), jnp.zeros((*shape[:2], vit.width)))
 
 
-def draw(
+def sample(
     key: jax.Array, noise: Float[Array, "L D E"], num: int, num_tokens: int, config: MoeAdaptersConfig
 ) -> Training:
-    """The noise of one step on `num` images."""
+    """The noise of a training step on `num` images."""
     normal_key, kept_key = jax.random.split(key)
     normal = jax.random.normal(normal_key, (len(noise), num, config.experts))
     if not config.dropout:
@@ -369,15 +364,18 @@ def draw(
 
 
 def gate(
-    routers: Float[Array, "T D E"], token: Float[Array, "B D"], tasks: Int[Array, "B"], drawn: Training | None = None
+    routers: Float[Array, "T D E"], token: Float[Array, "B D"], tasks: Int[Array, "B"], training: Training | None = None
 ) -> Gates:
-    """The experts of the two largest logits, ties to the first, and the softmax over these two."""
-    # float32 products on every device: a rounded logit may choose another expert
+    """The experts of the two largest logits (ties: the first), weighted by the softmax of these two.
+
+    `token` is the CLS token, `tasks` selects each image's router; training adds noise of a learned deviation.
+    """
+    # float32 products on every device, because a rounded logit may select another expert
     logits = jnp.einsum("bd,tde->bte", token, routers, precision="highest")
     logits = jnp.take_along_axis(logits, tasks[:, None, None], axis=1)[:, 0]
-    if drawn is not None:
-        deviation = jax.nn.softplus(jnp.matmul(token, drawn.noise, precision="highest")) + NOISE_FLOOR
-        logits = logits + deviation * drawn.normal
+    if training is not None:
+        deviation = jax.nn.softplus(jnp.matmul(token, training.noise, precision="highest")) + NOISE_FLOOR
+        logits = logits + deviation * training.normal
     largest, chosen = jax.lax.top_k(logits, ACTIVE)
     return Gates(chosen, jax.nn.softmax(largest))
 
@@ -391,7 +389,7 @@ def mixture(
     dropout: float = 0.0,
     precision: Precision = "float32",
 ) -> Float[Array, "B N D"]:
-    """The weighted sum of each image's experts, only these being run; a share `dropout` of hidden values not `kept`."""
+    """The weighted sum of each image's experts; no other expert runs. Hidden values that are not `kept` are dropped."""
     down, down_bias, up, up_bias = (leaf[gates.chosen] for leaf in experts)  # [B, k, ...]
     num, k, rank, width = down.shape
     hidden = dot(z, down.reshape(num, k * rank, width).mT, precision) + down_bias.reshape(num, 1, k * rank)
@@ -404,7 +402,7 @@ def mixture(
 
 
 def hold(experts: Experts, frozen: Bool[Array, "L E"]) -> Experts:
-    """The same experts, of which the frozen ones get a gradient of exactly 0, so that Adam leaves their bytes alone."""
+    """The same experts; frozen ones get a gradient of exactly 0, so that Adam does not change their bytes."""
 
     def held(leaf: Array) -> Array:
         mask = frozen.reshape(*frozen.shape, *[1] * (leaf.ndim - 2))
@@ -427,12 +425,12 @@ def smoothed_cross_entropy(
 
 
 def count_uses(chosen: Int[np.ndarray, "N L k"], num_experts: int) -> Int[np.ndarray, "L E"]:
-    """How many images got each expert of each block."""
+    """The number of images that got each expert of each block."""
     return (chosen[..., None] == np.arange(num_experts)).sum(axis=(0, 2))
 
 
 def freeze(frozen: Bool[np.ndarray, "L E"], uses: Int[np.ndarray, "L E"], num: int) -> Bool[np.ndarray, "L E"]:
-    """With up to `num` experts more per block: its most used ones (ties: the first), some of them frozen before."""
+    """The frozen experts, with the `num` most used ones of each block (ties: the first) that any image used."""
     most = np.argsort(-uses, axis=1, kind="stable")[:, :num]
     picked = np.zeros_like(frozen)
     np.put_along_axis(picked, most, True, axis=1)

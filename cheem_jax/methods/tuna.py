@@ -1,10 +1,10 @@
-"""TUNA: an adapter per task beside every FFN, of which the most certain one answers, together with all of them merged.
+"""TUNA: adapters per task, of which the most certain ones predict, together with a merge of all of them.
 
-One set of adapters goes on training through the stream; a copy is kept after each task. Heads are cosine classifiers,
-aligned after each task on features drawn from a Gaussian per class. An image runs through every copy: the one whose
-answer has the lowest entropy and a merged "universal" adapter decide together. Wang et al., "Integrating Task-Specific
-and Universal Adapters for Pre-Trained Model-based Class-Incremental Learning", ICCV 2025; the merge follows Huang et
-al., "EMR-Merging: Tuning-Free High-Performance Model Merging", NeurIPS 2024.
+One set of adapters trains through the stream; a copy is kept after each task. Heads are cosine classifiers, aligned
+after each task on features sampled from a Gaussian per class. An image runs through every copy: the prediction with the
+lowest entropy and that of the merged "universal" adapters are summed. Wang et al., "Integrating Task-Specific and
+Universal Adapters for Pre-Trained Model-based Class-Incremental Learning", ICCV 2025; the merge follows Huang et al.,
+"EMR-Merging: Tuning-Free High-Performance Model Merging", NeurIPS 2024.
 """
 
 import dataclasses
@@ -20,20 +20,19 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax import hosts
-from cheem_jax.checkpoint import load_task, load_tasks, named, save_task, saved_tasks, task_directory
 from cheem_jax.data.task import Task
 from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.inference import Inferred
 from cheem_jax.execution.passes import Advance
-from cheem_jax.flops import adapter_flops, backbone_flops, backbone_params, executed_backbone_flops
+from cheem_jax.flops import adapter_flops
 from cheem_jax.images import Images
 from cheem_jax.keys import Keys, Phase, order_at
 from cheem_jax.methods.adapters import (
+    AdapterConfig,
     Adapters,
-    Optimizer,
     adapted_features,
     adapter_params,
-    check_adapters,
+    compiled_features,
     cosine_head,
     cosines,
     directions,
@@ -42,56 +41,55 @@ from cheem_jax.methods.adapters import (
     init_adapters,
     unit,
 )
-from cheem_jax.methods.fitting import Batch, Fitter, Inputs, left, over_batches
-from cheem_jax.methods.heads import FAR, Classes, columns, local_cross_entropy, padded, with_columns
+from cheem_jax.methods.costs import params_report, plain_flops
+from cheem_jax.methods.fitting import FitBatch, Fitter, Init, Inputs, over_batches, train_task
+from cheem_jax.methods.heads import (
+    FAR,
+    Classes,
+    columns,
+    local_cross_entropy,
+    padded,
+    saved_classes,
+    with_columns,
+)
 from cheem_jax.methods.method import Answers, Clock, FrozenFeatures, Running, check_given
-from cheem_jax.methods.prompting import saved
+from cheem_jax.methods.saving import restore_all, save_and_restore
 from cheem_jax.pool import Head
-from cheem_jax.training import FitConfig, check_batch_size
 
 JITTER = 1e-4
 """Added to every variance: classes of few images have a covariance without full rank."""
 ALIGNMENT_PERIOD = 5
-"""Epochs in which the alignment's rate falls along a cosine to 0; in as many it then rises again."""
+"""Epochs of half a cosine: the alignment's rate falls to 0 in so many epochs, and rises again in as many."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TunaConfig:
-    """TUNA with the paper's comparison's optimizer; options name what the official code does."""
+class TunaConfig(AdapterConfig):
+    """TUNA with the optimizer of the paper's comparison; options name what the official code does."""
 
     name: ClassVar[str] = "tuna"
     bottleneck: int = 16
     """Rank of an adapter."""
-    scale: float = 0.1
-    """Factor of what adapters give."""
-    dropout: float = 0.1
-    """Share of an adapter's hidden values that a training step leaves out."""
     temperature: float = 20.0
     """Factor of the cosines before each softmax."""
     margin: float = 0.0
-    """What the true class's cosine is lowered by in training (official: 0.3 for ImageNet-A)."""
+    """Subtracted from the true class's cosine in training (official: 0.3 for ImageNet-A)."""
     orthogonality: float = 0.0
-    """Weight of the term that turns an adapter's up half away from those of earlier tasks (official: 1e-3 for
-    ImageNet-R, ImageNet-A and ObjectNet, else 0); theirs do not move."""
+    """Weight of the term that makes an adapter's up half orthogonal to those of earlier tasks, which stay as they are
+    (official: 1e-3 for ImageNet-R, ImageNet-A and ObjectNet, else 0)."""
     universal: Literal["merged", "latest"] = "merged"
-    """What answers beside the most certain adapter: the merge of all, or, as an index slip in the official code has
-    it, the latest one."""
+    """Adapters that predict together with the most certain ones: the merge of all, or, after an index slip in the
+    official code, the latest ones."""
     statistics: Literal["covariance", "variance"] = "covariance"
     """A class's Gaussian for the alignment: D x D numbers, or D."""
     alignment_epochs: int = 30
     """Passes of the alignment of all heads from the second task on; 0: none (official: 10 for ImageNet-A)."""
     alignment_samples: int = 5
-    """Features drawn per class and pass, times the batch size."""
+    """Features sampled per class and pass, in batches."""
     alignment_rate: float = 5e-3
     """Rate of the alignment's SGD at the start."""
-    optimizer: Optimizer = "adam"
-    """Adam, or the official code's SGD with momentum 0.9 and weight decay 5e-4 (at a rate of 0.01 to 0.05)."""
-    fit: FitConfig = FitConfig(epochs=20)
-    batch_size: int = 64
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
-        check_adapters(self)
+        super().__post_init__()
         if not self.temperature > 0:
             raise ValueError(f"temperature is {self.temperature}; expected a positive factor of the cosines")
         for name in ("margin", "orthogonality"):
@@ -119,24 +117,24 @@ class Tuna:
     def __init__(self, executor: Executor, features: FrozenFeatures, config: TunaConfig, keys: Keys, num_tasks: int):
         self.executor, self.config, self.keys, self.num_tasks = executor, config, keys, num_tasks
         self.bank: list[Adapters] = []
-        """A copy after each task; the last one is what the next task goes on with."""
+        """A copy after each task; the next task continues from the last one."""
         self.gaussians: list[Gaussians] = []
         self.head: Head | None = None
         self.classes = Classes()
 
-        def features_of(adapters, leaves, images, key=None):
-            return adapted_features(executor.vit_of(leaves), adapters, images, config, key)
-
-        def loss(learned, fixed, batch: Batch):
+        def loss(learned, fixed, batch: FitBatch):
             (adapters, head), (leaves, old, strength, num) = learned, fixed
-            near = cosines(features_of(adapters, leaves, batch.inputs["images"], batch.key), head.weight)
+            images, vit = batch.inputs["images"], executor.vit_of(leaves)
+            near = cosines(adapted_features(vit, adapters, images, config, batch.key), head.weight)
+            # a margin makes training harder than prediction: the true class has to win by it
             lowered = near - config.margin * jax.nn.one_hot(batch.labels, near.shape[-1])
             found = local_cross_entropy(config.temperature * lowered, batch.labels, batch.weights, 0, num)
             return found + strength * overlap(mean_rows(adapters), old)
 
         @executor.jit
         def answer(adapters, head, leaves, images, num):
-            near = config.temperature * cosines(features_of(adapters, leaves, images), head.weight)
+            features = adapted_features(executor.vit_of(leaves), adapters, images, config)
+            near = config.temperature * cosines(features, head.weight)
             logs = jax.nn.log_softmax(jnp.where(jnp.arange(near.shape[-1]) < num, near, FAR))
             found = jnp.exp(logs)
             return found, -(found * logs).sum(axis=-1)
@@ -154,13 +152,13 @@ class Tuna:
             return weight - rate * updates, moments, value
 
         @functools.partial(executor.jit, static_argnums=3)
-        def draw(key, mean, spread, num):
+        def sample(key, mean, spread, num):
             noise = jax.random.normal(key, (num, len(mean)))
             return mean + (noise * spread if spread.ndim == 1 else noise @ spread.T)
 
         self._fitter = Fitter(loss, directions(config.optimizer), jit=executor.jit, layout=executor.layout)
-        self._features, self._answer = executor.jit(features_of), answer
-        self._align, self._aligner, self._draw = align, aligner, draw
+        self.features, self._answer = compiled_features(executor, config), answer
+        self._align, self._aligner, self._sample = align, aligner, sample
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -171,9 +169,9 @@ class Tuna:
         single, few, said = int((images == 1).sum()), int((images <= width).sum()), []
         if few and config.statistics == "covariance":
             said.append(
-                f"{few} of {len(images)} classes have no more training images than features have dimensions "
+                f"{few} of {len(images)} classes have at most as many training images as features have dimensions "
                 f"({width}), so their covariances lack full rank; {JITTER:g} is added to each variance. "
-                "statistics=variance keeps less and needs fewer images"
+                "statistics=variance stores less and needs fewer images"
             )
         if single:
             said.append(
@@ -184,25 +182,20 @@ class Tuna:
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Train the adapters and the task's head, keep a copy, align all heads."""
         config, keys, index, num = self.config, self.keys, len(self.bank), len(task.classes)
-        seen, vit, num_images = int(self.classes.first[-1]), self.executor.config, len(task.train.labels)
-        clock = Clock(running.saved.meta["seconds"] if running.saved else None)
-        adapters = self.bank[-1] if self.bank else self.begin(keys.at(index, Phase.METHOD_INIT, 0))
-        grown = grow_weight(
-            keys.at(index, Phase.METHOD_INIT, 1), self.head and self.head.weight, vit.width, seen, num
-        )  # fmt: skip
+        seen, vit, clock = self.classes.num, self.executor.config, Clock.of(running)
+        adapters = self.bank[-1] if self.bank else self.begin(keys.at(index, Phase.METHOD_INIT, Init.LEARNED))
+        weight, head_key = self.head and self.head.weight, keys.at(index, Phase.METHOD_INIT, Init.HEAD)
+        grown = grow_weight(head_key, weight, vit.width, seen, num)
         fitting = self._fitter.begun((adapters, columns(grown, seen, num)), running.saved)
         strength = config.orthogonality * math.exp(-(index + 1))
         fixed = (self.executor.leaves, self._old_rows(), np.float32(strength), np.int32(num))
-        state = functools.partial(saved, fitting, clock)
-        total = left(fitting, config.fit, num_images, config.batch_size)
-        with clock("train"), running.phase("train", total, state) as advance:
-            self._fitter.run(
-                fitting, fixed, task.train.labels, Inputs(task.train.images), config.fit,
-                batch_size=config.batch_size, order_key=keys.at(index, Phase.METHOD_ORDER),
-                noise_key=keys.at(index, Phase.METHOD_NOISE), advance=advance,
-            )  # fmt: skip
+        train_task(
+            self._fitter, fitting, fixed, task.train.labels, Inputs(task.train.images),
+            config=config, keys=keys, number=index, running=running, clock=clock,
+        )  # fmt: skip
         adapters, own = fitting.learned
-        with clock("statistics"), running.phase("statistics", num_images, state) as advance:
+        state = functools.partial(fitting.saved, clock)
+        with clock("statistics"), running.phase("statistics", len(task.train.labels), state) as advance:
             features = self.features(adapters, task.train.images, advance)
             gaussians = [*self.gaussians, gaussians_of(features, task.train.labels, num, config.statistics)]
         head, losses = with_columns(grown, own, seen, num), []
@@ -213,62 +206,45 @@ class Tuna:
         self.bank.append(adapters)
         self.gaussians, self.head = gaussians, head
         self.classes.add(task.name, task.classes)
-        own_params, head_params = adapter_params(vit, config.bottleneck), vit.width * num
+        added, head_params = adapter_params(vit, config.bottleneck), vit.width * num
+        stored = added + head_params + sum(leaf.size for leaf in gaussians[-1])
         return {
             "name": task.name,
             **self.costs(),
-            "params_added_percent": 100 * own_params / backbone_params(vit),
-            "params_learned": own_params + head_params,
-            "params_stored": own_params + head_params + sum(leaf.size for leaf in gaussians[-1]),
-            "losses": fitting.state.losses,
+            **params_report(vit, added=added, learned=added + head_params, stored=stored),
             "alignment_losses": losses,
-            "skipped_steps": fitting.state.skipped,
-            "seconds": clock.seconds,
+            **fitting.report(clock),
         }
 
     def costs(self) -> dict[str, int]:
-        """FLOPs of one image once the whole stream is learned: a pass per task and one of the universal adapter.
+        """FLOPs per image after the whole stream: a pass per task and one with the universal adapters.
 
-        The paper counts neither adapters nor heads.
+        The paper's count (T + 1) F0 contains neither adapters nor heads.
         """
         vit, rank = self.executor.config, self.config.bottleneck
-        num_classes, passes = int(self.classes.first[-1]), num_passes(max(self.num_tasks, len(self.bank)))
-        plain, attended = backbone_flops(vit), backbone_flops(vit, count_attention=True)
-        ran = executed_backbone_flops(vit) + executed_adapter_flops(vit, rank) + 2 * vit.width * num_classes
+        plain, passes = plain_flops(vit, self.classes.num), num_passes(max(self.num_tasks, len(self.bank)))
         return {
-            "flops_method": passes * plain,
-            "flops_explicit": passes * (attended + adapter_flops(vit, rank)),
-            "flops_executed": passes * ran,
+            "flops_method": passes * plain["flops_method"],
+            "flops_explicit": passes * (plain["flops_explicit"] + adapter_flops(vit, rank)),
+            "flops_executed": passes * (plain["flops_executed"] + executed_adapter_flops(vit, rank)),
         }
 
     def begin(self, key: jax.Array) -> Adapters:
-        """The adapters with which the stream begins."""
+        """The initial adapters of the first task."""
         return init_adapters(key, self.executor.config, self.config.bottleneck)
-
-    def features(self, adapters: Adapters, images: Images, advance: Advance | None = None) -> Float[np.ndarray, "N D"]:
-        """Features of any images in the network with these adapters."""
-
-        def run(read: dict[str, Any]) -> jax.Array:
-            return self._features(adapters, self.executor.leaves, read["images"])
-
-        return over_batches(
-            run,
-            Inputs(images),
-            len(images),
-            batch_size=self.config.batch_size,
-            advance=advance,
-            layout=self.executor.layout,
-        )
 
     @property
     def num_samples(self) -> int:
-        """Features that the alignment draws of a class in each pass, and takes in a step."""
+        """Features that the alignment samples per class in each pass, and the batch size of its steps."""
         return self.config.alignment_samples * self.config.batch_size
 
     def aligned(
         self, head: Head, gaussians: Sequence[Gaussians], index: int, advance: Advance
     ) -> tuple[Head, list[float]]:
-        """The head, trained on features drawn from the Gaussians of all classes, and the mean loss of each pass."""
+        """The head, trained on features sampled from the Gaussians of all classes, and the mean loss of each pass.
+
+        Raises FloatingPointError for a non-finite loss.
+        """
         config, keys, size = self.config, self.keys, self.num_samples
         means = np.concatenate([some.means for some in gaussians])
         spreads = np.concatenate([some.spreads for some in gaussians])
@@ -276,8 +252,8 @@ class Tuna:
         weight, losses = jnp.copy(head.weight), []
         moments = self._aligner.init(weight)
         for epoch in range(config.alignment_epochs):
-            drawn = np.concatenate([
-                np.asarray(self._draw(keys.at(index, Phase.ALIGNMENT, epoch, c), means[c], spreads[c], size))
+            sampled = np.concatenate([
+                np.asarray(self._sample(keys.at(index, Phase.ALIGNMENT, epoch, c), means[c], spreads[c], size))
                 for c in range(len(means))
             ])  # fmt: skip
             order = order_at(keys.at(index, Phase.ALIGNMENT_ORDER, epoch), len(labels)).reshape(-1, size)
@@ -285,37 +261,37 @@ class Tuna:
             running = []
             for rows in order:
                 weight, moments, loss = self._align(
-                    weight, moments, np.float32(rate), drawn[rows], labels[rows], np.int32(len(means))
+                    weight, moments, np.float32(rate), sampled[rows], labels[rows], np.int32(len(means))
                 )
                 running.append(loss)
                 advance(size)
             losses.append(float(np.mean(jax.device_get(running))))
             if not math.isfinite(losses[-1]):
                 raise FloatingPointError(
-                    f"tuna: the alignment's loss became no finite number in epoch {epoch + 1}; try an alignment_rate "
-                    f"below {config.alignment_rate}"
+                    f"tuna: non-finite loss of the alignment in epoch {epoch + 1}; set an alignment_rate below "
+                    f"{config.alignment_rate}"
                 )
         return cosine_head(weight), losses
 
     def _old_rows(self) -> Float[np.ndarray, "T L r"]:
-        """Mean unit rows of the kept adapters' up halves; zero, which overlaps with nothing, for tasks to come."""
+        """Mean unit rows of the stored adapters' up halves; for future tasks 0, which overlaps with nothing."""
         rows = np.zeros((max(self.num_tasks, len(self.bank)), self.executor.config.depth, self.config.bottleneck))
-        for place, adapters in enumerate(self.bank if self.config.orthogonality else ()):
-            rows[place] = mean_rows(adapters)
+        for index, adapters in enumerate(self.bank if self.config.orthogonality else ()):
+            rows[index] = mean_rows(adapters)
         return rows.astype(np.float32)
 
     def bytes_needed(self, task: Task) -> int:
-        """Adapters, all heads and the task's Gaussians; in a rolling checkpoint and its successor both moments."""
+        """See `Method.bytes_needed`: adapters, heads, Gaussians; two rolling checkpoints with Adam's moments."""
         vit, num = self.executor.config, len(task.classes)
         spread = vit.width if self.config.statistics == "covariance" else 1
-        head = vit.width * 2 * (int(self.classes.first[-1]) + num)
+        head = vit.width * 2 * (self.classes.num + num)
         learned = adapter_params(vit, self.config.bottleneck) + head
         return 4 * (learned + num * vit.width * (1 + spread) + 2 * 3 * learned)
 
     def scores(self, images: Images) -> tuple[Float[np.ndarray, "N P"], Int[np.ndarray, "N"]]:
-        """Summed probabilities of all classes for each image, and the task whose adapter was the most certain."""
+        """Summed probabilities of all classes for each image, and the task whose adapters have the lowest entropy."""
         assert self.head is not None
-        head, leaves, num = self.head, self.executor.leaves, np.int32(self.classes.first[-1])
+        head, leaves, num = self.head, self.executor.leaves, np.int32(self.classes.num)
         universal = None
         if len(self.bank) > 1:
             universal = merge(self.bank) if self.config.universal == "merged" else self.bank[-1]
@@ -323,14 +299,14 @@ class Tuna:
 
         def run(read: dict[str, Any]):
             found = hosts.fetch([self._answer(adapters, head, leaves, read["images"], num) for adapters in self.bank])
-            beside = None if universal is None else self._answer(universal, head, leaves, read["images"], num)[0]
             probabilities, entropies = (np.stack(parts) for parts in zip(*found, strict=True))
+            # p of the adapters with the lowest entropy plus p of the universal ones
             total, chosen = most_certain(probabilities, entropies)
-            return total if beside is None else total + hosts.fetch(beside), chosen
+            if universal is None:
+                return total, chosen
+            return total + hosts.fetch(self._answer(universal, head, leaves, read["images"], num)[0]), chosen
 
-        return over_batches(
-            run, Inputs(images), len(images), batch_size=self.config.batch_size, layout=self.executor.layout
-        )
+        return over_batches(run, Inputs(images), batch_size=self.config.batch_size, layout=self.executor.layout)
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
@@ -342,43 +318,35 @@ class Tuna:
         return self.classes.answers(self.scores(task.test.images)[0], index)
 
     def save(self, root: Path) -> None:
-        """Save the last task's adapters and Gaussians and all heads, and go on with what is read back."""
+        """See `Method.save`: the last task's adapters and Gaussians, and all heads."""
         assert self.head is not None
         arrays = {
             "adapters": self.bank[-1]._asdict(),
             "gaussians": self.gaussians[-1]._asdict(),
-            "head": np.asarray(self.head.weight)[:, : self.classes.first[-1]],
+            "head": np.asarray(self.head.weight)[:, : self.classes.num],
         }
-        name, classes = self.classes.names[-1], list(self.classes.classes[-1])
-        directory = task_directory(root, len(self.bank) - 1, name)
-        save_task(directory, arrays, {"name": name, "classes": classes})
-        self.bank.pop()
-        self.gaussians.pop()
-        self._restore(directory, load_task(directory)[0])
+        self.bank[-1], self.gaussians[-1], self.head = save_and_restore(root, self.classes.last, arrays, _restored)
 
     def open(self, root: Path) -> None:
-        """Replace the state by what is saved."""
-        self.bank, self.gaussians, self.head, self.classes = [], [], None, Classes()
-        directories = saved_tasks(root)
-        for directory, (arrays, meta) in zip(directories, load_tasks(directories), strict=True):
-            with named(directory):
-                self.classes.add(meta["name"], meta["classes"])
-            self._restore(directory, arrays)
+        """See `Method.open`."""
+        self.bank, self.gaussians, self.head, self.classes = [], [], None, saved_classes(root)
+        for adapters, gaussians, self.head in restore_all(root, _restored):
+            self.bank.append(adapters)
+            self.gaussians.append(gaussians)
 
-    def _restore(self, directory: Path, arrays: Mapping[str, Any]) -> None:
-        with named(directory):
-            self.bank.append(Adapters(**{name: jnp.asarray(part) for name, part in arrays["adapters"].items()}))
-            self.gaussians.append(Gaussians(**arrays["gaussians"]))
-            self.head = padded(cosine_head(arrays["head"]))
+
+def _restored(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> tuple[Adapters, Gaussians, Head]:
+    adapters = Adapters(**{name: jnp.asarray(part) for name, part in arrays["adapters"].items()})
+    return adapters, Gaussians(**arrays["gaussians"]), padded(cosine_head(arrays["head"]))
 
 
 def num_passes(num_tasks: int) -> int:
-    """Passes through the backbone that an image needs: one per task and the universal one, which the first is alone."""
+    """Passes per image: one per task, and from the second task on one with the universal adapters."""
     return num_tasks + 1 if num_tasks > 1 else 1
 
 
 def merge(bank: Sequence[Adapters]) -> Adapters:
-    """The universal adapter: each number has the sign of its mean over tasks, and the largest size under that sign."""
+    """The universal adapters: each number has the sign of its mean over tasks, and its largest size with that sign."""
     return jax.tree.map(lambda *parts: _merged(np.stack([np.asarray(part) for part in parts])), *bank)
 
 
@@ -390,7 +358,7 @@ def _merged(tasks: Float[np.ndarray, "T *S"]) -> Float[np.ndarray, "*S"]:
 def most_certain(
     probabilities: Float[np.ndarray, "T N P"], entropies: Float[np.ndarray, "T N"]
 ) -> tuple[Float[np.ndarray, "N P"], Int[np.ndarray, "N"]]:
-    """For each image the probabilities with the lowest entropy, and whose they are (ties: the earliest task's)."""
+    """For each image the probabilities with the lowest entropy, and the task of their adapters (ties: the earliest)."""
     chosen = entropies.argmin(axis=0)
     return probabilities[chosen, np.arange(len(chosen))], chosen
 
@@ -401,17 +369,15 @@ def mean_rows(adapters: Adapters) -> Float[jax.Array, "L r"]:
 
 
 def overlap(rows: Float[jax.Array, "L r"], old: Float[jax.Array, "T L r"]) -> Float[jax.Array, ""]:
-    """How much up halves have in common, summed over old tasks and averaged over blocks.
+    """Overlap of up halves, summed over old tasks and averaged over blocks.
 
     The mean of all D x D products of unit rows is the product of the two mean rows.
     """
     return jnp.abs((rows * old).sum(axis=-1)).mean(axis=-1).sum()
 
 
-def gaussians_of(
-    features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num: int, kind: str
-) -> Gaussians:  # fmt: skip
-    """A Gaussian per class; that of a single image has no spread but the jitter."""
+def gaussians_of(features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num: int, kind: str) -> Gaussians:
+    """A Gaussian per class; `kind` is `TunaConfig.statistics`. A single image's has no spread but the jitter."""
     means, spreads = [], []
     for c in range(num):
         own = features[labels == c].astype(np.float64)

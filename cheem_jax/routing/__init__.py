@@ -1,1 +1,1 @@
-"""External memory: what tasks keep of the frozen backbone's features, and how that names the task of a test image."""
+"""External memory: what tasks store of the frozen features, and how it infers the task ID of a test image."""

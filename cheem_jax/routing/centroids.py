@@ -1,7 +1,7 @@
-"""External memory: task centroids of the frozen backbone's features name the task of a test image.
+"""External memory: task centroids of the frozen backbone's features infer the task ID of a test image.
 
 The default is S-Prompts' router, which the paper adopts: L2-normalised features, k-means with K = 5 per task, nearest
-centroid in L1 distance, decided per image.
+centroid in L1 distance, per image.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,12 @@ _SCIPY_METRICS: dict[Metric, Literal["cityblock", "euclidean", "cosine"]] = {
     "l2": "euclidean",
     "cosine": "cosine",
 }
+BLOCK_BYTES = 4 * 2**20
+"""Bytes of the distances that are computed together."""
+PART = 1024
+"""Centroids that are compared together."""
+NUM_QUANTILES = 201
+"""Quantiles of a task's distances, in steps of half a percent."""
 
 
 def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:
@@ -27,7 +33,7 @@ def normalise(features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N E"]:
 
 def fit_centroids(features: Float[np.ndarray, "N E"], *, seed: int, config: RouterConfig) -> Float[np.ndarray, "K E"]:
     """k-means centroids of one task's training features; not re-normalised."""
-    # here, because whoever only answers needs neither, and they take two seconds to import
+    # imported here: prediction needs neither, and both take two seconds to import
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
 
@@ -36,7 +42,7 @@ def fit_centroids(features: Float[np.ndarray, "N E"], *, seed: int, config: Rout
     num = min(config.num_centroids, distinct)  # k-means cannot separate equal points
     # scikit-learn documents n_init as int or "auto"; its signature lets a type checker see the text only
     kmeans = KMeans(num, n_init=10, max_iter=300, tol=1e-4, random_state=seed)  # pyright: ignore[reportArgumentType]
-    # several threads add up their parts in the order in which they finish, so sums would differ from run to run
+    # threads sum in the order in which they finish, so centroids would differ from run to run
     with threadpool_limits(1, user_api="openmp"):
         return kmeans.fit(points).cluster_centers_.astype(np.float32)
 
@@ -44,25 +50,25 @@ def fit_centroids(features: Float[np.ndarray, "N E"], *, seed: int, config: Rout
 def route(
     features: Float[np.ndarray, "N E"], centroids: Sequence[Float[np.ndarray, "_ E"]], config: RouterConfig
 ) -> Int[np.ndarray, "N"]:
-    """The task of each image: that of the nearest centroid, ties to the lowest task."""
+    """The task of each image's nearest centroid (ties: the lowest task), in the router's metric."""
     return CentroidIndex(config.metric, centroids).route(features)
 
 
 def distances(
     features: Float[np.ndarray, "N E"], centroids: Sequence[Float[np.ndarray, "_ E"]], config: RouterConfig
 ) -> Float[np.ndarray, "N T"]:
-    """From each image to the nearest centroid of each task, in the router's metric."""
+    """Distance from each image to the nearest centroid of each task, in the router's metric."""
     return CentroidIndex(config.metric, centroids).distances(features)
 
 
 class CentroidIndex:
-    """The centroids of all tasks in one array, for many questions.
+    """The centroids of all tasks in one array.
 
-    `distances` is SciPy's `cdist` in float64, block by block. `route` is that as well for `l1`, which no matrix product
-    gives: for 5,000 centroids of width 96 it takes 0.3 ms an image on one core, for width 768 3 ms; a compiled float32
-    loop took a third of that, but its rounding has to be made good and every size of the index would be one more
-    program. For `l2` and `cosine` `route` is one float32 matrix product, and in float64 it looks again at all that lies
-    within its rounding of the nearest: the same answers, ties to the lowest task included.
+    `distances` is SciPy's `cdist` in float64, block by block. `route` is the same for `l1`, which is no matrix product:
+    for 5,000 centroids it takes 0.3 ms per image and core at width 96, and 3 ms at width 768. A compiled float32 loop
+    takes a third of that, but its rounding must be corrected and every size of the index compiles. For `l2` and
+    `cosine`, `route` is one float32 matrix product; all centroids within its rounding error of the nearest are compared
+    again in float64, so that predictions are the same, ties to the lowest task included.
     """
 
     def __init__(self, metric: Metric, centroids: Sequence[Float[np.ndarray, "_ E"]] = ()):
@@ -78,13 +84,13 @@ class CentroidIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the index holds."""
+        """Bytes of the buffer."""
         return self._rows.nbytes
 
     def follow(self, centroids: Sequence[Float[np.ndarray, "_ E"]]) -> "CentroidIndex":
-        """Make it that of these tasks, and return it; what it holds of them already (the same arrays) stays in place.
+        """Make this the index of these tasks, and return it; arrays that it contains already are not copied again.
 
-        Room is doubled where there is none, so n tasks that come one by one are copied less than 3 n times.
+        A full buffer doubles, so adding n tasks one by one copies fewer than 3 n tasks.
         """
         pairs = enumerate(zip(self._tasks, centroids, strict=False))
         same = next((i for i, (old, new) in pairs if old is not new), min(len(self), len(centroids)))
@@ -103,7 +109,7 @@ class CentroidIndex:
         return self
 
     def distances(self, features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N T"]:
-        """From each image to the nearest centroid of each task."""
+        """Distance from each image to the nearest centroid of each task."""
         points = normalise(features)
         found = np.empty((len(points), len(self)))
         for rows in self._blocks(len(points)):
@@ -111,7 +117,7 @@ class CentroidIndex:
         return found
 
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
-        """The task of each image: that of the nearest centroid, ties to the lowest task."""
+        """The task of each image's nearest centroid (ties: the lowest task)."""
         points, rows = normalise(features), self._rows[: self._first[-1]]
         nearest = np.empty(len(points), np.int64)
         if self.metric == "l1":
@@ -128,7 +134,7 @@ class CentroidIndex:
     ) -> Int[np.ndarray, "N"]:
         """The nearest centroid of each point by `|c|^2 - 2 c.p`, or by `-c.p / |c|`."""
         rows = self._rows[: len(squared)]
-        # a sum of E products is off by E eps / 2 at most, on both sides of a comparison, and so is the norm beside it
+        # a sum of E products is off by at most E eps / 2, on both sides of a comparison, and so is the norm
         rounding = 2 * (rows.shape[1] + 8) * np.finfo(np.float32).eps
         found = points.astype(np.float32) @ rows.T
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -139,7 +145,7 @@ class CentroidIndex:
             else:
                 found /= -np.sqrt(squared)
                 margin = rounding
-            # so written, what is no number is looked at again too
+            # negated, so that NaN is compared again too
             near = ~(found > found.min(axis=1, keepdims=True) + margin)
         nearest = near.argmax(axis=1)
         for row in np.flatnonzero(near.sum(axis=1) > 1):
@@ -149,7 +155,7 @@ class CentroidIndex:
         return nearest
 
     def _exact(self, points: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N M"]:
-        """From each point to each centroid, in float64; SciPy copies what it is given, so a part at a time."""
+        """Distance from each point to each centroid in float64, a part at a time because SciPy copies its arguments."""
         found = np.empty((len(points), self._first[-1]))
         for begin in range(0, found.shape[1], PART):
             part = slice(begin, min(begin + PART, found.shape[1]))
@@ -157,29 +163,23 @@ class CentroidIndex:
         return found
 
     def _blocks(self, num: int) -> Iterator[slice]:
-        """Rows in blocks whose distances to all centroids take `BLOCK_BYTES`, or one row."""
+        """Rows in blocks whose distances to all centroids take at most `BLOCK_BYTES`, with at least one row."""
         size = max(BLOCK_BYTES // (8 * self._first[-1]), 1)
         return (slice(begin, min(begin + size, num)) for begin in range(0, num, size))
 
 
-BLOCK_BYTES = 4 * 2**20
-"""Bytes of the distances that are looked at together."""
-PART = 1024
-"""Centroids that are compared together."""
-
-
-NUM_QUANTILES = 201
-
-
 def calibrate(own: Float[np.ndarray, "N"]) -> Float[np.ndarray, "Q"]:
-    """What a task keeps of the distances of its validation images: quantiles in steps of half a percent."""
+    """Quantiles of a task's distances from its own validation images, which open-set prediction stores."""
     return np.quantile(own, np.linspace(0, 1, NUM_QUANTILES)).astype(np.float32)
 
 
 def threshold(quantiles: Float[np.ndarray, "Q"], rate: float) -> float:
-    """The distance beyond which an image counts as foreign, so that of a task's own about `rate` do."""
+    """The distance above which an image is rejected, so that about a share `rate` of the task's own images is.
+
+    Raises ValueError unless 0 < rate < 1.
+    """
     if not 0 < rate < 1:
         raise ValueError(
-            f"open_set is {rate}; expected the share of own images to refuse, between 0 and 1, such as 0.05"
+            f"open_set is {rate}; expected the share of own images to reject, between 0 and 1, such as 0.05"
         )
     return float(np.interp(1 - rate, np.linspace(0, 1, len(quantiles)), quantiles))

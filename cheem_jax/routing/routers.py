@@ -1,4 +1,4 @@
-"""Naming the task of each image from what all tasks keep."""
+"""Task-ID inference: routers over the statistics of all tasks."""
 
 import abc
 from collections.abc import Sequence
@@ -8,46 +8,46 @@ from jaxtyping import Float, Int
 from scipy.linalg import cho_factor, cho_solve, solve_triangular
 
 from cheem_jax.routing.centroids import CentroidIndex, normalise
-from cheem_jax.routing.config import Place, RouterConfig
+from cheem_jax.routing.config import RouterConfig, TaskStatistics
 from cheem_jax.routing.statistics import random_features, unpacked
 
 
 class Router(abc.ABC):
-    """The statistics of all tasks, ready for many questions."""
+    """Infers the task ID of images from the statistics of all tasks."""
 
     def __init__(self, config: RouterConfig):
         self.config = config
-        self._places: tuple[Place, ...] = ()
+        self._tasks: tuple[TaskStatistics, ...] = ()
 
     def __len__(self) -> int:
         """Tasks."""
-        return len(self._places)
+        return len(self._tasks)
 
-    def follow(self, places: Sequence[Place]) -> "Router":
-        """Make it the router of these tasks, and return it; nothing is done where it is that already."""
-        pairs = zip(self._places, places, strict=False)
-        if len(places) != len(self) or any(old.centroids is not new.centroids for old, new in pairs):
-            self._places = tuple(places)
+    def follow(self, tasks: Sequence[TaskStatistics]) -> "Router":
+        """Make this the router of these tasks, and return it; unchanged tasks cost nothing."""
+        pairs = zip(self._tasks, tasks, strict=False)
+        if len(tasks) != len(self) or any(old.centroids is not new.centroids for old, new in pairs):
+            self._tasks = tuple(tasks)
             self._update()
         return self
 
     @abc.abstractmethod
     def distances(self, features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N T"]:
-        """How far each image is from each task; the smaller, the nearer, and for some kinds below 0."""
+        """Distance of each image from each task: smaller is nearer; for some kinds it may be negative."""
 
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
-        """The task of each image: the nearest, ties to the lowest."""
+        """The nearest task of each image (ties: the lowest)."""
         return self.distances(features).argmin(axis=1).astype(np.int32)
 
     @abc.abstractmethod
     def _update(self) -> None:
-        """Make ready what the places say."""
+        """Compute what distances need from the tasks' statistics."""
 
     def _total(self, moment: str) -> Float[np.ndarray, "E E"]:
-        """The sum of a symmetric matrix over the tasks, in their order."""
-        total = unpacked(self._places[0].moments[moment])
-        for place in self._places[1:]:
-            total += unpacked(place.moments[moment])
+        """The sum of a symmetric matrix over all tasks, in their order, on which the last bits depend."""
+        total = unpacked(self._tasks[0].moments[moment])
+        for task in self._tasks[1:]:
+            total += unpacked(task.moments[moment])
         return total
 
 
@@ -59,28 +59,26 @@ class NearestCentroid(Router):
         self.index = CentroidIndex(config.metric)
 
     def distances(self, features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N T"]:
-        """See `Router.distances`."""
         return self.index.distances(features)
 
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
-        """See `Router.route`."""
         return self.index.route(features)
 
     def _update(self) -> None:
-        self.index.follow([place.centroids for place in self._places])
+        self.index.follow([task.centroids for task in self._tasks])
 
 
 class SharedCovariance(Router):
     """Linear discriminant analysis: the nearest class mean by Mahalanobis distance under one covariance.
 
-    It is the mean over tasks of their scatter within classes, so that no task counts more for having more images;
-    a running sum over tasks and nothing else changes when one is added.
+    The covariance is the mean over tasks of the scatter within their classes, so that tasks with more images have no
+    more weight. A new task only adds its scatter to the sum.
     """
 
     whitening: Float[np.ndarray, "E E"]
-    """Maps features to where the covariance is the identity."""
+    """Maps features to coordinates in which the covariance is the identity."""
     rows: Float[np.ndarray, "C E"]
-    """All class means there."""
+    """All class means in these coordinates."""
     first: Int[np.ndarray, "T"]
     """The row of each task's first class."""
 
@@ -92,58 +90,57 @@ class SharedCovariance(Router):
     def _update(self) -> None:
         scatter = self._total("scatter") / len(self)
         self.whitening, _ = whitening_of(scatter, self.config.shrinkage)
-        self.rows = np.concatenate([place.centroids for place in self._places]) @ self.whitening
-        self.first = np.cumsum([0, *(len(place.centroids) for place in self._places[:-1])])
+        self.rows = np.concatenate([task.centroids for task in self._tasks]) @ self.whitening
+        self.first = np.cumsum([0, *(len(task.centroids) for task in self._tasks[:-1])])
 
 
 class OwnCovariance(Router):
-    """Gaussians about the class means of each task, which share the covariance within its classes.
+    """Gaussians at the class means of each task, which share one covariance per task.
 
-    What is compared is minus twice the log-density of the nearest class, up to a constant.
+    The distance is minus twice the log-density of the nearest class, up to a constant.
     """
 
     parts: list[tuple[np.ndarray, np.ndarray, float]]
-    """Per task: whitening, class means there, log-determinant of the covariance."""
+    """Per task: whitening, whitened class means, log-determinant of the covariance."""
 
     def distances(self, features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N T"]:
-        """See `Router.distances`."""
         points = normalise(features)
         found = [squared_distances(points @ own, rows).min(axis=1) + size for own, rows, size in self.parts]
         return np.stack(found, axis=1)
 
     def _update(self) -> None:
         self.parts = []
-        for place in self._places:
-            own, size = whitening_of(unpacked(place.moments["scatter"]), self.config.shrinkage)
-            self.parts.append((own, place.centroids @ own, size))
+        for task in self._tasks:
+            own, size = whitening_of(unpacked(task.moments["scatter"]), self.config.shrinkage)
+            self.parts.append((own, task.centroids @ own, size))
 
 
 class RidgeOnTasks(Router):
-    """Ridge regression on task indicators from random features, its sums balanced over tasks (RanPAC, eq. 4)."""
+    """Ridge regression of task IDs on random features, with the same weight for every task (RanPAC, eq. 4)."""
 
     weights: Float[np.ndarray, "M T"]
 
     def distances(self, features: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N T"]:
-        """See `Router.distances`: minus what the regression answers."""
+        """See `Router.distances`: minus the regression's output."""
         return as_float32_tells(-(random_features(normalise(features), self.config.projections) @ self.weights))
 
     def _update(self) -> None:
         gram = self._total("gram")
         gram += self.config.penalty * np.trace(gram) / len(gram) * np.eye(len(gram))
-        means = np.stack([place.moments["mean"] for place in self._places], axis=1).astype(np.float64)
+        means = np.stack([task.moments["mean"] for task in self._tasks], axis=1).astype(np.float64)
         self.weights = cho_solve(cho_factor(gram), means)
 
 
 def make_router(config: RouterConfig) -> Router:
-    """The router of a configuration, of no task yet."""
+    """The router of a configuration, without tasks."""
     kinds = {"lda": SharedCovariance, "gaussian": OwnCovariance, "ridge": RidgeOnTasks}
     return kinds.get(config.kind, NearestCentroid)(config)
 
 
 def whitening_of(scatter: Float[np.ndarray, "E E"], shrinkage: float) -> tuple[Float[np.ndarray, "E E"], float]:
-    """Maps to where the shrunk covariance is the identity; and the logarithm of its determinant."""
+    """The map to coordinates in which the shrunk covariance is the identity, and the log-determinant of the latter."""
     size, scale = len(scatter), np.trace(scatter) / len(scatter)
-    # a task of equal images has no scatter at all, and a zero matrix no inverse
+    # a task of equal images has no scatter, and a zero matrix no inverse
     shrunk = (1 - shrinkage) * scatter + max(shrinkage * scale, 1e-12) * np.eye(size)
     factor = np.linalg.cholesky(shrunk)
     whitening = solve_triangular(factor, np.eye(size), lower=True).T
@@ -151,10 +148,10 @@ def whitening_of(scatter: Float[np.ndarray, "E E"], shrinkage: float) -> tuple[F
 
 
 def as_float32_tells(distances: Float[np.ndarray, "N T"]) -> Float[np.ndarray, "N T"]:
-    """Distances as float32 tells them apart, which is what the features hold.
+    """Distances rounded to float32, the precision of the features.
 
-    What is finer is the rounding of a matrix product. On some processors it differs between equal columns, and equal
-    tasks would no longer tie.
+    Finer differences are rounding errors of a matrix product. On some processors these differ between equal columns,
+    and equal tasks would no longer tie.
     """
     return distances.astype(np.float32).astype(np.float64)
 

@@ -1,4 +1,4 @@
-"""What a task keeps of its training features, for each kind of router. No image and no single feature is among it."""
+"""What each kind of router stores of a task's training features: no image, and no single feature."""
 
 import functools
 from collections.abc import Sequence
@@ -7,40 +7,40 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.routing.centroids import fit_centroids, normalise
-from cheem_jax.routing.config import Place, RouterConfig
+from cheem_jax.routing.config import RouterConfig, TaskStatistics
 
 
 def check_labels(labels: Int[np.ndarray, "N"], config: RouterConfig) -> None:
-    """ValueError where a task of these training images cannot be named by such a router."""
+    """ValueError if such a router cannot be fitted to a task with these training labels."""
     if config.kind == "gaussian" and len(np.unique(labels)) == len(labels):
         raise ValueError(
-            "router kind 'gaussian' needs a class of several images: one each leaves no covariance; take lda"
+            "router kind 'gaussian' needs a class of several images, as one image per class has no covariance; set lda"
         )
 
 
-def fit_place(
+def fit_statistics(
     features: Float[np.ndarray, "N E"], labels: Int[np.ndarray, "N"], config: RouterConfig, *, seed: int
-) -> Place:
-    """The statistics of one task's training features; `seed` begins its k-means."""
+) -> TaskStatistics:
+    """The statistics of one task's training features; `seed` initialises k-means. Raises as `check_labels`."""
     match config.kind:
         case "kmeans":
-            return Place(fit_centroids(features, seed=seed, config=config))
+            return TaskStatistics(fit_centroids(features, seed=seed, config=config))
         case "class_means":
-            return Place(class_means(normalise(features), labels))
+            return TaskStatistics(class_means(normalise(features), labels))
         case "lda" | "gaussian":
             points = normalise(features).astype(np.float64)
             means = class_means(points, labels)
             check_labels(labels, config)
             apart = points - means[np.searchsorted(np.unique(labels), labels)]
-            return Place(means, {"scatter": packed(apart.T @ apart / len(points))})
+            return TaskStatistics(means, {"scatter": packed(apart.T @ apart / len(points))})
         case "ridge":
             seen = random_features(normalise(features), config.projections)
             moments = {"gram": packed(seen.T @ seen / len(seen)), "mean": seen.mean(axis=0).astype(np.float32)}
-            return Place(fit_centroids(features, seed=seed, config=config), moments)
+            return TaskStatistics(fit_centroids(features, seed=seed, config=config), moments)
 
 
 def num_kept(config: RouterConfig, width: int, num_classes: int) -> int:
-    """Numbers that a task of so many classes keeps at most, for features of this width."""
+    """Upper bound of the numbers that a router stores of a task with so many classes, for features of this width."""
     rows = config.num_centroids if config.kind in ("kmeans", "ridge") else num_classes
     match config.kind:
         case "lda" | "gaussian":
@@ -53,7 +53,7 @@ def num_kept(config: RouterConfig, width: int, num_classes: int) -> int:
 
 
 def joined(parts: Sequence[Float[np.ndarray, "N D"]]) -> Float[np.ndarray, "N E"]:
-    """What several tokens say beside each other, each of unit length so that none outweighs the rest."""
+    """Several tokens concatenated, each scaled to unit length so that none outweighs the others."""
     return parts[0] if len(parts) == 1 else np.concatenate([normalise(part) for part in parts], axis=1)
 
 
@@ -63,7 +63,7 @@ def class_means(points: Float[np.ndarray, "N E"], labels: Int[np.ndarray, "N"]) 
 
 
 def random_features(points: Float[np.ndarray, "N E"], num: int) -> Float[np.ndarray, "N M"]:
-    """relu(x W) with a Gaussian W of a fixed draw, so that nobody has to keep it (RanPAC, section 3)."""
+    """relu(x W) with a Gaussian W of a fixed seed, so that no task has to store it (RanPAC, section 3)."""
     return np.maximum(points @ projection(points.shape[1], num), 0)
 
 

@@ -19,7 +19,7 @@ from cheem_jax.cli import parse
 from cheem_jax.execution.feed import Budget, HostImages, keep_tokens
 from cheem_jax.execution.stages import Stages
 from cheem_jax.keys import Keys, next_power_of_two
-from cheem_jax.methods.fitting import Batch, Inputs
+from cheem_jax.methods.fitting import FitBatch, Inputs
 from cheem_jax.methods.l2p import L2p, L2pConfig
 from cheem_jax.methods.method import FrozenFeatures
 from cheem_jax.pool import Head, dense_experts
@@ -111,7 +111,7 @@ def l2p(
     rows = slice(0, batch)
     weights = np.full(batch, 1 / batch, np.float32)
     inputs: Any = {"images": images[rows], "query": query[rows]}
-    given = Batch(inputs, labels[rows], weights, jax.random.key(5))  # pyright: ignore[reportArgumentType]
+    given = FitBatch(inputs, labels[rows], weights, jax.random.key(5))  # pyright: ignore[reportArgumentType]
     loss, (own, own_head) = jax.jit(jax.value_and_grad(method.fitter.loss))((prompts, head), fixed, given)
     wanted_loss, wanted = peer.gradients(images[rows], labels[rows])
     grads = [own["pool"][0], own["keys"][0], own_head.weight[:, :NUM_CLASSES], own_head.bias[:NUM_CLASSES]]

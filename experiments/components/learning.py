@@ -13,7 +13,7 @@ from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.passes import Advance
 from cheem_jax.images import Images
 from cheem_jax.keys import Keys, Phase, next_power_of_two, order_at
-from cheem_jax.methods.fitting import Batch, Fitter, Fitting, Inputs, over_batches
+from cheem_jax.methods.fitting import FitBatch, Fitter, Fitting, Inputs, over_batches
 from cheem_jax.methods.heads import head_logits, local_cross_entropy
 from cheem_jax.pool import Head
 from cheem_jax.rolling import Saved
@@ -61,9 +61,10 @@ class Network:
         """Accuracy in [0, 1] with the true task given."""
         num = np.int32(num_classes)
         found = over_batches(
-            lambda read: self._answer(leaves, head, read["images"], num), Inputs(split.images), len(split.labels),
+            lambda read: self._answer(leaves, head, read["images"], num),
+            Inputs(split.images),
             batch_size=self.batch_size,
-        )  # fmt: skip
+        )
         return float((found == split.labels).mean())
 
 
@@ -76,7 +77,7 @@ class Learner:
         self.pieces = pieces = pieces_of(executor, component)
         self.pretrained = taken(executor.leaves, pieces)
 
-        def loss(learned, fixed, batch: Batch):
+        def loss(learned, fixed, batch: FitBatch):
             leaves, num = fixed
             features = executor.vit_of(put_back(leaves, pieces, learned.parts))(batch.inputs["images"])
             return local_cross_entropy(

@@ -196,7 +196,7 @@ def logits_of(method: Prompting | Ewc | Moal, task: Task) -> Float[np.ndarray, "
     """Logits of a task's test images for all classes, padding behind them."""
     images = task.test.images
     if isinstance(method, Prompting):
-        return method.logits(Inputs(images, query=method.features(task, "test")), len(images))
+        return method.logits(Inputs(images, query=method.features(task, "test")))
     return method.logits(images)
 
 

@@ -16,7 +16,7 @@ from cheem_jax.keys import Keys, Phase
 from cheem_jax.memory.answering import Answering
 from cheem_jax.routing.config import RouterConfig
 from cheem_jax.routing.routers import make_router
-from cheem_jax.routing.statistics import fit_place
+from cheem_jax.routing.statistics import fit_statistics
 
 SHARES = (0.05, 0.1, 0.2, 0.4)
 """Of images that get a second network: those whose two nearest tasks are closest to each other."""
@@ -53,7 +53,9 @@ def look(
                 split: Looked(**{name: held[f"{split}-{name}"] for name in Looked._fields}) for split in ("val", "test")
             }
     places = [
-        fit_place(features_of(own, "train", config), task.train.labels, config, seed=keys.seed_at(i, Phase.CENTROIDS))
+        fit_statistics(
+            features_of(own, "train", config), task.train.labels, config, seed=keys.seed_at(i, Phase.CENTROIDS)
+        )
         for i, (own, task) in enumerate(zip(seen, tasks, strict=True))
     ]
     router, found = make_router(config).follow(places), {}

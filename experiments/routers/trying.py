@@ -11,7 +11,7 @@ from routers.seen import Seen, features_of
 from cheem_jax.keys import Keys, Phase
 from cheem_jax.routing.config import Reads, RouterConfig
 from cheem_jax.routing.routers import make_router
-from cheem_jax.routing.statistics import fit_place
+from cheem_jax.routing.statistics import fit_statistics
 
 PAPER = RouterConfig()
 
@@ -61,7 +61,7 @@ def attempt(config: RouterConfig, tasks: Sequence[Seen], labels: Sequence[np.nda
     places, router, start = [], make_router(config), time.perf_counter()
     for index, (seen, own) in enumerate(zip(tasks, labels, strict=True)):
         seed = keys.seed_at(index, Phase.CENTROIDS)
-        places.append(fit_place(features_of(seen, "train", config), own, config, seed=seed))
+        places.append(fit_statistics(features_of(seen, "train", config), own, config, seed=seed))
         router.follow(places)
     fitted = time.perf_counter()
     named = {split: [router.route(features_of(seen, split, config)) for seen in tasks] for split in ("val", "test")}
