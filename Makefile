@@ -24,7 +24,7 @@ VENV_DOCS := .venv-docs
 INPUTS := pyproject.toml constraints.txt
 CODE := cheem_jax convert experiments tests
 
-.PHONY: help demo test test-slow faults scale test-convert test-browser test-prepare test-312 docs bench bench-gpu lint format clean
+.PHONY: help demo test test-all test-slow faults scale test-convert test-browser test-prepare test-312 docs bench bench-gpu lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -32,8 +32,11 @@ help: ## this list
 demo: $(VENV)/.base ## learn the bundled stream of small tasks on this machine, in minutes
 	@$(VENV)/bin/python -m cheem_jax demo --run-dir $(RUN_DIR)
 
-test: $(VENV)/.test ## the tests that need no torch, no TensorFlow, no network and no GPU
+test: $(VENV)/.test ## a test of every kind, in minutes; no torch, TensorFlow, network or GPU
 	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-all: $(VENV)/.test ## those of `make test` and all others but slow ones
+	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not convert and not prepare and not browser" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test ## the tests that take minutes or install packages
 	@$(VENV)/bin/python -m pytest -m slow --ignore tests/faults --ignore tests/test_hosts.py --ignore tests/test_layout.py $(PYTEST_ARGS)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import chex
 import numpy as np
 import small
 from compiling import count_compilations
@@ -109,8 +110,7 @@ def check_method(begun: Method, directory: Path, *, told: bool = False, stops: b
     # from the disk alone
     again = make()
     again.open(directory / "one")
-    for a, b in zip(again.predict(images, given), found, strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(again.predict(images, given), found)
 
     # stopped in the middle of the second task and gone on with elsewhere
     if stops:
@@ -128,8 +128,7 @@ def check_method(begun: Method, directory: Path, *, told: bool = False, stops: b
         resumed.learn(tasks[1], Watched(saved=watched.left))
         resumed.save(directory / "two")
         resumed.learn(tasks[2], Watched())
-        for a, b in zip(resumed.predict(images, given), found, strict=True):
-            np.testing.assert_array_equal(a, b)
+        chex.assert_trees_all_equal(resumed.predict(images, given), found)
 
     # a fourth task, whose classes and place find room in what is padded to a power of two
     later = fresh(method)

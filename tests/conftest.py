@@ -17,7 +17,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # which has it from the process tha
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import contextlib
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -40,6 +41,21 @@ hypothesis.settings.load_profile("cheem_jax")
 def compilations() -> Callable[[], contextlib.AbstractContextManager[Compilations]]:
     """`with compilations() as programs: ...`, then `programs.count`; blocks may be nested."""
     return count_compilations
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory_maps() -> Iterator[None]:
+    """Between modules, free the compiled functions that earlier modules keep once they take a third of the limit.
+
+    Each takes a hundred memory maps or more, and Linux ends a process that asks for more than `vm.max_map_count`.
+    """
+    yield
+    # imported late: what is imported before the hook above is not checked
+    from cheem_jax.execution.whole import memory_map_limit, memory_maps
+
+    if memory_maps() > memory_map_limit() // 3:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -130,6 +130,7 @@ def test_one_message_lists_all_that_is_missing_unexpected_and_misshapen(nano):
     assert "misshapen: norm.scale is (7,), expected (48,)" in message
 
 
+@pytest.mark.full
 def test_random_weights_start_as_timm_starts_a_vit():
     params = init_params(NANO, jax.random.key(0))
     check_params(NANO, params)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def leaves_of(memory, index):
     return [np.array(leaf) for leaf in jax.tree.leaves((experts, task.head, task.means, task.centroids))]
 
 
-@pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
+@pytest.mark.parametrize("placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)])
 def test_learning_a_task_changes_no_byte_of_what_earlier_tasks_need(placement, tmp_path):
     cheem = learner(dataclasses.replace(small.QUICK, placement=placement))
     tasks = small.stream(3).tasks
@@ -50,8 +51,7 @@ def test_learning_a_task_changes_no_byte_of_what_earlier_tasks_need(placement, t
         assert set(report["seconds"]) == {"similarity", "prepare", "supernet", "search", "finetune", "router", "keep"}
         assert report["searched"] == 12
         for earlier in range(index):
-            for before, after in zip(kept[earlier], leaves_of(cheem.memory, earlier), strict=True):
-                np.testing.assert_array_equal(before, after)
+            chex.assert_trees_all_equal(kept[earlier], leaves_of(cheem.memory, earlier))
             np.testing.assert_array_equal(answers[earlier], cheem.predict_given(earlier, tasks[earlier]))
         kept.append(leaves_of(cheem.memory, index))
         answers.append(cheem.predict_given(index, task))
@@ -79,8 +79,7 @@ def test_the_same_seed_learns_the_same_and_another_seed_does_not(tmp_path):
 
     first, again, other = memory_of(0), memory_of(0), memory_of(1)
     assert first.tasks[0].architecture == again.tasks[0].architecture
-    for a, b in zip(leaves_of(first, 0), leaves_of(again, 0), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(leaves_of(first, 0), leaves_of(again, 0))
     assert not np.array_equal(first.tasks[0].head.weight, other.tasks[0].head.weight)
 
 
@@ -99,7 +98,14 @@ def test_a_new_task_sees_the_base_neutral_without_means_and_measured_with_them()
     assert max(report["similarity"][0]) == 1 and min(report["similarity"][0]) == -1
 
 
-@pytest.mark.parametrize("removed", [("skip",), ("new", "adapt"), ("reuse", "adapt", "new")])
+@pytest.mark.parametrize(
+    "removed",
+    [
+        pytest.param(("skip",), marks=pytest.mark.full),
+        ("new", "adapt"),
+        pytest.param(("reuse", "adapt", "new"), marks=pytest.mark.full),
+    ],
+)
 def test_no_task_chooses_an_op_that_was_removed(removed):
     cheem = learner(dataclasses.replace(small.QUICK, remove=removed))
     for task in small.stream(2).tasks:
@@ -115,6 +121,7 @@ def test_removing_every_op_or_one_twice_is_refused(removed):
         dataclasses.replace(small.QUICK, remove=removed)
 
 
+@pytest.mark.full
 def test_inherited_weights_begin_fine_tuning_where_the_supernet_ended():
     """At a rate of almost nothing, fine-tuning from the supernet's weights ends at their loss, from new ones not."""
     still = dataclasses.replace(small.QUICK.finetune, learning_rate=1e-9)
@@ -127,6 +134,7 @@ def test_inherited_weights_begin_fine_tuning_where_the_supernet_ended():
     assert last["inherited"] < trained[0] < last["initial"] + 0.5 and last["inherited"] < last["initial"] - 0.05
 
 
+@pytest.mark.full
 def test_uniform_sampling_never_asks_the_similarity():
     config = dataclasses.replace(small.QUICK, sampling="uniform")
     means = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
@@ -160,6 +168,7 @@ def test_a_recoloured_task_is_more_similar_to_its_original_than_an_unrelated_one
     assert max(similarity, key=similarity.get) == "shapes_recoloured"
 
 
+@pytest.mark.full
 def test_a_lighter_router_gives_its_own_centroids():
     stages, lighter = Stages(small.backbone(), "mlp_down"), Stages(small.backbone(5), "mlp_down")
     cheem = Cheem(stages, small.QUICK, Keys(0), None, FrozenFeatures(lighter, 16))
@@ -184,8 +193,7 @@ def test_the_frozen_yardstick_learns_routes_and_comes_back(tmp_path):
     assert min(accuracy) > 0.6
     frozen.open(tmp_path)
     for i, task in enumerate(tasks):
-        for a, b in zip(before[i], frozen.answers(i, task), strict=True):
-            np.testing.assert_array_equal(a, b)
+        chex.assert_trees_all_equal(before[i], frozen.answers(i, task))
 
 
 def test_a_ridge_head_of_two_classes_answers_like_scikit_learn():

@@ -61,6 +61,7 @@ def test_counts_below_one_are_refused(field):
         EngineConfig(**{field: 0})
 
 
+@pytest.mark.full
 def test_the_precision_reaches_the_blocks_and_the_answers():
     given = small.pretrained()
     images = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)

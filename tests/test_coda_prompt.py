@@ -28,6 +28,7 @@ def begun():
     return learner(CodaPrompt, CONFIG)
 
 
+@pytest.mark.full
 def test_coda_prompt_learns_saves_opens_and_answers_per_image(tmp_path):
     coda: Any = check_method(learner(CodaPrompt, CONFIG, num_tasks=4), tmp_path)
     # what was divided among four tasks means something else among two
@@ -36,6 +37,7 @@ def test_coda_prompt_learns_saves_opens_and_answers_per_image(tmp_path):
     assert coda.check([]) == ["each of 4 tasks gets 1 of 7 components; 3 stay unused"]
 
 
+@pytest.mark.full
 def test_earlier_rows_and_head_columns_keep_their_bytes_and_later_rows_stay_empty(begun):
     coda: Any = fresh(begun)
     reports = [coda.learn(small.task("first", 0), Undisturbed())]
@@ -62,6 +64,7 @@ def test_each_task_starts_orthonormal_to_all_rows_before():
             np.testing.assert_allclose(rows @ rows.swapaxes(1, 2), np.tile(np.eye(seen), (2, 1, 1)), atol=1e-5)
 
 
+@pytest.mark.full
 def test_rows_beyond_the_width_start_in_random_directions():
     coda = learner(CodaPrompt, dataclasses.replace(CONFIG, pool=20), num_tasks=1)
     assert any("more components than the 16 dimensions" in note for note in coda.check([]))
@@ -104,6 +107,7 @@ def test_the_weight_of_an_empty_row_is_zero_with_a_finite_gradient():
     assert weights == 0 and all(np.isfinite(grad).all() for grad in grads)
 
 
+@pytest.mark.full
 def test_the_orthogonality_loss_is_the_mean_departure_of_the_rows_in_use_and_moves_only_the_tasks_own(begun):
     rows = np.array([[3.0, 0.0], [1.0, 1.0], [9.0, 9.0]], np.float32)
     # products [[9, 3], [3, 2]] against the identity: (64 + 9 + 9 + 1) / 4

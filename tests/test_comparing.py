@@ -87,6 +87,7 @@ def test_all_means_every_method_once():
     assert compare.methods_of("l2p, cheem") == ["cheem", "l2p"]
 
 
+@pytest.mark.full
 def test_a_folder_of_tasks_is_compared_with_any_backbone_and_the_network_that_names_tasks(tmp_path, capsys):
     stream = stream_of_colours()
     for task in stream.tasks:

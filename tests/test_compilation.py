@@ -43,6 +43,7 @@ def test_a_second_process_reads_what_the_first_compiled(tmp_path):
     assert first[1] == "1 0 True" and second[1] == "0 1 True"
 
 
+@pytest.mark.full
 def test_programs_torn_by_a_kill_are_removed_so_that_others_are_kept(tmp_path):
     kept = Path(run(tmp_path)[0])
     (time_of_use,) = kept.glob("*-atime")
@@ -52,6 +53,7 @@ def test_programs_torn_by_a_kill_are_removed_so_that_others_are_kept(tmp_path):
     assert run(tmp_path)[1] == "0 1 True" and not (kept / "torn-cache").exists()
 
 
+@pytest.mark.full
 def test_the_user_names_another_directory_or_does_without(tmp_path):
     assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "here"))[0] == str(tmp_path / "here")
     assert run(tmp_path, JAX_ENABLE_COMPILATION_CACHE="false")[0] == "None"
@@ -73,6 +75,7 @@ def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(tmp_path, 
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+@pytest.mark.full
 def test_a_folder_that_others_can_write_to_keeps_no_programs(monkeypatch, tmp_path):
     kept = run(tmp_path)[0]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))

@@ -114,6 +114,7 @@ def fit(learner, index, rate):
     return leaves
 
 
+@pytest.mark.full
 def test_training_keeps_the_bytes_of_all_but_the_component_and_compiles_one_step(executor, compilations):
     learner = Learner(Network(executor, 16), BY_NAME["key"])
     before = [np.array(leaf) for leaf in executor.leaves]
@@ -135,6 +136,7 @@ def test_training_keeps_the_bytes_of_all_but_the_component_and_compiles_one_step
     assert programs.count == 0
 
 
+@pytest.mark.full
 def test_the_study_sweeps_the_rate_and_a_sequence_begins_as_its_first_task_alone(finished):
     directory, rows = finished
     assert [row["name"] for row in rows] == ["ln2", "projection"]
@@ -163,6 +165,7 @@ def units_of(directory):
     return [entry for entry in entries if entry.get("component") == "ln2"]
 
 
+@pytest.mark.full
 def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(finished, tmp_path, monkeypatch):
     steps, stopping, fit, init = [0], list[Stop](), Learner.fit, Units.__init__
     # 4 steps a unit: in the last unit of the sweep, in the last task of the sequence
@@ -197,6 +200,7 @@ def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(finished, t
     assert units_of(tmp_path) == units_of(finished[0]) and steps[0] == 48
 
 
+@pytest.mark.full
 def test_a_finished_study_trains_nothing_and_belongs_to_its_settings(finished, monkeypatch):
     directory, rows = finished
     monkeypatch.delattr(Learner, "fit")

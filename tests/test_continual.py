@@ -135,7 +135,13 @@ def test_the_results_hold_what_a_reader_expects(finished):
 
 
 @pytest.mark.parametrize(
-    "place", [("search", "task1"), ("evaluate", "2 tasks, cheem"), ("upper bound", "task1")], ids=lambda p: p[0]
+    "place",
+    [
+        ("search", "task1"),
+        pytest.param(("evaluate", "2 tasks, cheem"), marks=pytest.mark.full),
+        pytest.param(("upper bound", "task1"), marks=pytest.mark.full),
+    ],
+    ids=lambda p: p[0],
 )
 def test_a_stopped_run_ends_as_one_that_was_not(finished, tmp_path, place):
     stream, directory = small.stream(2), tmp_path / "stopped"
@@ -181,14 +187,14 @@ class Signalling(Progress):
 
 
 STOPS = [
-    ("similarity", "task1", 1, False),
-    ("supernet", "task0", 1, True),
+    pytest.param("similarity", "task1", 1, False, marks=pytest.mark.full),
+    pytest.param("supernet", "task0", 1, True, marks=pytest.mark.full),
     ("supernet", "task1", 5, True),
     ("search", "task0", 3, True),
-    ("finetune", "task1", 4, True),
-    ("finetune", "task0", 12, True),
-    ("means", "task1", 1, True),
-    ("evaluate", "2 tasks, cheem", 1, False),
+    pytest.param("finetune", "task1", 4, True, marks=pytest.mark.full),
+    pytest.param("finetune", "task0", 12, True, marks=pytest.mark.full),
+    pytest.param("means", "task1", 1, True, marks=pytest.mark.full),
+    pytest.param("evaluate", "2 tasks, cheem", 1, False, marks=pytest.mark.full),
 ]
 
 
@@ -214,6 +220,7 @@ def alone(finished):
     return results | {"fom": None}
 
 
+@pytest.mark.full
 def test_the_sweep_of_the_upper_bound_goes_on_in_the_middle(finished, tmp_path):
     stream, directory = small.stream(2), tmp_path / "run"
     config = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-9, 1e-3), 16))
@@ -227,6 +234,7 @@ def test_the_sweep_of_the_upper_bound_goes_on_in_the_middle(finished, tmp_path):
     assert timeless(run_stream(stream, small.pretrained(), config, directory, quiet())) == timeless(whole)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["whole", "scan"])
 def test_going_on_is_exact_with_every_executor(tmp_path, name):
     config = dataclasses.replace(CONFIG, engine=EngineConfig(executor=name, steps_per_call=2))
@@ -240,12 +248,14 @@ def test_going_on_is_exact_with_every_executor(tmp_path, name):
     assert timeless(found) == timeless(whole)
 
 
+@pytest.mark.full
 def test_what_ran_before_in_the_process_changes_nothing(finished, tmp_path):
     run_stream(small.stream(1), small.pretrained(3), CONFIG, tmp_path / "other", quiet())
     found = run_stream(small.stream(2), small.pretrained(), CONFIG, tmp_path / "run", quiet())
     assert found["checkpoints"] == finished[1]["checkpoints"]
 
 
+@pytest.mark.full
 def test_seeds_of_parts_vary_that_part_alone(tmp_path):
     stream = small.stream(1)
 
@@ -301,6 +311,7 @@ def test_a_finished_run_is_shown_again_and_learns_nothing(finished):
     assert again == results and (directory / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.full
 def test_a_run_with_other_settings_without_effect_is_resumed_and_others_are_refused(finished, tmp_path):
     directory, results = finished
     old = tmp_path / "old"
@@ -345,6 +356,7 @@ def test_the_same_tasks_in_another_order_are_another_run(finished):
         run_stream(turned, small.pretrained(), CONFIG, directory, quiet())
 
 
+@pytest.mark.full
 def test_a_run_that_measured_base_means_goes_on_where_they_are_rounded_otherwise(tmp_path, monkeypatch):
     stream, directory, pictures = small.stream(2), tmp_path / "run", small.task("base", 9).train.images
     run = functools.partial(run_stream, config=CONFIG, directory=directory, progress=quiet())
@@ -443,7 +455,9 @@ def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_pa
 @pytest.mark.parametrize(
     "method",
     [
-        L2pConfig(pool=4, length=4, top_k=1, fit=FitConfig(2, 1e-2), batch_size=16),
+        pytest.param(
+            L2pConfig(pool=4, length=4, top_k=1, fit=FitConfig(2, 1e-2), batch_size=16), marks=pytest.mark.full
+        ),
         LoraFinetuneConfig(rank=2, fit=FitConfig(2, 1e-2), batch_size=16),
     ],
     ids=lambda config: config.name,

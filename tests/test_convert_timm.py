@@ -53,6 +53,7 @@ def pictures(tmp_path) -> Path:
     return tmp_path / "pictures"
 
 
+@pytest.mark.full
 def test_the_command_line_adds_base_means_of_the_training_images_and_keeps_the_rest(tmp_path, nano_file, pictures):
     output = tmp_path / "new" / "out.safetensors"
     done = subprocess.run(

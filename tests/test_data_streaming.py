@@ -93,6 +93,7 @@ def test_a_zip_that_is_replaced_is_noticed(tmp_path):
         stream[:]
 
 
+@pytest.mark.full
 def test_training_on_streamed_pictures_is_training_on_the_same_pictures(plan):
     executor = Stages(small.backbone(), "mlp_down")
 

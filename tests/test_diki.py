@@ -34,10 +34,12 @@ def begun():
     return learner(Diki, CONFIG)
 
 
+@pytest.mark.full
 def test_diki_learns_saves_opens_and_answers_per_image(begun, tmp_path):
     check_method(begun, tmp_path)
 
 
+@pytest.mark.full
 def test_with_the_routers_confidence_as_weight_too(tmp_path):
     config = dataclasses.replace(CONFIG, layers=(0,), mix="confidence", cov_shrinkage="ledoit_wolf")
     check_method(learner(Diki, config), tmp_path)
@@ -57,6 +59,7 @@ def test_a_task_starts_exactly_at_the_plain_network(begun):
     np.testing.assert_allclose(begun.prompted(vit, tokens, prompts, jnp.ones(4)), vit(images), atol=1e-5)
 
 
+@pytest.mark.full
 def test_prefixes_have_a_softmax_of_their_own_in_numpy():
     method, vit = learner(Diki, dataclasses.replace(CONFIG, layers=(3,))), small.backbone()
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 5, 16)), np.float64)
@@ -119,6 +122,7 @@ def test_confidence_is_half_at_a_log_density_of_one_per_dimension_and_vanishes_f
     np.testing.assert_allclose(mixing_weight(np.array([16.0, 0.0, -1e5]), 16), [0.5, 1 / (1 + np.e), 0.0], rtol=1e-6)
 
 
+@pytest.mark.full
 def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(begun):
     def learned(order, budget):
         method: Any = fresh(begun)

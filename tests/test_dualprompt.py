@@ -23,11 +23,13 @@ CONFIG = DualPromptConfig(
 ORIGINAL = dataclasses.replace(CONFIG, init="small", shared_keys=True, copy_previous=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", [CONFIG, ORIGINAL], ids=["adapted", "original"])
 def test_dualprompt_learns_saves_opens_and_answers_per_image(config, tmp_path):
     check_method(learner(DualPrompt, config), tmp_path)
 
 
+@pytest.mark.full
 def test_a_task_moves_its_own_slot_and_the_general_prompt_alone():
     dual = learner(DualPrompt, dataclasses.replace(CONFIG, pool=4))
     reports = [dual.learn(small.task("first", 0), Undisturbed())]

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -85,8 +86,7 @@ def test_a_search_that_goes_on_ends_as_one_that_was_not_stopped(generations):
 
     again, all_scored = search(key, counted, no_cost, config=config, begun=kept[-1], **SPACE)
     np.testing.assert_array_equal(again, winner)
-    for one, other in zip(all_scored, scored, strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(all_scored, scored)
     assert sum(calls) == 12 * (5 - generations)
 
 

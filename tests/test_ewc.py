@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,7 @@ def quiet(num_images: int, note: str = "", /) -> None:
     pass
 
 
+@pytest.mark.full
 def test_ewc_learns_saves_opens_and_answers_per_image(tmp_path):
     check_method(begun(), tmp_path)
 
@@ -63,6 +65,7 @@ def test_the_fisher_information_of_logistic_regression_is_the_analytic_one():
     np.testing.assert_allclose(both, ((p * (1 - p))[:, None] * x**2).mean(axis=0), rtol=1e-4)
 
 
+@pytest.mark.full
 def test_where_gradients_oppose_each_other_the_batch_mean_makes_the_fisher_information_too_small():
     # at weight 0 the gradients are +x/2 and -x/2: six against two
     x, y = jnp.ones((8, 1)), jnp.array([1.0, 1, 1, 1, 1, 1, 0, 0])
@@ -85,7 +88,14 @@ def spelled_out():
     return jax.jit(log_probabilities), jax.jit(gradient)
 
 
-@pytest.mark.parametrize("kind, num", [("sampled", 40), ("empirical", 40), ("batch", 13)])
+@pytest.mark.parametrize(
+    "kind, num",
+    [
+        ("sampled", 40),
+        pytest.param("empirical", 40, marks=pytest.mark.full),
+        pytest.param("batch", 13, marks=pytest.mark.full),
+    ],
+)
 def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images(kind, num):
     ewc, task = fresh(begun(kind)), small.task("colours", 0, num=num)
     leaves, head = ewc._begun(ewc._before(), 0, 0, 3).learned
@@ -108,6 +118,7 @@ def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images(kind,
         np.testing.assert_allclose(leaf, expected, rtol=2e-3, atol=2e-5 * expected.max() + 1e-12)
 
 
+@pytest.mark.full
 def test_the_first_task_pays_no_penalty_and_a_larger_one_keeps_later_tasks_nearer():
     tasks, steps = small.stream(2).tasks, {}
     for penalty in (0.0, 1e6):
@@ -122,10 +133,10 @@ def test_the_first_task_pays_no_penalty_and_a_larger_one_keeps_later_tasks_neare
         pairs = zip(ewc.known.leaves, first.leaves, first.fisher, strict=True)
         steps[penalty] = sum(float((f * (new - old) ** 2).sum()) for new, old, f in pairs), first
     assert steps[1e6][0] < 0.2 * steps[0.0][0]
-    for a, b in zip(steps[0.0][1].leaves, steps[1e6][1].leaves, strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(steps[0.0][1].leaves, steps[1e6][1].leaves)
 
 
+@pytest.mark.full
 def test_gamma_keeps_that_much_of_the_running_fisher_information():
     tasks, fishers = small.stream(2).tasks, {}
     for gamma in (0.0, 0.5):
@@ -139,6 +150,7 @@ def test_gamma_keeps_that_much_of_the_running_fisher_information():
         np.testing.assert_allclose(half, own + 0.5 * old, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.full
 def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_goes_on(tmp_path):
     tasks = small.stream(3).tasks
     searching = ewc_with(penalties=(0.0, 1e2, 1e9))

@@ -108,11 +108,11 @@ def test_stablehlo_answers_in_a_process_without_the_library(tmp_path):
 @pytest.mark.parametrize(
     ("placement", "kind", "features", "is_open"),
     [
-        ("mlp_down", "kmeans", "early", True),
-        ("attn_proj", "class_means", "levels", False),
+        pytest.param("mlp_down", "kmeans", "early", True, marks=pytest.mark.full),
+        pytest.param("attn_proj", "class_means", "levels", False, marks=pytest.mark.full),
         ("mlp_down", "lda", "early", True),
-        ("mlp_down", "gaussian", "levels", True),
-        ("attn_proj", "ridge", "last", False),
+        pytest.param("mlp_down", "gaussian", "levels", True, marks=pytest.mark.full),
+        pytest.param("attn_proj", "ridge", "last", False, marks=pytest.mark.full),
     ],
 )
 def test_every_router_becomes_part_of_the_program(tmp_path, placement, kind, features, is_open):
@@ -141,6 +141,7 @@ whole_memories = pytest.mark.xfail(
 )
 
 
+@pytest.mark.full
 @whole_memories
 @pytest.mark.parametrize(("kind", "features"), [("lda", "early"), ("gaussian", "last"), ("ridge", "levels")])
 def test_onnx_holds_every_kind_of_router(tmp_path, kind, features):
@@ -207,6 +208,7 @@ def test_distances_are_the_routers_in_every_metric(metric):
     np.testing.assert_allclose(found, distances(features, list(centroids), RouterConfig(metric=metric)), atol=1e-5)
 
 
+@pytest.mark.full
 def test_weights_that_tasks_share_are_in_the_file_once():
     config = ViTConfig("wide", 128, 2, 2, image_size=8, patch_size=4, num_classes=0)
     rng = np.random.default_rng(0)
@@ -267,6 +269,7 @@ def test_names_and_layout_of_timm_go_back_to_ours():
         np.testing.assert_array_equal(again[name], value)
 
 
+@pytest.mark.full
 def test_a_file_that_would_answer_otherwise_is_not_written(tmp_path, monkeypatch):
     subject = example.subject()
     other = exporting._program(subject, 3)
@@ -277,6 +280,7 @@ def test_a_file_that_would_answer_otherwise_is_not_written(tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_large_distances_excuse_no_wrong_logit():
     subject = example.routed("mlp_down", RouterConfig("lda", shrinkage=1e-4))
     heads = [task.head._replace(bias=task.head.bias + 0.005) for task in subject.tasks]

@@ -221,6 +221,7 @@ def check_against_record(run: RunRecord, margins: Sequence[Margins]) -> None:
         assert one.local_accuracy == pytest.approx(run.results["local_accuracy"][-1][index])
 
 
+@pytest.mark.full
 def test_the_heads_of_runs_are_measured_again_from_their_checkpoints(finished, tmp_path):
     margins = measure(finished, small.stream(2), small.pretrained(), WORKSHOP)
     check_against_record(finished, margins)

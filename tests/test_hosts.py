@@ -56,6 +56,7 @@ def test_two_processes_learn_what_one_learns_and_only_the_first_writes_and_speak
     assert [entry["event"] for entry in read(alone)] == [entry["event"] for entry in read(tmp_path / "run")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("victim", "devices"), [(1, 1), pytest.param(0, 4, marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_number(victim, devices, alone, tmp_path):
     run = tmp_path / "run"
@@ -71,6 +72,7 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_numbe
     assert again["architecture"] == learned(alone)[0]["architecture"]
 
 
+@pytest.mark.full
 def test_a_request_to_stop_one_process_stops_all_at_the_same_step(tmp_path):
     run = tmp_path / "run"
     settings = {"method": "cheem", "run_dir": str(run), "tasks": 1, **LONG}
@@ -97,6 +99,7 @@ def test_every_method_learns_in_two_processes_what_it_learns_in_one(method, tmp_
     np.testing.assert_allclose(np.array(first, float), np.array(alone, float), atol=0.1)
 
 
+@pytest.mark.full
 def test_processes_that_would_do_different_things_are_told_apart_before_anything_is_written(tmp_path):
     job = spmd.start_job(
         "stream", tmp_path, method="cheem", run_dir=str(tmp_path / "run"), each=[{"tasks": 2}, {"tasks": 3}]

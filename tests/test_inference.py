@@ -34,7 +34,7 @@ def by_brightness(features):
     return (np.argsort(np.argsort(features[:, 0])) % 3).astype(np.int32)
 
 
-@pytest.mark.parametrize("kind", [Stages, Whole])
+@pytest.mark.parametrize("kind", [Stages, pytest.param(Whole, marks=pytest.mark.full)])
 def test_answers_are_those_of_a_full_pass_of_the_named_tasks_network(kind):
     executor = kind(VIT, "mlp_down")
     tasks = networks(executor)

@@ -42,6 +42,7 @@ def test_a_steps_flops_are_those_counted_by_hand():
     assert flops("new", "adapt:0", "reuse:0") == 2 * both
 
 
+@pytest.mark.full
 def test_a_small_study_writes_numbers_table_and_figure(tmp_path, monkeypatch):
     monkeypatch.setenv(
         "XLA_FLAGS", "--xla_backend_optimization_level=0"

@@ -21,11 +21,13 @@ CONFIG = L2pConfig(pool=5, length=4, top_k=2, fit=FitConfig(epochs=2, learning_r
 SLOW = [pytest.param(changed, marks=pytest.mark.slow) for changed in ({"layers": (0, 2)}, {"key_loss": "batch"})]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changed", [{}, {"inject": "tokens"}, *SLOW], ids=str)
 def test_l2p_learns_saves_opens_and_answers_per_image(changed, tmp_path):
     check_method(learner(L2p, dataclasses.replace(CONFIG, **changed)), tmp_path)
 
 
+@pytest.mark.full
 def test_keys_that_no_image_selects_keep_their_bytes():
     l2p = learner(L2p, dataclasses.replace(CONFIG, pool=40, top_k=1))
     begun = l2p.begin_task(jax.random.key(1), {}, 0)
@@ -55,6 +57,7 @@ def test_the_prefix_of_an_image_is_that_of_its_nearest_keys_in_numpy():
         np.testing.assert_allclose(attached.key_loss[image], (1 - cosines[best]).sum(), rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_key_loss_over_the_batch_leaves_out_its_padding():
     l2p = learner(L2p, dataclasses.replace(CONFIG, key_loss="batch"))
     prompts = l2p.begin_task(jax.random.key(0), {}, 0)

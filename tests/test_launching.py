@@ -133,6 +133,7 @@ def test_jobs_of_this_machine_stop_go_on_fail_and_are_not_repeated(tmp_path, sai
     assert events[0]["command"] == ["experiments/mtil.py", *arguments_of(mtil.anywhere(alone))]
 
 
+@pytest.mark.full
 def test_a_preempted_job_queues_again_and_goes_on(tmp_path, slurm, said):
     settings = settings_of(tmp_path / "runs", "--launcher", "slurm")
     assert submit(settings, [SHORT], said) == 0

@@ -32,6 +32,7 @@ def compare(one: dict, many: dict) -> None:
         np.testing.assert_allclose(many[name], one[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_eight_devices_draw_learn_score_and_answer_as_one(tmp_path):
     found = found_by(["stages"], ["one", "all"], tmp_path)["stages"]
     compare(found["one"], found["all"])

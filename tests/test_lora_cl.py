@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,10 +51,7 @@ def test_tasks_learned_in_any_order_and_by_either_method_get_the_same_weights():
         for index in order:
             method.learn(tasks[index], Undisturbed())
     for other in methods[1:]:
-        for a, b in zip(
-            jax.tree.leaves(pairs_of(methods[0], "task1")), jax.tree.leaves(pairs_of(other, "task1")), strict=True
-        ):
-            np.testing.assert_array_equal(a, b)
+        chex.assert_trees_all_equal(pairs_of(methods[0], "task1"), pairs_of(other, "task1"))
 
 
 def test_merged_and_unmerged_pairs_agree_and_a_zero_pair_changes_nothing():

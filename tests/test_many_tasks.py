@@ -4,7 +4,7 @@ import dataclasses
 import os
 from typing import Literal
 
-import jax
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,10 +86,6 @@ def adapted(memory) -> list[tuple[int, int]]:
     return [
         (b, e) for b, block in enumerate(memory.pool) for e, stored in enumerate(block) if stored.parent is not None
     ]
-
-
-def same(a, b) -> bool:
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 # ---- naming the task
@@ -182,9 +178,9 @@ def test_a_memory_opens_as_it_was_saved(saved, executor):
     assert [task.experts for task in found.tasks] == [task.experts for task in memory.tasks]
     for a, b in zip(found.pool, memory.pool, strict=True):
         assert [(one.parent, one.origin) for one in a] == [(one.parent, one.origin) for one in b]
-        assert all(same(one.params, other.params) for one, other in zip(a, b, strict=True))
+        chex.assert_trees_all_equal([one.params for one in a], [other.params for other in b])
     for one, other in zip(found.tasks, memory.tasks, strict=True):
-        assert same((one.head, one.means, one.centroids), (other.head, other.means, other.centroids))
+        chex.assert_trees_all_equal((one.head, one.means, one.centroids), (other.head, other.means, other.centroids))
 
 
 # ---- dense experts
@@ -199,7 +195,7 @@ def test_every_chain_is_merged_once_whatever_is_asked_for_first(memory, merges):
         found = {place: experts(*place) for place in order}
         assert len(merges) == experts.merged == len(everything)
     for (block, index), expert in list(found.items())[::7]:
-        assert same(expert, dense_expert(memory.pool[block], index))
+        chex.assert_trees_all_equal(expert, dense_expert(memory.pool[block], index))
 
 
 def test_a_full_expert_is_the_pools_own_and_takes_no_room(memory):
@@ -224,7 +220,8 @@ def test_what_was_used_longest_ago_goes_first_and_comes_back_as_the_same_bits(me
     assert experts(*first) is before and experts.merged == 3
     assert experts(*second) is not None and experts.merged == 4
     experts(*third), experts(*second), experts(*third)
-    assert same(experts(*first), before) and experts(*first) is not before
+    assert experts(*first) is not before
+    chex.assert_trees_all_equal(experts(*first), before)
     assert experts.bytes <= 2 * size
 
 

@@ -43,6 +43,7 @@ def test_base_means_are_the_mean_class_tokens_of_component_and_block(nano):
             np.testing.assert_allclose(measured, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_base_means_do_not_depend_on_how_the_images_fall_into_batches(nano):
     whole = base_means(nano, IMAGES, batch_size=7)
     for key, mean in base_means(nano, IMAGES, batch_size=4).items():

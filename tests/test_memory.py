@@ -192,7 +192,15 @@ class Killed(Progress):
         return super().phase(phase, task=task, total=total, unit=unit)
 
 
-@pytest.mark.parametrize("phase", ["similarity", "search", "means", "evaluate"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param("similarity", marks=pytest.mark.full),
+        "search",
+        pytest.param("means", marks=pytest.mark.full),
+        pytest.param("evaluate", marks=pytest.mark.full),
+    ],
+)
 def test_a_killed_learning_goes_on_and_ends_with_the_same_bits(learned, tmp_path, phase):
     memory = begin(tmp_path / "pets")
     memory.learn(STREAM.tasks[:2])
@@ -326,7 +334,7 @@ def deep(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("erase", [False, True])
+@pytest.mark.parametrize("erase", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_forgetting_what_others_stand_on_keeps_their_answers_on_the_disk_too(deep, tmp_path, erase):
     directory = Path(shutil.copytree(deep, tmp_path / "pets"))
     memory = cheem_jax.open(directory)
@@ -382,6 +390,7 @@ def test_an_image_far_from_every_task_belongs_to_none_if_asked(learned):
         memory.predict(noise, open_set=5)
 
 
+@pytest.mark.full
 def test_the_backbones_own_classes_can_be_a_target(tmp_path):
     own = small.task("photos", 11)
     with pytest.raises(ValueError, match="give base_data"):
@@ -426,6 +435,7 @@ def test_a_run_answers_and_a_new_memory_may_begin_with_it(tmp_path):
         cheem_jax.begin_with(tmp_path / "again", tmp_path / "pets")
 
 
+@pytest.mark.full
 def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_carry_some(tmp_path):
     pretrained = dataclasses.replace(small.pretrained(), config=dataclasses.replace(small.CONFIG, name=NAME))
     lacking, carrying, run = tmp_path / "w.safetensors", tmp_path / "with.safetensors", tmp_path / "run"

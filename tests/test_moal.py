@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -56,14 +57,14 @@ def learned(moal: Any, tasks) -> Any:
     return moal
 
 
+@pytest.mark.full
 def test_moal_learns_saves_opens_and_answers_per_image(tmp_path):
     moal: Any = check_method(begun(), tmp_path)
     # x64 is off in JAX, and yet nothing is lost on the way to the disk and back
     assert moal.known.analytic.inverse.dtype == moal.known.analytic.weight.dtype == np.float64
     again = fresh(begun())
     again.open(tmp_path / "one")
-    for kept, opened in zip(jax.tree.leaves(moal.known), jax.tree.leaves(again.known), strict=True):
-        np.testing.assert_array_equal(kept, opened)
+    chex.assert_trees_all_equal(moal.known, again.known)
     np.testing.assert_array_equal(moal.known.analytic.inverse, moal.known.analytic.inverse.T)
 
 
@@ -142,8 +143,7 @@ def test_adapters_follow_their_average_by_epochs_from_the_second_task_on():
     expected = first
     for _, new in ends:
         expected = jax.tree.map(lambda a, b: 0.6 * a + 0.4 * b, expected, new)
-    for a, b in zip(moal.known.adapters, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_close(moal.known.adapters, expected, rtol=1e-5, atol=1e-7)
     assert np.abs(moal.known.adapters.up - first.up).max() > 1e-4
 
 

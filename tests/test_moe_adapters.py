@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +67,7 @@ def random_experts(seed: int = 0, experts: int = 6) -> Experts:
     return Experts(*(jnp.asarray(rng.normal(0, 1, leaf.shape), jnp.float32) for leaf in shapes))
 
 
+@pytest.mark.full
 def test_moe_adapters_learn_save_open_and_answer_per_image(begun, tmp_path):
     method = check_method(begun, tmp_path)
     tasks = small.stream(3).tasks
@@ -74,6 +76,7 @@ def test_moe_adapters_learn_save_open_and_answer_per_image(begun, tmp_path):
     assert min(told) > 0.6 and np.mean(named) > 0.6
 
 
+@pytest.mark.full
 def test_so_do_they_with_another_encoder_when_experts_run_out(tmp_path):
     encoder = FrozenFeatures(Stages(small.backbone(1), "mlp_down"), 16)
     config = dataclasses.replace(CONFIG, experts=3, label_smoothing=0.2, dropout=0.0)
@@ -89,10 +92,8 @@ def test_a_task_stopped_at_its_auto_encoder_ends_as_an_unbroken_one(begun):
     resumed = anew(begun)
     report = resumed.learn(task, Watched(saved=watched.left))
     assert len(report["losses"]) == 2
-    for a, b in zip(jax.tree.leaves(resumed.tasks[0][2:]), jax.tree.leaves(whole.tasks[0][2:]), strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(parts(resumed), parts(whole), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(resumed.tasks[0][2:], whole.tasks[0][2:])
+    chex.assert_trees_all_equal(parts(resumed), parts(whole))
 
 
 def test_zero_routers_give_two_gates_of_a_half():
@@ -102,6 +103,7 @@ def test_zero_routers_give_two_gates_of_a_half():
     np.testing.assert_array_equal(gates.chosen, np.tile([0, 1], (5, 1)))
 
 
+@pytest.mark.full
 def test_training_noise_chooses_other_experts_per_image_and_only_there():
     token, routers = jax.random.normal(jax.random.key(0), (200, 16)), jnp.zeros((1, 16, 6))
     tasks, drawn = jnp.zeros(200, jnp.int32), sample(jax.random.key(1), jnp.zeros((1, 16, 6)), 200, 5, CONFIG)
@@ -168,6 +170,7 @@ def test_every_image_runs_the_two_experts_of_its_own_task_as_numpy_does(begun):
     assert len(set(map(bytes, chosen))) == 3
 
 
+@pytest.mark.full
 def test_dropout_leaves_hidden_values_out_and_scales_the_others():
     identity = jnp.broadcast_to(jnp.eye(4), (2, 4, 4))
     experts = Experts(identity, jnp.zeros((2, 4)), identity, jnp.zeros((2, 4)))
@@ -229,13 +232,12 @@ def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn
 def test_what_later_tasks_change_is_what_earlier_ones_share(begun):
     moe, one = anew(begun), small.task("one", 1)
     moe.learn(one, Undisturbed())
-    kept = [np.copy(moe.tasks[0].router), *map(np.copy, moe.tasks[0].head), *map(np.copy, moe.tasks[0].autoencoder)]
+    kept = jax.tree.map(np.copy, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder))
     moe.learn(small.task("two", 2), Undisturbed())
-    now = [moe.tasks[0].router, *moe.tasks[0].head, *moe.tasks[0].autoencoder]
-    for a, b in zip(kept, now, strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(kept, (moe.tasks[0].router, moe.tasks[0].head, moe.tasks[0].autoencoder))
 
 
+@pytest.mark.full
 def test_a_fourth_task_compiles_nothing_anew(begun, compilations):
     moe = anew(begun)
     for index in range(3):
@@ -247,7 +249,7 @@ def test_a_fourth_task_compiles_nothing_anew(begun, compilations):
     assert programs.count == 0
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("smoothing", [0.0, pytest.param(0.2, marks=pytest.mark.full)])
 def test_the_loss_is_optaxs_over_the_tasks_own_classes(smoothing):
     logits, labels = jax.random.normal(jax.random.key(0), (5, 4)), jnp.array([0, 1, 2, 1, 0])
     weights = jnp.array([0.25, 0.25, 0.25, 0.25, 0.0])

@@ -59,6 +59,7 @@ def test_mosaic_classes_have_colours_of_their_own():
     assert between > within
 
 
+@pytest.mark.full
 def test_a_few_steps_on_one_batch_lower_its_loss(made, trainer):
     images, labels = made[0][::61][:16], np.arange(16, dtype=np.int32)
     state, losses = (trainer.learned, trainer.moments), []
@@ -69,6 +70,7 @@ def test_a_few_steps_on_one_batch_lower_its_loss(made, trainer):
     assert losses[-1] < losses[0] - 0.3
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(made, tiny, trainer, tmp_path):
     images, labels = made[0][:48], np.arange(48, dtype=np.int32) % 16
     tiny = dataclasses.replace(tiny, work_dir=tmp_path / "whole")

@@ -106,7 +106,14 @@ def test_a_run_without_yardsticks_still_has_its_tables_and_report(tmp_path):
     assert "only" in write_report(tmp_path, results).read_text()
 
 
-@pytest.mark.parametrize("draw", [figures.architecture_grid, figures.accuracy_heatmap, figures.similarity_heatmap])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        figures.architecture_grid,
+        pytest.param(figures.accuracy_heatmap, marks=pytest.mark.full),
+        figures.similarity_heatmap,
+    ],
+)
 @pytest.mark.parametrize(("names", "num_blocks"), [(SMALL, 8), (LARGE, 12)])
 def test_figures_are_png_files_that_grow_with_the_stream_and_leave_no_text_outside(tmp_path, draw, names, num_blocks):
     file = tmp_path / "figures" / "drawn.png"
@@ -158,6 +165,7 @@ def test_the_report_names_every_task_number_and_figure(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["figures", "report.md"]
 
 
+@pytest.mark.full
 def test_a_thousand_tasks_with_long_names_still_make_figures_that_can_be_read(tmp_path):
     results = made_up([f"a task with a rather long name, number {index}" for index in range(120)], 2, "vit_micro", 32)
     results |= {"tasks": results["tasks"] * 9}

@@ -472,6 +472,7 @@ def test_the_command_can_be_pasted_into_a_shell(tmp_path):
     assert "cheem train '--data.stream=my pictures'" in parsed(run).text
 
 
+@pytest.mark.full
 def test_a_thousand_tasks_stay_small(tmp_path):
     names = [f"task{index}" for index in range(1000)]
     write_config(tmp_path, names)

@@ -89,6 +89,7 @@ def status_of(capsys, *arguments: str | Path) -> tuple[Any, str, str]:
     return status, " ".join(captured.out.split()), captured.err
 
 
+@pytest.mark.full
 def test_a_run_that_comes_out_the_same_is_identical(capsys, run_dir, monkeypatch):
     monkeypatch.setitem(reproduce.COMMANDS, "small", (reproduce.COMMANDS["small"][0], learn_small))
     status, said, errors = status_of(capsys, run_dir)

@@ -42,6 +42,7 @@ def studied(tmp_path_factory):
     return folder, first, json.loads((folder / "out/routers.json").read_text())
 
 
+@pytest.mark.full
 def test_the_papers_router_made_again_is_that_of_the_runs(studied):
     folder, found, _ = studied
     assert found["same_as_run"] == [1.0, 1.0]
@@ -54,6 +55,7 @@ def test_the_papers_router_made_again_is_that_of_the_runs(studied):
         assert found["rows"][1]["flops"][name] < found["rows"][0]["flops"][name]  # half of the backbone names the task
 
 
+@pytest.mark.full
 def test_the_choice_is_by_validation_and_then_by_bytes(studied):
     _, found, _ = studied
     best = max(row["validation"] for row in found["rows"])
@@ -64,6 +66,7 @@ def test_the_choice_is_by_validation_and_then_by_bytes(studied):
     assert found["rows"][1]["bytes_per_task"] == 4 * (10 * 96 + 96 * 97 / 2)
 
 
+@pytest.mark.full
 def test_a_second_call_computes_the_same_from_what_is_kept(studied):
     _, first, again = studied
     for found in (first, again):
@@ -72,6 +75,7 @@ def test_a_second_call_computes_the_same_from_what_is_kept(studied):
     assert first == again
 
 
+@pytest.mark.full
 def test_alone_the_second_looks_router_is_the_chosen_one(studied):
     _, found, _ = studied
     alone = np.mean([one["alone"] for one in found["second_look"]])
@@ -79,6 +83,7 @@ def test_alone_the_second_looks_router_is_the_chosen_one(studied):
     assert all(0 <= row["second"] <= 1 for one in found["second_look"] for row in one["rows"])
 
 
+@pytest.mark.full
 def test_the_page_has_a_row_for_each_router_and_task(studied):
     folder, found, _ = studied
     page = (folder / "out/routers.md").read_text()
@@ -122,6 +127,7 @@ def told_by(settings):
     return json.loads((settings.out / "routers.json").read_text())
 
 
+@pytest.mark.full
 def test_collected_runs_count_by_their_answers(studied, collected):
     _, both, _ = studied
     found = told_by(collected[0])
@@ -133,6 +139,7 @@ def test_collected_runs_count_by_their_answers(studied, collected):
     assert "with seed 1, by which" in (collected[0].out / "routers.md").read_text()
 
 
+@pytest.mark.full
 def test_an_earlier_study_counts_as_if_its_networks_were_still_there(studied, collected):
     folder, both, _ = studied
     earlier = collected[0].out / "routers.json"
@@ -152,6 +159,7 @@ def test_an_earlier_study_counts_as_if_its_networks_were_still_there(studied, co
         router_study.main(dataclasses.replace(collected[1], earlier=folder / "runs/seed-0/results.json"))
 
 
+@pytest.mark.full
 def test_an_earlier_choice_serves_new_runs_of_other_methods(studied, collected, tmp_path, monkeypatch):
     folder, both, _ = studied
     head = SHORT.split(" --cheem")[0].split()
@@ -181,6 +189,7 @@ def test_an_earlier_choice_serves_new_runs_of_other_methods(studied, collected, 
         router_study.main(dataclasses.replace(settings, earlier=None))
 
 
+@pytest.mark.full
 def test_collected_runs_of_another_stream_are_refused(collected):
     folder = collected[0].collected
     shutil.rmtree(folder / "seed-1")

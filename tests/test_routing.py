@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import chex
 import exporting
 import jax
 import numpy as np
@@ -172,9 +173,7 @@ def test_a_task_changes_nothing_of_earlier_ones_and_one_by_one_is_all_at_once(ki
     for num in (1, 2, 3):
         one_by_one.follow(places[:num]).distances(ASKED)
         assert len(one_by_one) == num
-    for place, before in zip(places, kept, strict=True):
-        for now, then in zip(arrays_of(place), before, strict=True):
-            np.testing.assert_array_equal(now, then)
+    chex.assert_trees_all_equal([list(arrays_of(place)) for place in places], kept)
     at_once = make_router(config).follow(places)
     np.testing.assert_array_equal(one_by_one.distances(ASKED), at_once.distances(ASKED))
     # and without one of them, as after forgetting
@@ -426,8 +425,7 @@ def test_the_frozen_yardstick_keeps_moments_and_comes_back(kind, tmp_path):
     images = np.concatenate([task.test.images for task in tasks])
     found = frozen.predict(images)
     assert np.mean(found.tasks == np.repeat([0, 1], 20)) > 0.8
-    for a, b in zip(found, again.predict(images), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(found, again.predict(images))
 
 
 def test_lora_cl_keeps_every_law_with_another_router(tmp_path):

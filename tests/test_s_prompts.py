@@ -56,6 +56,7 @@ def test_tasks_learn_the_same_in_any_order_and_images_of_all_share_one_program(b
     np.testing.assert_array_equal(four.classes[rows], three.classes[rows])
 
 
+@pytest.mark.full
 def test_the_prompt_tokens_stand_between_class_token_and_patches(begun):
     vit = small.backbone()
     images = jnp.asarray(small.task("any", 0).test.images[:2])

@@ -56,6 +56,7 @@ def entries_of(directory, event):
     ]
 
 
+@pytest.mark.full
 def test_supernet_search_and_network_of_the_run_come_again(finished):
     run, results, directory = finished
     (report,) = (
@@ -77,6 +78,7 @@ def test_supernet_search_and_network_of_the_run_come_again(finished):
     assert (directory / "search_study.png").stat().st_size > 10_000
 
 
+@pytest.mark.full
 def test_every_architecture_is_retrained_once(finished):
     directory = finished[2]
     searches, retrained = entries_of(directory, "searched"), entries_of(directory, "finetuned")
@@ -88,6 +90,7 @@ def test_every_architecture_is_retrained_once(finished):
     assert all(entry["flops_resumed"] <= entry["flops"] + 10**6 for entry in retrained)
 
 
+@pytest.mark.full
 def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(finished, tmp_path, monkeypatch):
     run, _, directory = finished
     phase, seen = Counted.phase, [0]
@@ -107,6 +110,7 @@ def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(finished, t
         assert entries_of(tmp_path, event) == entries_of(directory, event)
 
 
+@pytest.mark.full
 def test_a_finished_study_computes_nothing_and_belongs_to_its_run(finished, monkeypatch):
     run, _, directory = finished
     page = (directory / "search_study.md").read_text()
@@ -118,6 +122,7 @@ def test_a_finished_study_computes_nothing_and_belongs_to_its_run(finished, monk
         search_study.study(directory, run, loaded, ["task1"], 5, [0], quiet())
 
 
+@pytest.mark.full
 def test_other_pictures_weights_and_tasks_are_refused(finished, tmp_path):
     run = finished[0]
     other = Stream("small", (STREAM.tasks[0], small.task("task1", 7, num_classes=4)))

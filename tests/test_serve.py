@@ -342,7 +342,8 @@ def test_a_body_that_drips_is_408(caplog):
         assert late.recv(12) == b"HTTP/1.1 408"
         late.close()
         wait_until(lambda: served.service.places.images == 0)
-        assert served.predict(PNG).status == 200
+        # on a busy machine a sound request, too, may take longer than the limit
+        wait_until(lambda: served.predict(PNG).status == 200)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 

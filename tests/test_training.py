@@ -1,5 +1,6 @@
 """What a step touches, and what fitting does."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +56,7 @@ def test_an_op_that_is_not_sampled_keeps_parameters_moments_and_step_count():
     first = stepped(NET.init(), ["adapt:0", "new", "skip", "adapt:0"])
     second = stepped(first, ["new", "new", "skip", "reuse:0"])
     for place in ((0, ADAPT), (3, ADAPT)):
-        jax.tree.map(np.testing.assert_array_equal, second.learners[place], first.learners[place])
+        chex.assert_trees_all_equal(second.learners[place], first.learners[place])
     assert int(second.learners[3, ADAPT].adam.count) == 1
     assert int(second.learners[1, NEW].adam.count) == 2
     assert not np.array_equal(second.learners[1, NEW].params.weight, first.learners[1, NEW].params.weight)
@@ -101,8 +102,8 @@ def test_what_is_inherited_has_one_architectures_parameters_and_fresh_moments():
     trained = stepped(NET.init(), ["adapt:0", "new", "skip", "adapt:0"])
     found = NET.inherit(trained, from_strings(["adapt:0", "reuse:0", "new", "skip"]))
     assert set(found.learners) == {(0, ADAPT), (2, NEW)}
-    jax.tree.map(np.testing.assert_array_equal, found.learners[0, ADAPT].params, trained.learners[0, ADAPT].params)
-    jax.tree.map(np.testing.assert_array_equal, found.head.params, trained.head.params)
+    chex.assert_trees_all_equal(found.learners[0, ADAPT].params, trained.learners[0, ADAPT].params)
+    chex.assert_trees_all_equal(found.head.params, trained.head.params)
     assert int(found.head.adam.count) == int(found.learners[0, ADAPT].adam.count) == 0
 
 
@@ -184,7 +185,7 @@ def test_a_fit_that_goes_on_ends_as_one_that_was_not_stopped(stop_at):
     resumed = SupernetFit(NET, NET.from_arrays(kept.pop("arrays")), FitState(**kept))
     found = fitted(draws, FitConfig(epochs=2), resumed)
     assert found.progress.losses == expected.progress.losses and found.progress.step == expected.progress.step == 6
-    jax.tree.map(np.testing.assert_array_equal, found.state, expected.state)
+    chex.assert_trees_all_equal(found.state, expected.state)
 
 
 def test_the_rate_follows_a_cosine_of_all_steps():
@@ -226,7 +227,7 @@ def test_what_fine_tuning_leaves_unchanged_is_kept_and_changes_nothing():
         assert (feed is FEED) == (budget == 0) and room.refused == ([] if budget else ["tokens"])
         result = fitted(constant_draws(codes), FitConfig(epochs=2), feed=feed)
         found[budget] = result.progress.losses, result.state
-    jax.tree.map(np.testing.assert_array_equal, found[0], found[2**20])
+    chex.assert_trees_all_equal(found[0], found[2**20])
 
 
 def test_where_nothing_else_learns_the_head_alone_is_trained_on_kept_features():

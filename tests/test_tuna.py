@@ -48,6 +48,7 @@ def random_adapters(seed: int, size: float = 0.3) -> Adapters:
     return Adapters(*(jnp.asarray(rng.normal(0, size, shape), jnp.float32) for shape in shapes))
 
 
+@pytest.mark.full
 def test_tuna_learns_saves_opens_and_answers_per_image(tmp_path):
     check_method(begun(), tmp_path)
 
@@ -119,6 +120,7 @@ def test_scores_are_those_of_the_most_certain_adapter_and_the_universal_one_in_n
     assert scores[:, 7].max() == 0
 
 
+@pytest.mark.full
 def test_the_margin_lowers_the_true_cosine_alone():
     tuna = learner(
         Tuna, dataclasses.replace(CONFIG, margin=0.3, dropout=0.0, fit=FitConfig(1, 1e-9), orthogonality=0.0)
@@ -169,6 +171,7 @@ def test_classes_are_drawn_with_their_mean_and_spread_and_one_image_is_enough(ki
     np.testing.assert_allclose(alone.mean(axis=0), features[0], atol=1e-3)
 
 
+@pytest.mark.full
 def test_the_alignment_turns_heads_to_where_their_classes_are():
     tuna = fresh(begun())
     tuna.config = dataclasses.replace(CONFIG, alignment_epochs=10, alignment_rate=0.1)

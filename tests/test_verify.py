@@ -142,6 +142,7 @@ def test_a_cache_is_held_against_its_hashes(tmp_path):
         verify_cache(tmp_path / "nowhere")
 
 
+@pytest.mark.full
 def test_two_real_packs_are_sound(shared):
     found = verify(plan_task(shared / "data" / "mnist.zip"))
     assert found.sound and not found.across and found.num == {"train": 2000, "val": 400, "test": 1000}
@@ -152,6 +153,7 @@ def test_two_real_packs_are_sound(shared):
     assert found.largest_image == (18, 36)
 
 
+@pytest.mark.full
 def test_all_twelve_real_packs_are_sound(shared):
     plans = plan_stream(shared / "data", [file.stem for file in sorted((shared / "data").glob("*.zip"))])
     found = {plan.name: verify(plan) for plan in plans}

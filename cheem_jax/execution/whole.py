@@ -9,6 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,12 +39,17 @@ from cheem_jax.pool import Head
 
 
 class ProgramCache:
-    """Compiled programs by key, the least recently used one dropped above `capacity`."""
+    """Compiled functions by key; the least recently used are evicted above `capacity`, or above `max_maps`.
 
-    def __init__(self, capacity: int):
+    A function compiled for a CPU takes hundreds of memory maps, a large network over a thousand. Linux ends a process
+    that asks for more than `vm.max_map_count` of them, so at most half of that is used (`max_maps` None).
+    """
+
+    def __init__(self, capacity: int, *, max_maps: int | None = None):
         if capacity < 1:
             raise ValueError(f"programs is {capacity}; the executor `whole` needs room for at least 1")
         self.capacity = capacity
+        self.max_maps = memory_map_limit() // 2 if max_maps is None else max_maps
         self.hits = self.misses = self.evictions = 0
         self.compile_seconds = 0.0
         self._programs: OrderedDict[Hashable, Any] = OrderedDict()
@@ -65,10 +71,29 @@ class ProgramCache:
                 self._programs[key] = program
                 self.misses += 1
                 self.compile_seconds += time.perf_counter() - start
-                if len(self._programs) > self.capacity:
+                while len(self._programs) > self.capacity or (
+                    len(self._programs) > 1 and memory_maps() > self.max_maps
+                ):
                     self._programs.popitem(last=False)
                     self.evictions += 1
         return program(*arguments)
+
+
+def memory_maps() -> int:
+    """Memory maps that this process has now; 0 where the system does not report them."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:
+        return 0
+
+
+def memory_map_limit() -> int:
+    """Memory maps that Linux allows a process; its default where the system does not report it."""
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text())
+    except OSError:
+        return 65_530
 
 
 class Whole(Executor):

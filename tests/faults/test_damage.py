@@ -130,6 +130,7 @@ def test_files_added_to_any_folder_are_found(saved, tally):
     damage.count(tally)
 
 
+@pytest.mark.full
 def test_damaged_records_are_refused_by_name(nursery, tally, undisturbed, tmp_path):
     found = nursery.call(
         "damaged_records", source=str(undisturbed.directory), folder=str(tmp_path), weights=undisturbed.weights, num=16

@@ -84,6 +84,7 @@ def test_a_run_killed_at_chosen_writes_ends_as_one_that_was_not(faulty, tally, u
     kills.end(tally, faulty.start("small_run", **run))
 
 
+@pytest.mark.full
 def test_a_run_killed_at_random_moments_ends_as_one_that_was_not(nursery, tally, undisturbed, tmp_path):
     run = {"directory": str(tmp_path / "run"), "weights": undisturbed.weights}
     phases, rng, kills = tmp_path / "phases", random.Random(0), Kills(tmp_path / "run", undisturbed.outcome)
@@ -117,7 +118,9 @@ def stop_and_go_on(nursery, tally, undisturbed, folder: Path, number: int, rng: 
     return "; ".join(wrong)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM], ids=lambda number: number.name
+)
 def test_a_run_asked_to_stop_does_so_and_goes_on_exactly(nursery, tally, undisturbed, tmp_path, number):
     assert not stop_and_go_on(nursery, tally, undisturbed, tmp_path, number, random.Random(int(number)))
 

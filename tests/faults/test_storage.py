@@ -49,6 +49,7 @@ def test_small_files_are_as_before_or_wholly_new(faulty, tally, tmp_path, scenar
         _count(tally, found)
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_cannot_be_read_is_named(faulty, tally, undisturbed):
     directory = undisturbed.directory / "checkpoints" / "cheem" / "000-task0"
     found = faulty.call("unreadable", directory=str(directory))
