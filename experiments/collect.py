@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
-from paper.collected import ByTask, check_right, packed
+from studies.paper.collected import ByTask, check_right, packed
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.cli import parse, run_command

@@ -18,10 +18,10 @@ import compare
 import jax
 import mtil
 import numpy as np
-from heads.margins import GLOBAL_HEADS, Margins, Measured, by_task, measure, summary
-from heads.page import ACCURACIES, MATCHES, pages
-from heads.theory import match_probability, match_with_one_rival, simulated_match
-from paper.printed import Cell, printed
+from studies.heads.margins import GLOBAL_HEADS, Margins, Measured, by_task, measure, summary
+from studies.heads.page import ACCURACIES, MATCHES, pages
+from studies.heads.theory import match_probability, match_with_one_rival, simulated_match
+from studies.paper.printed import Cell, printed
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.cli import parse, run_command

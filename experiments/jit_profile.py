@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import numpy as np
 from flax import nnx
-from profile_plot import cold_start_figure, profile_table
+from studies.profiling.plot import cold_start_figure, profile_table
 
 from cheem_jax.architecture import Architecture, decode
 from cheem_jax.atomic import write_atomically

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from planting import pages, pictures
-from planting.stream import planted_stream
-from planting.structure import costs_of
+from studies.planting import pages, pictures
+from studies.planting.stream import planted_stream
+from studies.planting.structure import costs_of
 from study import seeds_of
 
 from cheem_jax.arguments import arguments_of

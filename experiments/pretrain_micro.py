@@ -22,12 +22,12 @@ import optax
 import optax.contrib
 import tyro
 from flax import nnx
-from formula_images import NUM_CLASSES, formula_images
 from jaxtyping import Array, Float, Int32, UInt8
 from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
+from studies.pretraining.formula_images import NUM_CLASSES, formula_images
 
 from cheem_jax.backbone.config import ViTConfig, config_of
 from cheem_jax.backbone.means import base_means

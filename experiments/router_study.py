@@ -21,14 +21,14 @@ from typing import Any
 import mtil
 import numpy as np
 from collect import right_of
-from paired import Estimate, accuracy_difference
-from paper.collected import Cell, Collected, check_right
-from paper.collected import load as load_collected
-from paper.recount import behind_pass
-from routers.page import page_of
-from routers.second_look import look, tuned
-from routers.seen import Seen, seen_of
-from routers.trying import PAPER, Tried, attempt, candidates, title_of
+from studies.paper.collected import Cell, Collected, check_right
+from studies.paper.collected import load as load_collected
+from studies.paper.paired import Estimate, accuracy_difference
+from studies.paper.recount import behind_pass
+from studies.routers.page import page_of
+from studies.routers.second_look import look, tuned
+from studies.routers.seen import Seen, seen_of
+from studies.routers.trying import PAPER, Tried, attempt, candidates, title_of
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.params import build

@@ -18,9 +18,9 @@ from typing import Any
 
 import mtil
 import numpy as np
-from heads.margins import rebuilt
 from searching.report import write
 from searching.units import VARIANTS, Entry, TaskUnits
+from studies.heads.margins import rebuilt
 from study import seeds_of
 
 from cheem_jax import fingerprint

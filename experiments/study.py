@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import mtil
 from launchers.job import LauncherConfig, Run, Sweep, results_of
-from launching import check, finish, host_arguments
+from launchers.sweeps import check, finish, host_arguments
 
 from cheem_jax.arguments import arguments_of
 from cheem_jax.data.benchmarks.table import Order

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
-from paper.results_page import write_page
+from studies.paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
+from studies.paper.results_page import write_page
 
 from cheem_jax import metrics
 from cheem_jax.atomic import write_atomically

@@ -13,8 +13,8 @@ from components.figure import picture
 from components.learning import Training
 from components.parts import Component
 from components.units import Entry, Place, chosen_rate, found_at, mean_validation
-from paper.printed import Cell, printed
 from scipy.stats import rankdata
+from studies.paper.printed import Cell, printed
 
 from cheem_jax import metrics
 from cheem_jax.atomic import write_atomically

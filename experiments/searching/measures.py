@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from paired import accuracy_difference
 from scipy.stats import kendalltau, spearmanr
 from searching.units import VARIANTS, Entry, from_hex
+from studies.paper.paired import accuracy_difference
 
 RESAMPLES = 2000
 TRAINED = (1, 2, 3, 5, 10)

@@ -1,0 +1,1 @@
+"""Routers beside each other on finished runs."""
