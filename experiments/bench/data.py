@@ -7,13 +7,9 @@ task of many pictures takes is measured in processes of their own.
 """
 
 import contextlib
-import dataclasses
 import importlib.util
 import io
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,7 +23,6 @@ import numpy as np
 from PIL import Image
 
 from cheem_jax.architecture import decode
-from cheem_jax.backbone.params import build
 from cheem_jax.cli import parse
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.files import FolderFiles
@@ -41,14 +36,14 @@ from cheem_jax.data.verify import verify
 from cheem_jax.execution.batches import batches
 from cheem_jax.execution.executor import Executor
 from cheem_jax.execution.feed import HostImages, ahead
-from cheem_jax.execution.stages import Stages
 from cheem_jax.hee import uniform_table
 from cheem_jax.images import in_turn
 from cheem_jax.keys import order_at
 from cheem_jax.steps import peak_memory_bytes
 from cheem_jax.supernet import OpSettings, Supernet
 from cheem_jax.training import prepare, steps_of, supernet_draws
-from experiments.bench.measure import ROOT, Bench, Row, alternate, backbone, command, medians, ratio, save, say
+from experiments.bench import measure
+from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 FINE = 0.3
@@ -64,24 +59,8 @@ THREADS, PILLOW = "threads", "Pillow in one thread"
 Child = Literal["prepare", "verify", "read", "stream"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings(Bench):
-    """What is measured; with `child` only that, in this process, its numbers going into `file`."""
-
-    child: Child | None = None
-    """What is done with the many pictures."""
-    folder: Path | None = None
-    """Where their zip lies."""
-    file: Path | None = None
-    """Where its numbers go."""
-
-
-def main(settings: Settings) -> None:
+def main(settings: Bench) -> None:
     """Measure every part and write `data.json`."""
-    if settings.child is not None:
-        assert settings.folder is not None and settings.file is not None, "a child needs --folder and --file"
-        settings.file.write_text(json.dumps(with_many(settings.child, settings.folder)))
-        return
     rows: list[Row] = []
     details: dict[str, Any] = {}
     for part in (decoding, epochs, memory, prepared):
@@ -90,7 +69,7 @@ def main(settings: Settings) -> None:
             found, details[part.__name__] = part(Path(folder), settings.quick)
         rows += found
         say(f"data: {part.__name__} took {time.perf_counter() - start:.0f} s")
-    save(settings.out, "data", rows, quick=settings.quick, details=details)
+    measure.save(settings.out, "data", rows, quick=settings.quick, details=details)
 
 
 # ---- pictures
@@ -198,9 +177,9 @@ class Epoch(NamedTuple):
 
 def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     """An epoch of supernet training from pictures, kept in all the ways there are; no tokens are kept."""
-    vit = backbone("vit_nano" if quick else "deit_tiny")
+    vit = measure.backbone("vit_nano" if quick else "deit_tiny")
     size, num_steps, num_rounds = vit.config.image_size, 3 if quick else 7, 1 if quick else 3
-    executor = Stages(build(vit.config, vit.params), "mlp_down")
+    executor = measure.stages(vit)
     plan = write_task(folder / "task", num_steps * BATCH)
     reason = missing()
     ways: list[Keep] = ["memory", "cache", *([] if reason else ["stream"])]
@@ -254,10 +233,8 @@ def epoch(executor: Executor, split: Split) -> Epoch:
     for row in codes:
         step, _ = next(following)
         waits.append(time.perf_counter() - start)
-        (loss,) = executor.train(supernet, [decode(row, supernet.sizes)], [step], [1e-3])
-        jax.block_until_ready((loss, supernet.head, supernet.learners))
+        losses.append(measure.step(executor, supernet, decode(row, supernet.sizes), step))
         steps.append(time.perf_counter() - start)
-        losses.append(float(loss))
         start = time.perf_counter()
     return Epoch(steps, waits, losses)
 
@@ -293,12 +270,7 @@ def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     for child in children:
         if child == "stream" and reason:
             continue
-        file = folder / f"{child}.json"
-        options = ["--child", child, "--folder", str(folder), "--file", str(file)]
-        done = subprocess.run([sys.executable, "-m", "experiments.bench.data", *options], cwd=ROOT)
-        if done.returncode != 0:
-            raise ValueError(f"{child} of many pictures ended with status {done.returncode}; see above")
-        found[child] = json.loads(file.read_text())
+        found[child] = measure.in_child("data.with_many", child, str(folder))
         say(f"data: {child}: {found[child]['seconds']:.0f} s")
     words: dict[Child, str] = {
         "prepare": f"decoding {num:,} tiny images into a cache of {SMALL} pixels",
@@ -326,9 +298,9 @@ def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     return rows, {"zip_bytes": (folder / "many.zip").stat().st_size, **found}
 
 
-def with_many(child: Child, folder: Path) -> dict[str, float]:
+def with_many(child: Child, place: str) -> dict[str, float]:
     """One pass over the many pictures, and the most memory that this process took meanwhile."""
-    before = status("RssAnon")
+    folder, before = Path(place), status("RssAnon")
     with watching() as peak:
         start = time.perf_counter()
         plan = plan_task(folder / "many.zip")
@@ -473,4 +445,4 @@ def write_records(folder: Path, num: int) -> None:
 
 
 if __name__ == "__main__":
-    command(main, parse(Settings, description=__doc__))
+    measure.command(main, parse(Bench, description=__doc__))

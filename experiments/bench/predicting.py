@@ -16,7 +16,7 @@ from cheem_jax.cli import parse, run_command
 from cheem_jax.data.decode import decode_many
 from cheem_jax.memory import open_memory
 from cheem_jax.predict import NamedFiles, files_in, predict_files
-from experiments.bench.measure import Row, alternate, describe, medians, ratio, save
+from experiments.bench.measure import Row, alternate, medians, ratio, save, tell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +62,9 @@ def main(settings: Predicting) -> None:
             "at most", unit="s",
         ),
     ]  # fmt: skip
-    for row in rows:
-        print(f"{row.what}: {describe(row)}")
-    if settings.out is not None:
+    if settings.out is None:
+        tell(rows)
+    else:
         save(settings.out, "predicting", rows)
 
 
