@@ -12,7 +12,7 @@ from typing import Any
 import filelock
 
 from cheem_jax.atomic import write_atomically
-from cheem_jax.report.earlier import completed
+from cheem_jax.report.earlier import check_run, completed
 from cheem_jax.report.record import to_json
 
 NAME, LOCK, OWNER = "config.json", ".lock", ".owner.json"
@@ -54,6 +54,7 @@ def _held(directory: Path) -> dict[str, Any] | None:
 
 
 def _check_same(directory: Path, held: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    check_run(held, directory / NAME)
     # a setting that did not exist yet had the value of before in effect
     if differences := list(_differences(completed(held), completed(config))):
         raise ValueError(

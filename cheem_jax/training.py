@@ -22,7 +22,7 @@ from cheem_jax.execution.executor import Batch, Dense, Executor, Step
 from cheem_jax.execution.feed import Feed, ahead, fed
 from cheem_jax.execution.passes import Advance
 from cheem_jax.execution.spread import count_right_spread
-from cheem_jax.flops import executed_flops, network_flops
+from cheem_jax.flops import network_flops
 from cheem_jax.hee import sample
 from cheem_jax.keys import key_at, next_power_of_two, order_at
 from cheem_jax.ops import Expert, LowRank
@@ -290,16 +290,12 @@ def supernet_score(
     *,
     batch_size: int,
     advance: Advance,
-    merged: dict | None = None,
 ) -> Score:
-    """Right answers on held-out images with the supernet's weights (task-local top-1, the search's fitness).
-
-    `merged` holds dense weights of Adapt for other scores of the same supernet.
-    """
-    kept = {} if merged is None else merged
+    """Right answers on held-out images with the supernet's weights (task-local top-1, the search's fitness)."""
+    merged: dict = {}
 
     def score(genomes: np.ndarray) -> np.ndarray:
-        networks = [dense_network(supernet, codes, kept) for codes in genomes]
+        networks = [dense_network(supernet, codes, merged) for codes in genomes]
         return count_right_spread(
             executor, networks, supernet.head.params, supernet.num_classes, feed, labels,
             batch_size=batch_size, advance=advance,
@@ -314,21 +310,6 @@ def architecture_flops(executor: Executor, supernet: Supernet) -> Score:
     return lambda genomes: np.array([
         network_flops(executor.config, executor.placement, decode(codes, supernet.sizes), rank) for codes in genomes
     ])  # fmt: skip
-
-
-def resumed_flops(executor: Executor, supernet: Supernet, until: int) -> Score:
-    """FLOPs of genomes as they run behind the router's pass over the first `until` blocks of their backbone, no head.
-
-    A network is resumed at the first block that is not Reuse of the base's expert, which is candidate 0 of every block;
-    where `until` is 0 another network names the task, and it begins with the image.
-    """
-    config, placement = executor.config, executor.placement
-
-    def flops(codes: Int[np.ndarray, "L"]) -> int:
-        begin = int(np.append(np.flatnonzero(codes), until).min()) if until else None
-        return executed_flops(config, placement, decode(codes, supernet.sizes), begin=begin)
-
-    return lambda genomes: np.array([flops(codes) for codes in genomes])
 
 
 _unit = jax.jit(functools.partial(jax.random.uniform, shape=()))

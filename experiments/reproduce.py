@@ -22,7 +22,7 @@ from cheem_jax import fingerprint
 from cheem_jax.cli import parse, run_command
 from cheem_jax.commands.demo import Demo, learn_demo
 from cheem_jax.report.compare import config_of, differences
-from cheem_jax.report.earlier import side_by_side
+from cheem_jax.report.earlier import check_run, side_by_side, without_removed_options
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
 from cheem_jax.report.table import NONE, Grid
@@ -72,6 +72,7 @@ def main(settings: Reproduce) -> None:
 def run_again(first: Path, second: Path, progress: Progress) -> None:
     """Run the command of a run in another directory, or go on with it there."""
     config = config_of(first)
+    check_run(config, first / "config.json")
     command, run = runnable(first)
     check_into(first, config, second)
     tell_fingerprints(progress, fingerprints_of(first), [fingerprint.take(config)])
@@ -143,7 +144,7 @@ def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
             f"again yourself and compare with --against"
         )
     read_arguments, run = COMMANDS[name]
-    settings = read_arguments(command[len(name.split()) :])
+    settings = read_arguments(without_removed_options(command[len(name.split()) :]))
     if any(entry["event"] == "upper_bound" for entry in read(directory)):
         settings = dataclasses.replace(settings, upper_bound=True)  # it may have been added to a finished run
     return command, lambda into: run(dataclasses.replace(settings, run_dir=into))

@@ -39,6 +39,7 @@ from cheem_jax.flops import pass_flops
 from cheem_jax.keys import Keys
 from cheem_jax.memory.making import open_memory
 from cheem_jax.report import record
+from cheem_jax.report.earlier import without_removed_options
 from cheem_jax.report.finished import Run, check_comparable, order_names, read, variant_of
 from cheem_jax.report.progress import Progress
 from cheem_jax.routing.config import RouterConfig
@@ -189,7 +190,7 @@ def add_earlier(rows: Sequence[dict[str, Any]], earlier: Mapping[str, Any], num:
 def load(run: Run, settings: RouterStudy, progress: Progress) -> tuple[mtil.Mtil, mtil.Loaded]:
     """Weights and pictures as the run had them."""
     begun = next(entry for entry in record.read(run.directory) if entry["event"] == "run")
-    source = mtil.read_arguments(list(begun["command"])[1:])
+    source = mtil.read_arguments(without_removed_options(begun["command"])[1:])
     changes = {name: value for name in ("weights", "stream") if (value := getattr(settings, name)) is not None}
     source = dataclasses.replace(source, base_data=None, router=None, router_weights=None, **changes)
     return source, mtil.load(source, progress)

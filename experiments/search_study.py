@@ -1,12 +1,12 @@
-"""The search for a task's network: how well the supernet ranks, and what other searches find for the same budget.
+"""The search for a task's network: how well the supernet ranks, and what the search finds beside sampled networks.
 
     python experiments/mtil.py --stream demo --preset demo --run-dir runs/demo
     python experiments/search_study.py --run runs/demo --study textures
     python experiments/search_study.py --run runs/real --stream DATA --study dtd10,flowers12 --search-seeds 0,1,2
 
 Of a finished run of CHEEM some tasks are studied, each behind the memory that the run had before it: the supernet is
-trained again with the run's keys, architectures drawn from it are retrained from scratch, and searches of other
-settings look for a network in it. What is finished is not computed again, and what was stopped goes on.
+trained again with the run's keys, architectures sampled from it are retrained from scratch, and searches with several
+seeds look for a network in it. What is finished is not computed again, and what was stopped is resumed.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from typing import Any
 import mtil
 import numpy as np
 from searching.report import write
-from searching.units import VARIANTS, Entry, TaskUnits
+from searching.units import PAPER, Entry, TaskUnits
 from studies.heads.margins import rebuilt
 from study import seeds_of
 
@@ -40,6 +40,7 @@ from cheem_jax.methods.catalogue import Networks
 from cheem_jax.methods.cheem import Cheem
 from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
 from cheem_jax.pool import Memory
+from cheem_jax.report.earlier import check_run, without_removed
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
 from cheem_jax.run_directory import claim, hold
@@ -144,9 +145,10 @@ def study(
     `workshop` keeps compiled networks, as for `run_stream`.
     """
     held = config_of(run)
+    check_run(held, run / "config.json")
     check_same(run, held, loaded)
     engine = rebuilt(EngineConfig(), held["engine"])
-    config: CheemConfig = rebuilt(PRESETS["paper"], held["cheem"])
+    config: CheemConfig = rebuilt(PRESETS["paper"], without_removed(held["cheem"]))
     means = means_of(run, held, loaded, config, engine, progress)
     networks = networks_of(loaded.pretrained, None, config, engine, workshop)
     identity = {**held, "format": "cheem_jax-search/1", "num": num}
@@ -166,7 +168,7 @@ def study(
                 make = learners(run, held, task.name, networks, config, means)
                 units = TaskUnits(directory, make, task, record, stop, save_every, progress)
                 genomes = [*units.draw(num)["genomes"]]
-                genomes += [units.search(variant, seed)["genome"] for seed in seeds for variant in VARIANTS]
+                genomes += [units.search(seed)["genome"] for seed in seeds]
                 for genome in genomes:
                     units.finetune(genome)
             grids = write(directory, read(directory), setting)  # a study that is stopped has tables of what it has
@@ -179,8 +181,11 @@ def is_finished(entries: Sequence[Entry], task: str, seeds: Sequence[int]) -> bo
     """Whether all that was drawn and all that was found has been retrained."""
     own = [entry for entry in entries if entry.get("task") == task]
     genomes = [genome for entry in own if entry["event"] == "drawn" for genome in entry["genomes"]]
-    found = {(entry["variant"], entry["seed"]): entry["genome"] for entry in own if entry["event"] == "searched"}
-    wanted = [found.get((variant, seed)) for variant in VARIANTS for seed in seeds]
+    found = {
+        entry["seed"]: entry["genome"] for entry in own
+        if entry["event"] == "searched" and entry["variant"] == PAPER
+    }  # fmt: skip
+    wanted = [found.get(seed) for seed in seeds]
     retrained = [entry["genome"] for entry in own if entry["event"] == "finetuned"]
     return bool(genomes) and all(genome in retrained for genome in (*genomes, *wanted))
 
@@ -192,8 +197,8 @@ def learners(
     networks: Networks,
     config: CheemConfig,
     means: np.ndarray | None,
-) -> Callable[[Mapping[str, Any], int | None], Cheem]:
-    """Gives learners of the memory that the run had before a task: changes in the search and its seed (None: none)."""
+) -> Callable[[int | None], Cheem]:
+    """Gives learners of the memory that the run had before a task, by the seed of the search (None: the run's)."""
     directories = saved_tasks(run / "checkpoints" / "cheem")
     names = [load_meta(directory)["name"] for directory in directories]
     index = held["tasks"].index(task)
@@ -206,11 +211,10 @@ def learners(
     for directory in directories[:index]:
         memory = with_task(memory, directory)
 
-    def make(changes: Mapping[str, Any], seed: int | None) -> Cheem:
+    def make(seed: int | None) -> Cheem:
         seeds = SeedsConfig(**held["seeds"])
         keys = Keys(held["seed"], seeds if seed is None else dataclasses.replace(seeds, search=seed))
-        own = dataclasses.replace(config, search=dataclasses.replace(config.search, **changes))
-        cheem = Cheem(networks.executor, own, keys, means, networks.router_features)
+        cheem = Cheem(networks.executor, config, keys, means, networks.router_features)
         cheem.memory = memory
         return cheem
 

@@ -35,7 +35,7 @@ from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.methods.l2p import L2pConfig
 from cheem_jax.methods.lora_finetune import LoraFinetuneConfig
 from cheem_jax.report.compare import first_difference, timeless
-from cheem_jax.report.earlier import EARLIER, EARLIER_WITH_SEARCH
+from cheem_jax.report.earlier import EARLIER, REMOVED, REMOVED_FROM_SEARCH
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
 from cheem_jax.run_directory import claim, hold
@@ -310,19 +310,33 @@ def test_a_run_from_before_a_setting_existed_is_taken_for_one_with_its_default(f
     for part, names in EARLIER.items():
         for name in names:
             del config["cheem"][part][name]
-    for name in EARLIER_WITH_SEARCH:
-        del config["cheem"][name]
     del config["base_data_sha256"]
     (old / "config.json").write_text(json.dumps(config))
     known = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
     assert run_stream(small.stream(2), small.pretrained(), known, old, quiet()) == results
     assert first_difference(directory, old) is None
-    drawn = dataclasses.replace(known, method=dataclasses.replace(CONFIG.method, trained_draws=2))
-    with pytest.raises(ValueError, match=r"cheem.trained_draws is 0 there and 2 here"):
-        run_stream(small.stream(2), small.pretrained(), drawn, old, quiet())
     with pytest.raises(ValueError, match=r"base_data_sha256 is null there"):
         pictures = small.task("base", 9).train.images
         run_stream(small.stream(2), small.pretrained(), known, old, quiet(), base_images=pictures)
+
+
+def test_a_run_with_settings_that_are_gone_resumes_where_they_had_no_effect_and_is_refused_elsewhere(
+    finished, tmp_path
+):
+    directory, results = finished
+    old = tmp_path / "old"
+    shutil.copytree(directory, old)
+    config = json.loads((old / "config.json").read_text())
+    config["cheem"] |= REMOVED
+    config["cheem"]["search"] |= REMOVED_FROM_SEARCH
+    (old / "config.json").write_text(json.dumps(config))
+    known = dataclasses.replace(CONFIG, upper_bound=FullFinetuneConfig(2, (1e-3,), 16))
+    assert run_stream(small.stream(2), small.pretrained(), known, old, quiet()) == results
+    assert first_difference(directory, old) is None
+    config["cheem"] |= {"trained_draws": 2, "search": {**config["cheem"]["search"], "rungs": 3}}
+    (old / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"no longer exist: trained_draws 2, search.rungs 3; use cheem_jax of commit"):
+        run_stream(small.stream(2), small.pretrained(), known, old, quiet())
 
 
 def test_a_directory_of_another_run_is_refused_with_the_difference(finished):

@@ -222,15 +222,6 @@ def test_another_task_does_not_take_the_place_of_a_half_learned_one(copied):
     assert [task.name for task in memory.tasks] == ["task0", "task1", "task2", "fifth"]
 
 
-def test_settings_that_a_task_is_too_small_for_are_told_before_it_is_begun(tmp_path):
-    method = dataclasses.replace(small.QUICK, search=dataclasses.replace(small.QUICK.search, population=8, rungs=6))
-    memory = begin(tmp_path / "pets", method=method)
-    before = contents(tmp_path / "pets")
-    with pytest.raises(ValueError, match="task 'few': search rungs is 6"):
-        memory.learn(small.task("few", 1, num=6))
-    assert contents(tmp_path / "pets") == before and memory.config.learning is None
-
-
 def test_a_half_learned_task_can_be_given_up(copied):
     memory, before = cheem_jax.open(copied), contents(copied)
     with pytest.raises(KeyboardInterrupt):
@@ -461,6 +452,14 @@ def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):
         cheem_jax.open(copied)
     (copied / "config.json").write_text(json.dumps({**config, "colour": "red"}))
     with pytest.raises(ValueError, match=r"unknown settings \['colour'\]"):
+        cheem_jax.open(copied)
+    without_effect = {**config["method"]["search"], "cost": "network", "rungs": 1, "warm_start": False}
+    method = {**config["method"], "trained_draws": 0, "search": without_effect}
+    (copied / "config.json").write_text(json.dumps({**config, "method": method}))
+    assert cheem_jax.open(copied).config.method == small.QUICK
+    method = {**method, "search": {**without_effect, "cost": "resumed"}}
+    (copied / "config.json").write_text(json.dumps({**config, "method": method}))
+    with pytest.raises(ValueError, match=r"settings that no longer exist: search\.cost 'resumed'; use cheem_jax of"):
         cheem_jax.open(copied)
     (copied / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):

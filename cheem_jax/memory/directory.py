@@ -26,6 +26,7 @@ from cheem_jax.forgetting import changed_tasks
 from cheem_jax.keys import SeedsConfig
 from cheem_jax.methods.cheem_config import CheemConfig
 from cheem_jax.pool import Memory
+from cheem_jax.report.earlier import check_removed, without_removed
 from cheem_jax.report.record import to_json
 from cheem_jax.run_directory import NAME
 from cheem_jax.saved_memory import save_forgotten, save_memory_task
@@ -90,6 +91,9 @@ def config_of(held: Mapping[str, Any], directory: Path) -> MemoryConfig:
 
 def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:
     """A settings dataclass from its JSON values, nested ones included. Raises ValueError naming what does not fit."""
+    if kind is CheemConfig:
+        check_removed(values, where)
+        values = without_removed(values)
     hints, known = typing.get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(values.keys() - known):
         raise ValueError(f"{where} holds unknown settings {unknown}; was it written by a newer version?")

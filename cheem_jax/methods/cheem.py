@@ -4,30 +4,15 @@ For each task: similarity to all earlier networks, supernet training, evolutiona
 the chosen network, growth of the pool, task centroids (paper section 'Our Proposed CHEEM').
 """
 
-import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
 
 from cheem_jax.architecture import decode
 from cheem_jax.data.task import Task
-from cheem_jax.evolution import (
-    Score,
-    Scored,
-    SearchConfig,
-    Searched,
-    best_of,
-    first_draws,
-    generation_images,
-    prepare_search,
-    rung_images,
-    rung_rows,
-    search,
-)
+from cheem_jax.evolution import SearchConfig, Searched, prepare_search, search
 from cheem_jax.execution.executor import Executor, Network
 from cheem_jax.execution.feed import Budget, Feed, Subset, feed_images, keep_tokens
 from cheem_jax.execution.passes import token_means
@@ -39,9 +24,7 @@ from cheem_jax.methods.learning import (
     Learning,
     Tables,
     candidates_of,
-    first_genomes,
     in_pool,
-    parts_of,
     search_note,
     search_report,
     together,
@@ -57,7 +40,6 @@ from cheem_jax.training import (
     frozen_prefix,
     images_left,
     prepare,
-    resumed_flops,
     supernet_draws,
     supernet_score,
 )
@@ -83,27 +65,15 @@ class Cheem(ExpertMemory):
         super().__init__(executor, features, config.router, rank=config.ops.rank, batch_size=config.batch_size)
         self.config, self.keys, self.base_means = config, keys, base_means
 
-    def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
-        for task in tasks:
-            try:
-                rung_images(len(task.val.labels), self.config.search.rungs)
-            except ValueError as error:
-                raise ValueError(f"task {task.name!r}: {error}") from error
-        return super().check(tasks)
-
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Learn the next task of the stream, from where `running` left it; returns its report."""
         learning, keys = self.begin(task, running), self.keys
         index, underway, clock = learning.index, learning.underway, learning.underway.clock
         similarity = self.similarity(learning)
         tables = self.tables(learning, similarity)
-        if self.config.trained_draws:
-            codes, network = self.train_draws(learning, tables)
-        else:
-            supernet = self.train_supernet(learning, tables)
-            codes = self.search(learning, tables, supernet)
-            network = self.finetune(learning, supernet, codes)
+        supernet = self.train_supernet(learning, tables)
+        codes = self.search(learning, tables, supernet)
+        network = self.finetune(learning, supernet, codes)
         architecture = decode(codes, learning.candidates.sizes)
         learned = network.learned(architecture)
         architecture = in_pool(architecture, learning.candidates.kept)
@@ -118,7 +88,7 @@ class Cheem(ExpertMemory):
             "supernet_losses": underway.supernet.losses,
             "finetune_losses": underway.finetune.losses,
             "skipped_steps": underway.skipped,
-            **self._search_report(learning, network, codes),
+            **self._search_report(learning, codes),
             "not_kept": list(dict.fromkeys(learning.budget.refused)),
             "engine": self.executor.counters(),
             "seconds": clock.seconds,
@@ -182,28 +152,19 @@ class Cheem(ExpertMemory):
         config, underway, labels = self._search_config(), learning.underway, learning.task.val.labels
         key, num = self.keys.at(learning.index, Phase.SEARCH), len(labels)
         done = 0 if underway.searched is None else underway.searched.generations
-        left = generation_images(config, num) * (config.generations - done)
+        left = config.population * num * (config.generations - done)
         state = functools.partial(underway.saved, "supernet", supernet)
-        merged: dict = {}
-        first = None
-        if config.warm_start:
-            first = first_genomes(tables, learning.candidates, self.similarity(learning))
         with underway.clock("search"), learning.running.phase("search", left, state) as advance:
 
             def keep(searched: Searched) -> None:
                 underway.searched = searched
                 advance(0, search_note(searched, num))
 
-            scores = [
-                supernet_score(
-                    self.executor, supernet, own, feed, batch_size=self.config.batch_size, advance=advance,
-                    merged=merged,
-                )
-                for feed, own in parts_of(learning.val, labels, rung_rows(key, labels, config.rungs))
-            ]  # fmt: skip
-            codes, _ = search(
-                key, scores, self._cost(supernet), *tables, num, config, keep, underway.searched, first
+            score = supernet_score(
+                self.executor, supernet, labels, learning.val, batch_size=self.config.batch_size, advance=advance
             )  # fmt: skip
+            flops = architecture_flops(self.executor, supernet)
+            codes, _ = search(key, score, flops, *tables, num, config, keep, underway.searched)
         return codes
 
     def finetune(self, learning: Learning, supernet: Supernet, codes: np.ndarray) -> Supernet:
@@ -214,44 +175,8 @@ class Cheem(ExpertMemory):
         self._train(learning, network, codes)
         return network
 
-    def train_draws(self, learning: Learning, tables: Tables) -> tuple[np.ndarray, Supernet]:
-        """Candidate indices `[L]` and network of the best of `trained_draws` architectures, each trained by itself.
-
-        Whoever may still come first is kept until the last is there, since it is by FLOPs within tau of the most
-        accurate. One whose training diverges has no score.
-        """
-        config, underway, labels = self._search_config(), learning.underway, learning.task.val.labels
-        key = self.keys.at(learning.index, Phase.SEARCH)
-        genomes = first_draws(key, *tables, self.config.trained_draws, config)
-        for number in range(len(underway.draws), len(genomes)):
-            network, draw = self._network(learning, Phase.FINETUNE_INIT, "finetune", number), genomes[[number]]
-            # what one draw keeps is gone before the next
-            apart = dataclasses.replace(learning, budget=copy.copy(learning.budget))
-            try:
-                self._train(apart, network, draw[0], number)
-                correct = self._right(learning, network, draw)
-            except FloatingPointError:
-                correct = np.full(1, np.nan)
-            underway.finish_draw(network, Scored(draw, correct, self._cost(network)(draw)))
-        assert underway.searched is not None, "at least one was drawn"
-        best = best_of(underway.searched.scored, len(labels), config.tolerance)
-        network = self._network(learning, Phase.FINETUNE_INIT, "", best)
-        network.restore(underway.drawn[best])
-        underway.finetune = underway.draws[best]
-        return genomes[best], network
-
-    def _right(self, learning: Learning, network: Supernet, genomes: Int[np.ndarray, "P L"]) -> Float[np.ndarray, "P"]:
-        """Right answers to the validation images by networks that were trained by themselves."""
-        underway, labels = learning.underway, learning.task.val.labels
-        state = functools.partial(underway.saved, "finetune", network)
-        with underway.clock("search"), learning.running.phase("search", len(labels), state) as advance:
-            score = supernet_score(
-                self.executor, network, labels, learning.val, batch_size=self.config.batch_size, advance=advance
-            )  # fmt: skip
-            return np.asarray(score(genomes), np.float64)
-
-    def _train(self, learning: Learning, network: Supernet, codes: np.ndarray, *position: int) -> None:
-        """Train a network of one architecture from where it is; `position` tells draws of a task apart."""
+    def _train(self, learning: Learning, network: Supernet, codes: np.ndarray) -> None:
+        """Train a network of one architecture from where it is."""
         config, underway, labels = self.config, learning.underway, learning.task.train.labels
         architecture = decode(codes, learning.candidates.sizes)
         prefix = frozen_prefix(network, architecture)
@@ -260,7 +185,7 @@ class Cheem(ExpertMemory):
         state = functools.partial(underway.saved, "finetune", network)
         with underway.clock("finetune"), learning.running.phase("finetune", left, state) as advance:
             fit(
-                self.keys.at(learning.index, Phase.FINETUNE_ORDER, *position), self.executor, network, labels,
+                self.keys.at(learning.index, Phase.FINETUNE_ORDER), self.executor, network, labels,
                 unchanged, constant_draws(codes), config.finetune, batch_size=config.batch_size, advance=advance,
                 state=underway.finetune,
             )  # fmt: skip
@@ -275,8 +200,8 @@ class Cheem(ExpertMemory):
                 name, self.executor, images, num, prefix, batch_size=self.config.batch_size, budget=learning.budget
             )  # fmt: skip
 
-    def _network(self, learning: Learning, phase: Phase, name: str, *position: int) -> Supernet:
-        candidates, key = learning.candidates, self.keys.at(learning.index, phase, *position)
+    def _network(self, learning: Learning, phase: Phase, name: str) -> Supernet:
+        candidates, key = learning.candidates, self.keys.at(learning.index, phase)
         num_classes = len(learning.task.classes)
         network = Supernet(key, candidates.pool, num_classes, self.config.ops, candidates.experts)
         learning.underway.restore(name, network)
@@ -291,36 +216,22 @@ class Cheem(ExpertMemory):
                 self.executor, [finished], learning.train, num, batch_size=self.config.batch_size, advance=advance
             ).means[0]
 
-    def _cost(self, supernet: Supernet) -> Score:
-        """What the search takes for compute."""
-        if self.config.search.cost == "resumed":
-            # another network's pass leaves nothing to resume from
-            until = self.router.until(self.executor.num_blocks) if self.features.of(self.executor) else 0
-            return resumed_flops(self.executor, supernet, until)
-        return architecture_flops(self.executor, supernet)
-
-    def _search_report(self, learning: Learning, network: Supernet, codes: np.ndarray) -> dict[str, Any]:
-        searched, config = learning.underway.searched, self.config.search
+    def _search_report(self, learning: Learning, codes: np.ndarray) -> dict[str, Any]:
+        searched, num_images = learning.underway.searched, len(learning.task.val.labels)
         assert searched is not None, "the search is over"
-        if learning.underway.drawn:
-            config = dataclasses.replace(config, population=len(searched.scored.genomes))
-        flops = architecture_flops(self.executor, network)(searched.scored.genomes)
-        return search_report(codes, searched, flops, len(learning.task.val.labels), config)
+        return search_report(codes, searched.scored, num_images=num_images, population=self.config.search.population)
 
     def bytes_needed(self, task: Task) -> int:
-        """Everything drawn in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor).
+        """Everything sampled in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor).
 
-        Or so many trained networks and one more, of which a New at every block is the largest. What
-        names the task is there once.
+        What the router keeps of the task is there once.
         """
         expert = self.memory.pool[0][0].params
         num_inputs, width = expert[0].shape
         pairs = sum(pool_sizes(self.memory.pool)) * self.config.ops.rank * (num_inputs + width)
         news = len(self.memory.pool) * (num_inputs + 1) * width
         head = (width + 1) * next_power_of_two(len(task.classes))
-        draws = self.config.trained_draws
-        learned = (draws + 1) * (news + head) if draws else pairs + news + head
-        return 4 * (3 * 2 * learned + self.router_numbers(task))
+        return 4 * (3 * 2 * (pairs + news + head) + self.router_numbers(task))
 
     def _similarity(self, index: int, task: Task, train: Feed, experts, earlier, running: Running) -> np.ndarray:
         """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""

@@ -30,10 +30,6 @@ class CheemConfig:
     """`uniform` is the paper's pure exploration: eps1 = eps2 = 1, mutation included."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
-    trained_draws: int = 0
-    """Architectures drawn as the search draws its first, and each trained by itself, instead of a supernet and a search
-    of its candidates; the first in the search's rank on validation images is kept. 0: the paper's supernet. Only
-    `epsilon`, `tolerance` and `cost` of the search count then, and nothing of the supernet."""
     finetune: FitConfig = FitConfig(epochs=20)
     weights: Literal["initial", "inherited"] = "initial"
     """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has learned."""
@@ -47,22 +43,6 @@ class CheemConfig:
         check_batch_size(self.batch_size)
         if self.similarity_images < 0:
             raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
-        if self.trained_draws < 0:
-            raise ValueError(f"trained_draws is {self.trained_draws}; expected 0 (supernet and search) or more")
-        impossible = {
-            "weights inherited": self.weights == "inherited",
-            f"search.rungs {self.search.rungs}": self.search.rungs > 1,
-            "search.warm_start": self.search.warm_start,
-        }  # fmt: skip
-        if self.trained_draws and (named := " and ".join(name for name, is_set in impossible.items() if is_set)):
-            raise ValueError(
-                f"trained_draws is {self.trained_draws}, which has no supernet and no generations, and so no {named}; "
-                "leave out the one or the other"
-            )
-        if self.search.warm_start and self.sampling == "uniform":
-            raise ValueError(
-                "search.warm_start begins with what HEE names, so sampling cannot be uniform; leave out one"
-            )
         if not len(set(self.remove)) == len(self.remove) < len(KINDS):
             raise ValueError(f"remove names {', '.join(self.remove)}; expected some of {', '.join(KINDS)}, each once")
 

@@ -1,4 +1,4 @@
-"""One task while CHEEM learns it: what it may choose, what its phases share, and where its search may begin."""
+"""One task while CHEEM learns it: what it may choose and what its phases share."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from cheem_jax.architecture import Architecture, Choice, encode
+from cheem_jax.architecture import Architecture, Choice
 from cheem_jax.data.task import Task
-from cheem_jax.evolution import SearchConfig, Searched
-from cheem_jax.execution.feed import Budget, Feed, Subset
+from cheem_jax.evolution import Scored, Searched
+from cheem_jax.execution.feed import Budget, Feed
 from cheem_jax.methods.method import Running
 from cheem_jax.methods.underway import Underway
 from cheem_jax.ops import Expert
@@ -89,34 +89,6 @@ def together(
     yield part
 
 
-def first_genomes(
-    tables: Tables, candidates: Candidates, similarity: Float[np.ndarray, "E L"]
-) -> Int[np.ndarray, "W L"]:
-    """Where a search begins that starts warm: HEE's likeliest architecture, all Reuse and all Adapt of the base, and
-    each earlier task's network as Reuse and Skip, the most similar first.
-
-    Those that hold a removed op are left out.
-    """
-    sizes, present = candidates.sizes, ~np.isnan(similarity)
-    mean = np.nansum(similarity, axis=1) / np.maximum(present.sum(axis=1), 1)
-    networks = [
-        tuple(Choice("skip") if expert is None else Choice("reuse", expert) for expert in candidates.earlier[i])
-        for i in 1 + np.argsort(-mean[1:], kind="stable")
-    ]
-    plain = [(Choice(kind, 0),) * len(sizes) for kind in ("reuse", "adapt")]
-    genomes = np.stack([
-        tables.exploit.argmax(axis=1).astype(np.int32),
-        *(encode(architecture, sizes) for architecture in (*plain, *networks)),
-    ])  # fmt: skip
-    possible = (tables.exploit + tables.uniform)[np.arange(len(sizes)), genomes] > 0
-    return genomes[possible.all(axis=1)]
-
-
-def parts_of(feed: Feed, labels: Int[np.ndarray, "N"], rows: Sequence[np.ndarray]) -> list[tuple[Feed, np.ndarray]]:
-    """Images and labels that each rung of a search adds; one rung has them as they are."""
-    return [(feed, labels)] if len(rows) == 1 else [(Subset(feed, part), labels[part]) for part in rows]
-
-
 def in_pool(architecture: Architecture, kept: Sequence[Sequence[int]]) -> Architecture:
     """An architecture over candidates as one over the pool; `kept` are the candidates of each block."""
     return tuple(
@@ -128,34 +100,21 @@ def in_pool(architecture: Architecture, kept: Sequence[Sequence[int]]) -> Archit
 def search_note(searched: Searched, num_images: int) -> str:
     """What a search has found so far."""
     best = 100 * np.nanmax(searched.scored.correct) / num_images
-    num = len(searched.scored.genomes) + len(searched.dropped)
-    return f"generation {searched.generations}: {num} networks, best {best:.1f} %"
+    return f"generation {searched.generations}: {len(searched.scored.genomes)} networks, best {best:.1f} %"
 
 
-def search_report(
-    codes: Int[np.ndarray, "L"],
-    searched: Searched,
-    flops: Int[np.ndarray, "P"],
-    num_images: int,
-    config: SearchConfig,
-) -> dict[str, Any]:
-    """What a task's report tells of its search; `flops` by the paper's convention, whatever the search compared."""
-    scored = searched.scored
+def search_report(codes: Int[np.ndarray, "L"], scored: Scored, *, num_images: int, population: int) -> dict[str, Any]:
+    """What a task's report says about its search; `codes` is the architecture that it chose among `scored`."""
     chosen = int(np.flatnonzero((scored.genomes == codes).all(axis=1))[0])
-    told: dict[str, Any] = {
-        "correct": scored.correct.tolist(),
-        "flops": flops.tolist(),
-        "population": config.rung_candidates[-1],
-        "num_images": num_images,
-        "chosen": chosen,
-    }
-    if config.cost != "network":
-        told["flops_compared"] = scored.flops.astype(int).tolist()
-    if config.rungs > 1:
-        told["dropped"] = len(searched.dropped)
     return {
-        "searched": len(scored.genomes) + len(searched.dropped),
-        "search": told,
+        "searched": len(scored.genomes),
+        "search": {
+            "correct": scored.correct.tolist(),
+            "flops": scored.flops.astype(int).tolist(),
+            "population": population,
+            "num_images": num_images,
+            "chosen": chosen,
+        },
         "validation_accuracy": float(scored.correct[chosen]) / num_images,
         "best_validation_accuracy": float(np.nanmax(scored.correct)) / num_images,
     }

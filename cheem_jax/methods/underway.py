@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from cheem_jax.evolution import Scored, Searched, contenders
+from cheem_jax.evolution import Scored, Searched
 from cheem_jax.methods.method import Clock
 from cheem_jax.rolling import Saved
 from cheem_jax.supernet import Supernet
@@ -24,10 +24,6 @@ class Underway:
     finetune: FitState = dataclasses.field(default_factory=FitState)
     learned: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arrays of the network that was being trained, by the phase that trains it."""
-    draws: list[FitState] = dataclasses.field(default_factory=list)
-    """Finished training of each of `CheemConfig.trained_draws`; `searched` has their scores."""
-    drawn: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """By number, the arrays of those networks that may still be chosen."""
 
     @classmethod
     def begun(cls, saved: Saved | None) -> "Underway":
@@ -37,33 +33,15 @@ class Underway:
         arrays, meta = saved
         searched = None
         if "searched" in arrays:
-            scored = Scored(**arrays["searched"])
-            # Orbax keeps no empty array
-            dropped = arrays.get("dropped", np.zeros((0, scored.genomes.shape[1]), np.int32))
-            searched = Searched(meta["generations"], scored, dropped)
+            searched = Searched(meta["generations"], Scored(**arrays["searched"]))
         fits = {name: _fit_state(arrays, meta, name) for name in ("supernet", "finetune")}
         learned = {name: arrays[name] for name in fits if name in arrays}
-        return cls(
-            Clock(meta["seconds"]), arrays.get("similarity"), **fits, searched=searched, learned=learned,
-            draws=[FitState(**fit) for fit in meta.get("draws", ())],
-            drawn={int(number): network for number, network in arrays.get("drawn", {}).items()},
-        )  # fmt: skip
+        return cls(Clock(meta["seconds"]), arrays.get("similarity"), **fits, searched=searched, learned=learned)
 
     @property
     def skipped(self) -> int:
         """Steps that reached no parameter because their loss or gradient was no finite number."""
-        alone = self.draws or [self.finetune]
-        return self.supernet.skipped + sum(fit.skipped for fit in alone)
-
-    def finish_draw(self, network: Supernet, found: Scored) -> None:
-        """Keep a network that was trained and scored by itself; the next has not begun."""
-        before = () if self.searched is None else (self.searched.scored,)
-        scored = Scored(*(np.concatenate(parts) for parts in zip(*before, found, strict=True)))
-        drawn = {**self.drawn, len(self.draws): network.arrays()}
-        self.draws.append(self.finetune)
-        self.searched = Searched(len(self.draws), scored, scored.genomes[:0])
-        self.drawn = {number: drawn[number] for number in contenders(scored).tolist()}
-        self.finetune = FitState()
+        return self.supernet.skipped + self.finetune.skipped
 
     def restore(self, name: str, network: Supernet) -> None:
         """Give a network back what it had learned in the phase of that name."""
@@ -77,24 +55,15 @@ class Underway:
             arrays["similarity"] = self.similarity
         if self.searched is not None:
             arrays["searched"] = self.searched.scored._asdict()
-            if len(self.searched.dropped):
-                arrays["dropped"] = self.searched.dropped
         meta: dict[str, Any] = {
             "generations": 0 if self.searched is None else self.searched.generations,
             "seconds": self.clock.so_far(),
         }
         for fit, state in (("supernet", self.supernet), ("finetune", self.finetune)):
-            meta[fit] = _fit_meta(state)
+            meta[fit] = {"step": state.step, "losses": state.losses, "skipped": state.skipped}
             if state.running:
                 arrays[f"{fit}_running"] = np.array(jax.device_get(state.running), np.float64)
-        meta["draws"] = [_fit_meta(fit) for fit in self.draws]
-        if self.drawn:
-            arrays["drawn"] = {str(number): network for number, network in self.drawn.items()}
         return Saved(arrays, meta)
-
-
-def _fit_meta(state: FitState) -> dict[str, Any]:
-    return {"step": state.step, "losses": state.losses, "skipped": state.skipped}
 
 
 def _fit_state(arrays: dict[str, Any], meta: dict[str, Any], name: str) -> FitState:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 from scipy.stats import kendalltau, spearmanr
-from searching.units import VARIANTS, Entry, from_hex
-from studies.paper.paired import accuracy_difference
+from searching.units import PAPER, Entry
 
 RESAMPLES = 2000
 TRAINED = (1, 2, 3, 5, 10)
@@ -106,40 +105,14 @@ def winners_of(entries: Sequence[Entry], task: str) -> list[Entry]:
     found = [
         {**retrained[tuple(entry["genome"])], **entry} for entry in searches if tuple(entry["genome"]) in retrained
     ]
-    return [{key: entry[key] for key in (*PLACE, "architecture", "right", *MEASURES)} for entry in found]
+    return [{key: entry[key] for key in (*PLACE, "architecture", *MEASURES)} for entry in found]
 
 
-def summary(winners: Sequence[Entry], num_test: Mapping[str, int]) -> list[dict[str, Any]]:
-    """A row per variant: means over tasks and seeds, and what the test accuracy gains over the paper's search of the
-    same supernets and seeds; `num_test` are the tasks' test images."""
-    rows = []
-    for variant in VARIANTS:
-        if own := [entry for entry in winners if entry["variant"] == variant]:
-            rows.append({
-                "variant": variant,
-                "searches": len(own),
-                **{measure: _mean([entry[measure] for entry in own]) for measure in MEASURES},
-                "gain": None if variant == "paper" else gain(winners, variant, num_test),
-            })  # fmt: skip
-    return rows
-
-
-def gain(winners: Sequence[Entry], variant: str, num_test: Mapping[str, int]) -> dict[str, Any] | None:
-    """The difference in test accuracy to the paper's search by the paired bootstrap over seeds and test images, of the
-    seeds that both have for all tasks; None without any."""
-    found = {
-        tuple(entry[name] for name in PLACE): from_hex(entry["right"], num_test[entry["task"]])
-        for entry in winners if entry["right"] is not None
-    }  # fmt: skip
-    tasks = dict.fromkeys(entry["task"] for entry in winners)
-    seeds = [
-        seed for seed in sorted({entry["seed"] for entry in winners})
-        if all((task, kind, seed) in found for task in tasks for kind in (variant, "paper"))
-    ]  # fmt: skip
-    if not seeds:
-        return None
-    ours, theirs = ([[found[task, kind, seed] for task in tasks] for seed in seeds] for kind in (variant, "paper"))
-    return {**accuracy_difference(ours, theirs)._asdict(), "seeds": seeds}
+def summary(winners: Sequence[Entry]) -> list[dict[str, Any]]:
+    """A row of the paper's search, means over tasks and seeds; none without any."""
+    own = [entry for entry in winners if entry["variant"] == PAPER]
+    means = {measure: _mean([entry[measure] for entry in own]) for measure in MEASURES}
+    return [{"variant": PAPER, "searches": len(own), **means}] if own else []
 
 
 def _retrained(entries: Sequence[Entry], task: str) -> dict[tuple[int, ...], Entry]:

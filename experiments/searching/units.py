@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from jaxtyping import Bool, Int
 
 from cheem_jax.architecture import decode, to_strings
 from cheem_jax.data.task import Split, Task
-from cheem_jax.evolution import Score
 from cheem_jax.execution.feed import Feed, HostImages
 from cheem_jax.execution.passes import Advance, answers
+from cheem_jax.flops import executed_flops
 from cheem_jax.hee import sample
 from cheem_jax.interruption import Stop
 from cheem_jax.keys import Keys, Phase
@@ -32,19 +32,11 @@ from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
 from cheem_jax.rolling import Rolling, RunningTask, Saved
 from cheem_jax.supernet import Supernet
-from cheem_jax.training import architecture_flops, dense_network, resumed_flops, supernet_score
+from cheem_jax.training import architecture_flops, dense_network, supernet_score
 
 Entry = dict[str, Any]
-PAPER = {"cost": "network", "rungs": 1, "warm_start": False}
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "paper": PAPER,
-    "resumed cost": {**PAPER, "cost": "resumed"},
-    "halving, 2 rungs": {**PAPER, "rungs": 2},
-    "halving, 3 rungs": {**PAPER, "rungs": 3},
-    "warm start": {**PAPER, "warm_start": True},
-    "all": {"cost": "resumed", "rungs": 3, "warm_start": True},
-}
-"""What each search changes in the run's own settings."""
+PAPER = "paper"
+"""What records call the paper's search, beside which they once had others."""
 TRIES = 10
 """Architectures drawn per wanted one."""
 
@@ -72,14 +64,14 @@ class Counted:
 
 
 class TaskUnits:
-    """All units of one task; `make` gives a learner of the run's memory before this task with settings of its own."""
+    """All units of one task; `make` gives a learner of the run's memory before this task, by the seed of its search."""
 
     def __init__(
-        self, directory: Path, make: Callable[[Mapping[str, Any], int | None], Cheem], task: Task, record: Record,
+        self, directory: Path, make: Callable[[int | None], Cheem], task: Task, record: Record,
         stop: Stop, save_every: float | None, progress: Progress,
     ):  # fmt: skip
         self.make, self.task, self.record, self.stop, self.progress = make, task, record, stop, progress
-        self.directory, self.cheem = directory, make({}, None)
+        self.directory, self.cheem = directory, make(None)
         number = self.cheem.memory.next_number
         self.rolling = Rolling(directory / "supernets" / task.name, stop, every=save_every)
 
@@ -113,22 +105,22 @@ class TaskUnits:
         self.record.write("drawn", task=self.task.name, genomes=genomes, supernet_accuracy=self._share(correct))
         return self._again("drawn")
 
-    def search(self, variant: str, seed: int) -> Entry:
+    def search(self, seed: int) -> Entry:
         """One search over this supernet."""
-        if (known := self.found("searched", variant=variant, seed=seed)) is not None:
+        if (known := self.found("searched", variant=PAPER, seed=seed)) is not None:
             return known
-        counted = Counted(self.stop, self.progress, f"{self.task.name}, {variant}, seed {seed}")
-        cheem, learning, start = self.make(VARIANTS[variant], seed), self._apart(counted), time.perf_counter()
+        counted = Counted(self.stop, self.progress, f"{self.task.name}, search, seed {seed}")
+        cheem, learning, start = self.make(seed), self._apart(counted), time.perf_counter()
         codes = cheem.search(learning, self.tables, self.supernet)
         searched = learning.underway.searched
         assert searched is not None, "the search is over"
         right = searched.scored.correct[(searched.scored.genomes == codes).all(axis=1)]
         self.record.write(
-            "searched", task=self.task.name, variant=variant, seed=seed, genome=codes,
+            "searched", task=self.task.name, variant=PAPER, seed=seed, genome=codes,
             supernet_accuracy=self._share(right)[0], candidate_images=counted.num_images,
-            scored=len(searched.scored.genomes), dropped=len(searched.dropped), seconds=time.perf_counter() - start,
+            scored=len(searched.scored.genomes), seconds=time.perf_counter() - start,
         )  # fmt: skip
-        return self._again("searched", variant=variant, seed=seed)
+        return self._again("searched", variant=PAPER, seed=seed)
 
     def finetune(self, genome: list[int]) -> Entry:
         """An architecture trained from scratch as the run's own would be, with the true task given."""
@@ -139,21 +131,20 @@ class TaskUnits:
         learning = self._apart(
             Counted(self.stop, self.progress, f"{self.task.name} {''.join(a[0] for a in architecture)}")
         )
-        reached: Entry = {"val_accuracy": None, "test_accuracy": None, "right": None}
+        reached: Entry = {"val_accuracy": None, "test_accuracy": None}
         try:
             network = self.cheem.finetune(learning, self.supernet, codes)
             test = HostImages(self.cheem.executor, self.task.test.images)
-            val = self._right(network, codes, self.learning.val, self.task.val)
-            right = self._right(network, codes, test, self.task.test)
-            accuracies = {"val_accuracy": float(val.mean()), "test_accuracy": float(right.mean())}
-            reached = {**accuracies, "right": to_hex(right)}
+            val_right = self._right(network, codes, self.learning.val, self.task.val)
+            test_right = self._right(network, codes, test, self.task.test)
+            reached = {"val_accuracy": float(val_right.mean()), "test_accuracy": float(test_right.mean())}
         except FloatingPointError as error:
             self.progress.say(f"{self.task.name}: {' '.join(architecture)} has no accuracy, {error}")
-        own = codes[None]
         self.record.write(
             "finetuned", task=self.task.name, genome=genome, architecture=architecture, **reached,
-            flops=self._flops(architecture_flops, own), flops_resumed=self._flops(self._resumed, own),
-            losses=learning.underway.finetune.losses, seconds=time.perf_counter() - start,
+            flops=int(architecture_flops(self.cheem.executor, self.supernet)(codes[None])[0]),
+            flops_resumed=self._behind_pass(codes), losses=learning.underway.finetune.losses,
+            seconds=time.perf_counter() - start,
         )  # fmt: skip
         return self._again("finetuned", genome=genome)
 
@@ -175,11 +166,12 @@ class TaskUnits:
         underway = Underway(Clock(), similarity)
         return dataclasses.replace(self.learning, underway=underway, running=counted, budget=budget)
 
-    def _resumed(self, executor: Any, supernet: Supernet) -> Score:
-        return resumed_flops(executor, supernet, self.cheem.router.until(executor.num_blocks))
-
-    def _flops(self, kind: Callable[[Any, Supernet], Score], genomes: Int[np.ndarray, "P L"]) -> int:
-        return int(kind(self.cheem.executor, self.supernet)(genomes)[0])
+    def _behind_pass(self, codes: Int[np.ndarray, "L"]) -> int:
+        """FLOPs that run of a network behind the router's pass, which it shares while it reuses the base's experts."""
+        executor, until = self.cheem.executor, self.cheem.router.until(self.cheem.executor.num_blocks)
+        begin = int(np.append(np.flatnonzero(codes), until).min())
+        architecture = decode(codes, self.learning.candidates.sizes)
+        return executed_flops(executor.config, executor.placement, architecture, begin=begin)
 
     def _right(
         self, network: Supernet, codes: Int[np.ndarray, "L"], images: Feed, split: Split
@@ -197,16 +189,6 @@ class TaskUnits:
         entry = self.found(event, **place)
         assert entry is not None, "it was just written"
         return entry
-
-
-def to_hex(right: Bool[np.ndarray, "N"]) -> str:
-    """A bit per image, from the first on."""
-    return np.packbits(right).tobytes().hex()
-
-
-def from_hex(text: str, num: int) -> Bool[np.ndarray, "N"]:
-    """The inverse of `to_hex`."""
-    return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8), count=num).astype(bool)
 
 
 def drawn(keys: Keys, index: int, tables: Tables, num: int) -> Int[np.ndarray, "P L"]:

@@ -47,8 +47,7 @@ def search_chart(told: Told, tolerance: float | None) -> Chart:
 def _scatter(search: Mapping[str, Any], tolerance: float | None) -> Spec:
     correct = np.array([np.nan if value is None else value for value in search["correct"]], np.float64)
     accuracy = 100 * correct / search["num_images"]
-    # within tau these decide; the paper's are those of the whole network
-    flops = np.asarray(search.get("flops_compared", search["flops"]), np.float64) / 1e6
+    flops = np.asarray(search["flops"], np.float64) / 1e6
     generation = np.arange(len(correct)) // search["population"] + 1
     scored, chosen = np.isfinite(accuracy), search["chosen"]
     best, lowest = float(np.nanmax(accuracy)), _lower_end(accuracy[scored], accuracy[chosen])

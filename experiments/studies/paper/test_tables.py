@@ -10,9 +10,7 @@ import pytest
 import tables
 
 from cheem_jax.data.benchmarks.table import MTIL
-from cheem_jax.evolution import SearchConfig
-from cheem_jax.methods.cheem_config import CheemConfig
-from cheem_jax.report.earlier import EARLIER, EARLIER_WITH_SEARCH
+from cheem_jax.report.earlier import EARLIER, REMOVED, REMOVED_FROM_SEARCH
 from cheem_jax.report.finished import check_comparable, read, variant_of
 from cheem_jax.routing.config import RouterConfig
 from studies.paper.printed import Cell, printed, recomputed_fom
@@ -220,20 +218,19 @@ def test_latex_is_escaped_and_the_paper_alone_makes_tables(tmp_path):
     assert Cell("mtil", "vit_base", "ewc", "flops") in printed()["breakdown"]
 
 
-def test_runs_from_before_a_setting_existed_stand_beside_those_with_its_default(tmp_path):
+def test_runs_from_before_a_setting_existed_or_was_gone_are_compared_with_those_of_now(tmp_path):
     router, search = {"num_centroids": 5, "metric": "l1"}, {"population": 20}
     old = {"sampling": "hee", "router": router, "search": search}
-    alone = EARLIER_WITH_SEARCH
-    default = {"router": {**router, **EARLIER["router"]}, "search": {**search, **EARLIER["search"]}, **alone}
+    default = {"router": {**router, **EARLIER["router"]}, "search": search}
+    between = {**old, **REMOVED, "search": {**search, **REMOVED_FROM_SEARCH}}
     # what is taken for the earlier setting is the default, or old runs would be given other ones
     assert {name: vars(RouterConfig())[name] for name in EARLIER["router"]} == EARLIER["router"]
-    assert {name: vars(SearchConfig())[name] for name in EARLIER["search"]} == EARLIER["search"]
-    assert {name: vars(CheemConfig())[name] for name in alone} == alone
     write_run(tmp_path / "old", seed=0, cheem=old)
-    write_run(tmp_path / "new", seed=1, cheem={**old, **default})
+    write_run(tmp_path / "between", seed=1, cheem=between)
+    write_run(tmp_path / "new", seed=2, cheem={**old, **default})
     runs, left_out = read([tmp_path])
     check_comparable(runs)
-    assert len(runs) == 2 and not left_out and [variant_of(run) for run in runs] == ["", ""]
+    assert len(runs) == 3 and not left_out and [variant_of(run) for run in runs] == ["", "", ""]
 
 
 def test_means_that_runs_measured_on_other_machines_part_no_cell_and_other_pictures_do(tmp_path):
