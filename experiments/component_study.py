@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mtil
-from components.learning import Network, Training
-from components.parts import COMPONENTS, Component, components_of, num_params
-from components.report import rows_of, setting_of, table, write
-from components.units import Units
+from studies.components.learning import Network, Training
+from studies.components.parts import COMPONENTS, Component, components_of, num_params
+from studies.components.report import rows_of, setting_of, table, write
+from studies.components.units import Units
 from study import seeds_of
 
 from cheem_jax import fingerprint

@@ -18,9 +18,9 @@ from typing import Any
 
 import mtil
 import numpy as np
-from searching.report import write
-from searching.units import PAPER, Entry, TaskUnits
 from studies.heads.margins import rebuilt
+from studies.searching.report import write
+from studies.searching.units import PAPER, Entry, TaskUnits
 from study import seeds_of
 
 from cheem_jax import fingerprint

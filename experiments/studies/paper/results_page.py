@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from searching import report as searches
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.config import CONFIGS
@@ -27,6 +26,7 @@ from studies.paper.results_setting import setting_sections
 from studies.paper.verdict_tables import in_short, paired_grid, unbeaten, verdict_grid
 from studies.routers import page as routers
 from studies.routers.page import told_gain
+from studies.searching import report as searches
 
 Results = Mapping[str, Any]
 

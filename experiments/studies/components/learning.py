@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from components.parts import Component, pieces_of, put_back, taken
 
 from cheem_jax.data.task import Split
 from cheem_jax.execution.executor import Executor
@@ -19,6 +18,7 @@ from cheem_jax.pool import Head
 from cheem_jax.rolling import Saved
 from cheem_jax.supernet import init_head_learner
 from cheem_jax.training import FitConfig
+from studies.components.parts import Component, pieces_of, put_back, taken
 
 
 @dataclasses.dataclass(frozen=True)

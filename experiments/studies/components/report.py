@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from components.figure import picture
-from components.learning import Training
-from components.parts import Component
-from components.units import Entry, Place, chosen_rate, found_at, mean_validation
 from scipy.stats import rankdata
-from studies.paper.printed import Cell, printed
 
 from cheem_jax import metrics
 from cheem_jax.atomic import write_atomically
@@ -22,6 +17,11 @@ from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.data.task import Stream
 from cheem_jax.flops import backbone_params
 from cheem_jax.report.table import NONE, Grid, number
+from studies.components.figure import picture
+from studies.components.learning import Training
+from studies.components.parts import Component
+from studies.components.units import Entry, Place, chosen_rate, found_at, mean_validation
+from studies.paper.printed import Cell, printed
 
 Row = dict[str, Any]
 PAPER = "ViT-Base on VDD"

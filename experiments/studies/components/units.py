@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from components.learning import Learned, Learner, Network, Training
-from components.parts import Component
 
 from cheem_jax.data.task import Stream
 from cheem_jax.execution.passes import Advance
@@ -26,6 +24,8 @@ from cheem_jax.methods.fitting import Fitting, numbered
 from cheem_jax.pool import Head
 from cheem_jax.report.record import Record, read
 from cheem_jax.rolling import Rolling, RunningTask, Saved
+from studies.components.learning import Learned, Learner, Network, Training
+from studies.components.parts import Component
 
 Entry = dict[str, Any]
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 from scipy.stats import kendalltau, spearmanr
-from searching.units import PAPER, Entry
+
+from studies.searching.units import PAPER, Entry
 
 RESAMPLES = 2000
 TRAINED = (1, 2, 3, 5, 10)

@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from searching.measures import (
+
+from cheem_jax.atomic import write_atomically
+from cheem_jax.report.figures import DPI, FAINT, INK, save
+from cheem_jax.report.table import NONE, Grid, format_flops, number, percent
+from studies.searching.measures import (
     COMPARED,
     CORRELATIONS,
     correlations,
@@ -17,11 +21,7 @@ from searching.measures import (
     winners_of,
     without_search,
 )  # fmt: skip
-from searching.units import PAPER, Entry
-
-from cheem_jax.atomic import write_atomically
-from cheem_jax.report.figures import DPI, FAINT, INK, save
-from cheem_jax.report.table import NONE, Grid, format_flops, number, percent
+from studies.searching.units import PAPER, Entry
 
 NAME = "search_study"
 COLUMNS = (

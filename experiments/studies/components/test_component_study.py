@@ -4,9 +4,10 @@ import dataclasses
 import json
 import signal
 import sys
-from pathlib import Path
 
+import component_study
 import jax
+import mtil
 import numpy as np
 import pytest
 import small
@@ -21,14 +22,10 @@ from cheem_jax.keys import Keys
 from cheem_jax.methods.full_finetune import FullFinetuneConfig
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import Record, read
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run
-import component_study
-import mtil
-from components.learning import Learner, Network, Training
-from components.parts import COMPONENTS, components_of, num_params, pieces_of, put_back, taken
-from components.report import rows_of
-from components.units import Units, chosen_rate
+from studies.components.learning import Learner, Network, Training
+from studies.components.parts import COMPONENTS, components_of, num_params, pieces_of, put_back, taken
+from studies.components.report import rows_of
+from studies.components.units import Units, chosen_rate
 
 BY_NAME = {component.name: component for component in COMPONENTS}
 TRAINING = Training(2, (1e-9, 1e-2), batch_size=16, head_rate=1e-6, max_train=32)

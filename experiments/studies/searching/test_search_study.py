@@ -3,20 +3,13 @@
 import io
 import json
 import signal
-import sys
-from pathlib import Path
 
+import mtil
 import numpy as np
 import pytest
+import search_study
 import small
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run
-import mtil
-import search_study
-from searching.measures import Points, best_of, correlation, points_of, summary, trainings, without_search
-from searching.report import OTHERS, told
-from searching.units import Counted
 
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
@@ -24,6 +17,9 @@ from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.interruption import Stopped
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.record import read
+from studies.searching.measures import Points, best_of, correlation, points_of, summary, trainings, without_search
+from studies.searching.report import OTHERS, told
+from studies.searching.units import Counted
 
 STREAM = small.stream(2)
 CONFIG = RunConfig(small.QUICK, "quick", engine=EngineConfig(executor="stages"))
