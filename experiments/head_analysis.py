@@ -22,11 +22,11 @@ from studies.heads.margins import GLOBAL_HEADS, Margins, Measured, by_task, meas
 from studies.heads.page import ACCURACIES, MATCHES, pages
 from studies.heads.theory import match_probability, match_with_one_rival, simulated_match
 from studies.paper.printed import Cell, printed
+from study import Source
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.cli import parse, run_command
 from cheem_jax.keys import key_at
-from cheem_jax.methods.cheem_config import PRESETS
 from cheem_jax.report.finished import Run, check_comparable, numbers_of, order_names, read, variant_of
 from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import METHODS, TOLD, Grid
@@ -39,28 +39,20 @@ SIMULATED = (1, 3, 10, 30, 100, 300, 1000)
 """Numbers of rivals at which the theory is held against a simulation."""
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadAnalysis:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadAnalysis(Source):
     """The paper's table of head designs, and when the argmax within a task is that over all tasks."""
 
     runs: tuple[Path, ...] = ()
     """Folders with finished runs, at any depth."""
     out: Path = Path("runs/heads")
-    """Where tables and pictures are written."""
+    """Where tables and figures are written."""
     train: bool = False
-    """First make the runs on the demo stream, or go on with them; they are read like those of --runs."""
+    """First make the runs on the demo stream, or continue them; they are read like those of --runs."""
     seeds: str = "0"
     """Seeds of those runs, separated by commas."""
     run_dir: Path = Path("runs/compare")
     """Where those runs are kept."""
-    stream: str | None = None
-    """What the runs' pictures are read from, as for mtil.py; default: what they call their stream."""
-    data_dir: Path | None = None
-    """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
-    split_seed: int = 0
-    """The runs' own, where a data set lacks splits."""
-    weights: Path | None = None
-    """The backbone's weights file; default: bundled, else from the hub. Backbone and image size are the runs' own."""
     num_draws: int = 10_000
     """Images drawn for each simulated point of the theory."""
 
@@ -136,23 +128,12 @@ def measure_all(runs: Sequence[Run], settings: HeadAnalysis, progress: Progress)
         if run.results["method"] in GLOBAL_HEADS:
             place = (*run.place, run.order, run.config["image_size"], "pixels" in run.config)
             if place not in sources:
-                sources[place] = mtil.load(source_of(run, settings), progress), {}
+                sources[place] = mtil.load(settings.settings(run.config, run.config["tasks"]), progress), {}
             loaded, workshop = sources[place]
             progress.say(f"logits of {run.directory}")
             margins = measure(run, loaded.stream, loaded.pretrained, workshop)
         found.append(Measured(run, margins))
     return found
-
-
-def source_of(run: Run, settings: HeadAnalysis) -> mtil.Mtil:
-    """Where a run's pictures and weights are."""
-    config = run.config
-    return mtil.Mtil(
-        cheem=PRESETS["quick"], stream=settings.stream or config["stream"], tasks=",".join(config["tasks"]),
-        data_dir=settings.data_dir, split_seed=settings.split_seed, backbone=config["backbone"],
-        weights=settings.weights, image_size=config["image_size"],
-        pixel_norm="unit" if "pixels" in config else "checkpoint",
-    )  # fmt: skip
 
 
 def theory(num_draws: int) -> list[dict[str, Any]]:

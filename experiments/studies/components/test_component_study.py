@@ -48,7 +48,7 @@ def executor():
 def learn(directory, names):
     loaded = mtil.Loaded(STREAM, pretrained(), None, None)
     engine = EngineConfig(executor="stages")
-    return component_study.learn(directory, loaded, TRAINING, components_of(names), [0], Progress(), engine)
+    return component_study.learn(directory, loaded, TRAINING, components_of(names), [0], Progress(), engine=engine)
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,15 @@
 """What the heads of finished runs say: the best logit of an image's own task against those of all other classes."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from jaxtyping import Float, Int
+from study import check_same, rebuilt
 
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.continual import networks_of
-from cheem_jax.data.task import Stream, Task, fingerprint
+from cheem_jax.data.task import Stream, Task
 from cheem_jax.execution.choice import EngineConfig
 from cheem_jax.keys import Keys
 from cheem_jax.methods.catalogue import Networks, make, preset_of
@@ -18,8 +18,7 @@ from cheem_jax.methods.fitting import Inputs
 from cheem_jax.methods.moal import Moal
 from cheem_jax.methods.prompting import Prompting
 from cheem_jax.report.finished import Run
-
-from .theory import match_probability, match_with_unequal_rivals
+from studies.heads.theory import match_probability, match_with_unequal_rivals
 
 GLOBAL_HEADS = ("ewc", "moal", "coda_prompt", "dualprompt", "l2p")
 """Methods whose logits of all tasks' classes come from one pass through one head, and may be compared."""
@@ -176,7 +175,7 @@ def measure(
 
     Raises ValueError for other pictures or weights than the run's, and for checkpoints that are not whole.
     """
-    check_same(run, stream, pretrained)
+    check_same(run.directory, run.config, run.order, stream, pretrained)
     name = run.results["method"]
     engine = rebuilt(EngineConfig(), run.config["engine"])
     config = rebuilt(preset_of(name, "paper"), run.config[name])
@@ -198,34 +197,6 @@ def logits_of(method: Prompting | Ewc | Moal, task: Task) -> Float[np.ndarray, "
     if isinstance(method, Prompting):
         return method.logits(Inputs(images, query=method.features(task, "test")), len(images))
     return method.logits(images)
-
-
-def check_same(run: Run, stream: Stream, pretrained: Pretrained) -> None:
-    """ValueError unless pictures, labels and weights are those that the run saw."""
-    known, found = run.config["data_sha256"], {task.name: fingerprint(task) for task in stream.tasks}
-    if other := [name for name in {**known, **found} if known.get(name) != found.get(name)]:
-        raise ValueError(
-            f"{run.directory} saw other pictures or labels of {', '.join(other)} than {stream.name!r} holds here; give "
-            "the --stream, --data-dir and --split-seed of that run"
-        )
-    if pretrained.sha256 != run.config["weights_sha256"]:
-        raise ValueError(
-            f"{run.directory} began with weights {run.config['weights_sha256']:.12}, but those of "
-            f"{pretrained.config.name!r} from {pretrained.source} are {pretrained.sha256:.12}; give its --weights"
-        )
-
-
-def rebuilt(default: Any, held: Mapping[str, Any]) -> Any:
-    """Settings of the default's kind from what `config.json` holds of them; ValueError for unknown ones."""
-    if unknown := sorted(held.keys() - {field.name for field in dataclasses.fields(default)}):
-        raise ValueError(f"{type(default).__name__} has no {', '.join(unknown)}; was the run made by another version?")
-    changes = {}
-    for name, value in held.items():
-        old = getattr(default, name)
-        if dataclasses.is_dataclass(old):
-            value = rebuilt(old, value)
-        changes[name] = tuple(value) if isinstance(value, list) else value
-    return dataclasses.replace(default, **changes)
 
 
 def farthest_from_record(measured: Measured) -> float:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from cheem_jax.report.table import METHODS, Grid
-
-from .margins import Measured, by_task, farthest_from_record
-from .pictures import margin_figure, match_figure
+from studies.heads.margins import Measured, by_task, farthest_from_record
+from studies.heads.pictures import margin_figure, match_figure
 
 ACCURACIES = {"average_accuracy": "Acc_Global", "local_average_accuracy": "Acc_Local", "just_trained": "Acc_Train"}
 MATCHES = {"match": "match", "predicted": "predicted", "predicted_by_class": "predicted by class"}

@@ -15,8 +15,7 @@ from matplotlib.lines import Line2D
 
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import METHODS
-
-from .margins import Margins, fit_of
+from studies.heads.margins import Margins, fit_of
 
 MARKERS = {"ewc": "^", "moal": "v", "coda_prompt": "D", "dualprompt": "s", "l2p": "o"}
 HIT, MISS, THEORY = "#1b6ca8", "#c8553d", INK

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import small
 from rich.console import Console
+from study import check_same, rebuilt
 
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
@@ -27,7 +28,7 @@ from cheem_jax.methods.l2p import L2pConfig
 from cheem_jax.report.finished import Run, read
 from cheem_jax.report.progress import Progress
 from cheem_jax.training import FitConfig
-from studies.heads.margins import Margins, Measured, by_class, check_same, fit_of, margins_of, measure, rebuilt, summary
+from studies.heads.margins import Margins, Measured, by_class, fit_of, margins_of, measure, summary
 from studies.heads.page import verdict
 from studies.heads.theory import match_probability, match_with_one_rival, match_with_unequal_rivals, simulated_match
 
@@ -84,7 +85,7 @@ def test_a_simulation_agrees_with_the_integral_within_its_standard_error():
 
 
 def test_a_simulation_draws_every_chunk_anew(monkeypatch):
-    monkeypatch.setattr("heads.theory.NORMALS", 40)  # 4 images at a time
+    monkeypatch.setattr("studies.heads.theory.NORMALS", 40)  # 4 images at a time
     drawn = simulated_match(jax.random.key(1), 0.0, 1.0, 1.0, 9, num_draws=1000)
     # were all chunks the same, the share would be a number of quarters
     assert drawn.probability == pytest.approx(0.1, abs=4 * drawn.standard_error)
@@ -249,10 +250,11 @@ def test_cells_are_means_over_runs_and_heads_of_their_own_have_no_match(finished
 
 def test_other_pictures_or_weights_than_the_runs_are_refused(finished):
     tasks = (small.stream(2).tasks[0], small.task("task1", 7, num_classes=4))
-    with pytest.raises(ValueError, match="saw other pictures or labels of task1 than 'small' .*--data-dir"):
-        check_same(finished, Stream("small", tasks), small.pretrained())
+    run = finished.directory, finished.config, finished.order
+    with pytest.raises(ValueError, match="saw other images or labels of task1 than 'small' .*--data-dir"):
+        check_same(*run, Stream("small", tasks), small.pretrained())
     with pytest.raises(ValueError, match="began with weights seed 0, but .* are seed 1; give its --weights"):
-        check_same(finished, small.stream(2), small.pretrained(1))
+        check_same(*run, small.stream(2), small.pretrained(1))
 
 
 def test_a_run_that_has_lost_a_checkpoint_is_refused(finished, tmp_path):
@@ -276,10 +278,10 @@ def test_runs_that_are_told_the_task_or_differ_otherwise_are_left_out(finished, 
 
 def test_pictures_and_weights_are_looked_for_where_the_run_had_them(finished):
     config = {**finished.config, "stream": "mtil", "pixels": [[0, 0, 0], [1, 1, 1]]}
-    source = head_analysis.source_of(finished._replace(config=config), head_analysis.HeadAnalysis(split_seed=3))
+    source = head_analysis.HeadAnalysis(split_seed=3).settings(config, config["tasks"])
     assert (source.stream, source.tasks, source.backbone, source.image_size) == ("mtil", "task0,task1", "vit_test", 8)
     assert (source.split_seed, source.pixel_norm) == (3, "unit")
-    elsewhere = head_analysis.source_of(finished, head_analysis.HeadAnalysis(stream="folder/of/tasks"))
+    elsewhere = head_analysis.HeadAnalysis(stream="folder/of/tasks").settings(finished.config, config["tasks"])
     assert (elsewhere.stream, elsewhere.pixel_norm) == ("folder/of/tasks", "checkpoint")
 
 

@@ -117,19 +117,19 @@ def test_a_finished_study_computes_nothing_and_belongs_to_its_run(finished, monk
 def test_other_pictures_weights_and_tasks_are_refused(finished, tmp_path):
     run = finished[0]
     other = Stream("small", (STREAM.tasks[0], small.task("task1", 7, num_classes=4)))
-    with pytest.raises(ValueError, match="other pictures or labels of task1"):
+    with pytest.raises(ValueError, match="other images or labels of task1"):
         study(tmp_path, run, other)
-    with pytest.raises(ValueError, match="with other weights"):
+    with pytest.raises(ValueError, match="began with weights"):
         loaded = mtil.Loaded(STREAM, small.pretrained(1), None, None)
         search_study.study(tmp_path, run, loaded, ["task1"], 4, [0], quiet())
     with pytest.raises(ValueError, match="--study names task7; the run's tasks are task0, task1"):
-        search_study.main(search_study.SearchStudy(run, "task7"))
+        search_study.main(search_study.SearchStudy(run=run, study="task7"))
     with pytest.raises(ValueError, match="--search-seeds is '0,0'"):
-        search_study.main(search_study.SearchStudy(run, "task1", search_seeds="0,0"))
+        search_study.main(search_study.SearchStudy(run=run, study="task1", search_seeds="0,0"))
     with pytest.raises(ValueError, match="holds no config.json"):
-        search_study.main(search_study.SearchStudy(tmp_path / "none", "task1"))
+        search_study.main(search_study.SearchStudy(run=tmp_path / "none", study="task1"))
     with pytest.raises(ValueError, match="--num is 3"):
-        search_study.SearchStudy(run, "task1", num=3)
+        search_study.SearchStudy(run=run, study="task1", num=3)
 
 
 def test_a_rank_correlation_has_an_interval_and_none_where_all_are_equal():
