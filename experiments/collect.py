@@ -43,8 +43,7 @@ class Collect:
 def main(settings: Collect) -> int:
     """Collect what is finished; 1 where a finished run could not be collected."""
     progress, opened, failed, done = Progress(), dict[str, Labels](), 0, set[Path]()
-    if settings.to.exists() and not settings.to.is_dir():
-        raise ValueError(f"--to names {settings.to}, which is no folder; expected one, there already or to be made")
+    check_folder("--to", settings.to)
     for folder in settings.runs:
         runs, left_out = read([folder])
         for directory, why in left_out:

@@ -9,7 +9,6 @@ and the pictures that it saw. Without runs: the paper's numbers and the theory a
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,13 @@ import compare
 import jax
 import mtil
 import numpy as np
+from charts import check_folder, mean_std, write_page
 from studies.heads.margins import GLOBAL_HEADS, Margins, Measured, by_task, measure, summary
 from studies.heads.page import ACCURACIES, MATCHES, pages
 from studies.heads.theory import match_probability, match_with_one_rival, simulated_match
 from studies.paper.printed import Cell, printed
 from study import Source
 
-from cheem_jax.atomic import write_atomically
 from cheem_jax.cli import parse, run_command
 from cheem_jax.keys import key_at
 from cheem_jax.report.finished import Run, check_comparable, numbers_of, order_names, read, variant_of
@@ -60,13 +59,12 @@ class HeadAnalysis(Source):
 def main(settings: HeadAnalysis) -> None:
     """Make what is missing, measure, write tables and pictures."""
     progress, out, folders = Progress(), settings.out, settings.runs
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out names {out}, which is no folder; expected one, there already or to be made")
+    check_folder("--out", out)
     if settings.num_draws < 1:
         raise ValueError(f"--num-draws is {settings.num_draws}; expected 1 or more")
     for folder in settings.runs:
         if not folder.is_dir():
-            raise ValueError(f"--runs names {folder}, which is no folder; expected one that holds finished runs")
+            raise ValueError(f"--runs names {folder}, which is not a folder; expected one that holds finished runs")
     if settings.train:
         if (settings.stream, settings.data_dir, settings.weights) != (None, None, None):
             raise ValueError(
@@ -96,9 +94,7 @@ def write(
     if left_out:
         page.append("## Left out\n\n" + "\n".join(f"- {directory}: {why}" for directory, why in left_out))
     numbers = {"methods": rows, "tasks": [task for one in measured for task in by_task(one)], "theory": curves}
-    write_atomically(out / "heads.json", json.dumps(numbers, indent=1) + "\n")
-    write_atomically(out / "heads.csv", csv_of(rows))
-    write_atomically(out / "heads.md", "\n\n".join(page) + "\n")
+    write_page(out / "heads", "\n\n".join(page) + "\n", numbers, csv_of(rows))
 
 
 def shown(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
@@ -178,18 +174,11 @@ def rows_of(measured: Sequence[Measured]) -> list[dict[str, Any]]:
         rows.append({
             **dict(zip(("stream", "backbone", "method"), place, strict=True)),
             "runs": len(own),
-            **{name: _spread([number[name, ""] for number in numbers]) for name in ACCURACIES},
-            **{name: _spread([100 * run[name] for run in pooled]) for name in MATCHES},
+            **{name: mean_std([number[name, ""] for number in numbers]) for name in ACCURACIES},
+            **{name: mean_std([100 * run[name] for run in pooled]) for name in MATCHES},
             "paper": {name: cell.text for name, cell in printed_cells.items() if cell},
         })  # fmt: skip
     return rows
-
-
-def _spread(values: Sequence[float | None]) -> dict[str, float | None] | None:
-    found = np.array([value for value in values if value is not None])
-    if not found.size:
-        return None
-    return {"mean": float(found.mean()), "std": float(found.std(ddof=1)) if found.size > 1 else None}
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:

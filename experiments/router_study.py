@@ -72,8 +72,7 @@ class RouterStudy:
 def main(settings: RouterStudy) -> None:
     """Try every router, choose one, look twice at close calls, write page and numbers."""
     progress, out = Progress(), settings.out
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out names {out}, which is no folder; expected one, there already or to be made")
+    check_folder("--out", out)
     runs = runs_of(settings.runs, is_chosen=settings.earlier is not None)
     others = collected_of(settings.collected, runs)
     earlier = None if settings.earlier is None else earlier_of(settings.earlier, runs, others)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import mtil
+from charts import check_folder
 from launchers.job import LauncherConfig, Run, Sweep, results_of
 from launchers.sweeps import check, finish, host_arguments
 
@@ -198,8 +199,7 @@ def run_all(
     """
     check(study.launcher)
     settings = [(variant, run_settings(study, variant, seed)) for variant in variants for seed in study.chosen_seeds]
-    if study.run_dir.exists() and not study.run_dir.is_dir():
-        raise ValueError(f"--run-dir names {study.run_dir}, which is no folder; expected one, there or to be made")
+    check_folder("--run-dir", study.run_dir)
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
         raise ValueError(f"variants named more than once: {', '.join(repeats(names))}")

@@ -109,8 +109,7 @@ def main(settings: Tables) -> None:
         write_results(settings.results, settings, progress)
         return
     names = names_of(settings.only)
-    if settings.out.exists() and not settings.out.is_dir():
-        raise ValueError(f"--out names {settings.out}, which is no folder; expected one, there already or to be made")
+    check_folder("--out", settings.out)
     runs, left_out = read(settings.runs)
     ours, unused = measured(runs)
     left_out += unused

@@ -169,7 +169,9 @@ def test_training_time_leaves_out_evaluation_and_tells_the_deviation_over_runs(t
     for task in slow["tasks"]:
         task["seconds"] = {"supernet": 8.0, "search": 3.0, "evaluation": 100.0}
     phases = training_time.phases_of([results_of(), slow])
-    assert phases == {"supernet": (7.0, pytest.approx(2**0.5)), "search": (3.0, 0.0)}
+    assert phases == {
+        "supernet": {"mean": 7.0, "std": pytest.approx(2**0.5)}, "search": {"mean": 3.0, "std": 0.0},
+    }  # fmt: skip
     grid = training_time.write(tmp_path, {"cheem": [results_of()], "l2p": [results_of("l2p")]})
     assert grid.rows[0] == ("CHEEM", "1", "9.0", "1.00", "4.0", "supernet 6.0, search 3.0")
 

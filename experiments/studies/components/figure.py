@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from charts import frame
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
@@ -50,13 +51,7 @@ def picture(rows: Rows, setting: Mapping[str, Any], paper: str, file: Path) -> N
 def _dots(axes: Axes, rows: Rows, points: Sequence[tuple[float, float]], title: str, along: str, up: str) -> None:
     for row, (x, y) in zip(rows, points, strict=True):
         axes.plot(x, y, "o", markersize=5, color=CHOSEN if row["name"] in MEMORY else OTHERS)
-    axes.set_title(title, fontsize=10, color=INK, loc="left")
-    axes.set_xlabel(along, color=FAINT)
-    axes.set_ylabel(up, color=FAINT)
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.grid(color="#ececec", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    frame(axes, title, along, up, grid=True)
 
 
 def _label(axes: Axes, rows: Rows, points: Sequence[tuple[float, float]]) -> None:

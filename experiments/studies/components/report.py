@@ -3,16 +3,15 @@
 import csv
 import dataclasses
 import io
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from charts import mean_std, write_page
 from scipy.stats import rankdata
 
 from cheem_jax import metrics
-from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.data.task import Stream
 from cheem_jax.flops import backbone_params
@@ -68,11 +67,11 @@ def rows_of(
             "validation": {
                 f"{tried:g}": mean_validation(entries, component, tried, seeds, num_tasks) for tried in rates
             },
-            "average_accuracy": _spread([np.mean([unit["test_accuracy"] for unit in t.values()]) for t in transfer]),
-            "average_forgetting": None if diverged or None in forgetting else _spread(forgetting),
+            "average_accuracy": in_percent([mean_accuracy(units) for units in transfer]),
+            "average_forgetting": None if diverged or None in forgetting else in_percent(forgetting),
             "sequential_average_accuracy": None
             if diverged
-            else _spread([metrics.average_accuracy(matrix) for matrix in matrices]),
+            else in_percent([metrics.average_accuracy(matrix) for matrix in matrices]),
             "accuracy": [[t[index]["test_accuracy"] for index in range(num_tasks)] for t in transfer],
             "sequential_accuracy": [metrics.matrix_to_json(matrix) for matrix in matrices],
             "paper": {
@@ -101,10 +100,14 @@ def _matrix(sequence: Mapping[int, Entry]) -> np.ndarray:
     return matrix
 
 
-def _spread(values: Sequence[Any]) -> dict[str, Any]:
-    percent = 100 * np.asarray(values, np.float64)
-    std = float(percent.std(ddof=1)) if len(percent) > 1 else None
-    return {"mean": float(percent.mean()), "std": std, "runs": percent.tolist()}
+def mean_accuracy(units: Mapping[int, Entry]) -> float:
+    """Test accuracy over the tasks, in [0, 1]."""
+    return float(np.mean([unit["test_accuracy"] for unit in units.values()]))
+
+
+def in_percent(values: Sequence[Any]) -> dict[str, Any]:
+    percent = [100 * float(value) for value in values]
+    return {**(mean_std(percent) or {}), "runs": percent}
 
 
 def table(rows: Sequence[Row], setting: Mapping[str, Any]) -> Grid:
@@ -120,7 +123,7 @@ def table(rows: Sequence[Row], setting: Mapping[str, Any]) -> Grid:
         lines.append((
             str(row["index"]), row["title"], f"{row['params']:,}", number(row["params_percent"], 2),
             f"{row['rate']:g}" + ("*" if row["rate"] in ends else ""),
-            *(_text(row[measure]) for measure in MEASURES),
+            *(spread(row[measure], 2) for measure in MEASURES),
             *(number(row["paper"][measure], 2) for measure in MEASURES),
             *("{ours}, {paper}".format(**ranks[measure]) if measure in ranks else NONE for measure in MEASURES),
         ))  # fmt: skip
@@ -132,12 +135,6 @@ def ends_of(setting: Mapping[str, Any]) -> tuple[float, ...]:
     """The outer rates, where there are inner ones."""
     rates = setting["training"]["rates"]
     return (min(rates), max(rates)) if len(rates) > 2 else ()
-
-
-def _text(found: Mapping[str, Any] | None) -> str:
-    if found is None:
-        return NONE
-    return number(found["mean"], 2) + ("" if found["std"] is None else f" ± {found['std']:.2f}")
 
 
 def caption(rows: Sequence[Row], setting: Mapping[str, Any]) -> str:
@@ -195,11 +192,9 @@ def write(directory: Path, rows: Sequence[Row], setting: Mapping[str, Any]) -> N
         return
     grid, rates = table(rows, setting), sweep(rows, setting)
     numbers = {"setting": dict(setting), "paper": PAPER, "components": list(rows)}
-    write_atomically(directory / "component_study.json", json.dumps(numbers, indent=1) + "\n")
-    write_atomically(directory / "component_study.csv", csv_of(rows))
     notes = grid.caption.replace("\n", "  \n")
     text = f"# {grid.title}\n\n{grid.to_markdown()}\n\n{notes}\n\n## {rates.title}\n\n{rates.to_markdown()}\n"
-    write_atomically(directory / "component_study.md", text)
+    write_page(directory / "component_study", text, numbers, csv_of(rows))
     shown = [row for row in rows if row["average_forgetting"]]
     if len(shown) > 1:
         picture(shown, setting, PAPER, directory / "component_study.png")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from charts import spread
 
 from cheem_jax.report.table import METHODS, Grid
 from studies.heads.margins import Measured, by_task, farthest_from_record
@@ -71,17 +72,11 @@ def accuracy_grid(rows: Sequence[Row]) -> Grid:
 
     add("runs", [str(row["runs"] or "") for row in rows])
     for name, title in ACCURACIES.items():
-        add(title, [_text(row[name]) for row in rows])
+        add(title, [spread(row[name], 2) if row[name] else "" for row in rows])
         add(f"{title}, paper", [row["paper"].get(name, "") for row in rows])
     for name, title in MATCHES.items():
-        add(title, [_text(row[name]) for row in rows])
+        add(title, [spread(row[name], 2) if row[name] else "" for row in rows])
     return Grid("heads", tuple(columns), tuple(map(tuple, cells)), 1)
-
-
-def _text(spread: Mapping[str, float | None] | None) -> str:
-    if spread is None:
-        return ""
-    return f"{spread['mean']:.2f}" + ("" if spread["std"] is None else f" ± {spread['std']:.2f}")
 
 
 def task_grid(tasks: Sequence[Row]) -> Grid:

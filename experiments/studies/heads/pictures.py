@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from charts import frame, legend_below
 from jaxtyping import Float
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -43,7 +44,7 @@ def match_figure(curves: Sequence[Numbers], measured: Sequence[Numbers], file: P
     for task in measured:
         _point(axes, task, task["rivals"])
     axes.set(xscale="log", ylim=(-0.03, 1.03))
-    _label(axes, "classes of other tasks, M", "P(argmax within the task = argmax of all)")
+    frame(axes, x="classes of other tasks, M", y="P(argmax within the task = argmax of all)", grid=True)
     bar = figure.colorbar(ScalarMappable(GAPS, COLOURS), ax=axes, pad=0.01, fraction=0.045)
     bar.set_label("gap of the means, in standard deviations", color=FAINT, fontsize=9)
     bar.ax.tick_params(colors=INK, labelsize=8)
@@ -55,7 +56,8 @@ def match_figure(curves: Sequence[Numbers], measured: Sequence[Numbers], file: P
             panels[1].plot(x, y, marker, markersize=5, markerfacecolor="none", markeredgecolor=FAINT)
             _point(panels[1], task, task["predicted"])
         panels[1].set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
-        _label(panels[1], "predicted for rivals that are alike (hollow: class by class)", "measured")
+        x = "predicted for rivals that are alike (hollow: class by class)"
+        frame(panels[1], x=x, y="measured", grid=True)
     handles = [
         Line2D([], [], color=FAINT, linewidth=1.8, label="quadrature"),
         Line2D([], [], color=FAINT, marker=".", linestyle="none", label="simulation, ± 2 standard errors"),
@@ -65,7 +67,7 @@ def match_figure(curves: Sequence[Numbers], measured: Sequence[Numbers], file: P
         handles.append(
             Line2D([], [], color=FAINT, marker=MARKERS[method], linestyle="none", label=f"{METHODS[method]}, a task")
         )
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
+    legend_below(figure, handles)
     figure.suptitle("How often the argmax within a task is the argmax of all", fontsize=12, color=INK)
     save(figure, file)
 
@@ -75,8 +77,9 @@ def margin_figure(found: Mapping[str, Sequence[Sequence[Margins]]], file: Path) 
     tasks = [margins.task for margins in next(iter(found.values()))[0]]
     figure = Figure(figsize=(1.2 + 1.9 * len(tasks), 1.3 + 1.45 * len(found)), dpi=DPI, layout="constrained")
     panels = figure.subplots(len(found), len(tasks), squeeze=False, sharex="row")
-    for axes, task in zip(panels[0], tasks, strict=True):
-        axes.set_title(task.replace("$", r"\$"), fontsize=10, color=INK)  # a pair would start a formula
+    for column, task in zip(panels.T, tasks, strict=True):
+        for place, axes in enumerate(column):
+            frame(axes, "" if place else task)
     for row, (method, runs) in zip(panels, found.items(), strict=True):
         row[0].set_ylabel(METHODS[method], color=INK)
         margins = np.concatenate([margins.margin for one in runs for margins in one])
@@ -88,7 +91,7 @@ def margin_figure(found: Mapping[str, Sequence[Sequence[Margins]]], file: Path) 
         Line2D([], [], color=HIT, linewidth=6, label="a class of the task wins (share in %)"),
         Line2D([], [], color=THEORY, linewidth=1.2, label="independent normal rivals"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
+    legend_below(figure, handles)
     figure.suptitle("Best logit within the task minus best logit of all other classes", fontsize=12, color=INK)
     save(figure, file)
 
@@ -107,7 +110,6 @@ def _margins(axes: Axes, found: Sequence[Margins], leads: Float[np.ndarray, "N"]
     share = 100 * float((margin >= 0).mean())
     axes.text(0.97, 0.93, f"{share:.0f}", ha="right", va="top", transform=axes.transAxes, color=HIT, fontsize=10)
     axes.set_yticks([])
-    _plain(axes)
 
 
 def _point(axes: Axes, task: Numbers, x: float) -> None:
@@ -115,16 +117,3 @@ def _point(axes: Axes, task: Numbers, x: float) -> None:
     axes.plot(
         x, task["match"], MARKERS[task["method"]], color=colour, markersize=7, markeredgecolor=INK, markeredgewidth=0.6
     )
-
-
-def _label(axes: Axes, x: str, y: str) -> None:
-    axes.set_xlabel(x, color=FAINT)
-    axes.set_ylabel(y, color=FAINT)
-    axes.grid(color="#ececec", linewidth=0.8)
-    _plain(axes)
-
-
-def _plain(axes: Axes) -> None:
-    axes.tick_params(colors=INK, labelsize=8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -316,6 +316,6 @@ def test_runs_on_the_demo_stream_are_analysed_as_they_lie(tmp_path):
 def test_bad_flags_are_refused(tmp_path):
     file = tmp_path / "file"
     file.touch()
-    for settings, said in (({"out": file}, "which is no folder"), ({"num_draws": 0}, "--num-draws is 0")):
+    for settings, said in (({"out": file}, "which is not a folder"), ({"num_draws": 0}, "--num-draws is 0")):
         with pytest.raises(ValueError, match=said):
             head_analysis.main(head_analysis.HeadAnalysis(**settings))

@@ -40,12 +40,11 @@ def again_section(again: Cells, cells: Cells, others: Sequence[Cell], changed: S
     told = f"With it {', '.join(changed)}." if changed else "With it every verdict on a claim would be the same."
     return [
         "### The same seed on another kind of processor",
-        f"CHEEM with {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))} once more, with the same "
-        f"settings on another kind of processor: other networks for {other_networks} of {len(pairs)} tasks. A "
-        "supernet's losses differ in their last bits there, and these decide among candidates that are nearly alike. "
-        "No interval of a single seed on this page contains that; where the two sides ran on different kinds of "
-        'processors ("Where", below), their difference owes something to it. Average accuracy against methods that '
-        f"are not told the task and against variants, from {'this seed' if len(seeds) == 1 else 'these seeds'} alone:",
+        f"CHEEM with {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))} again, same settings, "
+        f"another kind of processor: other networks for {other_networks} of {len(pairs)} tasks, since the last bits of "
+        "losses decide among candidates that are nearly alike. No interval of a single seed on this page includes "
+        'that; it adds to differences between runs of different processors ("Where", below). Average accuracy, from '
+        f"{'this seed' if len(seeds) == 1 else 'these seeds'} alone:",
         Grid("", columns, tuple(rows), 1).to_markdown(),
         f"{told} Above and again, in this order:",
         "\n".join([*machines(list(ours[CHEEM].values())), *machines(list(again[CHEEM].values()))]),
@@ -77,10 +76,10 @@ def sizes_lines(sizes: Sequence[Cells], pixels: int, best: float, flops: float |
             accuracy, given, cost = (
                 row[name]["mean"] for name in ("average_accuracy", "local_average_accuracy", "flops_paper")
             )
-            most = f", more than anything that is not told the task at {pixels}" if accuracy > best else ""
+            most = f", more than any method without the task ID at {pixels}" if accuracy > best else ""
             times = "" if flops is None else f"; an image costs {cost / flops:.1f} times CHEEM's FLOPs at {pixels}"
             told.append(
                 f"\n- At {pixels_of(cells)} pixels instead of {pixels} ({number_of(len(found), 'run')}), {cell.title}: "
-                f"{100 * accuracy:.1f} %, with the task given {100 * given:.1f} %{most}{times}."
+                f"{100 * accuracy:.1f} %, with the task ID given {100 * given:.1f} %{most}{times}."
             )
     return "".join(told)

@@ -112,8 +112,8 @@ def close_to_the_bound(cells: Cells) -> list[Verdict]:
         return compared(title, cells, CHEEM, bound, lambda found: above(found, margin), given=given)
 
     return [
-        line("task given to both", (True, True)),
-        line("task given to the latter alone, as in the paper", (False, True)),
+        line("task ID given to both", (True, True)),
+        line("task ID given to the latter alone, as in the paper", (False, True)),
     ]
 
 
@@ -182,39 +182,35 @@ def insensitive_to_the_order(cells: Cells) -> list[Verdict]:
 
 def claims() -> list[Claim]:
     """All claims, in the order of the page."""
-    zero = "holds where the interval lies above 0, does not hold where it lies below"
+    zero = "interval above 0 holds, below 0 does not"
     return [
         Claim("a", "CHEEM is more accurate than LoRA-CL", f"average accuracy; {zero}", better_than("lora_cl")),
         Claim("b", "CHEEM is more accurate than S-Prompts", f"average accuracy; {zero}", better_than("s_prompts")),
         Claim(
             "c", "CHEEM is close to full fine-tuning",
-            f"close: at most {100 * largest_gap():.1f} points below it, the largest gap that the paper prints; holds "
-            "where the whole interval is closer, does not hold where it is all farther",
+            f"close: at most {100 * largest_gap():.1f} points below it, the paper's largest gap (the whole interval)",
             close_to_the_bound,
         ),
         Claim(
             "d", "easy tasks skip more blocks",
-            "Spearman's coefficient over tasks, of the accuracy that frozen heads reach with the task given (a task is "
-            f"easy where it is high; chance included) and the number of blocks that chose Skip; {zero}, and p has to "
-            "be below 0.05",
+            "Spearman's coefficient over tasks, of the accuracy of frozen heads with the task ID given (chance "
+            f"included) and the number of blocks that chose Skip; {zero}, with p below 0.05",
             easy_tasks_skip_more,
         ),
         Claim(
             "e", "HEE adds fewer parameters than uniform sampling at equal accuracy",
-            f"both lines have to hold: accuracy not more than {100 * EQUAL:.0f} point below (the whole interval), and "
-            "the interval of the parameters below 0",
+            f"accuracy at most {100 * EQUAL:.0f} point below (the whole interval), and parameters below 0",
             fewer_parameters_than_uniform,
         ),
         Claim(
             "f", "prompting methods whose head spans all tasks collapse",
-            f"a collapse: more than {100 * FAR:.0f} points below a method with a head per task, the whole interval; "
-            "does not hold where the whole interval is smaller",
+            f"a collapse: more than {100 * FAR:.0f} points below a method with a head per task (the whole interval)",
             prompts_collapse,
         ),
         Claim(
             "g", "CHEEM is insensitive to the order of the tasks",
-            f"holds where the whole interval lies within ± {100 * ORDERS:.0f} points, does not hold where it is all "
-            "outside; a small p says that the order matters, not that it matters by so much",
+            f"the whole interval within ± {100 * ORDERS:.0f} points holds, all outside does not; a small p says that "
+            "the order matters, not by how much",
             insensitive_to_the_order,
         ),
     ]  # fmt: skip

@@ -70,7 +70,7 @@ def usual_of(cells: Cells, method: str) -> Cell | None:
 def load(folder: Path) -> Cells:
     """All collected runs; raises ValueError where one is damaged or does not belong to the others."""
     if not folder.is_dir():
-        raise ValueError(f"--results names {folder}, which is no folder; expected one that collect.py has filled")
+        raise ValueError(f"--results names {folder}, which is not a folder; expected one that collect.py has filled")
     runs, left_out = read([folder])
     if left_out:
         told = "; ".join(f"{directory}: {why}" for directory, why in left_out)

@@ -34,7 +34,7 @@ def merit_section(
     to the FLOPs of methods with a network per task is `added`."""
     sides = sides_of(titles, measured, routers, added)
     if sides is None:
-        return "It needs runs of CHEEM and of full fine-tuning, the bound."
+        return "It needs runs of CHEEM and of full fine-tuning, the reference."
     first, *more = sides.cheem.items()
     own = dict([first, *((title, side_of(row)) for title, row in searched.items()), *more])
     rows = []
@@ -45,10 +45,10 @@ def merit_section(
             cells += [NONE if value is None or side == other else number(value, 2) for value in found]
         rows.append(tuple(cells))
     columns = ("over", "its gap, points", *(f"{title}, {count}" for title in own for count in FLOPS.values()))
-    return f"""How many times better CHEEM is, by the paper's figure of merit: the other's gap to full fine-tuning over
-CHEEM's, times its FLOPs over CHEEM's. Above 1 the column's CHEEM is better, below 1 the row. Full fine-tuning, told
-the task, reaches {100 * sides.upper:.1f} %. Where a gap is not above 0 there is no such figure. Columns of the chosen
-router compare fairly with rows of that router and with methods that need none; other rows keep their own.
+    return f"""The paper's figure of merit: the row's gap to full fine-tuning (task ID given: {100 * sides.upper:.1f} %)
+over that of the column's CHEEM, times the ratio of their FLOPs. Above 1 the column is better, below 1 the row;
+undefined where a gap is not above 0. Columns of the chosen router compare fairly with its rows and with methods that
+have no router.
 
 {Grid("", columns, tuple(rows), 1).to_markdown()}"""
 
@@ -71,10 +71,10 @@ def ahead_line(
             if value is not None and value < 1:
                 better.append(f"{name} ({value:.2f}{seed})")
             elif value is None and other.accuracy >= sides.upper > side.accuracy:
-                better.append(f"{name} (not below the bound{seed})")
+                better.append(f"{name} (not below the reference{seed})")
         named = title if told else f"{title} with the paper's router"
         told.append(f"{named}: {', '.join(better) or 'none'}")
-    return f"\n- Ahead by the paper's figure of merit (below 1: the other is better) of {'; of '.join(told)}."
+    return f"\n- Better by the paper's figure of merit (below 1) than {'; than '.join(told)}."
 
 
 def sides_of(

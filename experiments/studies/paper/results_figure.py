@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from charts import frame, legend_below, mean_std
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -21,27 +21,22 @@ def accuracy_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], file: Path)
     for place, runs in enumerate(rows.values()):
         for name, colour, shift in (("average_accuracy", FOUND, -0.14), ("local_average_accuracy", GIVEN, 0.14)):
             values = [100 * value for run in runs if (value := measure(run, name)) is not None]
-            if not values:
+            if (found := mean_std(values)) is None:
                 continue
-            deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
             axes.errorbar(
-                float(np.mean(values)), place + shift, xerr=deviation, fmt="D", color=colour, markersize=5, capsize=3,
+                found["mean"], place + shift, xerr=found["std"], fmt="D", color=colour, markersize=5, capsize=3,
                 linewidth=1.5,
             )  # fmt: skip
             axes.plot(values, [place + shift] * len(values), "o", color=INK, markersize=2.5, zorder=3)
     titles = [title.replace("$", r"\$").replace(" (", "\n(") for title in rows]
     axes.set_yticks(range(len(rows)), titles, color=INK, fontsize=9)
     axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, 100))
-    axes.set_xlabel("average accuracy after the last task, %", color=INK)
-    axes.tick_params(axis="x", colors=INK, labelsize=9)
-    axes.grid(axis="x", color="#ececec", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    frame(axes, x="average accuracy after the last task, %", grid=True)
     handles = [
-        Line2D([], [], color=FOUND, marker="D", markersize=5, linestyle="none", label="task and class found"),
-        Line2D([], [], color=GIVEN, marker="D", markersize=5, linestyle="none", label="task given"),
+        Line2D([], [], color=FOUND, marker="D", markersize=5, linestyle="none", label="task-agnostic"),
+        Line2D([], [], color=GIVEN, marker="D", markersize=5, linestyle="none", label="task ID given"),
         Line2D([], [], color=INK, marker="o", markersize=2.5, linestyle="none", label="one run"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
+    legend_below(figure, handles)
     figure.suptitle("Mean over runs; bars: standard deviation over seeds", fontsize=10, color=FAINT)
     save(figure, file)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from charts import mean_std, spread
 
 from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.config import CONFIGS
@@ -32,7 +33,7 @@ Results = Mapping[str, Any]
 
 
 class Row(NamedTuple):
-    """A row of the tables: runs of one cell, or the yardstick inside those of CHEEM."""
+    """A row of the tables: runs of one cell, or the reference inside those of CHEEM."""
 
     title: str
     method: str
@@ -51,7 +52,7 @@ class Study(NamedTuple):
 STUDIES = {
     "routers": Study("Which router loses least", routers.sections_of),
     "search": Study(
-        "Does the supernet rank networks rightly, and what other searches find",
+        "How the supernet ranks architectures, and what searches find",
         lambda found: "\n\n".join(searches.parts_of(found, 3)), searches.picture,
     ),
 }  # fmt: skip
@@ -90,7 +91,7 @@ def page_of(
     others = [cell for cell in cells if not is_usual(cells, cell)]
     pairs = [(cell.title, cell, usual_of(cells, cell.method) or Cell(cell.method)) for cell in others]
     variants = [Row(cell.title, cell.method, results_of(cells, cell)) for cell in others]
-    rivals = [
+    baselines = [
         (cell.title, CHEEM, cell) for cell in cells
         if CHEEM in cells and cell.method not in (*TOLD, CHEEM.method) and is_usual(cells, cell)
     ]  # fmt: skip
@@ -102,37 +103,36 @@ def page_of(
         "## In short",
         WORDS,
         in_short(judged, changed)
-        + unbeaten(rivals, cells, measured)
+        + unbeaten(baselines, cells, measured)
         + ahead_line(titles, measured, studies.get("routers"), added_by(studies.get("routers"), first))
         + beyond(studies.get("routers"))
         + lines_of_sizes(beside, measured, studies.get("routers"), first["image_size"]),
         "## What the paper claims, checked here",
         CLAIMS,
         verdict_grid(judged).to_markdown(),
-        "The rules:",
+        "The rules; an interval on both sides of a limit leaves a claim undecided:",
         "\n".join(f"- ({claim.letter}) {claim.rule}." for claim, _ in judged),
-        "## Methods beside each other",
+        "## Methods",
         METHODS_TEXT,
         method_grid(rows).to_markdown(),
-        f"![Average accuracy of every method, with and without the task given, and each run]({pictures['accuracy']})",
-        *([RIVALS_TEXT, paired_grid("CHEEM minus", rivals, cells)] if rivals else []),
+        f"![Average accuracy of every method and run, with the task ID given and inferred]({pictures['accuracy']})",
+        *([BASELINES_TEXT, paired_grid("CHEEM minus", baselines, cells)] if baselines else []),
         *(["### Variants and other orders", method_grid(variants).to_markdown()] if variants else []),
         *([PAIRED_TEXT, paired_grid("variant", pairs, cells)] if others else []),
-        *again_section(beside.again, cells, [*(cell for _, _, cell in rivals), *others], changed),
+        *again_section(beside.again, cells, [*(cell for _, _, cell in baselines), *others], changed),
         "## Accuracy by task",
-        f"After the last task, in %, mean{' ± standard deviation' if several(rows) else ''} over runs. Rows that are "
-        "given the task are marked *.",
+        f"After the last task, in %, mean{' ± standard deviation' if several(rows) else ''} over runs.",
         task_grid(
             [*rows, *variants], lambda run: last_row(run, "local_accuracy" if run["method"] in TOLD else "accuracy")
         ),
-        "## What finding the task costs",
-        "Accuracy with the task given minus accuracy without, in points: what routing loses (methods with a head per "
-        "task), or what is lost to classes of other tasks (methods with one head over all).",
+        "## What task-ID inference costs",
+        "Accuracy with the task ID given minus task-agnostic accuracy, in points: lost by the router, or, with one "
+        "head over all tasks, to classes of other tasks.",
         task_grid(
             [row for row in rows if row.method not in TOLD],
             lambda run: last_row(run, "local_accuracy") - last_row(run, "accuracy"),
         ),
-        "## What an answer costs, against how far it is from the bound",
+        "## Figure of merit",
         merit_section(
             titles,
             measured,
@@ -141,49 +141,37 @@ def page_of(
             added_by(studies.get("routers"), first),
         ),
         *(part for name, found in studies.items() for part in study_parts(name, found, pictures, cells)),
-        "## The paper's numbers, for orientation",
+        "## The paper's numbers",
         *beside_the_paper(rows, first["backbone"]),
-        *setting_sections(cells, studies, beside),
+        *setting_sections(cells, studies),
         *(["## What these runs do not show", notes.strip()] if notes else []),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-HEAD = """`experiments/tables.py` writes this page from the records of finished runs, which stand in `docs/results`
-beside it: results, settings, and for every test image whether it was answered rightly. A test makes the page again and
-compares. The last sections tell how the runs were made and how to make them again."""
-CLAIMS = f"""Differences are in points of average accuracy unless another unit stands there. Pairs are runs with the
-same seed, which answered the same test images. The interval is a bootstrap with {RESAMPLES:,} resamples that draws anew
-the seeds and, within each task, the test images (for a correlation and for parameters: the tasks), an image for all
-seeds and both sides at once. It keeps the tasks as they are; the interval *over tasks* draws them too, for other tasks
-like these, and is wider. Images count as independent, which frames of one traffic sign are not. p is two-sided, of no
-difference, also where the rule asks for more: twice the smaller share of resamples on either side of 0, for a
-correlation the share of permutations of the tasks that correlate as strongly. No p is corrected for the number of
-lines, so of twenty lines without any difference one is expected below 0.05. **One seed**: the interval is
-over images (or tasks) alone and says nothing about other seeds. With two or three seeds their part of the interval
-rests on as many values, and is rather too narrow than too wide. A claim with several lines holds where all hold, and
-does not hold where one does not."""
-RIVALS_TEXT = """CHEEM with the paper's router minus each method that is not told the task, in average accuracy, from
-runs with the same seeds and test images, with the bootstrap and the p described above. It compares accuracy alone: what
-an answer costs stands in the table above, and further down both together."""
-PAIRED_TEXT = """Each minus its method as it is, in average accuracy, from runs with the same seeds and test images,
-with the bootstrap and the p described above."""
-WORDS = """CHEEM (CVPR 2026) and the methods beside it learn tasks one after another, with one pretrained backbone and
-without pictures of earlier tasks. Accuracy here is the mean over tasks after the last one, each task and class found
-among all, and differences are in points of it. A method with networks per task needs a *router*, which names the task
-of a picture; *task given* is accuracy without that difficulty. The *figure of merit* weighs how far two methods stay
-below full fine-tuning against their FLOPs. *HEE* is CHEEM's way of drawing networks, led by how alike tasks are;
-*uniform* draws all candidates alike. *Resumed FLOPs*: its search counts what runs behind the router's pass, not whole
-networks. *Trained draws*: drawn networks are trained and the best is kept, without supernet and search. *Frozen,
-linear heads*: ridge regressions on the features of the frozen backbone, one per task."""
-METHODS_TEXT = """Means over runs, ± standard deviation over seeds (n − 1). Average accuracy: task and class found,
-mean over tasks after the last one. Task given: the class within the true task. Just learned: each task right after it
-was learned, task and class found among the tasks so far, mean over tasks. Forgetting: drop from a task's best accuracy
-since it was learned, which may have come later than just after, mean over all tasks but the last. FLOPs are per image,
-by the paper's convention and as executed, the latter counted from the networks that the records tell; parameters added
-are per task, in % of the backbone, and stored are those of all tasks together; hours of learning are from the quickest
-run to the slowest, on machines of which some did other work besides. Methods marked * are told the task, also at test
-time: they are bounds, not rivals."""
+HEAD = (
+    """`experiments/tables.py` makes this page from the records of finished runs in `docs/results`; a test compares."""
+)
+WORDS = """The setting: exemplar-free continual learning of one task after another with a pretrained backbone, the
+task ID not given at test time. *Accuracy*, unless it says otherwise, is task-agnostic: the mean over tasks after the
+last one, the task ID inferred by the *router* of a method with a network per task. *HEE* samples architectures by task
+similarity, *uniform* all candidates alike. *Frozen, linear heads*: ridge regressions on frozen features, one per task.
+Two variants are of searches that the library no longer has: *resumed FLOPs* counted what runs after the router's pass
+(shared-prefix FLOPs); *trained draws* trained sampled architectures and kept the best."""
+CLAIMS = f"""Differences in points of average accuracy unless a unit is given, paired by seed and test image. Intervals:
+bootstrap, {RESAMPLES:,} resamples over seeds and, within each task, test images (over tasks for a correlation and for
+parameters); *over tasks* also resamples the tasks, for other tasks like these. Images count as independent, which
+frames of one traffic sign are not. p: two-sided, of no difference, also where the rule asks for more; uncorrected, so
+one of twenty lines without a difference is expected below 0.05. **One seed**: nothing is said about other seeds; with
+two or three, intervals are rather too narrow. A claim holds if all its lines do, and does not if one does not."""
+BASELINES_TEXT = """CHEEM with the paper's router minus each method without the task ID, paired as above. This compares
+accuracy alone, not cost."""
+PAIRED_TEXT = """Each variant minus its method as it is, paired as above."""
+METHODS_TEXT = """Means over runs, ± standard deviation over seeds (n − 1). *Right after learning*: each task, among the
+tasks so far. *Forgetting*: drop from a task's best accuracy so far, over all tasks but the last. FLOPs are per image,
+by the paper's convention and as executed, counted from the recorded networks. Parameters added are per task, in % of
+the backbone; stored are those of all tasks together. Hours are from the fastest to the slowest run, on shared machines.
+Methods marked * are given the task ID: references, not baselines."""
 
 
 RESUMED = Cell("cheem", "resumed FLOPs")
@@ -272,8 +260,8 @@ def beyond(routers: Mapping[str, Any] | None) -> str:
         for method in METHODS if method in chosen
     ]  # fmt: skip
     return (
-        f"\n- Beyond the paper: the router that validation images chose ({chosen['features']} {chosen['title']}) "
-        f"brings {'; '.join(gains)}, with the networks as they are."
+        f"\n- Beyond the paper, the router chosen on validation images ({chosen['features']} {chosen['title']}), with "
+        f"the same networks: {'; '.join(gains)}."
     )
 
 
@@ -287,8 +275,8 @@ def added_by(routers: Mapping[str, Any] | None, run: Results) -> dict[str, float
 AT_ONCE = "at_once"
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "average_accuracy": ("average accuracy %", lambda v: f"{100 * v:.1f}"),
-    "local_average_accuracy": ("task given %", lambda v: f"{100 * v:.1f}"),
-    AT_ONCE: ("just learned %", lambda v: f"{100 * v:.1f}"),
+    "local_average_accuracy": ("task ID given %", lambda v: f"{100 * v:.1f}"),
+    AT_ONCE: ("right after learning %", lambda v: f"{100 * v:.1f}"),
     "average_forgetting": ("forgetting, points", lambda v: f"{100 * v:.1f}"),
     "flops_paper": ("MFLOPs, paper", lambda v: f"{v / 1e6:,.0f}"),
     "flops_executed": ("MFLOPs, executed", lambda v: f"{v / 1e6:,.0f}"),
@@ -322,7 +310,7 @@ def at_once(row: Row) -> dict[str, Any] | None:
     if row.method in TOLD:
         return None
     found = [np.mean([line[index] for index, line in enumerate(run["accuracy"])]) for run in row.runs]
-    return {"mean": float(np.mean(found)), "std": float(np.std(found, ddof=1)) if len(found) > 1 else None}
+    return mean_std([float(value) for value in found])
 
 
 def task_grid(rows: Sequence[Row], measure: Callable[[Results], np.ndarray]) -> str:
@@ -334,11 +322,6 @@ def task_grid(rows: Sequence[Row], measure: Callable[[Results], np.ndarray]) -> 
         values = np.column_stack([values, values.mean(axis=1)])
         lines.append((row.title, *(spread(column.tolist()) for column in values.T)))
     return Grid("", ("method", *names, "mean"), tuple(lines), 1).to_markdown()
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean, with the standard deviation of several."""
-    return f"{np.mean(values):.1f}" + (f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else "")
 
 
 PAPER = {"average_accuracy": "accuracy %", "average_forgetting": "forgetting", "flops": "GFLOPs"}
@@ -366,9 +349,8 @@ def beside_the_paper(rows: Sequence[Row], backbone: str) -> list[str]:
     sources = ["here", *(f"paper, {stream.upper()}" for stream in places)]
     columns = ("method", *(f"{title}, {source}" for title in PAPER.values() for source in sources))
     return [
-        f"Other data: the paper trains {backbone} on the whole of its benchmarks, at 224 pixels and with its own "
-        "settings. The rows may be compared with each other inside a column, never across columns. Here and in the "
-        "paper, methods marked * are told the task.",
+        f"Other data: the paper trains {backbone} on its full benchmarks, at 224 pixels, with its own settings. "
+        "Compare rows within a column, never across columns.",
         Grid("", columns, tuple(lines), 1).to_markdown(),
     ]
 

@@ -5,31 +5,29 @@ from typing import Any
 
 from cheem_jax.report.earlier import completed
 from cheem_jax.report.table import Grid
-from studies.paper.beside import AGAIN, Beside, pixels_of, processor_of
 from studies.paper.collected import Cells, Collected, is_usual, usual_of
 
 
-def setting_sections(cells: Cells, studies: Mapping[str, Mapping[str, Any]], beside: Beside) -> list[str]:
+def setting_sections(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Setting, tasks, settings of every method, machines, commands; `studies` are those that left their numbers."""
     runs = [run for found in cells.values() for run in found.values()]
     return [
         "## What was run",
         setting_grid(runs).to_markdown(),
         task_grid(runs[0]).to_markdown(),
-        "Settings that decide how long a method learns, and of variants what differs from the method as it is; all "
-        "others stand in each run's `config.json`.",
+        "Settings that decide how long a method learns; of variants, what differs. All others are in each run's "
+        "`config.json`.",
         method_grid(cells).to_markdown(),
         "### Where",
-        "In brackets: the fingerprint of machine, versions, code and settings; two where a run went on under others.",
+        "All versions are in each run's `record.json`.",
         "\n".join(machines(runs)),
         "## To run it again",
-        f"DATA is the folder of the image sets, whose last part has to be `{runs[0].run.place[0]}`; WEIGHTS is the "
-        "file of the weights. The SHA-256 of every set stands in each run's `config.json`, each option of its "
-        "command in its `record.json`. Runs were made by the code of the commits above, which the present code "
-        "reads and compares; studies, collecting and this page are of the present code. With equal versions on an "
-        "equal machine a new run has the same numbers: collect it into another folder OTHER, and "
-        "`experiments/reproduce.py docs/results/runs/cheem/seed-0 --against OTHER/cheem/seed-0` compares them.",
-        "```bash\n" + "\n".join(commands(cells, studies, beside)) + "\n```",
+        f"DATA is the folder of the image sets, named `{runs[0].run.place[0]}`; WEIGHTS is the weights file. The "
+        "command of every run, also of variants and of those on other machines and sizes, is in its `record.json`, the "
+        "SHA-256 of every set in its `config.json`. With equal code, versions and machine a new run has the same "
+        "numbers: collect it into another folder OTHER, and `experiments/reproduce.py docs/results/runs/cheem/seed-0 "
+        "--against OTHER/cheem/seed-0` compares them.",
+        "```bash\n" + "\n".join(commands(cells, studies)) + "\n```",
     ]
 
 
@@ -96,20 +94,18 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def machines(runs: Sequence[Collected]) -> list[str]:
-    """Machine, versions and code of the runs, those that share all of it together."""
+    """Processor, JAX and code of the runs, those that share all of it together; `record.json` has every version."""
     groups: dict[str, list[str]] = {}
     for run in runs:
         conditions = run.record.get("conditions", {})
         device, code = conditions.get("device", {}), conditions.get("code", {})
         accelerator = "" if device.get("platform", "cpu") == "cpu" else f", {device['count']} × {device['kind']}"
-        versions = ", ".join(f"{name} {number}" for name, number in conditions.get("versions", {}).items())
         told = (
-            f"{device.get('processor', 'processor not told')}, {number_of(device.get('threads'), 'thread')}"
-            f"{accelerator}; {versions}; "
-            f"code {code.get('version', '?')} at commit {(code.get('commit') or '?')[:7]}"
+            f"{device.get('processor', 'unknown processor')}, {number_of(device.get('threads'), 'thread')}"
+            f"{accelerator}; jax {conditions.get('versions', {}).get('jax', '?')}; "
+            f"commit {(code.get('commit') or '?')[:7]}"
         )
-        own = ", ".join(run.run.results["fingerprint"]) or "?"
-        groups.setdefault(told, []).append(f"{run.place} ({own})")
+        groups.setdefault(told, []).append(run.place)
     return [f"- {told}: {', '.join(names)}." for told, names in groups.items()]
 
 
@@ -118,63 +114,38 @@ def number_of(count: int | None, what: str) -> str:
     return f"{'?' if count is None else count} {what}{'' if count == 1 else 's'}"
 
 
-def commands(cells: Cells, studies: Mapping[str, Mapping[str, Any]], beside: Beside) -> Iterator[str]:
-    """Commands that make the runs, usual ones of methods with the same seeds together, the studies, and this page."""
-    groups: dict[str, list[str]] = {}
-    shared: dict[str, str] = {}
-    usual: dict[str, Collected] = {}
-    for cell, found in cells.items():
-        if is_usual(cells, cell):
-            groups.setdefault(",".join(map(str, found)), []).append(cell.method)
-            for run in found.values():
-                shared = shared_of(options(run.record["command"])) | shared
-                usual[cell.method] = run
-    told = " ".join(f"{name} {shared[name]}" for name in SHARED if name in shared)
-    for seeds, methods in groups.items():
-        yield (
-            f"python experiments/compare.py {told} \\\n"
-            f"    --methods {','.join(dict.fromkeys(methods))} --seeds {seeds} --run-dir RUNS"
-        )
-    for cell, found in cells.items():
-        if not is_usual(cells, cell):
-            yield from (alone(run, cell.title, cell.method, usual.get(cell.method)) for run in found.values())
-    others = [(cells, f"at {pixels_of(cells)} pixels", f"at_{pixels_of(cells)}") for cells in beside.sizes]
-    for other, what, folder in [(beside.again, "again", AGAIN), *others]:
-        for cell, found in other.items():
-            for run in found.values():
-                on = f" on {processor_of(run)}" if folder == AGAIN else ""
-                yield alone(run, f"{cell.title}, {what}{on}", cell.method, usual.get(cell.method), folder.upper())
-        if other:
-            yield f"python experiments/collect.py --runs {folder.upper()} --to docs/results/{folder}"
-    if "routers" in studies:
-        yield "python experiments/router_study.py --runs RUNS --out ROUTERS && cp ROUTERS/routers.json docs/results"
-    if "search" in studies:
-        yield search_command(cells, studies["search"], {name: shared[name] for name in SEARCHED if name in shared})
-    yield "python experiments/collect.py --runs RUNS --to docs/results/runs"
-    yield "python experiments/tables.py --results docs/results/runs --page docs/results.md"
-
-
-def search_command(cells: Cells, found: Mapping[str, Any], shared: Mapping[str, str]) -> str:
-    """The command of the study of searches, on the run whose supernets it trained again."""
-    order, seed = tuple(found["order"]), found["seed"]
-    places = [
-        run.place for cell, own in cells.items() if (cell.method, cell.variant) == ("cheem", "")
-        for run in own.values() if (run.run.order, run.run.results["seed"]) == (order, seed)
-    ]  # fmt: skip
-    told = " ".join(f"{name} {value}" for name, value in shared.items())
-    return (
-        f"python experiments/search_study.py --run RUNS/{next(iter(places), '?')} {told} \\\n"
-        f"    --study {','.join(found['supernets'])} --num {found['num']} "
-        f"--search-seeds {','.join(map(str, found['search_seeds']))} --run-dir SEARCH \\\n"
-        "    && cp SEARCH/search_study.json docs/results/search.json"
-    )
-
-
-SEARCHED = ("--stream", "--data-dir", "--base-data", "--weights")
 SHARED = (
     "--stream", "--data-dir", "--tasks", "--base-data", "--backbone", "--weights", "--image-size", "--preset",
     "--router", "--router-weights",
 )  # fmt: skip
+"""Options of a recorded command that `compare.py` has as well."""
+
+
+def commands(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Commands that make the usual runs, those of the same seeds together, then the studies and this page."""
+    groups: dict[str, list[str]] = {}
+    shared: dict[str, str] = {}
+    for cell, found in cells.items():
+        if is_usual(cells, cell):
+            groups.setdefault(",".join(map(str, found)), []).append(cell.method)
+            for run in found.values():
+                shared = options(run.record["command"]) | shared
+    told = " ".join(f"{name} {shared[name]}" for name in SHARED if shared.get(name, "None") != "None")
+    for seeds, methods in groups.items():
+        names = ",".join(dict.fromkeys(methods))
+        yield f"python experiments/compare.py {told} \\\n    --methods {names} --seeds {seeds} --run-dir RUNS"
+    if "routers" in studies:
+        yield "python experiments/router_study.py --runs RUNS --out ROUTERS && cp ROUTERS/routers.json docs/results"
+    if "search" in studies:
+        found = studies["search"]
+        yield (
+            f"python experiments/search_study.py --run RUN --study {','.join(found['supernets'])} --num {found['num']} "
+            f"--search-seeds {','.join(map(str, found['search_seeds']))} \\\n"
+            f"    --run-dir SEARCH && cp SEARCH/search_study.json docs/results/search.json"
+            f"  # RUN: CHEEM, seed {found['seed']}, tasks in the order {','.join(found['order'])}"
+        )
+    yield "python experiments/collect.py --runs RUNS --to docs/results/runs"
+    yield "python experiments/tables.py --results docs/results/runs --page docs/results.md"
 
 
 def options(command: Sequence[str]) -> dict[str, str]:
@@ -187,21 +158,3 @@ def options(command: Sequence[str]) -> dict[str, str]:
         else:
             values.append(word)
     return {name: " ".join(values) for name, values in found.items()}
-
-
-def shared_of(found: Mapping[str, str]) -> dict[str, str]:
-    """Those that `compare.py` has as well."""
-    return {name: found[name] for name in SHARED if found.get(name, "None") != "None"}
-
-
-def alone(run: Collected, title: str, method: str, usual: Collected | None, folder: str = "RUNS") -> str:
-    """The command of a run that is a variant, with what differs from the method's usual runs."""
-    found = options(run.record["command"])
-    known = {} if usual is None else options(usual.record["command"])
-    left_out = {*SHARED, "--method", "--seed", "--run-dir"}
-    own = {name: value for name, value in found.items() if name not in left_out and known.get(name) != value}
-    told = {
-        **shared_of(found), "--method": method, **own, "--seed": found.get("--seed", "?"),
-        "--run-dir": f"{folder}/{run.place}",
-    }  # fmt: skip
-    return f"# {title}\npython experiments/mtil.py " + " ".join(f"{n} {v}".rstrip() for n, v in told.items())

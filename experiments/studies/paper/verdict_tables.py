@@ -19,27 +19,29 @@ def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]], changed: Sequenc
     alone = sorted({c.letter for c, lines in judged for line in lines if line.estimate and len(line.seeds) == 1})
     if alone:
         told.append(
-            f"- Of {', '.join(f'({letter})' for letter in alone)} at least one line rests on a single seed: one run "
-            "says nothing about other seeds."
+            f"- Of {', '.join(f'({letter})' for letter in alone)} at least one line rests on a single seed, which says "
+            "nothing about others."
         )
     if changed:
         told.append(f"- With CHEEM's run on another kind of processor {', '.join(changed)}.")
     return "\n".join(told)
 
 
-def unbeaten(rivals: Sequence[tuple[str, Cell, Cell]], cells: Cells, measured: Mapping[str, Mapping[str, Any]]) -> str:
+def unbeaten(
+    baselines: Sequence[tuple[str, Cell, Cell]], cells: Cells, measured: Mapping[str, Mapping[str, Any]]
+) -> str:
     """Methods of which these runs do not show that CHEEM is more accurate, as more lines."""
     told: dict[str, list[str]] = {FAILS: [], OPEN: []}
-    for title, ours, theirs in rivals:
+    for title, ours, theirs in baselines:
         line = compared(title, cells, ours, theirs, above)
         if line.estimate is not None and line.word != HOLDS:
             value, interval, *_ = shown(line)
             ratio = measured[theirs.method]["flops_paper"]["mean"] / measured[ours.method]["flops_paper"]["mean"]
             alone = "one seed; " if len(line.seeds) == 1 else ""
             told[line.word].append(f"{title} (CHEEM {value}, {interval}; {alone}{ratio:.1f} times CHEEM's FLOPs)")
-    words = {FAILS: "**More accurate**", OPEN: "Not shown to be less accurate"}
+    words = {FAILS: "**More accurate** than", OPEN: "No significant difference from"}
     return "".join(
-        f"\n- {words[word]} than CHEEM with the paper's router: {'; '.join(found)}."
+        f"\n- {words[word]} CHEEM with the paper's router: {'; '.join(found)}."
         for word, found in told.items() if found
     )  # fmt: skip
 

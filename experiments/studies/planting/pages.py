@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from charts import spread
 from jaxtyping import Float
 
 from cheem_jax.report.table import NONE, Grid
@@ -56,7 +57,8 @@ def claims_grid(summaries: Sequence[Summary]) -> Grid:
         (
             summary.claim, TITLES[summary.sampling], f"{summary.yes} of {summary.runs}", interval(summary),
             percent(summary.chance), NONE if summary.p is None else f"{summary.p:.2g}",
-            spread(summary.value, summary.std), NONE if summary.level is None else f"{summary.level:.2f}",
+            spread({"mean": summary.value, "std": summary.std}, 2),
+            NONE if summary.level is None else f"{summary.level:.2f}",
         )
         for summary in summaries
     )  # fmt: skip
@@ -78,9 +80,9 @@ def tasks_grid(runs: Runs, costs: Costs) -> Grid:
             frozen = [100 * results["yardsticks"]["frozen_linear"]["local_accuracy"][-1][index] for results in found]
             source = np.mean([count.source[0, index] for count in counts], axis=0)
             rows.append((
-                f"T{index} {name}", TITLES[sampling], spread(*mean_std(accuracy), 1), spread(*mean_std(frozen), 1),
+                f"T{index} {name}", TITLES[sampling], spread(accuracy), spread(frozen),
                 f"{np.mean([100 * count.flops[0, index] / costs.plain for count in counts]):.1f}",
-                spread(*mean_std([float(count.added[0, index]) for count in counts])),
+                spread([float(count.added[0, index]) for count in counts], 2),
                 *(f"{source[kind]:.1f}" for kind in (FAMILY, STRANGER, BASE, NEW, SKIP)),
                 f"{np.mean([count.adapts[0, index] for count in counts]):.1f}",
             ))  # fmt: skip
@@ -152,7 +154,7 @@ def _cost(runs: Runs) -> str:
         ("parameters added per task", lambda r: r["params_added_percent"], " % of the backbone"),
         ("FLOPs per image, router included", lambda r: r["flops"]["paper"] / 1e6, " M"),
     ):
-        hee, uniform = (spread(*mean_std([of(results) for results in runs[s]])) for s in ("hee", "uniform"))
+        hee, uniform = (spread([of(results) for results in runs[s]], 2) for s in ("hee", "uniform"))
         told.append(f"{title}: HEE {hee}{unit}, uniform {uniform}{unit}")
     return f"Over all tasks, {'; '.join(told)}."
 
@@ -242,17 +244,6 @@ def _without_place(claim: Claim) -> dict[str, Any]:
 def _json(verdict: Verdict) -> dict[str, Any]:
     value = None if np.isnan(verdict.value) else verdict.value
     return {**verdict._asdict(), "value": value, "chance": verdict.chance}
-
-
-def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and standard deviation (n - 1; None for one)."""
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
-
-
-def spread(mean: float | None, std: float | None, decimals: int = 2) -> str:
-    if mean is None:
-        return NONE
-    return f"{mean:.{decimals}f}" + ("" if std is None else f" ± {std:.{decimals}f}")
 
 
 def interval(summary: Summary) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from charts import architecture_sheet
+from charts import architecture_sheet, frame
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -69,11 +69,9 @@ def _draw(axes: Axes, task: int, each: Sequence[Float[np.ndarray, "E L"]], title
         else:
             style = {"label": f"{name} (family)", "color": COLOURS["adapt"], "linewidth": 1.6, "markersize": 4}
         axes.plot(blocks, means[network], marker="o", **style)
-    axes.set_title(title, fontsize=10, color=INK, loc="left")
+    frame(axes, title)
     axes.set_xticks(blocks)
-    axes.tick_params(length=0, colors=INK)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0)
 
 
 def _psi(similarity: Float[np.ndarray, "E L"]) -> Float[np.ndarray, "E L"]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from charts import frame, legend_below
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -77,12 +78,11 @@ def cold_start_figure(results: Results, file: Path) -> None:
     for axes in panels.flat[len(cases) :]:
         axes.axis("off")
     names = list(dict.fromkeys(name for case in cases for name in case["executors"]))
-    handles = [Line2D([], [], color=LOOKS[name][0], marker=LOOKS[name][1], markersize=5) for name in names]
-    handles.append(Line2D([], [], color=FAINT, linestyle=(0, (1, 1.2)), linewidth=1.8))
-    figure.legend(
-        handles, [*names, "the same without the compiler"], loc="outside lower center", ncols=len(handles),
-        frameon=False, fontsize=10, labelcolor=INK,
-    )  # fmt: skip
+    looks = {name: dict(zip(("color", "marker"), LOOKS[name], strict=True)) for name in names}
+    handles = [Line2D([], [], markersize=5, label=name, **look) for name, look in looks.items()]
+    label = "the same without the compiler"
+    handles.append(Line2D([], [], color=FAINT, linestyle=(0, (1, 1.2)), linewidth=1.8, label=label))
+    legend_below(figure, handles)
     figure.suptitle("A fresh architecture at every step, from a cold start", fontsize=12, color=INK)
     save(figure, file)
 
@@ -97,12 +97,6 @@ def _panel(axes: Axes, case: Results) -> None:
         axes.plot(steps, np.cumsum(seconds)[done], color=colour, marker=marker, markersize=4, linewidth=1.8)
         without = np.cumsum(seconds - compiling)[done]
         axes.plot(steps, without, color=colour, linestyle=(0, (1, 1.2)), linewidth=1.8)
-    axes.set_title(case["name"], fontsize=10, color=INK, loc="left")
-    axes.set_xlabel("supernet steps", color=FAINT)
-    axes.set_ylabel("wall time, s", color=FAINT)
+    frame(axes, case["name"], "supernet steps", "wall time, s", grid=True)
     axes.set(xlim=(0.5, None), ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.grid(color="#ececec", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -71,27 +71,18 @@ def _compared(found: Mapping[str, Any]) -> str:
     reads = "; ".join(f"*{name}*: {told}" for name, told in READS.items())
     same, others, seeds = found["same_as_run"], found.get("same_answers", []), found["validated"]
     validated = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
-    num = f"{len(same)} run{'' if len(same) == 1 else 's'}"
-    again = f"for {100 * min(same):.2f} % of the images while a run's networks were at hand ({num})"
+    again = f"infers the run's own task for {100 * min(same):.2f} % of the images ({len(same)} with networks at hand)"
     if others:
-        again += (
-            f"; without them, {100 * min(others):.2f} % or more of the answers were those of the run (compared for "
-            f"{len(others)}: features of another machine differ in the last bits, and k-means then ends elsewhere for "
-            "some)"
-        )
-    return f"""No run was made again: a router changes no network. Runs: {counts}. A router reads what the pass over the
-frozen backbone says anyway: {reads}; with *early* that pass ends at half of the depth. *Validation*: CHEEM's average
-accuracy on validation images with {validated}, by which the router in bold was chosen: of those within
-{100 * found["near_best"]:g} points of the best the one that keeps the fewest bytes. All other accuracies are on
-test images; the *gain* is over the paper's router (first row), with a 95 % interval by the bootstrap described above.
-*Task found* is a mean over tasks. FLOPs are of CHEEM's networks with the router's pass. The paper's router, made again
-from the features, named the same task as CHEEM's runs did {again}; k-means of other methods begins with other seeds in
-their own runs. So its row may differ a little from the same method's row further up. CHEEM's architectures were chosen
-on validation images too, so that accuracy there lies above that on test. Times are of one process, with the features
-at hand, on a machine that did other work.
-Made by `experiments/router_study.py --runs RUNS` (with `--collected` and `--earlier` for runs whose networks are gone),
-whose `routers.json` stands beside the runs. Here are the paper's router, the chosen one, and the best of each kind on
-validation images; all {len(found["rows"])} follow below.
+        again += f" and gives at least {100 * min(others):.2f} % of the answers ({len(others)} collected)"
+    return f"""The same checkpoints, evaluated again with different routers: {counts} runs. A router reads what the pass
+over the frozen backbone computes anyway: {reads}; with *early* the pass ends at half of the depth. *Validation*:
+CHEEM's accuracy on validation images with {validated}. Of the routers within {100 * found["near_best"]:g} points of the
+best there, the one in bold keeps the fewest bytes and was chosen. CHEEM's architectures were chosen on these images
+too, so other columns, on test images, are lower. *Gain*: over the paper's router (first row), 95 % interval as above.
+*Task found*: share of images whose task is inferred rightly. FLOPs include the router's pass. The paper's router,
+computed again, {again}; last bits and seeds of k-means explain the rest. Times are of one process on a shared machine.
+Shown: the paper's router, the chosen one, the best of each kind on validation images; all {len(found["rows"])} are
+below.
 
 {table(head, rows, 2)}"""
 
@@ -129,12 +120,11 @@ def _by_task(found: Mapping[str, Any]) -> str:
     share = (means["chosen"] - means["paper"]) / gap if gap > 0 else float("nan")
     head = [
         "task", "task found, paper's router %", "task found, chosen %", "accuracy, paper's router %",
-        "accuracy, chosen %", "task given %",
+        "accuracy, chosen %", "task ID given %",
     ]  # fmt: skip
     chosen = found["chosen"]
-    return f"""CHEEM by task, with the paper's router, with the chosen one ({chosen["features"]}, {chosen["title"]}) and
-with the task given. Of the {100 * gap:.1f} points that the paper's router loses, the chosen one recovers
-{100 * share:.0f} %.
+    return f"""CHEEM by task. Of the {100 * gap:.1f} points that the paper's router loses, the chosen one
+({chosen["features"]}, {chosen["title"]}) recovers {100 * share:.0f} %.
 
 {table(head, rows)}"""
 
@@ -152,9 +142,8 @@ def _looked_twice(found: Mapping[str, Any]) -> str:
         "seed", "two networks, set on validation %", "two networks, test %", "router alone %", "decided together %",
         "gain",
     ]  # fmt: skip
-    return f"""A second look at close calls: the networks of both nearest tasks answer, and their heads' confidence
-decides with the router's lead, weighed as is best on validation. *Two networks* is the share of images that pay for a
-second one: on validation images the closest calls up to that share set the bound (interval over images alone, one seed
-a row).
+    return f"""A second look at close calls: the networks of both nearest tasks answer, and the confidence of their
+heads decides together with the router's lead, weighted on validation images. *Two networks* is the share of images with
+a second one; the bound is set on validation images (interval over images alone, one seed per row).
 
 {table(head, rows)}"""

@@ -196,5 +196,5 @@ def test_folders_without_a_run_of_cheem_are_refused(tmp_path):
         router_study.main(router_study.RouterStudy((tmp_path,), out=tmp_path / "out"))
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(ValueError, match="which is no folder"):
+    with pytest.raises(ValueError, match="which is not a folder"):
         router_study.main(router_study.RouterStudy((tmp_path,), out=file))

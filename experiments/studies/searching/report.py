@@ -1,16 +1,15 @@
 """Tables, page, numbers and picture of a study of the search."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from charts import frame, write_page
 from matplotlib.figure import Figure
 
-from cheem_jax.atomic import write_atomically
-from cheem_jax.report.figures import DPI, FAINT, INK, save
-from cheem_jax.report.table import NONE, Grid, format_flops, number, percent
+from cheem_jax.report.figures import DPI, INK, save
+from cheem_jax.report.table import NONE, Grid, format_flops, letters, number, percent
 from studies.searching.measures import (
     COMPARED,
     CORRELATIONS,
@@ -25,7 +24,7 @@ from studies.searching.units import PAPER, Entry
 
 NAME = "search_study"
 COLUMNS = (
-    "super-\nnet %", "images\nscored", "FLOPs\npaper", "FLOPs\nresumed", "vali-\ndation %", "test %",
+    "super-\nnet %", "images\nscored", "FLOPs\npaper", "FLOPs,\nshared\nprefix", "vali-\ndation %", "test %",
 )  # fmt: skip
 OTHERS = """The searches other than the paper's (`search.cost resumed`, `search.rungs`, `search.warm_start`) no longer
 exist, since none was better; commit 8285c44, which recorded these numbers, has them."""
@@ -35,11 +34,10 @@ TITLES = {"spearman": "Spearman", "kendall": "Kendall"}
 def write(directory: Path, entries: Sequence[Entry], setting: Mapping[str, Any]) -> list[Grid]:
     """Page, numbers and picture of what the record holds so far; returns the tables."""
     found = found_in(entries, setting)
-    write_atomically(directory / f"{NAME}.json", json.dumps(found, indent=1) + "\n")
     parts = [f"# The search on {found['stream']}, {found['backbone']}", *parts_of(found, 2)]
     if picture(found, directory / f"{NAME}.png"):
         parts.append(f"![accuracy in the supernet against accuracy after retraining]({NAME}.png)")
-    write_atomically(directory / f"{NAME}.md", "\n\n".join(parts) + "\n")
+    write_page(directory / NAME, "\n\n".join(parts) + "\n", found)
     return grids_of(found)
 
 
@@ -88,20 +86,18 @@ def grids_of(found: Mapping[str, Any]) -> list[Grid]:
     return [
         ranking_grid(found["ranking"]),
         *([drawn_grid(found)] if found["drawn"] else []),
-        *([variant_grid(found["variants"]), *task_grids(winners)] if winners else []),
+        *([variant_grid(found["variants"]), task_grid(winners)] if winners else []),
     ]
 
 
 def told(found: Mapping[str, Any]) -> str:
     """What was done, and whether the supernets are those of the run."""
     lines = [
-        f"Supernets of the run of CHEEM with seed {found['seed']}, trained again with its keys; {found['num']} "
-        "architectures per task drawn by HEE and uniformly, and the winners of searches with the seeds "
-        f"{', '.join(map(str, found['search_seeds']))}, each trained from scratch as fine-tuning does. The true task "
-        "is given. A task's supernet has the experts of the tasks before it; the run's order was "
-        f"{', '.join(found['order'])}. Made by `experiments/search_study.py --run RUN --study "
-        f"{','.join(found['supernets'])} --num {found['num']} --search-seeds "
-        f"{','.join(map(str, found['search_seeds']))}`.",
+        f"Supernets of CHEEM's run with seed {found['seed']}, trained again with its keys: {found['num']} "
+        "architectures per task, sampled by HEE and uniformly, and the winners of searches with the seeds "
+        f"{', '.join(map(str, found['search_seeds']))}, each trained from scratch as fine-tuning does, the task ID "
+        "given. A task's supernet has the experts of the tasks before it, in the order "
+        f"{', '.join(found['order'])}.",
         "",
     ]
     same = {
@@ -126,16 +122,16 @@ def ranking_grid(ranking: Mapping[str, Mapping[str, Any]]) -> Grid:
         num = next((cell["num"] for cell in cells if cell is not None), None)
         rows.append((task, NONE if num is None else str(num), *map(_interval, cells)))
     caption = (
-        "Between an architecture's accuracy on validation images in the supernet and its accuracy on validation or "
-        "test images after training of its own; *val to test*: between these two, so how well any choice by validation "
-        "images could do. 95 % intervals of a bootstrap over architectures."
+        "Between an architecture's validation accuracy in the supernet and its accuracy after stand-alone training; "
+        "*val to test*: between the two latter, the limit of any choice by validation images. 95 % intervals, "
+        "bootstrap over architectures."
     )
     return Grid("How the supernet ranks architectures", tuple(columns), tuple(rows), 1, caption)
 
 
 def title_of(drawn: Mapping[str, Any]) -> str:
     """Networks that were drawn, and how many of them were trained."""
-    several = f"best of {drawn['trained']} drawn" if drawn["trained"] > 1 else "one drawn"
+    several = f"best of {drawn['trained']} sampled" if drawn["trained"] > 1 else "one sampled"
     return f"{several} {'by HEE' if drawn['drawn'] == 'HEE' else 'uniformly'}"
 
 
@@ -150,10 +146,9 @@ def drawn_grid(found: Mapping[str, Any]) -> Grid:
         found_by_it = [float(np.mean([winner["test_accuracy"] for winner in winners])) for winners in by_task]
         rows.append(("supernet and the paper's search", f"{cost:.1f}", found_by_it))
     caption = (
-        "Accuracy on test images, %, of the network that is best on validation images among so many that were drawn "
-        "and trained, mean over all ways to take them from those of their kind. *Trainings*: what it costs, in "
-        "trainings of one network; of a search its supernet, its scoring (three forward passes as a training step) and "
-        "the training of what it found."
+        "Test accuracy, %, of the network that is best on validation images among so many sampled and trained, mean "
+        "over all ways to take them. *Trainings*: the cost in trainings of one network; of a search its supernet, its "
+        "scoring (three forward passes as one training step) and the training of its winner."
     )
     lines = [
         (title, cost, *(percent(value) for value in (*values, float(np.mean(values))))) for title, cost, values in rows
@@ -173,34 +168,22 @@ def variant_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
             points, p = f"{value} ({low} to {high})", "< 0.001" if gain["p"] < 0.001 else f"{gain['p']:.3f}"
         lines.append((row["variant"], str(row["searches"]), *_cells(row), points, p))
     caption = (
-        "Means over tasks and seeds of the search. *Images scored* are candidates times images that the supernet "
-        "answered, what a search costs. The difference to the paper's search of the same supernets and seeds has a "
-        "95 % interval of the paired bootstrap over seeds and test images; p is two-sided and not corrected for the "
-        "number of rows."
+        "Means over tasks and seeds. *Images scored* are candidates times images, the cost of a search. The difference "
+        "to the paper's search has a 95 % interval of the paired bootstrap over seeds and test images; p is two-sided, "
+        "not corrected for the number of rows."
     )
     return Grid("What each search finds", columns, tuple(lines), 1, caption)
 
 
-def task_grids(winners: Sequence[Entry]) -> list[Grid]:
-    """A table per task with a row per search."""
-    grids = []
-    for task in dict.fromkeys(winner["task"] for winner in winners):
-        own = [
-            winner
-            for variant in dict.fromkeys(winner["variant"] for winner in winners)
-            for winner in winners
-            if (winner["task"], winner["variant"]) == (task, variant)
-        ]
-        rows = tuple(
-            (
-                winner["variant"], "".join(choice[0].upper() for choice in winner["architecture"]),
-                str(winner["seed"]), *_cells(winner),
-            )
-            for winner in own
-        )  # fmt: skip
-        caption = "" if grids else "A letter per block: Reuse, Adapt, New or Skip."
-        grids.append(Grid(f"Searches on {task}", ("search", "archi-\ntecture", "seed", *COLUMNS), rows, 2, caption))
-    return grids
+def task_grid(winners: Sequence[Entry]) -> Grid:
+    """A row per task and seed of the paper's search."""
+    rows = tuple(
+        (winner["task"], letters(winner["architecture"]), str(winner["seed"]), *_cells(winner))
+        for winner in winners
+        if winner["variant"] == PAPER
+    )
+    caption = "A letter per block: Reuse, Adapt, New or Skip."
+    return Grid("The paper's search by task", ("task", "archi-\ntecture", "seed", *COLUMNS), rows, 2, caption)
 
 
 def picture(found: Mapping[str, Any], file: Path) -> bool:
@@ -214,11 +197,7 @@ def picture(found: Mapping[str, Any], file: Path) -> bool:
         supernet, val, test = ([100 * value for value in points[name]] for name in ("supernet", "val", "test"))
         axes.plot(supernet, val, "o", color="#1b6ca8", markersize=5, label="validation")
         axes.plot(supernet, test, "o", color="#c8553d", markersize=5, markerfacecolor="none", label="test")
-        axes.set_title(task.replace("$", r"\$"), fontsize=10, color=INK, loc="left")
-        axes.set_xlabel("in the supernet, %", color=FAINT)
-        axes.set_ylabel("retrained, %", color=FAINT)
-        axes.tick_params(colors=INK, labelsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
+        frame(axes, task, "in the supernet, %", "retrained, %")
         axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     save(figure, file)
     return True
