@@ -16,6 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
+from charts import check_folder
 from studies.paper.collected import ByTask, check_right, packed
 
 from cheem_jax.atomic import write_atomically

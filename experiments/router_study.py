@@ -20,6 +20,7 @@ from typing import Any
 
 import mtil
 import numpy as np
+from charts import check_folder
 from collect import right_of
 from studies.paper.collected import Cell, Collected, check_right
 from studies.paper.collected import load as load_collected

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from charts import check_folder
 from studies.paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
 from studies.paper.results_page import write_page
 

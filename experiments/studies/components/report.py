@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from charts import mean_std, write_page
+from charts import mean_std, spread, write_page
 from scipy.stats import rankdata
 
 from cheem_jax import metrics
