@@ -9,12 +9,12 @@ what was stopped goes on. `planted.md` holds findings, tables and pictures; `.cs
 """
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from charts import write_page
 from jaxtyping import Float
 from studies.planting import pages, pictures
 from studies.planting.stream import planted_stream
@@ -22,7 +22,6 @@ from studies.planting.structure import costs_of
 from study import seeds_of
 
 from cheem_jax.arguments import arguments_of
-from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
@@ -161,13 +160,11 @@ def write(
     if settings.stream_seed is not None:
         setting += f" All runs on the pictures of seed {settings.stream_seed}: intervals and p are of these alone."
     text = pages.page(found, judged, costs, means, setting)
-    write_atomically(settings.run_dir / "planted.md", text)
-    write_atomically(settings.run_dir / "planted.csv", pages.table(judged.summaries))
-    write_atomically(settings.run_dir / "planted.json", json.dumps(pages.numbers(found, judged), indent=1) + "\n")
+    write_page(settings.run_dir / "planted", text, pages.numbers(found, judged), pages.table(judged.summaries))
     pictures.architectures(found, settings.run_dir / "architectures.png")
     pictures.similarity(found, settings.run_dir / "similarity.png")
     progress.console.print(pages.claims_grid(judged.summaries).to_rich())
-    for sentence in pages.findings(found, judged.summaries, costs):
+    for sentence in pages.findings(found, judged.summaries):
         progress.say(sentence)
     progress.say(f"page: {settings.run_dir / 'planted.md'}   numbers: {settings.run_dir / 'planted.json'}")
 

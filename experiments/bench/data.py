@@ -300,7 +300,7 @@ def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 
 def with_many(child: Child, place: str) -> dict[str, float]:
     """One pass over the many pictures, and the most memory that this process took meanwhile."""
-    folder, before = Path(place), status("RssAnon")
+    folder, before = Path(place), measure.process_memory("RssAnon")
     with watching() as peak:
         start = time.perf_counter()
         plan = plan_task(folder / "many.zip")
@@ -330,7 +330,7 @@ def with_many(child: Child, place: str) -> dict[str, float]:
         "seconds": done - (loaded if child in ("read", "stream") else planned),
         "before": before,
         "peak": max(peak),
-        "resident": status("VmHWM"),
+        "resident": measure.process_memory("VmHWM"),
         "ru_maxrss": peak_memory_bytes(),
     }
 
@@ -341,11 +341,11 @@ def watching() -> Iterator[list[int]]:
 
     Pages of a mapped file count as resident too, but the system takes them back whenever it needs them.
     """
-    seen, ended = [status("RssAnon")], threading.Event()
+    seen, ended = [measure.process_memory("RssAnon")], threading.Event()
 
     def look() -> None:
         while not ended.wait(0.01):
-            seen.append(status("RssAnon"))
+            seen.append(measure.process_memory("RssAnon"))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -354,20 +354,7 @@ def watching() -> Iterator[list[int]]:
     finally:
         ended.set()
         thread.join()
-        seen.append(status("RssAnon"))
-
-
-def status(field: Literal["RssAnon", "VmHWM"]) -> int:
-    """Bytes of what Linux tells of this process; elsewhere the most that it ever held.
-
-    `ru_maxrss` begins with what the parent held when it started this process, so it is only told beside them.
-    """
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return peak_memory_bytes()
-    (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
-    return 1024 * int(kilobytes)
+        seen.append(measure.process_memory("RssAnon"))
 
 
 # ---- prepared data sets

@@ -150,7 +150,7 @@ def measure_tasks(num_tasks: int, quick: bool) -> dict[str, Any]:
             step(of, architectures)
     times = measure.alternate({name: functools.partial(step, *turn) for name, turn in turns.items()}, repeats)
     experts = [leaf.nbytes for block in grown.experts for expert in block for leaf in expert]
-    resident = measure.resident_bytes()
+    resident = measure.process_memory("VmRSS")
     return {
         "tasks": num_tasks,
         "experts_of_largest_block": max(sizes),

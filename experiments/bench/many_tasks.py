@@ -152,11 +152,11 @@ def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
     config = dataclasses.replace(config, similarity_images=32)
     cheem = Cheem(executor, config, Keys(0), None, FrozenFeatures(executor, config.batch_size))
     FrozenFeatures(executor, config.batch_size).compute(pictures(0, 1, vit.config.image_size))
-    began, begun = measure.resident_bytes(), compilations()
+    began, begun = measure.process_memory("VmRSS"), compilations()
     seconds = Seconds()
     with seconds("open"):
         cheem.open(root)
-    opened = {**seconds.found, "opened_megabytes": measure.resident_bytes() / 1e6}
+    opened = {**seconds.found, "opened_megabytes": measure.process_memory("VmRSS") / 1e6}
     memory = cheem.memory
     assert len(memory.tasks) == num_tasks
     found = {
@@ -207,7 +207,7 @@ def answering(executor: Stages, memory: Memory, size: int) -> dict[str, Any]:
         assert np.array_equal(answers[name].targets, np.arange(num)), "pictures come back to other tasks"
         seconds.median(f"ask_{name}", functools.partial(predictor.answer, asked))
         found |= {
-            f"{name}_megabytes": measure.resident_bytes() / 1e6,
+            f"{name}_megabytes": measure.process_memory("VmRSS") / 1e6,
             f"{name}_counters": predictor.counters(),
             f"{name}_programs": compilations().since(before).programs,
         }
@@ -235,7 +235,7 @@ def learning(cheem: Cheem, root: Path) -> dict[str, Any]:
         "new_task_kilobytes": measure.bytes_of(saved_tasks(root)[-1]) / 1e3,
         "record_kilobytes": sum(lines.values()) / 1e3,
         "record_parts_kilobytes": {key: size / 1e3 for key, size in lines.items() if size > 1000},
-        "learned_megabytes": measure.resident_bytes() / 1e6,
+        "learned_megabytes": measure.process_memory("VmRSS") / 1e6,
         "dense_megabytes": cheem.dense.bytes / 1e6,
     }
 

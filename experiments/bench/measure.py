@@ -141,13 +141,18 @@ def difference(found: Any, wanted: np.ndarray) -> float:
     return float(np.abs(np.asarray(found) - wanted).max() / max(float(np.abs(wanted).max()), 1e-12))
 
 
-def resident_bytes() -> int:
-    """What this process holds now; where the system does not tell, the most it ever held."""
+def process_memory(field: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
+    """Bytes that Linux reports of this process: resident now, at most so far, or now without what files back.
+
+    Elsewhere the most that it ever held. `ru_maxrss` begins with what the parent held when it started this process, so
+    it is only the last resort.
+    """
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return peak_memory_bytes()
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    return 1024 * int(kilobytes)
 
 
 def bytes_of(folder: Path) -> int:

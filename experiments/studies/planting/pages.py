@@ -1,7 +1,5 @@
 """The page, the table and the numbers of a planted experiment, every sentence made from what was measured."""
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -98,7 +96,7 @@ def cosine_grid(means: Mapping[str, Float[np.ndarray, "L D"]]) -> Grid:
     return Grid("What the plain backbone sees", ("", *means), rows, 1)
 
 
-def findings(runs: Runs, summaries: Sequence[Summary], costs: Costs) -> list[str]:
+def findings(runs: Runs, summaries: Sequence[Summary]) -> list[str]:
     """Plain sentences, the claims by how they came out."""
     sentences = []
     by_claim = {claim.name: {s.sampling: s for s in summaries if s.claim == claim.name} for claim in CLAIMS}
@@ -121,63 +119,48 @@ def findings(runs: Runs, summaries: Sequence[Summary], costs: Costs) -> list[str
         )
     if set(runs) == {"hee", "uniform"}:
         sentences += [_compared(by_claim), _cost(runs)]
-    sentences.append(_easy(runs, costs))
     return sentences
 
 
 def _compared(by_claim: Mapping[str, Mapping[str, Summary]]) -> str:
-    more, less, apart = [], [], []
+    """Claims of the structure that the samplings found differently often, and those whose intervals are apart."""
+    found: dict[str, list[str]] = {"more": [], "less": [], "apart": []}
     # uniform sampling never asks the similarity, so what it would have offered says nothing about it
     for name in (claim.name for claim in CLAIMS if not claim.about_similarity):
         hee, uniform = by_claim[name]["hee"], by_claim[name]["uniform"]
         if not hee.runs or not uniform.runs:
             continue
-        gap = hee.yes / hee.runs - uniform.yes / uniform.runs
-        if gap:
-            (more if gap > 0 else less).append(f"{name} ({_of(hee)} against {_of(uniform)})")
+        if gap := hee.yes / hee.runs - uniform.yes / uniform.runs:
+            told = f"{name} ({hee.yes} of {hee.runs} against {uniform.yes} of {uniform.runs})"
+            found["more" if gap > 0 else "less"].append(told)
         if hee.interval and uniform.interval:
             (low, high), (other_low, other_high) = hee.interval, uniform.interval
             if low > other_high or other_low > high:
-                apart.append(name)
-    told = f"Of the structure, HEE found more often than uniform sampling: {', '.join(more) or 'nothing'}; less often: "
-    told += f"{', '.join(less) or 'nothing'}. "
-    if apart:
-        return told + f"The 95 % intervals are apart for {', '.join(apart)}."
-    return told + "The 95 % intervals overlap in every claim."
+                found["apart"].append(name)
+    more, less, apart = (", ".join(names) or "nothing" for names in found.values())
+    return (
+        f"Of the structure, HEE found more often than uniform sampling: {more}; less often: {less}. The 95 % intervals "
+        f"are apart for {apart}."
+    )
 
 
 def _cost(runs: Runs) -> str:
     """What the two samplings reach and spend over all tasks."""
     told = []
     for title, of, unit in (
-        ("accuracy, task given", lambda r: 100 * r["local_average_accuracy"], " %"),
+        ("accuracy, task ID given", lambda r: 100 * r["local_average_accuracy"], " %"),
         ("parameters added per task", lambda r: r["params_added_percent"], " % of the backbone"),
         ("FLOPs per image, router included", lambda r: r["flops"]["paper"] / 1e6, " M"),
     ):
-        hee, uniform = (spread([of(results) for results in runs[s]], 2) for s in ("hee", "uniform"))
+        hee, uniform = (spread([of(results) for results in runs[sampling]], 2) for sampling in ("hee", "uniform"))
         told.append(f"{title}: HEE {hee}{unit}, uniform {uniform}{unit}")
     return f"Over all tasks, {'; '.join(told)}."
-
-
-def _easy(runs: Runs, costs: Costs) -> str:
-    """Whether the easy task pays for its savings."""
-    index = [task.role for task in PLAN].index("easy")
-    told = []
-    for sampling, found in runs.items():
-        flops = np.mean([results["tasks"][index]["flops"] for results in found]) / costs.plain
-        own = np.mean([results["local_accuracy"][-1][index] for results in found])
-        frozen = np.mean([r["yardsticks"]["frozen_linear"]["local_accuracy"][-1][index] for r in found])
-        told.append(
-            f"{TITLES[sampling]} {100 * flops:.0f} % of the plain backbone's FLOPs at {100 * own:.1f} % accuracy "
-            f"(linear on the whole plain backbone: {100 * frozen:.1f} %)"
-        )
-    return f"The easy task costs {'; '.join(told)}."
 
 
 def page(runs: Runs, judged: Judged, costs: Costs, means: Mapping[str, Float[np.ndarray, "L D"]], setting: str) -> str:
     """`planted.md`."""
     parts = ["# Planted synergy", setting, "## Findings"]
-    parts += findings(runs, judged.summaries, costs)
+    parts += findings(runs, judged.summaries)
     parts += ["![networks found](architectures.png)", "![similarity to the relative](similarity.png)"]
     for grid, note in (
         (plan_grid(), ""),
@@ -210,11 +193,8 @@ relations are in the data before anything is learned. `base` is the backbone's o
 
 def table(summaries: Sequence[Summary]) -> str:
     """`planted.csv`: the claims by sampling, numbers unrounded."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(Summary._fields)
-    writer.writerows(["" if value is None else value for value in summary] for summary in summaries)
-    return buffer.getvalue()
+    rows = [["" if value is None else str(value) for value in summary] for summary in summaries]
+    return Grid("", Summary._fields, tuple(map(tuple, rows)), 0).to_csv()
 
 
 def numbers(runs: Runs, judged: Judged) -> dict[str, Any]:
@@ -255,10 +235,6 @@ def interval(summary: Summary) -> str:
 
 def percent(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.0f} %"
-
-
-def _of(summary: Summary) -> str:
-    return f"{summary.yes} of {summary.runs}"
 
 
 def _runs(num: int) -> str:

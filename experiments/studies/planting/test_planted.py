@@ -261,19 +261,19 @@ def runs():
 
 def test_the_page_says_what_the_numbers_say(runs):
     judged = pages.judge_all(runs, COSTS)
-    text = " ".join(pages.findings(runs, judged.summaries, COSTS))
+    text = " ".join(pages.findings(runs, judged.summaries))
     assert "HEE sampling, 2 runs, found in every run: kin drawn on, kin rather, kin cheap, twin drawn on" in text
     assert "could not be asked: kin drawn on, kin rather, twin drawn on, twin rather, alien alone." in text
-    assert "easy cheap (2 of 2 against 0 of 2)" in text and "overlap in every claim" in text
-    assert "HEE 70 % of the plain backbone's FLOPs at 90.0 % accuracy" in text
+    assert "easy cheap (2 of 2 against 0 of 2)" in text and "intervals are apart for nothing." in text
+    assert "accuracy, task ID given: HEE 90.00" in text
     swapped = {"hee": runs["uniform"], "uniform": runs["hee"]}
-    other = " ".join(pages.findings(swapped, pages.judge_all(swapped, COSTS).summaries, COSTS))
+    other = " ".join(pages.findings(swapped, pages.judge_all(swapped, COSTS).summaries))
     assert "HEE found more often than uniform sampling: nothing; less often: kin cheap" in other
     means = {name: np.ones((4, 3)) for name in NAMES}
     page = pages.page(runs, judged, COSTS, means, "A setting.")
     assert "| kin drawn on | HEE | 2 of 2 | 34–100 % |" in page and "| kin drawn on | uniform | 0 of 0 | – |" in page
     rows = pages.table(judged.summaries).splitlines()
-    assert len(rows) == 1 + 2 * len(CLAIMS) and rows[0].startswith("claim,sampling,yes,runs,low,high")
+    assert len(rows) == 1 + 2 * len(CLAIMS) and rows[0].startswith('"claim","sampling","yes","runs","low","high"')
     json.dumps(pages.numbers(runs, judged), allow_nan=False)
 
 
