@@ -1,4 +1,4 @@
-"""What each part of CHEEM is worth: the paper's ablations and more, one table and a picture for each.
+"""What each part of CHEEM is worth: the paper's ablations and more, one table and a figure for each.
 
     python experiments/ablations.py
     python experiments/ablations.py --only epsilon,sampling --seeds 0,1,2 --run-dir runs/ablations

@@ -1,9 +1,9 @@
-"""Copies of finished runs that may be published: numbers and settings, no picture, no place of one machine.
+"""Copies of finished runs that may be published: numbers and settings, no image, no place of one machine.
 
     python experiments/collect.py --runs runs/compare --to docs/results/runs
 
 Every finished run below `--runs` becomes `TO/<its folder below RUNS>`. The stream has to be where the run found it,
-since which answers were right follows from its labels; no picture is decoded. A run that is there already is replaced
+since which answers were right follows from its labels; no image is decoded. A run that is there already is replaced
 only where it differs. `experiments/tables.py --results` makes the page.
 """
 
@@ -120,7 +120,7 @@ def labels_of(run: Run, data: Mapping[str, Any], opened: dict[str, Labels]) -> L
 
 
 def right_of(run: Run, labels: Labels) -> tuple[ByTask, ByTask]:
-    """Which answers were right: task and class found, and the class with the task given."""
+    """Which answers were right: task and class found, and the class with the task ID given."""
     file, right, given = run.directory / "answers.npz", [], []
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as held:

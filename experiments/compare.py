@@ -6,7 +6,7 @@
     python experiments/compare.py --stream mtil --preset paper --data-dir DATA --run-dir RUNS --launcher slurm
 
 Every run has a directory of its own, `RUN_DIR/<method>/seed-<seed>`, and is one that `cheem demo` or
-`experiments/mtil.py` could have made. What is finished is not run again, and what was stopped goes on.
+`experiments/mtil.py` could have made. What is finished is not run again, and what was stopped resumes.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from cheem_jax.report.table import METHODS
 
 @dataclasses.dataclass(frozen=True)
 class Compare(Study):
-    """Methods beside each other on one stream."""
+    """Methods side by side on one stream."""
 
     methods: str = "all"
     """Names separated by commas, or all."""

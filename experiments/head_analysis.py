@@ -5,7 +5,7 @@
     python experiments/head_analysis.py --runs runs/mtil --data-dir DATA
 
 Of methods with one head over all classes the logits of all test images are computed again, from the run's checkpoints
-and the pictures that it saw. Without runs: the paper's numbers and the theory alone.
+and the images that it saw. Without runs: the paper's numbers and the theory alone.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class HeadAnalysis(Source):
 
 
 def main(settings: HeadAnalysis) -> None:
-    """Make what is missing, measure, write tables and pictures."""
+    """Make what is missing, measure, write tables and figures."""
     progress, out, folders = Progress(), settings.out, settings.runs
     check_folder("--out", out)
     if settings.num_draws < 1:
@@ -87,7 +87,7 @@ def write(
     left_out: Sequence[tuple[Path, str]],
     curves: Sequence[Mapping[str, Any]],
 ) -> None:
-    """The page with its pictures, the table as CSV, and all numbers."""
+    """The page with its figures, the table as CSV, and all numbers."""
     out.mkdir(parents=True, exist_ok=True)
     rows = rows_of(measured)
     page = pages(rows, measured, curves, out)
@@ -113,9 +113,9 @@ def shown(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
 
 
 def measure_all(runs: Sequence[Run], settings: HeadAnalysis, progress: Progress) -> list[Measured]:
-    """Margins of the runs with one head over all classes; pictures and weights are read once for all that share them.
+    """Margins of the runs with one head over all classes; images and weights are read once for all that share them.
 
-    Raises ValueError where pictures or weights are not those that a run saw.
+    Raises ValueError where images or weights are not those that a run saw.
     """
     sources: dict[tuple[object, ...], tuple[mtil.Loaded, dict[Any, Any]]] = {}
     found = []

@@ -54,7 +54,7 @@ MEASURED = Path(choice.__file__).with_name("measured.json")
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Compare the executors over drawn architectures."""
+    """Compare the executors over sampled architectures."""
 
     backbones: str = "vit_micro,deit_tiny"
     """Names separated by commas; those that are not bundled get random weights, which are as fast as others."""

@@ -55,7 +55,7 @@ class SearchStudy(Source):
     base_data: str | None = None
     """The run's images of the pretraining data, where the weights do not carry its mean CLS tokens."""
     num: int = 20
-    """Architectures per task that are drawn and retrained, half by HEE and half uniformly."""
+    """Architectures per task that are sampled and retrained, half by HEE and half uniformly."""
     search_seeds: str = "0,1,2"
     """Seeds of the searches, separated by commas; more can be added later."""
     run_dir: Path = Path("runs/search_study")
@@ -119,7 +119,7 @@ def study(
     command: list[str] | None = None,
     workshop: dict[Any, Networks] | None = None,
 ) -> None:
-    """Compute in `directory` what is missing there of these tasks of the run, whose pictures are `loaded`.
+    """Compute in `directory` what is missing there of these tasks of the run, whose images are `loaded`.
 
     `workshop` keeps compiled networks, as for `run_stream`.
     """
@@ -204,7 +204,7 @@ def means_of(
     engine: EngineConfig,
     progress: Progress,
 ) -> np.ndarray | None:
-    """The mean class tokens of the backbone's own task, where the run knew them; ValueError where they are missing."""
+    """The mean CLS tokens of the pretraining data, where the run knew them; ValueError where they are missing."""
     pretrained, wanted, data = loaded.pretrained, held["base_means_sha256"], held.get("base_data_sha256")
     if wanted is None and data is None:
         return None

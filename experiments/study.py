@@ -251,7 +251,7 @@ def run_as_jobs(
 
 
 def known_of(settings: mtil.Mtil) -> dict[str, Any]:
-    """What the configuration of a run will say, as far as that is known before weights and pictures are read."""
+    """What the configuration of a run will say, as far as that is known before weights and images are read."""
     config = mtil.config_of(settings)
     known = {
         config.method.name: dataclasses.asdict(config.method), "seed": config.seed,
@@ -295,16 +295,16 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 LOADED_BY = (
     "stream", "data_dir", "order", "tasks", "images", "image_size", "backbone", "weights",
 )  # fmt: skip
-"""What weights and pictures depend on."""
+"""What weights and images depend on."""
 
 
 def place_of(settings: mtil.Mtil) -> tuple[Any, ...]:
-    """Where weights and pictures of a run come from."""
+    """Where weights and images of a run come from."""
     return tuple(getattr(settings, name) for name in LOADED_BY)
 
 
 def loader(study: Study, progress: Progress) -> Callable[[mtil.Mtil], mtil.Loaded]:
-    """Loads weights and pictures of a run; those of the last one serve again where they are the same."""
+    """Loads weights and images of a run; those of the last one serve again where they are the same."""
     held: dict[tuple[Any, ...], mtil.Loaded] = {}
 
     def load(settings: mtil.Mtil) -> mtil.Loaded:

@@ -1,9 +1,9 @@
-"""Pictures from files to training steps: decoding, waiting for input, memory, and prepared data sets.
+"""Images from files to training steps: decoding, waiting for input, memory, and prepared data sets.
 
     python -m experiments.bench.data
 
-Pictures are generated and files lie in the system's page cache, so that nothing here waits for a disk. What memory a
-task of many pictures takes is measured in processes of their own.
+Images are generated and files lie in the system's page cache, so that nothing here waits for a disk. What memory a
+task of many images takes is measured in processes of their own.
 """
 
 import contextlib
@@ -49,10 +49,10 @@ WIDTH, HEIGHT, QUALITY = 500, 375, 90
 FINE = 0.3
 """Amplitudes of the fields go with this power of their cells' size: at 0.3 a JPEG takes about 60 kB."""
 IMAGE_SIZE, SMALL, TINY = 224, 64, 32
-"""Pixels: of training, of the cache of many pictures, and of their files."""
+"""Pixels: of training, of the cache of many images, and of their files."""
 NUM_CLASSES, RANK, BATCH, GATHERED = 20, 16, 32, 64
 STREAMED = 100
-"""Batches of each split that are streamed of the many pictures: their memory is soon what it will be."""
+"""Batches of each split that are streamed of the many images: their memory is soon what it will be."""
 GOAL_DECODE, GOAL_WAITING, GOAL_GIGABYTES = 1.5, 0.03, 1.5
 """Times as fast as one thread; largest share of an epoch spent waiting; most memory of a process."""
 THREADS, PILLOW = "threads", "Pillow in one thread"
@@ -105,7 +105,7 @@ def write_task(folder: Path, num_train: int) -> Plan:
 
 
 def write_many(file: Path, num: int) -> None:
-    """A zip of tiny pictures: few of them under many names, told apart by bytes behind the end of the JPEG."""
+    """A zip of tiny images: few of them under many names, told apart by bytes behind the end of the JPEG."""
     tiny = []
     for data in photographs(50):
         buffer = io.BytesIO()
@@ -120,7 +120,7 @@ def write_many(file: Path, num: int) -> None:
 
 
 def missing() -> str | None:
-    """Why pictures cannot be streamed here, if so."""
+    """Why images cannot be streamed here, if so."""
     absent = [name for name in ("grain", "tensorflow_datasets") if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(absent)} (extra `datasets`)" if absent else None
 
@@ -154,7 +154,7 @@ def decoding(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 
 
 def pillow(file: Path) -> np.ndarray:
-    """One picture as anybody would read it."""
+    """One image as anybody would read it."""
     with Image.open(file) as image:
         return np.asarray(image.convert("RGB").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC))
 
@@ -176,7 +176,7 @@ class Epoch(NamedTuple):
 
 
 def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """An epoch of supernet training from pictures, kept in all the ways there are; no tokens are kept."""
+    """An epoch of supernet training from images, kept in all the ways there are; no tokens are kept."""
     vit = measure.backbone("vit_nano" if quick else "deit_tiny")
     size, num_steps, num_rounds = vit.config.image_size, 3 if quick else 7, 1 if quick else 3
     executor = measure.stages(vit)
@@ -262,7 +262,7 @@ def gathering(cache: Split, kept: Split, repeats: int) -> tuple[Row, dict[str, l
 
 
 def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """What many pictures take, in processes of their own."""
+    """What many images take, in processes of their own."""
     num = 1_000 if quick else 100_000
     write_many(folder / "many.zip", num)
     reason, found = missing(), {}
@@ -299,7 +299,7 @@ def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 
 
 def with_many(child: Child, place: str) -> dict[str, float]:
-    """One pass over the many pictures, and the most memory that this process took meanwhile."""
+    """One pass over the many images, and the most memory that this process took meanwhile."""
     folder, before = Path(place), measure.process_memory("RssAnon")
     with watching() as peak:
         start = time.perf_counter()

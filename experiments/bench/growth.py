@@ -2,7 +2,7 @@
 
     python -m experiments.bench.growth
 
-The memory is filled with drawn architectures instead of learned ones: what a step, the compiler, the similarity and a
+The memory is filled with sampled architectures instead of learned ones: what a step, the compiler, the similarity and a
 checkpoint cost depends on how many experts there are, not on how well they do. Every T has a process of its own, so
 that programs and resident memory are counted from nothing.
 """
@@ -68,7 +68,7 @@ class Grown(NamedTuple):
 
 
 def drawn_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: int = 0) -> Grown:
-    """A memory of tasks whose architectures are drawn as the exploiting sampler would, and not trained."""
+    """A memory of tasks whose architectures are sampled as the exploiting sampler would, and not trained."""
     rng, key, width = np.random.default_rng(seed), jax.random.key(seed), executor.config.width
     memory = Memory(executor.base_pool)
     experts = [[dense_expert(block, 0)] for block in executor.base_pool]
@@ -167,7 +167,7 @@ def measure_tasks(num_tasks: int, quick: bool) -> dict[str, Any]:
 
 
 def similarity(executor: Executor, grown: Grown, feed) -> None:
-    """Mean class tokens of the base and every task's network, as at the start of the next task."""
+    """Mean CLS tokens of the base and every task's network, as at the start of the next task."""
     token_means(executor, grown.networks, feed, NUM_IMAGES, batch_size=BATCH, advance=measure.ignore_advance)
 
 

@@ -173,7 +173,7 @@ def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
 
 
 def routing(memory: Memory, width: int) -> dict[str, float]:
-    """Seconds to name the task of 1,000 images by the index, and by comparing task by task as a check."""
+    """Seconds to infer the task of 1,000 images by the index, and by comparing task by task as a check."""
     features = np.random.default_rng(1).normal(size=(NUM_ROUTED, width)).astype(np.float32)
     centroids = [task.centroids for task in memory.tasks]
     points, seconds = normalise(features), Seconds()

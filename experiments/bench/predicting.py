@@ -1,4 +1,4 @@
-"""A folder of pictures answered, against decoded arrays through the same router and networks; and the first answer.
+"""A folder of images answered, against decoded arrays through the same router and networks; and the first answer.
 
 python experiments/bench/predicting.py runs/demo photos [--rounds 5] [--out docs/benchmarks]
 """
@@ -21,14 +21,14 @@ from experiments.bench.measure import Row, alternate, medians, ratio, save, tell
 
 @dataclasses.dataclass(frozen=True)
 class Predicting:
-    """Which memory answers which pictures."""
+    """Which memory answers which images."""
 
     memory: Annotated[Path, tyro.conf.Positional]
     """A memory, or a run's directory."""
     pictures: Annotated[Path, tyro.conf.Positional]
-    """A folder of pictures."""
+    """A folder of images."""
     num: int = 600
-    """The first pictures of the folder that are answered, at most."""
+    """The first images of the folder that are answered, at most."""
     rounds: int = 5
     """Rounds of both sides, alternating; medians are told."""
     out: Path | None = None

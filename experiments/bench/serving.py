@@ -29,7 +29,7 @@ from cheem_jax.cli import parse, run_command
 from experiments.bench.measure import Row, save, tell
 
 NUM_PICTURES = 64
-"""Different pictures, so that answers can be compared with those that each gets alone."""
+"""Different images, so that answers can be compared with those that each gets alone."""
 QUEUE = 16
 """Places of the server that is asked too much."""
 
@@ -45,7 +45,7 @@ class Serving:
     clients: int = 32
     """Clients that ask at the same time, each on a connection of its own."""
     picture_size: int = 64
-    """Pixels of the pictures' sides; they are sent as PNG."""
+    """Pixels of the images' sides; they are sent as PNG."""
     every: int = 2000
     """Requests between two looks at the server's memory."""
     out: Path | None = None

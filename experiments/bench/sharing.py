@@ -3,7 +3,7 @@
     python -m experiments.bench.sharing
 
 Both sides compute the same numbers, which is checked exactly. Beside each ratio stands its ceiling: what counting
-FLOPs alone would allow (attention products included, the last block for the class token alone).
+FLOPs alone would allow (attention products included, the last block for the CLS token alone).
 """
 
 import itertools

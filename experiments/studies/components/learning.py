@@ -58,7 +58,7 @@ class Network:
         self._answer = answer
 
     def accuracy(self, leaves: list[Any], head: Head, split: Split, num_classes: int) -> float:
-        """Accuracy in [0, 1] with the true task given."""
+        """Accuracy in [0, 1] with the task ID given."""
         num = np.int32(num_classes)
         found = over_batches(
             lambda read: self._answer(leaves, head, read["images"], num), Inputs(split.images), len(split.labels),

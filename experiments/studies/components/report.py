@@ -187,7 +187,7 @@ def sweep(rows: Sequence[Row], setting: Mapping[str, Any]) -> Grid:
 
 
 def write(directory: Path, rows: Sequence[Row], setting: Mapping[str, Any]) -> None:
-    """Table, numbers and picture."""
+    """Table, numbers and figure."""
     if not rows:
         return
     grid, rates = table(rows, setting), sweep(rows, setting)

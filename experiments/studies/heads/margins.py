@@ -171,9 +171,9 @@ def by_task(measured: Measured) -> list[dict[str, Any]]:
 def measure(
     run: Run, stream: Stream, pretrained: Pretrained, workshop: dict[Any, Networks] | None = None
 ) -> list[Margins]:
-    """Every task's margins after the last one, from the run's checkpoints and the pictures that it saw.
+    """Every task's margins after the last one, from the run's checkpoints and the images that it saw.
 
-    Raises ValueError for other pictures or weights than the run's, and for checkpoints that are not whole.
+    Raises ValueError for other images or weights than the run's, and for checkpoints that are not whole.
     """
     check_same(run.directory, run.config, run.order, stream, pretrained)
     name = run.results["method"]

@@ -1,4 +1,4 @@
-"""The page of `head_analysis.py`: tables, pictures, and what they say."""
+"""The page of `head_analysis.py`: tables, figures, and what they say."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class: the same with a mean and a deviation for each other class and each true c
 
 
 def pages(rows: Sequence[Row], measured: Sequence[Measured], curves: Sequence[Row], out: Path) -> list[str]:
-    """Tables, pictures and sentences for each stream and backbone; draws the pictures into `out`."""
+    """Tables, figures and sentences for each stream and backbone; draws the figures into `out`."""
     tasks, page = [task for one in measured for task in by_task(one)], [HEAD]
     if not tasks:
         match_figure(curves, [], out / "match.png")

@@ -1,4 +1,4 @@
-"""Pictures of `head_analysis.py`: match probability against the number of rivals, and margins."""
+"""Figures of `head_analysis.py`: match probability against the number of rivals, and margins."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

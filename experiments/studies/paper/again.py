@@ -1,4 +1,4 @@
-"""What of the page hangs on the processor that a run met, and on the size of the pictures."""
+"""What of the page hangs on the processor that a run met, and on the size of the images."""
 
 from collections.abc import Sequence
 
@@ -65,7 +65,7 @@ def _found(cells: Cells, one: Cell, other: Cell) -> tuple[str, ...]:
 
 
 def sizes_lines(sizes: Sequence[Cells], pixels: int, best: float, flops: float | None) -> str:
-    """What runs on other sizes of pictures reached, as more lines; `best` is the highest average accuracy of what is
+    """What runs on other sizes of images reached, as more lines; `best` is the highest average accuracy of what is
     not told the task on the page's `pixels`, and `flops` are CHEEM's per image there, in the paper's count."""
     told = []
     for cells in sizes:

@@ -1,4 +1,4 @@
-"""Collected runs that stand beside the page's own: the same seeds on another processor, pictures of another size."""
+"""Collected runs that stand beside the page's own: the same seeds on another processor, images of another size."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ class Beside(NamedTuple):
     again: Cells
     """Runs of the page made once more on another processor."""
     sizes: Sequence[Cells]
-    """Runs on the same pictures in another size, a folder each, the smallest first."""
+    """Runs on the same images in another size, a folder each, the smallest first."""
 
 
 def load_beside(results: Path, cells: Cells) -> Beside:
@@ -39,7 +39,7 @@ def load_beside(results: Path, cells: Cells) -> Beside:
 
 
 def pixels_of(cells: Cells) -> int:
-    """The size of the pictures."""
+    """The size of the images."""
     return next(run.run.results["image_size"] for found in cells.values() for run in found.values())
 
 

@@ -104,7 +104,7 @@ def better_than(method: str) -> Callable[[Cells], list[Verdict]]:
 
 
 def close_to_the_bound(cells: Cells) -> list[Verdict]:
-    """CHEEM minus full fine-tuning, with the task given to both and to the bound alone."""
+    """CHEEM minus full fine-tuning, with the task ID given to both and to the bound alone."""
     bound, margin = Cell(TOLD_METHOD), -largest_gap()
 
     def line(what: str, given: tuple[bool, bool]) -> Verdict:

@@ -1,7 +1,7 @@
 """Collected runs: what of a finished run may be published, how it is stored, and how it is read again.
 
 A folder per run holds `results.json` and `config.json` as the run wrote them, `record.json` (command, data and
-conditions, without the places of one machine) and `right.npz`: which test images were answered rightly. No picture and
+conditions, without the places of one machine) and `right.npz`: which test images were answered rightly. No image and
 no label.
 """
 
@@ -23,7 +23,7 @@ ByTask = tuple[Bool[np.ndarray, "_"], ...]
 
 
 class Collected(NamedTuple):
-    """A collected run: `right` where the task and the class were found, `right_given` with the task given."""
+    """A collected run: `right` where the task and the class were found, `right_given` with the task ID given."""
 
     run: Run
     place: str
@@ -57,7 +57,7 @@ Cells = Mapping[Cell, Mapping[int, Collected]]
 
 
 def is_usual(cells: Cells, cell: Cell) -> bool:
-    """Whether runs are of a method as it is: a network that names the task belongs to some, an ablation does not."""
+    """Whether runs are of a method as it is: a network that infers the task belongs to some, an ablation does not."""
     run = next(iter(cells[cell].values())).run.results
     return cell.order == "default" and cell.variant in ("", run["router"])
 
@@ -68,7 +68,7 @@ def usual_of(cells: Cells, method: str) -> Cell | None:
 
 
 def load(folder: Path) -> Cells:
-    """All collected runs; raises ValueError where one is damaged or does not belong to the others."""
+    """All collected runs; raises ValueError where one is corrupted or does not belong to the others."""
     if not folder.is_dir():
         raise ValueError(f"--results names {folder}, which is not a folder; expected one that collect.py has filled")
     runs, left_out = read([folder])

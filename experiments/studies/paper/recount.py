@@ -1,4 +1,4 @@
-"""Executed FLOPs counted anew from the networks that a record tells, so that runs of all versions compare.
+"""Executed FLOPs counted again from the networks that a record tells, so that runs of all versions compare.
 
 Until the count let a task's network share the first block's attention with the router's pass, a run's own figure was up
 to 4 % higher.

@@ -15,7 +15,7 @@ FOUND, GIVEN = "#1f77b4", "#c0792b"
 
 
 def accuracy_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
-    """A line per method: mean with its standard deviation, and a point per run, without and with the task given."""
+    """A line per method: mean with its standard deviation, and a point per run, without and with the task ID given."""
     figure = Figure(figsize=(7.2, 1.5 + 0.42 * len(rows)), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     for place, runs in enumerate(rows.values()):

@@ -46,7 +46,7 @@ class Study(NamedTuple):
     title: str
     text: Callable[[Mapping[str, Any]], str]
     draw: Callable[[Mapping[str, Any], Path], bool] | None = None
-    """Makes its picture; False where there is nothing to be seen."""
+    """Makes its figure; False where there is nothing to be seen."""
 
 
 STUDIES = {
@@ -211,7 +211,7 @@ def not_counted(found: Mapping[str, Any], cells: Cells) -> list[str]:
 def lines_of_sizes(
     beside: Beside, measured: Mapping[str, Mapping[str, Any]], routers: Mapping[str, Any] | None, pixels: int
 ) -> str:  # fmt: skip
-    """What pictures of another size bring, as more lines."""
+    """What images of another size bring, as more lines."""
     best = [row["average_accuracy"]["mean"] for method, row in measured.items() if method not in TOLD]
     chosen = {} if routers is None else routers["chosen"]
     best += [chosen[method]["accuracy"] for method in METHODS if method in chosen]
@@ -220,7 +220,7 @@ def lines_of_sizes(
 
 
 def study_parts(name: str, found: Mapping[str, Any], pictures: Mapping[str, str], cells: Cells) -> list[str]:
-    """A study's section, with its picture."""
+    """A study's section, with its figure."""
     study = STUDIES[name]
     shown = [f"![{study.title}]({pictures[name]})"] if name in pictures else []
     if name == "routers" and (left_out := not_counted(found, cells)):

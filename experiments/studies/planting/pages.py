@@ -23,7 +23,7 @@ class Judged(NamedTuple):
     verdicts: dict[str, list[dict[str, Verdict | None]]]
     """By sampling, one per run."""
     summaries: list[Summary]
-    """By claim, the samplings beside each other."""
+    """By claim, the samplings side by side."""
 
 
 def judge_all(runs: Runs, costs: Costs) -> Judged:
@@ -88,7 +88,7 @@ def tasks_grid(runs: Runs, costs: Costs) -> Grid:
 
 
 def cosine_grid(means: Mapping[str, Float[np.ndarray, "L D"]]) -> Grid:
-    """Cosine of mean class tokens in the plain backbone, mean over blocks: what there is to see before learning."""
+    """Cosine of mean CLS tokens in the plain backbone, mean over blocks: what there is to see before learning."""
     unit = {name: mean / np.linalg.norm(mean, axis=-1, keepdims=True) for name, mean in means.items()}
     rows = tuple(
         (name, *(f"{(one * other).sum(-1).mean():.2f}" for other in unit.values())) for name, one in unit.items()

@@ -1,4 +1,4 @@
-"""Two pictures of a planted experiment: the networks of all runs beside each other, and whom kin and twin resemble."""
+"""Two figures of a planted experiment: the networks of all runs side by side, and whom kin and twin resemble."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

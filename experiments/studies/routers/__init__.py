@@ -1,1 +1,1 @@
-"""Routers beside each other on finished runs."""
+"""Routers side by side on finished runs."""

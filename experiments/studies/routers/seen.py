@@ -18,7 +18,7 @@ from cheem_jax.routing.statistics import joined
 
 SPLITS = ("train", "val", "test")
 Seen = Mapping[str, Sequence[Float[np.ndarray, "N D"]]]
-"""By split: mean patch tokens at each quarter of the depth, and behind them the last class token."""
+"""By split: mean patch tokens at each quarter of the depth, and behind them the last CLS token."""
 
 
 def seen_of(task: Task, executor: Executor, file: Path, batch_size: int, tell: Callable[[str], object]) -> Seen:

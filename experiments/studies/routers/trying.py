@@ -24,9 +24,9 @@ class Tried(NamedTuple):
     bytes_per_task: float
     """Kept of a task, mean over tasks."""
     seconds_per_task: float
-    """To make the statistics of a task from its features, and the router anew with it, mean over tasks."""
+    """To make the statistics of a task from its features, and the router again with it, mean over tasks."""
     microseconds_per_image: float
-    """To name the task of an image whose features are there, one core, all together."""
+    """To infer the task of an image whose features are there, one core, all together."""
 
 
 def candidates() -> Iterator[RouterConfig]:

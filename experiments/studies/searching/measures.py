@@ -21,7 +21,7 @@ CORRELATIONS: dict[str, Callable[..., Any]] = {"spearman": spearmanr, "kendall":
 
 
 class Points(NamedTuple):
-    """The drawn architectures of a task that were retrained, accuracies in [0, 1]."""
+    """The sampled architectures of a task that were retrained, accuracies in [0, 1]."""
 
     supernet: Float[np.ndarray, "P"]
     val: Float[np.ndarray, "P"]
@@ -29,7 +29,7 @@ class Points(NamedTuple):
 
 
 def points_of(entries: Sequence[Entry], task: str) -> Points:
-    """Supernet accuracy and accuracies after retraining, of those drawn architectures that have all three."""
+    """Supernet accuracy and accuracies after retraining, of those sampled architectures that have all three."""
     retrained = _retrained(entries, task)
     found = []
     for entry in entries:

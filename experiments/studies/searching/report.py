@@ -1,4 +1,4 @@
-"""Tables, page, numbers and picture of a study of the search."""
+"""Tables, page, numbers and figure of a study of the search."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ TITLES = {"spearman": "Spearman", "kendall": "Kendall"}
 
 
 def write(directory: Path, entries: Sequence[Entry], setting: Mapping[str, Any]) -> list[Grid]:
-    """Page, numbers and picture of what the record holds so far; returns the tables."""
+    """Page, numbers and figure of what the record holds so far; returns the tables."""
     found = found_in(entries, setting)
     parts = [f"# The search on {found['stream']}, {found['backbone']}", *parts_of(found, 2)]
     if picture(found, directory / f"{NAME}.png"):

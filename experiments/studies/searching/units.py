@@ -1,6 +1,6 @@
 """What the study of one task computes, unit by unit, each written to the record at once.
 
-A unit is the supernet, the scores of the drawn architectures, one search, or one fine-tuned architecture. Finished
+A unit is the supernet, the scores of the sampled architectures, one search, or one fine-tuned architecture. Finished
 units are not computed again; a supernet goes on from its rolling checkpoint, which stays as what all else is read from.
 """
 
@@ -123,7 +123,7 @@ class TaskUnits:
         return self._again("searched", variant=PAPER, seed=seed)
 
     def finetune(self, genome: list[int]) -> Entry:
-        """An architecture trained from scratch as the run's own would be, with the true task given."""
+        """An architecture trained from scratch as the run's own would be, with the task ID given."""
         if (known := self.found("finetuned", genome=genome)) is not None:
             return known
         codes, start = np.array(genome, np.int32), time.perf_counter()
