@@ -24,7 +24,7 @@ ACCURACY, COST = "#1f77b4", "#c0392b"
 COSTS = {"params_added_percent": "parameters added per task, % of the backbone", "flops_paper": "FLOPs per image"}
 
 
-def mean_std(values: Sequence[float | None]) -> dict[str, float | None] | None:
+def mean_std(values: Sequence[float | None]) -> dict[str, Any] | None:
     """Mean and standard deviation (n - 1; None for one value) of what is there; None where nothing is."""
     found = np.array([value for value in values if value is not None], np.float64)
     if not found.size:
