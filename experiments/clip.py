@@ -24,7 +24,7 @@ METHODS = "cheem,lora_cl,s_prompts,l2p,dualprompt,coda_prompt,diki,tuna,full_fin
 
 @dataclasses.dataclass(frozen=True)
 class Clip(compare.Compare):
-    """Methods beside each other on CLIP's backbone."""
+    """Methods side by side on CLIP's backbone."""
 
     stream: str = "mtil"
     """mtil, vdd, demo, or whatever `experiments/mtil.py --stream` takes."""

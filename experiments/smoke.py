@@ -80,7 +80,7 @@ def random_vit(name: str) -> Pretrained:
 
 
 def random_router(name: str, feature: str) -> RouterWeights:
-    """The same of a network that names the task."""
+    """The same of a network that infers the task."""
     if name != "alexnet":
         return random_vit(name)
     config = AlexNetConfig(image_size=IMAGE_SIZE, feature=feature)  # pyright: ignore[reportArgumentType]

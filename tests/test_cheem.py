@@ -91,7 +91,7 @@ def test_a_new_task_sees_the_base_neutral_without_means_and_measured_with_them()
     second = neutral.learn(small.task("more", 1), Undisturbed())
     assert second["similarity"][0] == [0.0] * 4
     known = [s for s in second["similarity"][1] if s is not None]
-    assert not known or (max(known) <= 1 and min(known) >= -1)
+    assert known and max(known) <= 1 and min(known) >= -1
 
     means = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
     report = learner(stages=stages, base_means=means).learn(small.task("colours", 0), Undisturbed())

@@ -154,8 +154,8 @@ def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(begun
     assert reports["task1"]["log_density_per_dimension"] == pytest.approx(density)
 
 
-@pytest.mark.parametrize("backbone, paper", [("vit_base", 42.5), ("deit_tiny", 2.8)])
-def test_the_papers_flops_are_a_fused_pass_and_three_blocks_with_explicit_attention(backbone, paper, begun):
+@pytest.mark.parametrize("backbone, printed", [("vit_base", 42.4), ("deit_tiny", 2.8)])
+def test_a_fused_pass_and_three_blocks_with_explicit_attention_come_near_the_papers_flops(backbone, printed, begun):
     class Stub:
         config = config_of(backbone)
 
@@ -163,8 +163,7 @@ def test_the_papers_flops_are_a_fused_pass_and_three_blocks_with_explicit_attent
     method.executor, method.config = Stub(), DikiConfig()
     method.layers = layers_of("last3", 12)
     found, vit = method.flops(0), Stub.config
-    assert found["flops_as_printed"] / 1e9 == pytest.approx(paper, abs=0.1)
-    assert found["flops_as_printed"] / 1e9 == pytest.approx({"vit_base": 42.43, "deit_tiny": 2.77}[backbone], abs=0.01)
+    assert round(found["flops_as_printed"] / 1e9, 1) == printed  # the paper prints 42.5 and 2.8
     # all attention counted, the routing pass's too, is more
     attention = backbone_flops(vit, count_attention=True) - backbone_flops(vit)
     assert found["flops_explicit"] - found["flops_as_printed"] == attention

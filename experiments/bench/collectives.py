@@ -8,15 +8,9 @@ these bytes and the step's FLOPs over data-sheet rates; its other inputs are ass
 """
 
 import dataclasses
-import json
 import math
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +28,7 @@ from cheem_jax.execution.layout import SMALL, Layout
 from cheem_jax.pool import dense_expert, dense_experts
 from cheem_jax.supernet import OpSettings, Supernet, adam_update
 from experiments.bench.gpu import NUM_CLASSES, PEAKS, RANK
-from experiments.bench.measure import ROOT, Bench, Row, command, save, say, step_flops
+from experiments.bench.measure import Bench, Row, command, in_child, save, say, step_flops
 
 DEVICES, BATCH, SCAN_STEPS = 8, 64, 2
 ADAPT, NEW, REUSE, SKIP = Choice("adapt", 0), Choice("new"), Choice("reuse", 0), Choice("skip")
@@ -442,29 +436,10 @@ def gathers(entries: Sequence[dict[str, Any]], machine: Accelerators) -> list[di
 # ---- what is written
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings(Bench):
-    """What is compiled; with `file` in this process, into that file."""
-
-    file: Path | None = None
-    """Where the collectives go; this process must have eight devices."""
-
-
-def main(settings: Settings) -> None:
+def main(settings: Bench) -> None:
     """Compile in a process with eight devices; write `collectives.json`."""
-    if settings.file is not None:
-        settings.file.write_text(json.dumps(compile_all(settings.quick)))
-        return
-    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
-        file = Path(folder) / "found.json"
-        options = ["--file", str(file), *(["--quick"] if settings.quick else [])]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
-        done = subprocess.run(
-            [sys.executable, "-m", "experiments.bench.collectives", *options], cwd=ROOT, env=environment
-        )  # fmt: skip
-        if done.returncode != 0:
-            raise ValueError(f"compiling for {DEVICES} devices ended with status {done.returncode}; see above")
-        found = json.loads(file.read_text())
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    found = in_child("collectives.compile_all", settings.quick, environment=environment)
     machine = Accelerators()
     save(
         settings.out, "collectives", rows_of(found), quick=settings.quick, programs=found,
@@ -487,4 +462,4 @@ def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 if __name__ == "__main__":
-    command(main, parse(Settings, description=__doc__))
+    command(main, parse(Bench, description=__doc__))

@@ -31,13 +31,15 @@ from cheem_jax.training import SupernetFit, prepare, step_of, train_steps
 from experiments.bench.measure import (
     ROOT,
     Row,
+    alternate,
     command,
+    medians,
     random_images,
     save,
     say,
     separate_flops,
     step_flops,
-)
+)  # fmt: skip
 
 NUM_CLASSES, RANK, REPEATS = 100, 40, 3
 NUM_STEPS: dict[Name, int] = {"stages": 16, "whole": 2, "scan": 16}
@@ -117,9 +119,11 @@ def measure(
     prepare(one, supernet, batch)
     run_steps(one, fitting, architectures, feed, num_images, batch)
     preparing = time.perf_counter() - start
-    step_seconds = median_seconds(lambda: run_steps(one, fitting, architectures, feed, num_images, batch)) / steps
-    forward_seconds = median_seconds(lambda: run_forward(one, feed, num_images, batch))
-    forward_rate = num_images / forward_seconds
+    seconds = medians(
+        alternate({"steps": lambda: run_steps(one, fitting, architectures, feed, num_images, batch)}, REPEATS)
+        | alternate({"forward": lambda: run_forward(one, feed, num_images, batch)}, REPEATS)
+    )
+    step_seconds, forward_rate = seconds["steps"] / steps, num_images / seconds["forward"]
     work = batch * float(np.mean([step_flops(config, a, RANK, begin=0) for a in architectures])) / step_seconds
     peak = peak_of(jax.devices()[0].device_kind, precision)
     forward_work = forward_rate * separate_flops(config, [base_network(one)])
@@ -167,17 +171,6 @@ def run_forward(executor: Executor, feed: Feed, num_images: int, batch: int) -> 
         (walked,) = executor.walk([network], feed(rows.rows), rows.mask)
         found.append(executor.features(walked.tokens))
     jax.block_until_ready(found)
-
-
-def median_seconds(work) -> float:
-    """Median seconds after a warm-up."""
-    work()
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
 
 
 def task_seconds(step_seconds: float, batch: int, forward_rate: float) -> float:
