@@ -74,8 +74,8 @@ TERMS = (
 """Words that no other project uses in this sense; each pattern begins at a word."""
 
 ALLOWED = {
-    "docs/results.md": 112,
-    "docs/results/notes.md": 22,
+    "docs/results.md": 20,
+    "docs/results/notes.md": 1,
 }
 """Hits of pages that are still to be rewritten. The numbers may only fall."""
 
