@@ -179,9 +179,9 @@ def _load_json(directory: Path, name: str) -> dict[str, Any]:
         text = (directory / name).read_text()
         value = json.loads(text)
         found = value.get("format") if isinstance(value, dict) else None
-        if found != FORMAT:
+        if isinstance(found, str) and found.startswith("cheem_jax-") and found != FORMAT:
             raise ValueError(f"the format in its {name} is {found!r}, expected {FORMAT!r}")
-        if text != _text(value):
+        if found != FORMAT or text != _text(value):
             raise CorruptedCheckpoint(f"its {name} was changed")
         return value
 

@@ -15,7 +15,6 @@ from scipy.spatial.distance import cdist
 
 from cheem_jax import pool
 from cheem_jax.checkpoint import saved_tasks
-from cheem_jax.execution.feed import HostImages
 from cheem_jax.execution.stages import Stages
 from cheem_jax.keys import Keys
 from cheem_jax.methods.cheem import Cheem, together
@@ -247,10 +246,9 @@ def test_the_similarity_of_many_networks_is_the_same_in_parts_of_a_bounded_size(
         cheem = Cheem(executor, small.QUICK, Keys(0), None, FrozenFeatures(executor, 16))
         cheem.memory = memory
         cheem._dense = DenseExperts(memory.pool, limit)
-        earlier = [(0,) * executor.num_blocks, *(known.experts for known in memory.tasks)]
-        experts = cheem.dense.chosen([range(len(block)) for block in memory.pool])
-        feed = HostImages(executor, task.train.images)
-        found.append(cheem._similarity(NUM_TASKS, task, feed, experts, earlier, Undisturbed()))
+        learning = cheem.begin(task, Undisturbed())
+        earlier, experts = learning.candidates.earlier, learning.candidates.experts
+        found.append(cheem.similarity(learning))
         size = sum(leaf.nbytes for leaf in memory.pool[0][0].params)
         parts = list(together(earlier, experts, limit))
         assert sorted(sum(parts, [])) == list(range(NUM_TASKS + 1)) and parts[0][0] == 0
