@@ -24,6 +24,7 @@ from PIL import Image
 
 from cheem_jax.architecture import decode
 from cheem_jax.cli import parse
+from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.files import FolderFiles
 from cheem_jax.data.folder import plan_task
