@@ -132,7 +132,7 @@ def test_collected_runs_count_by_their_answers(studied, collected):
     for ours, theirs in zip(found["rows"], both["rows"], strict=True):
         assert ours["flops"] == pytest.approx(theirs["flops"])
         assert ours["cheem"]["accuracy"] == pytest.approx(theirs["cheem"]["accuracy"])
-    assert "with seed 1, by which" in (collected[0].out / "routers.md").read_text()
+    assert "with seed 1. Of" in (collected[0].out / "routers.md").read_text()
 
 
 @pytest.mark.full
@@ -147,7 +147,7 @@ def test_an_earlier_study_counts_as_if_its_networks_were_still_there(studied, co
     # its second look is of the router that it chose
     same = told_by(collected[0])["chosen"]["config"] == found["chosen"]["config"]
     assert [one["seed"] for one in found["second_look"]] == ([0, 1] if same else [0])
-    assert "with seeds 0, 1, by which" in (collected[1].out / "routers.md").read_text()
+    assert "with seeds 0, 1. Of" in (collected[1].out / "routers.md").read_text()
 
     with pytest.raises(ValueError, match=r"is of CHEEM with seeds \[0, 1\] on demo; expected seeds of --collected"):
         router_study.main(dataclasses.replace(collected[1], earlier=folder / "out/routers.json"))
