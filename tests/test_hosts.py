@@ -64,7 +64,7 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_numbe
     job = spmd.start_job("stream", tmp_path, **settings, hosts_timeout=10)
     until(lambda: list(run.glob("checkpoints/cheem/running-*/manifest.json")), job)
     job[victim].kill()
-    status, said = spmd.finish(job, seconds=60)[1 - victim]
+    status, said = spmd.finish(job)[1 - victim]
     assert status == 1 and "another one of the job has ended" in said and "start the job again" in said
     ((status, said),) = spmd.finish([spmd.start("stream", tmp_path / "again.json", devices=devices, **settings)])
     assert status == 0 and "resuming" in said, said
@@ -79,7 +79,7 @@ def test_a_request_to_stop_one_process_stops_all_at_the_same_step(tmp_path):
     job = spmd.start_job("stream", tmp_path, **settings)
     until(lambda: (run / ".status.json").exists() and "supernet" in (run / ".status.json").read_text(), job)
     job[1].send_signal(signal.SIGTERM)
-    assert [status for status, _ in spmd.finish(job, seconds=120)] == [128 + signal.SIGTERM] * 2
+    assert [status for status, _ in spmd.finish(job)] == [128 + signal.SIGTERM] * 2
     assert list(run.glob("checkpoints/cheem/running-*/manifest.json"))
 
 

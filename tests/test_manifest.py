@@ -288,9 +288,9 @@ def test_the_time_grows_with_the_rows_and_not_with_their_square(tmp_path):
         for i in range(num):
             (folder / f"{i}.png").touch()
         file = table(folder / "many.csv", "path,label", *(f"{i}.png,{i % 100}" for i in range(num)))
-        start = time.perf_counter()
+        start = time.process_time()
         assert plan_manifest(file).num_images == num
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     seconds(500)  # imports
     assert seconds(16000) < 100 * seconds(1000)  # by the square it would be 256 times
