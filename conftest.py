@@ -51,7 +51,7 @@ def bounded_memory_maps() -> Iterator[None]:
     """
     yield
     # imported late: what is imported before the hook above is not checked
-    from cheem_jax.execution.whole import memory_map_limit, memory_maps
+    from cheem_jax.engine.whole import memory_map_limit, memory_maps
 
     if memory_maps() > memory_map_limit() // 3:
         jax.clear_caches()

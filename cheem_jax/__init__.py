@@ -8,19 +8,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cheem_jax.evolution import search as search
-    from cheem_jax.hee import sample as sample
+    from cheem_jax.cheem.evolution import search as search
+    from cheem_jax.cheem.hee import sample as sample
+    from cheem_jax.cheem.supernet import Supernet as Supernet
+    from cheem_jax.cheem.supernet import SupernetState as SupernetState
+    from cheem_jax.cheem.training import make_step as make_step
+    from cheem_jax.cheem.training import supernet_score as supernet_score
+    from cheem_jax.cheem.training import train_step as train_step
+    from cheem_jax.core.pool import grow as grow
     from cheem_jax.memory import OpenMemory as OpenMemory
     from cheem_jax.memory import begin_with as begin_with
     from cheem_jax.memory import create as create
     from cheem_jax.memory import open_memory as open
-    from cheem_jax.pool import grow as grow
-    from cheem_jax.prediction import Prediction as Prediction
-    from cheem_jax.supernet import Supernet as Supernet
-    from cheem_jax.supernet import SupernetState as SupernetState
-    from cheem_jax.training import make_step as make_step
-    from cheem_jax.training import supernet_score as supernet_score
-    from cheem_jax.training import train_step as train_step
+    from cheem_jax.memory.prediction import Prediction as Prediction
 
 __version__ = "0.1.0"
 __all__ = [

@@ -12,35 +12,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cheem_jax import fingerprint, hosts, metrics
-from cheem_jax.atomic import write_atomically
+from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.checkpoint import load_manifest, load_meta, saved_tasks
+from cheem_jax.baselines.catalogue import Networks, make
+from cheem_jax.baselines.frozen_linear import FrozenLinear
+from cheem_jax.baselines.full_finetune import FullFinetune
+from cheem_jax.cheem.config import CheemConfig
+from cheem_jax.core import metrics
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.images import Images
+from cheem_jax.core.interruption import Stop, stop_requests
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.task import Stream, Task
-from cheem_jax.execution.choice import choose
-from cheem_jax.execution.compilation import Compilations, compilations
-from cheem_jax.execution.layout import make_layout
-from cheem_jax.flops import backbone_flops, executed_backbone_flops
-from cheem_jax.images import Images
-from cheem_jax.interruption import Stop, stop_requests
-from cheem_jax.keys import Keys
-from cheem_jax.methods.catalogue import Networks, make
-from cheem_jax.methods.cheem_config import CheemConfig
-from cheem_jax.methods.frozen_linear import FrozenLinear
-from cheem_jax.methods.full_finetune import FullFinetune
-from cheem_jax.methods.method import Answers, Method
+from cheem_jax.engine import hosts
+from cheem_jax.engine.choice import choose
+from cheem_jax.engine.compilation import Compilations, compilations
+from cheem_jax.engine.layout import make_layout
 from cheem_jax.networks import RouterWeights, base_means_of, networks_of
-from cheem_jax.paths import absolute, shown
 from cheem_jax.report.markdown import write_report
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import Record, read
 from cheem_jax.report.status import Status
 from cheem_jax.report.table import TOLD
 from cheem_jax.report.tensorboard import check_installed, write_events
-from cheem_jax.results import results_of
-from cheem_jax.rolling import Rolling, RunningTask
+from cheem_jax.run import fingerprint
+from cheem_jax.run.checkpoint import load_manifest, load_meta, saved_tasks
+from cheem_jax.run.directory import check_space, claim, hold
+from cheem_jax.run.method import Answers, Method
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import Record, read
+from cheem_jax.run.results import results_of
+from cheem_jax.run.rolling import Rolling, RunningTask
 from cheem_jax.run_config import RunConfig, check_fits, check_hosts, defaults_of, identity_of, setting_of
-from cheem_jax.run_directory import check_space, claim, hold
 
 SPARE_BYTES = 16 * 2**20
 """Room for what a task leaves besides its arrays: record, results, figures."""

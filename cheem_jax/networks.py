@@ -12,21 +12,21 @@ from cheem_jax.backbone.alexnet import PretrainedAlexNet, build_alexnet
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.baselines.alexnet_encoder import AlexNetEncoder
+from cheem_jax.baselines.catalogue import MethodConfig, Networks
+from cheem_jax.baselines.lora_cl import LoraClConfig
+from cheem_jax.cheem.config import CheemConfig
+from cheem_jax.core.images import Images
+from cheem_jax.core.kernels import Precision
+from cheem_jax.core.ops import Placement
+from cheem_jax.core.routing.config import PAPER
 from cheem_jax.data.task import hash_of_images
-from cheem_jax.execution.choice import EngineConfig, make_executor
-from cheem_jax.execution.compilation import jit_options
-from cheem_jax.execution.executor import Token
-from cheem_jax.execution.layout import ONE, Layout
-from cheem_jax.images import Images
-from cheem_jax.kernels import Precision
-from cheem_jax.methods.alexnet_encoder import AlexNetEncoder
-from cheem_jax.methods.catalogue import MethodConfig, Networks
-from cheem_jax.methods.cheem_config import CheemConfig
-from cheem_jax.methods.lora_cl import LoraClConfig
-from cheem_jax.methods.method import Backbone, FrozenFeatures
-from cheem_jax.ops import Placement
-from cheem_jax.report.progress import Progress
-from cheem_jax.routing.config import PAPER
+from cheem_jax.engine.choice import EngineConfig, make_executor
+from cheem_jax.engine.compilation import jit_options
+from cheem_jax.engine.executor import Token
+from cheem_jax.engine.layout import ONE, Layout
+from cheem_jax.run.method import Backbone, FrozenFeatures
+from cheem_jax.run.progress import Progress
 
 RouterWeights = Pretrained | PretrainedAlexNet
 """Weights of a lighter network that infers the task ID instead of the backbone (CHEEM-lite)."""

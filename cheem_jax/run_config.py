@@ -6,17 +6,17 @@ from typing import Any
 
 import jax
 
-from cheem_jax import hosts
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.baselines.catalogue import MethodConfig, preset_of
+from cheem_jax.baselines.full_finetune import FullFinetuneConfig
+from cheem_jax.cheem.config import CheemConfig, Preset
+from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.task import Stream
 from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.execution.layout import MeshConfig
-from cheem_jax.keys import SeedsConfig
-from cheem_jax.methods.catalogue import MethodConfig, preset_of
-from cheem_jax.methods.cheem_config import CheemConfig, Preset
-from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.engine import hosts
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.engine.layout import MeshConfig
 from cheem_jax.networks import BaseMeans, RouterWeights
 
 

@@ -18,13 +18,13 @@ from typing import Any
 from charts import architecture_sheet, spread, sweep_picture, write_page
 from study import Found, Study, Variant, run_all
 
-from cheem_jax.atomic import write_atomically
-from cheem_jax.cli import parse, run_command
-from cheem_jax.methods.cheem_config import PLUS, PRESETS
-from cheem_jax.ops import KINDS
+from cheem_jax.cheem.config import PLUS, PRESETS
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.ops import KINDS
 from cheem_jax.report.comparison import comparison
-from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import METHODS, NONE, Grid, format_flops
+from cheem_jax.run.progress import Progress
 
 STUDIES = ("epsilon", "tolerance", "sampling", "placement", "ops", "weights", "base_means", "plus")
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from cheem_jax.atomic import write_atomically
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.comparison import measure
 from cheem_jax.report.figures import DPI, FAINT, INK, architecture_grid, save
 from cheem_jax.report.table import NONE, Grid

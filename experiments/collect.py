@@ -19,14 +19,14 @@ import numpy as np
 from charts import check_folder
 from studies.paper.collected import ByTask, check_right, packed
 
-from cheem_jax.atomic import write_atomically
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import select
-from cheem_jax.report import record
 from cheem_jax.report.finished import RunRecord, read
-from cheem_jax.report.progress import Progress
+from cheem_jax.run import record
+from cheem_jax.run.progress import Progress
 
 Labels = dict[str, np.ndarray]
 

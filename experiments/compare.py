@@ -18,11 +18,11 @@ import study
 from charts import write_page
 from study import Found, Study, Variant
 
-from cheem_jax.cli import parse, run_command
-from cheem_jax.methods.catalogue import NAMES, NEED_A_ROUTER, Name, check_name
+from cheem_jax.baselines.catalogue import NAMES, NEED_A_ROUTER, Name, check_name
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.comparison import comparison, comparison_grid, csv_of, narrow
-from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import METHODS
+from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,16 +21,16 @@ from studies.components.report import rows_of, setting_of, table, write
 from studies.components.units import Units
 from study import Data, recorded, seeds_of
 
-from cheem_jax.arguments import arguments_of
-from cheem_jax.cli import parse, run_command
+from cheem_jax.baselines.full_finetune import FullFinetuneConfig
+from cheem_jax.cheem.config import PRESETS as CHEEM_PRESETS
+from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.methods.cheem_config import PRESETS as CHEEM_PRESETS
-from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.networks import networks_of
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import read
-from cheem_jax.run_directory import check_space
+from cheem_jax.run.directory import check_space
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
 
 PRESETS = {
     "paper": Training(20, (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)),

@@ -24,11 +24,11 @@ from studies.heads.theory import match_probability, match_with_one_rival, simula
 from studies.paper.printed import Cell, printed
 from study import Source
 
-from cheem_jax.cli import parse, run_command
-from cheem_jax.keys import key_at
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.keys import key_at
 from cheem_jax.report.finished import RunRecord, check_comparable, numbers_of, order_names, read, variant_of
-from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import METHODS, TOLD, Grid
+from cheem_jax.run.progress import Progress
 
 COMPARED = "l2p,dualprompt,coda_prompt,s_prompts,diki,cheem"
 """Methods of the paper's table."""

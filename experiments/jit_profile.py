@@ -29,25 +29,25 @@ from charts import check_folder
 from flax import nnx
 from studies.profiling.plot import cold_start_figure, profile_table
 
-from cheem_jax.architecture import Architecture, decode
-from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.config import BUNDLED, ViTConfig, at_image_size, config_of
+from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.cli import parse, run_command
-from cheem_jax.execution import choice
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.choice import EngineConfig, make_executor
-from cheem_jax.execution.compilation import compilations, jit_options
-from cheem_jax.execution.feed import Budget, feed_images
-from cheem_jax.flops import backbone_flops
-from cheem_jax.hee import sample, uniform_table
-from cheem_jax.kernels import Precision, dot
-from cheem_jax.pool import dense_experts
-from cheem_jax.report.progress import Progress
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import step_of, train_steps
+from cheem_jax.cheem.hee import sample, uniform_table
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import step_of, train_steps
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.architecture import Architecture, decode
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.kernels import Precision, dot
+from cheem_jax.core.pool import dense_experts
+from cheem_jax.engine import choice
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.choice import EngineConfig, make_executor
+from cheem_jax.engine.compilation import compilations, jit_options
+from cheem_jax.engine.feed import Budget, feed_images
+from cheem_jax.run.progress import Progress
 
 NUM_CLASSES = 10
 MEASURED = Path(choice.__file__).with_name("measured.json")

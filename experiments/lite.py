@@ -18,9 +18,9 @@ from study import Study, Variant, run_all
 from tables import Tables
 from tables import main as write_tables
 
-from cheem_jax.cli import parse, run_command
-from cheem_jax.report.progress import Progress
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.table import METHODS
+from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)

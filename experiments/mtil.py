@@ -18,30 +18,30 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from rich.console import Console
 from tyro.conf import AvoidSubcommands
 
-from cheem_jax import hosts
-from cheem_jax.arguments import arguments_of, located
 from cheem_jax.backbone.alexnet import load_alexnet
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
-from cheem_jax.cli import parse, run_command
+from cheem_jax.baselines.catalogue import NAMES, Baseline, MethodConfig, Name, Networks, preset_of
+from cheem_jax.baselines.full_finetune import FullFinetuneConfig
+from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cli.arguments import arguments_of, located
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core.images import Images
+from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.cache import Phase
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.load import ImagesConfig, load_tasks, load_train
 from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.data.task import Stream, select
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.execution.layout import MeshConfig, make_layout
-from cheem_jax.hosts import HostsConfig
-from cheem_jax.images import Images
-from cheem_jax.keys import SeedsConfig
-from cheem_jax.methods.catalogue import NAMES, Baseline, MethodConfig, Name, Networks, preset_of
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
-from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.engine import hosts
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.engine.hosts import HostsConfig
+from cheem_jax.engine.layout import MeshConfig, make_layout
 from cheem_jax.networks import RouterWeights
 from cheem_jax.report.comparison import comparison_grid, narrow
-from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import show
+from cheem_jax.run.progress import Progress
 
 T = TypeVar("T")
 DEMO = "demo"

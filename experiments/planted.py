@@ -21,17 +21,17 @@ from studies.planting.stream import planted_stream
 from studies.planting.structure import costs_of
 from study import seeds_of
 
-from cheem_jax.arguments import arguments_of
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
-from cheem_jax.cli import parse, run_command
+from cheem_jax.baselines.catalogue import Networks
+from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.methods.catalogue import Networks
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
-from cheem_jax.report.progress import Progress
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.run.progress import Progress
 
 Sampling = Literal["hee", "uniform"]
 SAMPLINGS: tuple[Sampling, ...] = ("hee", "uniform")

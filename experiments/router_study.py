@@ -31,19 +31,19 @@ from studies.routers.second_look import look, tuned
 from studies.routers.seen import Seen, seen_of
 from studies.routers.trying import PAPER, Tried, attempt, candidates, title_of
 
-from cheem_jax.atomic import write_atomically
+from cheem_jax.backbone.flops import pass_flops
 from cheem_jax.backbone.params import build
-from cheem_jax.cli import parse, run_command
-from cheem_jax.execution.choice import make_executor
-from cheem_jax.execution.executor import Executor
-from cheem_jax.flops import pass_flops
-from cheem_jax.keys import Keys
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.engine.choice import make_executor
+from cheem_jax.engine.executor import Executor
 from cheem_jax.memory.making import open_memory
-from cheem_jax.removed import without_removed_options
-from cheem_jax.report import record
 from cheem_jax.report.finished import RunRecord, check_comparable, order_names, read, variant_of
-from cheem_jax.report.progress import Progress
-from cheem_jax.routing.config import RouterConfig
+from cheem_jax.run import record
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.removed import without_removed_options
 
 METHODS = ("cheem", "lora_cl", "s_prompts")
 """Methods with a network per task behind a router."""

@@ -22,24 +22,24 @@ from studies.searching.report import write
 from studies.searching.units import PAPER, Entry, TaskUnits
 from study import Source, check_same, rebuilt, recorded, seeds_of
 
-from cheem_jax.arguments import arguments_of
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
-from cheem_jax.checkpoint import load_meta, saved_tasks
-from cheem_jax.cli import parse, run_command
+from cheem_jax.baselines.catalogue import Networks
+from cheem_jax.cheem.config import PRESETS, CheemConfig
+from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cheem.saved_memory import with_task
+from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.keys import Keys, SeedsConfig
+from cheem_jax.core.pool import Memory
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.task import hash_of_images
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.keys import Keys, SeedsConfig
-from cheem_jax.methods.catalogue import Networks
-from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
+from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.networks import networks_of
-from cheem_jax.pool import Memory
-from cheem_jax.removed import without_removed
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import read
-from cheem_jax.saved_memory import with_task
+from cheem_jax.run.checkpoint import load_meta, saved_tasks
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
+from cheem_jax.run.removed import without_removed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,13 @@ from cheem_jax.backbone.alexnet import shapes_of as alexnet_shapes
 from cheem_jax.backbone.config import at_image_size, config_of
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.baselines.catalogue import Networks, preset_of
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import select
-from cheem_jax.methods.catalogue import Networks, preset_of
 from cheem_jax.networks import RouterWeights
-from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import Grid, format_flops
+from cheem_jax.run.progress import Progress
 
 DEPTH, IMAGE_SIZE, TASKS = 2, 64, ("shapes", "colours")
 MARK = f"smoke run: {DEPTH} blocks, random weights"

@@ -15,23 +15,23 @@ from charts import check_folder
 from launchers.job import LauncherConfig, Run, Sweep, results_of
 from launchers.sweeps import check, finish, host_arguments
 
-from cheem_jax import fingerprint
-from cheem_jax.arguments import arguments_of
 from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.baselines.catalogue import Name, Networks, preset_of
+from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.core.interruption import Stop, stop_requests
+from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import Stream, repeats
 from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.interruption import Stop, stop_requests
-from cheem_jax.keys import SeedsConfig
-from cheem_jax.methods.catalogue import Name, Networks, preset_of
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import Record
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.run import fingerprint
+from cheem_jax.run.directory import check_held, claim, hold
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import Record
 from cheem_jax.run_config import defaults_of
-from cheem_jax.run_directory import check_held, claim, hold
 
 Config = TypeVar("Config")
 Found = dict[str, list[dict[str, Any]]]

@@ -20,13 +20,13 @@ from charts import check_folder
 from studies.paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
 from studies.paper.results_page import write_page
 
-from cheem_jax import metrics
-from cheem_jax.atomic import write_atomically
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core import metrics
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, VDD
 from cheem_jax.report.finished import RunRecord, check_comparable, numbers_of, order_names, read, variant_of
-from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import METHODS, TOLD, Grid
+from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,11 @@ from study import Found, Study, Variant, run_all
 from tables import Tables
 from tables import main as write_tables
 
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.data.demo import TASKS
 from cheem_jax.data.sources import plan_source
-from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import NONE, Grid
+from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)

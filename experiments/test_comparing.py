@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cheem_jax.cli import run_command
+from cheem_jax.cli.main import run_command
 from cheem_jax.data.task import Split, Stream, Task
-from cheem_jax.report.record import read
+from cheem_jax.run.record import read
 
 
 def stream_of_colours() -> Stream:

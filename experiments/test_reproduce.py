@@ -13,15 +13,14 @@ import reproduce
 import small
 from rich.console import Console
 
-from cheem_jax import fingerprint
-from cheem_jax.arguments import arguments_of
-from cheem_jax.cli import parse, run_command
-from cheem_jax.commands.demo import Demo
+from cheem_jax.cheem.config import PRESETS
+from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.cli.demo import Demo
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
-from cheem_jax.methods.cheem_config import PRESETS
-from cheem_jax.removed import REMOVED_OPTIONS
-from cheem_jax.report import record
-from cheem_jax.report.progress import Progress
+from cheem_jax.run import fingerprint, record
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.removed import REMOVED_OPTIONS
 
 
 @dataclasses.dataclass(frozen=True)

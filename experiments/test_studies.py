@@ -18,9 +18,9 @@ import task_orders
 import training_time
 from PIL import Image
 
-from cheem_jax.cli import run_command
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
-from cheem_jax.methods.lora_cl import LoraClConfig
+from cheem_jax.baselines.lora_cl import LoraClConfig
+from cheem_jax.cheem.config import PRESETS, CheemConfig
+from cheem_jax.cli.main import run_command
 
 
 def results_of(method="cheem", accuracy=0.8, flops=5e9, seed=0, names=("shapes", "letters"), **more) -> dict[str, Any]:

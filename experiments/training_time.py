@@ -21,9 +21,9 @@ from study import Found, run_all
 from tables import Tables
 from tables import main as write_tables
 
-from cheem_jax.cli import parse, run_command
-from cheem_jax.report.progress import Progress
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.table import METHODS, NONE, Grid
+from cheem_jax.run.progress import Progress
 
 TIMED = "cheem,lora_cl,s_prompts,l2p,dualprompt,coda_prompt,diki"
 

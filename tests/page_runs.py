@@ -11,8 +11,8 @@ from PIL import Image
 from cheem_jax.data.load import ImagesConfig, load_tasks
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import fingerprint
-from cheem_jax.report.record import Record, read
-from cheem_jax.results import results_of
+from cheem_jax.run.record import Record, read
+from cheem_jax.run.results import results_of
 
 SIZE = 8
 """Pixels of the pictures."""

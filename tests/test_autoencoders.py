@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
-from cheem_jax.methods.autoencoders import (
+from cheem_jax.baselines.autoencoders import (
     AutoEncoder,
     AutoEncoderConfig,
     AutoEncoders,

@@ -12,11 +12,11 @@ import small
 from baselines import check_method, fresh, learner
 
 from cheem_jax.backbone.config import config_of
-from cheem_jax.flops import backbone_flops
-from cheem_jax.keys import Phase
-from cheem_jax.methods.coda_prompt import CodaPrompt, CodaPromptConfig, component_weights, departure
-from cheem_jax.methods.method import Undisturbed
-from cheem_jax.training import FitConfig
+from cheem_jax.backbone.flops import backbone_flops
+from cheem_jax.baselines.coda_prompt import CodaPrompt, CodaPromptConfig, component_weights, departure
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.core.keys import Phase
+from cheem_jax.run.method import Undisturbed
 
 CONFIG = CodaPromptConfig(
     pool=7, length=4, layers=(0, 2), orthogonality=0.1, fit=FitConfig(2, 1e-2, "epoch_cosine"), batch_size=16

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 
-from cheem_jax.report import record
 from cheem_jax.report.compare import (
     CIRCUMSTANCES,
     difference_of_records,
@@ -15,6 +14,7 @@ from cheem_jax.report.compare import (
     differences,
     timeless,
 )
+from cheem_jax.run import record
 
 TASKS = ("colours", "textures")
 

@@ -21,24 +21,25 @@ import small
 from flax import nnx
 from rich.console import Console
 
-from cheem_jax import continual, metrics, networks
+from cheem_jax import continual, networks
 from cheem_jax.backbone.means import base_means
+from cheem_jax.baselines.catalogue import preset_of
+from cheem_jax.baselines.coda_prompt import CodaPromptConfig
+from cheem_jax.baselines.dualprompt import DualPromptConfig
+from cheem_jax.baselines.full_finetune import FullFinetuneConfig
+from cheem_jax.baselines.l2p import L2pConfig
+from cheem_jax.baselines.lora_finetune import LoraFinetuneConfig
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core import metrics
+from cheem_jax.core.interruption import Stopped
+from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.task import Stream
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.interruption import Stopped
-from cheem_jax.keys import SeedsConfig
-from cheem_jax.methods.catalogue import preset_of
-from cheem_jax.methods.coda_prompt import CodaPromptConfig
-from cheem_jax.methods.dualprompt import DualPromptConfig
-from cheem_jax.methods.full_finetune import FullFinetuneConfig
-from cheem_jax.methods.l2p import L2pConfig
-from cheem_jax.methods.lora_finetune import LoraFinetuneConfig
+from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.report.compare import timeless
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import read
-from cheem_jax.run_directory import claim, hold
-from cheem_jax.training import FitConfig
+from cheem_jax.run.directory import claim, hold
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
 
 CONFIG = RunConfig(small.QUICK, "quick", 0, None)
 
@@ -431,7 +432,7 @@ def test_images_of_another_size_than_the_backbones_are_refused(tmp_path):
 def test_a_directory_that_another_process_uses_is_refused_with_its_number(tmp_path):
     claim(tmp_path / "run", {"seed": 0})
     program = (
-        "import sys; from pathlib import Path; from cheem_jax.run_directory import hold\n"
+        "import sys; from pathlib import Path; from cheem_jax.run.directory import hold\n"
         "with hold(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "run")]

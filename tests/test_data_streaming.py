@@ -9,14 +9,14 @@ import pytest
 import small
 from test_data_cache import kept, pictures
 
+from cheem_jax.cheem.supernet import Supernet
+from cheem_jax.cheem.training import FitConfig, SupernetFit, constant_draws, fit
+from cheem_jax.core.images import in_turn
+from cheem_jax.core.pool import dense_experts
 from cheem_jax.data import ImagesConfig, fingerprint, load_tasks, plan_task
 from cheem_jax.data.folder import plan_stream
-from cheem_jax.execution.feed import HostImages
-from cheem_jax.execution.stages import Stages
-from cheem_jax.images import in_turn
-from cheem_jax.pool import dense_experts
-from cheem_jax.supernet import Supernet
-from cheem_jax.training import FitConfig, SupernetFit, constant_draws, fit
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.stages import Stages
 
 pytest.importorskip("grain", reason="the extra `datasets` is not installed")
 

@@ -12,19 +12,11 @@ from baselines import check_method, fresh, learner
 from scipy.stats import multivariate_normal
 
 from cheem_jax.backbone.config import config_of
-from cheem_jax.execution.stages import Stages
-from cheem_jax.flops import backbone_flops
-from cheem_jax.methods.diki import (
-    Diki,
-    DikiConfig,
-    fit_gaussian,
-    gaussian_of,
-    layers_of,
-    log_density,
-    mixing_weight,
-)
-from cheem_jax.methods.method import FrozenFeatures, Undisturbed
-from cheem_jax.training import FitConfig
+from cheem_jax.backbone.flops import backbone_flops
+from cheem_jax.baselines.diki import Diki, DikiConfig, fit_gaussian, gaussian_of, layers_of, log_density, mixing_weight
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.engine.stages import Stages
+from cheem_jax.run.method import FrozenFeatures, Undisturbed
 
 CONFIG = DikiConfig(length=2, layers=(1, 3), fit=FitConfig(2, 1e-2), batch_size=16)
 

@@ -11,10 +11,10 @@ import small
 from baselines import check_method, learner
 
 from cheem_jax.backbone.config import config_of
-from cheem_jax.flops import backbone_flops
-from cheem_jax.methods.dualprompt import DualPrompt, DualPromptConfig
-from cheem_jax.methods.method import Undisturbed
-from cheem_jax.training import FitConfig
+from cheem_jax.backbone.flops import backbone_flops
+from cheem_jax.baselines.dualprompt import DualPrompt, DualPromptConfig
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.run.method import Undisturbed
 
 CONFIG = DualPromptConfig(
     general_length=2, expert_length=4, general_layers=(0,), expert_layers=(1, 2),

@@ -7,16 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from cheem_jax import hee
-from cheem_jax.evolution import (
-    Scored,
-    SearchConfig,
-    crossover,
-    mutate,
-    rank,
-    search,
-)
-from cheem_jax.keys import key_at
+from cheem_jax.cheem import hee
+from cheem_jax.cheem.evolution import Scored, SearchConfig, crossover, mutate, rank, search
+from cheem_jax.core.keys import key_at
 
 SIZES = [2, 1, 2, 1]
 GOAL = np.array([3, 2, 5, 0])

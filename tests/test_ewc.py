@@ -11,12 +11,12 @@ import pytest
 import small
 from baselines import Interrupted, Watched, check_method, fresh, learner
 
-from cheem_jax import flops
+from cheem_jax.backbone import flops
 from cheem_jax.backbone.config import config_of
-from cheem_jax.keys import Phase
-from cheem_jax.methods.ewc import Ewc, EwcConfig, squared_gradients
-from cheem_jax.methods.method import Undisturbed
-from cheem_jax.training import FitConfig
+from cheem_jax.baselines.ewc import Ewc, EwcConfig, squared_gradients
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.core.keys import Phase
+from cheem_jax.run.method import Undisturbed
 
 CONFIG = EwcConfig(
     penalties=(100.0,), head_learning_rate=1e-2, fit=FitConfig(epochs=2, learning_rate=1e-3), batch_size=16

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import small
 
-from cheem_jax.architecture import decode, from_strings
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.compilation import jit_options
-from cheem_jax.execution.executor import Batch, Dense, masked_logits
-from cheem_jax.execution.feed import HostImages
-from cheem_jax.execution.passes import answers, count_right, token_means
-from cheem_jax.execution.stages import Stages
-from cheem_jax.ops import Reuse
-from cheem_jax.pool import dense_experts, grow
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import dense_network, prepare, train_step
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import dense_network, prepare, train_step
+from cheem_jax.core.architecture import decode, from_strings
+from cheem_jax.core.ops import Reuse
+from cheem_jax.core.pool import dense_experts, grow
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.compilation import jit_options
+from cheem_jax.engine.executor import Batch, Dense, masked_logits
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.passes import answers, count_right, token_means
+from cheem_jax.engine.stages import Stages
 
 VIT = small.backbone()
 STAGES = {placement: Stages(VIT, placement) for placement in ("mlp_down", "attn_proj")}

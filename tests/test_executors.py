@@ -13,16 +13,16 @@ import small
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cheem_jax.architecture import decode, from_strings
-from cheem_jax.execution.executor import Batch, Dense, Executor, Gather, masked_logits
-from cheem_jax.execution.parts import side_by_side
-from cheem_jax.execution.scan import Scan
-from cheem_jax.execution.stages import Stages
-from cheem_jax.execution.whole import ProgramCache, Whole
-from cheem_jax.ops import LowRank, learned_of, with_learned
-from cheem_jax.pool import dense_experts, grow
-from cheem_jax.supernet import OpSettings, Supernet, SupernetState
-from cheem_jax.training import dense_network, train_step, train_steps
+from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
+from cheem_jax.cheem.training import dense_network, train_step, train_steps
+from cheem_jax.core.architecture import decode, from_strings
+from cheem_jax.core.ops import LowRank, learned_of, with_learned
+from cheem_jax.core.pool import dense_experts, grow
+from cheem_jax.engine.executor import Batch, Dense, Executor, Gather, masked_logits
+from cheem_jax.engine.parts import side_by_side
+from cheem_jax.engine.scan import Scan
+from cheem_jax.engine.stages import Stages
+from cheem_jax.engine.whole import ProgramCache, Whole
 
 VIT = small.backbone()
 IMAGES = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)

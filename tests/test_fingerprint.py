@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from cheem_jax import fingerprint
-from cheem_jax.report.record import to_json
+from cheem_jax.run import fingerprint
+from cheem_jax.run.record import to_json
 
 IDENTITY = {"seed": 0, "rates": (1e-3, 2e-3), "data_sha256": {"a": "1", "b": "2"}, "weights_sha256": "w"}
 

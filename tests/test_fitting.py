@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cheem_jax.methods.fitting import FitBatch, Fitter, Inputs, left, over_batches
-from cheem_jax.training import FitConfig
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, left, over_batches
+from cheem_jax.cheem.training import FitConfig
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(21, 3)).astype(np.float32), np.arange(21, dtype=np.int32) % 2

@@ -2,10 +2,10 @@
 
 import pytest
 
-from cheem_jax import flops
-from cheem_jax.architecture import from_strings
+from cheem_jax.backbone import flops
 from cheem_jax.backbone.config import at_image_size, config_of
 from cheem_jax.backbone.params import shapes_of
+from cheem_jax.core.architecture import from_strings
 
 
 @pytest.mark.parametrize(

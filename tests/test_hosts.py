@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import spmd
 
-from cheem_jax import hosts
-from cheem_jax.hosts import HostsConfig
-from cheem_jax.methods.catalogue import NAMES
-from cheem_jax.report.record import read
+from cheem_jax.baselines.catalogue import NAMES
+from cheem_jax.engine import hosts
+from cheem_jax.engine.hosts import HostsConfig
+from cheem_jax.run.record import read
 
 STEPS = {"supernet": {"epochs": 17}}
 """51 steps, three in an epoch."""

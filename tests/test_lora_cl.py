@@ -11,14 +11,14 @@ import small
 from baselines import check_method, learner
 
 from cheem_jax.backbone.config import CONFIGS
-from cheem_jax.flops import backbone_flops, pair_flops
-from cheem_jax.kernels import product
-from cheem_jax.methods.lora_cl import LoraCl, LoraClConfig
-from cheem_jax.methods.lora_finetune import LoraFinetune, LoraFinetuneConfig
-from cheem_jax.methods.method import Undisturbed
-from cheem_jax.ops import Adapt, LowRank, apply_op
-from cheem_jax.pool import dense_expert
-from cheem_jax.training import FitConfig
+from cheem_jax.backbone.flops import backbone_flops, pair_flops
+from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
+from cheem_jax.baselines.lora_finetune import LoraFinetune, LoraFinetuneConfig
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.core.kernels import product
+from cheem_jax.core.ops import Adapt, LowRank, apply_op
+from cheem_jax.core.pool import dense_expert
+from cheem_jax.run.method import Undisturbed
 
 SETTINGS = {"rank": 2, "fit": FitConfig(epochs=2, learning_rate=1e-2), "batch_size": 16}
 

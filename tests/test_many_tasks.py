@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from cheem_jax import pool
-from cheem_jax.checkpoint import saved_tasks
-from cheem_jax.execution.stages import Stages
-from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import Cheem, together
-from cheem_jax.methods.expert_memory import TaskNetworks
-from cheem_jax.methods.method import FrozenFeatures, Undisturbed
-from cheem_jax.ops import LowRank
-from cheem_jax.pool import DenseExperts, Head, Memory, dense_expert
-from cheem_jax.predict import Predictor
-from cheem_jax.routing import centroids
-from cheem_jax.routing.centroids import CentroidIndex
-from cheem_jax.routing.config import Metric, RouterConfig
-from cheem_jax.saved_memory import open_memory, save_memory_task
+from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cheem.learner import Cheem, together
+from cheem_jax.cheem.saved_memory import open_memory, save_memory_task
+from cheem_jax.core import pool
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.ops import LowRank
+from cheem_jax.core.pool import DenseExperts, Head, Memory, dense_expert
+from cheem_jax.core.routing import centroids
+from cheem_jax.core.routing.centroids import CentroidIndex
+from cheem_jax.core.routing.config import Metric, RouterConfig
+from cheem_jax.engine.stages import Stages
+from cheem_jax.memory.predictor import Predictor
+from cheem_jax.run.checkpoint import saved_tasks
+from cheem_jax.run.method import FrozenFeatures, Undisturbed
 from experiments.bench.growth import drawn_memory
 
 NUM_TASKS, NUM_SAVED, RANK = 30, 8, 2

@@ -16,18 +16,18 @@ from test_tensorboard import numbers_in, texts_in
 
 import cheem_jax
 from cheem_jax.backbone.weights import save_converted
-from cheem_jax.commands.tensorboard import Tensorboard, write_tensorboard
-from cheem_jax.commands.watch import Watch, watch_run
+from cheem_jax.cli.tensorboard import Tensorboard, write_tensorboard
+from cheem_jax.cli.watch import Watch, watch_run
 from cheem_jax.report import finished, memories
 from cheem_jax.report.live import line
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.page.architecture import architectures
 from cheem_jax.report.page.charts import pool_growth
 from cheem_jax.report.page.loading import load
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import Record, read
 from cheem_jax.report.status import look
 from cheem_jax.report.tensorboard import NAME
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import Record, read
 
 METHOD = dataclasses.replace(small.QUICK, remove=("skip", "adapt"))
 

@@ -14,11 +14,9 @@ from scipy.special import erf
 
 from cheem_jax.backbone.alexnet import AlexNetConfig, build_alexnet, shapes_of
 from cheem_jax.backbone.config import config_of
-from cheem_jax.execution.stages import Stages
-from cheem_jax.methods.alexnet_encoder import AlexNetEncoder
-from cheem_jax.methods.autoencoders import AutoEncoderConfig
-from cheem_jax.methods.method import Encoder, FrozenFeatures, Undisturbed
-from cheem_jax.methods.moe_adapters import (
+from cheem_jax.baselines.alexnet_encoder import AlexNetEncoder
+from cheem_jax.baselines.autoencoders import AutoEncoderConfig
+from cheem_jax.baselines.moe_adapters import (
     Experts,
     Gates,
     MoeAdapters,
@@ -31,7 +29,9 @@ from cheem_jax.methods.moe_adapters import (
     sample,
     smoothed_cross_entropy,
 )
-from cheem_jax.training import FitConfig
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.engine.stages import Stages
+from cheem_jax.run.method import Encoder, FrozenFeatures, Undisturbed
 
 CONFIG = MoeAdaptersConfig(
     experts=6,

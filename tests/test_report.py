@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from cheem_jax.architecture import from_strings
-from cheem_jax.report import COLOURS, figures, table
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import COLOURS
+from cheem_jax.report import figures, table
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.table import spread
 

@@ -17,9 +17,8 @@ from PIL import Image
 from plotly.offline import get_plotlyjs
 
 from cheem_jax.backbone.config import CONFIGS, at_image_size
-from cheem_jax.commands.report import Report, write_report_page
-from cheem_jax.flops import backbone_flops
-from cheem_jax.report import record
+from cheem_jax.backbone.flops import backbone_flops
+from cheem_jax.cli.report import Report, write_report_page
 from cheem_jax.report.finished import read
 from cheem_jax.report.page import examples
 from cheem_jax.report.page.assemble import text_of
@@ -27,9 +26,10 @@ from cheem_jax.report.page.examples import data_uri
 from cheem_jax.report.page.loading import record_of
 from cheem_jax.report.page.search import search_chart
 from cheem_jax.report.page.specs import EmptySection
-from cheem_jax.report.progress import duration
 from cheem_jax.report.table import spread
-from cheem_jax.results import results_of
+from cheem_jax.run import record
+from cheem_jax.run.progress import duration
+from cheem_jax.run.results import results_of
 
 HOSTILE = "</script><script>alert(1)</script><b>\"'`{{7*7}}%{x}$x$"
 PLOTLY = get_plotlyjs()
@@ -451,7 +451,7 @@ def test_a_folder_that_cannot_be_written_to_asks_for_another_place(run, monkeypa
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("cheem_jax.commands.report.write_atomically", refuse)  # the superuser may write anywhere
+    monkeypatch.setattr("cheem_jax.cli.report.write_atomically", refuse)  # the superuser may write anywhere
     with pytest.raises(
         ValueError, match="report.html cannot be written .Permission denied.; name another file with --out"
     ):

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from cheem_jax.report.progress import Progress
+from cheem_jax.run.progress import Progress
 
 
 class Clock:

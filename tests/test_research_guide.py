@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cheem_jax.architecture import decode
-from cheem_jax.hee import sample
+from cheem_jax.cheem.hee import sample
+from cheem_jax.core.architecture import decode
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "research.md"
 

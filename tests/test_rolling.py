@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
-from cheem_jax import rolling
-from cheem_jax.checkpoint import saved_tasks
-from cheem_jax.interruption import Stop, Stopped
-from cheem_jax.rolling import Rolling, RunningTask, Saved
+from cheem_jax.core.interruption import Stop, Stopped
+from cheem_jax.run import rolling
+from cheem_jax.run.checkpoint import saved_tasks
+from cheem_jax.run.rolling import Rolling, RunningTask, Saved
 
 SAVED = Saved({"x": np.arange(4.0)}, {"step": 3})
 

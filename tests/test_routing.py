@@ -17,39 +17,39 @@ from sklearn.linear_model import Ridge
 from test_memory import NAME, begin
 
 import cheem_jax
-from cheem_jax import flops
-from cheem_jax.architecture import from_strings
+from cheem_jax.backbone import flops
 from cheem_jax.backbone.alexnet import AlexNetConfig, PretrainedAlexNet
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
-from cheem_jax.checkpoint import load_task, saved_tasks
-from cheem_jax.cli import parse
-from cheem_jax.commands.info import Info, show_info
+from cheem_jax.baselines.frozen_linear import FrozenLinear
+from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
+from cheem_jax.baselines.s_prompts import SPromptsConfig
+from cheem_jax.cheem.expert_memory import ExpertMemory
+from cheem_jax.cheem.supernet import init_head_learner
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.cli.info import Info, show_info
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.ops import Reuse, init_new
+from cheem_jax.core.pool import Memory
+from cheem_jax.core.routing.centroids import distances, fit_centroids, normalise, route, threshold
+from cheem_jax.core.routing.config import PAPER, RouterConfig, TaskStatistics
+from cheem_jax.core.routing.routers import make_router
+from cheem_jax.core.routing.statistics import fit_statistics, joined, num_kept, packed, random_features, unpacked
 from cheem_jax.data.task import Split, Task
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.execution.executor import Dense
-from cheem_jax.execution.feed import HostImages
-from cheem_jax.execution.inference import Inference, TaskNetwork
-from cheem_jax.execution.passes import answers
-from cheem_jax.execution.scan import Scan
-from cheem_jax.execution.stages import Stages
-from cheem_jax.execution.whole import Whole
-from cheem_jax.keys import Keys
-from cheem_jax.methods.expert_memory import ExpertMemory
-from cheem_jax.methods.frozen_linear import FrozenLinear
-from cheem_jax.methods.lora_cl import LoraCl, LoraClConfig
-from cheem_jax.methods.method import Backbone, FrozenFeatures, Undisturbed, base_network
-from cheem_jax.methods.s_prompts import SPromptsConfig
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.engine.executor import Dense
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.inference import Inference, TaskNetwork
+from cheem_jax.engine.passes import answers
+from cheem_jax.engine.scan import Scan
+from cheem_jax.engine.stages import Stages
+from cheem_jax.engine.whole import Whole
 from cheem_jax.networks import networks_of
-from cheem_jax.ops import Reuse, init_new
-from cheem_jax.pool import Memory
-from cheem_jax.routing.centroids import distances, fit_centroids, normalise, route, threshold
-from cheem_jax.routing.config import PAPER, RouterConfig, TaskStatistics
-from cheem_jax.routing.routers import make_router
-from cheem_jax.routing.statistics import fit_statistics, joined, num_kept, packed, random_features, unpacked
-from cheem_jax.supernet import init_head_learner
-from cheem_jax.training import FitConfig
+from cheem_jax.run.checkpoint import load_task, saved_tasks
+from cheem_jax.run.method import Backbone, FrozenFeatures, Undisturbed, base_network
 from experiments import mtil
 
 KINDS = ("kmeans", "class_means", "lda", "gaussian", "ridge")

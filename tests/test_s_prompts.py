@@ -10,12 +10,12 @@ import small
 from baselines import check_method, fresh, learner
 
 from cheem_jax.backbone.config import config_of
-from cheem_jax.flops import backbone_flops, executed_backbone_flops, token_flops
-from cheem_jax.methods.method import Undisturbed
-from cheem_jax.methods.s_prompts import SPrompts, SPromptsConfig
-from cheem_jax.ops import Reuse
-from cheem_jax.routing.config import RouterConfig
-from cheem_jax.training import FitConfig
+from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops, token_flops
+from cheem_jax.baselines.s_prompts import SPrompts, SPromptsConfig
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.core.ops import Reuse
+from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.run.method import Undisturbed
 
 CONFIG = SPromptsConfig(
     length=3, fit=FitConfig(2, 1e-2, "constant"), router=RouterConfig(num_centroids=2), batch_size=16

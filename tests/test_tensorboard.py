@@ -12,10 +12,10 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 from tensorboardX.record_writer import masked_crc32c
 
-from cheem_jax.commands.tensorboard import Tensorboard, write_tensorboard
-from cheem_jax.report import record as records
-from cheem_jax.report.record import Record
+from cheem_jax.cli.tensorboard import Tensorboard, write_tensorboard
 from cheem_jax.report.tensorboard import NAME, check_installed, write_events
+from cheem_jax.run import record as records
+from cheem_jax.run.record import Record
 
 
 def events_in(file: Path) -> list[Event]:

@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 import small
 
-from cheem_jax.architecture import Choice, from_strings
-from cheem_jax.execution.feed import Budget, HostImages, ahead, keep_tokens, memory_budget
-from cheem_jax.execution.layout import ONE
-from cheem_jax.execution.stages import Stages
-from cheem_jax.pool import dense_experts
-from cheem_jax.supernet import OpSettings, Supernet, SupernetState
-from cheem_jax.training import (
+from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
+from cheem_jax.cheem.training import (
     ExplorationConfig,
     FitConfig,
     FitState,
@@ -26,6 +21,11 @@ from cheem_jax.training import (
     supernet_draws,
     train_step,
 )
+from cheem_jax.core.architecture import Choice, from_strings
+from cheem_jax.core.pool import dense_experts
+from cheem_jax.engine.feed import Budget, HostImages, ahead, keep_tokens, memory_budget
+from cheem_jax.engine.layout import ONE
+from cheem_jax.engine.stages import Stages
 
 STAGES = Stages(small.backbone(), "mlp_down")
 TASK = small.task("colours", 0)

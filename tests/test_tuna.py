@@ -11,12 +11,10 @@ import pytest
 import small
 from baselines import check_method, fresh, learner
 
-from cheem_jax import flops
+from cheem_jax.backbone import flops
 from cheem_jax.backbone.config import config_of
-from cheem_jax.data.task import Task
-from cheem_jax.methods.adapters import Adapters, adapter_params, cosine_head
-from cheem_jax.methods.method import Undisturbed
-from cheem_jax.methods.tuna import (
+from cheem_jax.baselines.adapters import Adapters, adapter_params, cosine_head
+from cheem_jax.baselines.tuna import (
     JITTER,
     Gaussians,
     Tuna,
@@ -28,8 +26,10 @@ from cheem_jax.methods.tuna import (
     num_passes,
     overlap,
 )
-from cheem_jax.ops import Reuse
-from cheem_jax.training import FitConfig
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.core.ops import Reuse
+from cheem_jax.data.task import Task
+from cheem_jax.run.method import Undisturbed
 
 CONFIG = TunaConfig(
     bottleneck=3, scale=1.0, orthogonality=1e-2, alignment_epochs=3, alignment_samples=1,

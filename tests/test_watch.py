@@ -15,13 +15,13 @@ import pytest
 from rich.console import Console
 from test_report import made_up
 
-from cheem_jax.commands import watch
-from cheem_jax.commands.watch import Watch, watch_run
+from cheem_jax.cli.main import watch
+from cheem_jax.cli.watch import Watch, watch_run
 from cheem_jax.report import live
 from cheem_jax.report.live import shown_tasks, sparkline, view
-from cheem_jax.report.record import Record
 from cheem_jax.report.status import NAME, Doing, Status, look, read_owner, read_status
-from cheem_jax.run_directory import hold
+from cheem_jax.run.directory import hold
+from cheem_jax.run.record import Record
 
 NAMES = ["digits", "letters", "textures"]
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from cheem_jax.cli import parse
-from cheem_jax.commands import COMMANDS
+from cheem_jax.cli.commands import COMMANDS
+from cheem_jax.cli.main import parse
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

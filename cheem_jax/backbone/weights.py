@@ -18,11 +18,11 @@ import numpy as np
 
 from cheem_jax.backbone.config import BUNDLED, CONFIGS, ViTConfig, at_image_size, check_fields
 from cheem_jax.backbone.hub import download
-from cheem_jax.backbone.npz import read_npz
 from cheem_jax.backbone.params import check_params
 from cheem_jax.backbone.resample import resample_position
 from cheem_jax.backbone.timm_names import from_timm, infer_config
-from cheem_jax.paths import absolute
+from cheem_jax.core.npz import read_npz
+from cheem_jax.core.paths import absolute
 
 FORMAT = "cheem_jax.vit.1"
 _MEANS = "base_means/"

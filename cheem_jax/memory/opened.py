@@ -8,24 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cheem_jax import fingerprint
-from cheem_jax.atomic import write_atomically
 from cheem_jax.continual import RunContext, evaluate, learn_task
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.data.task import Task, repeats
 from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.forgetting import Forgotten, forget
-from cheem_jax.interruption import Stop, stop_requests
 from cheem_jax.memory.answering import Answering, TaskInfo
 from cheem_jax.memory.data import Data, tasks_of
 from cheem_jax.memory.directory import BASE, remove_old_generations, write_config, write_generation
+from cheem_jax.memory.forgetting import Forgotten, forget
 from cheem_jax.memory.record import without_task
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import NAME as RECORD
-from cheem_jax.report.record import Record, read, to_json
 from cheem_jax.report.status import Status
-from cheem_jax.results import results_of
-from cheem_jax.rolling import Rolling
-from cheem_jax.run_directory import hold
+from cheem_jax.run import fingerprint
+from cheem_jax.run.directory import hold
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import NAME as RECORD
+from cheem_jax.run.record import Record, read, to_json
+from cheem_jax.run.results import results_of
+from cheem_jax.run.rolling import Rolling
 
 
 class OpenMemory(Answering):

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from cheem_jax.differences import Place, dotted, leaves, sentence, settings_apart
-from cheem_jax.report.record import read, read_object
+from cheem_jax.run.differences import Place, dotted, leaves, sentence, settings_apart
+from cheem_jax.run.record import read, read_object
 
 Entry = Mapping[str, Any]
 NAME = "config.json"

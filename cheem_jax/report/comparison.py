@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cheem_jax import metrics
+from cheem_jax.core import metrics
 from cheem_jax.report.table import METHODS, NONE, TOLD, Grid, format_flops, number
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]

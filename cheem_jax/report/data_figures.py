@@ -12,7 +12,7 @@ from jaxtyping import Integer, UInt8
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 
-from cheem_jax.atomic import write_atomically
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.figures import DPI, FAINT, INK
 
 EMPTY, FRAME = "#f4f4f4", "#dcdcdc"

@@ -13,10 +13,10 @@ from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from cheem_jax.architecture import from_strings
-from cheem_jax.atomic import write_atomically
-from cheem_jax.metrics import matrix_from_json
-from cheem_jax.report import COLOURS
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.metrics import matrix_from_json
+from cheem_jax.core.ops import COLOURS
 from cheem_jax.report.memories import MARK, after_learning, origin_name
 from cheem_jax.report.table import spread
 

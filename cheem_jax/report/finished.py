@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.benchmarks.table import MTIL, VDD
-from cheem_jax.differences import leaves, settings_apart, summary
 from cheem_jax.report.memories import is_memory
-from cheem_jax.report.record import read_object
 from cheem_jax.report.table import TOLD
+from cheem_jax.run.differences import leaves, settings_apart, summary
+from cheem_jax.run.record import read_object
 
 MEMORY = "a memory, not a run of an experiment"
 """Why it is in no table of runs."""

@@ -11,13 +11,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cheem_jax import metrics
-from cheem_jax.architecture import from_strings
-from cheem_jax.report import COLOURS
+from cheem_jax.core import metrics
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import COLOURS
 from cheem_jax.report.memories import num_forgotten
-from cheem_jax.report.progress import duration
 from cheem_jax.report.status import MALFORMED, Doing, Snapshot
 from cheem_jax.report.table import METHODS, NONE, TOLD, final_table, percent
+from cheem_jax.run.progress import duration
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SILENT = 60.0

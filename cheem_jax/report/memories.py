@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cheem_jax.metrics import matrix_from_json
+from cheem_jax.core.metrics import matrix_from_json
 
 Results = Mapping[str, Any]
 FORGOTTEN = "forgotten"

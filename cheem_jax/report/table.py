@@ -11,12 +11,12 @@ import rich.box
 import rich.table
 from rich.text import Text
 
-from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.config import CONFIGS, at_image_size
-from cheem_jax.flops import backbone_flops
-from cheem_jax.paths import shown
+from cheem_jax.backbone.flops import backbone_flops
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.paths import shown
 from cheem_jax.report.memories import unmeasured
-from cheem_jax.report.progress import Progress
+from cheem_jax.run.progress import Progress
 
 METHODS = {
     "cheem": "CHEEM",

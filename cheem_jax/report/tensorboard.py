@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import filelock
 import numpy as np
 
-from cheem_jax import metrics
-from cheem_jax.atomic import write_atomically
+from cheem_jax.core import metrics
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.memories import as_of_run
-from cheem_jax.report.record import read, read_object
 from cheem_jax.report.table import TOLD
+from cheem_jax.run.record import read, read_object
 
 FOLDER, NAME = "tensorboard", "events.out.tfevents.cheem_jax"
 AVERAGES = ("average/accuracy", "average/given_accuracy", "average/forgetting")

@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.checkpoint import saved_tasks
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cheem.config import PRESETS
+from cheem_jax.cheem.saved_memory import open_memory, save_memory_task
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Stream
-from cheem_jax.methods.cheem_config import PRESETS
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import read
-from cheem_jax.saved_memory import open_memory, save_memory_task
+from cheem_jax.run.checkpoint import saved_tasks
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
 from experiments.bench.demo_compile import small, small_tasks
 from experiments.bench.growth import RANK, drawn_memory
 from experiments.bench.measure import Bench, Row, alternate, bytes_of, medians, save, say, stages

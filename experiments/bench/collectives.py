@@ -17,16 +17,16 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from cheem_jax.architecture import Architecture, Choice
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
 from cheem_jax.backbone.params import build, init_params
-from cheem_jax.cli import parse
-from cheem_jax.execution import executor as shared
-from cheem_jax.execution.choice import EngineConfig, Name, make_executor
-from cheem_jax.execution.executor import Batch, Dense, Executor, Gather
-from cheem_jax.execution.layout import SMALL, Layout
-from cheem_jax.pool import dense_expert, dense_experts
-from cheem_jax.supernet import OpSettings, Supernet, adam_update
+from cheem_jax.cheem.supernet import OpSettings, Supernet, adam_update
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Architecture, Choice
+from cheem_jax.core.pool import dense_expert, dense_experts
+from cheem_jax.engine import executor as shared
+from cheem_jax.engine.choice import EngineConfig, Name, make_executor
+from cheem_jax.engine.executor import Batch, Dense, Executor, Gather
+from cheem_jax.engine.layout import SMALL, Layout
 from experiments.bench.gpu import NUM_CLASSES, PEAKS, RANK
 from experiments.bench.measure import Bench, Row, command, in_child, save, say, step_flops
 

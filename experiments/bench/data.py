@@ -22,9 +22,15 @@ import jax
 import numpy as np
 from PIL import Image
 
-from cheem_jax.architecture import decode
-from cheem_jax.cli import parse
+from cheem_jax.cheem.hee import uniform_table
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import SupernetFit, prepare, steps_of, supernet_draws
+from cheem_jax.cli.main import parse
 from cheem_jax.continual import peak_memory_bytes
+from cheem_jax.core.architecture import decode
+from cheem_jax.core.images import in_turn
+from cheem_jax.core.keys import order_at
+from cheem_jax.core.pool import dense_experts
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.files import FolderFiles
 from cheem_jax.data.folder import plan_task
@@ -32,15 +38,9 @@ from cheem_jax.data.load import ImagesConfig, Keep, StreamedImages, load_tasks
 from cheem_jax.data.records import all_pictures
 from cheem_jax.data.task import Plan, Split
 from cheem_jax.data.verify import verify
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.executor import Executor
-from cheem_jax.execution.feed import HostImages, ahead
-from cheem_jax.hee import uniform_table
-from cheem_jax.images import in_turn
-from cheem_jax.keys import order_at
-from cheem_jax.pool import dense_experts
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import SupernetFit, prepare, steps_of, supernet_draws
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.feed import HostImages, ahead
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
 

@@ -17,17 +17,17 @@ from typing import Any
 import jax
 
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.cli import parse
+from cheem_jax.cheem.config import PRESETS, CheemConfig
+from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cli.main import parse
 from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core.keys import Keys
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Stream, Task
-from cheem_jax.execution.compilation import compilations, keep_programs
-from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
-from cheem_jax.methods.method import FrozenFeatures, Undisturbed
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import read
+from cheem_jax.engine.compilation import compilations, keep_programs
+from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row
 

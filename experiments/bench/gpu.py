@@ -15,19 +15,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from cheem_jax.architecture import Architecture, decode
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.params import build, init_params
-from cheem_jax.cli import parse
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.choice import EngineConfig, Name, make_executor
-from cheem_jax.execution.executor import Executor
-from cheem_jax.execution.feed import Budget, Feed, feed_images, keep_tokens
-from cheem_jax.kernels import Precision
-from cheem_jax.methods.method import base_network
-from cheem_jax.pool import dense_experts
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import SupernetFit, prepare, step_of, train_steps
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import SupernetFit, prepare, step_of, train_steps
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Architecture, decode
+from cheem_jax.core.kernels import Precision
+from cheem_jax.core.pool import dense_experts
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.choice import EngineConfig, Name, make_executor
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.feed import Budget, Feed, feed_images, keep_tokens
+from cheem_jax.run.method import base_network
 from experiments.bench.measure import (
     ROOT,
     Row,

@@ -19,21 +19,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.architecture import Architecture, Choice, decode
-from cheem_jax.cli import parse
-from cheem_jax.evolution import SearchConfig, prepare_search, search
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.compilation import compilations
-from cheem_jax.execution.executor import Dense, Executor
-from cheem_jax.execution.passes import token_means
-from cheem_jax.hee import exploit_table, uniform_table
-from cheem_jax.keys import key_at
-from cheem_jax.methods.expert_memory import dense_task_network
-from cheem_jax.ops import Expert, LowRank
-from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, merge_dense, pool_sizes
-from cheem_jax.saved_memory import save_memory_task
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import SupernetFit, prepare, step_of
+from cheem_jax.cheem.evolution import SearchConfig, prepare_search, search
+from cheem_jax.cheem.expert_memory import dense_task_network
+from cheem_jax.cheem.hee import exploit_table, uniform_table
+from cheem_jax.cheem.saved_memory import save_memory_task
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import SupernetFit, prepare, step_of
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Architecture, Choice, decode
+from cheem_jax.core.keys import key_at
+from cheem_jax.core.ops import Expert, LowRank
+from cheem_jax.core.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, merge_dense, pool_sizes
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.compilation import compilations
+from cheem_jax.engine.executor import Dense, Executor
+from cheem_jax.engine.passes import token_means
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row
 

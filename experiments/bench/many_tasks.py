@@ -29,23 +29,23 @@ import numpy as np
 from scipy.spatial.distance import cdist
 
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.checkpoint import saved_tasks
-from cheem_jax.cli import parse
+from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cheem.saved_memory import save_memory_task
+from cheem_jax.cli.main import parse
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.pool import DenseExperts, Memory
+from cheem_jax.core.routing.centroids import CentroidIndex, distances, normalise
+from cheem_jax.core.routing.config import Metric, RouterConfig
 from cheem_jax.data.demo import demo_stream
-from cheem_jax.execution.compilation import compilations
-from cheem_jax.execution.passes import Advance
-from cheem_jax.execution.stages import Stages
-from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.expert_memory import TaskNetworks
-from cheem_jax.methods.method import FrozenFeatures, Undisturbed
-from cheem_jax.pool import DenseExperts, Memory
-from cheem_jax.predict import Predictor
-from cheem_jax.report.record import to_json
-from cheem_jax.rolling import Saved
-from cheem_jax.routing.centroids import CentroidIndex, distances, normalise
-from cheem_jax.routing.config import Metric, RouterConfig
-from cheem_jax.saved_memory import save_memory_task
+from cheem_jax.engine.compilation import compilations
+from cheem_jax.engine.passes import Advance
+from cheem_jax.engine.stages import Stages
+from cheem_jax.memory.predictor import Predictor
+from cheem_jax.run.checkpoint import saved_tasks
+from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.record import to_json
+from cheem_jax.run.rolling import Saved
 from experiments.bench import measure
 from experiments.bench.demo_compile import small
 from experiments.bench.growth import RANK, added_bytes, drawn_memory

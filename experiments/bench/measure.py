@@ -24,20 +24,20 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from cheem_jax.architecture import Architecture
-from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.config import CONFIGS, ViTConfig, at_image_size
+from cheem_jax.backbone.flops import pair_flops
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
-from cheem_jax.cli import run_command
+from cheem_jax.cheem.training import SupernetFit, train_step
+from cheem_jax.cli.main import run_command
 from cheem_jax.continual import peak_memory_bytes
-from cheem_jax.execution.executor import Executor, Network, Step
-from cheem_jax.execution.feed import Budget, Feed, HostImages, keep_tokens
-from cheem_jax.execution.stages import Stages
-from cheem_jax.flops import pair_flops
-from cheem_jax.images import Images
-from cheem_jax.report.record import to_json
-from cheem_jax.training import SupernetFit, train_step
+from cheem_jax.core.architecture import Architecture
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.images import Images
+from cheem_jax.engine.executor import Executor, Network, Step
+from cheem_jax.engine.feed import Budget, Feed, HostImages, keep_tokens
+from cheem_jax.engine.stages import Stages
+from cheem_jax.run.record import to_json
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jax", "jaxlib", "flax", "torch", "timm", "pillow", "grain")

@@ -12,17 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from cheem_jax.architecture import Choice, encode
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.cli import parse
-from cheem_jax.execution.stages import Stages
-from cheem_jax.keys import Keys, next_power_of_two
-from cheem_jax.methods.fitting import FitBatch, Inputs
-from cheem_jax.methods.l2p import L2p, L2pConfig
-from cheem_jax.methods.method import FrozenFeatures
-from cheem_jax.pool import Head, dense_experts
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import FitConfig, FitState, SupernetFit, constant_draws, fit, prepare
+from cheem_jax.baselines.fitting import FitBatch, Inputs
+from cheem_jax.baselines.l2p import L2p, L2pConfig
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import FitConfig, FitState, SupernetFit, constant_draws, fit, prepare
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Choice, encode
+from cheem_jax.core.keys import Keys, next_power_of_two
+from cheem_jax.core.pool import Head, dense_experts
+from cheem_jax.engine.stages import Stages
+from cheem_jax.run.method import FrozenFeatures
 from experiments.bench import measure, steps
 from experiments.bench.measure import Bench, Row, alternate, difference, medians, ratio
 

@@ -16,8 +16,8 @@ from timm.layers.pos_embed import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from cheem_jax.architecture import Architecture
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
+from cheem_jax.core.architecture import Architecture
 
 Arrays = tuple[np.ndarray, np.ndarray]
 """Two arrays in our layout: an `Expert` or a `Head` (weight, bias), or a `LowRank` (down, up)."""

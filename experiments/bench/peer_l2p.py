@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cheem_jax.methods.l2p import L2pConfig
+from cheem_jax.baselines.l2p import L2pConfig
 from experiments.bench.peer import LEARNING_RATE, Block, config_of_timm, load_backbone, normalised
 
 

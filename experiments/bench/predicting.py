@@ -12,10 +12,10 @@ from typing import Annotated
 
 import tyro
 
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.data.decode import decode_many
 from cheem_jax.memory import open_memory
-from cheem_jax.predict import NamedFiles, files_in, predict_files
+from cheem_jax.memory.predictor import NamedFiles, files_in, predict_files
 from experiments.bench.measure import Row, alternate, medians, ratio, save, tell
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import tyro
 from PIL import Image
 
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cli.main import parse, run_command
 from experiments.bench.measure import Row, save, tell
 
 NUM_PICTURES = 64

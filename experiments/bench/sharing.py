@@ -15,24 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.architecture import Architecture, Choice
 from cheem_jax.backbone.params import build
-from cheem_jax.cli import parse
-from cheem_jax.data.demo import demo_stream
-from cheem_jax.data.task import Task
-from cheem_jax.evolution import SearchConfig, search
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.executor import Dense, Executor, Network
-from cheem_jax.execution.feed import Feed, HostImages
-from cheem_jax.execution.inference import Inference, TaskNetwork, bucket_sizes, pieces
-from cheem_jax.execution.passes import count_right, token_means
-from cheem_jax.execution.whole import Whole
-from cheem_jax.hee import uniform_table
-from cheem_jax.methods.method import base_network
-from cheem_jax.ops import Expert
-from cheem_jax.pool import Head, dense_experts, pool_sizes
-from cheem_jax.supernet import OpSettings, Supernet, SupernetState
-from cheem_jax.training import (
+from cheem_jax.cheem.evolution import SearchConfig, search
+from cheem_jax.cheem.hee import uniform_table
+from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
+from cheem_jax.cheem.training import (
     FitConfig,
     SupernetFit,
     architecture_flops,
@@ -44,6 +31,19 @@ from cheem_jax.training import (
     supernet_draws,
     supernet_score,
 )
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Architecture, Choice
+from cheem_jax.core.ops import Expert
+from cheem_jax.core.pool import Head, dense_experts, pool_sizes
+from cheem_jax.data.demo import demo_stream
+from cheem_jax.data.task import Task
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.executor import Dense, Executor, Network
+from cheem_jax.engine.feed import Feed, HostImages
+from cheem_jax.engine.inference import Inference, TaskNetwork, bucket_sizes, pieces
+from cheem_jax.engine.passes import count_right, token_means
+from cheem_jax.engine.whole import Whole
+from cheem_jax.run.method import base_network
 from experiments.bench import measure
 from experiments.bench.growth import Grown, drawn_memory, drawn_table
 from experiments.bench.measure import Bench, Row, kept, medians, separate_flops, step_flops, tree_flops

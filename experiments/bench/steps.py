@@ -15,21 +15,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from cheem_jax.architecture import Architecture, Choice, decode
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.timm_names import timm_name_of
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.cli import parse
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.executor import Batch
-from cheem_jax.execution.feed import Feed, HostImages
-from cheem_jax.execution.stages import Stages
-from cheem_jax.kernels import Precision
-from cheem_jax.keys import next_power_of_two
-from cheem_jax.ops import LowRank
-from cheem_jax.pool import dense_experts
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import SupernetFit, frozen_prefix, prepare, step_of, supernet_score
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import SupernetFit, frozen_prefix, prepare, step_of, supernet_score
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Architecture, Choice, decode
+from cheem_jax.core.kernels import Precision
+from cheem_jax.core.keys import next_power_of_two
+from cheem_jax.core.ops import LowRank
+from cheem_jax.core.pool import dense_experts
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.executor import Batch
+from cheem_jax.engine.feed import Feed, HostImages
+from cheem_jax.engine.stages import Stages
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
 

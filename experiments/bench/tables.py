@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cheem_jax.atomic import write_atomically
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.atomic import write_atomically
 from experiments.bench.measure import Bench
 
 Found = Mapping[str, Any]

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cheem_jax.architecture import Choice
 from cheem_jax.backbone.config import CONFIGS
-from cheem_jax.execution.executor import Dense
-from cheem_jax.flops import executed_backbone_flops, pair_flops
-from cheem_jax.ops import Expert
+from cheem_jax.backbone.flops import executed_backbone_flops, pair_flops
+from cheem_jax.core.architecture import Choice
+from cheem_jax.core.ops import Expert
+from cheem_jax.engine.executor import Dense
 from experiments.bench import data, measure, run, tables
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import signal
 from time import sleep
 from typing import Any
 
-from cheem_jax.interruption import stop_requests
+from cheem_jax.core.interruption import stop_requests
 from cheem_jax.report.status import read_owner
 from launchers.job import (
     SECONDS_BETWEEN_LOOKS,

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from cheem_jax.atomic import write_atomically
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.status import Owner, read_object, read_owner
 from cheem_jax.report.table import NONE, Grid
 from launchers.job import (

@@ -21,13 +21,13 @@ import pytest
 import study
 from rich.console import Console
 
-from cheem_jax.arguments import arguments_of
-from cheem_jax.cli import run_command
-from cheem_jax.interruption import Stopped, stop_requests
-from cheem_jax.methods.catalogue import NAMES
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import read
+from cheem_jax.baselines.catalogue import NAMES
+from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.cli.main import run_command
+from cheem_jax.core.interruption import Stopped, stop_requests
 from cheem_jax.report.status import read_owner
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
 from launchers import job, local, sweeps
 from launchers.job import SECONDS_BETWEEN_LOOKS, Job, LauncherConfig, Run, Sweep, results_of
 

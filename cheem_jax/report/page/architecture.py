@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cheem_jax.architecture import from_strings
+from cheem_jax.core.architecture import from_strings
 from cheem_jax.report.memories import FORGOTTEN, MARK, origin_name
 
 Results = Mapping[str, Any]

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from cheem_jax import __version__
-from cheem_jax.report import COLOURS
+from cheem_jax.core.ops import COLOURS
 from cheem_jax.report.finished import RunRecord
 from cheem_jax.report.markdown import BASE_MEANS
 from cheem_jax.report.page import charts
@@ -24,8 +24,8 @@ from cheem_jax.report.page.headline import Tile, heading, tiles_of
 from cheem_jax.report.page.loading import Loaded, Recorded, is_finished, record_of
 from cheem_jax.report.page.search import search_chart
 from cheem_jax.report.page.specs import Chart, EmptySection
-from cheem_jax.report.record import to_json
 from cheem_jax.report.table import TOLD, Grid, method_grid, task_grid
+from cheem_jax.run.record import to_json
 
 HERE = Path(__file__).parent
 ROWS = 1000

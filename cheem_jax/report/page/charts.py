@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cheem_jax.metrics import matrix_from_json
+from cheem_jax.core.metrics import matrix_from_json
 from cheem_jax.report.memories import (
     FORGOTTEN,
     ROUTED_TO_FORGOTTEN,
@@ -29,8 +29,8 @@ from cheem_jax.report.page.specs import (
     rounded,
     shown,
 )
-from cheem_jax.report.progress import duration
 from cheem_jax.report.table import TOLD, spread
+from cheem_jax.run.progress import duration
 
 Results = Mapping[str, Any]
 CURVES = 40

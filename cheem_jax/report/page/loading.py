@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cheem_jax.differences import leaves, summary
-from cheem_jax.report import record
 from cheem_jax.report.finished import MEMORY, RunRecord, check_comparable, numbers_of, read
 from cheem_jax.report.memories import as_of_run, is_memory
-from cheem_jax.report.record import to_json
 from cheem_jax.report.table import METHODS
-from cheem_jax.results import results_of
+from cheem_jax.run import record
+from cheem_jax.run.differences import leaves, summary
+from cheem_jax.run.record import to_json
+from cheem_jax.run.results import results_of
 
 
 class Loaded(NamedTuple):

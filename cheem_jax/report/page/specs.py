@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cheem_jax.report.record import to_json
 from cheem_jax.report.table import spread
+from cheem_jax.run.record import to_json
 
 Spec = dict[str, Any]
 """`data` and `layout` of plotly.js."""

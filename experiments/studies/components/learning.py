@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, over_batches
+from cheem_jax.cheem.heads import head_logits, local_cross_entropy
+from cheem_jax.cheem.supernet import init_head_learner
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.core.images import Images
+from cheem_jax.core.keys import Keys, Phase, next_power_of_two, order_at
+from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Split
-from cheem_jax.execution.executor import Executor
-from cheem_jax.execution.passes import Advance
-from cheem_jax.images import Images
-from cheem_jax.keys import Keys, Phase, next_power_of_two, order_at
-from cheem_jax.methods.fitting import FitBatch, Fitter, Fitting, Inputs, over_batches
-from cheem_jax.methods.heads import head_logits, local_cross_entropy
-from cheem_jax.pool import Head
-from cheem_jax.rolling import Saved
-from cheem_jax.supernet import init_head_learner
-from cheem_jax.training import FitConfig
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.passes import Advance
+from cheem_jax.run.rolling import Saved
 from studies.components.parts import Component, pieces_of, put_back, taken
 
 

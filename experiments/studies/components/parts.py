@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from cheem_jax.execution.executor import Executor
+from cheem_jax.engine.executor import Executor
 
 
 class Component(NamedTuple):

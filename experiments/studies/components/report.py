@@ -11,10 +11,10 @@ import numpy as np
 from charts import mean_std, spread, write_page
 from scipy.stats import rankdata
 
-from cheem_jax import metrics
+from cheem_jax.backbone.flops import backbone_params
 from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.core import metrics
 from cheem_jax.data.task import Stream
-from cheem_jax.flops import backbone_params
 from cheem_jax.report.table import NONE, Grid, number
 from studies.components.figure import picture
 from studies.components.learning import Training

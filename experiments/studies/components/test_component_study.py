@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import small
 
-from cheem_jax import metrics
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.interruption import Stop, Stopped
-from cheem_jax.keys import Keys
-from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.baselines.full_finetune import FullFinetuneConfig
+from cheem_jax.core import metrics
+from cheem_jax.core.interruption import Stop, Stopped
+from cheem_jax.core.keys import Keys
+from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.networks import networks_of
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import Record, read
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import Record, read
 from studies.components.learning import Learner, Network, Training
 from studies.components.parts import COMPONENTS, components_of, num_params, pieces_of, put_back, taken
 from studies.components.report import rows_of

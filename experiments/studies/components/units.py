@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from cheem_jax.baselines.fitting import Fitting, numbered
+from cheem_jax.core.interruption import Stop
+from cheem_jax.core.keys import Keys, task_number
+from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Stream
-from cheem_jax.execution.passes import Advance
-from cheem_jax.interruption import Stop
-from cheem_jax.keys import Keys, task_number
-from cheem_jax.methods.fitting import Fitting, numbered
-from cheem_jax.pool import Head
-from cheem_jax.report.record import Record, read
-from cheem_jax.rolling import Rolling, RunningTask, Saved
+from cheem_jax.engine.passes import Advance
+from cheem_jax.run.record import Record, read
+from cheem_jax.run.rolling import Rolling, RunningTask, Saved
 from studies.components.learning import Learned, Learner, Network, Training
 from studies.components.parts import Component
 

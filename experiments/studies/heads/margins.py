@@ -8,14 +8,14 @@ from jaxtyping import Float, Int
 from study import check_same, rebuilt
 
 from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.baselines.catalogue import Networks, make, preset_of
+from cheem_jax.baselines.ewc import Ewc
+from cheem_jax.baselines.fitting import Inputs
+from cheem_jax.baselines.moal import Moal
+from cheem_jax.baselines.prompting import Prompting
+from cheem_jax.core.keys import Keys
 from cheem_jax.data.task import Stream, Task
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.keys import Keys
-from cheem_jax.methods.catalogue import Networks, make, preset_of
-from cheem_jax.methods.ewc import Ewc
-from cheem_jax.methods.fitting import Inputs
-from cheem_jax.methods.moal import Moal
-from cheem_jax.methods.prompting import Prompting
+from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.networks import networks_of
 from cheem_jax.report.finished import RunRecord
 from studies.heads.theory import match_probability, match_with_unequal_rivals

@@ -19,15 +19,15 @@ import small
 from rich.console import Console
 from study import check_same, rebuilt
 
+from cheem_jax.baselines.catalogue import preset_of
+from cheem_jax.baselines.ewc import EwcConfig
+from cheem_jax.baselines.l2p import L2pConfig
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core.keys import key_at
 from cheem_jax.data.task import Stream
-from cheem_jax.keys import key_at
-from cheem_jax.methods.catalogue import preset_of
-from cheem_jax.methods.ewc import EwcConfig
-from cheem_jax.methods.l2p import L2pConfig
 from cheem_jax.report.finished import RunRecord, read
-from cheem_jax.report.progress import Progress
-from cheem_jax.training import FitConfig
+from cheem_jax.run.progress import Progress
 from studies.heads.margins import Margins, Measured, by_class, fit_of, margins_of, measure, summary
 from studies.heads.page import verdict
 from studies.heads.theory import match_probability, match_with_one_rival, match_with_unequal_rivals, simulated_match

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from scipy.integrate import quad
 from scipy.special import log_ndtr, ndtr, ndtri_exp
 
-from cheem_jax.keys import key_at
+from cheem_jax.core.keys import key_at
 
 FAR = 10.0
 """Standard deviations from the mean beyond which a normal density is below 1e-22."""

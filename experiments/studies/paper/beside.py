@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cheem_jax.differences import settings_apart, summary
+from cheem_jax.run.differences import settings_apart, summary
 from studies.paper.collected import Cells, Collected, load
 
 AGAIN, SIZES = "again", "at_*"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cheem_jax.architecture import from_strings
+from cheem_jax.core.architecture import from_strings
 from cheem_jax.report.table import METHODS
 from studies.paper.collected import Cell, Cells, Collected
 from studies.paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation

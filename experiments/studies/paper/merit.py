@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cheem_jax.metrics import figure_of_merit
+from cheem_jax.core.metrics import figure_of_merit
 from cheem_jax.report.table import NONE, TOLD, Grid, number
 
 FLOPS = {"paper": "paper's FLOPs", "executed": "executed"}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from cheem_jax import metrics
+from cheem_jax.core import metrics
 
 TOLD_METHOD = "full_finetune"
 

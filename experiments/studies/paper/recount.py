@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.config import CONFIGS, ViTConfig, at_image_size
-from cheem_jax.flops import executed_flops, executed_pass_flops, pass_flops
-from cheem_jax.ops import Placement
-from cheem_jax.routing.config import RouterConfig
+from cheem_jax.backbone.flops import executed_flops, executed_pass_flops, pass_flops
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import Placement
+from cheem_jax.core.routing.config import RouterConfig
 
 Results = Mapping[str, Any]
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from charts import mean_std, spread
 
-from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.config import CONFIGS
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.report.comparison import comparison
 from cheem_jax.report.table import METHODS, NONE, TOLD, Grid
-from cheem_jax.routing.config import RouterConfig
 from studies.paper.again import again_section, changed_verdicts, sizes_lines
 from studies.paper.beside import Beside, load_beside
 from studies.paper.claims import CHEEM, claims

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cheem_jax.removed import REMOVED, without_removed
 from cheem_jax.report.table import Grid
+from cheem_jax.run.removed import REMOVED, without_removed
 from studies.paper.collected import Cells, Collected, is_usual, usual_of
 
 

@@ -11,7 +11,7 @@ import tables
 from page_runs import entries
 from scipy.stats import spearmanr
 
-from cheem_jax.results import results_of
+from cheem_jax.run.results import results_of
 from studies.paper import claims
 from studies.paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, above, below, within
 from studies.paper.collected import load, packed

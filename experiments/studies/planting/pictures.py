@@ -10,8 +10,8 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cheem_jax.hee import first_level
-from cheem_jax.report import COLOURS
+from cheem_jax.cheem.hee import first_level
+from cheem_jax.core.ops import COLOURS
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from studies.planting.claims import KIN, TWIN, relative_and_rivals, similarity_of
 from studies.planting.stream import NAMES, PLAN

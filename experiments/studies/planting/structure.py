@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from cheem_jax.architecture import encode, from_strings
 from cheem_jax.backbone.config import ViTConfig
-from cheem_jax.flops import backbone_flops, backbone_params, branch_flops, pair_flops
-from cheem_jax.hee import first_level
-from cheem_jax.methods.cheem_config import CheemConfig
+from cheem_jax.backbone.flops import backbone_flops, backbone_params, branch_flops, pair_flops
+from cheem_jax.cheem.config import CheemConfig
+from cheem_jax.cheem.hee import first_level
+from cheem_jax.core.architecture import encode, from_strings
 from studies.planting.stream import RELATED
 
 FAMILY, STRANGER, BASE, NEW, SKIP = range(5)

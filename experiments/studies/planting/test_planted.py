@@ -8,11 +8,11 @@ import planted
 import pytest
 from PIL import Image
 
-from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.config import CONFIGS
-from cheem_jax.cli import run_command
-from cheem_jax.flops import network_flops
-from cheem_jax.methods.cheem_config import PRESETS
+from cheem_jax.backbone.flops import network_flops
+from cheem_jax.cheem.config import PRESETS
+from cheem_jax.cli.main import run_command
+from cheem_jax.core.architecture import from_strings
 from studies.planting import claims, pages, pictures
 from studies.planting.claims import CLAIMS, Verdict, judge, summarise, yes_distribution
 from studies.planting.stream import LAGS, NAMES, draw_noise, planted_stream

@@ -8,9 +8,9 @@ import pytest
 from bench import measure
 from PIL import Image
 
-from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.config import config_of
-from cheem_jax.cli import run_command
+from cheem_jax.cli.main import run_command
+from cheem_jax.core.architecture import from_strings
 
 
 @pytest.mark.full

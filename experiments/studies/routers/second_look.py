@@ -9,13 +9,13 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy.special import log_softmax
 
-from cheem_jax.atomic import write_atomically
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.keys import Keys, Phase
+from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing.routers import make_router
+from cheem_jax.core.routing.statistics import fit_statistics
 from cheem_jax.data.task import Task
-from cheem_jax.keys import Keys, Phase
 from cheem_jax.memory.answering import Answering
-from cheem_jax.routing.config import RouterConfig
-from cheem_jax.routing.routers import make_router
-from cheem_jax.routing.statistics import fit_statistics
 from studies.routers.seen import Seen, features_of
 
 SHARES = (0.05, 0.1, 0.2, 0.4)

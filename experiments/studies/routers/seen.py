@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from cheem_jax.atomic import write_atomically
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing.statistics import joined
 from cheem_jax.data.task import Task
-from cheem_jax.execution.executor import Executor
-from cheem_jax.execution.feed import HostImages
-from cheem_jax.execution.passes import features_on_the_way
-from cheem_jax.methods.method import base_network
-from cheem_jax.routing.config import RouterConfig
-from cheem_jax.routing.statistics import joined
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.passes import features_on_the_way
+from cheem_jax.run.method import base_network
 
 SPLITS = ("train", "val", "test")
 Seen = Mapping[str, Sequence[Float[np.ndarray, "N D"]]]

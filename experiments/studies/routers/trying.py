@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from cheem_jax.keys import Keys, Phase
-from cheem_jax.routing.config import Reads, RouterConfig
-from cheem_jax.routing.routers import make_router
-from cheem_jax.routing.statistics import fit_statistics
+from cheem_jax.core.keys import Keys, Phase
+from cheem_jax.core.routing.config import Reads, RouterConfig
+from cheem_jax.core.routing.routers import make_router
+from cheem_jax.core.routing.statistics import fit_statistics
 from studies.routers.seen import Seen, features_of
 
 PAPER = RouterConfig()

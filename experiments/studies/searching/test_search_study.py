@@ -12,11 +12,11 @@ import small
 from rich.console import Console
 
 from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core.interruption import Stopped
 from cheem_jax.data.task import Stream
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.interruption import Stopped
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import read
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
 from studies.searching.measures import Points, best_of, correlation, points_of, summary, trainings, without_search
 from studies.searching.report import OTHERS, told
 from studies.searching.units import Counted

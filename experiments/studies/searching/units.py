@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from cheem_jax.architecture import decode, to_strings
+from cheem_jax.backbone.flops import executed_flops
+from cheem_jax.cheem.hee import sample
+from cheem_jax.cheem.learner import Cheem, Learning, Tables
+from cheem_jax.cheem.training import SupernetFit, architecture_flops, dense_network, supernet_score
+from cheem_jax.cheem.underway import Underway
+from cheem_jax.core.architecture import decode, to_strings
+from cheem_jax.core.interruption import Stop
+from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.data.task import Split, Task
-from cheem_jax.execution.feed import Feed, HostImages
-from cheem_jax.execution.passes import Advance, answers
-from cheem_jax.flops import executed_flops
-from cheem_jax.hee import sample
-from cheem_jax.interruption import Stop
-from cheem_jax.keys import Keys, Phase
-from cheem_jax.methods.cheem import Cheem, Learning, Tables
-from cheem_jax.methods.method import Clock
-from cheem_jax.methods.underway import Underway
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import Record, read
-from cheem_jax.rolling import Rolling, RunningTask, Saved
-from cheem_jax.training import SupernetFit, architecture_flops, dense_network, supernet_score
+from cheem_jax.engine.feed import Feed, HostImages
+from cheem_jax.engine.passes import Advance, answers
+from cheem_jax.run.method import Clock
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import Record, read
+from cheem_jax.run.rolling import Rolling, RunningTask, Saved
 
 Entry = dict[str, Any]
 PAPER = "paper"
