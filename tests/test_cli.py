@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 import cheem_jax
+from cheem_jax.cli import commands, completion, data
 from cheem_jax.cli.demo import Demo
-from cheem_jax.cli.main import COMMANDS, commands, completion, data, run_command
+from cheem_jax.cli.main import COMMANDS, run_command
 from cheem_jax.cli.main import main as cli_main
 from cheem_jax.data.benchmarks.table import order_of
 from experiments import mtil

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cheem_jax.cli.main import doctor
+from cheem_jax.cli import doctor
 from cheem_jax.run.fingerprint import PACKAGES
 
 ROOT = Path(__file__).parent.parent

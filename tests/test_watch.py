@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from test_report import made_up
 
-from cheem_jax.cli.main import watch
+from cheem_jax.cli import watch
 from cheem_jax.cli.watch import Watch, watch_run
 from cheem_jax.report import live
 from cheem_jax.report.live import shown_tasks, sparkline, view

@@ -106,6 +106,7 @@ def save_converted(file: str | Path, pretrained: Pretrained) -> None:
     """Write one converted file; an existing one is replaced only when the new one is complete."""
     from safetensors.numpy import save
 
+    file = absolute(file)
     check_params(pretrained.config, pretrained.params)
     means = {_MEANS + key: value for key, value in pretrained.base_means.items()}
     tensors = {name: np.ascontiguousarray(value) for name, value in {**pretrained.params, **means}.items()}

@@ -95,16 +95,17 @@ def _run(command: Callable[[Settings], int | None], settings: Settings, director
         except ImportError as error:
             _end_for_what_is_missing(error)
         except KeyboardInterrupt as stop:
-            begun = directory is not None and directory.exists()
-            where = f" Finished tasks are in {shown(directory)}; the same command goes on after them." if begun else ""
+            where = ""
+            if directory is not None and directory.exists():
+                where = f" Finished tasks are in {shown(directory)}; the same command resumes after them."
             data = sys.modules.get("cheem_jax.cli.data")
             if data is not None and isinstance(settings, data.Prepare):
-                where = " What is ready is kept; the same command goes on."
+                where = " What is ready is kept; the same command resumes."
             number = signal.SIGINT
             if isinstance(stop, Stopped):
                 number = stop.signal_number
                 if directory is not None:
-                    where = f" In {shown(directory)} {stop}; the same command goes on from there."
+                    where = f" In {shown(directory)} {stop}; the same command resumes from there."
             print(f"\nstopped.{where}", file=sys.stderr)
             raise SystemExit(128 + number) from None
     if status:

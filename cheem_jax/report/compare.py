@@ -102,8 +102,8 @@ def difference_of_records(first: Sequence[Entry], second: Sequence[Entry], tasks
 def difference_of_results(first: Any, second: Any) -> Difference | None:
     """Between the contents of two `results.json`; None is a missing file."""
     if (first is None) != (second is None):
-        sides = (Absent.REST, second) if first is None else (first, Absent.REST)
-        return Difference("results.json was written", *sides)
+        left, right = (Absent.REST, second) if first is None else (first, Absent.REST)
+        return Difference("results.json was written", left, right)
     return difference_of_values(timeless(first), timeless(second), "results.json")
 
 

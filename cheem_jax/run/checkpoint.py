@@ -83,7 +83,7 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
         reason = reason if len(reason) < 160 else f"... {reason[-120:]}"  # what came first in a chain comes last
         raise OSError(
             f"checkpoint {directory} could not be written ({reason}); nothing saved before is touched, and the same "
-            "command goes on from there once the disk takes it"
+            "command resumes from there once the disk takes it"
         ) from error
 
 

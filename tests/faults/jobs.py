@@ -25,7 +25,8 @@ from scenarios import SCENARIOS, Scenario
 from shim import Fault, armed, clock_shifted
 
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.cli.main import demo, run_command
+from cheem_jax.cli import demo
+from cheem_jax.cli.main import run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.progress import Progress
