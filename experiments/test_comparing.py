@@ -104,6 +104,6 @@ def test_a_folder_of_tasks_is_compared_with_any_backbone_and_the_network_that_na
         ("moe_adapters", "vit_nano"),
         ("frozen_linear", "vit_micro"),
     ]
-    assert "MoE-Adapters: the task is named by vit_nano" in (settings.run_dir / "comparison.md").read_text()
+    assert "MoE-Adapters: vit_nano infers the task ID" in (settings.run_dir / "comparison.md").read_text()
     config = json.loads((settings.run_dir / "moe_adapters" / "seed-0" / "config.json").read_text())
     assert config["moe_adapters"]["fit"]["epochs"] == 8  # quick, as no preset is named
