@@ -1,27 +1,47 @@
 """Continual learning with Vision Transformers that never forget and store no old images.
 
-`create`, `open` and `begin_with` give an `OpenMemory`: see `cheem_jax.memory`.
+`create`, `open` and `begin_with` give an `OpenMemory`: see `cheem_jax.memory`. The rest are CHEEM's parts for research:
+docs/guides/research.md goes through them.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cheem_jax.cheem.evolution import search as search
+    from cheem_jax.cheem.hee import sample as sample
+    from cheem_jax.cheem.supernet import Supernet as Supernet
+    from cheem_jax.cheem.supernet import SupernetState as SupernetState
+    from cheem_jax.cheem.training import make_step as make_step
+    from cheem_jax.cheem.training import supernet_score as supernet_score
+    from cheem_jax.cheem.training import train_step as train_step
+    from cheem_jax.core.pool import grow as grow
     from cheem_jax.memory import OpenMemory as OpenMemory
     from cheem_jax.memory import begin_with as begin_with
     from cheem_jax.memory import create as create
     from cheem_jax.memory import open_memory as open
-    from cheem_jax.prediction import Prediction as Prediction
+    from cheem_jax.memory.prediction import Prediction as Prediction
 
 __version__ = "0.1.0"
-__all__ = ["OpenMemory", "Prediction", "begin_with", "create", "open"]
+__all__ = [
+    "OpenMemory", "Prediction", "Supernet", "SupernetState", "begin_with", "create", "grow", "make_step", "open",
+    "sample", "search", "supernet_score", "train_step",
+]  # fmt: skip
 
 _PLACES = {
     "OpenMemory": "memory.OpenMemory",
     "Prediction": "prediction.Prediction",
+    "Supernet": "supernet.Supernet",
+    "SupernetState": "supernet.SupernetState",
     "begin_with": "memory.begin_with",
     "create": "memory.create",
+    "grow": "pool.grow",
+    "make_step": "training.make_step",
     "open": "memory.open_memory",
+    "sample": "hee.sample",
+    "search": "evolution.search",
+    "supernet_score": "training.supernet_score",
+    "train_step": "training.train_step",
 }
 
 

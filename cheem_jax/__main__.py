@@ -2,6 +2,6 @@
 
 if __name__ == "__main__":
     # here, because worker processes that decode pictures import this file too, and need nothing of it
-    from cheem_jax.cli import main
+    from cheem_jax.cli.main import main
 
     main()

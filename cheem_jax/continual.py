@@ -1,73 +1,51 @@
 """The loop over a stream: learn a task, save it, measure every task so far from what was saved."""
 
 import contextlib
-import dataclasses
-import functools
-import hashlib
+import io
 import json
+import resource
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from cheem_jax import fingerprint, hosts
-from cheem_jax.atomic import write_atomically
-from cheem_jax.backbone.alexnet import PretrainedAlexNet, build_alexnet
-from cheem_jax.backbone.config import CONFIGS
-from cheem_jax.backbone.means import base_means
-from cheem_jax.backbone.params import build
+from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.data.task import Stream, hash_of_images
-from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.execution.choice import EngineConfig, choose, make_executor
-from cheem_jax.execution.compilation import jit_options
-from cheem_jax.execution.executor import Token
-from cheem_jax.execution.layout import ONE, Layout, MeshConfig, make_layout
-from cheem_jax.flops import backbone_flops, executed_backbone_flops
-from cheem_jax.images import Images
-from cheem_jax.interruption import stop_requests
-from cheem_jax.kernels import Precision
-from cheem_jax.keys import Keys, SeedsConfig
-from cheem_jax.methods.alexnet_encoder import AlexNetEncoder
-from cheem_jax.methods.catalogue import MethodConfig, Networks, make, preset_of
-from cheem_jax.methods.cheem_config import CheemConfig, Preset
-from cheem_jax.methods.frozen_linear import FrozenLinear
-from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
-from cheem_jax.methods.lora_cl import LoraClConfig
-from cheem_jax.methods.method import Backbone, FrozenFeatures, Method
-from cheem_jax.ops import Placement
-from cheem_jax.paths import absolute, shown
+from cheem_jax.baselines.catalogue import Networks, make
+from cheem_jax.baselines.frozen_linear import FrozenLinear
+from cheem_jax.baselines.full_finetune import FullFinetune
+from cheem_jax.cheem.config import CheemConfig
+from cheem_jax.core import metrics
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.images import Images
+from cheem_jax.core.interruption import Stop, stop_requests
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.paths import absolute, shown
+from cheem_jax.data.task import Stream, Task
+from cheem_jax.engine import hosts
+from cheem_jax.engine.choice import choose
+from cheem_jax.engine.compilation import Compilations, compilations
+from cheem_jax.engine.layout import make_layout
+from cheem_jax.networks import RouterWeights, base_means_of, networks_of
 from cheem_jax.report.markdown import write_report
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import Record, read
 from cheem_jax.report.status import Status
+from cheem_jax.report.table import TOLD
 from cheem_jax.report.tensorboard import check_installed, write_events
-from cheem_jax.restoring import restore
-from cheem_jax.results import results_of
-from cheem_jax.rolling import Rolling
-from cheem_jax.routing.config import PAPER
-from cheem_jax.run_directory import check_space, claim, hold
-from cheem_jax.steps import SPARE_BYTES, Mark, Run, evaluate, learn_task
+from cheem_jax.run import fingerprint
+from cheem_jax.run.checkpoint import load_manifest, load_meta, saved_tasks
+from cheem_jax.run.directory import check_space, claim, hold
+from cheem_jax.run.method import Answers, Method
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import Record, read
+from cheem_jax.run.results import results_of
+from cheem_jax.run.rolling import Rolling, RunningTask
+from cheem_jax.run_config import RunConfig, check_fits, check_hosts, defaults_of, identity_of, setting_of
 
-
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """What a run learns and how; together with the data and the weights it decides every result."""
-
-    method: MethodConfig
-    preset: Preset
-    seed: int = 0
-    upper_bound: FullFinetuneConfig | None = None
-    """Also fine-tune the whole backbone per task, the true task given."""
-    engine: EngineConfig = EngineConfig()
-    seeds: SeedsConfig = SeedsConfig()
-    mesh: MeshConfig = MeshConfig()
-    """Not part of what decides results: a run may go on with other devices."""
-
-
-Router = Pretrained | PretrainedAlexNet
+SPARE_BYTES = 16 * 2**20
+"""Room for what a task leaves besides its arrays: record, results, figures."""
 
 
 def run_stream(
@@ -78,122 +56,250 @@ def run_stream(
     progress: Progress,
     *,
     base_images: Images | None = None,
-    router: Router | None = None,
+    router: RouterWeights | None = None,
     save_every: float | None = None,
     command: Sequence[str] | None = None,
     workshop: dict[Any, Networks] | None = None,
     data: Mapping[str, Any] | None = None,
     tensorboard: bool = False,
 ) -> dict[str, Any]:
-    """Learn the stream in `directory`, or go on where it stopped; returns what `results.json` holds.
+    """Learn the stream in `directory`, or resume where it stopped; returns the content of `results.json`.
 
-    `base_images` are pictures of the backbone's own task: uint8 `[N, S, S, 3]`. `router` is a lighter network that
-    names the task instead of the backbone (CHEEM-lite). `save_every` are the seconds between rolling checkpoints;
-    default: 30, more where they would take over 2 % of the time. Killed at any moment and called again, a run ends as
-    one that was not; Ctrl-C and SIGTERM raise Stopped after the running step. `command` is the command line that makes
-    this run again, for the record, and `data` tells where its pictures come from, so that a report can show some.
-    `workshop` keeps compiled networks for other runs of this process; `tensorboard` writes event files after each task.
+    Killed at any moment and called again, a run ends as one that was not. Ctrl-C and SIGTERM raise Stopped after the
+    running step. Raises ValueError where the directory contains another run, or what it needs is corrupted.
+
+    Args:
+        base_images: images of the pretraining data, uint8 `[N, S, S, 3]`, for CHEEM's similarity.
+        router: a lighter network that infers the task ID instead of the backbone (CHEEM-lite).
+        save_every: seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time.
+        command: the command line that makes this run again, for the record.
+        workshop: keeps compiled networks for other runs of this process.
+        data: where the images come from, for the record, so that a report can show some.
+        tensorboard: write event files after each task.
     """
-    directory = absolute(directory)
-    _check_sizes(stream, pretrained, router)
-    if config.upper_bound is not None and config.method.name == "full_finetune":
-        raise ValueError("full_finetune is the upper bound itself: leave out --upper-bound")
-    start = Mark.now()
-    layout = make_layout(config.mesh)
-    engine, batch_size = config.engine, config.method.batch_size
-    means, base = None, _told_base()
-    if isinstance(config.method, CheemConfig):
-        means, base = _base_means(pretrained, config.method, engine.precision, base_images, progress)
-    identity = _identity(stream, pretrained, config, base, router)
-    conditions = fingerprint.take(identity)
-    _check_hosts(config, identity, conditions)
-    networks = networks_of(pretrained, router, config.method, engine, workshop, layout)
-    features, router_features = networks.features, networks.router_features
-    keys = Keys(config.seed, config.seeds)
-    learner = make(config.method, networks, keys, len(stream.tasks), means)
-    notes = learner.check(stream.tasks)
+    start, directory = Mark.now(), absolute(directory)
+    check_fits(stream, pretrained, router, config)
     if tensorboard:
         check_installed()
-    writes = hosts.is_first()
-    with contextlib.ExitStack() as held, stop_requests() as stop:
-        claimed = []
-        hosts.first_does(lambda: claimed.append(_claim(directory, identity, held)))
-        status = held.enter_context(Status(directory, writes=writes))
-        resumed = bool(hosts.largest(int(any(claimed))))
-        methods: tuple[Method, ...] = (learner,)
-        if isinstance(config.method, CheemConfig):  # what CHEEM learns has to beat this, so it is always beside it
-            methods = (learner, FrozenLinear(keys, features, router_features, config.method.router))
+    layout = make_layout(config.mesh)
+    base = base_means_of(pretrained, config.method, config.engine.precision, images=base_images, progress=progress)
+    identity = identity_of(stream, pretrained, config, base=base, router=router)
+    conditions = fingerprint.take(identity)
+    check_hosts(config, identity, conditions)
+    networks = networks_of(pretrained, router, config.method, config.engine, workshop=workshop, layout=layout)
+    keys, num_tasks = Keys(config.seed, config.seeds), len(stream.tasks)
+    learner = make(config.method, networks, keys, num_tasks, base.values)
+    notes = learner.check(stream.tasks)
+    methods: tuple[Method, ...] = (learner,)
+    if isinstance(config.method, CheemConfig):  # CHEEM has to beat this baseline, so it always runs too
+        methods = (learner, FrozenLinear(keys, networks.features, networks.router_features, config.method.router))
 
-        record = Record.open(directory, fingerprint.digest(conditions), writes=writes)
-        run = Run(directory, record, progress, stop, save_every, status)
-        finished = hosts.in_order(lambda: restore(directory, stream, methods, record)) if resumed else 0
-        begun = next((entry for entry in read(directory) if entry["event"] == "run"), None)
-        bound = {"upper_bound": config.upper_bound is not None, "devices": layout.num, "processes": hosts.count()}
-        if begun is None:
-            setting = _setting(stream, pretrained, config, means, router, networks.executor.name)
-            record.write("run", **setting, command=command, data=data, conditions=conditions, **bound, **start.since())
-        elif finished < len(stream.tasks) or (config.upper_bound is not None and missing_bounds(directory, stream)):
-            record.write("continued", command=command, conditions=conditions, **bound, **start.since())
-            if changed := fingerprint.differences(begun["conditions"], conditions):
+    with contextlib.ExitStack() as held, stop_requests() as stop:
+        claimed: list[bool] = []
+
+        def claim_directory() -> None:
+            held.enter_context(hold(directory))
+            claimed.append(claim(directory, identity, defaults_of(config.method)))
+
+        hosts.first_does(claim_directory)
+        is_resumed = bool(hosts.largest(int(any(claimed))))
+        status = held.enter_context(Status(directory, writes=hosts.is_first()))
+        record = Record.open(directory, fingerprint.digest(conditions), writes=hosts.is_first())
+        run = RunContext(directory, record, progress, stop, save_every, status)
+        num_finished = hosts.in_order(lambda: restore(directory, stream, methods, record)) if is_resumed else 0
+
+        begin = next((entry for entry in read(directory) if entry["event"] == "run"), None)
+        shared = {
+            "command": command, "conditions": conditions, "upper_bound": config.upper_bound is not None,
+            "devices": layout.num, "processes": hosts.count(),
+        }  # fmt: skip
+        if begin is None:
+            setting = setting_of(stream, pretrained, config, base=base, router=router)
+            record.write("run", **setting, executor=networks.executor.name, data=data, **shared, **start.since())
+        elif num_finished < num_tasks or (config.upper_bound is not None and _missing_bounds(directory, num_tasks)):
+            record.write("continued", **shared, **start.since())
+            if changed := fingerprint.differences(begin["conditions"], conditions):
                 progress.say(f"begun under other conditions, so numbers may differ: {'; '.join(changed)}")
-        chosen = choose(engine, pretrained.config, batch_size, layout=layout)
-        progress.say(f"executor {chosen.name}, {engine.precision} ({chosen.reason})")
+
+        chosen = choose(config.engine, pretrained.config, config.method.batch_size, layout=layout)
+        progress.say(f"executor {chosen.name}, {config.engine.precision} ({chosen.reason})")
         if layout.is_many:
             over = f" in {hosts.count()} processes" if hosts.count() > 1 else ""
             progress.say(f"each batch is divided over {layout.num} devices{over}")
         for note in notes:
             progress.say(f"{learner.name}: {note}")
-        if means is None and isinstance(config.method, CheemConfig):
+        if base.values is None and isinstance(config.method, CheemConfig):
             why = "left out" if config.method.base_means == "neutral" else "unknown for this setting"
-            progress.say(f"base means {why}: similarity to the backbone's own task is neutral (0)")
-        if finished == len(stream.tasks):
-            progress.say(f"{shown(directory)} holds all {finished} tasks already; nothing to learn")
-        elif resumed:
-            progress.say(f"going on in {shown(directory)} with task {finished + 1} of {len(stream.tasks)}")
-        for index in range(finished, len(stream.tasks)):
-            task = stream.tasks[index]
+            progress.say(f"base means {why}: similarity to the pretraining data is neutral (0)")
+        if num_finished == num_tasks:
+            progress.say(f"{shown(directory)} contains all {num_tasks} tasks already; nothing to learn")
+        elif is_resumed:
+            progress.say(f"resuming {shown(directory)} with task {num_finished + 1} of {num_tasks}")
+
+        for index, task in enumerate(stream.tasks[num_finished:], start=num_finished):
             saving = sum(learn_task(task, index, method, run) for method in methods)
             evaluate(stream.tasks[: index + 1], methods, run, saving)
-            features.forget(stream.tasks[index])
-            router_features.forget(stream.tasks[index])
+            networks.features.forget(task)
+            networks.router_features.forget(task)
             _write_results(directory, tensorboard)
         if config.upper_bound is not None:
-            _write_report(directory, _write_results(directory, tensorboard))
-            upper = FullFinetune(networks.executor, features, config.upper_bound, keys, len(stream.tasks))
-            _upper_bound(stream, upper, run)
-            Rolling(run.root(upper.name), stop).clear()
-        results = _write_results(directory, tensorboard)
-        _write_report(directory, results)
-        return results
+            _write_report(directory, tensorboard)
+            bound = FullFinetune(networks.executor, networks.features, config.upper_bound, keys, num_tasks)
+            _measure_bounds(stream, bound, run)
+        return _write_report(directory, tensorboard)
 
 
-def _check_hosts(config: RunConfig, identity: Mapping[str, Any], conditions: Mapping[str, Any]) -> None:
-    """Raises ValueError where the processes of a job would not do the same."""
-    settings = {**identity, "mesh": vars(config.mesh), "upper_bound": config.upper_bound is not None}
-    code = {name: conditions[name] for name in ("code", "versions")}
-    hosts.check_equal("code and package versions", code, "install the same on every machine")
-    hosts.check_equal("weights", identity["weights_sha256"], "give every process the same file")
-    hosts.check_equal("data fingerprints", identity["data_sha256"], "give every process the same pictures")
-    hosts.check_equal("settings", settings, "start every process with the same command")
+class Mark(NamedTuple):
+    """A moment, to count seconds and compilations from."""
+
+    seconds: float
+    compiled: Compilations
+
+    @classmethod
+    def now(cls) -> "Mark":
+        return cls(time.perf_counter(), compilations())
+
+    def since(self) -> dict[str, Any]:
+        """The seconds and compilations since then, for the record."""
+        compiled = compilations().since(self.compiled)
+        return {"seconds": time.perf_counter() - self.seconds, "compile": compiled._asdict()}
 
 
-def _claim(directory: Path, identity: Mapping[str, Any], held: contextlib.ExitStack) -> bool:
-    held.enter_context(hold(directory))
-    return claim(directory, identity)
+class RunContext(NamedTuple):
+    """What all steps of one run need besides the task."""
+
+    directory: Path
+    record: Record
+    progress: Progress
+    stop: Stop
+    save_every: float | None
+    status: Status
+    checkpoints: Path | None = None
+    """The folder of all methods' checkpoints; default: the run's own."""
+
+    def root(self, method: str) -> Path:
+        """The folder of a method's checkpoints."""
+        return (self.checkpoints or self.directory / "checkpoints") / method
+
+    def phase(self, task: str, phase: str, total: int):
+        """A phase on the screen and in the status file; `total` in images."""
+        return self.status.phase(phase, task, total, self.progress.phase(phase, task=task, total=total))
+
+    def learning(self, method: str, task: Task, index: int) -> RunningTask:
+        """One task while a method learns it."""
+        rolling = Rolling(self.root(method), self.stop, every=self.save_every)
+        running = RunningTask(
+            index, rolling, lambda phase, total: self.phase(task.name, phase, total), self.progress.say
+        )
+        if running.saved is not None:
+            self.progress.say(f"{task.name}: resuming from its rolling checkpoint")
+        return running
+
+    def check_room(self, num_bytes: int, what: str) -> None:
+        """Raises ValueError where the disk has no room for these arrays."""
+        hosts.first_does(lambda: check_space(self.directory, num_bytes + SPARE_BYTES, what))
 
 
-def missing_bounds(directory: Path, stream: Stream) -> list[int]:
-    """Tasks whose upper bound is not known yet."""
-    done = {entry["index"] for entry in read(directory) if entry["event"] == "upper_bound"}
-    return [index for index in range(len(stream.tasks)) if index not in done]
+def learn_task(task: Task, number: int, method: Method, run: RunContext, *, index: int | None = None) -> float:
+    """Learn and save one task; from then on everything comes from disk, as after a restart.
+
+    `index` is its position among the tasks in memory; default: its number, from which it differs once a task was
+    forgotten. Returns the seconds that checkpoints took.
+    """
+    root, start = run.root(method.name), Mark.now()
+    if hosts.agree_to_stop(run.stop):
+        raise run.stop.stopped("everything learned is kept")
+    if len(saved_tasks(root)) > number:
+        Rolling(root, run.stop).clear()
+        return 0.0  # learned and saved before the run stopped
+    run.check_room(method.bytes_needed(task), f"task {task.name!r}")
+    running = run.learning(method.name, task, number)
+    report = method.learn(task, running)
+    known = {"index": number if index is None else index, "name": task.name, "classes": list(task.classes)}
+    known |= {f"num_{name}": len(split.labels) for name, split in task.splits.items()}
+    run.record.write("learned", method=method.name, report={**known, **report}, **start.since())
+    saving = time.perf_counter()
+    method.save(root)
+    running.rolling.clear()
+    for name in report.get("not_kept", ()):
+        run.progress.say(f"{name}: no room to keep them (--engine.memory-gb), so every epoch computes them again")
+    if num_skipped := report.get("skipped_steps"):
+        run.progress.say(f"{task.name}: {num_skipped} steps left out because of a non-finite loss or gradient")
+    if "architecture" in report:
+        run.progress.architecture(task.name, report["architecture"])
+    return running.rolling.seconds + time.perf_counter() - saving
 
 
-def _upper_bound(stream: Stream, bound: FullFinetune, run: Run) -> None:
-    config = bound.vit_config
-    for index in missing_bounds(run.directory, stream):
+def evaluate(learned: Sequence[Task | None], methods: tuple[Method, ...], run: RunContext, saving: float) -> None:
+    """Measure every task so far with every method; `saving` are the seconds that the last one's checkpoints took.
+
+    None means a task without images: what would be measured on it is null in the record.
+    """
+    num, start = len(learned), Mark.now()
+    present = [(index, task) for index, task in enumerate(learned) if task is not None]
+    total = sum(len(task.test.labels) for _, task in present)
+    measured, answered = {}, {}
+    for method in methods:
+        answers: dict[int, Answers] = {}
+        with run.phase(f"{num} task{'s' if num > 1 else ''}, {method.name}", "evaluate", total) as advance:
+            for index, task in present:
+                answers[index] = method.answers(index, task)
+                advance(len(task.test.labels), "")
+                if hosts.agree_to_stop(run.stop):
+                    raise run.stop.stopped("everything learned is kept, and measured again")
+        measured[method.name] = _measured(answers, dict(present), num)
+        if method is methods[0]:
+            answered = {f"{name}_{i}": array for i, found in answers.items() for name, array in found._asdict().items()}
+    hosts.first_does(lambda: _write_answers(run.directory, answered))
+    saved = {method.name: saved_tasks(run.root(method.name)) for method in methods}
+    contents = {name: [load_manifest(place)["content_sha256"] for place in places] for name, places in saved.items()}
+    run.record.write(
+        "evaluated", index=num - 1, methods=measured, checkpoints=contents, checkpoint_seconds=saving,
+        peak_memory_bytes=peak_memory_bytes(), **start.since(),
+    )  # fmt: skip
+    if present:
+        _say_accuracy(present, methods[0].name, measured[methods[0].name], run.progress)
+
+
+def _measured(answers: Mapping[int, Answers], tasks: Mapping[int, Task], num: int) -> dict[str, Any]:
+    """Accuracy of one method on each of `num` tasks, task-agnostic and with the task ID given, and its routing."""
+    accuracy: list[float | None] = [None] * num
+    given: list[float | None] = [None] * num
+    for index, found in answers.items():
+        labels = tasks[index].test.labels
+        accuracy[index] = float(((found.chosen_task == index) & (found.chosen_class == labels)).mean())
+        given[index] = float((found.given_task == labels).mean())
+    none = np.zeros(0, np.int64)
+    true_tasks = np.concatenate([none, *(np.full(len(found.chosen_task), i) for i, found in answers.items())])
+    routed_tasks = np.concatenate([none, *(found.chosen_task for found in answers.values())])
+    return {
+        "accuracy": accuracy,
+        "local_accuracy": given,
+        "routing": metrics.routing_confusion(true_tasks, routed_tasks, num),
+    }
+
+
+def _say_accuracy(present: Sequence[tuple[int, Task]], method: str, measured: Mapping[str, Any], progress: Progress):
+    index, task = present[-1]
+    accuracy, given = measured["accuracy"], 100 * measured["local_accuracy"][index]
+    beside = "task ID given" if method in TOLD else f"{given:.1f} % with the task ID given"
+    average = 100 * float(np.mean([accuracy[index] for index, _ in present]))
+    over = f"; average over {len(present)} tasks {average:.1f} %" if len(present) > 1 else ""
+    progress.say(f"{task.name}: {100 * accuracy[index]:.1f} % ({beside}){over}")
+
+
+def _write_answers(directory: Path, answered: Mapping[str, np.ndarray]) -> None:
+    """`answers.npz`: the predictions of the run's own method for every test image so far, by task index."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{name: found.astype(np.int32) for name, found in answered.items()})  # pyright: ignore[reportArgumentType]
+    write_atomically(directory / "answers.npz", buffer.getvalue())
+
+
+def _measure_bounds(stream: Stream, bound: FullFinetune, run: RunContext) -> None:
+    """Fine-tune the whole backbone for each task whose upper bound is not known yet."""
+    for index in _missing_bounds(run.directory, len(stream.tasks)):
         start, task = Mark.now(), stream.tasks[index]
-        needed, what = bound.bytes_needed(task) + SPARE_BYTES, f"the upper bound of task {task.name!r}"
-        hosts.first_does(lambda needed=needed, what=what: check_space(run.directory, needed, what))
+        run.check_room(bound.bytes_needed(task), f"the upper bound of task {task.name!r}")
         running = run.learning(bound.name, task, index)
         found = bound.bound(index, task, running)
         run.record.write(
@@ -201,12 +307,18 @@ def _upper_bound(stream: Stream, bound: FullFinetune, run: Run) -> None:
             index=index,
             name=task.name,
             **found._asdict(),
-            flops_paper=backbone_flops(config),
-            flops_executed=executed_backbone_flops(config),
+            flops_paper=backbone_flops(bound.vit_config),
+            flops_executed=executed_backbone_flops(bound.vit_config),
             **start.since(),
         )
         running.rolling.clear()
-        run.progress.say(f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (true task given)")
+        run.progress.say(f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (task ID given)")
+    Rolling(run.root(bound.name), run.stop).clear()
+
+
+def _missing_bounds(directory: Path, num_tasks: int) -> list[int]:
+    done = {entry["index"] for entry in read(directory) if entry["event"] == "upper_bound"}
+    return [index for index in range(num_tasks) if index not in done]
 
 
 def _write_results(directory: Path, tensorboard: bool) -> dict[str, Any]:
@@ -219,136 +331,65 @@ def _write_results(directory: Path, tensorboard: bool) -> dict[str, Any]:
     return results_of(read(directory))
 
 
-def _write_report(directory: Path, results: dict[str, Any]) -> None:
-    hosts.first_does(functools.partial(write_report, directory, results))
+def _write_report(directory: Path, tensorboard: bool) -> dict[str, Any]:
+    results = _write_results(directory, tensorboard)
+    hosts.first_does(lambda: write_report(directory, results))
+    return results
 
 
-def networks_of(
-    pretrained: Pretrained,
-    router: Router | None,
-    config: MethodConfig,
-    engine: EngineConfig,
-    workshop: dict[Any, Networks] | None = None,
-    layout: Layout = ONE,
-) -> Networks:
-    """The networks of a run; those in `workshop` are taken from there, with all that they have compiled."""
-    placement: Placement = "mlp_down"
-    token: Token = "component"
-    if isinstance(config, CheemConfig):
-        placement, token = config.placement, config.token
-    elif isinstance(config, LoraClConfig):
-        placement = config.placement
-    size = config.batch_size
-    workshop = {} if workshop is None else workshop
-    weights = (pretrained.sha256, pretrained.config, router and (router.sha256, router.config))
-    reads = getattr(config, "router", PAPER)
-    place = (weights, placement, token, size, engine, layout.place, layout.fsdp, reads.features)
-    if place not in workshop:
-        vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
-        executor = make_executor(vit, placement, engine, token=token, batch_size=size, layout=layout)
-        features = FrozenFeatures(executor, size)
-        router_features = features if reads.features == "last" else FrozenFeatures(Backbone(executor, reads), size)
-        if isinstance(router, PretrainedAlexNet):
-            if reads.features != "last":
-                raise ValueError(f"router features {reads.features!r} are of a ViT's blocks; alexnet has only `last`")
-            options = jit_options(engine.precision, engine.deterministic)
-            encoder = AlexNetEncoder(
-                build_alexnet(router.config, router.params), jit=functools.partial(jax.jit, compiler_options=options)
-            )
-            router_features = FrozenFeatures(encoder, size)
-        elif router is not None:
-            router_vit = build(dataclasses.replace(router.config, precision=engine.precision), router.params)
-            router_executor = make_executor(router_vit, placement, engine, batch_size=size, layout=layout)
-            router_features = FrozenFeatures(Backbone(router_executor, reads), size)
-        workshop[place] = Networks(executor, features, router_features)
-    return workshop[place]
+def peak_memory_bytes() -> int:
+    """The largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
-def _base_means(
-    pretrained: Pretrained, config: CheemConfig, precision: Precision, base_images: Images | None, progress: Progress
-) -> tuple[np.ndarray | None, dict[str, str | None]]:
-    """mu of the backbone's own task, and what `config.json` knows it by: only an exact match of size, placement and
-    token counts, else it is measured."""
-    if config.base_means == "neutral":
-        return None, _told_base()
-    place = f"{pretrained.config.image_size}/{config.placement}/{config.token}"
-    if (found := pretrained.base_means.get(place)) is not None:
-        if base_images is not None:
-            progress.say(f"the weights carry base means for {place}: the base data is not needed")
-        return found, _told_base(means=hashlib.sha256(found.tobytes()).hexdigest())
-    if base_images is None:
-        return None, _told_base()
-    progress.say(f"measuring mean class tokens of the backbone's own task on {len(base_images):,} images")
-    vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
-    found = base_means(vit, base_images, batch_size=config.batch_size)[place]
-    # known by the pictures: the last bits of what is measured differ from machine to machine
-    return found, _told_base(data=hash_of_images(base_images))
+def restore(directory: Path, stream: Stream, methods: tuple[Method, ...], record: Record) -> int:
+    """Open what is saved and drop an unfinished task from the record; returns the number of finished tasks.
 
+    Raises ValueError where checkpoints are corrupted, or differ from the record.
+    """
+    saved = {method.name: saved_tasks(directory / "checkpoints" / method.name) for method in methods}
+    corrupted = []
+    for method in methods:
+        try:
+            method.open(directory / "checkpoints" / method.name)
+        except ValueError as error:
+            corrupted.append(str(error))
+    if corrupted:
+        raise ValueError(" / ".join(corrupted))
+    recorded: set[tuple[str, int]] = set()
 
-def _told_base(means: str | None = None, data: str | None = None) -> dict[str, str | None]:
-    return {"base_means_sha256": means, "base_data_sha256": data}
+    def belongs(entry: dict[str, Any]) -> bool:
+        if entry["event"] != "learned":
+            return True
+        method, index = entry["method"], entry["report"]["index"]
+        if index >= len(saved[method]) or (method, index) in recorded:
+            return False
+        recorded.add((method, index))
+        return True
 
-
-def _identity(
-    stream: Stream, pretrained: Pretrained, config: RunConfig, base: Mapping[str, str | None], router
-) -> dict[str, Any]:
-    """All that decides what is learned, as `config.json` holds it; an upper bound can be added to a finished run."""
-    return {
-        "format": "cheem_jax-run/1",
-        "stream": stream.name,
-        "tasks": [task.name for task in stream.tasks],
-        "backbone": pretrained.config.name,
-        "image_size": pretrained.config.image_size,
-        "seed": config.seed,
-        "seeds": dataclasses.asdict(config.seeds),
-        config.method.name: dataclasses.asdict(config.method),
-        "engine": dataclasses.asdict(config.engine),
-        "weights_sha256": pretrained.sha256,
-        "router_weights_sha256": None if router is None else router.sha256,
-        **base,
-        "data_sha256": {task.name: data_hash(task) for task in stream.tasks},
-        "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
-        **_pixels(pretrained),
-    }
-
-
-def _pixels(pretrained: Pretrained) -> dict[str, Any]:
-    """Where pixels are not scaled as the named backbone's are."""
-    config, known = pretrained.config, CONFIGS.get(pretrained.config.name)
-    scaling = (config.mean, config.std)
-    unit = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    usual = scaling != unit if known is None else scaling == (known.mean, known.std)
-    return {} if usual else {"pixels": scaling}
-
-
-def _setting(stream: Stream, pretrained: Pretrained, config: RunConfig, means, router, executor: str) -> dict[str, Any]:
-    base_means_word = "neutral" if means is None else "known"
-    return {
-        "method": config.method.name,
-        "backbone": pretrained.config.name,
-        "source": pretrained.source,
-        "stream": stream.name,
-        "seed": config.seed,
-        "placement": getattr(config.method, "placement", None),
-        "preset": config.preset
-        if preset_of(config.method.name, config.preset) == config.method
-        else f"{config.preset}, changed",
-        "image_size": pretrained.config.image_size,
-        "base_means": base_means_word if isinstance(config.method, CheemConfig) else None,
-        "executor": executor,
-        "precision": config.engine.precision,
-        "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
-        "router": pretrained.config.name if router is None else router.config.name,
-        "device": f"{jax.devices()[0].platform}: {jax.devices()[0].device_kind}",
-    }
-
-
-def _check_sizes(stream: Stream, pretrained: Pretrained, router: Router | None) -> None:
-    shape = stream.tasks[0].train.images.shape[1:]
-    for network in filter(None, (pretrained, router)):
-        size = network.config.image_size
-        if shape != (size, size, 3):
-            raise ValueError(
-                f"stream {stream.name!r} holds images of shape {shape}, but {network.config.name} takes "
-                f"{(size, size, 3)}; load both with the same image size"
-            )
+    record.keep(belongs)
+    evaluated = [entry for entry in read(directory) if entry["event"] == "evaluated"]
+    num_finished = len(evaluated)
+    if (measured := [entry["index"] for entry in evaluated]) != list(range(num_finished)):
+        raise ValueError(
+            f"{record.file} has lost a line: it contains measurements after the tasks {measured}, but expected are all "
+            "from 0 on in order; restore it from a copy, or choose another --run-dir"
+        )
+    for method, contents in evaluated[-1]["checkpoints"].items() if evaluated else ():
+        for place, content in zip(saved[method], contents, strict=False):
+            if load_manifest(place)["content_sha256"] != content:
+                raise ValueError(f"checkpoint {place} is whole, but not the one that this run saved; restore that one")
+    names = {name: [load_meta(d)["name"] for d in directories] for name, directories in saved.items()}
+    expected = [task.name for task in stream.tasks]
+    is_whole = {(name, index) for name, found in names.items() for index in range(len(found))} == recorded
+    if not is_whole or any(
+        found != expected[: len(found)] or not num_finished <= len(found) <= num_finished + 1
+        for found in names.values()
+    ):
+        raise ValueError(
+            f"record and checkpoints of {str(directory)!r} differ: the record has {num_finished} finished tasks and "
+            f"the learned tasks {sorted(recorded)}, the checkpoints contain {names}; restore what is missing, or "
+            "choose another --run-dir"
+        )
+    return num_finished

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.alexnet import FORMAT, AlexNetConfig, from_torchvision
 from cheem_jax.backbone.weights import sha256_of
-from cheem_jax.cli import parse
+from cheem_jax.cli.main import parse
+from cheem_jax.core.atomic import write_atomically
 
 
 @dataclasses.dataclass(frozen=True)

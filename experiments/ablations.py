@@ -1,4 +1,4 @@
-"""What each part of CHEEM is worth: the paper's ablations and more, one table and a picture for each.
+"""What each part of CHEEM is worth: the paper's ablations and more, one table and a figure for each.
 
     python experiments/ablations.py
     python experiments/ablations.py --only epsilon,sampling --seeds 0,1,2 --run-dir runs/ablations
@@ -6,26 +6,25 @@
 
 The studies: epsilon (eps1 = eps2), tolerance (tau, beside S-Prompts and LoRA-CL), sampling (HEE against uniform),
 placement, ops (one removed), weights (inherited from the supernet or new), base_means (known or neutral), plus (a
-better router, and a search that counts what inference runs). CHEEM as it is belongs to all of them and is run once.
+better router). CHEEM as it is belongs to all of them and is run once.
 `tables.py` reads the runs as well, for the paper's own tables.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from charts import architecture_sheet, sweep_picture
+from charts import architecture_sheet, spread, sweep_picture, write_page
 from study import Found, Study, Variant, run_all
 
-from cheem_jax.atomic import write_atomically
-from cheem_jax.cli import parse, run_command
-from cheem_jax.methods.cheem_config import PLUS, PRESETS
-from cheem_jax.ops import KINDS
+from cheem_jax.cheem.config import PLUS, PRESETS
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.ops import KINDS
 from cheem_jax.report.comparison import comparison
-from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import METHODS, NONE, Grid, format_flops
+from cheem_jax.run.progress import Progress
 
 STUDIES = ("epsilon", "tolerance", "sampling", "placement", "ops", "weights", "base_means", "plus")
 
@@ -104,12 +103,7 @@ def _study(
             inherited = Variant("inherited", "inherited from the supernet", config={"weights": "inherited"})
             return [plain._replace(title="initialised anew"), inherited]
         case "plus":
-            resumed = {"search.cost": "resumed"}
-            return [
-                plain._replace(title="the paper's"),
-                Variant("plus", "what paid on small real sets", config=PLUS),
-                Variant("plus-resumed", "the same, and resumed FLOPs in the search", config={**PLUS, **resumed}),
-            ]
+            return [plain._replace(title="the paper's"), Variant("plus", "what paid on small real sets", config=PLUS)]
         case _:
             neutral = Variant("neutral", "neutral base means", config={"base_means": "neutral"})
             return [plain._replace(title="base means where known"), neutral]
@@ -137,8 +131,7 @@ def write(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Foun
             grids[name] = grid_of(name, kept, rows)
             numbers[name] = [{**rows[variant.name], "variant": variant.title} for variant in kept]
             pages.append(f"## {name.replace('_', ' ')}\n\n{grids[name].to_markdown()}")
-    write_atomically(directory / "ablations.md", "\n\n".join(pages) + "\n")
-    write_atomically(directory / "ablations.json", json.dumps(numbers, indent=1) + "\n")
+    write_page(directory / "ablations", "\n\n".join(pages) + "\n", numbers)
     for name, grid in grids.items():
         write_atomically(directory / f"{name}.csv", grid.to_csv())
     return grids
@@ -158,10 +151,13 @@ def ops_of(results: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     return {kind: chosen.count(kind) / len(chosen) for kind in KINDS}
 
 
+SHOWN = ("average_accuracy", "local_average_accuracy", "average_forgetting")
+
+
 def grid_of(name: str, variants: Sequence[Variant], rows: Mapping[str, Mapping[str, Any]]) -> Grid:
     """The table of one study."""
     columns = (
-        "variant", "runs", "average\naccuracy", "task\ngiven", "forget-\nting", "FLOPs\npaper", "params\nadded %",
+        "variant", "runs", "average\naccuracy", "task ID\ngiven", "forget-\nting", "FLOPs\npaper", "params\nadded %",
         *KINDS, "learning s",
     )  # fmt: skip
     lines = []
@@ -171,20 +167,13 @@ def grid_of(name: str, variants: Sequence[Variant], rows: Mapping[str, Mapping[s
         lines.append((
             variant.title,
             str(row["runs"]),
-            *(_percent(row[key]) for key in ("average_accuracy", "local_average_accuracy", "average_forgetting")),
+            *(spread(row[key], factor=100) for key in SHOWN),
             format_flops(row["flops_paper"]["mean"]),
             f"{row['params_added_percent']['mean']:.2f}",
             *(NONE if ops is None else f"{100 * ops[kind]:.0f} %" for kind in KINDS),
             f"{row['seconds']['mean']:,.0f}",
         ))  # fmt: skip
     return Grid(name, columns, tuple(lines), 1)
-
-
-def _percent(value: Mapping[str, float | None] | None) -> str:
-    if value is None or value["mean"] is None:
-        return NONE
-    spread = "" if value["std"] is None else f" ± {100 * value['std']:.1f}"
-    return f"{100 * value['mean']:.1f}{spread}"
 
 
 def draw(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Found) -> None:

@@ -1,6 +1,7 @@
-"""Pictures over several runs, as PNG files drawn without a display."""
+"""What the pages of studies share: means with their deviation, files, and figures drawn without a display."""
 
 import io
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,16 +9,70 @@ from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from PIL import Image
 
-from cheem_jax.atomic import write_atomically
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.comparison import measure
 from cheem_jax.report.figures import DPI, FAINT, INK, architecture_grid, save
+from cheem_jax.report.table import NONE, Grid
 
 Runs = Sequence[Mapping[str, Any]]
 ACCURACY, COST = "#1f77b4", "#c0392b"
 COSTS = {"params_added_percent": "parameters added per task, % of the backbone", "flops_paper": "FLOPs per image"}
+
+
+def mean_std(values: Sequence[float | None]) -> dict[str, Any] | None:
+    """Mean and standard deviation (n - 1; None for one value) of what is there; None where nothing is."""
+    found = np.array([value for value in values if value is not None], np.float64)
+    if not found.size:
+        return None
+    return {"mean": float(found.mean()), "std": float(found.std(ddof=1)) if found.size > 1 else None}
+
+
+def spread(found: Mapping[str, Any] | Sequence[float | None] | None, decimals: int = 1, factor: float = 1.0) -> str:
+    """`mean ± std` of values, or of what `mean_std` gave; a dash where nothing is."""
+    if found is not None and not isinstance(found, Mapping):
+        found = mean_std(found)
+    if found is None or found["mean"] is None:
+        return NONE
+    deviation = "" if found["std"] is None else f" ± {factor * found['std']:,.{decimals}f}"
+    return f"{factor * found['mean']:,.{decimals}f}{deviation}"
+
+
+def check_folder(option: str, place: Path) -> None:
+    """ValueError where an option for a folder names something else."""
+    if place.exists() and not place.is_dir():
+        raise ValueError(f"{option} names {place}, which is not a folder; expected one that exists or can be made")
+
+
+def write_page(place: Path, text: str, numbers: Any, table: Grid | str | None = None) -> None:
+    """`PLACE.md`, its numbers as `.json` and its table as `.csv`."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(place.with_suffix(".md"), text)
+    write_atomically(place.with_suffix(".json"), json.dumps(numbers, indent=1) + "\n")
+    if table is not None:
+        write_atomically(place.with_suffix(".csv"), table.to_csv() if isinstance(table, Grid) else table)
+
+
+def frame(axes: Axes, title: str = "", x: str = "", y: str = "", *, grid: bool = False) -> None:
+    """The look of all figures: title, names of the axes, no box around them."""
+    axes.set_title(title.replace("$", r"\$"), fontsize=10, color=INK, loc="left")  # a pair would start a formula
+    axes.set_xlabel(x, color=FAINT)
+    axes.set_ylabel(y, color=FAINT)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    if grid:
+        axes.grid(color="#ececec", linewidth=0.8)
+
+
+def legend_below(figure: Figure, handles: Sequence[Line2D]) -> None:
+    """One legend for all panels."""
+    columns = min(4, len(handles))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)
 
 
 def sweep_picture(
@@ -38,21 +93,21 @@ def sweep_picture(
     right = left.twinx()
     title, scale = COSTS[cost], 1.0
     if cost == "flops_paper":
-        giga = max(_spread(runs, cost, 1.0)[0] for _, runs in points) >= 1e9
+        giga = max(_measured(runs, cost, 1.0)["mean"] for _, runs in points) >= 1e9
         title, scale = (f"{title}, G", 1e-9) if giga else (f"{title}, M", 1e-6)
     values = [value for value, _ in points]
     for axes, name, factor, colour, shape in (
         (left, "average_accuracy", 100.0, ACCURACY, "o-"),
         (right, cost, scale, COST, "s--"),
     ):
-        spread = [_spread(runs, name, factor) for _, runs in points]
-        means, errors = zip(*spread, strict=True)
+        found = [_measured(runs, name, factor) for _, runs in points]
+        means, errors = [each["mean"] for each in found], [each["std"] or 0.0 for each in found]
         axes.errorbar(values, means, yerr=errors, fmt=shape, color=colour, markersize=5, capsize=3, linewidth=1.5)
         if marked is not None:
-            mean, _ = _spread(marked[1], name, factor)
+            mean = _measured(marked[1], name, factor)["mean"]
             axes.plot([float(np.mean(values))], [mean], "*", color=colour, markersize=13, markeredgecolor="white")
         for style, (method, runs) in zip((":", "-."), (lines or {}).items(), strict=False):
-            mean, _ = _spread(runs, name, factor)
+            mean = _measured(runs, name, factor)["mean"]
             axes.axhline(mean, color=colour, linestyle=style, linewidth=1, alpha=0.8)
             at = values[0] if axes is left else values[-1]
             axes.annotate(
@@ -101,12 +156,12 @@ def stacked_bars(file: Path, seconds: Mapping[str, Mapping[str, float]], label: 
         axes.barh(names, widths, left=begins, color=colours[index % len(colours)], label=phase)
         begins += widths
     axes.invert_yaxis()
-    axes.set_xlabel(label, color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
+    frame(axes, x=label)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     save(figure, file)
 
 
-def _spread(runs: Runs, name: str, factor: float) -> tuple[float, float]:
-    values = [factor * value for run in runs if (value := measure(run, name)) is not None]
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+def _measured(runs: Runs, name: str, factor: float) -> dict[str, Any]:
+    values = [measure(run, name) for run in runs]
+    found = mean_std([None if value is None else factor * value for value in values])
+    return found or {"mean": float("nan"), "std": None}

@@ -16,15 +16,15 @@ from study import run_all
 from tables import Tables
 from tables import main as write_tables
 
-from cheem_jax.cli import parse, run_command
-from cheem_jax.report.progress import Progress
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.run.progress import Progress
 
 METHODS = "cheem,lora_cl,s_prompts,l2p,dualprompt,coda_prompt,diki,tuna,full_finetune"
 
 
 @dataclasses.dataclass(frozen=True)
 class Clip(compare.Compare):
-    """Methods beside each other on CLIP's backbone."""
+    """Methods side by side on CLIP's backbone."""
 
     stream: str = "mtil"
     """mtil, vdd, demo, or whatever `experiments/mtil.py --stream` takes."""

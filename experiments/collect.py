@@ -1,9 +1,9 @@
-"""Copies of finished runs that may be published: numbers and settings, no picture, no place of one machine.
+"""Copies of finished runs that may be published: numbers and settings, no image, no place of one machine.
 
     python experiments/collect.py --runs runs/compare --to docs/results/runs
 
 Every finished run below `--runs` becomes `TO/<its folder below RUNS>`. The stream has to be where the run found it,
-since which answers were right follows from its labels; no picture is decoded. A run that is there already is replaced
+since which answers were right follows from its labels; no image is decoded. A run that is there already is replaced
 only where it differs. `experiments/tables.py --results` makes the page.
 """
 
@@ -16,16 +16,17 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
-from paper.collected import ByTask, check_right, packed
+from charts import check_folder
+from studies.paper.collected import ByTask, check_right, packed
 
-from cheem_jax.atomic import write_atomically
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import select
-from cheem_jax.report import record
-from cheem_jax.report.finished import Run, read
-from cheem_jax.report.progress import Progress
+from cheem_jax.report.finished import RunRecord, read
+from cheem_jax.run import record
+from cheem_jax.run.progress import Progress
 
 Labels = dict[str, np.ndarray]
 
@@ -43,8 +44,7 @@ class Collect:
 def main(settings: Collect) -> int:
     """Collect what is finished; 1 where a finished run could not be collected."""
     progress, opened, failed, done = Progress(), dict[str, Labels](), 0, set[Path]()
-    if settings.to.exists() and not settings.to.is_dir():
-        raise ValueError(f"--to names {settings.to}, which is no folder; expected one, there already or to be made")
+    check_folder("--to", settings.to)
     for folder in settings.runs:
         runs, left_out = read([folder])
         for directory, why in left_out:
@@ -78,7 +78,7 @@ def write(place: Path, files: Mapping[str, bytes]) -> str:
     return f"replaced, since it differs in {', '.join(changed)}" if changed else "unchanged"
 
 
-def files_of(run: Run, opened: dict[str, Labels]) -> dict[str, bytes]:
+def files_of(run: RunRecord, opened: dict[str, Labels]) -> dict[str, bytes]:
     """What is published of a run, by file name; `results.json`, which makes a folder a finished run, comes last."""
     begin = next(entry for entry in record.read(run.directory) if entry["event"] == "run")
     if not begin.get("data"):
@@ -100,7 +100,7 @@ def files_of(run: Run, opened: dict[str, Labels]) -> dict[str, bytes]:
     }  # fmt: skip
 
 
-def labels_of(run: Run, data: Mapping[str, Any], opened: dict[str, Labels]) -> Labels:
+def labels_of(run: RunRecord, data: Mapping[str, Any], opened: dict[str, Labels]) -> Labels:
     """Labels of the test images by task; ValueError where other files are there now than the run has seen."""
     key = json.dumps([data, run.results["image_size"]], sort_keys=True)
     if key not in opened:
@@ -119,8 +119,8 @@ def labels_of(run: Run, data: Mapping[str, Any], opened: dict[str, Labels]) -> L
     return opened[key]
 
 
-def right_of(run: Run, labels: Labels) -> tuple[ByTask, ByTask]:
-    """Which answers were right: task and class found, and the class with the task given."""
+def right_of(run: RunRecord, labels: Labels) -> tuple[ByTask, ByTask]:
+    """Which answers were right: task and class found, and the class with the task ID given."""
     file, right, given = run.directory / "answers.npz", [], []
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as held:

@@ -6,29 +6,28 @@
     python experiments/compare.py --stream mtil --preset paper --data-dir DATA --run-dir RUNS --launcher slurm
 
 Every run has a directory of its own, `RUN_DIR/<method>/seed-<seed>`, and is one that `cheem demo` or
-`experiments/mtil.py` could have made. What is finished is not run again, and what was stopped goes on.
+`experiments/mtil.py` could have made. What is finished is not run again, and what was stopped resumes.
 """
 
 import dataclasses
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import study
+from charts import write_page
 from study import Found, Study, Variant
 
-from cheem_jax.atomic import write_atomically
-from cheem_jax.cli import parse, run_command
-from cheem_jax.methods.catalogue import NAMES, NEED_A_ROUTER, Name, check_name
+from cheem_jax.baselines.catalogue import NAMES, NEED_A_ROUTER, Name, check_name
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.comparison import comparison, comparison_grid, csv_of, narrow
-from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import METHODS
+from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
 class Compare(Study):
-    """Methods beside each other on one stream."""
+    """Methods side by side on one stream."""
 
     methods: str = "all"
     """Names separated by commas, or all."""
@@ -73,10 +72,8 @@ def show(directory: Path, found: Found, progress: Progress, titles: Mapping[str,
 def write(directory: Path, found: Found, titles: Mapping[str, str] = METHODS) -> None:
     """The table as Markdown and CSV, and its numbers."""
     grid, rows = comparison_grid(found, titles), comparison(found)
-    write_atomically(directory / "comparison.json", json.dumps(rows, indent=1) + "\n")
-    write_atomically(directory / "comparison.csv", csv_of(rows))
     text = f"# {grid.title}\n\n{grid.to_markdown()}\n\n" + grid.caption.replace("\n", "  \n") + "\n"
-    write_atomically(directory / "comparison.md", text)
+    write_page(directory / "comparison", text, rows, csv_of(rows))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 
 Every component is learned task to task, from the pretrained backbone each time (average accuracy: how well it
 transfers), and sequentially, one backbone through the stream (average forgetting). Every task has a head of its own,
-kept as it was when the task was learned, and the true task is given. Per component one rate is chosen: the best on the
-validation splits, task to task. What is finished is not trained again, and what was stopped goes on.
+kept as it was when the task was learned, and the task ID is given. Per component one rate is chosen: the best on the
+validation splits, task to task. What is finished is not trained again, and what was stopped resumes.
 """
 
 import dataclasses
@@ -15,25 +15,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mtil
-from components.learning import Network, Training
-from components.parts import COMPONENTS, Component, components_of, num_params
-from components.report import rows_of, setting_of, table, write
-from components.units import Units
-from study import seeds_of
+from studies.components.learning import Network, Training
+from studies.components.parts import COMPONENTS, Component, components_of, num_params
+from studies.components.report import rows_of, setting_of, table, write
+from studies.components.units import Units
+from study import Data, recorded, seeds_of
 
-from cheem_jax import fingerprint
-from cheem_jax.arguments import arguments_of
-from cheem_jax.cli import parse, run_command
-from cheem_jax.continual import networks_of
-from cheem_jax.data.load import ImagesConfig
+from cheem_jax.baselines.full_finetune import FullFinetuneConfig
+from cheem_jax.cheem.config import PRESETS as CHEEM_PRESETS
+from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.interruption import stop_requests
-from cheem_jax.methods.cheem_config import PRESETS as CHEEM_PRESETS
-from cheem_jax.methods.full_finetune import FullFinetuneConfig
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import Record, read
-from cheem_jax.run_directory import check_space, claim, hold
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.networks import networks_of
+from cheem_jax.run.directory import check_space
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
 
 PRESETS = {
     "paper": Training(20, (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)),
@@ -42,23 +39,9 @@ PRESETS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ComponentStudy:
+class ComponentStudy(Data):
     """Transfer and forgetting of eleven components of a ViT block."""
 
-    stream: str = "demo"
-    """demo, or whatever `experiments/mtil.py --stream` takes; the paper's is vdd."""
-    backbone: str | None = None
-    """As for mtil.py: deit_tiny, for the demo stream vit_micro; the paper's is vit_base."""
-    weights: Path | None = None
-    """A safetensors or npz file; default: bundled, else from the hub."""
-    data_dir: Path | None = None
-    """Where prepared data sets lie."""
-    tasks: str | None = None
-    """Names of the tasks in learning order, separated by commas; default: all."""
-    image_size: int | None = None
-    """Pixels of the square images; default: the backbone's own."""
-    images: ImagesConfig = ImagesConfig()
-    """Where decoded pictures are kept."""
     components: str = "all"
     """Names or indices of the paper's table, separated by commas, or all; more can be added to a finished run."""
     preset: Literal["paper", "quick"] = "quick"
@@ -78,20 +61,19 @@ def main(settings: ComponentStudy) -> None:
     """Train what is missing, then print and save the table."""
     progress = Progress()
     components, seeds = components_of(settings.components), seeds_of(settings.seeds)
-    loaded, training = load(settings, progress), PRESETS[settings.preset]
+    data = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Data)}
+    loaded, training = mtil.load(mtil.Mtil(CHEEM_PRESETS["quick"], **data), progress), PRESETS[settings.preset]
     learn(
-        settings.run_dir, loaded, training, components, seeds, progress, settings.engine, settings.save_every,
+        settings.run_dir,
+        loaded,
+        training,
+        components,
+        seeds,
+        progress,
+        engine=settings.engine,
+        save_every=settings.save_every,
         command=["experiments/component_study.py", *arguments_of(settings)],
-    )  # fmt: skip
-
-
-def load(settings: ComponentStudy, progress: Progress) -> mtil.Loaded:
-    """Weights and pictures."""
-    sources = mtil.Mtil(
-        cheem=CHEEM_PRESETS["quick"], backbone=settings.backbone, weights=settings.weights, stream=settings.stream,
-        data_dir=settings.data_dir, tasks=settings.tasks, images=settings.images, image_size=settings.image_size,
-    )  # fmt: skip
-    return mtil.load(sources, progress)
+    )
 
 
 def learn(
@@ -101,6 +83,7 @@ def learn(
     components: list[Component],
     seeds: list[int],
     progress: Progress,
+    *,
     engine: EngineConfig,
     save_every: float | None = None,
     command: list[str] | None = None,
@@ -121,13 +104,9 @@ def learn(
         "data_sha256": {task.name: data_hash(task) for task in stream.tasks},
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
     }
-    conditions = fingerprint.take(identity)
-    with hold(directory), stop_requests() as stop:
-        resumed = claim(directory, identity)
+    with recorded(directory, identity, command) as (record, stop):
         # parameters and two moments of whatever a component may hold, and the checkpoint before
         check_space(directory, 2 * 3 * 4 * sum(leaf.size for leaf in executor.leaves), "a rolling checkpoint")
-        record = Record.open(directory, fingerprint.digest(conditions))
-        record.write("continued" if resumed else "run", command=command, conditions=conditions)
         network = Network(executor, training.batch_size)
         units = Units(directory, network, stream, training, record, stop, save_every, progress.say)
         setting, sizes = setting_of(stream, pretrained, training, seeds), num_params(executor)

@@ -5,11 +5,10 @@
     python experiments/head_analysis.py --runs runs/mtil --data-dir DATA
 
 Of methods with one head over all classes the logits of all test images are computed again, from the run's checkpoints
-and the pictures that it saw. Without runs: the paper's numbers and the theory alone.
+and the images that it saw. Without runs: the paper's numbers and the theory alone.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,18 @@ import compare
 import jax
 import mtil
 import numpy as np
-from heads.margins import GLOBAL_HEADS, Margins, Measured, by_task, measure, summary
-from heads.page import ACCURACIES, MATCHES, pages
-from heads.theory import match_probability, match_with_one_rival, simulated_match
-from paper.printed import Cell, printed
+from charts import check_folder, mean_std, write_page
+from studies.heads.margins import GLOBAL_HEADS, Margins, Measured, by_task, measure, summary
+from studies.heads.page import ACCURACIES, MATCHES, pages
+from studies.heads.theory import match_probability, match_with_one_rival, simulated_match
+from studies.paper.printed import Cell, printed
+from study import Source
 
-from cheem_jax.atomic import write_atomically
-from cheem_jax.cli import parse, run_command
-from cheem_jax.keys import key_at
-from cheem_jax.methods.cheem_config import PRESETS
-from cheem_jax.report.finished import Run, check_comparable, numbers_of, order_names, read, variant_of
-from cheem_jax.report.progress import Progress
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.keys import key_at
+from cheem_jax.report.finished import RunRecord, check_comparable, numbers_of, order_names, read, variant_of
 from cheem_jax.report.table import METHODS, TOLD, Grid
+from cheem_jax.run.progress import Progress
 
 COMPARED = "l2p,dualprompt,coda_prompt,s_prompts,diki,cheem"
 """Methods of the paper's table."""
@@ -39,42 +38,33 @@ SIMULATED = (1, 3, 10, 30, 100, 300, 1000)
 """Numbers of rivals at which the theory is held against a simulation."""
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadAnalysis:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadAnalysis(Source):
     """The paper's table of head designs, and when the argmax within a task is that over all tasks."""
 
     runs: tuple[Path, ...] = ()
     """Folders with finished runs, at any depth."""
     out: Path = Path("runs/heads")
-    """Where tables and pictures are written."""
+    """Where tables and figures are written."""
     train: bool = False
-    """First make the runs on the demo stream, or go on with them; they are read like those of --runs."""
+    """First make the runs on the demo stream, or continue them; they are read like those of --runs."""
     seeds: str = "0"
     """Seeds of those runs, separated by commas."""
     run_dir: Path = Path("runs/compare")
     """Where those runs are kept."""
-    stream: str | None = None
-    """What the runs' pictures are read from, as for mtil.py; default: what they call their stream."""
-    data_dir: Path | None = None
-    """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
-    split_seed: int = 0
-    """The runs' own, where a data set lacks splits."""
-    weights: Path | None = None
-    """The backbone's weights file; default: bundled, else from the hub. Backbone and image size are the runs' own."""
     num_draws: int = 10_000
     """Images drawn for each simulated point of the theory."""
 
 
 def main(settings: HeadAnalysis) -> None:
-    """Make what is missing, measure, write tables and pictures."""
+    """Make what is missing, measure, write tables and figures."""
     progress, out, folders = Progress(), settings.out, settings.runs
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out names {out}, which is no folder; expected one, there already or to be made")
+    check_folder("--out", out)
     if settings.num_draws < 1:
         raise ValueError(f"--num-draws is {settings.num_draws}; expected 1 or more")
     for folder in settings.runs:
         if not folder.is_dir():
-            raise ValueError(f"--runs names {folder}, which is no folder; expected one that holds finished runs")
+            raise ValueError(f"--runs names {folder}, which is not a folder; expected one that holds finished runs")
     if settings.train:
         if (settings.stream, settings.data_dir, settings.weights) != (None, None, None):
             raise ValueError(
@@ -97,19 +87,17 @@ def write(
     left_out: Sequence[tuple[Path, str]],
     curves: Sequence[Mapping[str, Any]],
 ) -> None:
-    """The page with its pictures, the table as CSV, and all numbers."""
+    """The page with its figures, the table as CSV, and all numbers."""
     out.mkdir(parents=True, exist_ok=True)
     rows = rows_of(measured)
     page = pages(rows, measured, curves, out)
     if left_out:
         page.append("## Left out\n\n" + "\n".join(f"- {directory}: {why}" for directory, why in left_out))
     numbers = {"methods": rows, "tasks": [task for one in measured for task in by_task(one)], "theory": curves}
-    write_atomically(out / "heads.json", json.dumps(numbers, indent=1) + "\n")
-    write_atomically(out / "heads.csv", csv_of(rows))
-    write_atomically(out / "heads.md", "\n\n".join(page) + "\n")
+    write_page(out / "heads", "\n\n".join(page) + "\n", numbers, csv_of(rows))
 
 
-def shown(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
+def shown(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, str]]]:
     """The runs that the table is about, and what is left out."""
     runs, left_out = read(folders)
     orders, kept = order_names(runs), []
@@ -124,10 +112,10 @@ def shown(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
     return kept, left_out
 
 
-def measure_all(runs: Sequence[Run], settings: HeadAnalysis, progress: Progress) -> list[Measured]:
-    """Margins of the runs with one head over all classes; pictures and weights are read once for all that share them.
+def measure_all(runs: Sequence[RunRecord], settings: HeadAnalysis, progress: Progress) -> list[Measured]:
+    """Margins of the runs with one head over all classes; images and weights are read once for all that share them.
 
-    Raises ValueError where pictures or weights are not those that a run saw.
+    Raises ValueError where images or weights are not those that a run saw.
     """
     sources: dict[tuple[object, ...], tuple[mtil.Loaded, dict[Any, Any]]] = {}
     found = []
@@ -136,23 +124,12 @@ def measure_all(runs: Sequence[Run], settings: HeadAnalysis, progress: Progress)
         if run.results["method"] in GLOBAL_HEADS:
             place = (*run.place, run.order, run.config["image_size"], "pixels" in run.config)
             if place not in sources:
-                sources[place] = mtil.load(source_of(run, settings), progress), {}
+                sources[place] = mtil.load(settings.settings(run.config, run.config["tasks"]), progress), {}
             loaded, workshop = sources[place]
             progress.say(f"logits of {run.directory}")
             margins = measure(run, loaded.stream, loaded.pretrained, workshop)
         found.append(Measured(run, margins))
     return found
-
-
-def source_of(run: Run, settings: HeadAnalysis) -> mtil.Mtil:
-    """Where a run's pictures and weights are."""
-    config = run.config
-    return mtil.Mtil(
-        cheem=PRESETS["quick"], stream=settings.stream or config["stream"], tasks=",".join(config["tasks"]),
-        data_dir=settings.data_dir, split_seed=settings.split_seed, backbone=config["backbone"],
-        weights=settings.weights, image_size=config["image_size"],
-        pixel_norm="unit" if "pixels" in config else "checkpoint",
-    )  # fmt: skip
 
 
 def theory(num_draws: int) -> list[dict[str, Any]]:
@@ -197,18 +174,11 @@ def rows_of(measured: Sequence[Measured]) -> list[dict[str, Any]]:
         rows.append({
             **dict(zip(("stream", "backbone", "method"), place, strict=True)),
             "runs": len(own),
-            **{name: _spread([number[name, ""] for number in numbers]) for name in ACCURACIES},
-            **{name: _spread([100 * run[name] for run in pooled]) for name in MATCHES},
+            **{name: mean_std([number[name, ""] for number in numbers]) for name in ACCURACIES},
+            **{name: mean_std([100 * run[name] for run in pooled]) for name in MATCHES},
             "paper": {name: cell.text for name, cell in printed_cells.items() if cell},
         })  # fmt: skip
     return rows
-
-
-def _spread(values: Sequence[float | None]) -> dict[str, float | None] | None:
-    found = np.array([value for value in values if value is not None])
-    if not found.size:
-        return None
-    return {"mean": float(found.mean()), "std": float(found.std(ddof=1)) if found.size > 1 else None}
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -9,13 +9,11 @@ once (the cold pass), then all again, the executors taking turns, so that what e
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
 import itertools
 import json
 import multiprocessing
 import os
 import platform
-import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -26,28 +24,30 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
+from bench import measure
+from charts import check_folder
 from flax import nnx
-from profile_plot import cold_start_figure, profile_table
+from studies.profiling.plot import cold_start_figure, profile_table
 
-from cheem_jax.architecture import Architecture, decode
-from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.config import BUNDLED, ViTConfig, at_image_size, config_of
+from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.cli import parse, run_command
-from cheem_jax.execution import choice
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.choice import EngineConfig, make_executor
-from cheem_jax.execution.compilation import compilations, jit_options
-from cheem_jax.execution.feed import Budget, feed_images
-from cheem_jax.flops import backbone_flops
-from cheem_jax.hee import sample, uniform_table
-from cheem_jax.kernels import Precision, dot
-from cheem_jax.report.progress import Progress
-from cheem_jax.steps import peak_memory_bytes
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import step_of
+from cheem_jax.cheem.hee import sample, uniform_table
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import step_of, train_steps
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.architecture import Architecture, decode
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.kernels import Precision, dot
+from cheem_jax.core.pool import dense_experts
+from cheem_jax.engine import choice
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.choice import EngineConfig, make_executor
+from cheem_jax.engine.compilation import compilations, jit_options
+from cheem_jax.engine.feed import Budget, feed_images
+from cheem_jax.run.progress import Progress
 
 NUM_CLASSES = 10
 MEASURED = Path(choice.__file__).with_name("measured.json")
@@ -55,7 +55,7 @@ MEASURED = Path(choice.__file__).with_name("measured.json")
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Compare the executors over drawn architectures."""
+    """Compare the executors over sampled architectures."""
 
     backbones: str = "vit_micro,deit_tiny"
     """Names separated by commas; those that are not bundled get random weights, which are as fast as others."""
@@ -112,13 +112,14 @@ class Subject:
         engine = dataclasses.replace(engine, steps_per_call=case.steps_per_call)
         self.executor = make_executor(vit_of(case.config), "mlp_down", engine, batch_size=case.batch_size)
         self.architectures, self.batch_size = case.architectures, case.batch_size
-        self.supernet = Supernet(jax.random.key(0), self.executor.base_pool, NUM_CLASSES, OpSettings(case.rank))
-        size, rng = case.config.image_size, np.random.default_rng(0)
-        images = rng.integers(0, 256, (case.batch_size, size, size, 3), dtype=np.uint8)
-        self.labels = rng.integers(0, NUM_CLASSES, case.batch_size, dtype=np.int32)
+        experts = dense_experts(self.executor.base_pool)
+        self.supernet = Supernet(jax.random.key(0), experts, NUM_CLASSES, OpSettings(case.rank))
+        self.state = self.supernet.init()
+        images = measure.random_images(case.batch_size, case.config)
+        self.labels = np.arange(case.batch_size, dtype=np.int32) % NUM_CLASSES
         self.feed = feed_images(self.executor, images, Budget(self.executor.budget))
         (self.batch,) = batches(np.arange(case.batch_size), case.batch_size)
-        jax.block_until_ready((self.supernet.head, self.executor.leaves))
+        jax.block_until_ready((self.state, self.executor.leaves))
 
     def train(self) -> tuple[list[float], list[float]]:
         """Every draw once: the seconds of each step, from images to updated parameters, and of them the compiler's.
@@ -130,8 +131,10 @@ class Subject:
             drawn = self.architectures[first : first + executor.steps_per_call]
             start, before = time.perf_counter(), compilations()
             steps = [step_of(self.executor, self.feed, self.labels, self.batch) for _ in drawn]
-            losses = executor.train(self.supernet, drawn, steps, [1e-3] * len(drawn))
-            jax.block_until_ready((losses, list(self.supernet.learners.values()), self.supernet.head))
+            self.state, losses = train_steps(
+                executor, self.supernet, self.state, drawn, steps, rates=[1e-3] * len(drawn)
+            )  # fmt: skip
+            jax.block_until_ready((losses, self.state))
             seconds += [(time.perf_counter() - start) / executor.steps_per_call] * len(drawn)
             compiling += [compilations().since(before).seconds / executor.steps_per_call] * len(drawn)
         return seconds, compiling
@@ -163,10 +166,10 @@ def repeated_pass() -> list[float]:
     return _subjects[0].train()[0]
 
 
-def measure(case: Case, executors: Sequence[str], repeats: int) -> dict[str, Any]:
+def measure_case(case: Case, executors: Sequence[str], repeats: int) -> dict[str, Any]:
     """One configuration: all executors, each cold and alone, then in turns."""
     architectures = case.architectures
-    work = [case.batch_size * step_flops(case.config, a, case.rank) for a in architectures]
+    work = [case.batch_size * measure.step_flops(case.config, a, case.rank) for a in architectures]
     signatures = {tuple(choice.kind for choice in architecture) for architecture in architectures}
     spawn = multiprocessing.get_context("spawn")  # a fork would inherit threads and programs
     with contextlib.ExitStack() as stack:
@@ -206,42 +209,13 @@ def measure(case: Case, executors: Sequence[str], repeats: int) -> dict[str, Any
     }
 
 
-def step_flops(config: ViTConfig, architecture: Architecture, rank: int, num_classes: int = NUM_CLASSES) -> int:
-    """Useful FLOPs of one image in one step with memory at MLP-down: 2 x the multiply-adds of an ideal program.
-
-    Counted are the matrix products of the forward pass, the gradients of what learns, and gradients of inputs behind
-    the first op that learns; the last block works for the class token only. Nothing is computed twice.
-    """
-    n, d, f = config.num_tokens, config.width, config.mlp_width
-    count = config.num_patches * 3 * config.patch_size**2 * d  # embedding
-    learning = False  # does anything before this learn, so that the gradient of the block's input is wanted?
-    for block, op in enumerate(architecture):
-        m = n if block < config.depth - 1 else 1  # tokens that come out
-        linear, mixing = (2 * n + 2 * m) * d * d, 2 * m * n * d  # keys and values, queries and proj; scores, mixture
-        count += linear + mixing + learning * (linear + 2 * mixing)
-        if op.kind == "skip":
-            continue
-        count += (1 + learning) * 2 * m * d * f  # up and down
-        if op.kind == "new":
-            count += m * d * f
-        if op.kind == "adapt":  # the pair forward, the gradients of its two matrices, of its middle and of its input
-            count += m * rank * ((f + d) + (f + d) + d + learning * f)
-        learning = learning or op.kind in ("adapt", "new")
-    return 2 * (count + (2 + learning) * d * num_classes)  # head: forward, its gradient, the features' gradient
-
-
 def product_peak(precision: Precision) -> float:
     """FLOP/s of one large matrix product, sums in float32: the median of some."""
     size = 2048 if jax.default_backend() == "cpu" else 8192
     a = jax.random.normal(jax.random.key(0), (size, size)).astype(precision)
     product = jax.jit(lambda a: dot(a, a, precision), compiler_options=jit_options(precision))
-    product(a).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        product(a).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds)
+    times = measure.alternate({"product": lambda: product(a).block_until_ready()}, 5)
+    return 2 * size**3 / measure.medians(times)["product"]
 
 
 def peak_bytes() -> int:
@@ -249,10 +223,7 @@ def peak_bytes() -> int:
     counted = jax.devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in counted:
         return counted["peak_bytes_in_use"]
-    with contextlib.suppress(OSError):  # on Linux getrusage would begin with the peak of the parent process
-        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
-            return 1024 * int(found[1])
-    return peak_memory_bytes()
+    return measure.process_memory("VmHWM")
 
 
 def vit_of(config: ViTConfig) -> ViT:
@@ -262,23 +233,13 @@ def vit_of(config: ViTConfig) -> ViT:
     return ViT(config, nnx.Rngs(0))
 
 
-def machine() -> dict[str, Any]:
-    """What the numbers hold for."""
-    device, model = jax.devices()[0], platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        if found := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
-            model = found[1]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "cpu": model,
-        "cores": cores,
-        "platform": device.platform,
-        "device": device.device_kind if device.platform != "cpu" else f"{model}, {cores} cores",
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
+def machine_of() -> dict[str, Any]:
+    """What the numbers hold for; `device` is what the executor `auto` compares with its own."""
+    found = measure.machine()
+    if found["platform"] == "cpu":
+        found["device"] = f"{found['cpu']}, {found['cores']} cores"
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {**found, "system": platform.platform(), "date": now}
 
 
 def merge_measurements(results: dict[str, Any], file: Path) -> None:
@@ -343,17 +304,12 @@ def main(settings: Profile) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share an accelerator's memory
     progress = Progress()
     cases, executors = cases_of(settings)
-    try:
-        settings.out.mkdir(parents=True, exist_ok=True)
-        probe = settings.out / f".writable-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write to {settings.out} ({error.strerror}); name another --out") from None
-    results: dict[str, Any] = {"machine": machine(), "repeats": settings.repeats, "rank": settings.rank}
+    check_folder("--out", settings.out)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"machine": machine_of(), "repeats": settings.repeats, "rank": settings.rank}
     results["configurations"] = []
     for case in cases:
-        found = measure(case, executors, settings.repeats)
+        found = measure_case(case, executors, settings.repeats)
         results["configurations"].append(found)
         times = [
             f"{name} {entry['step_seconds']:.3g} s ({entry['first_step_seconds']:.3g} s cold)"

@@ -1,4 +1,4 @@
-"""CHEEM-lite: another network names the task, and MoE-Adapters, which does so too (the paper's tables on lighter ones).
+"""CHEEM-lite: another network infers the task, as in MoE-Adapters (the paper's tables on lighter ones).
 
     python experiments/lite.py
     python experiments/lite.py --stream mtil --preset paper --backbone vit_base --routers deit_tiny,alexnet \\
@@ -18,14 +18,14 @@ from study import Study, Variant, run_all
 from tables import Tables
 from tables import main as write_tables
 
-from cheem_jax.cli import parse, run_command
-from cheem_jax.report.progress import Progress
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.table import METHODS
+from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
 class Lite(Study):
-    """CHEEM with lighter networks that name the task."""
+    """CHEEM with lighter networks that infer the task."""
 
     routers: str | None = None
     """Backbones, or alexnet, separated by commas; default: alexnet, on the demo stream the bundled vit_nano."""

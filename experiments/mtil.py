@@ -18,29 +18,30 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from rich.console import Console
 from tyro.conf import AvoidSubcommands
 
-from cheem_jax import hosts
-from cheem_jax.arguments import arguments_of, located
 from cheem_jax.backbone.alexnet import load_alexnet
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
-from cheem_jax.cli import parse, run_command
-from cheem_jax.continual import Router, RunConfig, run_stream
+from cheem_jax.baselines.catalogue import NAMES, Baseline, MethodConfig, Name, Networks, preset_of
+from cheem_jax.baselines.full_finetune import FullFinetuneConfig
+from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cli.arguments import arguments_of, located
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core.images import Images
+from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.cache import Phase
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.load import ImagesConfig, load_tasks, load_train
 from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.data.task import Stream, select
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.execution.layout import MeshConfig, make_layout
-from cheem_jax.hosts import HostsConfig
-from cheem_jax.images import Images
-from cheem_jax.keys import SeedsConfig
-from cheem_jax.methods.catalogue import NAMES, Baseline, MethodConfig, Name, Networks, preset_of
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
-from cheem_jax.methods.full_finetune import FullFinetuneConfig
+from cheem_jax.engine import hosts
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.engine.hosts import HostsConfig
+from cheem_jax.engine.layout import MeshConfig, make_layout
+from cheem_jax.networks import RouterWeights
 from cheem_jax.report.comparison import comparison_grid, narrow
-from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import show
+from cheem_jax.run.progress import Progress
 
 T = TypeVar("T")
 DEMO = "demo"
@@ -50,7 +51,7 @@ FULL = ("paper", "cheem_plus")
 
 @dataclasses.dataclass(frozen=True)
 class Mtil:
-    """A method on a stream of tasks, resumable; CHEEM with its yardstick beside it."""
+    """A method on a stream of tasks, resumable; CHEEM with its reference."""
 
     cheem: CheemConfig
     """Settings of `cheem` and `cheem_lite`; `--preset` chooses their defaults."""
@@ -63,7 +64,7 @@ class Mtil:
     weights: Path | None = None
     """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from the hub."""
     method: Name = "cheem"
-    """What learns; full_finetune and lora_finetune are upper bounds, which are given the true task."""
+    """What learns; full_finetune and lora_finetune are upper bounds, which are given the task ID."""
     options: AvoidSubcommands[Baseline | None] = None
     """Settings of every method but `cheem` and `cheem_lite`."""
     stream: str = "mtil"
@@ -78,9 +79,9 @@ class Mtil:
     split_seed: int = 0
     """Draws the splits that a data set lacks; not `--seed`, so that runs of several seeds see the same splits."""
     images: ImagesConfig = ImagesConfig()
-    """Where decoded pictures are kept."""
+    """Where decoded images are kept."""
     base_data: str | None = None
-    """Pictures of the backbone's own task (anything that `--stream` takes for one task), whose mean class tokens
+    """Images of the pretraining data (anything that `--stream` takes for one task), whose mean CLS tokens
     anchor the similarity."""
     image_size: int | None = None
     """Pixels of the square images; default: the backbone's own."""
@@ -88,7 +89,7 @@ class Mtil:
     """How pixels are scaled: as the weights were trained, or to 0..1, as the CODA-Prompt code does whatever they were
     trained with."""
     router: str | None = None
-    """A lighter network that names the task (`cheem_lite`, `moe_adapters`): a backbone, or alexnet; default: the
+    """A lighter network that infers the task (`cheem_lite`, `moe_adapters`): a backbone, or alexnet; default: the
     backbone itself."""
     router_weights: Path | None = None
     """Weights of the router, as for `--weights`; for alexnet what convert/torchvision_alexnet.py writes."""
@@ -109,7 +110,7 @@ class Mtil:
     seeds: SeedsConfig = SeedsConfig()
     """Seeds of their own for parts of the run."""
     upper_bound: bool = False
-    """Also fine-tune the whole backbone per task, the true task given; takes its own time."""
+    """Also fine-tune the whole backbone per task, the task ID given; takes its own time."""
     tensorboard: bool = False
     """Also write TensorBoard's event files after each task (extra `tensorboard`)."""
     run_dir: Path = Path("runs/mtil")
@@ -123,7 +124,7 @@ class Loaded(NamedTuple):
 
     stream: Stream
     pretrained: Pretrained
-    router: Router | None
+    router: RouterWeights | None
     base_images: Images | None
 
     @property
@@ -195,7 +196,7 @@ def method_of(settings: Mtil) -> MethodConfig:
 
 
 def load(settings: Mtil, progress: Progress) -> Loaded:
-    """Weights and pictures."""
+    """Weights and images."""
     names = None if settings.tasks is None else [name.strip() for name in settings.tasks.split(",")]
     planned = None
     if settings.stream != DEMO:
@@ -228,8 +229,8 @@ def load(settings: Mtil, progress: Progress) -> Loaded:
     return Loaded(stream, pretrained, router, base_images)
 
 
-def load_router(settings: Mtil, size: int) -> Router | None:
-    """The network that names the task, if it is not the backbone."""
+def load_router(settings: Mtil, size: int) -> RouterWeights | None:
+    """The network that infers the task, if it is not the backbone."""
     if settings.router != "alexnet":
         router = settings.router
         return None if router is None else load_pretrained(router, weights=settings.router_weights, image_size=size)
@@ -257,7 +258,7 @@ def anywhere(settings: Mtil) -> Mtil:
 
 
 def data_of(settings: Mtil, stream: Stream) -> dict[str, Any]:
-    """Where the pictures come from, for the record."""
+    """Where the images come from, for the record."""
     names = [task.name for task in stream.tasks]
     if settings.stream == DEMO:
         return {"stream": DEMO, "tasks": names}
@@ -269,12 +270,12 @@ def data_of(settings: Mtil, stream: Stream) -> dict[str, Any]:
 
 
 def decoding(progress: Progress) -> Phase:
-    """Shows pictures that are decoded."""
+    """Shows images that are decoded."""
     return lambda task, num_images: progress.phase("decode", task=task, total=num_images)
 
 
 def read_base(source: str, settings: Mtil, size: int, images: ImagesConfig, progress: Progress) -> Images:
-    """Training pictures of the backbone's own task; its other splits are left alone."""
+    """Training images of the pretraining data; its other splits are left alone."""
     _, plans = plan_source(source, data_dir=settings.data_dir, seed=settings.split_seed)
     if len(plans) != 1:
         raise ValueError(f"--base-data {source!r} holds {len(plans)} tasks, expected one: {[p.name for p in plans]}")

@@ -5,34 +5,33 @@
 
 Six generated tasks: shapes, unrelated letters, easy colours, shapes in other colours (kin), alien noise, shapes again
 (twin). Every run has a directory of its own, `RUN_DIR/<sampling>/seed-<seed>`. What is finished is not run again, and
-what was stopped goes on. `planted.md` holds findings, tables and pictures; `.csv` and `.json` the numbers.
+what was stopped resumes. `planted.md` holds findings, tables and figures; `.csv` and `.json` the numbers.
 """
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from charts import write_page
 from jaxtyping import Float
-from planting import pages, pictures
-from planting.stream import planted_stream
-from planting.structure import costs_of
+from studies.planting import pages, pictures
+from studies.planting.stream import planted_stream
+from studies.planting.structure import costs_of
 from study import seeds_of
 
-from cheem_jax.arguments import arguments_of
-from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
-from cheem_jax.cli import parse, run_command
+from cheem_jax.baselines.catalogue import Networks
+from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.methods.catalogue import Networks
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
-from cheem_jax.report.progress import Progress
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.run.progress import Progress
 
 Sampling = Literal["hee", "uniform"]
 SAMPLINGS: tuple[Sampling, ...] = ("hee", "uniform")
@@ -61,11 +60,11 @@ class Planted:
     preset: Literal["quick", "paper"] = "quick"
     """quick: a few hundred images per task, sized for a laptop; paper: epochs and search of the paper, more images."""
     sampling: Literal["both", "hee", "uniform"] = "both"
-    """How architectures are drawn."""
+    """How architectures are sampled."""
     seeds: str | None = None
     """Seeds separated by commas; default: 0,1,2 for quick, five for paper."""
     stream_seed: int | None = None
-    """Draws the pictures; default: the run's own seed, so that runs differ in pictures too."""
+    """Draws the images; default: the run's own seed, so that runs differ in images too."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     run_dir: Path = Path("runs/planted")
@@ -127,7 +126,7 @@ def method_of(settings: Planted, sampling: Sampling) -> CheemConfig:
 
 
 def stream_of(settings: Planted, seed: int) -> Stream:
-    """The pictures of a run."""
+    """The images of a run."""
     size, chosen = SIZES[settings.preset], settings.stream_seed
     return planted_stream(
         seed=seed if chosen is None else chosen,
@@ -136,7 +135,7 @@ def stream_of(settings: Planted, seed: int) -> Stream:
 
 
 def means_of(stream: Stream, pretrained: Pretrained, cheem: CheemConfig) -> dict[str, Float[np.ndarray, "L D"]]:
-    """Mean class tokens of every task in the plain backbone, and of its own task where they are known."""
+    """Mean CLS tokens of every task in the plain backbone, and of its own task where they are known."""
     vit = build(pretrained.config, pretrained.params)
     place = f"{pretrained.config.image_size}/{cheem.placement}/{cheem.token}"
     own = {"base": pretrained.base_means[place]} if place in pretrained.base_means else {}
@@ -150,7 +149,7 @@ def write(
     means: dict[str, Float[np.ndarray, "L D"]],
     progress: Progress,
 ) -> None:
-    """Page, table, numbers and pictures."""
+    """Page, table, numbers and figures."""
     size, first = SIZES[settings.preset], next(iter(found.values()))[0]
     costs = costs_of(pretrained.config, PRESETS[size.cheem])
     judged = pages.judge_all(found, costs)
@@ -161,13 +160,11 @@ def write(
     if settings.stream_seed is not None:
         setting += f" All runs on the pictures of seed {settings.stream_seed}: intervals and p are of these alone."
     text = pages.page(found, judged, costs, means, setting)
-    write_atomically(settings.run_dir / "planted.md", text)
-    write_atomically(settings.run_dir / "planted.csv", pages.table(judged.summaries))
-    write_atomically(settings.run_dir / "planted.json", json.dumps(pages.numbers(found, judged), indent=1) + "\n")
+    write_page(settings.run_dir / "planted", text, pages.numbers(found, judged), pages.table(judged.summaries))
     pictures.architectures(found, settings.run_dir / "architectures.png")
     pictures.similarity(found, settings.run_dir / "similarity.png")
     progress.console.print(pages.claims_grid(judged.summaries).to_rich())
-    for sentence in pages.findings(found, judged.summaries, costs):
+    for sentence in pages.findings(found, judged.summaries):
         progress.say(sentence)
     progress.say(f"page: {settings.run_dir / 'planted.md'}   numbers: {settings.run_dir / 'planted.json'}")
 

@@ -2,7 +2,7 @@
 
 Telling 480 classes of images made by formulas apart (`formula_images.py`) teaches a small ViT features that
 carry over to digits, letters, shapes and textures, without one photograph and so without anybody's licence.
-The classifier is dropped; weights (float16) and mean class tokens (float32) go into one converted file.
+The classifier is dropped; weights (float16) and mean CLS tokens (float32) go into one converted file.
 Stopped and started again with the same `--work-dir`, it continues and ends with the same weights.
 """
 
@@ -22,12 +22,12 @@ import optax
 import optax.contrib
 import tyro
 from flax import nnx
-from formula_images import NUM_CLASSES, formula_images
 from jaxtyping import Array, Float, Int32, UInt8
 from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
+from studies.pretraining.formula_images import NUM_CLASSES, formula_images
 
 from cheem_jax.backbone.config import ViTConfig, config_of
 from cheem_jax.backbone.means import base_means
@@ -256,7 +256,7 @@ def ridge_accuracy(x, y, x_test, y_test) -> float:
 
 
 def export(file: Path, config: Pretrain, vit, images: UInt8[np.ndarray, "N H W 3"], step: int) -> None:
-    """The converted file: float16 weights and the mean class tokens of the network that has them."""
+    """The converted file: float16 weights and the mean CLS tokens of the network that has them."""
     params = {name: value.astype(np.float16) for name, value in params_of(vit).items()}
     means = base_means(build(config_of(config.backbone), params), images[:: max(1, len(images) // 4800)])
     source = (

@@ -8,7 +8,6 @@ Ends with status 0 where the runs are identical, 1 where they differ, 2 where th
 
 import dataclasses
 import itertools
-import operator
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,14 +17,15 @@ import mtil
 import planted
 import tyro
 
-from cheem_jax import fingerprint
-from cheem_jax.cli import parse, run_command
-from cheem_jax.commands.demo import Demo, learn_demo
+from cheem_jax.cli.demo import Demo, learn_demo
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.compare import config_of, differences
-from cheem_jax.report.earlier import check_run, side_by_side, without_removed_options
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import read
 from cheem_jax.report.table import NONE, Grid
+from cheem_jax.run import fingerprint
+from cheem_jax.run.differences import settings_apart, summary
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
+from cheem_jax.run.removed import without_removed, without_removed_options
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], Any], Callable[[Any], None]]] = {
     "cheem demo": (lambda arguments: parse(Demo, arguments), learn_demo),
@@ -71,8 +71,7 @@ def main(settings: Reproduce) -> None:
 
 def run_again(first: Path, second: Path, progress: Progress) -> None:
     """Run the command of a run in another directory, or go on with it there."""
-    config = config_of(first)
-    check_run(config, first / "config.json")
+    config = without_removed(config_of(first), first / "config.json")
     command, run = runnable(first)
     check_into(first, config, second)
     tell_fingerprints(progress, fingerprints_of(first), [fingerprint.take(config)])
@@ -154,10 +153,10 @@ def check_into(first: Path, config: Mapping[str, Any], into: Path) -> None:
     """Raises ValueError where the directory is the run itself or holds another one."""
     if into.resolve() == first.resolve():
         raise ValueError(f"--into {str(into)!r} is the run itself; name another directory")
-    if (into / "config.json").exists() and operator.ne(*side_by_side(config_of(into), config)):
+    if (into / "config.json").exists() and (found := settings_apart(config_of(into), config)):
         raise ValueError(
-            f"{str(into)!r} holds a run of other settings, data or weights than {str(first)!r}; compare them with "
-            f"--against, or name another directory with --into"
+            f"{str(into)!r} contains another run than {str(first)!r}: {summary(found, 'settings')}; compare them with "
+            "--against, or name another directory with --into"
         )
 
 

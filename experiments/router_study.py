@@ -4,10 +4,10 @@
     python experiments/router_study.py --runs runs/compare --collected docs/results/runs \\
         --earlier docs/results/routers.json --out runs/routers
 
-Routers name tasks from what the frozen backbone says, so no run is made again: an image is answered rightly where a
-router names its task and the run's answer with the task given is right. Of a collected run those answers are all there
-is, which is enough for accuracy on test; a run of CHEEM with its networks is needed for the choice on validation images
-and for the second look at close calls, unless an earlier study is named: what it found there counts too.
+Routers infer tasks from what the frozen backbone says, so no run is made again: an image is answered rightly where a
+router infers its task and the run's answer with the task ID given is right. Of a collected run those answers are all
+there is, which is enough for accuracy on test images. A run of CHEEM with its networks is needed for the choice on
+validation images and for the second look at close calls, unless an earlier study is given: what it found counts too.
 """
 
 import dataclasses
@@ -20,29 +20,30 @@ from typing import Any
 
 import mtil
 import numpy as np
+from charts import check_folder
 from collect import right_of
-from paired import Estimate, accuracy_difference
-from paper.collected import Cell, Collected, check_right
-from paper.collected import load as load_collected
-from paper.recount import behind_pass
-from routers.page import page_of
-from routers.second_look import look, tuned
-from routers.seen import Seen, seen_of
-from routers.trying import PAPER, Tried, attempt, candidates, title_of
+from studies.paper.collected import Cell, Collected, check_right
+from studies.paper.collected import load as load_collected
+from studies.paper.paired import Estimate, accuracy_difference
+from studies.paper.recount import behind_pass
+from studies.routers.page import page_of
+from studies.routers.second_look import look, tuned
+from studies.routers.seen import Seen, seen_of
+from studies.routers.trying import PAPER, Tried, attempt, candidates, title_of
 
-from cheem_jax.atomic import write_atomically
+from cheem_jax.backbone.flops import pass_flops
 from cheem_jax.backbone.params import build
-from cheem_jax.cli import parse, run_command
-from cheem_jax.execution.choice import make_executor
-from cheem_jax.execution.executor import Executor
-from cheem_jax.flops import pass_flops
-from cheem_jax.keys import Keys
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.engine.choice import make_executor
+from cheem_jax.engine.executor import Executor
 from cheem_jax.memory.making import open_memory
-from cheem_jax.report import record
-from cheem_jax.report.earlier import without_removed_options
-from cheem_jax.report.finished import Run, check_comparable, order_names, read, variant_of
-from cheem_jax.report.progress import Progress
-from cheem_jax.routing.config import RouterConfig
+from cheem_jax.report.finished import RunRecord, check_comparable, order_names, read, variant_of
+from cheem_jax.run import record
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.removed import without_removed_options
 
 METHODS = ("cheem", "lora_cl", "s_prompts")
 """Methods with a network per task behind a router."""
@@ -53,7 +54,7 @@ Right = list[np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class RouterStudy:
-    """Routers beside each other on finished runs."""
+    """Routers side by side on finished runs."""
 
     runs: tuple[Path, ...]
     """Folders with finished runs of one stream, at any depth."""
@@ -64,7 +65,7 @@ class RouterStudy:
     weights: Path | None = None
     """The backbone's weights file; default: where the runs had it."""
     stream: str | None = None
-    """Where the runs' pictures are; default: where the runs had them."""
+    """Where the runs' images are; default: where the runs had them."""
     out: Path = Path("runs/routers")
     """Where numbers, page and what was computed are kept."""
 
@@ -72,8 +73,7 @@ class RouterStudy:
 def main(settings: RouterStudy) -> None:
     """Try every router, choose one, look twice at close calls, write page and numbers."""
     progress, out = Progress(), settings.out
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out names {out}, which is no folder; expected one, there already or to be made")
+    check_folder("--out", out)
     runs = runs_of(settings.runs, is_chosen=settings.earlier is not None)
     others = collected_of(settings.collected, runs)
     earlier = None if settings.earlier is None else earlier_of(settings.earlier, runs, others)
@@ -131,7 +131,7 @@ def main(settings: RouterStudy) -> None:
     progress.say(f"{len(rows)} routers on {len(runs)} runs: {out / 'routers.md'}")
 
 
-def runs_of(folders: Sequence[Path], *, is_chosen: bool) -> list[Run]:
+def runs_of(folders: Sequence[Path], *, is_chosen: bool) -> list[RunRecord]:
     """The runs that a router serves; ValueError without any, or without one of CHEEM where no choice `is_chosen`."""
     runs = [run for run in read(folders)[0] if run.results["method"] in METHODS and not variant_of(run)]
     check_comparable(runs)
@@ -144,7 +144,7 @@ def runs_of(folders: Sequence[Path], *, is_chosen: bool) -> list[Run]:
     return runs
 
 
-def collected_of(folder: Path | None, runs: Sequence[Run]) -> list[Collected]:
+def collected_of(folder: Path | None, runs: Sequence[RunRecord]) -> list[Collected]:
     """Collected runs that are not among those with networks; ValueError where they are of something else."""
     if folder is None:
         return []
@@ -159,7 +159,7 @@ def collected_of(folder: Path | None, runs: Sequence[Run]) -> list[Collected]:
     return found
 
 
-def earlier_of(file: Path, runs: Sequence[Run], others: Sequence[Collected]) -> dict[str, Any]:
+def earlier_of(file: Path, runs: Sequence[RunRecord], others: Sequence[Collected]) -> dict[str, Any]:
     """An earlier study of runs of CHEEM that are now collected ones; ValueError where it is of something else."""
     try:
         found = json.loads(file.read_text())
@@ -187,8 +187,8 @@ def add_earlier(rows: Sequence[dict[str, Any]], earlier: Mapping[str, Any], num:
         row["validation"] = (own + before * known["validation"]) / (num + before)
 
 
-def load(run: Run, settings: RouterStudy, progress: Progress) -> tuple[mtil.Mtil, mtil.Loaded]:
-    """Weights and pictures as the run had them."""
+def load(run: RunRecord, settings: RouterStudy, progress: Progress) -> tuple[mtil.Mtil, mtil.Loaded]:
+    """Weights and images as the run had them."""
     begun = next(entry for entry in record.read(run.directory) if entry["event"] == "run")
     source = mtil.read_arguments(without_removed_options(begun["command"])[1:])
     changes = {name: value for name in ("weights", "stream") if (value := getattr(settings, name)) is not None}
@@ -208,15 +208,15 @@ def short(*told: Any) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def given_of(run: Run, labels: Mapping[str, np.ndarray]) -> Right:
-    """Which test images a run answers rightly with the task given; ValueError where it saw other labels."""
+def given_of(run: RunRecord, labels: Mapping[str, np.ndarray]) -> Right:
+    """Which test images a run answers rightly with the task ID given; ValueError where it saw other labels."""
     right, given = right_of(run, dict(labels))
     check_right(run, right, given)
     return list(given)
 
 
-def told_of(run: Run, settings: RouterStudy, tasks: Sequence[Any], out: Path) -> Right:
-    """Which validation images a run answers rightly with the task given."""
+def told_of(run: RunRecord, settings: RouterStudy, tasks: Sequence[Any], out: Path) -> Right:
+    """Which validation images a run answers rightly with the task ID given."""
     file = out / "given" / f"{run.results['method']}-{run.results['seed']}-{short(run.config, run.results)}.npz"
     if not file.exists():
         memory, found = open_memory(run.directory, weights=settings.weights), {}
@@ -247,7 +247,7 @@ def mean_over_tasks(right: Right) -> float:
 
 
 def row_of(
-    config: RouterConfig, own: Mapping[int, Tried], paper: Mapping[int, Tried], runs: Sequence[Run],
+    config: RouterConfig, own: Mapping[int, Tried], paper: Mapping[int, Tried], runs: Sequence[RunRecord],
     given: Mapping[Path, Right], told: Mapping[Path, Right],
 ) -> dict[str, Any]:  # fmt: skip
     """One router's numbers: means over runs, and the paired difference from the paper's router."""
@@ -279,7 +279,7 @@ def row_of(
     }  # fmt: skip
 
 
-def flops_of(runs: Sequence[Run], config: RouterConfig, executor: Executor) -> dict[str, list[int]]:
+def flops_of(runs: Sequence[RunRecord], config: RouterConfig, executor: Executor) -> dict[str, list[int]]:
     """Per image by the paper's convention, and as it runs, of every task of CHEEM's runs behind such a router."""
     vit, found = executor.config, {"paper": [], "executed": []}
     until = config.until(vit.depth)
@@ -303,8 +303,8 @@ def chosen(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return dict(min(near, key=lambda row: (row["bytes_per_task"], -row["validation"])))
 
 
-def agreement(run: Run, tried: Tried) -> float:
-    """Share of test images for which the paper's router, made again, names the task that the run's own did."""
+def agreement(run: RunRecord, tried: Tried) -> float:
+    """Share of test images for which the paper's router, made again, infers the same task as the run's own."""
     with np.load(run.directory / "answers.npz", allow_pickle=False) as held:
         return float(np.mean(np.concatenate([
             held[f"chosen_task_{index}"] == named for index, named in enumerate(tried.named["test"])
@@ -312,16 +312,16 @@ def agreement(run: Run, tried: Tried) -> float:
 
 
 def same_answers(own: Collected, tried: Tried) -> float:
-    """Share of test images that the paper's router, made anew, lets a collected run answer as before."""
+    """Share of test images that the paper's router, made again, lets a collected run answer as before."""
     again = np.concatenate(routed(list(own.right_given), tried.named["test"]))
     return float(np.mean(again == np.concatenate(own.right)))
 
 
 def by_task(
-    runs: Sequence[Run], given: Mapping[Path, Right], tried: Mapping[RouterConfig, Mapping[int, Tried]],
+    runs: Sequence[RunRecord], given: Mapping[Path, Right], tried: Mapping[RouterConfig, Mapping[int, Tried]],
     best: Mapping[str, Any],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Accuracy of CHEEM by task with the paper's router, with the chosen one, and with the task given."""
+    """Accuracy of CHEEM by task with the paper's router, with the chosen one, and with the task ID given."""
     owners, config = [run for run in runs if run.results["method"] == "cheem"], RouterConfig(**best["config"])
     found = []
     for index, name in enumerate(owners[0].order):
@@ -336,8 +336,8 @@ def by_task(
 
 
 def second_look(
-    run: Run, settings: RouterStudy, tasks: Sequence[Any], seen: Sequence[Seen], config: Mapping[str, Any], out: Path,
-    progress: Progress,
+    run: RunRecord, settings: RouterStudy, tasks: Sequence[Any], seen: Sequence[Seen], config: Mapping[str, Any],
+    out: Path, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     """What a second network for close calls brings to one run, beside the chosen router alone."""
     file = out / "looked" / f"{run.results['seed']}-{short(config, run.config, run.results)}.npz"

@@ -18,57 +18,44 @@ from typing import Any
 
 import mtil
 import numpy as np
-from heads.margins import rebuilt
-from searching.report import write
-from searching.units import PAPER, Entry, TaskUnits
-from study import seeds_of
+from studies.searching.report import write
+from studies.searching.units import PAPER, Entry, TaskUnits
+from study import Source, check_same, rebuilt, recorded, seeds_of
 
-from cheem_jax import fingerprint
-from cheem_jax.arguments import arguments_of
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
-from cheem_jax.checkpoint import load_meta, saved_tasks
-from cheem_jax.cli import parse, run_command
-from cheem_jax.continual import networks_of
+from cheem_jax.baselines.catalogue import Networks
+from cheem_jax.cheem.config import PRESETS, CheemConfig
+from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cheem.saved_memory import with_task
+from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.keys import Keys, SeedsConfig
+from cheem_jax.core.pool import Memory
 from cheem_jax.data.load import ImagesConfig
-from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.data.task import hash_of_images
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.interruption import stop_requests
-from cheem_jax.keys import Keys, SeedsConfig
-from cheem_jax.methods.catalogue import Networks
-from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
-from cheem_jax.pool import Memory
-from cheem_jax.report.earlier import check_run, without_removed
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import Record, read
-from cheem_jax.run_directory import claim, hold
-from cheem_jax.saved_memory import with_task
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.networks import networks_of
+from cheem_jax.run.checkpoint import load_meta, saved_tasks
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
+from cheem_jax.run.removed import without_removed
 
 
-@dataclasses.dataclass(frozen=True)
-class SearchStudy:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchStudy(Source):
     """Searches over the supernets of a finished run; backbone, image size and settings are the run's own."""
 
     run: Path
     """Directory of a finished run of CHEEM."""
     study: str
     """Names of the run's tasks to be studied, separated by commas; more can be added later."""
-    stream: str | None = None
-    """What the run's pictures are read from, as for mtil.py; default: what the run calls its stream."""
-    data_dir: Path | None = None
-    """Where prepared data sets lie."""
-    split_seed: int = 0
-    """The run's own, where a data set lacks splits."""
     images: ImagesConfig = ImagesConfig()
-    """Where decoded pictures are kept."""
-    weights: Path | None = None
-    """The run's weights file; default: bundled, else from the hub."""
+    """Where decoded images are kept."""
     base_data: str | None = None
-    """The run's pictures of the backbone's own task, where the weights do not carry its mean class tokens."""
+    """The run's images of the pretraining data, where the weights do not carry its mean CLS tokens."""
     num: int = 20
-    """Architectures per task that are drawn and retrained, half by HEE and half uniformly."""
+    """Architectures per task that are sampled and retrained, half by HEE and half uniformly."""
     search_seeds: str = "0,1,2"
     """Seeds of the searches, separated by commas; more can be added later."""
     run_dir: Path = Path("runs/search_study")
@@ -90,9 +77,10 @@ def main(settings: SearchStudy) -> None:
         raise ValueError(str(error).replace("--seeds", "--search-seeds")) from error
     held = config_of(settings.run)
     tasks = tasks_of(held, settings.study)
-    loaded = mtil.load(source_of(settings, held, tasks), progress)
+    source = settings.settings(held, tasks, images=settings.images, base_data=settings.base_data)
+    loaded = mtil.load(source, progress)
     study(
-        settings.run_dir, settings.run, loaded, tasks, settings.num, seeds, progress, settings.save_every,
+        settings.run_dir, settings.run, loaded, tasks, settings.num, seeds, progress, save_every=settings.save_every,
         command=["experiments/search_study.py", *arguments_of(settings)],
     )  # fmt: skip
 
@@ -118,16 +106,6 @@ def tasks_of(held: Mapping[str, Any], text: str) -> list[str]:
     return [name for name in held["tasks"] if name in asked]
 
 
-def source_of(settings: SearchStudy, held: Mapping[str, Any], tasks: Sequence[str]) -> mtil.Mtil:
-    """Where the pictures of the studied tasks and the weights are."""
-    return mtil.Mtil(
-        cheem=PRESETS["quick"], stream=settings.stream or held["stream"], tasks=",".join(tasks),
-        data_dir=settings.data_dir, split_seed=settings.split_seed, images=settings.images, backbone=held["backbone"],
-        weights=settings.weights, image_size=held["image_size"], base_data=settings.base_data,
-        pixel_norm="unit" if "pixels" in held else "checkpoint",
-    )  # fmt: skip
-
-
 def study(
     directory: Path,
     run: Path,
@@ -136,27 +114,23 @@ def study(
     num: int,
     seeds: Sequence[int],
     progress: Progress,
+    *,
     save_every: float | None = None,
     command: list[str] | None = None,
     workshop: dict[Any, Networks] | None = None,
 ) -> None:
-    """Compute in `directory` what is missing there of these tasks of the run, whose pictures are `loaded`.
+    """Compute in `directory` what is missing there of these tasks of the run, whose images are `loaded`.
 
     `workshop` keeps compiled networks, as for `run_stream`.
     """
-    held = config_of(run)
-    check_run(held, run / "config.json")
-    check_same(run, held, loaded)
+    held = without_removed(config_of(run), run / "config.json")
+    check_same(run, held, tasks, loaded.stream, loaded.pretrained)
     engine = rebuilt(EngineConfig(), held["engine"])
-    config: CheemConfig = rebuilt(PRESETS["paper"], without_removed(held["cheem"]))
+    config: CheemConfig = rebuilt(PRESETS["paper"], held["cheem"])
     means = means_of(run, held, loaded, config, engine, progress)
-    networks = networks_of(loaded.pretrained, None, config, engine, workshop)
+    networks = networks_of(loaded.pretrained, None, config, engine, workshop=workshop)
     identity = {**held, "format": "cheem_jax-search/1", "num": num}
-    conditions = fingerprint.take(identity)
-    with hold(directory), stop_requests() as stop:
-        resumed = claim(directory, identity)
-        record = Record.open(directory, fingerprint.digest(conditions))
-        record.write("continued" if resumed else "run", command=command, conditions=conditions)
+    with recorded(directory, identity, command) as (record, stop):
         setting = {
             "stream": held["stream"], "backbone": held["backbone"], "seed": held["seed"], "tasks": list(tasks),
             "order": held["tasks"], "num": num, "search_seeds": list(seeds), "losses": losses_of(run),
@@ -229,7 +203,7 @@ def means_of(
     engine: EngineConfig,
     progress: Progress,
 ) -> np.ndarray | None:
-    """The mean class tokens of the backbone's own task, where the run knew them; ValueError where they are missing."""
+    """The mean CLS tokens of the pretraining data, where the run knew them; ValueError where they are missing."""
     pretrained, wanted, data = loaded.pretrained, held["base_means_sha256"], held.get("base_data_sha256")
     if wanted is None and data is None:
         return None
@@ -245,18 +219,6 @@ def means_of(
     if data is None and hashlib.sha256(found.tobytes()).hexdigest() != wanted:
         progress.say("the mean class tokens of the backbone's own task are not bit for bit the run's")
     return found
-
-
-def check_same(run: Path, held: Mapping[str, Any], loaded: mtil.Loaded) -> None:
-    """ValueError unless pictures, labels and weights are those that the run saw."""
-    known = held["data_sha256"]
-    if other := [task.name for task in loaded.stream.tasks if known.get(task.name) != data_hash(task)]:
-        raise ValueError(
-            f"{run} saw other pictures or labels of {', '.join(other)} than {loaded.stream.name!r} holds here; give "
-            "the --stream, --data-dir and --split-seed of that run"
-        )
-    if loaded.pretrained.sha256 != held["weights_sha256"]:
-        raise ValueError(f"{run} began with other weights than {loaded.pretrained.source}; give its --weights")
 
 
 def losses_of(run: Path) -> dict[str, Any]:

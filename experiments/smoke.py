@@ -20,12 +20,13 @@ from cheem_jax.backbone.alexnet import shapes_of as alexnet_shapes
 from cheem_jax.backbone.config import at_image_size, config_of
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.continual import Router, RunConfig, run_stream
+from cheem_jax.baselines.catalogue import Networks, preset_of
+from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import select
-from cheem_jax.methods.catalogue import Networks, preset_of
-from cheem_jax.report.progress import Progress
+from cheem_jax.networks import RouterWeights
 from cheem_jax.report.table import Grid, format_flops
+from cheem_jax.run.progress import Progress
 
 DEPTH, IMAGE_SIZE, TASKS = 2, 64, ("shapes", "colours")
 MARK = f"smoke run: {DEPTH} blocks, random weights"
@@ -78,8 +79,8 @@ def random_vit(name: str) -> Pretrained:
     return Pretrained(config, init_params(config, jax.random.key(0)), "random weights", f"random {name}", {})
 
 
-def random_router(name: str, feature: str) -> Router:
-    """The same of a network that names the task."""
+def random_router(name: str, feature: str) -> RouterWeights:
+    """The same of a network that infers the task."""
     if name != "alexnet":
         return random_vit(name)
     config = AlexNetConfig(image_size=IMAGE_SIZE, feature=feature)  # pyright: ignore[reportArgumentType]

@@ -1,29 +1,37 @@
-"""Several runs of `mtil.py` on the same pictures: what the studies share.
+"""What the studies share: several runs of `mtil.py` on the same data, one resumable record, the data of finished runs.
 
 Every run has a directory of its own, `RUN_DIR/<variant>/seed-<seed>`, and is one that `mtil.py` could have made. What
-is finished is not run again, and what was stopped goes on.
+is finished is not run again, and what was stopped resumes.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import mtil
+from charts import check_folder
 from launchers.job import LauncherConfig, Run, Sweep, results_of
-from launching import check, finish, host_arguments
+from launchers.sweeps import check, finish, host_arguments
 
-from cheem_jax.arguments import arguments_of
+from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.baselines.catalogue import Name, Networks, preset_of
+from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.core.interruption import Stop, stop_requests
+from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import plan_source
-from cheem_jax.data.task import repeats
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.keys import SeedsConfig
-from cheem_jax.methods.catalogue import Name, Networks, preset_of
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
-from cheem_jax.report.progress import Progress
-from cheem_jax.run_directory import check_held
+from cheem_jax.data.task import Stream, repeats
+from cheem_jax.data.task import fingerprint as data_hash
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.run import fingerprint
+from cheem_jax.run.directory import check_held, claim, hold
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import Record
+from cheem_jax.run_config import defaults_of
 
 Config = TypeVar("Config")
 Found = dict[str, list[dict[str, Any]]]
@@ -31,31 +39,37 @@ Found = dict[str, list[dict[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Study:
-    """What every study over several runs is told."""
+class Data:
+    """Images and weights of a study that trains."""
 
     stream: str = "demo"
     """demo, or whatever `experiments/mtil.py --stream` takes."""
+    backbone: str | None = None
+    """As for mtil.py: deit_tiny, for the demo stream vit_micro."""
+    weights: Path | None = None
+    """A safetensors or npz file; default: bundled, else from the hub."""
+    data_dir: Path | None = None
+    """Folder of prepared data sets."""
+    tasks: str | None = None
+    """Names of the tasks in learning order, separated by commas; default: all."""
+    images: ImagesConfig = ImagesConfig()
+    """Where decoded images are kept."""
+    image_size: int | None = None
+    """Pixels of the square images; default: the backbone's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Study(Data):
+    """Settings of every study over several runs."""
+
     preset: Preset | None = None
     """Settings of every method; default: demo for the demo stream, quick for any other."""
     seeds: str | None = None
     """Seeds separated by commas; default: 0,1,2 for the preset `paper`, else 0."""
-    backbone: str | None = None
-    """As for mtil.py."""
-    weights: Path | None = None
-    """A safetensors or npz file; default: bundled, else from the hub."""
-    data_dir: Path | None = None
-    """Where prepared data sets lie."""
     order: Order = "default"
     """Order of MTIL's tasks."""
-    tasks: str | None = None
-    """Names of the tasks in learning order, separated by commas; default: all."""
-    images: ImagesConfig = ImagesConfig()
-    """Where decoded pictures are kept."""
-    image_size: int | None = None
-    """Pixels of the square images; default: the backbone's own."""
     base_data: str | None = None
-    """Pictures of the backbone's own task, for CHEEM's similarity."""
+    """Images of the backbone's pretraining data, for CHEEM's similarity."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     devices: Literal["all"] | int = 1
@@ -67,7 +81,7 @@ class Study:
     launcher: LauncherConfig = LauncherConfig()
     """Where the runs work."""
     run_dir: Path = Path("runs/study")
-    """Where runs and tables are kept; what is unfinished is continued."""
+    """Folder of runs and tables; what is unfinished is continued."""
 
     @property
     def chosen_preset(self) -> Preset:
@@ -76,6 +90,84 @@ class Study:
     @property
     def chosen_seeds(self) -> list[int]:
         return seeds_of(self.seeds or ("0,1,2" if self.chosen_preset in mtil.FULL else "0"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """Images and weights of a finished run, which names backbone, image size and tasks itself."""
+
+    stream: str | None = None
+    """Where the run's images are, as for mtil.py; default: what the run calls its stream."""
+    data_dir: Path | None = None
+    """Folder of prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    split_seed: int = 0
+    """The run's own, where a data set lacks splits."""
+    weights: Path | None = None
+    """The run's weights file; default: bundled, else from the hub."""
+
+    def settings(self, config: Mapping[str, Any], tasks: Sequence[str], **further: Any) -> mtil.Mtil:
+        """What `mtil.load` needs to load these tasks of a run, from its `config.json`."""
+        return mtil.Mtil(
+            cheem=PRESETS["quick"],
+            stream=self.stream or config["stream"],
+            tasks=",".join(tasks),
+            data_dir=self.data_dir,
+            split_seed=self.split_seed,
+            backbone=config["backbone"],
+            weights=self.weights,
+            image_size=config["image_size"],
+            pixel_norm="unit" if "pixels" in config else "checkpoint",
+            **further,
+        )
+
+
+def check_same(
+    run: Path, config: Mapping[str, Any], tasks: Sequence[str], stream: Stream, pretrained: Pretrained
+) -> None:
+    """ValueError unless images and labels of the tasks, and the weights, are those that the run saw.
+
+    `config` is the run's `config.json`.
+    """
+    known, found = config["data_sha256"], {task.name: data_hash(task) for task in stream.tasks}
+    if other := [name for name in dict.fromkeys([*tasks, *found]) if known.get(name) != found.get(name)]:
+        raise ValueError(
+            f"{run} saw other images or labels of {', '.join(other)} than {stream.name!r} contains here; give the "
+            "--stream, --data-dir and --split-seed of that run"
+        )
+    if pretrained.sha256 != config["weights_sha256"]:
+        raise ValueError(
+            f"{run} began with weights {config['weights_sha256']:.12}, but those of {pretrained.config.name!r} from "
+            f"{pretrained.source} are {pretrained.sha256:.12}; give its --weights"
+        )
+
+
+def rebuilt(default: Any, held: Mapping[str, Any]) -> Any:
+    """Settings of the default's kind from what `config.json` holds of them; ValueError for unknown ones."""
+    if unknown := sorted(held.keys() - {field.name for field in dataclasses.fields(default)}):
+        raise ValueError(f"{type(default).__name__} has no {', '.join(unknown)}; was the run made by another version?")
+    changes = {}
+    for name, value in held.items():
+        old = getattr(default, name)
+        if dataclasses.is_dataclass(old):
+            value = rebuilt(old, value)
+        changes[name] = tuple(value) if isinstance(value, list) else value
+    return dataclasses.replace(default, **changes)
+
+
+@contextlib.contextmanager
+def recorded(
+    directory: Path, identity: Mapping[str, Any], command: Sequence[str] | None
+) -> Iterator[tuple[Record, Stop]]:
+    """One record for all units of a study that is not made of runs; no other process may write to it meanwhile.
+
+    `identity` is what must be the same when the study resumes; ValueError where it is not.
+    """
+    conditions = fingerprint.take(identity)
+    with hold(directory), stop_requests() as stop:
+        resumed = claim(directory, identity)
+        record = Record.open(directory, fingerprint.digest(conditions))
+        record.write("continued" if resumed else "run", command=command, conditions=conditions)
+        yield record, stop
 
 
 class Variant(NamedTuple):
@@ -108,13 +200,12 @@ def run_all(
     """
     check(study.launcher)
     settings = [(variant, run_settings(study, variant, seed)) for variant in variants for seed in study.chosen_seeds]
-    if study.run_dir.exists() and not study.run_dir.is_dir():
-        raise ValueError(f"--run-dir names {study.run_dir}, which is no folder; expected one, there or to be made")
+    check_folder("--run-dir", study.run_dir)
     names = [variant.name for variant in variants]
     if len(set(names)) < len(names):
         raise ValueError(f"variants named more than once: {', '.join(repeats(names))}")
     for _, one in settings:  # what cannot be had is told before hours of other runs
-        check_held(one.run_dir, known_of(one))
+        check_held(one.run_dir, known_of(one), defaults_of(mtil.config_of(one).method))
     if study.launcher.kind != "none":
         return run_as_jobs(study, settings, progress, after_each)
     found, workshop, load = Found(), dict[Any, Networks](), loader(study, progress)
@@ -161,7 +252,7 @@ def run_as_jobs(
 
 
 def known_of(settings: mtil.Mtil) -> dict[str, Any]:
-    """What the configuration of a run will say, as far as that is known before weights and pictures are read."""
+    """What the configuration of a run will say, as far as that is known before weights and images are read."""
     config = mtil.config_of(settings)
     known = {
         config.method.name: dataclasses.asdict(config.method), "seed": config.seed,
@@ -178,10 +269,11 @@ def run_settings(study: Study, variant: Variant, seed: int) -> mtil.Mtil:
     config = changed(preset_of(variant.method, preset), variant.config)
     is_cheem = isinstance(config, CheemConfig)
     names = [field.name for field in dataclasses.fields(Study) if field.name != "launcher"]
-    shared = {name: getattr(study, name) for name in names}
-    shared |= {"preset": preset, "seeds": SeedsConfig(), "run_dir": study.run_dir / variant.name / f"seed-{seed}"}
     return mtil.Mtil(**{
-        **shared,
+        **{name: getattr(study, name) for name in names},
+        "preset": preset,
+        "seeds": SeedsConfig(),
+        "run_dir": study.run_dir / variant.name / f"seed-{seed}",
         "method": variant.method,
         "cheem": CheemConfig(**vars(config)) if is_cheem else PRESETS[preset],
         "options": None if is_cheem else config,
@@ -204,16 +296,16 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 LOADED_BY = (
     "stream", "data_dir", "order", "tasks", "images", "image_size", "backbone", "weights",
 )  # fmt: skip
-"""What weights and pictures depend on."""
+"""What weights and images depend on."""
 
 
 def place_of(settings: mtil.Mtil) -> tuple[Any, ...]:
-    """Where weights and pictures of a run come from."""
+    """Where weights and images of a run come from."""
     return tuple(getattr(settings, name) for name in LOADED_BY)
 
 
 def loader(study: Study, progress: Progress) -> Callable[[mtil.Mtil], mtil.Loaded]:
-    """Loads weights and pictures of a run; those of the last one serve again where they are the same."""
+    """Loads weights and images of a run; those of the last one serve again where they are the same."""
     held: dict[tuple[Any, ...], mtil.Loaded] = {}
 
     def load(settings: mtil.Mtil) -> mtil.Loaded:

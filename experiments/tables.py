@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
-from paper.results_page import write_page
+from charts import check_folder
+from studies.paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
+from studies.paper.results_page import write_page
 
-from cheem_jax import metrics
-from cheem_jax.atomic import write_atomically
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core import metrics
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, VDD
-from cheem_jax.report.finished import Run, check_comparable, numbers_of, order_names, read, variant_of
-from cheem_jax.report.progress import Progress
+from cheem_jax.report.finished import RunRecord, check_comparable, numbers_of, order_names, read, variant_of
 from cheem_jax.report.table import METHODS, TOLD, Grid
+from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Tables:
     """Names of tables, separated by commas; default: all."""
     results: Path | None = None
     """Folder with collected runs: the page of results is written, and no table. Beside it may stand `again` (CHEEM's
-    runs on another kind of processor), `at_N` (the same pictures at N pixels), `notes.md`, and what studies wrote."""
+    runs on another kind of processor), `at_N` (the same images at N pixels), `notes.md`, and what studies wrote."""
     page: Path = Path("docs/results.md")
     """Where that page is written; its figure lies in the folder of the same name."""
 
@@ -109,8 +110,7 @@ def main(settings: Tables) -> None:
         write_results(settings.results, settings, progress)
         return
     names = names_of(settings.only)
-    if settings.out.exists() and not settings.out.is_dir():
-        raise ValueError(f"--out names {settings.out}, which is no folder; expected one, there already or to be made")
+    check_folder("--out", settings.out)
     runs, left_out = read(settings.runs)
     ours, unused = measured(runs)
     left_out += unused
@@ -162,7 +162,7 @@ def names_of(only: str | None) -> list[str]:
     return [name for name in known if name in asked]
 
 
-def measured(runs: Sequence[Run]) -> tuple[Found, list[tuple[Path, str]]]:
+def measured(runs: Sequence[RunRecord]) -> tuple[Found, list[tuple[Path, str]]]:
     """Our numbers by table and cell, one per run, and the runs that no table shows."""
     check_comparable(runs)
     orders = order_names(runs)

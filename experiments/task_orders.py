@@ -7,22 +7,22 @@ MTIL has the paper's three orders; any other stream is shuffled `--num-orders` t
 """
 
 import dataclasses
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import mtil
 import numpy as np
+from charts import spread, write_page
 from study import Found, Study, Variant, run_all
 from tables import Tables
 from tables import main as write_tables
 
-from cheem_jax.atomic import write_atomically
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.data.demo import TASKS
 from cheem_jax.data.sources import plan_source
-from cheem_jax.report.progress import Progress
 from cheem_jax.report.table import NONE, Grid
+from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,48 +82,37 @@ def write(directory: Path, variants: Sequence[Variant], found: Found) -> Grid:
     """Accuracy on each task at the end, by order, as Markdown, CSV and numbers."""
     shown = [variant for variant in variants if variant.name in found]
     first = found[shown[0].name][0]
-    names = [task["name"] for task in first["tasks"]]
-    last: dict[str, dict[str, list[float]]] = {}
-    for variant in shown:
-        for results in found[variant.name]:
-            for task, accuracy in zip(results["tasks"], results["accuracy"][-1], strict=True):
-                last.setdefault(task["name"], {}).setdefault(variant.name, []).append(100 * accuracy)
-    averages = {
-        title: {v.name: [factor * r[key] for r in found[v.name] if r[key] is not None] for v in shown}
-        for title, key, factor in (
-            ("average accuracy", "average_accuracy", 100.0),
-            ("average forgetting", "average_forgetting", 100.0),
-            ("parameters added, %", "params_added_percent", 1.0),
-        )
+    numbers: dict[str, dict[str, list[float]]] = {
+        name: {v.name: [100 * last_of(run, name) for run in found[v.name]] for v in shown} for name in tasks_in(first)
     }
-    numbers = {**{name: last[name] for name in names}, **averages}
-    columns = ("task", *(variant.title for variant in shown), "spread")
-    rows = tuple(
-        (name, *(_mean(values[v.name]) for v in shown), _spread([values[v.name] for v in shown]))
-        for name, values in numbers.items()
-    )
+    for title, key, factor in (
+        ("average accuracy", "average_accuracy", 100.0),
+        ("average forgetting", "average_forgetting", 100.0),
+        ("parameters added, %", "params_added_percent", 1.0),
+    ):
+        numbers[title] = {v.name: [factor * run[key] for run in found[v.name] if run[key] is not None] for v in shown}
+    rows = []
+    for name, values in numbers.items():
+        means = [float(np.mean(each)) for each in values.values() if each]
+        lead = f"{max(means) - min(means):.1f}" if len(means) > 1 else NONE
+        rows.append((name, *(spread(each) for each in values.values()), lead))
     title = f"{first['stream']}, {first['backbone']}, {first['preset']}: accuracy at the end, %"
-    grid = Grid(title, columns, rows, 1, "spread: between the means of the best and the worst order")
-    orders = "\n".join(
-        f"- {v.title}: {', '.join(task['name'] for task in found[v.name][0]['tasks'])}" for v in shown
-    )  # fmt: skip
+    columns = ("task", *(variant.title for variant in shown), "spread")
+    grid = Grid(title, columns, tuple(rows), 1, "spread: between the means of the best and the worst order")
+    orders = "\n".join(f"- {v.title}: {', '.join(tasks_in(found[v.name][0]))}" for v in shown)
     text = f"# Orders of the tasks: {title}\n\n{grid.to_markdown()}\n\n{grid.caption}\n\n{orders}\n"
-    write_atomically(directory / "task_orders.md", text)
-    write_atomically(directory / "task_orders.csv", grid.to_csv())
-    write_atomically(directory / "task_orders.json", json.dumps(numbers, indent=1) + "\n")
+    write_page(directory / "task_orders", text, numbers, grid)
     return grid
 
 
-def _mean(values: Sequence[float]) -> str:
-    if not values:
-        return NONE
-    spread = f" ± {np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.1f}{spread}"
+def tasks_in(run: Mapping[str, Any]) -> list[str]:
+    """Names of a run's tasks in the order in which it learned them."""
+    return [task["name"] for task in run["tasks"]]
 
 
-def _spread(values: Sequence[Sequence[float]]) -> str:
-    means = [float(np.mean(each)) for each in values if len(each)]
-    return f"{max(means) - min(means):.1f}" if len(means) > 1 else NONE
+def last_of(run: Mapping[str, Any], task: str) -> float:
+    """Accuracy on a task after the last one, in [0, 1]."""
+    return run["accuracy"][-1][tasks_in(run).index(task)]
 
 
 if __name__ == "__main__":

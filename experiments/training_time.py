@@ -10,22 +10,20 @@ included.
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import compare
 import numpy as np
-from charts import stacked_bars
+from charts import mean_std, spread, stacked_bars, write_page
 from study import Found, run_all
 from tables import Tables
 from tables import main as write_tables
 
-from cheem_jax.atomic import write_atomically
-from cheem_jax.cli import parse, run_command
-from cheem_jax.report.progress import Progress
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.table import METHODS, NONE, Grid
+from cheem_jax.run.progress import Progress
 
 TIMED = "cheem,lora_cl,s_prompts,l2p,dualprompt,coda_prompt,diki"
 
@@ -47,34 +45,33 @@ def main(settings: TrainingTime) -> None:
     found = run_all(settings, variants, progress, lambda found: write(settings.run_dir, found))
     progress.console.print(write(settings.run_dir, found).to_rich())
     seconds = {
-        METHODS[name]: {phase: mean for phase, (mean, _) in phases_of(runs).items()} for name, runs in found.items()
+        METHODS[name]: {phase: each["mean"] for phase, each in phases_of(runs).items()} for name, runs in found.items()
     }
     stacked_bars(settings.run_dir / "training_time.png", seconds, "seconds of training per task")
     write_tables(Tables(runs=(settings.run_dir,), out=settings.run_dir / "tables", only="training_time"))
 
 
-def phases_of(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float | None]]:
-    """Mean seconds per task of each phase of learning, and their deviation over runs; evaluation is none of them."""
-    names = list(dict.fromkeys(phase for run in runs for task in run["tasks"] for phase in task["seconds"]))
-    found = {}
-    for name in names:
-        means = [float(np.mean([task["seconds"].get(name, 0.0) for task in run["tasks"]])) for run in runs]
-        if name != "evaluation":
-            found[name] = float(np.mean(means)), float(np.std(means, ddof=1)) if len(means) > 1 else None
-    return found
+def phases_of(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Seconds per task of each phase of learning, mean and deviation over runs; evaluation is none of them."""
+    names = dict.fromkeys(phase for run in runs for task in run["tasks"] for phase in task["seconds"])
+    return {
+        name: mean_std([float(np.mean([task["seconds"].get(name, 0.0) for task in run["tasks"]])) for run in runs])
+        for name in names if name != "evaluation"
+    }  # fmt: skip  # pyright: ignore[reportReturnType]
 
 
 def write(directory: Path, found: Found) -> Grid:
     """The table as Markdown and CSV, and its numbers."""
     measured = {name: phases_of(runs) for name, runs in found.items()}
-    totals = {name: sum(mean for mean, _ in phases.values()) for name, phases in measured.items()}
+    totals = {name: sum(each["mean"] for each in phases.values()) for name, phases in measured.items()}
     rows = []
     for name, phases in measured.items():
         compiling = float(np.mean([run["compile"]["seconds"] for run in found[name]]))
-        largest = sorted(phases.items(), key=lambda item: -item[1][0])[:4]
-        told = ", ".join(f"{phase} {_seconds(*value)}" for phase, value in largest if value[0] >= 0.005 * totals[name])
+        largest = sorted(phases.items(), key=lambda item: -item[1]["mean"])[:4]
+        told = [f"{phase} {spread(each)}" for phase, each in largest if each["mean"] >= 0.005 * totals[name]]
         beside = f"{totals[name] / totals['cheem']:.2f}" if totals.get("cheem") else NONE
-        rows.append((METHODS[name], str(len(found[name])), f"{totals[name]:,.1f}", beside, f"{compiling:.1f}", told))
+        runs = str(len(found[name]))
+        rows.append((METHODS[name], runs, f"{totals[name]:,.1f}", beside, f"{compiling:.1f}", ", ".join(told)))
     first = next(iter(found.values()))[0]
     devices = {run["engine"]["device"] for runs in found.values() for run in runs}
     if len(devices) > 1:
@@ -82,15 +79,8 @@ def write(directory: Path, found: Found) -> Grid:
     columns = ("method", "runs", "seconds\nper task", "of CHEEM's", "compiling,\nwhole run", "longest phases")
     title = f"{first['stream']}, {first['backbone']}, {first['preset']}, {first['engine']['device']}: training per task"
     grid = Grid(title, columns, tuple(rows), 1)
-    write_atomically(directory / "training_time.md", f"# {title}\n\n{grid.to_markdown()}\n")
-    write_atomically(directory / "training_time.csv", grid.to_csv())
-    numbers = {name: {p: {"mean": m, "std": s} for p, (m, s) in phases.items()} for name, phases in measured.items()}
-    write_atomically(directory / "training_time.json", json.dumps(numbers, indent=1) + "\n")
+    write_page(directory / "training_time", f"# {title}\n\n{grid.to_markdown()}\n", measured, grid)
     return grid
-
-
-def _seconds(mean: float, std: float | None) -> str:
-    return f"{mean:.1f}" + ("" if std is None else f" ± {std:.1f}")
 
 
 if __name__ == "__main__":

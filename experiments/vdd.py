@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mtil
 
-from cheem_jax.cli import run_command
+from cheem_jax.cli.main import run_command
 
 if __name__ == "__main__":
     parsed = mtil.read_arguments(sys.argv[1:], __doc__, stream="vdd", run_dir=Path("runs/vdd"))

@@ -12,11 +12,11 @@ import numpy as np
 import small
 from compiling import count_compilations
 
-from cheem_jax.execution.stages import Stages
-from cheem_jax.keys import Keys
-from cheem_jax.methods.heads import Classes
-from cheem_jax.methods.method import FrozenFeatures, Method
-from cheem_jax.rolling import Saved
+from cheem_jax.cheem.heads import Classes
+from cheem_jax.core.keys import Keys
+from cheem_jax.engine.stages import Stages
+from cheem_jax.run.method import FrozenFeatures, Method
+from cheem_jax.run.rolling import Saved
 
 
 class Interrupted(Exception):

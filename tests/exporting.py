@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import small
 
-from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.execution.stages import Stages
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import Expert, LowRank, Op, Placement, Reuse, Skip
+from cheem_jax.core.pool import Head, StoredExpert, TaskMemory, base_pool
+from cheem_jax.core.routing.centroids import normalise
+from cheem_jax.core.routing.config import Reads, RouterConfig
+from cheem_jax.core.routing.statistics import fit_statistics
+from cheem_jax.engine.stages import Stages
 from cheem_jax.export import Subject
-from cheem_jax.methods.method import Backbone
-from cheem_jax.ops import Expert, LowRank, Op, Placement, Reuse, Skip
-from cheem_jax.pool import Head, StoredExpert, TaskMemory, base_pool
-from cheem_jax.routing.centroids import normalise
-from cheem_jax.routing.config import Reads, RouterConfig
-from cheem_jax.routing.statistics import fit_place
+from cheem_jax.run.method import Backbone
 
 VIT = small.backbone()
 PICTURES = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 3), dtype=np.uint8) // np.array(
@@ -35,7 +35,7 @@ def subject(
     """Four tasks: the backbone as it is, a new expert and an adapted one, an adapted adapted one and a skipped block,
     one that leaves the backbone at once. Picture i lies at a centroid of task i."""
     rng = np.random.default_rng(5)
-    pool = [list(block) for block in base_pool(VIT, placement)]
+    pool = [list(block) for block in base_pool(VIT.experts(placement))]
 
     def normal(*shape):
         return jnp.asarray(0.3 * rng.standard_normal(shape), jnp.float32)
@@ -78,7 +78,7 @@ def routed(placement: Placement, router: RouterConfig, thresholds: tuple[float, 
     for picture, task in zip(PICTURES, begun.tasks, strict=False):
         noisy = np.clip(picture + rng.normal(0, 12, (12, 8, 8, 3)), 0, 255).astype(np.uint8)
         features = encoder(placement, router.features).features(noisy, batch_size=12)
-        place = fit_place(features, np.arange(12, dtype=np.int32) % 2, router, seed=0)
+        place = fit_statistics(features, np.arange(12, dtype=np.int32) % 2, router, seed=0)
         tasks.append(dataclasses.replace(task, centroids=place.centroids, moments=place.moments))
     return dataclasses.replace(begun, tasks=tuple(tasks), router=router, thresholds=thresholds)
 

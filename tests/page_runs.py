@@ -11,8 +11,8 @@ from PIL import Image
 from cheem_jax.data.load import ImagesConfig, load_tasks
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import fingerprint
-from cheem_jax.report.record import Record, read
-from cheem_jax.results import results_of
+from cheem_jax.run.record import Record, read
+from cheem_jax.run.results import results_of
 
 SIZE = 8
 """Pixels of the pictures."""
@@ -56,8 +56,7 @@ def write_run(directory: Path, *, pictures: Path | None = None, planned: int | N
         record.write(**entry)
     if not later:
         (directory / "results.json").write_text(json.dumps(results_of(read(directory))))
-    if not made.get("earlier"):
-        np.savez_compressed(directory / "answers.npz", **_answers(len(names), len(made["classes"])))  # pyright: ignore[reportArgumentType]
+    np.savez_compressed(directory / "answers.npz", **_answers(len(names), len(made["classes"])))  # pyright: ignore[reportArgumentType]
     return directory
 
 
@@ -79,13 +78,12 @@ def entries(
     method: str = "cheem",
     seed: int = 0,
     accuracy: float = RIGHT,
-    earlier: bool = False,
     splits: Mapping[str, str] | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The record of a run of two blocks: in the first each task adapts the last one's expert, and task 0 learns one.
 
-    `earlier` leaves out what earlier versions did not keep. Of the answers to task i, the first image is sent to the
+    Of the answers to task i, the first image is sent to the
     next task and the second gets a wrong class.
     """
     num, compiled = len(names), {"programs": 1, "cached": 2, "seconds": 0.25}
@@ -95,11 +93,11 @@ def entries(
         "router": "vit_micro", "executor": "whole", "precision": "float32", "device": "cpu",
         "split_sha256": splits or {}, "command": ["cheem", "train", "--data.stream=my pictures"],
         "conditions": {"code": {"version": "0.1.0"}, "versions": {"python": "3.11"}},
-        **({} if earlier else {"data": data}),
+        "data": data,
     }  # fmt: skip
     for index, name in enumerate(names):
         last = index == num - 1
-        report = _report(index, name, classes, last=last, has_pool=method == "cheem", earlier=earlier)
+        report = _report(index, name, classes, last=last, has_pool=method == "cheem")
         yield {"event": "learned", "method": method, "report": report, "seconds": 2.0, "compile": compiled}
         row = [accuracy + 0.09 * (num - 1 - index) * (task + 1) / num**2 for task in range(index + 1)]
         routing = ((11 * np.eye(num) + np.roll(np.eye(num), 1, axis=1)) / 12).tolist() if last else []
@@ -110,7 +108,7 @@ def entries(
         }  # fmt: skip
 
 
-def _report(index: int, name: str, classes: Sequence[str], *, last: bool, has_pool: bool, earlier: bool):
+def _report(index: int, name: str, classes: Sequence[str], *, last: bool, has_pool: bool):
     found: dict[str, Any] = {
         "index": index, "name": name, "classes": list(classes), "num_train": 2, "num_val": 2, "num_test": 12,
         "flops_method": 30e6, "flops_executed": 28e6, "flops_explicit": 31e6, "params_added_percent": 1.5,
@@ -125,11 +123,10 @@ def _report(index: int, name: str, classes: Sequence[str], *, last: bool, has_po
         chain = [{"origin": i, "kind": "adapted", "parent": i} for i in range(index + 1)] if last else []
         base = {"origin": "base", "kind": "full", "parent": None}
         found["pool"] = [[base, *chain], [base, {"origin": 0, "kind": "full", "parent": None}]] if last else []
-        if not earlier:
-            found["search"] = {
-                "correct": [5, 6, None, 8, 9, 9], "flops": [10e6, 20e6, 5e6, 15e6, 30e6, 12e6], "population": 2,
-                "num_images": 10, "chosen": 5,
-            }  # fmt: skip
+        found["search"] = {
+            "correct": [5, 6, None, 8, 9, 9], "flops": [10e6, 20e6, 5e6, 15e6, 30e6, 12e6], "population": 2,
+            "num_images": 10, "chosen": 5,
+        }  # fmt: skip
     return found
 
 

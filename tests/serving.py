@@ -13,7 +13,7 @@ import numpy as np
 import uvicorn
 from PIL import Image
 
-from cheem_jax.prediction import Guess, NearTask, Prediction
+from cheem_jax.memory.prediction import Guess, NearTask, Prediction
 from cheem_jax.serve.app import make_app
 from cheem_jax.serve.batching import Predictor
 from cheem_jax.serve.limits import Limits

@@ -10,12 +10,12 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.cheem.config import CheemConfig
+from cheem_jax.cheem.evolution import SearchConfig
+from cheem_jax.cheem.supernet import OpSettings
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.data.task import Split, Stream, Task
-from cheem_jax.evolution import SearchConfig
-from cheem_jax.execution.choice import make_executor
-from cheem_jax.methods.cheem_config import CheemConfig
-from cheem_jax.supernet import OpSettings
-from cheem_jax.training import FitConfig
+from cheem_jax.engine.choice import make_executor
 
 CONFIG = ViTConfig("vit_test", 16, 4, 2, image_size=8, patch_size=4, num_classes=0)
 QUICK = CheemConfig(

@@ -80,8 +80,8 @@ def devices(settings: dict[str, Any]) -> dict[str, Any]:
     import small
 
     from cheem_jax.backbone.params import build
-    from cheem_jax.execution import layout
-    from cheem_jax.execution.layout import ONE, Layout
+    from cheem_jax.engine import layout
+    from cheem_jax.engine.layout import ONE, Layout
 
     layout.SMALL = 64  # so that the weights of so small a backbone are split
     layouts = {"one": ONE, "all": Layout(jax.devices()), "fsdp": Layout(jax.devices(), 2)}
@@ -96,14 +96,14 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from cheem_jax.execution.choice import EngineConfig, make_executor
-    from cheem_jax.execution.executor import Dense
-    from cheem_jax.execution.feed import Budget, feed_images, keep_tokens
-    from cheem_jax.execution.passes import answers, token_means
-    from cheem_jax.hee import uniform_table
-    from cheem_jax.pool import dense_expert, pool_sizes
-    from cheem_jax.supernet import OpSettings, Supernet
-    from cheem_jax.training import FitConfig, constant_draws, fit, supernet_draws, supernet_score
+    from cheem_jax.cheem.hee import uniform_table
+    from cheem_jax.cheem.supernet import OpSettings, Supernet
+    from cheem_jax.cheem.training import FitConfig, SupernetFit, constant_draws, fit, supernet_draws, supernet_score
+    from cheem_jax.core.pool import dense_expert, dense_experts, pool_sizes
+    from cheem_jax.engine.choice import EngineConfig, make_executor
+    from cheem_jax.engine.executor import Dense
+    from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
+    from cheem_jax.engine.passes import answers, token_means
 
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 256, (NUM, 8, 8, 3), dtype=np.uint8), rng.integers(0, 3, NUM).astype(np.int32)
@@ -114,18 +114,18 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
         batch_size=BATCH,
         layout=layout,  # pyright: ignore
     )
-    network = Supernet(jax.random.key(1), executor.base_pool, 3, OpSettings(rank=2))
+    network = Supernet(jax.random.key(1), dense_experts(executor.base_pool), 3, OpSettings(rank=2))
     table = uniform_table(pool_sizes(executor.base_pool))
-    draws = supernet_draws(jax.random.key(2), jax.random.key(3), table, table, 0.3)
+    draws = supernet_draws(jax.random.key(2), jax.random.key(3), exploit=table, uniform=table, epsilon=0.3)
     drawn = np.concatenate([draws(epoch, NUM // BATCH) for epoch in range(STEPS * BATCH // NUM)])
     # `whole` compiles every signature anew, so it repeats one
     followed = constant_draws(drawn[0]) if name == "whole" else draws
     losses: list[float] = []
     train = executor.train
 
-    def noted(*arguments):
-        found = train(*arguments)
-        losses.extend(float(loss) for loss in found)
+    def noted(*arguments, **named):
+        found = train(*arguments, **named)
+        losses.extend(float(loss) for loss in found.losses)
         return found
 
     executor.train = noted  # pyright: ignore[reportAttributeAccessIssue]
@@ -133,15 +133,15 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     budget = Budget(2**30)
     plain = feed_images(executor, images, budget)
     feed = keep_tokens("images", executor, plain, NUM, (), batch_size=BATCH, budget=budget)
-    fit(
-        jax.random.key(4), executor, network, labels, feed, followed, FitConfig(epochs=STEPS * BATCH // NUM),
-        batch_size=BATCH, advance=quiet,
-    )  # fmt: skip
+    state = fit(
+        executor, SupernetFit(network, network.init()), feed, labels, draws=followed,
+        config=FitConfig(epochs=STEPS * BATCH // NUM), batch_size=BATCH, order_key=jax.random.key(4), advance=quiet,
+    ).state  # fmt: skip
     genomes = np.unique(drawn, axis=0)[: 3 if name == "whole" else 12]
-    score = supernet_score(executor, network, labels, feed, batch_size=BATCH, advance=quiet)(genomes)
+    score = supernet_score(executor, network, state, feed, labels, batch_size=BATCH, advance=quiet)(genomes)
     base = [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]
     means = token_means(executor, [base], plain, NUM, batch_size=BATCH, advance=quiet)
-    chosen = answers(executor, base, network.head.params, 3, plain, NUM, batch_size=BATCH)
+    chosen = answers(executor, base, state.head.params, plain, num=NUM, num_classes=3, batch_size=BATCH)
     return {
         "drawn": drawn.tolist(), "losses": losses, "score": score.tolist(), "answers": chosen.tolist(),
         "means": means.means.tolist(), "features": means.features.tolist(),
@@ -156,14 +156,13 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
     import small
     from rich.console import Console
 
-    from cheem_jax import hosts
+    from cheem_jax.baselines.catalogue import NEED_A_ROUTER, preset_of
+    from cheem_jax.cheem.config import CheemConfig
     from cheem_jax.continual import RunConfig, run_stream
-    from cheem_jax.execution import layout
-    from cheem_jax.execution.layout import MeshConfig
-    from cheem_jax.hosts import HostsConfig
-    from cheem_jax.methods.catalogue import NEED_A_ROUTER, preset_of
-    from cheem_jax.methods.cheem_config import CheemConfig
-    from cheem_jax.report.progress import Progress
+    from cheem_jax.engine import hosts, layout
+    from cheem_jax.engine.hosts import HostsConfig
+    from cheem_jax.engine.layout import MeshConfig
+    from cheem_jax.run.progress import Progress
 
     if settings.get("fsdp", 1) > 1:
         layout.SMALL = 64
@@ -189,7 +188,7 @@ def stream(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from cheem_jax.cli import run_command
+    from cheem_jax.cli.main import run_command
 
     name, out, text = sys.argv[1:]
 

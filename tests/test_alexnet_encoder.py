@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from cheem_jax.backbone.alexnet import AlexNet, AlexNetConfig, build_alexnet, shapes_of
-from cheem_jax.methods.alexnet_encoder import AlexNetEncoder
-from cheem_jax.methods.method import Encoder, FrozenFeatures
+from cheem_jax.baselines.alexnet_encoder import AlexNetEncoder
+from cheem_jax.run.method import Encoder, FrozenFeatures
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 63, 63, 3), dtype=np.uint8)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cheem_jax.architecture import Choice, decode, encode, from_strings, num_candidates, to_strings
+from cheem_jax.core.architecture import Choice, decode, encode, from_strings, num_candidates, to_strings
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 

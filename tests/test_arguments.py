@@ -8,18 +8,18 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from cheem_jax.arguments import arguments_of, located
-from cheem_jax.cli import parse
-from cheem_jax.commands.demo import Demo
+from cheem_jax.baselines import catalogue
+from cheem_jax.cheem.config import PRESETS, CheemConfig
+from cheem_jax.cheem.evolution import SearchConfig
+from cheem_jax.cheem.supernet import OpSettings
+from cheem_jax.cheem.training import ExplorationConfig, FitConfig
+from cheem_jax.cli.arguments import arguments_of, located
+from cheem_jax.cli.demo import Demo
+from cheem_jax.cli.main import parse
+from cheem_jax.core.keys import SeedsConfig
+from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.data.load import ImagesConfig
-from cheem_jax.evolution import SearchConfig
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.keys import SeedsConfig
-from cheem_jax.methods import catalogue
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
-from cheem_jax.routing.config import RouterConfig
-from cheem_jax.supernet import OpSettings
-from cheem_jax.training import ExplorationConfig, FitConfig
+from cheem_jax.engine.choice import EngineConfig
 from experiments import mtil
 
 # "None" is how a command line writes that there is no value; an argument holds no NUL

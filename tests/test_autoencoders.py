@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
-from cheem_jax.methods.autoencoders import (
+from cheem_jax.baselines.autoencoders import (
     AutoEncoder,
     AutoEncoderConfig,
     AutoEncoders,
@@ -98,7 +98,7 @@ def test_data_sets_of_any_size_share_one_program(programs, compilations):
 
 
 def test_features_that_are_no_numbers_are_not_learned_from(programs):
-    with pytest.raises(FloatingPointError, match="error became no finite number in epoch 1"):
+    with pytest.raises(FloatingPointError, match="non-finite error of an auto-encoder in epoch 1"):
         fitted(programs, np.full((9, 12), np.nan, np.float32))
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from cheem_jax.backbone.config import CONFIGS, at_image_size, config_of
 from cheem_jax.backbone.params import build, check_params, init_params, params_of, shapes_of
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.ops import Reuse, Skip
+from cheem_jax.core.ops import Reuse, Skip
 
 NANO = CONFIGS["vit_nano"]
 

@@ -6,13 +6,13 @@ import pytest
 import small
 from baselines import check_method, stages
 
-from cheem_jax.keys import Keys
-from cheem_jax.methods.catalogue import NAMES, NEED_A_ROUTER, Networks, check_name, make, preset_of
-from cheem_jax.methods.cheem_config import PRESETS
-from cheem_jax.methods.cheem_lite import CheemLiteConfig
-from cheem_jax.methods.method import FrozenFeatures, Method
+from cheem_jax.baselines.catalogue import NAMES, NEED_A_ROUTER, Networks, check_name, make, preset_of
+from cheem_jax.cheem.config import PRESETS
+from cheem_jax.cheem.lite import CheemLiteConfig
+from cheem_jax.core.keys import Keys
 from cheem_jax.report import table
 from cheem_jax.report.table import TOLD
+from cheem_jax.run.method import FrozenFeatures, Method
 
 
 def networks(*, routed: bool = False) -> Networks:
@@ -73,7 +73,7 @@ def test_methods_that_need_another_network_say_so(name):
 
 
 def test_a_router_for_a_method_without_one_is_refused():
-    with pytest.raises(ValueError, match="l2p names no task by a router"):
+    with pytest.raises(ValueError, match="l2p infers no task ID with a router"):
         make(preset_of("l2p", "demo"), networks(routed=True), Keys(0), 2)
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cheem_jax.routing.centroids import fit_centroids, normalise, route
-from cheem_jax.routing.config import RouterConfig
+from cheem_jax.core.routing.centroids import fit_centroids, normalise, route
+from cheem_jax.core.routing.config import RouterConfig
 
 
 def test_routing_equals_a_brute_force_search_in_l1():

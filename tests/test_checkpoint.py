@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import small
 
-from cheem_jax import checkpoint
-from cheem_jax.architecture import from_strings
-from cheem_jax.checkpoint import FORMAT, content_hash, load_manifest, load_task, save_task, saved_tasks
-from cheem_jax.ops import Expert, LowRank
-from cheem_jax.pool import Head, Memory, TaskMemory, base_pool, dense_expert, grow
-from cheem_jax.saved_memory import open_memory, open_usable, save_memory_task
+from cheem_jax.cheem.saved_memory import open_memory, open_usable, save_memory_task
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import Expert, LowRank
+from cheem_jax.core.pool import Head, Memory, TaskMemory, base_pool, dense_expert, grow
+from cheem_jax.run import checkpoint
+from cheem_jax.run.checkpoint import FORMAT, content_hash, load_manifest, load_task, save_task, saved_tasks
 
 FIXTURES = Path(__file__).parent / "fixtures"
-POOL = base_pool(small.backbone(), "mlp_down")
+POOL = base_pool(small.backbone().experts("mlp_down"))
 
 
 def grown(memory, name, texts, seed):
@@ -284,6 +284,6 @@ def test_a_corrupted_task_among_unreadable_ones_is_lost_and_the_others_answer(tm
             raise PermissionError(13, "Permission denied")
         return whole(directory)
 
-    monkeypatch.setattr("cheem_jax.saved_memory.load_task", load)
+    monkeypatch.setattr("cheem_jax.cheem.saved_memory.load_task", load)
     usable, lost = open_usable(tmp_path, POOL)
     assert [task.name for task in usable.tasks] == ["Textures, two"] and "Permission denied" in lost["001-shapes"]

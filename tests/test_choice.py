@@ -8,10 +8,10 @@ import pytest
 import small
 
 from cheem_jax.backbone.config import config_of
+from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
-from cheem_jax.execution import choice
-from cheem_jax.execution.choice import EngineConfig, choose, make_executor
-from cheem_jax.flops import backbone_flops
+from cheem_jax.engine import choice
+from cheem_jax.engine.choice import EngineConfig, choose, make_executor
 
 SMALL, LARGE = config_of("vit_micro"), config_of("vit_base")
 MEASURED = [

@@ -12,11 +12,10 @@ import pytest
 from PIL import Image
 
 import cheem_jax
-from cheem_jax import commands
-from cheem_jax.cli import COMMANDS, run_command
-from cheem_jax.cli import main as cli_main
-from cheem_jax.commands import completion, data
-from cheem_jax.commands.demo import Demo
+from cheem_jax.cli import commands, completion, data
+from cheem_jax.cli.demo import Demo
+from cheem_jax.cli.main import COMMANDS, run_command
+from cheem_jax.cli.main import main as cli_main
 from cheem_jax.data.benchmarks.table import order_of
 from experiments import mtil
 
@@ -235,7 +234,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(capsys, monkeypatch, wo
 def test_what_computes_nothing_imports_neither_jax_nor_the_commands_that_need_it(words):
     program = (
         f"import sys; sys.argv = {['cheem', *words]}\n"
-        "from cheem_jax.cli import main\n"
+        "from cheem_jax.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
         "print([name for name in ('jax', 'jaxlib', 'flax', 'orbax', 'optax', 'numpy') if name in sys.modules])"
@@ -267,12 +266,12 @@ def test_a_missing_package_is_one_line_and_a_fault_of_our_own_is_not_hidden(caps
         run_command(needs(ModuleNotFoundError("No module named 'flax'", name="flax")), None, computes=False)
     assert capsys.readouterr().err.startswith("error: No module named 'flax'; `cheem doctor` tells")
     with pytest.raises(ImportError):
-        run_command(needs(ImportError("no such name", name="cheem_jax.ops")), None, computes=False)
+        run_command(needs(ImportError("no such name", name="cheem_jax.core.ops")), None, computes=False)
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly():
     program = (
-        "from cheem_jax.cli import run_command\n"
+        "from cheem_jax.cli.main import run_command\n"
         "def command(settings):\n"
         "    for number in range(100_000): print(number)\n"
         "run_command(command, None, computes=False)"

@@ -13,7 +13,7 @@ import pytest
 import small
 from PIL import Image
 
-from cheem_jax.cli import main
+from cheem_jax.cli.main import main
 from cheem_jax.data.demo import demo_stream
 
 TASKS = {task.name: task for task in demo_stream(image_size=32).tasks[:2]}

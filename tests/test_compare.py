@@ -6,16 +6,15 @@ import shutil
 
 import pytest
 
-from cheem_jax.report import record
 from cheem_jax.report.compare import (
     CIRCUMSTANCES,
     difference_of_records,
     difference_of_results,
     difference_of_values,
     differences,
-    first_difference,
     timeless,
 )
+from cheem_jax.run import record
 
 TASKS = ("colours", "textures")
 
@@ -74,47 +73,46 @@ def changed(*places_and_values):
         ((0, "executor"), "scan", 'the run\'s setting: executor is "whole" there and "scan" here'),
         (
             (4, "report", "similarity", 0, 1), -0.25,
-            "task 2 'textures', cheem: similarity to the backbone's own task at block 2 is -0.5 there and -0.25 here",
+            "task 2 'textures', cheem: similarity[0][1] is -0.5 there and -0.25 here",
         ),
         (
             (4, "report", "similarity", 1, 1), 0.5,
-            "task 2 'textures', cheem: similarity to task 1 'colours' at block 2 is null there and 0.5 here",
+            "task 2 'textures', cheem: similarity[1][1] is null there and 0.5 here",
         ),
         (
             (4, "report", "supernet_losses", 1), 0.5311900079250336,
-            "task 2 'textures', cheem: supernet loss of epoch 2 is 0.53121 there and 0.53119 here",
+            "task 2 'textures', cheem: supernet_losses[1] is 0.53121 there and 0.53119 here",
         ),
         (
             (4, "report", "searched"), 11,
-            "task 2 'textures', cheem: the number of networks scored is 12 there and 11 here",
+            "task 2 'textures', cheem: searched is 12 there and 11 here",
         ),
         (
             (1, "report", "validation_accuracy"), 0.9000000000000001,
-            "task 1 'colours', cheem: validation accuracy of the network chosen is 0.9 there and 0.9000000000000001 "
+            "task 1 'colours', cheem: validation_accuracy is 0.9 there and 0.9000000000000001 "
             "here",
         ),
         (
             (1, "report", "architecture", 1), "adapt:0",
-            "task 1 'colours', cheem: architecture at block 2 is \"skip\" there and \"adapt:0\" here",
+            "task 1 'colours', cheem: architecture[1] is \"skip\" there and \"adapt:0\" here",
         ),
         (
             (1, "report", "finetune_losses"), [0.75],
-            "task 1 'colours', cheem: fine-tuning loss of epoch 2 is 0.125 there and missing here",
+            "task 1 'colours', cheem: finetune_losses[1] is 0.125 there and missing here",
         ),
         ((1, "report", "flops"), 301, "task 1 'colours', cheem: flops is 300 there and 301 here"),
         ((2, "report", "penalty"), 1.0, "task 1 'colours', frozen_linear: penalty is 10 there and 1 here"),
         (
             (6, "methods", "cheem", "accuracy", 0), 0.625,
-            "the evaluation after task 2 'textures', cheem: accuracy on task 1 'colours' is 0.5 there and 0.625 here",
+            "the evaluation after task 2 'textures': methods.cheem.accuracy[0] is 0.5 there and 0.625 here",
         ),
         (
             (6, "methods", "cheem", "routing", 1, 0), 0.5,
-            "the evaluation after task 2 'textures', cheem: the share of task 2 'textures' that is taken for task 1 "
-            "'colours' is 0.25 there and 0.5 here",
+            "the evaluation after task 2 'textures': methods.cheem.routing[1][0] is 0.25 there and 0.5 here",
         ),
         (
             (6, "checkpoints", "cheem", 1), "2c" * 32,
-            "the evaluation after task 2 'textures', cheem: content hash of task 2 'textures' is "
+            "the evaluation after task 2 'textures': checkpoints.cheem[1] is "
             '"1b1b1b1b1b1b1b1b1b1b1b1b… there and "2c2c2c2c2c2c2c2c2c2c2c2c… here',
         ),
         (
@@ -131,15 +129,15 @@ def test_a_changed_value_is_named_where_it_came_about(place, value, said):
 
 def test_the_first_of_several_differences_is_that_which_happened_first():
     backwards = [
-        ((6, "methods", "cheem", "accuracy", 0), "accuracy on task 1"),
+        ((6, "methods", "cheem", "accuracy", 0), "accuracy[0]"),
         ((4, "report", "flops"), "flops"),
-        ((4, "report", "finetune_losses", 0), "fine-tuning loss of epoch 1"),
-        ((4, "report", "architecture", 0), "architecture at block 1"),
-        ((4, "report", "searched"), "networks scored"),
-        ((4, "report", "supernet_losses", 2), "supernet loss of epoch 3"),
+        ((4, "report", "finetune_losses", 0), "finetune_losses[0]"),
+        ((4, "report", "architecture", 0), "architecture[0]"),
+        ((4, "report", "searched"), "searched"),
+        ((4, "report", "supernet_losses", 2), "supernet_losses[2]"),
         ((4, "report", "similarity", 0, 0), "similarity"),
         ((2, "report", "penalty"), "penalty"),
-        ((1, "report", "finetune_losses", 1), "fine-tuning loss of epoch 2"),
+        ((1, "report", "finetune_losses", 1), "finetune_losses[1]"),
         ((1, "report", "name"), "name"),
         ((0, "executor"), "executor"),
     ]
@@ -203,10 +201,10 @@ def test_a_difference_before_the_stop_counts_more_than_the_stop():
 def test_an_entry_that_only_one_run_has_is_told_as_such():
     without = [entry for entry in story() if entry.get("method") != "frozen_linear"]
     assert str(difference_of_records(story(), without, TASKS)) == (
-        "task 1 'colours', frozen_linear: only the first run tells of it"
+        "task 1 'colours', frozen_linear: only in the record of the first run"
     )
     assert str(difference_of_records(without, story(), TASKS)) == (
-        "task 1 'colours', frozen_linear: only the second run tells of it"
+        "task 1 'colours', frozen_linear: only in the record of the second run"
     )
 
 
@@ -259,15 +257,15 @@ def runs(tmp_path):
 
 def test_directories_are_compared_config_first_then_record_then_results(runs):
     first, second = runs
-    assert first_difference(first, second) is None
+    assert next(differences(first, second), None) is None
     (second / "results.json").write_text(json.dumps({"average_accuracy": 0.25, "seconds": 2.0}))
-    assert str(first_difference(first, second)) == "results.json: average_accuracy is 0.5 there and 0.25 here"
+    assert str(next(differences(first, second), None)) == "results.json: average_accuracy is 0.5 there and 0.25 here"
     write(second, changed(((1, "report", "searched"), 3)))
     (second / "config.json").write_text(json.dumps({"seed": 1, "tasks": TASKS}))
     places = [found.place for found in differences(first, second)]
     assert places == [
         "config.json: seed",
-        "task 1 'colours', cheem: the number of networks scored",
+        "task 1 'colours', cheem: searched",
         "results.json: average_accuracy",
     ]
 
@@ -282,8 +280,8 @@ def test_the_results_of_a_run_that_stopped_are_not_held_against_it(runs):
 
 def test_what_is_no_run_directory_or_damaged_is_named(runs, tmp_path):
     first, second = runs
-    with pytest.raises(ValueError, match="gone' is no run directory"):
-        first_difference(first, tmp_path / "gone")
+    with pytest.raises(ValueError, match="gone' is not a run directory"):
+        next(differences(first, tmp_path / "gone"), None)
     (second / "results.json").write_text("{")
-    with pytest.raises(ValueError, match=r"second/results.json is no JSON"):
-        first_difference(first, second)
+    with pytest.raises(ValueError, match=r"second/results.json is not JSON"):
+        next(differences(first, second), None)

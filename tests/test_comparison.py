@@ -54,7 +54,7 @@ def test_upper_bounds_have_no_accuracy_without_the_task():
 
 def test_the_table_says_which_network_names_the_task_and_fits_a_terminal_when_narrow():
     grid = comparison_grid(FOUND)
-    assert "MoE-Adapters: the task is named by vit_nano" in grid.caption
+    assert "MoE-Adapters: vit_nano infers the task ID" in grid.caption
     assert grid.rows[0][:3] == ("CHEEM", "2", "82.0 ± 2.8")
     small = narrow(grid)
     assert len(small.columns) == len(grid.columns) - 3

@@ -8,18 +8,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from cheem_jax.execution.compilation import (
-    DETERMINISTIC,
-    Compilations,
-    NotKept,
-    compilations,
-    jit_options,
-    keep_programs,
-)
+from cheem_jax.engine.compilation import DETERMINISTIC, Compilations, NotKept, compilations, jit_options, keep_programs
 
 PROGRAM = """
 import jax
-from cheem_jax.execution.compilation import compilations, keep_programs
+from cheem_jax.engine.compilation import compilations, keep_programs
 print(keep_programs())
 before = compilations()
 jax.jit(lambda x: x * 3 + 1)(2.0).block_until_ready()

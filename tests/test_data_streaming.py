@@ -9,13 +9,14 @@ import pytest
 import small
 from test_data_cache import kept, pictures
 
+from cheem_jax.cheem.supernet import Supernet
+from cheem_jax.cheem.training import FitConfig, SupernetFit, constant_draws, fit
+from cheem_jax.core.images import in_turn
+from cheem_jax.core.pool import dense_experts
 from cheem_jax.data import ImagesConfig, fingerprint, load_tasks, plan_task
 from cheem_jax.data.folder import plan_stream
-from cheem_jax.execution.feed import HostImages
-from cheem_jax.execution.stages import Stages
-from cheem_jax.images import in_turn
-from cheem_jax.supernet import Supernet
-from cheem_jax.training import FitConfig, constant_draws, fit
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.stages import Stages
 
 pytest.importorskip("grain", reason="the extra `datasets` is not installed")
 
@@ -98,11 +99,11 @@ def test_training_on_streamed_pictures_is_training_on_the_same_pictures(plan):
 
     def losses(keep):
         task = kept(plan, None, keep)
-        net = Supernet(jax.random.key(1), executor.base_pool, 2, small.QUICK.ops)
+        net = Supernet(jax.random.key(1), dense_experts(executor.base_pool), 2, small.QUICK.ops)
         return fit(
-            jax.random.key(0), executor, net, task.train.labels, HostImages(executor, task.train.images),
-            constant_draws(np.array([0, 1, 0, 0])), FitConfig(epochs=3), batch_size=8,
-            advance=lambda num, note="": None,
-        )  # fmt: skip
+            executor, SupernetFit(net, net.init()), HostImages(executor, task.train.images), task.train.labels,
+            draws=constant_draws(np.array([0, 1, 0, 0])), config=FitConfig(epochs=3), batch_size=8,
+            order_key=jax.random.key(0), advance=lambda num, note="": None,
+        ).progress  # fmt: skip
 
     assert losses("memory") == losses("stream")

@@ -12,19 +12,11 @@ from baselines import check_method, fresh, learner
 from scipy.stats import multivariate_normal
 
 from cheem_jax.backbone.config import config_of
-from cheem_jax.execution.stages import Stages
-from cheem_jax.flops import backbone_flops
-from cheem_jax.methods.diki import (
-    Diki,
-    DikiConfig,
-    fit_gaussian,
-    gaussian_of,
-    layers_of,
-    log_density,
-    mixing_weight,
-)
-from cheem_jax.methods.method import FrozenFeatures, Undisturbed
-from cheem_jax.training import FitConfig
+from cheem_jax.backbone.flops import backbone_flops
+from cheem_jax.baselines.diki import Diki, DikiConfig, fit_gaussian, gaussian_of, layers_of, log_density, mixing_weight
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.engine.stages import Stages
+from cheem_jax.run.method import FrozenFeatures, Undisturbed
 
 CONFIG = DikiConfig(length=2, layers=(1, 3), fit=FitConfig(2, 1e-2), batch_size=16)
 
@@ -155,8 +147,8 @@ def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(begun
     assert reports["task1"]["log_density_per_dimension"] == pytest.approx(density)
 
 
-@pytest.mark.parametrize("backbone, paper", [("vit_base", 42.5), ("deit_tiny", 2.8)])
-def test_the_papers_flops_are_a_fused_pass_and_three_blocks_with_explicit_attention(backbone, paper, begun):
+@pytest.mark.parametrize("backbone, printed", [("vit_base", 42.4), ("deit_tiny", 2.8)])
+def test_a_fused_pass_and_three_blocks_with_explicit_attention_come_near_the_papers_flops(backbone, printed, begun):
     class Stub:
         config = config_of(backbone)
 
@@ -164,8 +156,7 @@ def test_the_papers_flops_are_a_fused_pass_and_three_blocks_with_explicit_attent
     method.executor, method.config = Stub(), DikiConfig()
     method.layers = layers_of("last3", 12)
     found, vit = method.flops(0), Stub.config
-    assert found["flops_as_printed"] / 1e9 == pytest.approx(paper, abs=0.1)
-    assert found["flops_as_printed"] / 1e9 == pytest.approx({"vit_base": 42.43, "deit_tiny": 2.77}[backbone], abs=0.01)
+    assert round(found["flops_as_printed"] / 1e9, 1) == printed  # the paper prints 42.5 and 2.8
     # all attention counted, the routing pass's too, is more
     attention = backbone_flops(vit, count_attention=True) - backbone_flops(vit)
     assert found["flops_explicit"] - found["flops_as_printed"] == attention
@@ -182,10 +173,10 @@ def test_impossible_settings_are_refused_and_thin_covariances_told(begun):
         dataclasses.replace(CONFIG, cov_shrinkage=2)
     with pytest.raises(ValueError, match=r"jitter is 0\.0; expected a positive number"):
         dataclasses.replace(CONFIG, jitter=0.0)
-    with pytest.raises(ValueError, match=r"no blocks of this backbone; expected some of 0\.\.3"):
+    with pytest.raises(ValueError, match=r"invalid for this backbone; expected some of 0\.\.3"):
         learner(Diki, dataclasses.replace(CONFIG, layers="first8"))
     other = FrozenFeatures(Stages(small.backbone(), "mlp_down"), 16)
-    with pytest.raises(ValueError, match="give it its own backbone's features"):
+    with pytest.raises(ValueError, match="give it the features of its own backbone"):
         Diki(begun.executor, other, CONFIG, begun.keys, 3)
     assert layers_of("last3", 4) == (1, 2, 3) and layers_of("first8", 12) == tuple(range(8))
     tasks = [small.task("small", 0, num=16), small.task("large", 1)]

@@ -18,11 +18,10 @@ import numpy as np
 import pytest
 import yaml
 
-from cheem_jax import hee
 from cheem_jax.backbone.config import CONFIGS
-from cheem_jax.commands import COMMANDS
-from cheem_jax.ops import Expert, init_low_rank
-from cheem_jax.report import COLOURS
+from cheem_jax.cheem import hee
+from cheem_jax.cli.commands import COMMANDS
+from cheem_jax.core.ops import COLOURS, Expert, init_low_rank
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cheem_jax.commands import doctor
-from cheem_jax.fingerprint import PACKAGES
+from cheem_jax.cli import doctor
+from cheem_jax.run.fingerprint import PACKAGES
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,10 +11,10 @@ import small
 from baselines import check_method, learner
 
 from cheem_jax.backbone.config import config_of
-from cheem_jax.flops import backbone_flops
-from cheem_jax.methods.dualprompt import DualPrompt, DualPromptConfig
-from cheem_jax.methods.method import Undisturbed
-from cheem_jax.training import FitConfig
+from cheem_jax.backbone.flops import backbone_flops
+from cheem_jax.baselines.dualprompt import DualPrompt, DualPromptConfig
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.run.method import Undisturbed
 
 CONFIG = DualPromptConfig(
     general_length=2, expert_length=4, general_layers=(0,), expert_layers=(1, 2),
@@ -84,7 +84,8 @@ def test_an_image_gets_the_slot_of_its_nearest_learned_key_in_numpy(shared):
 @pytest.mark.parametrize("backbone, paper", [("vit_base", 70.3), ("deit_tiny", 5.0)])
 def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flops(backbone, paper):
     vit = config_of(backbone)
-    prefixes = DualPrompt.prompt_flops(SimpleNamespace(config=DualPromptConfig(), executor=SimpleNamespace(config=vit)))  # pyright: ignore
+    dual = SimpleNamespace(config=DualPromptConfig(), executor=SimpleNamespace(config=vit), pool=11)
+    prefixes = DualPrompt.prompt_flops(dual).attention  # pyright: ignore
     assert prefixes == 4 * 197 * vit.width * (3 * 2 + 10 * 3)
     assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(paper, abs=0.05)
 
@@ -103,7 +104,7 @@ def test_impossible_settings_are_refused():
         dataclasses.replace(CONFIG, pool=0)
     with pytest.raises(ValueError, match=r"blocks \[1\] have a general and an expert prompt"):
         dataclasses.replace(CONFIG, general_layers=(0, 1))
-    with pytest.raises(ValueError, match=r"layers \(0, 1, 9\) are no blocks"):
+    with pytest.raises(ValueError, match=r"layers \(0, 1, 9\) are invalid"):
         learner(DualPrompt, dataclasses.replace(CONFIG, expert_layers=(1, 9)))
     with pytest.raises(ValueError, match="expert_layers is empty"):
         learner(DualPrompt, dataclasses.replace(CONFIG, expert_layers=()))

@@ -7,20 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from cheem_jax import hee
-from cheem_jax.evolution import (
-    Scored,
-    SearchConfig,
-    crossover,
-    mutate,
-    rank,
-    search,
-)
-from cheem_jax.keys import key_at
+from cheem_jax.cheem import hee
+from cheem_jax.cheem.evolution import Scored, SearchConfig, crossover, mutate, rank, search
+from cheem_jax.core.keys import key_at
 
 SIZES = [2, 1, 2, 1]
 GOAL = np.array([3, 2, 5, 0])
 UNIFORM = hee.uniform_table(SIZES)
+SPACE = {"exploit": UNIFORM, "uniform": UNIFORM, "num_images": 100}
 
 
 def toy_score(genomes):
@@ -33,7 +27,7 @@ def no_cost(genomes):
 
 def run(score=toy_score, flops=no_cost, seed=0, **settings):
     config = SearchConfig(**{"population": 12, "generations": 10, "num_parents": 4, **settings})
-    return search(jax.random.key(seed), score, flops, UNIFORM, UNIFORM, 100, config)
+    return search(jax.random.key(seed), score, flops, config=config, **SPACE)
 
 
 def test_the_known_optimum_is_found():
@@ -72,10 +66,10 @@ def test_an_infinite_score_never_wins():
 @pytest.mark.parametrize("generations", [1, 3])
 def test_a_search_that_goes_on_ends_as_one_that_was_not_stopped(generations):
     config = SearchConfig(population=12, generations=5, num_parents=3)
-    arguments = (toy_score, no_cost, UNIFORM, UNIFORM, 100)
-    winner, scored = search(jax.random.key(4), *arguments, config)
-    kept = []
-    search(jax.random.key(4), *arguments, dataclasses.replace(config, generations=generations), kept.append)
+    key = jax.random.key(4)
+    winner, scored = search(key, toy_score, no_cost, config=config, **SPACE)
+    kept, part = [], dataclasses.replace(config, generations=generations)
+    search(key, toy_score, no_cost, config=part, on_generation=kept.append, **SPACE)
     assert kept[-1].generations == generations and len(kept[-1].scored.genomes) == 12 * generations
     calls = []
 
@@ -83,7 +77,7 @@ def test_a_search_that_goes_on_ends_as_one_that_was_not_stopped(generations):
         calls.append(len(genomes))
         return toy_score(genomes)
 
-    again, all_scored = search(jax.random.key(4), counted, *arguments[1:], config, begun=kept[-1])
+    again, all_scored = search(key, counted, no_cost, config=config, begun=kept[-1], **SPACE)
     np.testing.assert_array_equal(again, winner)
     chex.assert_trees_all_equal(all_scored, scored)
     assert sum(calls) == 12 * (5 - generations)
@@ -96,8 +90,9 @@ def test_a_search_without_any_score_says_so():
 
 def test_a_small_space_is_searched_whole_and_then_the_search_stops():
     winner, scored = search(
-        jax.random.key(0), toy_score_two, no_cost, hee.uniform_table([1, 1]), hee.uniform_table([1, 1]), 10,
-        SearchConfig(population=10, generations=5, num_parents=3),
+        jax.random.key(0), toy_score_two, no_cost, exploit=hee.uniform_table([1, 1]),
+        uniform=hee.uniform_table([1, 1]), num_images=10,
+        config=SearchConfig(population=10, generations=5, num_parents=3),
     )  # fmt: skip
     assert len(scored.genomes) == 16
     assert winner.tolist() == [3, 3]
@@ -140,7 +135,9 @@ def test_children_take_every_gene_from_a_parent():
 def test_a_mutation_redraws_about_the_given_share_of_genes():
     parents = np.full((1, 4), 1)
     table = hee.uniform_table([8, 8, 8, 8])  # 18 candidates: a redraw keeps the gene in 1 of 18 cases
-    children = np.asarray(mutate(jax.random.key(0), parents, table, table, 0.5, 0.1, num=5000))
+    children = np.asarray(
+        mutate(jax.random.key(0), parents, exploit=table, uniform=table, epsilon=0.5, rate=0.1, num=5000)
+    )
     changed = (children != 1).mean()
     assert abs(changed - 0.1 * 17 / 18) < 0.01
 
@@ -154,6 +151,6 @@ def test_senseless_settings_are_refused_by_name(settings):
 def test_the_first_generation_is_scored_in_the_order_sampled():
     config, first_key = SearchConfig(population=12, generations=1), key_at(jax.random.key(3), 0)
     drawn = hee.sample_mixed(key_at(first_key, 0), UNIFORM, UNIFORM, config.epsilon, num=120)
-    _, scored = search(jax.random.key(3), toy_score, no_cost, UNIFORM, UNIFORM, 100, config)
+    _, scored = search(jax.random.key(3), toy_score, no_cost, config=config, **SPACE)
     unseen = list(dict.fromkeys(tuple(genome) for genome in np.asarray(drawn).tolist()))
     assert [tuple(genome) for genome in scored.genomes.tolist()] == unseen[:12]

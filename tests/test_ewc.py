@@ -11,12 +11,12 @@ import pytest
 import small
 from baselines import Interrupted, Watched, check_method, fresh, learner
 
-from cheem_jax import flops
+from cheem_jax.backbone import flops
 from cheem_jax.backbone.config import config_of
-from cheem_jax.keys import Phase
-from cheem_jax.methods.ewc import Ewc, EwcConfig, squared_gradients
-from cheem_jax.methods.method import Undisturbed
-from cheem_jax.training import FitConfig
+from cheem_jax.baselines.ewc import Ewc, EwcConfig, squared_gradients
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.core.keys import Phase
+from cheem_jax.run.method import Undisturbed
 
 CONFIG = EwcConfig(
     penalties=(100.0,), head_learning_rate=1e-2, fit=FitConfig(epochs=2, learning_rate=1e-3), batch_size=16
@@ -99,7 +99,7 @@ def spelled_out():
 def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images(kind, num):
     ewc, task = fresh(begun(kind)), small.task("colours", 0, num=num)
     leaves, head = ewc._begun(ewc._before(), 0, 0, 3).learned
-    found = ewc.add_fisher(ewc._before().fisher, leaves, head, 0, task, quiet)
+    found = ewc.add_fisher(ewc._before().fisher, leaves, head, task, index=0, advance=quiet)
 
     values, gradient = spelled_out()
     labels = task.train.labels
@@ -155,7 +155,7 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_goes_on(tmp_
     tasks = small.stream(3).tasks
     searching = ewc_with(penalties=(0.0, 1e2, 1e9))
     assert searching.check(tasks) == [
-        "learns task1, task2 3 times beforehand, to choose among 3 penalties on validation images"
+        "learns task1, task2 3 times beforehand, to select one of 3 penalties on the validation split"
     ]
     whole = fresh(searching)
     report = whole.learn(tasks[0], Undisturbed())
@@ -203,7 +203,7 @@ def test_costs_are_those_of_one_plain_forward_pass():
 
 def test_impossible_settings_are_refused():
     for wrong, sentence in (
-        ({"penalties": ()}, "one or more finite numbers"),
+        ({"penalties": ()}, "at least one, all finite"),
         ({"penalties": (1.0, -1.0)}, r"penalties are \(1.0, -1.0\)"),
         ({"gamma": 1.5}, "gamma is 1.5"),
         ({"fisher_images": -1}, "0 for all"),
@@ -213,7 +213,7 @@ def test_impossible_settings_are_refused():
             dataclasses.replace(CONFIG, **wrong)
     tasks = small.stream(2).tasks
     ewc = ewc_with(penalties=(1.0, 2.0))
-    with pytest.raises(ValueError, match=r"begins with 'task0': call check\(tasks\) first, or give one penalty"):
+    with pytest.raises(ValueError, match=r"starts with 'task0': call check\(tasks\) first, or give one penalty"):
         ewc.learn(tasks[0], Undisturbed())
-    assert ewc.check(tasks[:1]) == ["a single task needs no penalty, so the 2 given are not compared"]
+    assert ewc.check(tasks[:1]) == ["a single task needs no penalty, so the 2 penalties are not compared"]
     assert ewc.learn(tasks[0], Undisturbed())["penalty"] == 1.0

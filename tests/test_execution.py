@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import small
 
-from cheem_jax.architecture import decode, from_strings
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.compilation import jit_options
-from cheem_jax.execution.executor import Batch, Dense, masked_logits
-from cheem_jax.execution.feed import HostImages
-from cheem_jax.execution.passes import answers, count_right, token_means
-from cheem_jax.execution.stages import Stages
-from cheem_jax.ops import Reuse
-from cheem_jax.pool import grow
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import dense_network, prepare
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import dense_network, prepare, train_step
+from cheem_jax.core.architecture import decode, from_strings
+from cheem_jax.core.ops import Reuse
+from cheem_jax.core.pool import dense_experts, grow
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.compilation import jit_options
+from cheem_jax.engine.executor import Batch, Dense, masked_logits
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.passes import answers, count_right, token_means
+from cheem_jax.engine.stages import Stages
 
 VIT = small.backbone()
 STAGES = {placement: Stages(VIT, placement) for placement in ("mlp_down", "attn_proj")}
@@ -26,13 +26,13 @@ MASK = np.ones(16, np.float32)
 
 
 def supernet_of(stages, num_classes=3, grown=True):
-    """A supernet over a pool with one added expert per block, its learners moved away from their start."""
+    """A supernet over the base pool, or one with an added expert per block."""
     pool = stages.base_pool
     if grown:
-        first = Supernet(jax.random.key(9), pool, 3, OpSettings(rank=2))
+        first = Supernet(jax.random.key(9), dense_experts(pool), 3, OpSettings(rank=2))
         adapted = from_strings(["adapt:0"] * 4)
-        pool, _ = grow(pool, adapted, first.learned(adapted), 0)
-    return Supernet(jax.random.key(1), pool, num_classes, OpSettings(rank=2))
+        pool, _ = grow(pool, adapted, first.learned(first.init(), adapted), 0)
+    return Supernet(jax.random.key(1), dense_experts(pool), num_classes, OpSettings(rank=2))
 
 
 @pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
@@ -74,18 +74,19 @@ def test_a_new_architecture_and_a_new_task_of_the_same_bucket_compile_nothing(co
     prepare(stages, other, 16)
     with compilations() as programs:
         for supernet in (supernet_of(stages, grown=False), other):
+            state = supernet.init()
             for _ in range(12):
                 codes = [int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes]
                 step = [Batch(stages.begin(IMAGES), LABELS, MASK / 16)]
-                stages.train(supernet, [decode(codes, supernet.sizes)], [step], [1e-3])
-                network = dense_network(supernet, np.array(codes), {})
+                state, _ = train_step(stages, supernet, state, decode(codes, supernet.sizes), step, rate=1e-3)
+                network = dense_network(supernet, state, np.array(codes), {})
                 count_right(
                     stages,
                     [network],
-                    supernet.head.params,
-                    3,
+                    state.head.params,
                     HostImages(stages, IMAGES),
                     LABELS,
+                    num_classes=3,
                     batch_size=16,
                     advance=lambda num, note="": None,
                 )
@@ -98,7 +99,7 @@ def test_networks_that_share_prefixes_give_exactly_what_each_gives_alone():
     rng = np.random.default_rng(1)
     genomes = np.array([[rng.integers(0, 6) for _ in range(4)] for _ in range(10)])
     genomes[5:8, :3] = genomes[5, :3]
-    networks = [dense_network(supernet, codes, {}) for codes in genomes]
+    networks = [dense_network(supernet, supernet.init(), codes, {}) for codes in genomes]
     together = {w.index: w for w in stages.walk(networks, stages.begin(IMAGES), MASK)}
     assert sorted(together) == list(range(10))
     for index, network in enumerate(networks):
@@ -139,17 +140,18 @@ def test_the_block_output_can_be_the_token():
 def test_an_image_gets_the_same_answer_in_different_company():
     stages = STAGES["mlp_down"]
     supernet = supernet_of(stages)
-    network = dense_network(supernet, np.array([0, 1, 3, 0]), {})
-    together = answers(stages, network, supernet.head.params, 3, HostImages(stages, IMAGES), 16, batch_size=16)
+    state = supernet.init()
+    network = dense_network(supernet, state, np.array([0, 1, 3, 0]), {})
+    head, sizes = state.head.params, {"num_classes": 3, "batch_size": 16}
+    together = answers(stages, network, head, HostImages(stages, IMAGES), num=16, **sizes)
     alone = [
-        answers(stages, network, supernet.head.params, 3, HostImages(stages, IMAGES[i : i + 1]), 1, batch_size=16)[0]
-        for i in range(16)
+        answers(stages, network, head, HostImages(stages, IMAGES[i : i + 1]), num=1, **sizes)[0] for i in range(16)
     ]
     np.testing.assert_array_equal(together, alone)
 
 
 def test_padding_of_the_head_never_wins():
-    head = supernet_of(STAGES["mlp_down"]).head.params
+    head = supernet_of(STAGES["mlp_down"]).init().head.params
     logits = masked_logits(head._replace(bias=head.bias.at[3].set(1e6)), jnp.ones((2, 16)), 3)
     assert (logits.argmax(axis=-1) < 3).all()
 

@@ -13,16 +13,16 @@ import small
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cheem_jax.architecture import decode, from_strings
-from cheem_jax.execution.executor import Batch, Dense, Executor, Gather, masked_logits
-from cheem_jax.execution.parts import side_by_side
-from cheem_jax.execution.scan import Scan
-from cheem_jax.execution.stages import Stages
-from cheem_jax.execution.whole import ProgramCache, Whole
-from cheem_jax.ops import LowRank, learned_of, with_learned
-from cheem_jax.pool import grow
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import dense_network
+from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
+from cheem_jax.cheem.training import dense_network, train_step, train_steps
+from cheem_jax.core.architecture import decode, from_strings
+from cheem_jax.core.ops import LowRank, learned_of, with_learned
+from cheem_jax.core.pool import dense_experts, grow
+from cheem_jax.engine.executor import Batch, Dense, Executor, Gather, masked_logits
+from cheem_jax.engine.parts import side_by_side
+from cheem_jax.engine.scan import Scan
+from cheem_jax.engine.stages import Stages
+from cheem_jax.engine.whole import ProgramCache, Whole
 
 VIT = small.backbone()
 IMAGES = np.random.default_rng(0).integers(0, 256, (8, 8, 8, 3), dtype=np.uint8)
@@ -42,21 +42,21 @@ def pool_of(placement: str, num_tasks: int):
     pool = executor("stages", placement).base_pool
     for task in range(num_tasks):
         rng = np.random.default_rng(task)
-        supernet = Supernet(jax.random.key(task), pool, 3, OpSettings(rank=2))
+        supernet = Supernet(jax.random.key(task), dense_experts(pool), 3, OpSettings(rank=2))
         architecture = decode([int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes)
-        learned = jax.tree.map(lambda x: x + 0.02, supernet.learned(architecture))
+        learned = jax.tree.map(lambda x: x + 0.02, supernet.learned(supernet.init(), architecture))
         pool, _ = grow(pool, architecture, learned, task)
     return pool
 
 
-def trained_supernet(placement: str, num_tasks: int, seed: int = 0) -> Supernet:
+def trained_supernet(placement: str, num_tasks: int, seed: int = 0) -> tuple[Supernet, SupernetState]:
     """A supernet whose learners have left their start: low-rank pairs begin at a zero change."""
-    supernet = Supernet(jax.random.key(seed), pool_of(placement, num_tasks), 3, OpSettings(rank=2))
-    rng = np.random.default_rng(seed)
+    supernet = Supernet(jax.random.key(seed), dense_experts(pool_of(placement, num_tasks)), 3, OpSettings(rank=2))
+    rng, state = np.random.default_rng(seed), supernet.init()
     for _ in range(4):
-        codes = [int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes]
-        executor("stages", placement).train(supernet, [decode(codes, supernet.sizes)], [[batch()]], [1e-2])
-    return supernet
+        architecture = decode([int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes)
+        state, _ = train_step(executor("stages", placement), supernet, state, architecture, [batch()], rate=1e-2)
+    return supernet, state
 
 
 def batch(placement: str = "mlp_down") -> Batch:
@@ -74,25 +74,24 @@ def close(found, wanted, tolerance=1e-5):
     "name", ["stages", pytest.param("whole", marks=pytest.mark.full), pytest.param("scan", marks=pytest.mark.full)]
 )
 def test_a_gradient_that_is_no_finite_number_makes_the_loss_nan_and_reaches_nothing(name):
-    supernet = Supernet(jax.random.key(0), pool_of("mlp_down", 0), 3, OpSettings(rank=2))
+    supernet = Supernet(jax.random.key(0), dense_experts(pool_of("mlp_down", 0)), 3, OpSettings(rank=2))
     architecture = from_strings(["reuse:0", "adapt:0", "reuse:0", "reuse:0"])
-    learner = supernet.learner(1, architecture[1])
-    assert learner is not None
+    place, state = (1, architecture[1]), supernet.init()
+    learner = supernet.learner(state, place)
     # a zero times anything adds nothing to the loss, and the gradient of the zero overflows
     down, up = learner.params
     signs = np.where(np.arange(up.shape[1]) % 3 == 0, 3e38, -3e38)
     pair = LowRank(jnp.zeros_like(down), jnp.broadcast_to(signs, up.shape).astype(up.dtype))
     heavy = batch()._replace(weights=1e4 * WEIGHTS)
-    supernet.store(1, architecture[1], learner._replace(params=pair))
-    before = jax.tree.map(np.array, (supernet.learners, supernet.head))
-    loss, grads, _ = executor(name).gradients(supernet.ops(architecture), supernet.head.params, heavy, 3)
+    state = state._replace(learners={place: learner._replace(params=pair)})
+    loss, grads, _ = executor(name).gradients(supernet.ops(state, architecture), state.head.params, heavy, 3)
     assert np.isnan(loss) and not np.isfinite(jax.tree.leaves(grads[1])[0]).all()
-    (loss,) = executor(name).train(supernet, [architecture], [[heavy]], [1e-2])
+    after, loss = train_step(executor(name), supernet, state, architecture, [heavy], rate=1e-2)
     assert np.isnan(loss)
-    chex.assert_trees_all_equal(before, (supernet.learners, supernet.head))
+    chex.assert_trees_all_equal(after, state)
 
 
-def reference(supernet, ops, placement):
+def reference(head, ops, placement):
     """Loss and gradients of the plain module under `jax.grad`."""
     learned = {block: learned_of(op) for block, op in enumerate(ops) if learned_of(op) is not None}
 
@@ -101,7 +100,7 @@ def reference(supernet, ops, placement):
         logits = masked_logits(head, VIT(jnp.asarray(IMAGES), own, placement=placement), 3)
         return (optax.softmax_cross_entropy_with_integer_labels(logits, LABELS) * WEIGHTS).sum()
 
-    value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(learned, supernet.head.params)
+    value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(learned, head)
     return value, *grads
 
 
@@ -109,27 +108,27 @@ def reference(supernet, ops, placement):
 @given(draw=st.data())
 @settings(max_examples=2, phases=[Phase.generate])  # every new signature compiles: shrinking would take minutes
 def test_loss_and_gradients_of_all_executors_equal_the_plain_modules(placement, draw):
-    supernet = trained_supernet(placement, draw.draw(st.sampled_from([0, 1, 3])))
+    supernet, state = trained_supernet(placement, draw.draw(st.sampled_from([0, 1, 3])))
     codes = [draw.draw(st.integers(0, 2 * n + 1)) for n in supernet.sizes]
-    ops = supernet.ops(decode(codes, supernet.sizes))
-    wanted = reference(supernet, ops, placement)
+    ops = supernet.ops(state, decode(codes, supernet.sizes))
+    wanted = reference(state.head.params, ops, placement)
     for name in KINDS:
-        found = executor(name, placement).gradients(ops, supernet.head.params, batch(placement), 3)
+        found = executor(name, placement).gradients(ops, state.head.params, batch(placement), 3)
         close(found, wanted)
 
 
 @pytest.mark.parametrize("name", [pytest.param("whole", marks=pytest.mark.full), "scan"])
 def test_training_leaves_every_learner_where_the_stages_leave_it(name):
     rng = np.random.default_rng(3)
-    ours, theirs = (trained_supernet("mlp_down", 2) for _ in range(2))
-    draws = [decode([int(rng.integers(0, 2 * n + 2)) for n in ours.sizes], ours.sizes) for _ in range(4)]
+    supernet, state = trained_supernet("mlp_down", 2)
+    draws = [decode([int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes], supernet.sizes) for _ in range(4)]
     rates = [1e-3, 2e-3, 3e-3, 4e-3]
-    wanted = executor("stages").train(ours, draws, [[batch()]] * 4, rates)
-    found = executor(name).train(theirs, draws, [[batch()]] * 4, rates)
+    ours, wanted = train_steps(executor("stages"), supernet, state, draws, [[batch()]] * 4, rates=rates)
+    theirs, found = train_steps(executor(name), supernet, state, draws, [[batch()]] * 4, rates=rates)
     close(found, wanted)
     assert theirs.learners.keys() == ours.learners.keys()
     # Adam divides by the root of a tiny second moment: rounding of a gradient is magnified in the parameters
-    close(dict(sorted(theirs.learners.items())), dict(sorted(ours.learners.items())), 1e-3)
+    close(theirs.learners, ours.learners, 1e-3)
     close(theirs.head, ours.head, 1e-3)
     counts = {place: int(learner.adam.count) for place, learner in ours.learners.items()}
     assert counts == {place: int(learner.adam.count) for place, learner in theirs.learners.items()}
@@ -143,10 +142,13 @@ def test_images_and_tokens_on_the_device_train_as_those_of_the_host(name):
     held = jax.device_put(IMAGES[::-1].copy())
     rows = np.arange(8, dtype=np.int32)[::-1].copy()
     for tokens in (batch().tokens, Gather(None, held, rows), Gather(0, batch().tokens.values[::-1], rows)):
-        supernet = trained_supernet("mlp_down", 1)
+        supernet, state = trained_supernet("mlp_down", 1)
         architecture = decode([0, 2, 4, 5], supernet.sizes)
         step = [Batch(tokens, LABELS, WEIGHTS)]
-        losses.append(executor(name).train(supernet, [architecture] * 2, [step] * 2, [1e-2, 1e-2]))
+        _, found = train_steps(
+            executor(name), supernet, state, [architecture] * 2, [step] * 2, rates=[1e-2, 1e-2]
+        )  # fmt: skip
+        losses.append(found)
     close(losses[1], losses[0])
     close(losses[2], losses[0])
 
@@ -154,8 +156,8 @@ def test_images_and_tokens_on_the_device_train_as_those_of_the_host(name):
 @pytest.mark.parametrize("placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", ["whole", "scan"])
 def test_forward_passes_equal_those_of_the_stages(name, placement):
-    supernet, stages = trained_supernet(placement, 2), executor("stages", placement)
-    networks = [dense_network(supernet, np.array(codes), {}) for codes in ([0, 1, 3, 0], [0, 2 * 3 + 1, 0, 1])]
+    (supernet, state), stages = trained_supernet(placement, 2), executor("stages", placement)
+    networks = [dense_network(supernet, state, np.array(codes), {}) for codes in ([0, 1, 3, 0], [0, 2 * 3 + 1, 0, 1])]
     networks.append([Dense(-1, None)] * 4)
     wanted = {w.index: w for w in stages.walk(networks, stages.begin(IMAGES), np.ones(8, np.float32))}
     found = {w.index: w for w in executor(name, placement).walk(networks, stages.begin(IMAGES), np.ones(8, np.float32))}
@@ -169,31 +171,30 @@ def test_forward_passes_equal_those_of_the_stages(name, placement):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("until", [pytest.param(1, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
 def test_a_pass_resumed_at_a_block_ends_as_an_unbroken_one(name, until, placement):
-    supernet, one = trained_supernet(placement, 1), executor(name, placement)
+    (supernet, state), one = trained_supernet(placement, 1), executor(name, placement)
     architecture = decode([0, 5, 1, 0], supernet.sizes)
-    network = dense_network(supernet, np.array([0, 5, 1, 0]), {})
+    network = dense_network(supernet, state, np.array([0, 5, 1, 0]), {})
     halfway = one.advance(network, one.begin(IMAGES), until)
     assert halfway.block == until
     (resumed,) = one.walk([network], halfway, np.ones(8, np.float32))
     (unbroken,) = one.walk([network], one.begin(IMAGES), np.ones(8, np.float32))
     close(resumed.tokens, unbroken.tokens)
     assert resumed.sums[:until] == [None] * until
-    ops = supernet.ops(architecture)
-    found = one.gradients(ops, supernet.head.params, Batch(halfway, LABELS, WEIGHTS), 3)
-    close(found, one.gradients(ops, supernet.head.params, batch(placement), 3))
+    ops = supernet.ops(state, architecture)
+    found = one.gradients(ops, state.head.params, Batch(halfway, LABELS, WEIGHTS), 3)
+    close(found, one.gradients(ops, state.head.params, batch(placement), 3))
 
 
 @pytest.mark.full
 def test_a_batch_in_parts_gives_the_gradients_of_the_whole():
-    supernet, stages = trained_supernet("mlp_down", 1), executor("stages")
-    other = trained_supernet("mlp_down", 1)
+    (supernet, state), stages = trained_supernet("mlp_down", 1), executor("stages")
     architecture = decode([2, 4, 5, 0], supernet.sizes)
     parts = [Batch(stages.begin(IMAGES[i : i + 4]), LABELS[i : i + 4], WEIGHTS[i : i + 4]) for i in (0, 4)]
-    close(
-        stages.train(supernet, [architecture], [parts], [0.0]), stages.train(other, [architecture], [[batch()]], [0.0])
-    )
-    close(supernet.head.adam, other.head.adam)
-    close(supernet.learners, other.learners)
+    ours, loss = train_step(stages, supernet, state, architecture, parts, rate=0.0)
+    other, wanted = train_step(stages, supernet, state, architecture, [batch()], rate=0.0)
+    close(loss, wanted)
+    close(ours.head.adam, other.head.adam)
+    close(ours.learners, other.learners)
 
 
 def test_parts_side_by_side_train_as_the_whole_batch_and_always_alike(compilations):
@@ -204,9 +205,7 @@ def test_parts_side_by_side_train_as_the_whole_batch_and_always_alike(compilatio
     ]
 
     def trained(step):
-        supernet = trained_supernet("mlp_down", 0)
-        (loss,) = executor("stages").train(supernet, [architecture], [step], [1e-2])
-        return loss, supernet.learners, supernet.head
+        return train_step(executor("stages"), *trained_supernet("mlp_down", 0), architecture, step, rate=1e-2)
 
     close(trained(parts), trained([batch()]))
     with compilations() as programs:
@@ -229,22 +228,20 @@ def test_an_error_in_one_part_is_raised():
 def test_one_program_serves_every_architecture_of_the_scan_and_one_each_signature_of_whole(compilations):
     rng = np.random.default_rng(0)
     scan, whole = Scan(VIT, "mlp_down", steps_per_call=3), Whole(VIT, "mlp_down", programs=2)
-    supernet = trained_supernet("mlp_down", 2)
+    supernet, state = trained_supernet("mlp_down", 2)
     signatures = set()
     for name, one in (("first", scan), ("again", scan), ("whole", whole)):
         with compilations() as programs:
             for _ in range(3):
                 codes = [int(rng.integers(0, 2 * n + 2)) for n in supernet.sizes]
                 architecture = decode(codes, supernet.sizes)
-                for block, choice in enumerate(architecture):
-                    supernet.learner(block, choice)
                 if one is whole:
                     signatures.add(tuple(choice.kind for choice in architecture))
-                one.train(supernet, [architecture], [[batch()]], [1e-3])
+                state, _ = train_step(one, supernet, state, architecture, [batch()], rate=1e-3)
         if name == "again":
             assert programs.count == 0
     assert whole.counters()["misses"] == len(signatures) and whole.counters()["evictions"] == len(signatures) - 2
-    whole.train(supernet, [architecture], [[batch()]], [1e-3])
+    train_step(whole, supernet, state, architecture, [batch()], rate=1e-3)
     assert whole.counters()["hits"] == 1 and whole.counters()["compile_seconds"] > 0
 
 

@@ -15,20 +15,20 @@ import pytest
 import safetensors
 from safetensors.numpy import load_file
 
-from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
 from cheem_jax.backbone.params import build, shapes_of
 from cheem_jax.backbone.timm_names import from_timm
 from cheem_jax.backbone.weights import load_pretrained
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import Expert
+from cheem_jax.core.pool import Head, StoredExpert, TaskMemory, base_pool
+from cheem_jax.core.routing.centroids import distances
+from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing.routers import make_router
 from cheem_jax.export import Subject, export, exporting, stablehlo, timm_weights
 from cheem_jax.export.checking import check, random_pictures
 from cheem_jax.export.naming import distances_to
 from cheem_jax.export.programs import memory_program
-from cheem_jax.ops import Expert
-from cheem_jax.pool import Head, StoredExpert, TaskMemory, base_pool
-from cheem_jax.routing.centroids import distances
-from cheem_jax.routing.config import RouterConfig
-from cheem_jax.routing.routers import make_router
 
 PICTURES = example.PICTURES
 
@@ -214,7 +214,7 @@ def test_weights_that_tasks_share_are_in_the_file_once():
     config = ViTConfig("wide", 128, 2, 2, image_size=8, patch_size=4, num_classes=0)
     rng = np.random.default_rng(0)
     vit = build(config, {name: rng.standard_normal(shape) for name, shape in shapes_of(config).items()})
-    first, second = base_pool(vit, "mlp_down")
+    first, second = base_pool(vit.experts("mlp_down"))
     new = Expert(jnp.asarray(rng.standard_normal((512, 128)), jnp.float32), jnp.zeros(128))
     pool = ((*first, StoredExpert(new, None, 0)), second)
 

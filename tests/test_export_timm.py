@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import load_pretrained
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import Expert, LowRank
+from cheem_jax.core.pool import Head, StoredExpert, TaskMemory, base_pool
+from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.export import Subject, export
-from cheem_jax.ops import Expert, LowRank
-from cheem_jax.pool import Head, StoredExpert, TaskMemory, base_pool
-from cheem_jax.routing.config import RouterConfig
 
 pytestmark = pytest.mark.convert
 
@@ -49,7 +49,7 @@ def test_timm_builds_a_backbone_that_it_knows_by_its_name(tmp_path, shared):
     def normal(*shape):
         return jnp.asarray(0.02 * rng.standard_normal(shape), jnp.float32)
 
-    pool = [list(block) for block in base_pool(vit, "mlp_down")]
+    pool = [list(block) for block in base_pool(vit.experts("mlp_down"))]
     pool[3].append(StoredExpert(Expert(normal(768, 192), normal(192)), None, 0))
     pool[5].append(StoredExpert(LowRank(normal(768, 8), normal(8, 192)), 0, 0))
     strings, experts = ["reuse:0"] * 12, [0] * 12

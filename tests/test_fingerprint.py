@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from cheem_jax import fingerprint
-from cheem_jax.report.record import to_json
+from cheem_jax.run import fingerprint
+from cheem_jax.run.record import to_json
 
 IDENTITY = {"seed": 0, "rates": (1e-3, 2e-3), "data_sha256": {"a": "1", "b": "2"}, "weights_sha256": "w"}
 
@@ -60,8 +60,8 @@ def test_variables_that_change_numbers_are_told_and_caches_are_not(monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert fingerprint.differences(before, fingerprint.take(IDENTITY)) == [
-        "device.environment.JAX_ENABLE_X64 was not set, is 1",
-        "device.environment.OMP_NUM_THREADS was not set, is 2",
+        'device.environment.JAX_ENABLE_X64 is missing there and "1" here',
+        'device.environment.OMP_NUM_THREADS is missing there and "2" here',
     ]
 
 
@@ -69,11 +69,11 @@ def test_differences_are_told_leaf_by_leaf_in_words():
     was = {"versions": {"jax": "0.10.1", "flax": "1"}, "code": {"commit": None}, "device": {"count": 1}}
     now = {"versions": {"jax": "0.10.2", "flax": "1"}, "code": {"commit": 5 * "01234567" + "+"}, "device": {"count": 2}}
     assert fingerprint.differences(was, now) == [
-        "versions.jax was 0.10.1, is 0.10.2",
-        "code.commit was unknown, is 012345670123+",
-        "device.count was 1, is 2",
+        'versions.jax is "0.10.1" there and "0.10.2" here',
+        'code.commit is null there and "012345670123456701234567… here',
+        "device.count is 1 there and 2 here",
     ]
-    assert fingerprint.differences(now, was)[0] == "versions.jax was 0.10.2, is 0.10.1"
+    assert fingerprint.differences(now, was)[0] == 'versions.jax is "0.10.2" there and "0.10.1" here'
     assert fingerprint.differences(was, was) == []
 
 

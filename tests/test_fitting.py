@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cheem_jax.methods.fitting import Batch, Fitter, Inputs, left, over_batches
-from cheem_jax.training import FitConfig
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, left, over_batches
+from cheem_jax.cheem.training import FitConfig
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(21, 3)).astype(np.float32), np.arange(21, dtype=np.int32) % 2
 CONFIG = FitConfig(epochs=3, learning_rate=0.1)
 
 
-def loss(weight, fixed, batch: Batch):
+def loss(weight, fixed, batch: FitBatch):
     return (batch.weights * (batch.inputs["x"] @ weight + fixed - batch.labels) ** 2).sum()
 
 
@@ -44,7 +44,7 @@ def test_a_step_that_is_no_number_stops_the_fit_or_is_left_out_and_reaches_no_pa
     x = X.copy()
     x[5] = np.nan
     fitter = Fitter(loss, rows=lambda batch_size, working_set: rows)
-    with pytest.raises(FloatingPointError, match="no finite number at step"):
+    with pytest.raises(FloatingPointError, match="non-finite loss or gradient at step"):
         fitted(fitter, x)
     fitting = fitted(fitter, x, FitConfig(epochs=3, learning_rate=0.1, non_finite="skip"))
     assert np.isfinite(fitting.learned).all() and fitting.state.skipped == 3
@@ -55,5 +55,5 @@ def test_a_rate_can_be_scaled_and_a_rate_of_zero_changes_nothing():
 
 
 def test_no_images_are_refused_in_one_line():
-    with pytest.raises(ValueError, match="no images to answer"):
-        over_batches(lambda read: read["x"], Inputs(x=X[:0]), 0, batch_size=4)
+    with pytest.raises(ValueError, match="no images to predict"):
+        over_batches(lambda read: read["x"], Inputs(x=X[:0]), batch_size=4)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from cheem_jax import flops
-from cheem_jax.architecture import from_strings
+from cheem_jax.backbone import flops
 from cheem_jax.backbone.config import at_image_size, config_of
 from cheem_jax.backbone.params import shapes_of
+from cheem_jax.core.architecture import from_strings
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,11 @@ def test_the_papers_figures_come_out(backbone, plain, with_attention, ffn, atten
     assert flops.branch_flops(config, "attn_proj") / 1e9 == pytest.approx(attention, rel=1e-4)
 
 
-def test_lora_at_every_block_with_rank_40_is_the_papers_lora_cl():
+def test_lora_at_every_block_with_rank_40_is_a_tenth_below_the_papers_lora_cl():
     config = config_of("vit_base")
     network = from_strings(["adapt:0"] * 12)
     total = flops.backbone_flops(config) + flops.network_flops(config, "mlp_down", network, 40)
-    assert total / 1e9 == pytest.approx(68.2, abs=0.1)
+    assert round(total / 1e9, 1) == 68.1  # the paper prints 68.2
 
 
 def test_a_task_network_pays_for_its_own_adapt_only():

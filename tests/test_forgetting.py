@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cheem_jax.architecture import from_strings
-from cheem_jax.forgetting import Kept, Place, changed_tasks, forget
-from cheem_jax.ops import Expert, LowRank
-from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import Expert, LowRank
+from cheem_jax.core.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow
+from cheem_jax.memory.forgetting import Kept, Place, changed_tasks, forget
 
 
 def full(value: float) -> Expert:

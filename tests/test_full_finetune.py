@@ -7,8 +7,8 @@ import pytest
 import small
 from baselines import check_method, learner
 
-from cheem_jax.methods.full_finetune import FullFinetune, FullFinetuneConfig
-from cheem_jax.methods.method import Undisturbed
+from cheem_jax.baselines.full_finetune import FullFinetune, FullFinetuneConfig
+from cheem_jax.run.method import Undisturbed
 
 CONFIG = FullFinetuneConfig(epochs=2, learning_rates=(1e-3, 1e-2), head_learning_rate=1e-2, batch_size=16)
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from cheem_jax import hee
-from cheem_jax.architecture import decode, num_candidates
+from cheem_jax.cheem import hee
+from cheem_jax.core.architecture import decode, num_candidates
 
 NAN = float("nan")
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import spmd
 
-from cheem_jax import hosts
-from cheem_jax.hosts import HostsConfig
-from cheem_jax.methods.catalogue import NAMES
-from cheem_jax.report.record import read
+from cheem_jax.baselines.catalogue import NAMES
+from cheem_jax.engine import hosts
+from cheem_jax.engine.hosts import HostsConfig
+from cheem_jax.run.record import read
 
 STEPS = {"supernet": {"epochs": 17}}
 """51 steps, three in an epoch."""
@@ -68,7 +68,7 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_with_another_numbe
     status, said = spmd.finish(job)[1 - victim]
     assert status == 1 and "another one of the job has ended" in said and "start the job again" in said
     ((status, said),) = spmd.finish([spmd.start("stream", tmp_path / "again.json", devices=devices, **settings)])
-    assert status == 0 and "going on in" in said, said
+    assert status == 0 and "resuming" in said, said
     (again,) = learned(run)
     assert again["architecture"] == learned(alone)[0]["architecture"]
 

@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 import small
 
-from cheem_jax.execution.executor import Dense
-from cheem_jax.execution.feed import HostImages
-from cheem_jax.execution.inference import Inference, TaskNetwork, bucket_sizes, first_difference, pieces
-from cheem_jax.execution.passes import answers
-from cheem_jax.execution.stages import Stages
-from cheem_jax.execution.whole import Whole
-from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.method import FrozenFeatures, Undisturbed, base_network
-from cheem_jax.ops import init_new
-from cheem_jax.supernet import init_head_learner
+from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cheem.supernet import init_head_learner
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.ops import init_new
+from cheem_jax.engine.executor import Dense
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.inference import Inference, TaskNetwork, bucket_sizes, first_difference, pieces
+from cheem_jax.engine.passes import answers
+from cheem_jax.engine.stages import Stages
+from cheem_jax.engine.whole import Whole
+from cheem_jax.run.method import FrozenFeatures, Undisturbed, base_network
 
 VIT = small.backbone()
 IMAGES = np.random.default_rng(0).integers(0, 256, (37, 8, 8, 3), dtype=np.uint8)
@@ -45,7 +45,7 @@ def test_answers_are_those_of_a_full_pass_of_the_named_tasks_network(kind):
     for index, (network, head, num_classes) in enumerate(tasks):
         rows = np.flatnonzero(found.tasks == index)
         feed = HostImages(executor, IMAGES[rows])
-        wanted = answers(executor, network, head, num_classes, feed, len(rows), batch_size=16)
+        wanted = answers(executor, network, head, feed, num=len(rows), num_classes=num_classes, batch_size=16)
         np.testing.assert_array_equal(found.classes[rows], wanted)
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from cheem_jax.interruption import Stopped, stop_requests
+from cheem_jax.core.interruption import Stopped, stop_requests
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

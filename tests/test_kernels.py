@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cheem_jax.kernels import activate, attend, layer_norm, product
+from cheem_jax.core.kernels import activate, attend, layer_norm, product
 
 RNG = np.random.default_rng(0)
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from cheem_jax.keys import Phase, key_at, next_power_of_two, order_at, seed_at
+from cheem_jax.core.keys import Phase, key_at, next_power_of_two, order_at, seed_at
 
 
 def test_a_key_depends_on_every_part_of_its_position():

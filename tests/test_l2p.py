@@ -10,10 +10,10 @@ import small
 from baselines import check_method, learner
 
 from cheem_jax.backbone.config import CONFIGS
-from cheem_jax.flops import backbone_flops, prefix_flops, token_flops
-from cheem_jax.methods.l2p import L2p, L2pConfig
-from cheem_jax.methods.method import Undisturbed
-from cheem_jax.training import FitConfig
+from cheem_jax.backbone.flops import backbone_flops, prefix_flops, token_flops
+from cheem_jax.baselines.l2p import L2p, L2pConfig
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.run.method import Undisturbed
 
 CONFIG = L2pConfig(pool=5, length=4, top_k=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16)
 
@@ -75,7 +75,7 @@ def test_impossible_settings_are_refused():
             dataclasses.replace(CONFIG, length=length)
     with pytest.raises(ValueError, match="at least 1 token"):
         dataclasses.replace(CONFIG, inject="tokens", length=0)
-    with pytest.raises(ValueError, match=r"layers \(7,\) are no blocks of this backbone; expected some of 0\.\.3"):
+    with pytest.raises(ValueError, match=r"layers \(7,\) are invalid for this backbone; expected some of 0\.\.3"):
         learner(L2p, dataclasses.replace(CONFIG, layers=(7,)))
 
 

@@ -11,14 +11,19 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 # Each imports only from its own folder and from what stands before it: in an earlier row, or further left.
 ROWS = (
-    ("atomic", "interruption", "hosts", "keys", "images", "kernels", "ops", "architecture", "metrics"),
-    ("routing", "backbone", "pool", "flops"),
-    ("supernet", "hee", "execution"),
-    ("evolution", "training"),
-    ("data", "checkpoint", "saved_memory", "rolling", "results", "report", "run_directory", "fingerprint"),
-    ("methods", "restoring", "steps", "continual"),
-    ("prediction", "forgetting", "predict", "export", "memory", "serve"),
-    ("arguments", "commands", "cli", "__main__"),
+    ("core",),
+    ("backbone",),
+    ("engine",),
+    ("data",),
+    ("run",),
+    ("report",),
+    ("cheem",),
+    ("baselines",),
+    ("networks", "run_config", "continual"),
+    ("export",),
+    ("memory",),
+    ("serve",),
+    ("cli", "__main__"),
 )
 # the extras: imported where they are used, never with the package
 OPTIONAL = (
@@ -53,7 +58,7 @@ def imported(name: str, file: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*start, *filter(None, [node.module])])
-            # `from cheem_jax import ops` names a module, `from cheem_jax.ops import Expert` what is in one
+            # `from cheem_jax import ops` names a module, `from cheem_jax.core.ops import Expert` what is in one
             found.update(f"{source}.{alias.name}" for alias in node.names)
     return found
 
@@ -67,7 +72,7 @@ def layer_errors(root: Path) -> list[str]:
             continue  # the package's own __init__ stands above all of them
         layer = name.split(".")[1]
         if layer not in place:
-            errors.append(f"{name} has no place in the order: give {layer!r} one in {Path(__file__).name}")
+            errors.append(f"{name} is in no row: give {layer!r} a place in {Path(__file__).name}")
             continue
         for target in sorted(imported(name, file)):
             top, _, rest = target.partition(".")
@@ -77,7 +82,7 @@ def layer_errors(root: Path) -> list[str]:
             if top in ("convert", "experiments", "tests"):
                 errors.append(f"{name} imports {target}, which is not installed with the package")
             elif top == root.name and place.get(other, len(place)) > place[layer]:
-                errors.append(f"{name} imports {target}, which stands after {layer!r}")
+                errors.append(f"{name} imports {target}, which is in a later row than {layer!r}")
     return errors
 
 
@@ -89,27 +94,24 @@ def test_each_module_imports_only_from_its_own_folder_and_from_earlier_ones():
     ("file", "line", "error"),
     [
         (
-            "ops.py",
-            "from cheem_jax.pool import Pool",
-            "imports cheem_jax.pool.Pool, which stands after 'ops'",
+            "core/ops.py",
+            "from cheem_jax.cheem.hee import psi",
+            "imports cheem_jax.cheem.hee.psi, which is in a later row",
         ),
-        ("ops.py", "from cheem_jax import pool", "imports cheem_jax.pool, which stands after 'ops'"),
-        ("ops.py", "import cheem_jax.pool", "imports cheem_jax.pool, which stands after 'ops'"),
-        (
-            "backbone/vit.py",
-            "from ..pool import Pool",
-            "imports cheem_jax.pool.Pool, which stands after 'backbone'",
-        ),
-        ("pool.py", "def f():\n    import convert.timm_vit", "which is not installed with the package"),
-        ("helpers.py", "", "has no place in the order"),
+        ("core/ops.py", "from cheem_jax.cheem import hee", "imports cheem_jax.cheem.hee, which is in a later row"),
+        ("core/ops.py", "import cheem_jax.cheem.hee", "imports cheem_jax.cheem.hee, which is in a later row"),
+        ("core/ops.py", "from ..cheem.hee import table", "imports cheem_jax.cheem.hee.table, which is in a later row"),
+        ("cheem/hee.py", "def f():\n    import convert.timm_vit", "which is not installed with the package"),
+        ("helpers.py", "", "is in no row"),
     ],
 )
 def test_an_import_against_the_order_is_found(tmp_path, file, line, error):
     root = tmp_path / "cheem_jax"
-    (root / "backbone").mkdir(parents=True)
-    (root / "pool.py").write_text("from cheem_jax.backbone.vit import ViT\n")
-    (root / "backbone" / "config.py").write_text("")
-    (root / "backbone" / "vit.py").write_text("from . import config\nfrom ..ops import Expert\n")
+    for folder in ("core", "cheem"):
+        (root / folder).mkdir(parents=True)
+    (root / "core" / "ops.py").write_text("")
+    (root / "cheem" / "hee.py").write_text("from . import supernet\nfrom ..core.ops import Expert\n")
+    (root / "cheem" / "supernet.py").write_text("")
     assert layer_errors(root) == []
     (root / file).write_text(line)
     [found] = layer_errors(root)

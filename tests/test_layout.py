@@ -8,11 +8,11 @@ import pytest
 import small
 import spmd
 
-from cheem_jax import hosts
-from cheem_jax.execution.executor import Dense
-from cheem_jax.execution.layout import ONE, Layout, MeshConfig, make_layout
-from cheem_jax.execution.spread import _work, divided
-from cheem_jax.execution.stages import Stages
+from cheem_jax.engine import hosts
+from cheem_jax.engine.executor import Dense
+from cheem_jax.engine.layout import ONE, Layout, MeshConfig, make_layout
+from cheem_jax.engine.spread import _work, divided
+from cheem_jax.engine.stages import Stages
 
 STAGES = Stages(small.backbone(), "mlp_down")
 

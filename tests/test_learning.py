@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import small
 
-from cheem_jax.evolution import Scored, rank
-from cheem_jax.execution.stages import Stages
-from cheem_jax.interruption import Stop
-from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.method import FrozenFeatures, Undisturbed
-from cheem_jax.rolling import Rolling
+from cheem_jax.cheem.evolution import Scored, rank
+from cheem_jax.cheem.learner import Cheem
+from cheem_jax.core.interruption import Stop
+from cheem_jax.core.keys import Keys
+from cheem_jax.engine.stages import Stages
+from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.rolling import Rolling
 
 
 class Halt(Exception):

@@ -13,22 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
 
-from cheem_jax import pool
-from cheem_jax.checkpoint import saved_tasks
-from cheem_jax.execution.feed import HostImages
-from cheem_jax.execution.stages import Stages
-from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.expert_memory import TaskNetworks
-from cheem_jax.methods.learning import together
-from cheem_jax.methods.method import FrozenFeatures, Undisturbed
-from cheem_jax.ops import LowRank
-from cheem_jax.pool import DenseExperts, Head, Memory, dense_expert
-from cheem_jax.predict import Predictor
-from cheem_jax.routing import centroids
-from cheem_jax.routing.centroids import CentroidIndex
-from cheem_jax.routing.config import Metric, RouterConfig
-from cheem_jax.saved_memory import open_memory, save_memory_task
+from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cheem.learner import Cheem, together
+from cheem_jax.cheem.saved_memory import open_memory, save_memory_task
+from cheem_jax.core import pool
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.ops import LowRank
+from cheem_jax.core.pool import DenseExperts, Head, Memory, dense_expert
+from cheem_jax.core.routing import centroids
+from cheem_jax.core.routing.centroids import CentroidIndex
+from cheem_jax.core.routing.config import Metric, RouterConfig
+from cheem_jax.engine.stages import Stages
+from cheem_jax.memory.predictor import Predictor
+from cheem_jax.run.checkpoint import saved_tasks
+from cheem_jax.run.method import FrozenFeatures, Undisturbed
 from experiments.bench.growth import drawn_memory
 
 NUM_TASKS, NUM_SAVED, RANK = 30, 8, 2
@@ -248,10 +246,9 @@ def test_the_similarity_of_many_networks_is_the_same_in_parts_of_a_bounded_size(
         cheem = Cheem(executor, small.QUICK, Keys(0), None, FrozenFeatures(executor, 16))
         cheem.memory = memory
         cheem._dense = DenseExperts(memory.pool, limit)
-        earlier = [(0,) * executor.num_blocks, *(known.experts for known in memory.tasks)]
-        experts = cheem.dense.chosen([range(len(block)) for block in memory.pool])
-        feed = HostImages(executor, task.train.images)
-        found.append(cheem._similarity(NUM_TASKS, task, feed, experts, earlier, Undisturbed()))
+        learning = cheem.begin(task, Undisturbed())
+        earlier, experts = learning.candidates.earlier, learning.candidates.experts
+        found.append(cheem.similarity(learning))
         size = sum(leaf.nbytes for leaf in memory.pool[0][0].params)
         parts = list(together(earlier, experts, limit))
         assert sorted(sum(parts, [])) == list(range(NUM_TASKS + 1)) and parts[0][0] == 0

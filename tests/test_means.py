@@ -5,7 +5,7 @@ from flax import nnx
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build, shapes_of
-from cheem_jax.ops import Reuse
+from cheem_jax.core.ops import Reuse
 
 NANO = CONFIGS["vit_nano"]
 IMAGES = np.random.default_rng(0).integers(0, 256, (7, 32, 32, 3), dtype=np.uint8)

@@ -17,14 +17,14 @@ import cheem_jax
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
-from cheem_jax.checkpoint import load_manifest, saved_tasks
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Split, Stream
 from cheem_jax.memory import OpenMemory
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import read
-from cheem_jax.results import results_of
-from cheem_jax.run_directory import hold
+from cheem_jax.run.checkpoint import load_manifest, saved_tasks
+from cheem_jax.run.directory import hold
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
+from cheem_jax.run.results import results_of
 
 NAME = "vit_tiny_patch4_8"
 STREAM = small.stream(3)
@@ -472,7 +472,7 @@ def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):
     assert cheem_jax.open(copied).config.method == small.QUICK
     method = {**method, "search": {**without_effect, "cost": "resumed"}}
     (copied / "config.json").write_text(json.dumps({**config, "method": method}))
-    with pytest.raises(ValueError, match=r"settings that no longer exist: search\.cost 'resumed'; use cheem_jax of"):
+    with pytest.raises(ValueError, match=r"has the setting search\.cost 'resumed', which no longer exists; use"):
         cheem_jax.open(copied)
     (copied / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):

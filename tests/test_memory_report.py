@@ -16,18 +16,18 @@ from test_tensorboard import numbers_in, texts_in
 
 import cheem_jax
 from cheem_jax.backbone.weights import save_converted
-from cheem_jax.commands.tensorboard import Tensorboard, write_tensorboard
-from cheem_jax.commands.watch import Watch, watch_run
+from cheem_jax.cli.tensorboard import Tensorboard, write_tensorboard
+from cheem_jax.cli.watch import Watch, watch_run
 from cheem_jax.report import finished, memories
 from cheem_jax.report.live import line
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.page.architecture import architectures
 from cheem_jax.report.page.charts import pool_growth
 from cheem_jax.report.page.loading import load
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import Record, read
-from cheem_jax.report.seen import look
+from cheem_jax.report.status import look
 from cheem_jax.report.tensorboard import NAME
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import Record, read
 
 METHOD = dataclasses.replace(small.QUICK, remove=("skip", "adapt"))
 
@@ -92,13 +92,13 @@ def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_
     page, results = parsed(directory), results_in(directory)
     num = len(results["tasks"])
     assert f"Memory {name} on vit_tiny_patch4_8" in page.text and f"{num} tasks so far" in page.text
-    assert "Damaged" not in page.text and "nan" not in page.text.lower().split()
+    assert "Corrupted" not in page.text and "nan" not in page.text.lower().split()
     tiles = page.text.split("Average accuracy", 1)[1].split("FLOPs per image")[0].split()
     assert tiles[:3] == ["–", "not", "measured:"]
     first = next(row for row in page.text.split("\n") if row.startswith("T0 task") and "40" in row)
     assert "––" in first and "–0." in first  # found and given; routed, before the FLOPs
     assert "Not measured after the last task, and shown as –: T0 task" in page.text
-    assert "no task's images were at hand again" in page.text
+    assert "no task's images were available when a later" in page.text
     matrices = [chart["data"][0]["z"] for chart in page.charts if chart["data"][0]["type"] == "heatmap"]
     assert results["accuracy"][-1][:-1] == [None] * (num - 1) and any(
         rows[-1][:-1] == [None] * (num - 1) and rows[-1][-1] is not None for rows in matrices if len(rows) == num
@@ -109,12 +109,12 @@ def test_a_page_tells_of_forgotten_and_half_learned_tasks(moment):
     assert "1 task was forgotten here" not in parsed(moment("three")).text
     assert "1 task was forgotten here" in parsed(moment("forgot")).text
     text = parsed(moment("half")).text
-    assert "Half learned: task9" in text and "2 tasks so far" in text
-    assert "Half learned" not in parsed(moment("later")).text
+    assert "Interrupted: task9" in text and "2 tasks so far" in text
+    assert "Interrupted" not in parsed(moment("later")).text
 
 
 def test_a_memory_that_cannot_be_shown_says_why(moment):
-    with pytest.raises(ValueError, match=r"has learned no task yet: `cheem learn .*empty FOLDER` teaches it one"):
+    with pytest.raises(ValueError, match=r"has learned no task yet: `cheem learn .*empty FOLDER` adds one"):
         load([moment("empty")])
     directory = moment("three")
     config = json.loads((directory / "config.json").read_text())
@@ -132,7 +132,7 @@ def test_what_was_measured_before_a_task_was_forgotten_is_told_to_be_older(momen
     found["routing"][-1] = [0.25, 0.25]  # the other half went to the task that is gone
     Record(directory / "metrics.jsonl").replace(entries)
     text = parsed(directory).text
-    assert "images sent to it counted as wrong" in text and "the rest went to a task that is forgotten now" in text
+    assert "images routed to it counted as wrong" in text and "the rest went to a task that is forgotten now" in text
     assert "the rest went to" not in parsed(moment("three")).text
     assert "forgotten: 1, to which images could still be sent" in watched(directory)
 
@@ -149,14 +149,14 @@ def test_what_one_watches_of_a_memory(moment):
     empty = watched(moment("empty"))
     assert "no task yet; cheem learn" in empty and "0 tasks learned" in empty and "now" not in empty
     three = watched(moment("three"))
-    assert "at rest since" in three and "3 tasks learned" in three and "when learned" in three
-    assert "– not measured: the images were not at hand" in three and "nan" not in three
+    assert "at rest since" in three and "3 tasks learned" in three and "right after learning" in three
+    assert "– not measured: their images were not available" in three and "nan" not in three
     assert next(row for row in three.split("\n") if row.startswith(" T0 task0")).split()[-3:] == ["–"] * 3
     half = watched(moment("half"))
-    assert "stopped in the middle of task9; the same cheem learn goes on" in half and "2 tasks learned" in half
+    assert "stopped in the middle of task9; the same cheem learn resumes it" in half and "2 tasks learned" in half
     later = moment("later")
     diagonal = [row[index] for index, row in enumerate(results_in(later)["accuracy"])]
-    told = f"3 tasks learned, when learned {100 * sum(diagonal) / 3:.1f} %, mean of 3 tasks"
+    told = f"3 tasks learned, right after learning {100 * sum(diagonal) / 3:.1f} %, mean of 3 tasks"
     assert line(look(later, 0.0)).endswith(told)
 
 
@@ -220,4 +220,4 @@ def test_an_expert_of_a_forgotten_task_counts_from_its_first_user_and_is_named()
     assert "†: from a forgotten task" in drawn.caption and drawn.pool[1] == ((-1, -1), (-2, -1), (0, 1))
     (chart,) = pool_growth(results)
     assert chart.variants[0].spec["data"][0]["z"] == [[1, 1, 2], [1, 3, 3], [1, 1, 1], [1, 1, 2]]
-    assert "8 in all after the last task. 2 of them are left of forgotten tasks" in chart.caption
+    assert "8 in all after the last task. 2 of them remain from forgotten tasks" in chart.caption

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cheem_jax import metrics
+from cheem_jax.core import metrics
 
 nan = np.nan
 

@@ -11,13 +11,10 @@ import pytest
 import small
 from baselines import check_method, fresh, learner
 
-from cheem_jax import flops
+from cheem_jax.backbone import flops
 from cheem_jax.backbone.config import config_of
-from cheem_jax.data.task import Split, Task
-from cheem_jax.keys import Phase, order_at
-from cheem_jax.methods.adapters import adapter_params
-from cheem_jax.methods.method import Undisturbed
-from cheem_jax.methods.moal import (
+from cheem_jax.baselines.adapters import adapter_params
+from cheem_jax.baselines.moal import (
     Analytic,
     Moal,
     MoalConfig,
@@ -31,7 +28,10 @@ from cheem_jax.methods.moal import (
     second_moments,
     shifted_sources,
 )
-from cheem_jax.training import FitConfig
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.core.keys import Phase, order_at
+from cheem_jax.data.task import Split, Task
+from cheem_jax.run.method import Undisturbed
 
 CONFIG = MoalConfig(
     bottleneck=3, scale=1.0, hidden=40, ema=0.6, analytic_batch=16, fit=FitConfig(epochs=2, learning_rate=1e-2),

@@ -14,24 +14,24 @@ from scipy.special import erf
 
 from cheem_jax.backbone.alexnet import AlexNetConfig, build_alexnet, shapes_of
 from cheem_jax.backbone.config import config_of
-from cheem_jax.execution.stages import Stages
-from cheem_jax.methods.alexnet_encoder import AlexNetEncoder
-from cheem_jax.methods.autoencoders import AutoEncoderConfig
-from cheem_jax.methods.method import Encoder, FrozenFeatures, Undisturbed
-from cheem_jax.methods.moe_adapters import (
+from cheem_jax.baselines.alexnet_encoder import AlexNetEncoder
+from cheem_jax.baselines.autoencoders import AutoEncoderConfig
+from cheem_jax.baselines.moe_adapters import (
     Experts,
     Gates,
     MoeAdapters,
     MoeAdaptersConfig,
-    draw,
     freeze,
     gate,
     init_experts,
     mixture,
     moe_flops,
+    sample,
     smoothed_cross_entropy,
 )
-from cheem_jax.training import FitConfig
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.engine.stages import Stages
+from cheem_jax.run.method import Encoder, FrozenFeatures, Undisturbed
 
 CONFIG = MoeAdaptersConfig(
     experts=6,
@@ -107,7 +107,7 @@ def test_zero_routers_give_two_gates_of_a_half():
 @pytest.mark.full
 def test_training_noise_chooses_other_experts_per_image_and_only_there():
     token, routers = jax.random.normal(jax.random.key(0), (200, 16)), jnp.zeros((1, 16, 6))
-    tasks, drawn = jnp.zeros(200, jnp.int32), draw(jax.random.key(1), jnp.zeros((1, 16, 6)), 200, 5, CONFIG)
+    tasks, drawn = jnp.zeros(200, jnp.int32), sample(jax.random.key(1), jnp.zeros((1, 16, 6)), 200, 5, CONFIG)
     gates = gate(routers, token, tasks, jax.tree.map(lambda leaf: leaf[0], drawn))
     counts = np.bincount(np.asarray(gates.chosen).ravel(), minlength=6)
     assert counts.min() > 40  # 66.7 of 200 each by chance
@@ -180,13 +180,13 @@ def test_dropout_leaves_hidden_values_out_and_scales_the_others():
     mixed = jax.jit(mixture, static_argnames="dropout")
     np.testing.assert_allclose(mixed(experts, gates, z), 1.0)
     config = dataclasses.replace(CONFIG, bottleneck=4, dropout=0.5)
-    kept = draw(jax.random.key(0), jnp.zeros((1, 4, 6)), 3, 50, config).kept
+    kept = sample(jax.random.key(0), jnp.zeros((1, 4, 6)), 3, 50, config).kept
     assert kept is not None and kept.shape == (1, 3, 50, 8)
     # each of two experts gives 0.5 * 2 or 0
     values, counts = np.unique(mixed(experts, gates, z, kept[0], dropout=0.5), return_counts=True)
     np.testing.assert_allclose(values, [0, 1, 2])
     np.testing.assert_allclose(counts / 600, [0.25, 0.5, 0.25], atol=0.08)
-    assert draw(jax.random.key(0), jnp.zeros((1, 4, 6)), 3, 50, dataclasses.replace(config, dropout=0.0)).kept is None
+    assert sample(jax.random.key(0), jnp.zeros((1, 4, 6)), 3, 50, dataclasses.replace(config, dropout=0.0)).kept is None
 
 
 def test_the_most_used_experts_of_each_block_are_frozen():
@@ -308,7 +308,10 @@ def test_the_stream_is_looked_at_before_it_is_learned(begun, conv5):
     tasks = small.stream(3).tasks
     assert anew(begun).check(tasks) == []
     (said,) = learner(MoeAdapters, dataclasses.replace(CONFIG, experts=4)).check(tasks)
-    assert "may freeze 2 of 4 experts per block, so from task 3 of 3 on fewer than 2 may be left to learn" in said
+    assert (
+        "2 of 4 experts per block may be frozen after each task, so from task 3 of 3 on fewer than 2 may be left"
+        in said
+    )
     assert learner(MoeAdapters, dataclasses.replace(CONFIG, experts=2, freeze=0)).check(tasks) == []
     moe = learner(MoeAdapters, MoeAdaptersConfig(), router_features=FrozenFeatures(conv5, 16))
     assert moe.check(tasks * 3) == []
@@ -320,7 +323,7 @@ def test_the_stream_is_looked_at_before_it_is_learned(begun, conv5):
 @pytest.mark.parametrize(
     ("changed", "shown"),
     [
-        ({"experts": 1}, "experts is 1; expected 2 or more"),
+        ({"experts": 1}, "experts is 1; expected at least 2"),
         ({"bottleneck": 0}, "bottleneck is 0; an expert needs a rank of at least 1"),
         ({"freeze": 7}, r"freeze is 7 of 6 experts; expected 0 \(never\)\.\.6"),
         ({"scale": 0.0}, "scale is 0.0; expected a positive number"),
@@ -336,5 +339,5 @@ def test_impossible_settings_are_refused(changed, shown):
 
 
 def test_nothing_is_answered_before_anything_is_learned(begun):
-    with pytest.raises(ValueError, match="so moe_adapters has no task to name"):
+    with pytest.raises(ValueError, match="so moe_adapters has no task to infer"):
         anew(begun).predict(np.zeros((1, 8, 8, 3), np.uint8))

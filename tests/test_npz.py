@@ -6,8 +6,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from cheem_jax.backbone import npz
-from cheem_jax.backbone.npz import read_npz
+from cheem_jax.core import npz
+from cheem_jax.core.npz import read_npz
 
 
 def write(file, members, method=zipfile.ZIP_STORED):

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from cheem_jax.ops import Adapt, Expert, LowRank, New, Reuse, apply_op, init_low_rank, init_new, merge
+from cheem_jax.core.ops import Adapt, Expert, LowRank, New, Reuse, apply_op, init_low_rank, init_new, merge
 
 
 def expert_of(key, num_inputs=12, width=4):

@@ -26,8 +26,8 @@ from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Stream
-from cheem_jax.methods.cheem_config import PRESETS
-from cheem_jax.report.progress import Progress
+from cheem_jax.cheem.config import PRESETS
+from cheem_jax.run.progress import Progress
 
 print(load_pretrained("vit_nano").source)
 quick = PRESETS["quick"]

@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import small
 
-from cheem_jax.architecture import from_strings
-from cheem_jax.ops import Expert, LowRank
-from cheem_jax.pool import base_pool, dense_expert, grow, pool_sizes
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import Expert, LowRank
+from cheem_jax.core.pool import base_pool, dense_expert, grow, pool_sizes
 
-POOL = base_pool(small.backbone(), "mlp_down")
+POOL = base_pool(small.backbone().experts("mlp_down"))
 
 
 def pair(seed):
@@ -44,5 +44,5 @@ def test_an_adapted_expert_of_an_adapted_expert_keeps_the_chain_and_loads_merged
 def test_both_placements_begin_with_the_pretrained_layer():
     vit = small.backbone()
     for placement, layer in (("mlp_down", vit.blocks[2].down), ("attn_proj", vit.blocks[2].proj)):
-        expert = dense_expert(base_pool(vit, placement)[2], 0)
+        expert = dense_expert(base_pool(vit.experts(placement))[2], 0)
         np.testing.assert_array_equal(expert.weight, layer.kernel[...])

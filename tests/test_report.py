@@ -9,9 +9,11 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from cheem_jax.architecture import from_strings
-from cheem_jax.report import COLOURS, figures, table
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import COLOURS
+from cheem_jax.report import figures, table
 from cheem_jax.report.markdown import write_report
+from cheem_jax.report.table import spread
 
 OPS = ("reuse:0", "adapt:0", "new", "skip", "reuse:0")
 
@@ -150,7 +152,7 @@ def test_the_report_names_every_task_number_and_figure(tmp_path):
     for shown in (
         "71.2",
         "81.2",
-        "41 programs",
+        "41 compiled functions",
         "33.3 s",
         "1.30 GB",
         "neutral",
@@ -178,5 +180,5 @@ def test_a_thousand_tasks_with_long_names_still_make_figures_that_can_be_read(tm
 
 
 def test_what_is_shown_of_many_is_spread_evenly_from_the_first_to_the_last():
-    assert figures.spread(5, 9) == [0, 1, 2, 3, 4] and figures.spread(1, 9) == [0]
-    assert figures.spread(1000, 4) == [0, 333, 666, 999]
+    assert spread(5, 9) == [0, 1, 2, 3, 4] and spread(1, 9) == [0]
+    assert spread(1000, 4) == [0, 333, 666, 999]

@@ -17,18 +17,19 @@ from PIL import Image
 from plotly.offline import get_plotlyjs
 
 from cheem_jax.backbone.config import CONFIGS, at_image_size
-from cheem_jax.commands.report import Report, write_report_page
-from cheem_jax.flops import backbone_flops
-from cheem_jax.report import record
+from cheem_jax.backbone.flops import backbone_flops
+from cheem_jax.cli.report import Report, write_report_page
 from cheem_jax.report.finished import read
 from cheem_jax.report.page import examples
 from cheem_jax.report.page.assemble import text_of
-from cheem_jax.report.page.charts import duration
 from cheem_jax.report.page.examples import data_uri
-from cheem_jax.report.page.loading import tell
+from cheem_jax.report.page.loading import record_of
 from cheem_jax.report.page.search import search_chart
-from cheem_jax.report.page.specs import Missing, spread
-from cheem_jax.results import results_of
+from cheem_jax.report.page.specs import EmptySection
+from cheem_jax.report.table import spread
+from cheem_jax.run import record
+from cheem_jax.run.progress import duration
+from cheem_jax.run.results import results_of
 
 HOSTILE = "</script><script>alert(1)</script><b>\"'`{{7*7}}%{x}$x$"
 PLOTLY = get_plotlyjs()
@@ -138,8 +139,8 @@ def test_json_cannot_end_the_script_it_stands_in():
 def test_the_tiles_are_the_headline_numbers(run):
     found = re.findall(r"<dt>(.*)</dt><dd><b>(.*)</b> <i>(.*)</i><small>(.*)</small>", report(run))
     assert found == [
-        ("Average accuracy", "83.3", "%", "task and class found for each image"),
-        ("With the task given", "91.7", "%", "class found within the true task"),
+        ("Average accuracy", "83.3", "%", "task-agnostic: task ID inferred per image"),
+        ("Task ID given", "91.7", "%", "class predicted within the given task"),
         ("Forgetting", "2.0", "points", "from the best so far to the end, mean over tasks"),
         ("FLOPs per image", "30.0", "M", f"{30e6 / PLAIN:.2f} × the plain backbone"),
         ("Parameters added", "1.50", "%", "per task, of the backbone; 0.1 k learned"),
@@ -176,7 +177,9 @@ def test_charts_hold_the_numbers_of_the_run(run):
     assert {trace["name"]: trace["y"] for trace in page.charts[-1]["data"]} == {
         "supernet": [1.0] * 3, "search": [0.5] * 3, "evaluation": [0.5] * 3, "of which compiling": [0.25] * 3,
     }  # fmt: skip
-    assert "The whole run took 7.5 s. Compiling took 1.5 s of it (20 %): 6 programs compiled, 12 read from" in page.text
+    assert (
+        "The whole run took 7.5 s. Compiling took 1.5 s of it (20 %): 6 functions compiled, 12 read from" in page.text
+    )
 
 
 def test_examples_are_the_pictures_with_what_was_answered(run):
@@ -191,7 +194,7 @@ def test_examples_are_the_pictures_with_what_was_answered(run):
     assert greys == 3 * [2, 5, 62, 65, 0, 1]
     assert [answer[:2] for answer in told[:4]] == [("right", "cat")] * 2 + [("right", "dog")] * 2
     for index, next_one in enumerate(("T1 two", "T2 three", "T0 one")):
-        assert told[6 * index + 4] == ("wrong", "cat", [f" sent to {next_one}", "task given: cat "])
+        assert told[6 * index + 4] == ("wrong", "cat", [f" routed to {next_one}", "task ID given: cat "])
         assert told[6 * index + 5] == ("wrong", "cat", [" dog "])
     assert text.count("10 right") == 3 and text.count("2 wrong") == 3
 
@@ -221,7 +224,7 @@ def test_small_pictures_keep_their_pixels_and_large_ones_become_smaller():
 def test_pictures_that_have_moved_are_told_and_stop_nothing(run):
     shutil.move(run.parent / "small", run.parent / "elsewhere")
     page = parsed(run)
-    assert "The pictures are not where the run found them" in page.text and "search" in sections(page)
+    assert "The images are not where the run found them" in page.text and "search" in sections(page)
 
 
 def test_other_pictures_than_the_run_has_seen_are_not_shown(run):
@@ -260,7 +263,7 @@ def test_the_demo_streams_pictures_are_held_against_what_the_run_has_seen(tmp_pa
     (run / "metrics.jsonl").unlink()
     for line in lines:
         record.Record.open(run).write(**{key: value for key, value in line.items() if key not in ("time", "check")})
-    assert "This version draws other pictures for colours, digits than the run has seen." in parsed(run).text
+    assert "This version makes other images for colours, digits than the run has seen." in parsed(run).text
 
 
 def test_damaged_answers_are_told(run):
@@ -273,10 +276,9 @@ def test_without_images_there_is_no_such_section(run):
     assert "examples" not in sections(page) and not any(tag == "img" for tag, _ in page.elements)
 
 
-def test_runs_of_earlier_versions_say_what_they_did_not_keep(tmp_path):
-    page = parsed(write_run(tmp_path / "run", earlier=True))
-    assert "which kept only the search's winner" in page.text
-    assert "an earlier version or a script that does not tell where its pictures are" in page.text
+def test_a_run_of_a_script_says_that_its_images_are_unknown(tmp_path):
+    page = parsed(write_run(tmp_path / "run"))
+    assert "made by a script that did not record where its images are" in page.text
 
 
 def test_a_damaged_record_costs_only_what_it_alone_holds(run):
@@ -284,7 +286,7 @@ def test_a_damaged_record_costs_only_what_it_alone_holds(run):
     (run / "metrics.jsonl").write_text("".join([*lines[:2], lines[2].replace("0.9", "0.8"), *lines[3:]]))
     page = parsed(run)
     assert "metrics.jsonl, line 3 is not as it was written" in page.text
-    assert "Only the record holds it, which cannot be read." in page.text and "accuracy" in sections(page)
+    assert "Only the record contains it, which cannot be read." in page.text and "accuracy" in sections(page)
 
 
 def test_an_unfinished_run_is_shown_as_far_as_it_is(tmp_path):
@@ -331,9 +333,9 @@ def test_variants_of_a_method_have_rows_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"names": ("one", "two")}, "differ in order of tasks"),
-        ({"names": ("three", "two", "one")}, "differ in order of tasks"),
-        ({"data_sha256": "y"}, "differ in data_sha256: one: .y. and .x."),
+        ({"names": ("one", "two")}, "differ: order of tasks."),
+        ({"names": ("three", "two", "one")}, "differ: order of tasks."),
+        ({"data_sha256": "y"}, "data_sha256.one is .x. there and .y. here"),
     ],
 )
 def test_runs_that_saw_something_else_are_refused(tmp_path, changed, told):
@@ -350,7 +352,7 @@ def test_runs_of_other_settings_are_refused(tmp_path, key, other):
     for name in ("config.json", "results.json"):
         held = json.loads((changed / name).read_text())
         (changed / name).write_text(json.dumps(held | {key: other}))
-    with pytest.raises(ValueError, match=f"differ in {key}: .*{other}"):
+    with pytest.raises(ValueError, match=f"{key} is .* there and .*{other}"):
         report(tmp_path / "runs")
 
 
@@ -362,7 +364,7 @@ def test_damaged_runs_are_listed_apart(tmp_path):
     change(strange, lambda held: held["compile"].clear())
     page = parsed(tmp_path / "runs")
     told = page.text[page.text.index("Not shown") :]
-    assert "broken damaged" in told and "strange damaged (KeyError('seconds'))" in told
+    assert "broken corrupted" in told and "strange corrupted (KeyError('seconds'))" in told
     assert "run-1" in page.ids() and "run-2" not in page.ids()
 
 
@@ -377,7 +379,7 @@ def test_a_comparison_that_cannot_be_made_costs_no_run(tmp_path):
     change(write_run(tmp_path / "runs/a"), lambda held: held.update(params_stored="many"))
     write_run(tmp_path / "runs/b", method="ewc")
     page = parsed(tmp_path / "runs")
-    assert page.text.count("Damaged: what this needs is not as a run writes it") == 1
+    assert page.text.count("Corrupted: what this needs is not as a run writes it") == 1
     assert {"comparison", "run-1", "run-2"} <= set(page.ids())
 
 
@@ -386,13 +388,13 @@ def test_an_accuracy_that_is_no_number_is_told_with_its_run(tmp_path):
     change(finished, lambda held: held.update(average_accuracy=None))
     unfinished = write_run(tmp_path / "unfinished", accuracy=float("nan"), planned=5)
     for run in (finished, unfinished):
-        with pytest.raises(ValueError, match=f"{run}: damaged "):
+        with pytest.raises(ValueError, match=f"{run}: corrupted "):
             report(run)
     matrix = write_run(tmp_path / "matrix", pictures=write_pictures(tmp_path / "small", NAMES))
     change(matrix, lambda held: held["accuracy"][-1].__setitem__(0, None))
     page = parsed(matrix)
     assert page.charts[2]["data"][0]["z"][2] == [None, 83.33, 83.33] and sections(page)[-2] == "examples"
-    assert page.text.count("Damaged: what this needs") == 1  # the pictures
+    assert page.text.count("Corrupted: what this needs") == 1  # the pictures
 
 
 def test_unfinished_runs_are_shown_as_far_as_they_are_and_not_compared(tmp_path):
@@ -404,7 +406,7 @@ def test_unfinished_runs_are_shown_as_far_as_they_are_and_not_compared(tmp_path)
     assert "CHEEM, seed 0, unfinished: 3 of 5 tasks" in page.text and "EWC, seed 0, unfinished: 3 of 4" in page.text
     assert "comparison" not in page.ids() and {"run-1", "run-2", "runs"} <= set(page.ids())
     told = page.text[page.text.index("Not shown") :]
-    assert "broken damaged" in told and "the command that began" not in told
+    assert "broken corrupted" in told and "the command that began" not in told
     for method in ("l2p", "coda_prompt"):
         write_run(tmp_path / f"runs/{method}", method=method)
     page = parsed(tmp_path / "runs")
@@ -419,13 +421,13 @@ def test_runs_without_flops_are_not_drawn_among_the_others(tmp_path):
     page = parsed(tmp_path / "runs")
     assert page.charts[0]["layout"]["xaxis"]["type"] == "log"
     assert {name for trace in page.charts[0]["data"] for name in trace["text"]} == {"CHEEM", "EWC"}
-    assert "Not drawn, because the FLOPs are not known: L2P." in page.text
+    assert "Not shown, because the FLOPs are unknown: L2P." in page.text
 
 
 def test_folders_without_a_run_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no run to show in"):
         report(tmp_path)
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         report(tmp_path / "absent")
     with pytest.raises(ValueError, match="no run was named"):
         write_report_page(Report(()))
@@ -449,7 +451,7 @@ def test_a_folder_that_cannot_be_written_to_asks_for_another_place(run, monkeypa
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("cheem_jax.commands.report.write_atomically", refuse)  # the superuser may write anywhere
+    monkeypatch.setattr("cheem_jax.cli.report.write_atomically", refuse)  # the superuser may write anywhere
     with pytest.raises(
         ValueError, match="report.html cannot be written .Permission denied.; name another file with --out"
     ):
@@ -458,11 +460,11 @@ def test_a_folder_that_cannot_be_written_to_asks_for_another_place(run, monkeypa
 
 def test_a_search_without_any_score_says_so(run):
     [found], _ = read([run])
-    told = tell(found)
-    for entry in told.learned:
+    recorded = record_of(found)
+    for entry in recorded.learned:
         entry["report"]["search"]["correct"] = [None] * 6
-    with pytest.raises(Missing, match="No architecture of the search has a score"):
-        search_chart(told, 0.02)
+    with pytest.raises(EmptySection, match="No architecture of the search has a score"):
+        search_chart(recorded, 0.02)
 
 
 def test_the_command_can_be_pasted_into_a_shell(tmp_path):
@@ -482,7 +484,7 @@ def test_a_thousand_tasks_stay_small(tmp_path):
     cells = [found for tag, found in page.elements if tag == "td" and "data-e" in found]
     assert len(cells) <= 2 * 401
     assert max(len(trace.get("z", ())) for spec in page.charts for trace in spec["data"]) == 120
-    assert "Of 1,000 tasks, 120 are drawn, evenly spread." in page.text
+    assert "Of 1,000 tasks, 120 are shown, evenly spread." in page.text
 
 
 def test_a_thousand_classes_stay_small_too(tmp_path):
@@ -506,7 +508,7 @@ def test_cells_without_an_accuracy_stay_empty(run):
 
 def test_the_ring_is_around_the_chosen_candidate(run):
     [found], _ = read([run])
-    chart = search_chart(tell(found), 0.02)
+    chart = search_chart(record_of(found), 0.02)
     dots, ring = chart.variants[0].spec["data"]
     assert (ring["x"], ring["y"]) == ([12.0], [90.0])
     assert dots["y"] == [50.0, 60.0, 80.0, 90.0, 90.0]  # of six candidates one has no score
@@ -524,7 +526,7 @@ def test_durations_have_two_units():
     assert [duration(s) for s in (2.345, 59.4, 127.4, 3600, 7260)] == [
         "2.3 s",
         "59 s",
-        "2 min 7 s",
-        "1 h 0 min",
-        "2 h 1 min",
+        "2 min 07 s",
+        "1 h 00 min",
+        "2 h 01 min",
     ]

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from cheem_jax.report.progress import Progress
+from cheem_jax.run.progress import Progress
 
 
 class Clock:
@@ -29,9 +29,9 @@ def test_without_a_terminal_a_phase_prints_its_start_a_line_now_and_then_and_its
             advance(100, note="loss 1.23")
     lines = text.getvalue().splitlines()
     assert lines[0] == "[supernet] digits: 2,000 images"
-    assert lines[1] == "[supernet] digits: 800 of 2,000 images, 50 images/s, 24.0 s left, loss 1.23"
+    assert lines[1] == "[supernet] digits: 800 of 2,000 images, 50 images/s, 24 s left, loss 1.23"
     assert lines[2] == "[supernet] digits: 1,600 of 2,000 images, 50 images/s, 8.0 s left, loss 1.23"
-    assert lines[3] == "[supernet] digits: done in 40.0 s, 2,000 images, 50 images/s"
+    assert lines[3] == "[supernet] digits: done in 40 s, 2,000 images, 50 images/s"
     assert len(lines) == 4
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cheem_jax.report import record
+from cheem_jax.run import record
 
 
 def test_lines_hold_event_time_and_plain_values(tmp_path):

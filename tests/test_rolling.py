@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
-from cheem_jax import rolling
-from cheem_jax.checkpoint import saved_tasks
-from cheem_jax.interruption import Stop, Stopped
-from cheem_jax.rolling import Rolling, RunningTask, Saved
+from cheem_jax.core.interruption import Stop, Stopped
+from cheem_jax.run import rolling
+from cheem_jax.run.checkpoint import saved_tasks
+from cheem_jax.run.rolling import Rolling, RunningTask, Saved
 
 SAVED = Saved({"x": np.arange(4.0)}, {"step": 3})
 
@@ -82,7 +82,7 @@ def test_a_damaged_one_is_told_and_the_one_before_counts(tmp_path):
 
 def test_one_that_another_version_wrote_is_left_and_the_task_begins_anew(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(rolling, "FORMAT", "cheem_jax-running/0")
+        patch.setattr(rolling, "ROLLING_FORMAT", "cheem_jax-running/0")
         Rolling(tmp_path, Stop()).save(0, lambda: SAVED)
     assert Rolling(tmp_path, Stop()).open(0, print) is None
 

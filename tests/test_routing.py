@@ -17,39 +17,39 @@ from sklearn.linear_model import Ridge
 from test_memory import NAME, begin
 
 import cheem_jax
-from cheem_jax import flops
-from cheem_jax.architecture import from_strings
+from cheem_jax.backbone import flops
 from cheem_jax.backbone.alexnet import AlexNetConfig, PretrainedAlexNet
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
-from cheem_jax.checkpoint import load_task, saved_tasks
-from cheem_jax.cli import parse
-from cheem_jax.commands.info import Info, show_info
-from cheem_jax.continual import networks_of
+from cheem_jax.baselines.frozen_linear import FrozenLinear
+from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
+from cheem_jax.baselines.s_prompts import SPromptsConfig
+from cheem_jax.cheem.expert_memory import ExpertMemory
+from cheem_jax.cheem.supernet import init_head_learner
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.cli.info import Info, show_info
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.ops import Reuse, init_new
+from cheem_jax.core.pool import Memory
+from cheem_jax.core.routing.centroids import distances, fit_centroids, normalise, route, threshold
+from cheem_jax.core.routing.config import PAPER, RouterConfig, TaskStatistics
+from cheem_jax.core.routing.routers import make_router
+from cheem_jax.core.routing.statistics import fit_statistics, joined, num_kept, packed, random_features, unpacked
 from cheem_jax.data.task import Split, Task
-from cheem_jax.execution.choice import EngineConfig
-from cheem_jax.execution.executor import Dense
-from cheem_jax.execution.feed import HostImages
-from cheem_jax.execution.inference import Inference, TaskNetwork
-from cheem_jax.execution.passes import answers
-from cheem_jax.execution.scan import Scan
-from cheem_jax.execution.stages import Stages
-from cheem_jax.execution.whole import Whole
-from cheem_jax.keys import Keys
-from cheem_jax.methods.expert_memory import ExpertMemory
-from cheem_jax.methods.frozen_linear import FrozenLinear
-from cheem_jax.methods.lora_cl import LoraCl, LoraClConfig
-from cheem_jax.methods.method import Backbone, FrozenFeatures, Undisturbed, base_network
-from cheem_jax.methods.s_prompts import SPromptsConfig
-from cheem_jax.ops import Reuse, init_new
-from cheem_jax.pool import Memory
-from cheem_jax.routing.centroids import distances, fit_centroids, normalise, route, threshold
-from cheem_jax.routing.config import PAPER, Place, RouterConfig
-from cheem_jax.routing.routers import make_router
-from cheem_jax.routing.statistics import fit_place, joined, num_kept, packed, random_features, unpacked
-from cheem_jax.supernet import init_head_learner
-from cheem_jax.training import FitConfig
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.engine.executor import Dense
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.inference import Inference, TaskNetwork
+from cheem_jax.engine.passes import answers
+from cheem_jax.engine.scan import Scan
+from cheem_jax.engine.stages import Stages
+from cheem_jax.engine.whole import Whole
+from cheem_jax.networks import networks_of
+from cheem_jax.run.checkpoint import load_task, saved_tasks
+from cheem_jax.run.method import Backbone, FrozenFeatures, Undisturbed, base_network
 from experiments import mtil
 
 KINDS = ("kmeans", "class_means", "lda", "gaussian", "ridge")
@@ -82,8 +82,8 @@ TASKS = (drawn(30, 3, 0), drawn(50, 2, 1), drawn(20, 1, 2))
 ASKED = np.random.default_rng(9).normal(size=(25, WIDTH)).astype(np.float32)
 
 
-def places_of(config: RouterConfig, tasks=TASKS) -> list[Place]:
-    return [fit_place(*task, config, seed=index) for index, task in enumerate(tasks)]
+def places_of(config: RouterConfig, tasks=TASKS) -> list[TaskStatistics]:
+    return [fit_statistics(*task, config, seed=index) for index, task in enumerate(tasks)]
 
 
 def means_and_scatter(features: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -161,7 +161,7 @@ def test_the_papers_router_is_k_means_and_the_nearest_centroid_to_the_bit():
 # ---- laws
 
 
-def arrays_of(place: Place) -> list[np.ndarray]:
+def arrays_of(place: TaskStatistics) -> list[np.ndarray]:
     return [place.centroids, *place.moments.values()]
 
 
@@ -344,7 +344,7 @@ def test_a_shared_pass_answers_as_two_passes_do(kind, features):
     seen = FrozenFeatures(Backbone(executor, config), 16).compute(IMAGES)
     rows = np.array_split(np.arange(len(IMAGES)), 4)
     router = make_router(config).follow(
-        [fit_place(seen[own], np.arange(len(own), dtype=np.int32) % 2, config, seed=0) for own in rows]
+        [fit_statistics(seen[own], np.arange(len(own), dtype=np.int32) % 2, config, seed=0) for own in rows]
     )
     tasks = networks(executor)
     inference = Inference(executor, base_network(executor), tasks, batch_size=16, reads=config)
@@ -355,7 +355,7 @@ def test_a_shared_pass_answers_as_two_passes_do(kind, features):
     for index, (network, head, num_classes) in enumerate(tasks):
         own = np.flatnonzero(found.tasks == index)
         feed = HostImages(executor, IMAGES[own])
-        wanted = answers(executor, network, head, num_classes, feed, len(own), batch_size=16)
+        wanted = answers(executor, network, head, feed, num=len(own), num_classes=num_classes, batch_size=16)
         np.testing.assert_array_equal(found.classes[own], wanted)
 
 
@@ -372,7 +372,7 @@ def test_one_image_a_class_has_no_gaussian_and_is_told_before_anything_is_learne
     with pytest.raises(ValueError, match="task 'alone': router kind 'gaussian' needs a class of several images"):
         method("gaussian").check(tasks)
     with pytest.raises(ValueError, match="needs a class of several images"):
-        fit_place(np.ones((3, 4), np.float32), tasks[1].train.labels, RouterConfig("gaussian"), seed=0)
+        fit_statistics(np.ones((3, 4), np.float32), tasks[1].train.labels, RouterConfig("gaussian"), seed=0)
 
 
 # ---- costs
@@ -419,7 +419,7 @@ def test_the_frozen_yardstick_keeps_moments_and_comes_back(kind, tmp_path):
     for task in tasks:
         report = frozen.learn(task, Undisturbed())
         frozen.save(tmp_path)
-        place = frozen.tasks[-1].place
+        place = frozen.tasks[-1].statistics
         assert report["params_stored"] - report["params_learned"] == sum(values.size for values in arrays_of(place))
     again.open(tmp_path)
     images = np.concatenate([task.test.images for task in tasks])
@@ -464,7 +464,7 @@ def test_a_memory_with_another_router_answers_alike_when_it_is_opened(learned):
             np.testing.assert_array_equal(a, b)
     features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
     router = make_router(EARLY).follow(
-        [fit_place(features(t, "train"), t.train.labels, EARLY, seed=0) for t in STREAM.tasks]
+        [fit_statistics(features(t, "train"), t.train.labels, EARLY, seed=0) for t in STREAM.tasks]
     )
     answered = memory.predictor().answer(TESTED)
     np.testing.assert_allclose(answered.distances, router.distances(features.compute(TESTED)), rtol=1e-4)
@@ -547,7 +547,7 @@ def test_the_backbones_own_classes_keep_moments_too(tmp_path):
     opened = cheem_jax.open(tmp_path / "pets")
     assert [target.name for target in opened.targets] == ["task0", "base"]
     features = FrozenFeatures(Backbone(memory.executor, EARLY), 16)
-    place = fit_place(features(own, "train"), own.train.labels, EARLY, seed=0)
+    place = fit_statistics(features(own, "train"), own.train.labels, EARLY, seed=0)
     for a, b in zip(arrays_of(opened.targets[1].place), arrays_of(place), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     answers = opened.predict(own.test.images)

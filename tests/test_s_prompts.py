@@ -10,12 +10,12 @@ import small
 from baselines import check_method, fresh, learner
 
 from cheem_jax.backbone.config import config_of
-from cheem_jax.flops import backbone_flops, executed_backbone_flops, token_flops
-from cheem_jax.methods.method import Undisturbed
-from cheem_jax.methods.s_prompts import SPrompts, SPromptsConfig
-from cheem_jax.ops import Reuse
-from cheem_jax.routing.config import RouterConfig
-from cheem_jax.training import FitConfig
+from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops, token_flops
+from cheem_jax.baselines.s_prompts import SPrompts, SPromptsConfig
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.core.ops import Reuse
+from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.run.method import Undisturbed
 
 CONFIG = SPromptsConfig(
     length=3, fit=FitConfig(2, 1e-2, "constant"), router=RouterConfig(num_centroids=2), batch_size=16
@@ -84,7 +84,7 @@ def test_the_named_task_is_the_nearest_in_l1_by_brute_force(begun):
     points = features / np.linalg.norm(features, axis=1, keepdims=True)
     away = points[:, None, None] - np.stack(centroids)  # [N, T, K, D]
     by_l1, by_l2 = np.abs(away).sum(-1).min(-1).argmin(-1), (away**2).sum(-1).min(-1).argmin(-1)
-    np.testing.assert_array_equal(method.named(features), by_l1)
+    np.testing.assert_array_equal(method.inferred(features), by_l1)
     assert (by_l1 != by_l2).any()
 
 
@@ -117,5 +117,5 @@ def test_impossible_settings_are_refused_and_few_images_told(begun):
         SPromptsConfig(length=0)
     many = learner(SPrompts, SPromptsConfig(router=RouterConfig(num_centroids=41)))
     assert many.check(small.stream(2).tasks) == [
-        "fewer training images than 41 centroids, so fewer centroids: task0, task1"
+        "fewer training images than the 41 centroids, so fewer centroids: task0, task1"
     ]

@@ -22,15 +22,15 @@ from PIL import Image
 from serving import COLOURS, Colours, Served, ask, name_of, picture, serving, wait_until
 
 import cheem_jax.memory
-from cheem_jax.architecture import Choice
-from cheem_jax.cli import run_command
-from cheem_jax.commands.serve import Serve, serve_memory
+from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cli.main import run_command
+from cheem_jax.cli.serve import Serve, serve_memory
+from cheem_jax.core.architecture import Choice
+from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, base_pool
+from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.data.decode import decode_image
-from cheem_jax.execution.choice import EngineConfig, make_executor
-from cheem_jax.methods.expert_memory import TaskNetworks
-from cheem_jax.pool import DenseExperts, Head, TaskMemory, base_pool
-from cheem_jax.predict import Predictor
-from cheem_jax.routing.config import RouterConfig
+from cheem_jax.engine.choice import EngineConfig, make_executor
+from cheem_jax.memory.predictor import Predictor
 from cheem_jax.serve import pictures
 from cheem_jax.serve.limits import HELD_BODIES, Limits, Places, Refused
 from cheem_jax.serve.page import page
@@ -181,7 +181,7 @@ def test_a_real_predictor_answers_as_alone_and_compiles_nothing_after_warming_up
         centroids = rng.normal(size=(2, width))
         means = np.zeros((depth, width))
         targets.append(TaskMemory(f"t{number}", ("a", "b", "c"), choices, experts, head, means, centroids))
-    networks = TaskNetworks(DenseExperts(base_pool(vit, "mlp_down"), 0), targets)
+    networks = TaskNetworks(DenseExperts(base_pool(vit.experts("mlp_down")), 0), targets)
     predictor = Predictor(executor, targets, networks, RouterConfig(), batch_sizes=(4,), top=2)
     files = [picture(colour) for colour in COLOURS[::5]]
     with serving(predictor, Limits(max_batch=4)) as served, ThreadPoolExecutor(13) as clients:

@@ -12,10 +12,10 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 from tensorboardX.record_writer import masked_crc32c
 
-from cheem_jax.commands.tensorboard import Tensorboard, write_tensorboard
-from cheem_jax.report import record as records
-from cheem_jax.report.record import Record
+from cheem_jax.cli.tensorboard import Tensorboard, write_tensorboard
 from cheem_jax.report.tensorboard import NAME, check_installed, write_events
+from cheem_jax.run import record as records
+from cheem_jax.run.record import Record
 
 
 def events_in(file: Path) -> list[Event]:
@@ -176,7 +176,7 @@ def test_the_command_writes_every_run_and_names_what_is_none(tmp_path, capsys):
     runs = (tmp_path / "a", tmp_path / "b")
     for run in runs:
         learn(begin(run), 0, [0.9], [0.9])
-    with pytest.raises(ValueError, match="gone' is no run directory"):
+    with pytest.raises(ValueError, match="gone' is not a run directory"):
         write_tensorboard(Tensorboard((*runs, tmp_path / "gone")))
     assert not (runs[0] / "tensorboard").exists()  # nothing is begun
     write_tensorboard(Tensorboard(runs))
@@ -192,5 +192,5 @@ def test_a_run_without_a_record_or_with_a_damaged_one_is_told(tmp_path):
     with pytest.raises(ValueError, match="has no record of a run yet"):
         write_events(tmp_path)
     begin(tmp_path).write("learned", method="cheem", report={})
-    with pytest.raises(ValueError, match="does not hold what event files need"):
+    with pytest.raises(ValueError, match="lacks what event files need"):
         write_events(tmp_path)

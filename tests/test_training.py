@@ -7,139 +7,155 @@ import numpy as np
 import pytest
 import small
 
-from cheem_jax.architecture import from_strings
-from cheem_jax.execution.executor import Batch
-from cheem_jax.execution.feed import Budget, HostImages, ahead, keep_tokens, memory_budget
-from cheem_jax.execution.layout import ONE
-from cheem_jax.execution.stages import Stages
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import (
+from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
+from cheem_jax.cheem.training import (
     ExplorationConfig,
     FitConfig,
     FitState,
+    SupernetFit,
     constant_draws,
     fit,
     frozen_prefix,
     learning_rate_at,
+    make_step,
     supernet_draws,
+    train_step,
 )
+from cheem_jax.core.architecture import Choice, from_strings
+from cheem_jax.core.pool import dense_experts
+from cheem_jax.engine.feed import Budget, HostImages, ahead, keep_tokens, memory_budget
+from cheem_jax.engine.layout import ONE
+from cheem_jax.engine.stages import Stages
 
 STAGES = Stages(small.backbone(), "mlp_down")
 TASK = small.task("colours", 0)
-STEP = [Batch(STAGES.begin(TASK.train.images[:16]), TASK.train.labels[:16], np.full(16, 1 / 16, np.float32))]
+STEP = make_step(STAGES, TASK.train.images[:16], TASK.train.labels[:16])
 FEED = HostImages(STAGES, TASK.train.images)
 
 
-def supernet(num_classes=3):
-    return Supernet(jax.random.key(1), STAGES.base_pool, num_classes, OpSettings(rank=2))
+NET = Supernet(jax.random.key(1), dense_experts(STAGES.base_pool), 3, OpSettings(rank=2))
+ADAPT, NEW = Choice("adapt", 0), Choice("new")
+
+
+def stepped(state: SupernetState, choices: list[str], rate: float = 1e-2) -> SupernetState:
+    return train_step(STAGES, NET, state, from_strings(choices), STEP, rate=rate)[0]
+
+
+def fitted(draws, config, fitting=None, *, order_seed=0, feed=FEED, advance=lambda num, note="": None) -> SupernetFit:
+    return fit(
+        STAGES, fitting or SupernetFit(NET, NET.init()), feed, TASK.train.labels, draws=draws, config=config,
+        batch_size=16, order_key=jax.random.key(order_seed), advance=advance,
+    )  # fmt: skip
 
 
 def snapshot(tree):
     return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def test_an_op_that_is_not_drawn_keeps_parameters_moments_and_step_count():
-    net = supernet()
-    drawn, other = (
-        from_strings(["adapt:0", "new", "skip", "adapt:0"]),
-        from_strings(["new", "new", "skip", "reuse:0"]),
-    )
-    STAGES.train(net, [drawn], [STEP], [1e-2])
-    kept = snapshot(net.learners[0, 1]) + snapshot(net.learners[3, 1])
-    shared = net.learners[1, 2]
-    STAGES.train(net, [other], [STEP], [1e-2])
-    chex.assert_trees_all_equal(kept, snapshot(net.learners[0, 1]) + snapshot(net.learners[3, 1]))
-    assert int(net.learners[3, 1].adam.count) == 1
-    assert int(net.learners[1, 2].adam.count) == 2
-    assert not np.array_equal(net.learners[1, 2].params.weight, shared.params.weight)
-    assert int(net.head.adam.count) == 2
+def test_an_op_that_is_not_sampled_keeps_parameters_moments_and_step_count():
+    first = stepped(NET.init(), ["adapt:0", "new", "skip", "adapt:0"])
+    second = stepped(first, ["new", "new", "skip", "reuse:0"])
+    for place in ((0, ADAPT), (3, ADAPT)):
+        chex.assert_trees_all_equal(second.learners[place], first.learners[place])
+    assert int(second.learners[3, ADAPT].adam.count) == 1
+    assert int(second.learners[1, NEW].adam.count) == 2
+    assert not np.array_equal(second.learners[1, NEW].params.weight, first.learners[1, NEW].params.weight)
+    assert int(second.head.adam.count) == 2
 
 
-def test_a_candidate_starts_the_same_whenever_it_is_first_drawn():
-    early, late = supernet(), supernet()
-    STAGES.train(late, [from_strings(["new"] * 4)], [STEP], [1e-2])
-    choice = from_strings(["adapt:0"])[0]
-    np.testing.assert_array_equal(early.learner(2, choice).params.down, late.learner(2, choice).params.down)
-    assert len(early.learners) == 1  # nothing is made before it is drawn
+def test_a_step_leaves_the_state_before_it_as_it_was():
+    before = stepped(NET.init(), ["adapt:0", "new", "skip", "adapt:0"])
+    kept, places = snapshot(before), set(before.learners)
+    stepped(before, ["new", "new", "skip", "reuse:0"])
+    assert set(before.learners) == places
+    for one, other in zip(kept, snapshot(before), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_candidate_starts_the_same_whenever_it_is_first_sampled():
+    early, late = NET.init(), stepped(NET.init(), ["new"] * 4)
+    place = (2, ADAPT)
+    np.testing.assert_array_equal(NET.learner(early, place).params.down, NET.learner(late, place).params.down)
+    NET.ops(early, from_strings(["adapt:0"] * 4))
+    assert not early.learners  # looking at a state creates nothing
+    both = NET.with_learners(early, [from_strings(["new"] * 4), from_strings(["adapt:0", "new", "skip", "reuse:0"])])
+    assert set(both.learners) == {*((block, NEW) for block in range(4)), (0, ADAPT)}
+    assert NET.with_learners(both, [from_strings(["new"] * 4)]) is both
 
 
 def test_the_first_adam_step_moves_every_entry_by_the_rate():
-    net = supernet()
-    before = np.array(net.head.params.weight)
-    STAGES.train(net, [from_strings(["reuse:0"] * 4)], [STEP], [1e-2])
-    moved = np.abs(np.array(net.head.params.weight) - before)[:, :3]
+    before = NET.init()
+    after = stepped(before, ["reuse:0"] * 4)
+    moved = np.abs(np.array(after.head.params.weight) - np.array(before.head.params.weight))[:, :3]
     np.testing.assert_allclose(moved, 1e-2, rtol=1e-2)
 
 
 def test_frozen_experts_are_never_updated():
-    net = supernet()
-    before = snapshot(net.experts)
+    before, state = snapshot(NET.experts), NET.init()
     for _ in range(3):
-        STAGES.train(net, [from_strings(["adapt:0", "reuse:0", "new", "skip"])], [STEP], [1e-1])
-    chex.assert_trees_all_equal(before, snapshot(net.experts))
+        state = stepped(state, ["adapt:0", "reuse:0", "new", "skip"], 1e-1)
+    for a, b in zip(before, snapshot(NET.experts), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_inherited_has_one_architectures_parameters_and_fresh_moments():
+    trained = stepped(NET.init(), ["adapt:0", "new", "skip", "adapt:0"])
+    found = NET.inherit(trained, from_strings(["adapt:0", "reuse:0", "new", "skip"]))
+    assert set(found.learners) == {(0, ADAPT), (2, NEW)}
+    chex.assert_trees_all_equal(found.learners[0, ADAPT].params, trained.learners[0, ADAPT].params)
+    chex.assert_trees_all_equal(found.head.params, trained.head.params)
+    assert int(found.head.adam.count) == int(found.learners[0, ADAPT].adam.count) == 0
 
 
 def test_fitting_learns_an_easy_task_and_reports_every_image():
-    net, seen = supernet(), []
-    result = fit(
-        jax.random.key(0), STAGES, net, TASK.train.labels, FEED, constant_draws(np.array([0, 1, 0, 0])),
-        FitConfig(epochs=6, learning_rate=1e-2), batch_size=16, advance=lambda num, note="": seen.append(num),
-    )  # fmt: skip
+    seen = []
+    result = fitted(
+        constant_draws(np.array([0, 1, 0, 0])), FitConfig(epochs=6, learning_rate=1e-2),
+        advance=lambda num, note="": seen.append(num),
+    ).progress  # fmt: skip
     assert sum(seen) == 6 * 40 and len(result.losses) == 6 and result.skipped == 0
     assert result.losses[-1] < 0.5 * result.losses[0]
 
 
 def test_fitting_is_a_function_of_its_keys():
     def losses(order_seed):
-        net = supernet()
-        return fit(
-            jax.random.key(order_seed), STAGES, net, TASK.train.labels, FEED, constant_draws(np.array([0, 2, 0, 0])),
-            FitConfig(epochs=2), batch_size=16, advance=lambda num, note="": None,
-        ).losses  # fmt: skip
+        draws = constant_draws(np.array([0, 2, 0, 0]))
+        return fitted(draws, FitConfig(epochs=2), order_seed=order_seed).progress.losses
 
     assert losses(0) == losses(0) != losses(1)
 
 
 def test_a_loss_that_explodes_stops_with_its_place_and_reaches_no_parameter():
-    net = supernet()
+    fitting = SupernetFit(NET, NET.init())
     with pytest.raises(FloatingPointError, match=r"at step \d of 3 in epoch \d, .* with the architecture adapt:0 new"):
-        fit(
-            jax.random.key(0), STAGES, net, TASK.train.labels, FEED, constant_draws(np.array([1, 2, 0, 0])),
-            FitConfig(epochs=4, learning_rate=1e38), batch_size=16, advance=lambda num, note="": None,
-        )  # fmt: skip
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((snapshot(net.learners), snapshot(net.head))))
+        fitted(constant_draws(np.array([1, 2, 0, 0])), FitConfig(epochs=4, learning_rate=1e38), fitting)
+    assert all(np.isfinite(leaf).all() for leaf in snapshot(fitting.state))
 
 
-def test_steps_whose_gradient_is_no_finite_number_can_be_left_out_and_are_counted():
-    net, clean = supernet(), supernet()
-    for one in (net, clean):  # New of block 1 exists before it is drawn
-        one.learner(1, from_strings(["reuse:0", "new"])[1])
-    learner = net.learners[1, 2]
+def test_steps_whose_gradient_is_non_finite_can_be_left_out_and_are_counted():
+    state = NET.with_learners(NET.init(), [from_strings(["reuse:0", "new", "reuse:0", "reuse:0"])])
+    learner = state.learners[1, NEW]
     broken = learner._replace(params=learner.params._replace(weight=learner.params.weight.at[0, 0].set(jnp.nan)))
-    net.learners[1, 2] = broken
 
     def draws(epoch, steps):
         return np.array([[1, 2 if step == 1 else 0, 0, 0] for step in range(steps)])
 
-    config = FitConfig(epochs=2, non_finite="skip")
-    state = fit(
-        jax.random.key(0), STAGES, net, TASK.train.labels, FEED, draws, config, batch_size=16,
-        advance=lambda num, note="": None,
-    )  # fmt: skip
-    assert state.skipped == 2 and state.step == 6 and np.isfinite(state.losses).all()
+    fitting = SupernetFit(NET, state._replace(learners={(1, NEW): broken}))
+    found = fitted(draws, FitConfig(epochs=2, non_finite="skip"), fitting)
+    progress, state = found.progress, found.state
+    assert progress.skipped == 2 and progress.step == 6 and np.isfinite(progress.losses).all()
     # Adam's own counts of steps
-    assert jax.tree.leaves(net.head.adam)[0] == 4 and jax.tree.leaves(net.learners[1, 2].adam)[0] == 0
-    assert np.isfinite(snapshot(net.head)[0]).all()
+    assert jax.tree.leaves(state.head.adam)[0] == 4 and jax.tree.leaves(state.learners[1, NEW].adam)[0] == 0
+    assert np.isfinite(snapshot(state.head)[0]).all()
 
 
 def test_a_phase_in_which_no_step_counts_stops_even_if_such_steps_may_be_left_out():
-    net = supernet()
-    net.head = net.head._replace(params=net.head.params._replace(bias=net.head.params.bias.at[0].set(jnp.inf)))
+    state = NET.init()
+    bias = state.head.params.bias.at[0].set(jnp.inf)
+    state = state._replace(head=state.head._replace(params=state.head.params._replace(bias=bias)))
     with pytest.raises(FloatingPointError, match="at step 1 of 3 in epoch 1"):
-        fit(
-            jax.random.key(0), STAGES, net, TASK.train.labels, FEED, constant_draws(np.array([1, 2, 0, 0])),
-            FitConfig(epochs=2, non_finite="skip"), batch_size=16, advance=lambda num, note="": None,
-        )  # fmt: skip
+        config = FitConfig(epochs=2, non_finite="skip")
+        fitted(constant_draws(np.array([1, 2, 0, 0])), config, SupernetFit(NET, state))
 
 
 @pytest.mark.parametrize("stop_at", [1, 3, 4, 6])
@@ -147,14 +163,7 @@ def test_a_fit_that_goes_on_ends_as_one_that_was_not_stopped(stop_at):
     def draws(epoch, steps):
         return np.random.default_rng(epoch).integers(0, 4, (steps, 4))
 
-    def go(net, state, advance=lambda num, note="": None):
-        return fit(
-            jax.random.key(0), STAGES, net, TASK.train.labels, FEED, draws, FitConfig(epochs=2), batch_size=16,
-            advance=advance, state=state,
-        )  # fmt: skip
-
-    whole, stopped, resumed = supernet(), supernet(), supernet()
-    expected = go(whole, FitState())
+    expected = fitted(draws, FitConfig(epochs=2))
 
     class Enough(Exception):
         pass
@@ -162,20 +171,21 @@ def test_a_fit_that_goes_on_ends_as_one_that_was_not_stopped(stop_at):
     kept = {}
 
     def stop(num, note=""):
-        if state.step == stop_at:
-            arrays = jax.tree.map(np.array, stopped.arrays())
+        progress = stopped.progress
+        if progress.step == stop_at:
             kept.update(
-                arrays=arrays, step=state.step, losses=list(state.losses), running=list(map(float, state.running))
-            )
+                arrays=jax.tree.map(np.array, NET.arrays(stopped.state)), step=progress.step,
+                losses=list(progress.losses), running=list(map(float, progress.running)),
+            )  # fmt: skip
             raise Enough
 
-    state = FitState()
+    stopped = SupernetFit(NET, NET.init())
     with pytest.raises(Enough):
-        go(stopped, state, stop)
-    resumed.restore(kept.pop("arrays"))
-    found = go(resumed, FitState(**kept))
-    assert found.losses == expected.losses and found.step == expected.step == 6
-    chex.assert_trees_all_equal((resumed.learners, resumed.head), (whole.learners, whole.head))
+        fitted(draws, FitConfig(epochs=2), stopped, advance=stop)
+    resumed = SupernetFit(NET, NET.from_arrays(kept.pop("arrays")), FitState(**kept))
+    found = fitted(draws, FitConfig(epochs=2), resumed)
+    assert found.progress.losses == expected.progress.losses and found.progress.step == expected.progress.step == 6
+    chex.assert_trees_all_equal(found.state, expected.state)
 
 
 def test_the_rate_follows_a_cosine_of_all_steps():
@@ -188,11 +198,12 @@ def test_the_rate_follows_a_cosine_of_all_steps():
 
 def test_an_epoch_explores_or_exploits_as_a_whole():
     exploit, uniform = np.array([[1.0, 0, 0, 0]] * 4), np.full((4, 4), 0.25)
-    draws = supernet_draws(jax.random.key(0), jax.random.key(1), exploit, uniform, 0.3)
+    keys = jax.random.key(0), jax.random.key(1)
+    draws = supernet_draws(*keys, exploit=exploit, uniform=uniform, epsilon=0.3)
     explored = [bool(draws(epoch, 20).any()) for epoch in range(200)]
     assert 0.2 < np.mean(explored) < 0.4
     np.testing.assert_array_equal(draws(3, 20), draws(3, 20))
-    never = supernet_draws(jax.random.key(0), jax.random.key(1), exploit, uniform, 0.0)
+    never = supernet_draws(*keys, exploit=exploit, uniform=uniform, epsilon=0.0)
     assert not any(never(epoch, 20).any() for epoch in range(50))
 
 
@@ -208,31 +219,25 @@ def test_senseless_settings_are_refused(make):
 def test_what_fine_tuning_leaves_unchanged_is_kept_and_changes_nothing():
     found = {}
     for budget in (0, 2**20):
-        net, room = supernet(), Budget(budget)
+        room = Budget(budget)
         codes = np.array([0, 3, 1, 0])  # reuse, skip, adapt, reuse
-        prefix = frozen_prefix(net, from_strings(["reuse:0", "skip", "adapt:0", "reuse:0"]))
+        prefix = frozen_prefix(NET, from_strings(["reuse:0", "skip", "adapt:0", "reuse:0"]))
         assert [step.expert is None for step in prefix] == [False, True]
         feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=room)
         assert (feed is FEED) == (budget == 0) and room.refused == ([] if budget else ["tokens"])
-        state = fit(
-            jax.random.key(0), STAGES, net, TASK.train.labels, feed, constant_draws(codes),
-            FitConfig(epochs=2), batch_size=16, advance=lambda num, note="": None,
-        )  # fmt: skip
-        found[budget] = state.losses, snapshot(net.learners), snapshot(net.head)
+        result = fitted(constant_draws(codes), FitConfig(epochs=2), feed=feed)
+        found[budget] = result.progress.losses, result.state
     chex.assert_trees_all_equal(found[0], found[2**20])
 
 
 def test_where_nothing_else_learns_the_head_alone_is_trained_on_kept_features():
-    net, room = supernet(), Budget(2**20)
-    prefix = frozen_prefix(net, from_strings(["reuse:0", "skip", "reuse:0", "reuse:0"]))
-    feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=room)
+    prefix = frozen_prefix(NET, from_strings(["reuse:0", "skip", "reuse:0", "reuse:0"]))
+    feed = keep_tokens("tokens", STAGES, FEED, 40, prefix, batch_size=16, budget=Budget(2**20))
     tokens = feed(np.arange(40))
     assert tokens.block == 4 and tokens.values.shape == (40, 1, 16)  # the class token alone
-    losses = fit(
-        jax.random.key(0), STAGES, net, TASK.train.labels, feed, constant_draws(np.array([0, 3, 0, 0])),
-        FitConfig(epochs=8, learning_rate=1e-2), batch_size=16, advance=lambda num, note="": None,
-    ).losses  # fmt: skip
-    assert losses[-1] < 0.6 * losses[0] and not net.learners
+    result = fitted(constant_draws(np.array([0, 3, 0, 0])), FitConfig(epochs=8, learning_rate=1e-2), feed=feed)
+    losses = result.progress.losses
+    assert losses[-1] < 0.6 * losses[0] and not result.state.learners
 
 
 def test_memory_is_a_quarter_of_the_devices_unless_set():

@@ -11,12 +11,10 @@ import pytest
 import small
 from baselines import check_method, fresh, learner
 
-from cheem_jax import flops
+from cheem_jax.backbone import flops
 from cheem_jax.backbone.config import config_of
-from cheem_jax.data.task import Task
-from cheem_jax.methods.adapters import Adapters, adapter_params, cosine_head
-from cheem_jax.methods.method import Undisturbed
-from cheem_jax.methods.tuna import (
+from cheem_jax.baselines.adapters import Adapters, adapter_params, cosine_head
+from cheem_jax.baselines.tuna import (
     JITTER,
     Gaussians,
     Tuna,
@@ -28,8 +26,10 @@ from cheem_jax.methods.tuna import (
     num_passes,
     overlap,
 )
-from cheem_jax.ops import Reuse
-from cheem_jax.training import FitConfig
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.core.ops import Reuse
+from cheem_jax.data.task import Task
+from cheem_jax.run.method import Undisturbed
 
 CONFIG = TunaConfig(
     bottleneck=3, scale=1.0, orthogonality=1e-2, alignment_epochs=3, alignment_samples=1,
@@ -159,7 +159,7 @@ def test_classes_are_drawn_with_their_mean_and_spread_and_one_image_is_enough(ki
     features, labels = np.concatenate([features, features[:1]]), np.repeat([0, 1], [200, 1]).astype(np.int32)
     gaussians = gaussians_of(features, labels, 2, kind)
     covariance = np.cov(features[:200].T) + JITTER * np.eye(16)
-    drawn = np.asarray(begun()._draw(jax.random.key(0), gaussians.means[0], gaussians.spreads[0], 20000))
+    drawn = np.asarray(begun()._sample(jax.random.key(0), gaussians.means[0], gaussians.spreads[0], 20000))
     np.testing.assert_allclose(drawn.mean(axis=0), features[:200].mean(axis=0), atol=0.2)
     if kind == "variance":
         np.testing.assert_allclose(gaussians.spreads[0] ** 2, np.diag(covariance), rtol=1e-4)
@@ -167,7 +167,7 @@ def test_classes_are_drawn_with_their_mean_and_spread_and_one_image_is_enough(ki
     else:
         np.testing.assert_allclose(gaussians.spreads[0] @ gaussians.spreads[0].T, covariance, rtol=1e-3, atol=1e-2)
         np.testing.assert_allclose(np.cov(drawn.T), covariance, atol=0.1 * np.diag(covariance).max())
-    alone = np.asarray(begun()._draw(jax.random.key(1), gaussians.means[1], gaussians.spreads[1], 20000))
+    alone = np.asarray(begun()._sample(jax.random.key(1), gaussians.means[1], gaussians.spreads[1], 20000))
     np.testing.assert_allclose(alone.std(axis=0), JITTER**0.5, rtol=0.05)
     np.testing.assert_allclose(alone.mean(axis=0), features[0], atol=1e-3)
 
@@ -192,7 +192,7 @@ def test_classes_of_one_image_are_said_and_learned():
     lone = Task("few", ("c0", "c1", "c2"), split, split, split)
     tuna = fresh(begun())
     said = tuna.check([small.task("colours", 0), lone])
-    assert said[0].startswith("6 of 6 classes have no more training images than features have dimensions (16)")
+    assert said[0].startswith("6 of 6 classes have at most as many training images as features have dimensions (16)")
     assert said[1] == "3 classes have a single training image; the variance of their features is taken as 0.0001"
     tuna.learn(small.task("colours", 0), Undisturbed())
     report = tuna.learn(lone, Undisturbed())

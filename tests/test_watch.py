@@ -15,14 +15,13 @@ import pytest
 from rich.console import Console
 from test_report import made_up
 
-from cheem_jax.commands import watch
-from cheem_jax.commands.watch import Watch, watch_run
+from cheem_jax.cli import watch
+from cheem_jax.cli.watch import Watch, watch_run
 from cheem_jax.report import live
 from cheem_jax.report.live import shown_tasks, sparkline, view
-from cheem_jax.report.record import Record
-from cheem_jax.report.seen import look
-from cheem_jax.report.status import NAME, Doing, Status, read_owner, read_status
-from cheem_jax.run_directory import hold
+from cheem_jax.report.status import NAME, Doing, Status, look, read_owner, read_status
+from cheem_jax.run.directory import hold
+from cheem_jax.run.record import Record
 
 NAMES = ["digits", "letters", "textures"]
 
@@ -162,7 +161,7 @@ def test_a_running_run_shows_tasks_phase_and_the_time_that_the_finished_ones_for
     assert f"process {os.getpid()} on {socket.gethostname()}" in line_with("running since", text)
     # tasks took 10 s and 20 s; the third has just begun
     assert "67 %" in line_with("2 of 3 tasks", text) and "about 15 s left" in line_with("2 of 3 tasks", text)
-    assert "average accuracy 77.5 %, task given 90.0 %, forgetting 5.0 points" in text
+    assert "average accuracy 77.5 %, task ID given 90.0 %, forgetting 5.0 points" in text
     assert "25 %" in line_with("finetune", text)
     assert "1,000 of 4,000 images, 50 images/s, 1 min 00 s left" in text
     assert "epoch 4/16 loss 0.250  █▃▂▁" in text
@@ -197,8 +196,8 @@ def test_a_killed_run_is_told_with_the_phase_it_was_in_and_ends_the_view(tmp_pat
     try:
         assert read_owner(tmp_path) is None
         text = text_of(tmp_path, now=now)
-        assert "stopped" in text and "the same command goes on" in text
-        assert "3 of 4 images, last heard of 1 min 30 s ago" in text
+        assert "stopped" in text and "the same command resumes it" in text
+        assert "3 of 4 images, last sign of life 1 min 30 s ago" in text
         assert line_with("T1 letters", text).split() == ["T1", "letters", "waiting"]
         watch_run(Watch(tmp_path), Console(file=io.StringIO(), width=80))  # ends by itself
     finally:
@@ -295,11 +294,11 @@ def test_the_record_is_read_again_only_where_it_changed(tmp_path):
 def test_what_is_no_run_is_named_with_the_way_out(tmp_path):
     with pytest.raises(ValueError, match="no folder .*/nowhere'; a run makes it when it begins"):
         look(tmp_path / "nowhere", 0.0)
-    with pytest.raises(ValueError, match="is no run directory .it has no config.json.; give what"):
+    with pytest.raises(ValueError, match="is not a run directory .it has no config.json.; give what"):
         look(tmp_path, 0.0)
     (tmp_path / "compare").mkdir()
     begin(tmp_path / "compare" / "cheem")
-    with pytest.raises(ValueError, match="it holds 1 runs, such as .*compare/cheem"):
+    with pytest.raises(ValueError, match="it contains 1 runs, such as .*compare/cheem"):
         look(tmp_path, 0.0)
     for every in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"every is {every}"):
@@ -364,7 +363,7 @@ def test_a_run_that_was_stopped_before_its_last_upper_bound_is_not_finished(tmp_
     learn(record, 1, [0.7, 0.9])
     assert "stopped" in text_of(tmp_path)
     for index in range(2):
-        assert "the same command goes on" in text_of(tmp_path)
+        assert "the same command resumes it" in text_of(tmp_path)
         record.write("upper_bound", index=index, name=NAMES[index], test_accuracy=0.95, seconds=4.0)
     assert "finished" in text_of(tmp_path) and "upper bound of 2" in text_of(tmp_path)
 

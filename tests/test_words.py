@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-from cheem_jax.cli import parse
-from cheem_jax.commands import COMMANDS
+from cheem_jax.cli.commands import COMMANDS
+from cheem_jax.cli.main import parse
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -74,8 +74,8 @@ TERMS = (
 """Words that no other project uses in this sense; each pattern begins at a word."""
 
 ALLOWED = {
-    "docs/results.md": 112,
-    "docs/results/notes.md": 22,
+    "docs/results.md": 20,
+    "docs/results/notes.md": 1,
 }
 """Hits of pages that are still to be rewritten. The numbers may only fall."""
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, UInt8
 
 from cheem_jax.backbone.params import Params, mismatches
 from cheem_jax.backbone.weights import read_tensors, sha256_of
-from cheem_jax.paths import absolute
+from cheem_jax.core.paths import absolute
 
 Feature = Literal["pooled_conv", "fc7", "conv5"]
 FORMAT = "cheem_jax.alexnet.1"

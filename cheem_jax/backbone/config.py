@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from cheem_jax.kernels import Activation, Precision
+from cheem_jax.core.kernels import Activation, Precision
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree, UInt8
 
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.images import Images, in_turn
-from cheem_jax.ops import Reuse
+from cheem_jax.core.images import Images, in_turn
+from cheem_jax.core.ops import Reuse
 
 KEYS = ("mlp_down/component", "attn_proj/component", "mlp_down/block", "attn_proj/block")
 

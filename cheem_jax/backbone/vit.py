@@ -12,8 +12,8 @@ from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
 from cheem_jax.backbone.config import ViTConfig
-from cheem_jax.kernels import Activation, Precision, activate, attend, layer_norm, product
-from cheem_jax.ops import Expert, Op, Placement, Reuse, Skip, apply_op
+from cheem_jax.core.kernels import Activation, Precision, activate, attend, layer_norm, product
+from cheem_jax.core.ops import Expert, Op, Placement, Reuse, Skip, apply_op
 
 
 class Prefix(NamedTuple):
@@ -165,6 +165,10 @@ class ViT(nnx.Module):
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.depth)])
         self.norm = LayerNorm(config, rngs)
         self.head = nnx.Linear(config.width, config.num_classes, rngs=rngs) if config.num_classes else None
+
+    def experts(self, placement: Placement) -> list[Expert]:
+        """Expert 0 of each block: the pretrained layer at `placement`."""
+        return [block.expert(placement) for block in self.blocks]
 
     def embed(self, images: UInt8[Array, "B H W 3"] | Float[Array, "B H W 3"]) -> Float[Array, "B N D"]:
         """Tokens of the first block; uint8 images are normalised here, floats are taken as normalised."""

@@ -18,11 +18,11 @@ import numpy as np
 
 from cheem_jax.backbone.config import BUNDLED, CONFIGS, ViTConfig, at_image_size, check_fields
 from cheem_jax.backbone.hub import download
-from cheem_jax.backbone.npz import read_npz
 from cheem_jax.backbone.params import check_params
 from cheem_jax.backbone.resample import resample_position
 from cheem_jax.backbone.timm_names import from_timm, infer_config
-from cheem_jax.paths import absolute
+from cheem_jax.core.npz import read_npz
+from cheem_jax.core.paths import absolute
 
 FORMAT = "cheem_jax.vit.1"
 _MEANS = "base_means/"
@@ -106,6 +106,7 @@ def save_converted(file: str | Path, pretrained: Pretrained) -> None:
     """Write one converted file; an existing one is replaced only when the new one is complete."""
     from safetensors.numpy import save
 
+    file = absolute(file)
     check_params(pretrained.config, pretrained.params)
     means = {_MEANS + key: value for key, value in pretrained.base_means.items()}
     tensors = {name: np.ascontiguousarray(value) for name, value in {**pretrained.params, **means}.items()}

@@ -17,9 +17,9 @@ from pathlib import Path
 import filelock
 import numpy as np
 
+from cheem_jax.core.paths import absolute
 from cheem_jax.data.decode import DECODER_VERSION, Progress, decode_in_order
 from cheem_jax.data.task import Part, Plan, Split
-from cheem_jax.paths import absolute
 
 FORMAT = "cheem_jax-images/1"
 SPLIT_NAMES = ("train", "val", "test")

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from cheem_jax.core.paths import absolute
 from cheem_jax.data.cache import Phase, bytes_needed, cached, default_directory
 from cheem_jax.data.decode import DECODER_VERSION, Progress, decode_image, decode_in_order, decode_many
 from cheem_jax.data.files import Encoded
 from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.task import Part, Plan, Split, Stream, Task, hash_of
-from cheem_jax.paths import absolute
 
 Keep = Literal["auto", "memory", "cache", "stream"]
 

@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from cheem_jax.atomic import write_atomically
-from cheem_jax.backbone.npz import read_npz
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.npz import read_npz
+from cheem_jax.core.paths import absolute
 from cheem_jax.data.decode import Progress, decode_pixels
 from cheem_jax.data.files import stamp_of
 from cheem_jax.data.splits import SPLITS, cut_missing
 from cheem_jax.data.task import Part, Plan
-from cheem_jax.paths import absolute
 
 BY_BYTES, BY_PIXELS = "bytes", "pixels"
 MAX_CLASSES = 1_000_000

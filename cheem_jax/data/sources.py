@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from cheem_jax.core.paths import absolute
 from cheem_jax.data.benchmarks.prepare import plan_benchmark, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
 from cheem_jax.data.cache import default_directory
@@ -17,7 +18,6 @@ from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.manifest import plan_manifest
 from cheem_jax.data.records import default_data_dir, plan_tfds
 from cheem_jax.data.task import Plan, check_names, repeats
-from cheem_jax.paths import absolute
 
 BENCHMARKS: tuple[Benchmark, ...] = get_args(Benchmark)
 KINDS = ("path", "manifest", "tfds", "benchmark")

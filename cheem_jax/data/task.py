@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from cheem_jax.core.images import Images
 from cheem_jax.data.files import Encoded
-from cheem_jax.images import Images
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cheem_jax import __version__
-from cheem_jax.architecture import to_strings
+from cheem_jax.core.architecture import to_strings
 from cheem_jax.export.subject import Subject
 
 Format = Literal["stablehlo", "onnx", "timm"]

@@ -9,15 +9,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int, UInt8
 
-from cheem_jax.execution.choice import EngineConfig, make_executor
+from cheem_jax.cheem.heads import FAR
+from cheem_jax.core.ops import Ops, Reuse
+from cheem_jax.core.routing.centroids import distances
+from cheem_jax.core.routing.routers import make_router
+from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.export.artefact import Run
 from cheem_jax.export.programs import dense_ops, stored_ops
 from cheem_jax.export.subject import Subject
-from cheem_jax.methods.heads import FAR
-from cheem_jax.methods.method import Backbone
-from cheem_jax.ops import Ops, Reuse
-from cheem_jax.routing.centroids import distances
-from cheem_jax.routing.routers import make_router
+from cheem_jax.run.method import Backbone
 
 TOLERANCE = 1e-4
 """Largest difference that a file may show, where logits are larger than 1 relative to the largest."""

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cheem_jax.atomic import write_atomically
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.export import onnx_model, stablehlo, timm_weights
 from cheem_jax.export.artefact import Artefact, Format, describe
 from cheem_jax.export.checking import check, seconds_per_image

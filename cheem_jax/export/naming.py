@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from cheem_jax.core.routing.config import Metric
+from cheem_jax.core.routing.routers import OwnCovariance, RidgeOnTasks, SharedCovariance, make_router
+from cheem_jax.core.routing.statistics import projection
 from cheem_jax.export.subject import Subject
-from cheem_jax.routing.config import Metric
-from cheem_jax.routing.routers import OwnCovariance, RidgeOnTasks, SharedCovariance, make_router
-from cheem_jax.routing.statistics import projection
 
 Distances = Callable[[Float[Array, "B E"]], Float[Array, "B T"]]
 

@@ -9,11 +9,11 @@ from flax import nnx
 from jaxtyping import Array, UInt8
 
 from cheem_jax.backbone.vit import ViT
+from cheem_jax.cheem.heads import FAR
+from cheem_jax.core.ops import Adapt, LowRank, Ops, Placement, Reuse, Skip
+from cheem_jax.core.pool import BlockPool, Head, dense_expert
 from cheem_jax.export.naming import distances_of, joined, to_centroids
 from cheem_jax.export.subject import Subject
-from cheem_jax.methods.heads import FAR
-from cheem_jax.ops import Adapt, LowRank, Ops, Placement, Reuse, Skip
-from cheem_jax.pool import BlockPool, Head, dense_expert
 
 Outputs = dict[str, Array]
 Program = Callable[[UInt8[Array, "B S S 3"]], Outputs]

@@ -4,9 +4,9 @@ import dataclasses
 import difflib
 
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.ops import Placement
-from cheem_jax.pool import Pool, TaskMemory
-from cheem_jax.routing.config import RouterConfig
+from cheem_jax.core.ops import Placement
+from cheem_jax.core.pool import Pool, TaskMemory
+from cheem_jax.core.routing.config import RouterConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from cheem_jax.architecture import Choice, to_strings
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.checkpoint import saved_tasks
+from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cheem.saved_memory import open_memory as open_saved
+from cheem_jax.cheem.saved_memory import open_usable
+from cheem_jax.core.architecture import Choice, to_strings
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.paths import absolute
+from cheem_jax.core.pool import DenseExperts, Head, TaskMemory
+from cheem_jax.core.pool import Memory as Pools
+from cheem_jax.core.routing.centroids import calibrate, distances
 from cheem_jax.data.task import Task, check_names
-from cheem_jax.execution.choice import EngineConfig, make_executor
-from cheem_jax.execution.executor import Executor
-from cheem_jax.execution.feed import memory_budget
-from cheem_jax.keys import Keys
+from cheem_jax.engine.choice import EngineConfig, make_executor
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.feed import memory_budget
 from cheem_jax.memory.data import Data, Picture, pixels_of, tasks_of
 from cheem_jax.memory.directory import BASE, MemoryConfig, config_of, load_base, read_config, tasks_root
-from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.expert_memory import TaskNetworks
-from cheem_jax.methods.method import Backbone, FrozenFeatures, Running
-from cheem_jax.paths import absolute
-from cheem_jax.pool import DenseExperts, Head, TaskMemory
-from cheem_jax.pool import Memory as Pools
-from cheem_jax.predict import BATCH_SIZES, Predictor, is_best
-from cheem_jax.prediction import Prediction
-from cheem_jax.routing.centroids import calibrate, distances
-from cheem_jax.saved_memory import open_memory as open_saved
-from cheem_jax.saved_memory import open_usable
+from cheem_jax.memory.prediction import Prediction
+from cheem_jax.memory.predictor import BATCH_SIZES, Predictor, is_best
+from cheem_jax.run.checkpoint import saved_tasks
+from cheem_jax.run.method import Backbone, FrozenFeatures, Running
 
 if TYPE_CHECKING:
     from cheem_jax.export import Exported, Format

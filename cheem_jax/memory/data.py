@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from cheem_jax.core.paths import absolute
 from cheem_jax.data.decode import decode_image
 from cheem_jax.data.load import ImagesConfig, load_tasks
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import Stream, Task, repeats
-from cheem_jax.paths import absolute
-from cheem_jax.report.progress import Progress
+from cheem_jax.run.progress import Progress
 
 Data = str | Path | Task | Stream | Sequence[Task]
 Picture = str | Path | bytes | np.ndarray | Image.Image

@@ -20,16 +20,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cheem_jax.atomic import to_disk, write_atomically
-from cheem_jax.checkpoint import load_task, save_task, saved_tasks
-from cheem_jax.forgetting import changed_tasks
-from cheem_jax.keys import SeedsConfig
-from cheem_jax.methods.cheem_config import CheemConfig
-from cheem_jax.pool import Memory
-from cheem_jax.report.earlier import check_removed, without_removed
-from cheem_jax.report.record import to_json
-from cheem_jax.run_directory import NAME
-from cheem_jax.saved_memory import save_forgotten, save_memory_task
+from cheem_jax.cheem.config import CheemConfig
+from cheem_jax.cheem.saved_memory import save_forgotten, save_memory_task
+from cheem_jax.core.atomic import to_disk, write_atomically
+from cheem_jax.core.keys import SeedsConfig
+from cheem_jax.core.pool import Memory
+from cheem_jax.memory.forgetting import changed_tasks
+from cheem_jax.run.checkpoint import load_task, save_task, saved_tasks
+from cheem_jax.run.directory import NAME
+from cheem_jax.run.record import to_json
+from cheem_jax.run.removed import without_removed
 
 FORMAT = "cheem_jax-memory/1"
 RUN_FORMAT = "cheem_jax-run/1"
@@ -92,8 +92,7 @@ def config_of(held: Mapping[str, Any], directory: Path) -> MemoryConfig:
 def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:
     """A settings dataclass from its JSON values, nested ones included. Raises ValueError naming what does not fit."""
     if kind is CheemConfig:
-        check_removed(values, where)
-        values = without_removed(values)
+        values = without_removed(values, where)
     hints, known = typing.get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(values.keys() - known):
         raise ValueError(f"{where} holds unknown settings {unknown}; was it written by a newer version?")

@@ -9,9 +9,13 @@ from typing import Any
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted
+from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.core.keys import Keys, Phase, SeedsConfig
+from cheem_jax.core.paths import absolute
+from cheem_jax.core.routing.centroids import calibrate, distances
+from cheem_jax.core.routing.statistics import fit_statistics
 from cheem_jax.data.task import Task, repeats
-from cheem_jax.execution.choice import EngineConfig, make_executor
-from cheem_jax.keys import Keys, Phase, SeedsConfig
+from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.memory.answering import ENGINE
 from cheem_jax.memory.data import Data, tasks_of
 from cheem_jax.memory.directory import (
@@ -30,14 +34,10 @@ from cheem_jax.memory.directory import (
     write_config,
 )
 from cheem_jax.memory.opened import OpenMemory
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig, Preset
-from cheem_jax.methods.method import Backbone, FrozenFeatures
-from cheem_jax.paths import absolute
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import Record, read
-from cheem_jax.routing.centroids import calibrate, distances
-from cheem_jax.routing.statistics import fit_place
-from cheem_jax.run_directory import NAME
+from cheem_jax.run.directory import NAME
+from cheem_jax.run.method import Backbone, FrozenFeatures
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import Record, read
 
 _BASE_NUMBER = 2**32 - 1
 """The backbone's own place among the keys, which no task reaches."""
@@ -93,7 +93,7 @@ def create(
             executor = make_executor(vit, config.placement, engine, token=config.token, batch_size=config.batch_size)
             features = FrozenFeatures(Backbone(executor, config.router), config.batch_size)
             seed_of_base = Keys(seed).seed_at(_BASE_NUMBER, Phase.CENTROIDS)
-            place = fit_place(features(own, "train"), own.train.labels, config.router, seed=seed_of_base)
+            place = fit_statistics(features(own, "train"), own.train.labels, config.router, seed=seed_of_base)
             away = distances(features(own, "val"), [place.centroids], config.router)[:, 0]
             base = {"centroids": place.centroids, "distances": calibrate(away)}
             if place.moments:

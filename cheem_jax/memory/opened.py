@@ -8,24 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cheem_jax import fingerprint
-from cheem_jax.atomic import write_atomically
+from cheem_jax.continual import RunContext, evaluate, learn_task
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.data.task import Task, repeats
 from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.forgetting import Forgotten, forget
-from cheem_jax.interruption import Stop, stop_requests
 from cheem_jax.memory.answering import Answering, TaskInfo
 from cheem_jax.memory.data import Data, tasks_of
 from cheem_jax.memory.directory import BASE, remove_old_generations, write_config, write_generation
+from cheem_jax.memory.forgetting import Forgotten, forget
 from cheem_jax.memory.record import without_task
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import NAME as RECORD
-from cheem_jax.report.record import Record, read, to_json
 from cheem_jax.report.status import Status
-from cheem_jax.results import results_of
-from cheem_jax.rolling import Rolling
-from cheem_jax.run_directory import hold
-from cheem_jax.steps import Run, evaluate, learn_task
+from cheem_jax.run import fingerprint
+from cheem_jax.run.directory import hold
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import NAME as RECORD
+from cheem_jax.run.record import Record, read, to_json
+from cheem_jax.run.results import results_of
+from cheem_jax.run.rolling import Rolling
 
 
 class OpenMemory(Answering):
@@ -67,7 +67,7 @@ class OpenMemory(Answering):
             hashes = {task.name: data_hash(task) for task in tasks}
             self._check_names(hashes)
             self._check_unfinished(hashes, discard_unfinished)
-            run = Run(self.directory, record, progress, stop, save_every, status, self._root.parent)
+            run = RunContext(self.directory, record, progress, stop, save_every, status, self._root.parent)
             for task in tasks:
                 if task.name in self.config.data_sha256:
                     progress.say(f"{task.name}: learned already")
@@ -78,7 +78,7 @@ class OpenMemory(Answering):
         names = [task.name for task in tasks]
         return tuple(task for task in self.tasks if task.name in names)
 
-    def _learn(self, task: Task, data_sha256: str, run: Run) -> None:
+    def _learn(self, task: Task, data_sha256: str, run: RunContext) -> None:
         number, index = self.pools.next_number, len(self.pools.tasks)
         begun = {"name": task.name, "number": number, "data_sha256": data_sha256}
         self._write(learning=begun, tasks=(*self._names, task.name))
@@ -91,7 +91,7 @@ class OpenMemory(Answering):
         self._write(learning=None, data_sha256=known, tasks=self._names, num_learned=self.pools.next_number)
         self._drop_predictors()
 
-    def _measure(self, tasks: Sequence[Task], run: Run) -> None:
+    def _measure(self, tasks: Sequence[Task], run: RunContext) -> None:
         """Fill the record up: one measurement after each task, of those whose images are at hand."""
         measured = {entry["index"] for entry in read(self.directory) if entry["event"] == "evaluated"}
         at_hand = {task.name: task for task in tasks}

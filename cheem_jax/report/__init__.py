@@ -1,4 +1,1 @@
-"""What people look at: the record of a run, progress, tables, figures and the written report."""
-
-COLOURS = {"reuse": "#9CCEA7", "adapt": "#FEB24C", "new": "#9EC9E2", "skip": "#F2ACCA"}
-"""One colour per op kind, in terminal, figures and report alike."""
+"""What people look at: tables, figures, the written report and the page."""

@@ -1,16 +1,15 @@
-"""Where two runs first differ, in the order of what happened, told for people."""
+"""Where two runs first differ, in the order of what happened, in words."""
 
 import enum
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from cheem_jax.report.earlier import side_by_side
-from cheem_jax.report.record import read
+from cheem_jax.run.differences import Place, dotted, leaves, sentence, settings_apart
+from cheem_jax.run.record import read, read_object
 
 Entry = Mapping[str, Any]
-Place = tuple[str | int, ...]
+NAME = "config.json"
 
 CIRCUMSTANCES = frozenset((
     "time", "seconds", "seconds_total", "compile_seconds", "checkpoint_seconds", "peak_memory_bytes",
@@ -23,19 +22,18 @@ STORY = (
     "index", "name", "classes", "num_train", "num_val", "num_test", "similarity", "supernet_losses", "search",
     "searched", "validation_accuracy", "best_validation_accuracy", "architecture", "experts", "finetune_losses",
 )  # fmt: skip
-"""The order in which a task's report came about; whatever else it holds came later."""
+"""The order in which a task's report came about; everything else came later."""
 
 
-class Missing(enum.Enum):
-    """What a side of a difference lacks: one value, an entry of the record, or all that the other one goes on with."""
+class Absent(enum.Enum):
+    """What a run lacks: an entry of the record, or all that the other one continues with."""
 
-    VALUE = "missing"
-    ENTRY = "without that entry"
-    REST = "stopped"
+    ENTRY = enum.auto()
+    REST = enum.auto()
 
 
 class Difference(NamedTuple):
-    """The first place where two runs differ, and what each says; as text a sentence."""
+    """The first place where two runs differ, and the value in each; as text a sentence."""
 
     place: str
     first: Any
@@ -44,15 +42,14 @@ class Difference(NamedTuple):
     @property
     def stopped(self) -> Literal["first", "second"] | None:
         """The run that is equal to the other one as far as it goes, if this is all there is."""
-        return "first" if self.first is Missing.REST else "second" if self.second is Missing.REST else None
+        return "first" if self.first is Absent.REST else "second" if self.second is Absent.REST else None
 
     def __str__(self) -> str:
         if self.stopped:
             return f"equal as far as both go, but the {self.stopped} run stopped before {self.place}"
-        if Missing.ENTRY in self:
-            return f"{self.place}: only the {'second' if self.first is Missing.ENTRY else 'first'} run tells of it"
-        first, second = _told(self.first, self.second)
-        return f"{self.place} is {first} there and {second} here"
+        if Absent.ENTRY in self:
+            return f"{self.place}: only in the record of the {'second' if self.first is Absent.ENTRY else 'first'} run"
+        return sentence(self.place, self.first, self.second)
 
 
 def timeless(value: Any) -> Any:
@@ -62,77 +59,77 @@ def timeless(value: Any) -> Any:
     return [timeless(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def first_difference(first: Path, second: Path) -> Difference | None:
-    """Between two run directories; None where they tell the same."""
-    return next(differences(first, second), None)
-
-
 def differences(first: Path, second: Path) -> Iterator[Difference]:
     """The first one of each file: the config, the record, the results."""
-    configs = side_by_side(config_of(first), config_of(second))
-    if found := difference_of_values(configs[0], configs[1], "config.json"):
-        yield found
+    configs = config_of(first), config_of(second)
+    for leaf in settings_apart(*configs)[:1]:
+        yield Difference(f"{NAME}: {dotted(leaf.place)}", leaf.first, leaf.second)
     in_record = difference_of_records(read(first), read(second), configs[0].get("tasks", ()))
     if in_record:
         yield in_record
     if in_record is None or not in_record.stopped:
-        results = _read_json(first / "results.json"), _read_json(second / "results.json")
-        if found := difference_of_results(results[0], results[1]):
+        if found := difference_of_results(_results(first), _results(second)):
             yield found
 
 
 def config_of(directory: Path) -> dict[str, Any]:
-    """What a run directory was begun with; raises ValueError where it is none."""
-    config = _read_json(directory / "config.json")
-    if config is None:
-        raise ValueError(f"{str(directory)!r} is no run directory (it has no config.json); give one that a run left")
-    return config
+    """The settings that a run directory was begun with; raises ValueError where it is none."""
+    if not (directory / NAME).exists():
+        raise ValueError(f"{str(directory)!r} is not a run directory (it has no {NAME}); give one that a run left")
+    return read_object(directory / NAME)
 
 
 def difference_of_records(first: Sequence[Entry], second: Sequence[Entry], tasks: Sequence[str]) -> Difference | None:
-    """Between the entries of two records, which are paired by what they tell of; `tasks` are names in order."""
+    """Between the entries of two records, which are paired by event, method and task; `tasks` are names in order."""
     left, right = _paired(first), _paired(second)
     while left and right:
         mine, other = next(iter(left)), next(iter(right))
         if other not in left:
-            return Difference(_subject(other, tasks), Missing.ENTRY, right[other])
+            return Difference(_subject(other, tasks), Absent.ENTRY, right[other])
         if mine not in right:
-            return Difference(_subject(mine, tasks), left[mine], Missing.ENTRY)
+            return Difference(_subject(mine, tasks), left[mine], Absent.ENTRY)
         # where the order alone differs, nothing was measured differently
-        pair = left.pop(mine), right.pop(mine)
-        if found := _first_leaf(*pair, lambda place, key=mine: _words(key, place, tasks)):
+        pair = map(_as_it_happened, (left.pop(mine), right.pop(mine)))
+        if found := difference_of_values(*pair, _subject(mine, tasks)):
             return found
     for key, entry in left.items():
-        return Difference(_subject(key, tasks), entry, Missing.REST)
+        return Difference(_subject(key, tasks), entry, Absent.REST)
     for key, entry in right.items():
-        return Difference(_subject(key, tasks), Missing.REST, entry)
+        return Difference(_subject(key, tasks), Absent.REST, entry)
     return None
 
 
 def difference_of_results(first: Any, second: Any) -> Difference | None:
-    """Between what two `results.json` hold; None stands for a file that is not there."""
+    """Between the contents of two `results.json`; None is a missing file."""
     if (first is None) != (second is None):
-        sides = (Missing.REST, second) if first is None else (first, Missing.REST)
-        return Difference("results.json was written", *sides)
+        left, right = (Absent.REST, second) if first is None else (first, Absent.REST)
+        return Difference("results.json was written", left, right)
     return difference_of_values(timeless(first), timeless(second), "results.json")
 
 
-def difference_of_values(first: Any, second: Any, file: str) -> Difference | None:
-    """Between two JSON values, leaf by leaf in the order of the first."""
-    return _first_leaf(first, second, lambda place: f"{file}: {_dotted(place)}" if place else file)
+def difference_of_values(first: Any, second: Any, subject: str) -> Difference | None:
+    """Between two JSON values of the subject, in the order of the first."""
+    leaf = next(leaves(first, second), None)
+    return None if leaf is None else Difference(f"{subject}: {dotted(leaf.place)}", leaf.first, leaf.second)
+
+
+def _as_it_happened(entry: Entry) -> Entry:
+    """An entry with the values of its report in the order in which they came about."""
+    report = entry.get("report", {})
+    keys = sorted(report, key=lambda key: STORY.index(key) if key in STORY else len(STORY))
+    return {key: value for key, value in entry.items() if key != "report"} | {key: report[key] for key in keys}
 
 
 def _paired(entries: Sequence[Entry]) -> dict[Place, Entry]:
-    """Entries under what they tell of: event, method, task and, where the same is told again, a count.
+    """Entries by event, method, task and, where one comes again, a count.
 
-    Those of nothing but circumstances, such as that a process went on with the run, are left out.
+    Those of nothing but circumstances, such as that a process resumed the run, are left out.
     """
     found: dict[Place, Entry] = {}
     for entry in map(timeless, entries):
         if entry.keys() <= {"event"}:
             continue
-        report = entry.get("report", {})
-        index = entry.get("index", report.get("index", -1) if isinstance(report, Mapping) else -1)
+        index = entry.get("index", entry.get("report", {}).get("index", -1))
         key, count = (entry["event"], entry.get("method", "") if entry["event"] != "run" else "", index), 0
         while (*key, count) in found:
             count += 1
@@ -140,28 +137,8 @@ def _paired(entries: Sequence[Entry]) -> dict[Place, Entry]:
     return found
 
 
-def _first_leaf(first: Any, second: Any, words: Callable[[Place], str], place: Place = ()) -> Difference | None:
-    if isinstance(first, Mapping) and isinstance(second, Mapping):
-        keys = dict.fromkeys((*first, *second))
-        if place == ("report",):
-            keys = sorted(keys, key=lambda key: STORY.index(key) if key in STORY else len(STORY))
-        pairs = [(key, first.get(key, Missing.VALUE), second.get(key, Missing.VALUE)) for key in keys]
-    elif isinstance(first, list) and isinstance(second, list):
-        longest = range(max(len(first), len(second)))
-        pairs = [
-            (i, *(side[i] if i < len(side) else Missing.VALUE for side in (first, second)))
-            for i in longest
-        ]  # fmt: skip
-    else:
-        return None if first == second else Difference(words(place), first, second)
-    for key, one, other in pairs:
-        if found := _first_leaf(one, other, words, (*place, key)):
-            return found
-    return None
-
-
 def _subject(key: Place, tasks: Sequence[str]) -> str:
-    """What an entry tells of."""
+    """What an entry is about."""
     event, method, index, count = key
     again = f" ({int(count) + 1})" if count else ""
     task = _task(index, tasks)
@@ -178,87 +155,11 @@ def _subject(key: Place, tasks: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def _words(key: Place, place: Place, tasks: Sequence[str]) -> str:
-    """A value of an entry in the words of the method; of what it does not know, the field's name."""
-    subject = _subject(key, tasks)
-
-    def task(index: Any) -> str:
-        return _task(index, tasks)
-
-    match place:
-        case ("report", "similarity", row, block):
-            earlier = "the backbone's own task" if row == 0 else task(int(row) - 1)
-            return f"{subject}: similarity to {earlier} at block {_number(block)}"
-        case ("report", "supernet_losses", epoch):
-            return f"{subject}: supernet loss of epoch {_number(epoch)}"
-        case ("report", "searched"):
-            return f"{subject}: the number of networks scored"
-        case ("report", "validation_accuracy"):
-            return f"{subject}: validation accuracy of the network chosen"
-        case ("report", "best_validation_accuracy"):
-            return f"{subject}: best validation accuracy of the search"
-        case ("report", "architecture", block):
-            return f"{subject}: architecture at block {_number(block)}"
-        case ("report", "finetune_losses", epoch):
-            return f"{subject}: fine-tuning loss of epoch {_number(epoch)}"
-        case ("methods", method, "accuracy", index):
-            return f"{subject}, {method}: accuracy on {task(index)}"
-        case ("methods", method, "local_accuracy", index):
-            return f"{subject}, {method}: accuracy on {task(index)}, the task given,"
-        case ("methods", method, "routing", row, column):
-            return f"{subject}, {method}: the share of {task(row)} that is taken for {task(column)}"
-        case ("checkpoints", method, index):
-            return f"{subject}, {method}: content hash of {task(index)}"
-        case ("report" | "methods", *rest) if rest:
-            return f"{subject}: {_dotted(tuple(rest))}"
-        case ():
-            return subject
-    return f"{subject}: {_dotted(place)}"
-
-
 def _task(index: Any, tasks: Sequence[str]) -> str:
-    number = f"task {_number(index)}"
-    return f"{number} {tasks[index]!r}" if isinstance(index, int) and 0 <= index < len(tasks) else number
+    number = f"task {index + 1}"
+    return f"{number} {tasks[index]!r}" if 0 <= index < len(tasks) else number
 
 
-def _number(position: Any) -> Any:
-    """People count from one."""
-    return position + 1 if isinstance(position, int) else position
-
-
-def _dotted(place: Place) -> str:
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    return text.removeprefix(".")
-
-
-def _told(first: Any, second: Any) -> tuple[str, str]:
-    """Both values with as many digits, or as much of the text, as tells them apart."""
-    if isinstance(first, float) and isinstance(second, float):
-        for digits in range(5, 18):
-            pair = f"{first:.{digits}g}", f"{second:.{digits}g}"
-            if pair[0] != pair[1]:
-                return pair
-    one, other = _text(first), _text(second)
-    if Missing.VALUE in (first, second) or max(len(one), len(other)) <= 40:
-        return _cut(one, 0), _cut(other, 0)
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    begin = max(at - 12, 0) if at > 20 else 0
-    return _cut(one, begin), _cut(other, begin)
-
-
-def _text(value: Any) -> str:
-    return value.value if isinstance(value, Missing) else json.dumps(value)
-
-
-def _cut(text: str, begin: int) -> str:
-    end = begin + (40 if begin == 0 and len(text) <= 40 else 25)
-    return ("…" if begin else "") + text[begin:end] + ("…" if end < len(text) else "")
-
-
-def _read_json(file: Path) -> Any:
-    if not file.exists():
-        return None
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}); restore it from a copy") from error
+def _results(directory: Path) -> dict[str, Any] | None:
+    file = directory / "results.json"
+    return read_object(file) if file.exists() else None

@@ -1,11 +1,11 @@
-"""Methods beside each other: one table from the results of several runs, as text, CSV and numbers."""
+"""Methods compared: one table from the results of several runs, as text, CSV and numbers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from cheem_jax import metrics
+from cheem_jax.core import metrics
 from cheem_jax.report.table import METHODS, NONE, TOLD, Grid, format_flops, number
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -16,7 +16,7 @@ MEASURES = (
     "flops_paper", "flops_explicit", "flops_executed", "params_learned", "params_stored", "params_added_percent",
     "seconds", "fom",
 )  # fmt: skip
-"""What the comparison holds of each method: accuracies in [0, 1], counts per image or per task, seconds of learning."""
+"""What is compared of each method: accuracies in [0, 1], counts per image or per task, seconds of learning."""
 
 
 def comparison(found: Runs) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def comparison(found: Runs) -> list[dict[str, Any]]:
 
 
 def measure(run: Mapping[str, Any], name: str) -> float | None:
-    """One number of a run's results; upper bounds have no accuracy without the task."""
+    """One number of a run's results; upper bounds have no task-agnostic accuracy."""
     if name.startswith("flops_"):
         return run["flops"][name.removeprefix("flops_")]
     if run["method"] in TOLD and name in ("average_accuracy", "average_forgetting"):
@@ -69,15 +69,15 @@ def _figure_of_merit(rows: Mapping[str, Mapping[str, Any]], other: Mapping[str, 
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "average_accuracy": ("average\naccuracy\n%", lambda v: f"{100 * v:.1f}"),
-    "local_average_accuracy": ("task\ngiven\n%", lambda v: f"{100 * v:.1f}"),
-    "just_trained": ("just\ntrained\n%", lambda v: f"{100 * v:.1f}"),
+    "local_average_accuracy": ("task ID\ngiven\n%", lambda v: f"{100 * v:.1f}"),
+    "just_trained": ("right after\nlearning\n%", lambda v: f"{100 * v:.1f}"),
     "average_forgetting": ("forget-\nting\npoints", lambda v: f"{100 * v:.1f}"),
-    "local_average_forgetting": ("forget-\nting, task\ngiven", lambda v: f"{100 * v:.1f}"),
+    "local_average_forgetting": ("forget-\nting, task\nID given", lambda v: f"{100 * v:.1f}"),
     "flops_paper": ("FLOPs\npaper", format_flops),
     "flops_explicit": ("FLOPs with\nattention", format_flops),
     "flops_executed": ("FLOPs\nexecuted", format_flops),
     "params_learned": ("params\nlearned\nper task", lambda v: f"{v / 1e3:,.1f} k"),
-    "params_stored": ("params\nstored\nin all", lambda v: f"{v / 1e3:,.1f} k"),
+    "params_stored": ("params\nstored,\nall tasks", lambda v: f"{v / 1e3:,.1f} k"),
     "seconds": ("time\ns", lambda v: number(v, 0)),
     "fom": ("FoM of\nCHEEM", lambda v: number(v, 2)),
 }
@@ -104,16 +104,16 @@ def comparison_grid(found: Runs, titles: Mapping[str, str] = METHODS) -> Grid:
     )
     columns = ("method", *(["runs"] if several else []), *(title for title, _ in COLUMNS.values()))
     captions = [
-        "average accuracy: task and class found per image; task given: within the true task; just trained: that, right "
-        "after each task",
-        "upper bounds are told the true task; FLOPs: per image by the paper's convention; time: learning",
+        "average accuracy: task-agnostic, the task ID inferred per image; right after learning: each task when it was "
+        "new, with the task ID given",
+        "upper bounds are given the task ID; FLOPs: per image by the paper's convention; time: learning",
         "FoM of CHEEM: how many times better than the method, from the gaps to full fine-tuning and the FLOPs",
     ]
     named: dict[str, list[str]] = {}
     for row in rows:
         if row["router"] != first["backbone"]:
             named.setdefault(row["router"], []).append(titles[row["method"]])
-    captions += [f"{' and '.join(names)}: the task is named by {router}" for router, names in named.items()]
+    captions += [f"{' and '.join(names)}: {router} infers the task ID" for router, names in named.items()]
     title = f"{first['stream']}: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels"
     return Grid(f"{title}, {first['preset']}", columns, lines, 1, "\n".join(captions))
 

@@ -1,7 +1,7 @@
-"""What a stream is made of: example pictures of every class, and the tasks side by side."""
+"""What a stream contains: example images of every class, and the tasks next to each other."""
 
-import bisect
 import functools
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,22 +9,19 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Integer, UInt8
-from matplotlib.backends.backend_agg import RendererAgg
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, get_font
-from matplotlib.transforms import IdentityTransform
-from PIL import Image
+from matplotlib.font_manager import findfont
+from PIL import Image, ImageDraw, ImageFont
 
-from cheem_jax.report.figures import DPI, FAINT, INK, save
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.report.figures import DPI, FAINT, INK
 
 EMPTY, FRAME = "#f4f4f4", "#dcdcdc"
 IMAGES_BAR, CLASSES_BAR = "#9ec3dc", "#cfc3df"
-NUM_EXAMPLES = 5  # pictures of a task in the stream's figure
-PICTURE = 112  # about the pixels that a picture of the contact sheet measures
+NUM_EXAMPLES = 5  # images of a task in the stream's figure
+IMAGE_SIDE = 112  # about the pixels of an image of the contact sheet
 FEW_CLASSES, EXAMPLES_EACH = 4, 4
 
-# All places are pixels from the upper left: pictures keep whole pixels, and what a text needs can be measured.
+# All positions are pixels from the upper left, so that images keep whole pixels.
 _MARGIN, _GAP, _TITLE = 28, 12, 50
 _CAPTION = 24
 
@@ -75,9 +72,9 @@ def contact_sheet(
         of_class = np.flatnonzero(labels == index)
         place = (left + column * (side + _GAP), tops[row], side)
         if example < len(of_class):
-            canvas.picture(images[of_class[example * len(of_class) // min(of, len(of_class))]], *place)
+            canvas.image(images[of_class[example * len(of_class) // min(of, len(of_class))]], *place)
         elif example == 0:
-            canvas.picture(None, *place)
+            canvas.image(None, *place)
     for row, column, span, index in captions:
         room = span * (side + _GAP) - 6
         x, y = left - _GAP / 2 + column * (side + _GAP), tops[row] + side + 13
@@ -95,8 +92,8 @@ def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
         raise ValueError(f"no tasks to draw in {file}; pass one StreamRow per task")
     side, gap, bar_width = 84, 6, 300
     names = [_shortened(row.name, 260, 10) for row in rows]
-    pictures = _MARGIN + 44 + math.ceil(max(_text_width(name, 10) for name in names)) + 20
-    images = pictures + NUM_EXAMPLES * (side + gap) + 24
+    examples = _MARGIN + 44 + math.ceil(max(_text_width(name, 10) for name in names)) + 20
+    images = examples + NUM_EXAMPLES * (side + gap) + 24
     val = images + bar_width + 190
     test = val + 110
     classes = test + 40
@@ -119,10 +116,10 @@ def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
         canvas.text(_MARGIN, middle, f"T{index}", 10, FAINT, "left")
         canvas.text(_MARGIN + 44, middle, name, 10, INK, "left")
         if row.examples is None or not len(row.examples):
-            canvas.box(pictures, top, NUM_EXAMPLES * (side + gap) - gap, side, EMPTY)
+            canvas.box(examples, top, NUM_EXAMPLES * (side + gap) - gap, side, EMPTY)
         else:
-            for place, picture in enumerate(row.examples[:NUM_EXAMPLES]):
-                canvas.picture(picture, pictures + place * (side + gap), top, side)
+            for position, image in enumerate(row.examples[:NUM_EXAMPLES]):
+                canvas.image(image, examples + position * (side + gap), top, side)
         image_bar.draw(canvas, row.num_train, middle)
         canvas.text(val, middle, f"{row.num_val:,}", 9, FAINT, "right")
         canvas.text(test, middle, f"{row.num_test:,}", 9, FAINT, "right")
@@ -175,56 +172,54 @@ class _LogBar:
 
 
 class _Canvas:
-    """A figure drawn in pixels: pictures and boxes beneath, texts above."""
+    """A figure drawn in pixels."""
 
     def __init__(self, width: int, height: int) -> None:
-        self.figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI)
-        self.pixels = np.full((height, width, 3), 255, np.uint8)
+        self.figure = Image.new("RGB", (width, height), "white")
+        self.draw = ImageDraw.Draw(self.figure)
 
     def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        left, top = round(x), round(y)
-        self.pixels[top : top + round(height), left : left + round(width)] = np.multiply(to_rgb(colour), 255)
+        if round(width) > 0:
+            left, top = round(x), round(y)
+            self.draw.rectangle((left, top, left + round(width) - 1, top + round(height) - 1), fill=colour)
 
-    def picture(self, image: UInt8[np.ndarray, "S S 3"] | None, x: int, y: int, side: int) -> None:
-        """With a thin frame, as many a picture is white at its edge; an empty box where there is none."""
+    def image(self, image: UInt8[np.ndarray, "S S 3"] | None, x: int, y: int, side: int) -> None:
+        """With a thin frame, since many an image is white at its edge; an empty box where there is none."""
         if image is None:
             self.box(x, y, side, side, EMPTY)
-        else:
-            self.box(x - 1, y - 1, side + 2, side + 2, FRAME)
-            self.pixels[y : y + side, x : x + side] = _resized(image, side)
+            return
+        self.box(x - 1, y - 1, side + 2, side + 2, FRAME)
+        method = Image.Resampling.NEAREST if image.shape[0] <= side else Image.Resampling.LANCZOS
+        self.figure.paste(Image.fromarray(image).resize((side, side), method), (x, y))
 
     def text(
         self, x: float, y: float, text: str, size: float, colour: str = INK,
         align: Literal["left", "center", "right"] = "center",
     ) -> None:  # fmt: skip
-        self.figure.text(
-            x, len(self.pixels) - y, text, fontsize=size, color=colour, ha=align, va="center_baseline",
-            parse_math=False, transform=IdentityTransform(),
-        )  # fmt: skip
+        anchor = {"left": "lm", "center": "mm", "right": "rm"}[align]
+        self.draw.text((x, y), text, font=_font(size), fill=colour, anchor=anchor)
 
     def save(self, file: Path) -> None:
-        self.figure.figimage(self.pixels, 0, 0, origin="upper")
-        save(self.figure, file)
+        """Write a PNG whole or not at all."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = io.BytesIO()
+        self.figure.save(content, "PNG")
+        write_atomically(file, content.getvalue())
 
 
 def _shown_side(side: int) -> int:
-    """Small pictures in whole multiples, so that every pixel stays a square; large ones reduced."""
-    return PICTURE if side > 1.5 * PICTURE else side * max(1, round(PICTURE / side))
-
-
-def _resized(image: UInt8[np.ndarray, "S S 3"], side: int) -> UInt8[np.ndarray, "T T 3"]:
-    method = Image.Resampling.NEAREST if image.shape[0] <= side else Image.Resampling.LANCZOS
-    return np.asarray(Image.fromarray(image).resize((side, side), method))
+    """Small images in whole multiples, so that every pixel stays a square; large ones reduced."""
+    return IMAGE_SIDE if side > 1.5 * IMAGE_SIDE else side * max(1, round(IMAGE_SIDE / side))
 
 
 def _shortened(text: str, room: float, size: float) -> str:
-    """The text as it can be drawn, its middle left out as far as `room` in pixels asks for."""
-    text = "".join(character if _has_glyph(character) else "□" for character in " ".join(text.split()))
-    if len(text) > room:  # no letter is narrower than a pixel, and long texts are slow to measure
-        text = _ends(text, int(room))
-    if _text_width(text, size) <= room:
+    """The text in one line, its middle left out as far as `room` in pixels asks for."""
+    text = " ".join(text.encode(errors="replace").decode().split())
+    if _text_width(text[: int(room) + 1], size) <= room:  # no letter is narrower than a pixel
         return text
-    kept = bisect.bisect_right(range(1, len(text)), room, key=lambda kept: _text_width(_ends(text, kept), size))
+    kept = min(len(text), int(room))
+    while kept > 1 and _text_width(_ends(text, kept), size) > room:
+        kept -= 1
     return _ends(text, kept)
 
 
@@ -232,15 +227,10 @@ def _ends(text: str, kept: int) -> str:
     return f"{text[: (kept + 1) // 2].rstrip()}…{text[len(text) - kept // 2 :].lstrip()}"
 
 
-def _has_glyph(character: str) -> bool:
-    """Others would be drawn as nothing, with a warning each."""
-    return get_font(findfont(FontProperties())).get_char_index(ord(character)) != 0
-
-
 def _text_width(text: str, size: float) -> float:
-    return _renderer().get_text_width_height_descent(text, FontProperties(size=size), ismath=False)[0]
+    return _font(size).getlength(text)
 
 
 @functools.cache
-def _renderer() -> RendererAgg:
-    return RendererAgg(1, 1, DPI)
+def _font(size: float) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(findfont("DejaVu Sans"), round(size * DPI / 72))

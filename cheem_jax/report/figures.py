@@ -1,6 +1,6 @@
-"""The figures of a run as PNG files, drawn from `results.json` without a display."""
+"""The figures of a run as PNG files, from `results.json`, without a display."""
 
-import os
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +13,12 @@ from matplotlib.colors import Colormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from cheem_jax.architecture import from_strings
-from cheem_jax.metrics import matrix_from_json
-from cheem_jax.report import COLOURS
-from cheem_jax.report.memories import FORGOTTEN, MARK, when_learned
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.metrics import matrix_from_json
+from cheem_jax.core.ops import COLOURS
+from cheem_jax.report.memories import MARK, after_learning, origin_name
+from cheem_jax.report.table import spread
 
 INK, FAINT, ABSENT = "#262626", "#757575", "#c4c4c4"
 DPI = 150
@@ -30,11 +32,6 @@ MOST_ROWS, MOST_CELLS, MOST_PANELS = 60, 30, 24
 """Tasks in a grid of architectures, along a side of a heat map, and with a heat map of their own."""
 LONGEST_NAME = 28
 Results = Mapping[str, Any]
-
-
-def spread(num: int, most: int) -> list[int]:
-    """At most so many of `num` positions, evenly spread, the first and the last among them."""
-    return np.unique(np.linspace(0, num - 1, min(num, most)).round().astype(int)).tolist()
 
 
 def architecture_grid(results: Results, file: Path, title: str | None = None) -> None:
@@ -51,22 +48,23 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
     axes.axis("off")
     for block in range(num_blocks):
         axes.text(block + 0.5, -0.15, f"B{block + 1}", ha="center", va="bottom", color=INK, fontsize=10)
-        _cell(axes, block, 0, "#e8e8e8", "base", FAINT)
+        _cell(axes, block, 0, colour="#e8e8e8", text="base", ink=FAINT)
     axes.text(num_blocks + 0.2, -0.15, "params\nadded", ha="left", va="bottom", color=FAINT, fontsize=8)
     for row, label in enumerate(labels):
         axes.text(-0.15, row + 0.5, label, ha="right", va="center", color=INK, fontsize=10)
     has_mark = False
     for row, task in enumerate(tasks, start=1):
         for block, choice in enumerate(from_strings(task["architecture"])):
-            source = "" if choice.expert is None else _short(pool[block][choice.expert]["origin"])
+            source = "" if choice.expert is None else origin_name(pool[block][choice.expert]["origin"])
             text = {"reuse": source, "adapt": f"{source}+Δ"}.get(choice.kind, choice.kind)
             has_mark |= MARK in text
-            _cell(axes, block, row, COLOURS[choice.kind], text, "#6b4a58" if choice.kind == "skip" else INK)
+            ink = "#6b4a58" if choice.kind == "skip" else INK
+            _cell(axes, block, row, colour=COLOURS[choice.kind], text=text, ink=ink)
         added = f"{task['params_added_percent']:.1f} %"
         axes.text(num_blocks + 0.2, row + 0.5, added, ha="left", va="center", color=FAINT, fontsize=9)
     figure.text(
         (left + num_blocks * width / 2) / figure.get_figwidth(), 1 - 0.12 / figure.get_figheight(),
-        (title or f"The network found for each task: {results['stream']}, {results['backbone']}")
+        (title or f"The target network of each task: {results['stream']}, {results['backbone']}")
         + _of(shown, names)
         + (f" ({MARK}: from a forgotten task)" if has_mark else ""),
         ha="center", va="top", fontsize=12, color=INK,
@@ -81,7 +79,7 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
 
 
 def accuracy_heatmap(results: Results, file: Path) -> None:
-    """Accuracy after learning each task (row) on each task (column), routed and with the true task given."""
+    """Accuracy after learning each task (row) on each task (column), task-agnostic and with the task ID given."""
     names = _labels(results)
     shown = spread(len(names), MOST_CELLS)
     labels, num_tasks = [names[index] for index in shown], len(shown)
@@ -90,7 +88,7 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
     below = left = 0.072 * max(map(len, labels)) + 0.5
     figure = Figure(figsize=(left + 2 * side + gap + 1.0, below + side + 0.65), dpi=DPI)
     colours = colormaps["YlGnBu"].with_extremes(bad="#f4f4f4")
-    panels = (("accuracy", "task inferred per image", ""), ("local_accuracy", "true task given", "local_"))
+    panels = (("accuracy", "task ID inferred", ""), ("local_accuracy", "task ID given", "local_"))
     for index, (key, title, prefix) in enumerate(panels):
         axes = _panel(figure, left + index * (side + gap), below, side, side)
         percent = 100 * matrix_from_json(results[key])[np.ix_(shown, shown)]
@@ -118,8 +116,8 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
 def _average(results: Results, average: float | None, key: str) -> str:
     if average is not None:
         return f"average {100 * average:.1f} %"
-    mean, _ = when_learned(results, key)
-    return "not measured" if mean is None else f"when learned {100 * mean:.1f} %"
+    mean, _ = after_learning(results, key)
+    return "not measured" if mean is None else f"right after learning {100 * mean:.1f} %"
 
 
 def similarity_heatmap(results: Results, file: Path) -> None:
@@ -149,7 +147,7 @@ def similarity_heatmap(results: Results, file: Path) -> None:
             axes = _panel(figure, x, y - top - tall, panel_width, tall)
             axes.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=-1, vmax=1, aspect="auto")
             axes.set_title(names[task], fontsize=10, color=INK, loc="left", pad=4)
-            axes.set_yticks(range(len(values)), ["base" if i == 0 else _short(i - 1) for i in earlier], fontsize=8)
+            axes.set_yticks(range(len(values)), ["base" if i == 0 else origin_name(i - 1) for i in earlier], fontsize=8)
             axes.set_xticks(range(num_blocks), [str(block + 1) for block in range(num_blocks)], fontsize=7)
             _bare(axes)
         y -= top + row_height + gap
@@ -164,14 +162,11 @@ def similarity_heatmap(results: Results, file: Path) -> None:
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Writes a PNG whole or not at all."""
+    """Write a PNG whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    sibling = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(sibling, format="png", facecolor="white", metadata={"Software": None})
-        os.replace(sibling, file)
-    finally:
-        sibling.unlink(missing_ok=True)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", facecolor="white", metadata={"Software": None})
+    write_atomically(file, content.getvalue())
 
 
 def _labels(results: Results) -> list[str]:
@@ -179,15 +174,11 @@ def _labels(results: Results) -> list[str]:
     names = [task["name"] for task in results["tasks"]]
     names = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
     names = [name.replace("$", r"\$") for name in names]  # a pair would start a formula
-    return [f"{_short(index)} {name}" for index, name in enumerate(names)]
+    return [f"{origin_name(index)} {name}" for index, name in enumerate(names)]
 
 
 def _of(shown: list[int], names: list[str]) -> str:
     return "" if len(shown) == len(names) else f" ({len(shown)} of {len(names)} tasks)"
-
-
-def _short(origin: int | str) -> str:
-    return f"T{origin}" if isinstance(origin, int) else MARK if origin == FORGOTTEN else origin
 
 
 def _fractions(figure: Figure, x: float, y: float, width: float, height: float) -> tuple[float, float, float, float]:
@@ -204,7 +195,7 @@ def _panel(figure: Figure, x: float, y: float, width: float, height: float) -> A
     return figure.add_axes(_fractions(figure, x, y, width, height))
 
 
-def _cell(axes: Axes, column: int, row: int, colour: str, text: str, ink: str) -> None:
+def _cell(axes: Axes, column: int, row: int, *, colour: str, text: str, ink: str) -> None:
     axes.add_patch(
         FancyBboxPatch(
             (column + 0.1, row + 0.14),

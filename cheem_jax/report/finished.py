@@ -1,4 +1,4 @@
-"""Finished runs: what they measured, whether they may stand in one table, and what sets them apart."""
+"""Finished runs: what they measured, whether they may share a table, and how their settings differ."""
 
 import json
 import os
@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.benchmarks.table import MTIL, VDD
-from cheem_jax.report.earlier import MEASURED, completed, side_by_side
 from cheem_jax.report.memories import is_memory
 from cheem_jax.report.table import TOLD
+from cheem_jax.run.differences import leaves, settings_apart, summary
+from cheem_jax.run.record import read_object
 
-MEMORY = "a memory, which is no run of an experiment"
-"""Why it stands in no table of runs."""
+MEMORY = "a memory, not a run of an experiment"
+"""Why it is in no table of runs."""
 
 
-class Run(NamedTuple):
+class RunRecord(NamedTuple):
     """A finished run: its folder, results and configuration."""
 
     directory: Path
@@ -38,13 +39,13 @@ class Run(NamedTuple):
         return is_memory(self.config)
 
 
-def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
+def read(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, str]]]:
     """All finished runs below the folders, each once, and what had to be left out, with the reason."""
-    runs: list[Run] = []
+    runs: list[RunRecord] = []
     left_out: list[tuple[Path, str]] = []
     for folder in folders:
         if not folder.is_dir():
-            raise ValueError(f"--runs names {folder}, which is no folder; expected one that holds finished runs")
+            raise ValueError(f"--runs is {folder}, which is not a folder; expected one that contains finished runs")
     directories: dict[Path, Path] = {}
     for folder in folders:
         for place, _, files in os.walk(folder, onerror=lambda error: left_out.append(_unreadable(error))):
@@ -53,21 +54,21 @@ def read(folders: Sequence[Path]) -> tuple[list[Run], list[tuple[Path, str]]]:
     first: dict[object, Path] = {}
     for directory in sorted(directories.values()):
         try:
-            config = json.loads((directory / "config.json").read_text())
+            config = read_object(directory / "config.json")
             if is_memory(config):
                 left_out.append((directory, MEMORY))
                 continue
-            results = json.loads((directory / "results.json").read_text())
-            run = Run(directory, results, config)
+            results = read_object(directory / "results.json")
+            run = RunRecord(directory, results, config)
             missing = len(config["tasks"]) - len(run.order)
             numbers_of(results)
             # how networks were run decides no result, but for the precision
             seeds = run.results["seed"], config.get("seeds")
-            identity = (*cell_of(run), json.dumps([seeds, _without_seeds(completed(config))], sort_keys=True))
+            identity = (*cell_of(run), json.dumps([seeds, _without_seeds(config)], sort_keys=True))
         except FileNotFoundError:
             left_out.append((directory, "unfinished: it has no results yet"))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
-            left_out.append((directory, f"damaged ({error!r:.100})"))
+            left_out.append((directory, f"corrupted ({error!r:.100})"))
         else:
             same = first.setdefault(identity, directory)
             if missing:
@@ -86,42 +87,39 @@ def _unreadable(error: OSError) -> tuple[Path, str]:
 IDENTITY = ("image_size", "data_sha256", "weights_sha256", "split_sha256", "preset")
 
 
-def check_comparable(runs: Sequence[Run]) -> None:
-    """ValueError where runs that stand in one table saw other data, weights or pixels, or one cell other settings."""
-    first: dict[tuple[str, str], Run] = {}
-    settings: dict[tuple[object, ...], Run] = {}
+def check_comparable(runs: Sequence[RunRecord]) -> None:
+    """Raises ValueError where runs of one table differ in data, weights or pixels, or runs of one cell in settings."""
+    first: dict[tuple[str, str], RunRecord] = {}
+    settings: dict[tuple[object, ...], RunRecord] = {}
     for run in runs:
         reference = first.setdefault(run.place, run)
         if apart := sorted(set(run.order) ^ set(reference.order)):
             raise ValueError(
                 f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but only one of them "
-                f"has {', '.join(apart)}; tabulate them apart"
+                f"has {', '.join(apart)}; tabulate them separately"
             )
         for key in IDENTITY:
-            ours, theirs = (_identity(other, key) for other in (run, reference))
-            if ours != theirs:
+            theirs, ours = ({key: _identity(other, key)} for other in (reference, run))
+            if found := list(leaves(theirs, ours)):
                 raise ValueError(
-                    f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but differ in "
-                    f"{key}: {_difference(ours, theirs)}; tabulate them apart"
+                    f"{reference.directory} and {run.directory} are both {' on '.join(run.place)}, but "
+                    f"{summary(found, 'values')}; tabulate them separately"
                 )
         alike = settings.setdefault(cell_of(run), run)
-        own, other = map(_without_seeds, side_by_side(run.config, alike.config))
-        if MEASURED in run.config and MEASURED not in alike.config:
-            settings[cell_of(run)] = run  # it says more, to whom comes next
-        if own != other:
+        if found := settings_apart(_without_seeds(alike.config), _without_seeds(run.config)):
             raise ValueError(
-                f"{run.directory} and {alike.directory} would share cells, but differ in {_difference(own, other)}; "
-                "tabulate them apart"
+                f"{alike.directory} and {run.directory} would share cells, but {summary(found, 'settings')}; "
+                "tabulate them separately"
             )
 
 
-def _identity(run: Run, key: str) -> object:
+def _identity(run: RunRecord, key: str) -> object:
     if key == "preset":  # "paper, changed" where single settings differ
         return run.results["preset"].split(",")[0]
     return run.config.get(key, run.results.get(key))
 
 
-def cell_of(run: Run) -> tuple[object, ...]:
+def cell_of(run: RunRecord) -> tuple[object, ...]:
     """Runs of one cell differ in their seeds alone."""
     return (*run.place, run.results["method"], variant_of(run), run.order)
 
@@ -131,23 +129,16 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "precision": config.get("engine", {}).get("precision", "float32")}
 
 
-def _difference(a: object, b: object) -> str:
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        key = next(key for key in [*a, *b] if a.get(key) != b.get(key))
-        return f"{key}: {_difference(a.get(key), b.get(key))}"
-    return f"{a!r:.80} and {b!r:.80}"
-
-
-def variant_of(run: Run) -> str:
-    """What sets a run apart from the usual one of its method: placement, sampling and other settings of CHEEM that an
-    ablation changes, the network that names the task."""
+def variant_of(run: RunRecord) -> str:
+    """How a run differs from the usual one of its method: placement, sampling and other settings of CHEEM that an
+    ablation changes, and the router; empty for the usual one."""
     results, found = run.results, []
     if (method := results["method"]) in ("cheem", "cheem_lite"):
         found += [results["placement"]] if results["placement"] != "mlp_down" else []
         found += _unusual(run.config.get(method, {}))
     router = run.config.get(method, {}).get("router", {})
-    named = router.get("kind", "kmeans"), router.get("features", "last")
-    found += [f"router {' '.join(named)}"] if named != ("kmeans", "last") else []
+    kind = router.get("kind", "kmeans"), router.get("features", "last")
+    found += [f"router {' '.join(kind)}"] if kind != ("kmeans", "last") else []
     if results["router"] != results["backbone"]:
         found.append(results["router"])
     return ", ".join(found)
@@ -165,14 +156,13 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
         found.append(f"eps1 {epsilons[0]:g}, eps2 {epsilons[1]:g}")
     if (tolerance := search.get("tolerance", 0.02)) != 0.02:
         found.append(f"tau {tolerance:g}")
-    found += ["resumed FLOPs"] if search.get("cost", "network") != "network" else []
-    found += [f"{rungs} rungs"] if (rungs := search.get("rungs", 1)) > 1 else []
-    found += ["warm start"] if search.get("warm_start", False) else []
-    found += [f"best of {draws} trained draws"] if (draws := cheem.get("trained_draws", 0)) else []
+    # two settings that no longer exist, of published runs
+    found += ["shared-prefix FLOPs"] if search.get("cost", "network") != "network" else []
+    found += [f"best of {draws} trained samples"] if (draws := cheem.get("trained_draws", 0)) else []
     return found
 
 
-def order_names(runs: Sequence[Run]) -> dict[tuple[str, tuple[str, ...]], str]:
+def order_names(runs: Sequence[RunRecord]) -> dict[tuple[str, tuple[str, ...]], str]:
     """What each stream's orders of tasks are called.
 
     `default` is the benchmark's own, else the one that most runs have; others have the benchmark's names, or `reversed`
@@ -193,12 +183,12 @@ def order_names(runs: Sequence[Run]) -> dict[tuple[str, tuple[str, ...]], str]:
 
 def numbers_of(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     """What one run measured, in the paper's units, by measure and task."""
-    told = results["method"] in TOLD
-    matrix = results["local_accuracy" if told else "accuracy"]
+    is_bound = results["method"] in TOLD
+    matrix = results["local_accuracy" if is_bound else "accuracy"]
     names = [task["name"] for task in results["tasks"]]
     found: dict[tuple[str, str], float | None] = {
-        ("average_accuracy", ""): 100 * results["local_average_accuracy" if told else "average_accuracy"],
-        ("average_forgetting", ""): None if told else _percent(results["average_forgetting"]),
+        ("average_accuracy", ""): 100 * results["local_average_accuracy" if is_bound else "average_accuracy"],
+        ("average_forgetting", ""): None if is_bound else _percent(results["average_forgetting"]),
         ("local_average_accuracy", ""): 100 * results["local_average_accuracy"],
         ("just_trained", ""): 100 * float(np.mean(results["just_trained"])),
         ("flops", ""): results["flops"]["paper"] / 1e9,

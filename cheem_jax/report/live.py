@@ -1,6 +1,7 @@
-"""What one sees of a run from outside: a view of what lies in its directory, while it works or afterwards."""
+"""A run or memory in the terminal: as a view with a row per task, and as one line."""
 
 import contextlib
+import datetime
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,103 +11,160 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cheem_jax.architecture import from_strings
-from cheem_jax.report import COLOURS
-from cheem_jax.report.memories import is_memory, num_forgotten
-from cheem_jax.report.seen import MALFORMED, Facts, Seen, facts_of
-from cheem_jax.report.status import Doing
-from cheem_jax.report.summary import averages, count, is_finished, span, state
-from cheem_jax.report.table import METHODS, NONE, final_table, percent
+from cheem_jax.core import metrics
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import COLOURS
+from cheem_jax.report.memories import num_forgotten
+from cheem_jax.report.status import MALFORMED, Doing, Snapshot
+from cheem_jax.report.table import METHODS, NONE, TOLD, final_table, percent
+from cheem_jax.run.progress import duration
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+SILENT = 60.0
+"""Seconds without a sign of life after which a view says so."""
 
 
-def view(seen: Seen, width: int, rows: int) -> RenderableType:
-    """All there is to see, `width` characters wide, with at most `rows` tasks."""
-    facts = facts_of(seen)
-    parts: list[RenderableType] = [_header(seen, facts)]
+def view(seen: Snapshot, width: int, rows: int) -> RenderableType:
+    """Everything, `width` characters wide, with at most `rows` tasks."""
+    parts: list[RenderableType] = [_header(seen)]
     parts += [Text(f"! {trouble}", style="bold red") for trouble in seen.trouble]
-    parts.append(_overall(seen, facts, width))
-    if (doing := _doing(seen, facts)) is not None:
+    parts.append(_overall(seen, width))
+    if (doing := _doing(seen)) is not None:
         parts += ["", *_phase(seen, doing, width)]
-    if losses := _learned_losses(facts, width):
+    if losses := _learned_losses(seen, width):
         parts.append(losses)
-    if facts.names or not is_memory(seen.config):
-        parts.append(_tasks(seen, facts, width, rows))
-    if is_finished(seen, facts):
-        with contextlib.suppress(*MALFORMED):  # missing or damaged: the record says the same above
+    if seen.names or not seen.is_memory:
+        parts.append(_tasks(seen, width, rows))
+    if seen.is_finished:
+        with contextlib.suppress(*MALFORMED):  # missing or corrupted: the record says the same above
             parts.append(final_table(seen.results))
     return Group(*parts)
 
 
-def line(seen: Seen) -> str:
+def line(seen: Snapshot) -> str:
     """The same in one line, for logs."""
-    facts = facts_of(seen)
-    parts = [state(seen, facts), count(seen, facts), *averages(seen, facts)]
-    if (doing := _doing(seen, facts)) is not None:
+    parts = [state(seen), count(seen), *averages(seen)]
+    if (doing := _doing(seen)) is not None:
         parts += [f"[{doing.phase}] {doing.task}: {_counted(doing)}", *_pace(seen, doing), *filter(None, [doing.note])]
-    if (left := _left(seen, facts)) is not None:
-        parts.append(f"about {span(left)} left {'for this task' if is_memory(seen.config) else 'in all'}")
+    if (left := _left(seen)) is not None:
+        parts.append(f"about {duration(left)} left {'for this task' if seen.is_memory else 'in all'}")
     return ", ".join([*parts, *seen.trouble])
 
 
-def _doing(seen: Seen, facts: Facts) -> Doing | None:
+def state(seen: Snapshot) -> str:
+    """Whether a process works on it, and since when; what to do where it was stopped."""
+    owner, doing = seen.owner, seen.status
+    if owner is not None:
+        sign = max(seen.last or owner.since, owner.since, doing.time if doing is not None else 0.0)
+        silent = f", silent for {duration(seen.time - sign)}" if seen.time - sign > SILENT else ""
+        since = f"{datetime.datetime.fromtimestamp(owner.since):%H:%M} ({duration(seen.time - owner.since)})"
+        return f"running since {since}, process {owner.pid} on {owner.host}{silent}"
+    if seen.is_memory:
+        return _state_of_memory(seen)
+    word = "finished" if seen.is_finished else "stopped"
+    at = f" {datetime.datetime.fromtimestamp(seen.last):%Y-%m-%d %H:%M}" if seen.last is not None else ""
+    return word + at + ("" if word == "finished" else "; the same command resumes it")
+
+
+def _state_of_memory(seen: Snapshot) -> str:
+    """Of one that no process works on."""
+    if seen.config.get("forgetting"):
+        return f"stopped while it forgot {seen.config['forgetting']['name']}; the next cheem learn finishes that"
+    if seen.config.get("learning"):
+        return f"stopped in the middle of {seen.config['learning']['name']}; the same cheem learn resumes it"
+    if not seen.names:
+        return f"no task yet; cheem learn {seen.directory} FOLDER adds one"
+    at = f" since {datetime.datetime.fromtimestamp(seen.last):%Y-%m-%d %H:%M}" if seen.last is not None else ""
+    return f"at rest{at}"
+
+
+def count(seen: Snapshot) -> str:
+    """How many tasks are learned, and of how many where that is known."""
+    num = seen.num_finished
+    if seen.is_memory:  # which does not know of tasks to come
+        return f"{_num_tasks(num)} learned"
+    return f"{num} of {len(seen.names)} tasks"
+
+
+def _num_tasks(num: int) -> str:
+    return f"{num:,} task{'' if num == 1 else 's'}"
+
+
+def averages(seen: Snapshot) -> list[str]:
+    """Of the tasks so far; of a memory that did not measure them all, right after each was learned."""
+    num = seen.num_finished
+    accuracy, given = seen.accuracy[:num, :num], seen.given[:num, :num]
+    if seen.is_memory and (not num or np.isnan(accuracy[np.tri(num, dtype=bool)]).any()):
+        known = np.diagonal(accuracy)[~np.isnan(np.diagonal(accuracy))]
+        mean = f"right after learning {percent(float(known.mean()))} %" if len(known) else ""
+        return [f"{mean}, mean of {_num_tasks(len(known))}"] if mean else []
+    found = []
+    with contextlib.suppress(*MALFORMED):  # where the record lacks some
+        found.append(f"average accuracy {percent(metrics.average_accuracy(accuracy))} %")
+        if seen.setting.get("method") not in TOLD:
+            found.append(f"task ID given {percent(metrics.average_accuracy(given))} %")
+        if (forgetting := metrics.average_forgetting(accuracy)) is not None:
+            found.append(f"forgetting {percent(forgetting)} points")
+    return found
+
+
+def _doing(seen: Snapshot) -> Doing | None:
     """The phase at work, or the one that was when the run was killed; not that of an earlier process."""
     doing, owner = seen.status, seen.owner
     if (
         doing is None
-        or is_finished(seen, facts)
+        or seen.is_finished
         or (owner is not None and (owner.pid != doing.pid or doing.time < owner.since - 1))
     ):
         return None
     return doing
 
 
-def _header(seen: Seen, facts: Facts) -> Text:
-    config, setting = seen.config, facts.setting
+def _header(seen: Snapshot) -> Text:
+    config, setting = seen.config, seen.setting
     method = setting.get("method") or next((name for name in METHODS if name in config), "")
     parts = [config.get("stream", setting.get("stream")), config.get("backbone", setting.get("backbone"))]
     parts += [METHODS.get(method, method), f"seed {config.get('seed', setting.get('seed', NONE))}"]
     if preset := setting.get("preset"):
         parts.append(f"preset {preset}")
-    told = state(seen, facts)
-    style = {"running": "bold green", "finished": "bold blue", "at": "bold blue"}.get(told.split()[0], "bold yellow")
+    words = state(seen)
+    style = {"running": "bold green", "finished": "bold blue", "at": "bold blue"}.get(words.split()[0], "bold yellow")
     title = Text(" · ".join(str(part) for part in parts if part), style="bold")
-    return title.append(f"\n{seen.directory}\n", style="dim").append(told, style=style)
+    return title.append(f"\n{seen.directory}\n", style="dim").append(words, style=style)
 
 
-def _overall(seen: Seen, facts: Facts, width: int) -> Text:
-    total = max(len(facts.names), 1)
-    text = Text(f"{count(seen, facts)}  ")
-    if not is_memory(seen.config):
-        text.append_text(_bar(facts.num_finished / total, min(30, width // 4)))
-    left = _left(seen, facts)
+def _overall(seen: Snapshot, width: int) -> Text:
+    total = max(len(seen.names), 1)
+    text = Text(f"{count(seen)}  ")
+    if not seen.is_memory:
+        text.append_text(_bar(seen.num_finished / total, min(30, width // 4)))
+    left = _left(seen)
     if left is not None:
-        only = ", without the upper bound" if facts.has_bounds and facts.num_finished < len(facts.names) else ""
-        text.append(f"  about {span(left)} left{only}")
+        only = ", without the upper bound" if seen.has_bounds and seen.num_finished < len(seen.names) else ""
+        text.append(f"  about {duration(left)} left{only}")
     elif seen.owner is not None:
-        first = "upper bound" if len(facts.names) <= facts.num_finished else "task"
+        first = "upper bound" if len(seen.names) <= seen.num_finished else "task"
         text.append(f"  time left: known after the first {first}")
-    if facts.bounds:
-        text.append(f"  (upper bound of {len(facts.bounds)})")
-    means = ", ".join(averages(seen, facts))
+    if seen.bounds:
+        text.append(f"  (upper bound of {len(seen.bounds)})")
+    means = ", ".join(averages(seen))
     return text.append(f"\n{means}" if means else "")
 
 
-def _left(seen: Seen, facts: Facts) -> float | None:
+def _left(seen: Snapshot) -> float | None:
     """Seconds until the run ends if the tasks to come take as long as the finished ones did on average."""
-    if seen.owner is None or not facts.seconds:
+    if seen.owner is None or not seen.seconds:
         return None
-    durations, waiting = list(facts.seconds.values()), len(facts.names) - facts.num_finished
+    durations, waiting = list(seen.seconds.values()), len(seen.names) - seen.num_finished
     if not waiting:  # the upper bound comes last
-        durations, waiting = facts.bounds, len(facts.names) - len(facts.bounds)
+        durations, waiting = seen.bounds, len(seen.names) - len(seen.bounds)
     if not durations:
         return None
     each = float(np.mean(durations))
-    return max(0.0, each - (seen.time - max(seen.owner.since, facts.begun))) + each * max(waiting - 1, 0)
+    return max(0.0, each - (seen.time - max(seen.owner.since, seen.begun))) + each * max(waiting - 1, 0)
 
 
-def _phase(seen: Seen, doing: Doing, width: int) -> list[Text]:
+def _phase(seen: Snapshot, doing: Doing, width: int) -> list[Text]:
     text = Text(f"{doing.phase}  ", style="bold").append(f"{doing.task}  ", style="not bold")
     text.append_text(_bar(doing.done / max(doing.total, 1), min(30, width // 4)))
     lines = [text, Text(", ".join([_counted(doing), *_pace(seen, doing)]))]
@@ -119,23 +177,25 @@ def _counted(doing: Doing) -> str:
     return f"{doing.done:,} of {doing.total:,} images"
 
 
-def _pace(seen: Seen, doing: Doing) -> list[str]:
+def _pace(seen: Snapshot, doing: Doing) -> list[str]:
     if seen.owner is None:
-        return [f"last heard of {span(seen.time - doing.time)} ago"]
-    return [] if doing.left is None else [f"{doing.rate:,.0f} images/s", f"{span(doing.left)} left"]
+        return [f"last sign of life {duration(seen.time - doing.time)} ago"]
+    return [] if doing.left is None else [f"{doing.rate:,.0f} images/s", f"{duration(doing.left)} left"]
 
 
-def _learned_losses(facts: Facts, width: int) -> Text | None:
-    """The losses per epoch of the task that was learned last."""
-    if not facts.reports:
+def _learned_losses(seen: Snapshot, width: int) -> Text | None:
+    """The losses per epoch of the last task that was learned."""
+    if not seen.reports:
         return None
-    index = max(facts.reports)
-    text = Text(f"{facts.reports[index].get('name', index)}  ", style="dim")
-    for key, losses in facts.reports[index].items():
-        told = [loss for loss in losses if isinstance(loss, float)] if isinstance(losses, list) else []
-        if key.endswith("losses") and told:
+    index = max(seen.reports)
+    text = Text(f"{seen.reports[index].get('name', index)}  ", style="dim")
+    for key, losses in seen.reports[index].items():
+        known = [loss for loss in losses if isinstance(loss, float)] if isinstance(losses, list) else []
+        if key.endswith("losses") and known:
             phase = key.removesuffix("losses").replace("_", " ")
-            text.append(f"{phase}loss ").append(sparkline(told, width // 5), style="cyan").append(f" {told[-1]:.3g}  ")
+            text.append(f"{phase}loss ").append(sparkline(known, width // 5), style="cyan").append(
+                f" {known[-1]:.3g}  "
+            )
     return text if text.spans else None
 
 
@@ -147,18 +207,18 @@ class Measure(NamedTuple):
 
 
 TASK, STATE = 14, 9
-WHEN, NOW = Measure("when\nlearned\n%", 7), Measure("now\n%", 5)
+LEARNED, NOW = Measure("after\nlearning\n%", 8), Measure("now\n%", 5)
 FORGOTTEN, GIVEN = Measure("forgotten\npoints", 9), Measure("given\n%", 5)
 
 
-def _tasks(seen: Seen, facts: Facts, width: int, rows: int) -> RenderableType:
-    num, num_finished = len(facts.names), facts.num_finished
+def _tasks(seen: Snapshot, width: int, rows: int) -> RenderableType:
+    num, num_finished = len(seen.names), seen.num_finished
     shown = shown_tasks(num, num_finished, rows)
-    names = [f"T{index} {facts.names[index]}" for index in shown]
-    blocks = max((len(facts.reports[i].get("architecture") or ()) for i in shown if i in facts.reports), default=0)
+    names = [f"T{index} {seen.names[index]}" for index in shown]
+    blocks = max((len(seen.reports[i].get("architecture") or ()) for i in shown if i in seen.reports), default=0)
     # a column has two characters around it; what there is no room for goes
-    room = width - sum(size + 2 for size in (TASK, STATE, WHEN.size, NOW.size))
-    measures = [WHEN, NOW]
+    room = width - sum(size + 2 for size in (TASK, STATE, LEARNED.size, NOW.size))
+    measures = [LEARNED, NOW]
     has_letters = 0 < blocks and max(blocks, len("blocks")) + 2 <= room
     room -= has_letters * (max(blocks, len("blocks")) + 2)
     for measure in (FORGOTTEN, GIVEN):
@@ -173,20 +233,20 @@ def _tasks(seen: Seen, facts: Facts, width: int, rows: int) -> RenderableType:
     for measure in measures:
         table.add_column(measure.title, width=measure.size, justify="right", no_wrap=True)
     for index, name in zip(shown, names, strict=True):
-        cells = [Text(name, overflow="ellipsis"), _task_state(seen, facts, index)]
+        cells = [Text(name, overflow="ellipsis"), _task_state(seen, index)]
         if has_letters:
-            cells.append(_letters(facts.reports.get(index, {}).get("architecture") or ()))
-        column = facts.accuracy[index : facts.num_finished, index]
+            cells.append(_letters(seen.reports.get(index, {}).get("architecture") or ()))
+        column = seen.accuracy[index : seen.num_finished, index]
         if len(column):
-            given = facts.given[facts.num_finished - 1, index]
-            values = {WHEN: column[0], NOW: column[-1], FORGOTTEN: column.max() - column[-1], GIVEN: given}
+            given = seen.given[seen.num_finished - 1, index]
+            values = {LEARNED: column[0], NOW: column[-1], FORGOTTEN: column.max() - column[-1], GIVEN: given}
             cells += [Text(NONE if np.isnan(values[m]) else percent(float(values[m]))) for m in measures]
         table.add_row(*cells)
     hidden = [f"{n:,} {word}" for n, word in ((shown.start, "before"), (num - shown.stop, "after")) if n]
     notes = [f"{num:,} tasks, not shown: {' and '.join(hidden)} these"] if hidden else []
     notes += ["blocks: R reuse, A adapt, N new, S skip"] if has_letters else []
-    if is_memory(seen.config) and np.isnan(facts.accuracy[:num_finished][np.tri(num_finished, num, dtype=bool)]).any():
-        notes.append(f"{NONE} not measured: the images were not at hand")
+    if seen.is_memory and np.isnan(seen.accuracy[:num_finished][np.tri(num_finished, num, dtype=bool)]).any():
+        notes.append(f"{NONE} not measured: their images were not available")
     if forgotten := num_forgotten(seen.config):
         notes.append(f"forgotten: {forgotten}, to which images could still be sent when older numbers were measured")
     return Group(table, *(Text(note, style="dim") for note in notes))
@@ -198,13 +258,13 @@ def shown_tasks(num: int, current: int, rows: int) -> range:
     return range(start, min(num, start + rows))
 
 
-def _task_state(seen: Seen, facts: Facts, index: int) -> Text:
-    if index < facts.num_finished:
+def _task_state(seen: Snapshot, index: int) -> Text:
+    if index < seen.num_finished:
         return Text("learned")
-    if index != facts.num_finished or seen.owner is None:
-        is_half = (seen.config.get("learning") or {}).get("name") == facts.names[index]
+    if index != seen.num_finished or seen.owner is None:
+        is_half = (seen.config.get("learning") or {}).get("name") == seen.names[index]
         return Text("stopped" if is_half else "waiting", style="dim")
-    return Text("measuring" if index in facts.reports else "learning", style="bold green")
+    return Text("measuring" if index in seen.reports else "learning", style="bold green")
 
 
 def _letters(architecture: Sequence[str]) -> Text:

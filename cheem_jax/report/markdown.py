@@ -5,30 +5,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cheem_jax.atomic import write_atomically
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report import figures
 from cheem_jax.report.memories import (
     FORGOTTEN,
-    NOT_AT_HAND,
     ROUTED_TO_FORGOTTEN,
+    UNAVAILABLE,
+    after_learning,
     arrivals,
     routed_to_forgotten,
     unmeasured,
-    when_learned,
 )
-from cheem_jax.report.table import NONE, Grid, method_grid, number, percent, task_grid
+from cheem_jax.report.table import NONE, Grid, method_grid, number, percent, spread, task_grid
 
 Results = Mapping[str, Any]
 
 BASE_MEANS = {
-    "known": "the mean class tokens of the backbone's own task were measured on its images",
-    "neutral": "the mean class tokens of the backbone's own task are not known for this setting; its "
+    "known": "the mean CLS tokens of the pretraining data were measured on its images",
+    "neutral": "the mean CLS tokens of the pretraining data are unknown for this setting; their "
     "similarity is taken as neutral, and `cheem convert --base-data` measures it",
 }
 
 
 def write_report(directory: Path, results: Results) -> Path:
-    """Draws the figures into `figures/`, writes `report.md` beside them and returns its file."""
+    """Draw the figures into `figures/`, write `report.md` next to them and return its file."""
     draw = {"accuracy": figures.accuracy_heatmap}
     if "pool" in results:
         draw["architectures"] = figures.architecture_grid
@@ -56,10 +56,10 @@ def report(results: Results) -> str:
         *_networks(results),
         "## Accuracy after every task",
         "![Accuracy after learning each task on each task](figures/accuracy.png)",
-        _just_trained(results),
+        _after_learning(results),
         *_similarity(results),
         "## Routing",
-        "The task that answers to each true task's test images belong to, after the last task, in % of the row"
+        "The task to which the router sends each task's test images, after the last task, in % of the row"
         + (", of some tasks evenly spread." if len(results["tasks"]) > figures.MOST_CELLS else "."),
         _routing(results).to_markdown(),
         "## Parameters added",
@@ -82,14 +82,14 @@ def _setting(results: Results) -> Grid:
 def _networks(results: Results) -> list[str]:
     if "pool" not in results:
         return []
-    return ["## Networks", "![Op chosen at each block of each task](figures/architectures.png)", _pool(results)]
+    return ["## Networks", "![Op at each block of each task](figures/architectures.png)", _pool(results)]
 
 
 def _similarity(results: Results) -> list[str]:
     if "similarity" not in results:
         return []
-    picture = "![Similarity of each task to the earlier ones at each block](figures/similarity.png)"
-    return ["## Similarity of tasks", picture]
+    image = "![Similarity of each task to the earlier ones at each block](figures/similarity.png)"
+    return ["## Similarity of tasks", image]
 
 
 def _pool(results: Results) -> str:
@@ -103,25 +103,23 @@ def _pool(results: Results) -> str:
     return (
         f"Experts per block, the base's included: {sizes}; "
         f"{kinds['full'] - len(there)} learned in full, {kinds['adapted']} adapted"
-        + (f", {left} of them left of forgotten tasks." if left else ".")
+        + (f", {left} of them from forgotten tasks." if left else ".")
     )
 
 
-def _just_trained(results: Results) -> str:
+def _after_learning(results: Results) -> str:
     values = ", ".join(map(percent, results["just_trained"]))
     found = ""
     if results["average_accuracy"] is None:
-        mean, num = when_learned(results)
-        found = f" Task found as well: {percent(mean)} %, mean of {num:,} tasks."
+        mean, num = after_learning(results)
+        found = f" Task-agnostic: {percent(mean)} %, mean of {num:,} tasks."
     forgetting = results["local_average_forgetting"]
-    local = (
-        "" if forgetting is None else f" Average forgetting with the true task given: {100 * forgetting:.3g} points."
-    )
-    return f"Just trained, true task given, in task order: {values} %.{found}{local}"
+    local = "" if forgetting is None else f" Average forgetting with the task ID given: {100 * forgetting:.3g} points."
+    return f"Right after learning, with the task ID given, in task order: {values} %.{found}{local}"
 
 
 def _routing(results: Results) -> Grid:
-    shown = figures.spread(len(results["tasks"]), figures.MOST_CELLS)
+    shown = spread(len(results["tasks"]), figures.MOST_CELLS)
     rows = []
     for index in shown:
         row = results["routing"][index]
@@ -148,7 +146,7 @@ def _parameters(results: Results) -> Grid:
     """What each task added, by where it is kept."""
     names = {
         "params_added": "New and Adapt", "head_params": "head", "centroid_params": "centroids",
-        "params_learned": "all that it trained", "params_stored": "all that it keeps",
+        "params_learned": "trained in all", "params_stored": "stored in all",
     }  # fmt: skip
     shown = [key for key in names if all(key in task for task in results["tasks"])]
     rows = [
@@ -162,7 +160,7 @@ def _cost(results: Results) -> str:
     compiled = results["compile"]
     text = (
         f"The whole run: {number(results['seconds_total'], 0)} s. "
-        f"{compiled['programs']} programs compiled in {number(compiled['seconds'], 1)} s."
+        f"{compiled['programs']} compiled functions in {number(compiled['seconds'], 1)} s."
     )
     peak = results.get("peak_memory_bytes")
     return text if peak is None else f"{text} Peak memory {peak / 1e9:.2f} GB."
@@ -171,23 +169,23 @@ def _cost(results: Results) -> str:
 def _notes(results: Results) -> str:
     base_means = BASE_MEANS.get(results["base_means"], "")
     notes = [
-        "An answer counts as right only if task and class are right; `given` columns are told the true task.",
+        "A prediction is right only if task and class are; columns with `given` have the task ID given.",
         "Forgetting: best accuracy since learning minus that at the end, mean over all tasks but the last.",
         "FLOPs are 2 x multiply-adds per image, router included. `paper`: patch embedding and linear layers, "
         "no attention products; docs/methods.md says what it counts of adapters. `executed`: every matrix product that "
         "ran.",
-        "Parameters added: what stands beside the backbone in % of it, mean over tasks, heads and centroids apart.",
+        "Parameters added: all besides the backbone in % of it, mean over tasks, without heads and centroids.",
     ]
     if empty := unmeasured(results):
-        notes.append(f"{NONE}: not measured, of {len(empty):,} tasks: {NOT_AT_HAND}.")
+        notes.append(f"{NONE}: not measured, of {len(empty):,} tasks: {UNAVAILABLE}.")
     if routed_to_forgotten(results):
         notes.append(f"Routing and accuracies were measured before a task was forgotten; {ROUTED_TO_FORGOTTEN}.")
     if "similarity" in results:
         notes.append(f"Base means {results['base_means']}{': ' if base_means else ''}{base_means}.")
     splits = {name: sha256 for name, sha256 in results.get("split_sha256", {}).items() if sha256}
     if splits:
-        told = ", ".join(f"{name} `{sha256[:12]}`" for name, sha256 in splits.items())
-        notes.append(f"Splits, by the hash of which file is where with which label: {told}.")
+        hashes = ", ".join(f"{name} `{sha256[:12]}`" for name, sha256 in splits.items())
+        notes.append(f"Splits, by the hash of which file is where with which label: {hashes}.")
     return "\n".join(f"- {note}" for note in notes)
 
 

@@ -1,11 +1,11 @@
-"""What sets a memory's record apart from a run's: tasks that were forgotten, and images that were not at hand."""
+"""How a memory's record differs from a run's: forgotten tasks, and tasks whose images were not available."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from cheem_jax.metrics import matrix_from_json
+from cheem_jax.core.metrics import matrix_from_json
 
 Results = Mapping[str, Any]
 FORGOTTEN = "forgotten"
@@ -13,7 +13,7 @@ FORGOTTEN = "forgotten"
 MARK = "†"
 """How a cell names it."""
 ROUTED_TO_FORGOTTEN = "where a row adds up to less than 100 %, the rest went to a task that is forgotten now"
-NOT_AT_HAND = "their images were not at hand when the last task was learned; cheem evaluate measures on images given"
+UNAVAILABLE = "their images were not available when the last task was learned; cheem evaluate measures on given images"
 
 
 def is_memory(config: Any) -> bool:
@@ -45,15 +45,20 @@ def routed_to_forgotten(results: Results) -> bool:
     return any(sum(row) < 1 - 1e-6 for row in rows)
 
 
-def when_learned(results: Results, key: str = "accuracy") -> tuple[float | None, int]:
+def after_learning(results: Results, key: str = "accuracy") -> tuple[float | None, int]:
     """Mean accuracy of each task right after it was learned, and of how many tasks it was measured."""
     measured = np.diagonal(matrix_from_json(results[key]))
     measured = measured[~np.isnan(measured)]
     return (float(measured.mean()) if len(measured) else None), len(measured)
 
 
+def origin_name(origin: int | str) -> str:
+    """`T3`, `base`, or the mark of an expert whose task is gone."""
+    return f"T{origin}" if isinstance(origin, int) else MARK if origin == FORGOTTEN else origin
+
+
 def arrivals(results: Results) -> list[list[int | None]]:
-    """Per block, after which task each expert was there: -1 the backbone's own, None what is gone.
+    """Per block, after which task each expert was there: -1 for the backbone's, None for one that is gone.
 
     One of a forgotten task counts from the first task that uses it, itself or what was adapted from it.
     """

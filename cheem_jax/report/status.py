@@ -1,36 +1,44 @@
-"""`.status.json`: what a run is doing at this moment, for whoever watches it from another process.
+"""What a run or memory is doing, for whoever looks from another process.
 
-Rewritten now and then while a phase works, removed at the end. Nothing is gone on from it: a write that fails is left
-out, and none waits for the disk.
+`.status.json` contains the phase at work. It is rewritten now and then and removed at the end; nothing is resumed from
+it, so a write that fails is left out, and none waits for the disk. `look` reads all that a directory contains.
 """
 
 import contextlib
+import datetime
 import json
 import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cheem_jax.report.progress import Advance
+import numpy as np
+
+from cheem_jax.report.memories import is_memory
+from cheem_jax.report.table import TOLD
+from cheem_jax.run import record
+from cheem_jax.run.progress import Advance
 
 NAME = ".status.json"
-OWNER = ".owner.json"
-"""As `run_directory` writes it."""
+OWNER, CONFIG = ".owner.json", "config.json"
+"""As `run_directory` writes them."""
 SECONDS_BETWEEN = 2.0
-"""Least seconds between two writes in a phase; its beginning is told at once, since it may compile for minutes."""
+"""At least so many between two writes in a phase; its beginning is written at once, as it may compile for minutes."""
 LARGEST_SHARE = 0.01
 """Share of the time that writing may take; a slow disk makes it rarer."""
 NUM_LOSSES = 60
 CLOCK_ERROR = 5.0
 """Seconds by which the system's clocks may disagree."""
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+"""What a corrupted entry of a record may raise."""
 
 
 class Doing(NamedTuple):
-    """A phase at work: `done` of `total` images in `seconds`, as told by process `pid` at `time` (since 1970)."""
+    """A phase at work: `done` of `total` images in `seconds`, written by process `pid` at `time` (since 1970)."""
 
     phase: str
     task: str
@@ -82,11 +90,11 @@ class Status:
 
     @contextlib.contextmanager
     def phase(self, name: str, task: str, total: int, shown: AbstractContextManager[Advance]) -> Iterator[Advance]:
-        """`shown`, a phase on the screen, told to watchers as well; `total` in images."""
+        """`shown`, a phase on the screen, written for watchers too; `total` in images."""
         start, done, noted = self.clock(), 0, ""
         losses: dict[str, float] = {}
 
-        def tell(every: float) -> None:
+        def write(every: float) -> None:
             now = self.clock()
             if now - self._last >= max(every, self._took / LARGEST_SHARE):
                 latest = list(losses.values())[-NUM_LOSSES:]
@@ -105,10 +113,10 @@ class Status:
                     with contextlib.suppress(ValueError):
                         if epoch and math.isfinite(value := float(loss)):
                             losses[epoch] = value
-                tell(SECONDS_BETWEEN)
+                write(SECONDS_BETWEEN)
                 show(num_images, note)
 
-            tell(0.0)
+            write(0.0)
             yield advance
 
     def _write(self, doing: Doing) -> None:
@@ -124,12 +132,12 @@ class Status:
 
 
 def read_status(directory: Path) -> Doing | None:
-    """What the run told last; None where there is nothing, or nothing that can be read."""
-    told = read_object(directory / NAME)
+    """The last status of a run; None where there is none that can be read."""
+    read = read_object(directory / NAME)
     try:
         return Doing(
-            str(told["phase"]), str(told["task"]), int(told["done"]), int(told["total"]), float(told["seconds"]),
-            str(told["note"]), [float(loss) for loss in told["losses"]], int(told["pid"]), float(told["time"]),
+            str(read["phase"]), str(read["task"]), int(read["done"]), int(read["total"]), float(read["seconds"]),
+            str(read["note"]), [float(loss) for loss in read["losses"]], int(read["pid"]), float(read["time"]),
         )  # fmt: skip
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
@@ -139,18 +147,18 @@ def read_owner(directory: Path) -> Owner | None:
     """The process that works on the run; None where there is none.
 
     Does not touch the lock: a run that begins at that moment would find it taken. A process on another machine cannot
-    be asked, and counts as alive until it takes its name away.
+    be asked, and counts as alive until it removes its name.
     """
-    told = read_object(directory / OWNER)
+    read = read_object(directory / OWNER)
     try:
-        owner = Owner(int(told["pid"]), str(told["host"]), (directory / OWNER).stat().st_mtime)
+        owner = Owner(int(read["pid"]), str(read["host"]), (directory / OWNER).stat().st_mtime)
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     return owner if owner.host != socket.gethostname() or _lives(owner.pid, owner.since) else None
 
 
 def _lives(pid: int, since: float) -> bool:
-    """Whether it is the process that wrote its name then: numbers are given again, in containers soon."""
+    """Whether it is the process that wrote its name then: process numbers are used again, in containers soon."""
     try:
         os.kill(pid, 0)
     except PermissionError:  # of another user
@@ -170,7 +178,139 @@ def _lives(pid: int, since: float) -> bool:
 def read_object(file: Path) -> dict[str, Any]:
     """A JSON object; {} where there is none, or it cannot be read."""
     try:
-        told = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
+        return record.read_object(file)
+    except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+
+
+class Snapshot(NamedTuple):
+    """A run or memory at `time` (seconds since 1970), from its directory; tasks by index, accuracies in [0, 1]."""
+
+    directory: Path
+    config: dict[str, Any]
+    entries: list[dict[str, Any]]
+    trouble: list[str]
+    """What cannot be read, in words."""
+    results: dict[str, Any]
+    """`results.json`; {} while a process works."""
+    status: Doing | None
+    owner: Owner | None
+    time: float
+    stamp: tuple[int, int] | None
+    """Size and time of the record, which is read again only when they change."""
+    setting: dict[str, Any]
+    names: list[str]
+    reports: dict[int, dict[str, Any]]
+    accuracy: np.ndarray
+    """After each task (row) on each task (column), NaN where not measured: `[T, T]`."""
+    given: np.ndarray
+    """The same with the task ID given."""
+    seconds: dict[int, float]
+    """What each finished task took."""
+    has_bounds: bool
+    """Whether the run also measures the upper bound of every task."""
+    bounds: list[float]
+    """Seconds of each upper bound that is known."""
+    last: float | None
+    """When the record was last written, seconds since 1970."""
+    begun: float
+    """When work on the unfinished task began."""
+
+    @property
+    def num_finished(self) -> int:
+        """Tasks that are learned and measured."""
+        return max(self.seconds, default=-1) + 1
+
+    @property
+    def is_memory(self) -> bool:
+        return is_memory(self.config)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no process works on it: finished or stopped."""
+        return self.owner is None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no process works on it and nothing that it was to do is left."""
+        num_bounds = len(self.names) if self.has_bounds else 0
+        return self.is_over and 0 < len(self.names) <= self.num_finished and len(self.bounds) >= num_bounds
+
+
+def look(directory: Path, now: float, before: Snapshot | None = None) -> Snapshot:
+    """Read the directory of a run or memory. Raises ValueError where it is none."""
+    if not directory.is_dir():
+        raise ValueError(f"no folder {str(directory)!r}; a run makes it when it begins: give what its --run-dir says")
+    trouble = []
+    try:
+        config = record.read_object(directory / CONFIG)
+    except FileNotFoundError:
+        below = sorted(file.parent for depth in ("*", "*/*") for file in directory.glob(f"{depth}/{CONFIG}"))
+        way_out = (
+            f"it contains {len(below)} runs, such as {str(below[0])!r}" if below else "give what a run's --run-dir says"
+        )
+        raise ValueError(f"{str(directory)!r} is not a run directory (it has no {CONFIG}); {way_out}") from None
+    except (OSError, ValueError) as error:
+        config = {}
+        trouble.append(f"{CONFIG} cannot be read ({error})")
+    try:
+        stat = (directory / record.NAME).stat()
+        stamp = (stat.st_size, stat.st_mtime_ns)
+    except OSError:
+        stamp = None
+    if before is not None and before.stamp == stamp:
+        entries, trouble = before.entries, before.trouble
+    else:
+        entries, corrupted = _entries(directory)
+        trouble += corrupted
+    status, owner = read_status(directory), read_owner(directory)
+    results = read_object(directory / "results.json") if owner is None else {}
+    return Snapshot(directory, config, entries, trouble, results, status, owner, now, stamp, *_facts(config, entries))
+
+
+def _entries(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The record; of a corrupted one the lines that still are entries, and what is wrong."""
+    try:
+        return record.read(directory), []
+    except OSError as error:
+        return [], [f"{record.NAME} cannot be read ({error})"]
+    except ValueError as error:
+        trouble = f"{error}; numbers below may be wrong"
+    entries = []
+    for line in (directory / record.NAME).read_bytes().decode("utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and isinstance(entry.get("event"), str):
+                entries.append(entry)
+    return entries, [trouble]
+
+
+def _facts(config: Mapping[str, Any], entries: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
+    """The fields of a snapshot that follow from its record; an entry that lacks something is left out."""
+    setting = next((entry for entry in entries if entry["event"] == "run"), {})
+    tasks = config.get("tasks")
+    is_known = isinstance(tasks, list) and all(isinstance(name, str) for name in tasks)
+    names = (tasks if is_known else None) or list(setting.get("split_sha256") or {})
+    accuracy, given = np.full((2, len(names), len(names)), np.nan)
+    reports, seconds, bounds, learning = {}, {}, [], {}
+    has_bounds = any(entry["event"] == "upper_bound" or entry.get("upper_bound") for entry in entries)
+    last, begun = None, 0.0
+    for entry in entries:
+        with contextlib.suppress(*MALFORMED):
+            last = datetime.datetime.fromisoformat(entry["time"]).timestamp()
+            begun = last if entry["event"] != "learned" else begun
+            match entry["event"]:
+                case "learned":
+                    index = entry["report"]["index"]
+                    learning[index] = learning.get(index, 0.0) + entry["seconds"]
+                    if entry["method"] == setting["method"]:
+                        reports[index] = entry["report"]
+                case "evaluated":
+                    index, found = entry["index"], entry["methods"][setting["method"]]
+                    routed = "local_accuracy" if setting["method"] in TOLD else "accuracy"
+                    accuracy[index, : index + 1] = found[routed]
+                    given[index, : index + 1] = found["local_accuracy"]
+                    seconds[index] = learning.get(index, 0.0) + entry["seconds"]
+                case "upper_bound":
+                    bounds.append(entry["seconds"])
+    return setting, names, reports, accuracy, given, seconds, has_bounds, bounds, last, begun

@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import rich.box
 import rich.table
 from rich.text import Text
 
-from cheem_jax.architecture import from_strings
 from cheem_jax.backbone.config import CONFIGS, at_image_size
-from cheem_jax.flops import backbone_flops
-from cheem_jax.paths import shown
+from cheem_jax.backbone.flops import backbone_flops
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.paths import shown
 from cheem_jax.report.memories import unmeasured
-from cheem_jax.report.progress import Progress
+from cheem_jax.run.progress import Progress
 
 METHODS = {
     "cheem": "CHEEM",
@@ -35,11 +36,11 @@ METHODS = {
     "full_finetune": "full fine-tuning",
 }
 TOLD = ("full_finetune", "lora_finetune")
-"""Upper bounds, which are given the true task."""
+"""Upper bounds, which are given the task ID."""
 EXPLAINED = {
     "frozen_linear": "frozen, linear heads: on the pretrained backbone's features, with the same router",
-    "lora_finetune": "LoRA fine-tuning: low-rank pairs of its own per task, true task given (an upper bound)",
-    "full_finetune": "full fine-tuning: a network of its own per task, true task given (the upper bound)",
+    "lora_finetune": "LoRA fine-tuning: separate low-rank pairs per task, task ID given (an upper bound)",
+    "full_finetune": "full fine-tuning: a separate network per task, task ID given (the upper bound)",
 }
 SHORT = METHODS | {"frozen_linear": "frozen", "full_finetune": "full FT", "lora_finetune": "LoRA FT"}
 SIZES = ("classes", "train\nimages")
@@ -63,7 +64,7 @@ class Grid(NamedTuple):
             max(map(len, [*column.split("\n"), *cells]))
             for column, *cells in zip(self.columns, *self.rows, strict=True)
         ]
-        gap = 1 if sum(widths) + 2 * len(widths) <= 80 else 0  # beside the one that the box has
+        gap = 1 if sum(widths) + 2 * len(widths) <= 80 else 0  # besides the one that the box has
         table = rich.table.Table(
             title=Text(self.title), caption=Text(self.caption) if self.caption else None,
             box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, gap, 0, 0),
@@ -78,7 +79,7 @@ class Grid(NamedTuple):
                 no_wrap=index == 1 and is_left,
             )
         for row in self.rows:
-            table.add_row(*map(Text, row))  # a task's name may hold brackets
+            table.add_row(*map(Text, row))  # a task's name may contain brackets
         return table
 
     def to_csv(self) -> str:
@@ -102,7 +103,7 @@ def final_table(results: Results) -> rich.table.Table:
 
 
 def task_table(results: Results) -> rich.table.Table:
-    """A row per task: what network it got, what each method reaches on it, how it is routed; its size is left out."""
+    """A row per task: its architecture, accuracies and routing, without the number of images and classes."""
     grid = task_grid(results)
     kept = [index for index, column in enumerate(grid.columns) if column not in SIZES]
 
@@ -113,14 +114,14 @@ def task_table(results: Results) -> rich.table.Table:
 
 
 def method_grid(results: Results) -> Grid:
-    """The run's method and the yardsticks beside it."""
+    """The run's method, its baselines and upper bounds."""
     columns = (
-        "method", "average\naccuracy\n%", "task\ngiven\n%", "average\nforgetting\npoints",
+        "method", "average\naccuracy\n%", "task ID\ngiven\n%", "average\nforgetting\npoints",
         "FLOPs\npaper", "FLOPs\nexecuted", "params\nadded\n%", "time\ns",
     )  # fmt: skip
     rows = []
     for name, run in _runs(results).items():
-        is_bound = name in TOLD  # it is given the true task, so it has no routed accuracy
+        is_bound = name in TOLD  # it is given the task ID, so it has no task-agnostic accuracy
         local = run.get("local_average_accuracy", run.get("average_accuracy") if is_bound else None)
         flops = run.get("flops") or {}
         seconds = run.get("seconds")
@@ -143,10 +144,10 @@ def method_grid(results: Results) -> Grid:
 
 
 def task_grid(results: Results) -> Grid:
-    """Accuracies after the last task, in %; `given` is with the true task given."""
+    """Accuracies after the last task, in %; `given`: with the task ID given."""
     runs = _runs(results)
-    drawn = all("architecture" in task for task in results["tasks"])
-    columns = ["task", *(["archi-\ntecture"] if drawn else []), *SIZES]
+    has_architecture = all("architecture" in task for task in results["tasks"])
+    columns = ["task", *(["archi-\ntecture"] if has_architecture else []), *SIZES]
     accuracies = []
     for name, run in runs.items():
         short = SHORT.get(name, name)
@@ -155,37 +156,40 @@ def task_grid(results: Results) -> Grid:
                 columns.append(title)
                 accuracies.append(last_row(run[key]))
     if unmeasured(results):
-        columns.append("when\nlearned\n%")
+        columns.append("after\nlearning\n%")
         accuracies.append([row[index] for index, row in enumerate(results["accuracy"])])
-    columns += ["routed\nright\n%", "FLOPs\n% of\nbase"]
+    columns += ["task ID\nright\n%", "FLOPs\n% of\nbase"]
     base = plain_flops(results)
     rows = []
     for index, task in enumerate(results["tasks"]):
         flops = task.get("flops", task.get("flops_method"))
         rows.append((
             f"T{index} {task['name']}",
-            *([letters(task["architecture"])] if drawn else []),
+            *([letters(task["architecture"])] if has_architecture else []),
             str(len(task["classes"])),
             str(task["num_train"]),
             *(percent(row[index]) for row in accuracies),
             percent(results["routing"][index][index]),
             number(100 * flops / base, 1) if base and flops is not None else format_flops(flops),
         ))  # fmt: skip
-    caption = "given: with the true task given\nFLOPs: per image by the paper's convention"
-    if drawn:
-        caption = f"R reuse, A adapt, N new, S skip, one per block; {caption}, the task's network, router apart"
-    return Grid("per task, after the last one", tuple(columns), tuple(rows), 1 + drawn, caption)
+    caption = (
+        "given: with the task ID given; task ID right: images whose task ID is inferred correctly\n"
+        "FLOPs: per image by the paper's convention"
+    )
+    if has_architecture:
+        caption = f"R reuse, A adapt, N new, S skip, one per block; {caption}, of the target network without the router"
+    return Grid("per task, after the last one", tuple(columns), tuple(rows), 1 + has_architecture, caption)
 
 
 def fom_line(results: Results) -> str:
-    """Figure of merit against each yardstick, a dash where undefined, with both gaps to the bound."""
-    fom, yardsticks = results.get("fom") or {}, results.get("yardsticks") or {}
-    upper = yardsticks.get("full_finetune", {}).get("average_accuracy")
+    """Figure of merit against each baseline, a dash where undefined, with both gaps to the upper bound."""
+    fom, others = results.get("fom") or {}, results.get("yardsticks") or {}
+    upper = others.get("full_finetune", {}).get("average_accuracy")
     if upper is None:
         return ""
     parts = []
     for name, value in fom.items():
-        gaps = [100 * (upper - run["average_accuracy"]) for run in (results, yardsticks[name])]
+        gaps = [100 * (upper - run["average_accuracy"]) for run in (results, others[name])]
         short, text = SHORT.get(name, name), number(value, 2)
         own = SHORT.get(results.get("method", "cheem"), "this method")
         below = f"points below full FT: {own} {gaps[0]:.1f}, {short} {gaps[1]:.1f}"
@@ -207,6 +211,11 @@ def plain_flops(results: Results) -> int | None:
     """The plain backbone's FLOPs by the paper's convention; None where its config is not built in."""
     config = CONFIGS.get(results["backbone"])
     return backbone_flops(at_image_size(config, results["image_size"])) if config else None
+
+
+def spread(num: int, most: int) -> list[int]:
+    """At most `most` of the positions 0..num-1, evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, num - 1, min(num, most)).round().astype(int)).tolist()
 
 
 def percent(value: int | float | None) -> str:
@@ -235,5 +244,5 @@ def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:
     progress.console.print(final_table(results))
     compiled = results["compile"]
     cached = f", {compiled['cached']} read from the cache" if compiled.get("cached") else ""
-    progress.say(f"{compiled['programs']} programs compiled{cached} in {compiled['seconds']:.1f} s")
+    progress.say(f"{compiled['programs']} functions compiled{cached} in {compiled['seconds']:.1f} s")
     progress.say(f"report: {shown(directory / 'report.md')}   numbers: {shown(directory / 'results.json')}")

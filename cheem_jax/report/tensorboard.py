@@ -3,8 +3,8 @@
     tensorboard/cheem/events.out.tfevents.cheem_jax          one folder per method, so that curves lie over each other
     tensorboard/frozen_linear/events.out.tfevents.cheem_jax
 
-The same record gives the same bytes and a longer one goes on from them, so a file is appended to where that is all that
-is new, which a TensorBoard that is open follows, and replaced as a whole where it is not.
+Equal records give equal bytes, and a longer record gives the same ones and more: then they are appended, which an open
+TensorBoard follows. Otherwise the file is replaced.
 """
 
 import datetime
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import filelock
 import numpy as np
 
-from cheem_jax import metrics
-from cheem_jax.atomic import write_atomically
+from cheem_jax.core import metrics
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.memories import as_of_run
-from cheem_jax.report.record import read
 from cheem_jax.report.table import TOLD
+from cheem_jax.run.record import read, read_object
 
 FOLDER, NAME = "tensorboard", "events.out.tfevents.cheem_jax"
 AVERAGES = ("average/accuracy", "average/given_accuracy", "average/forgetting")
@@ -35,7 +35,7 @@ COSTS = (
 
 
 Rows = tuple[list[float | None], list[float | None]]
-"""Of one moment: accuracies per task, routed and with the task given; None where not measured."""
+"""Of one moment: accuracies per task, task-agnostic and with the task ID given; None where not measured."""
 
 
 class Point(NamedTuple):
@@ -62,7 +62,7 @@ def check_installed() -> None:
 def write_events(directory: Path) -> Path:
     """Write the event files of a run, finished or not, and return their folder.
 
-    Raises ValueError where the record is missing or damaged, or tensorboardX is not installed.
+    Raises ValueError where the record is missing or corrupted, or tensorboardX is not installed.
     """
     check_installed()
     entries = read(directory)
@@ -74,7 +74,7 @@ def write_events(directory: Path) -> Path:
     try:
         points = list(points_of(entries))
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"the record in {str(directory)!r} does not hold what event files need ({error!r})") from error
+        raise ValueError(f"the record in {str(directory)!r} lacks what event files need ({error!r})") from error
     folder = directory / FOLDER
     folder.mkdir(exist_ok=True)
     with filelock.FileLock(folder / ".lock"):  # the run itself may write them at this moment
@@ -86,7 +86,7 @@ def write_events(directory: Path) -> Path:
 
 
 def points_of(entries: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
-    """All that a record tells, in its order."""
+    """All numbers of a record, in its order."""
     rows: dict[str, list[Rows]] = {}
     names: dict[int, str] = {}
     for entry in entries:
@@ -113,7 +113,7 @@ def points_of(entries: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
 
 
 def _learned(report: Mapping[str, Any], name: str) -> Iterator[tuple[str, float | str, int]]:
-    """Tag, value and step of what is told when a task is learned; losses are over epochs."""
+    """Tag, value and step of all that is known when a task is learned; losses are over epochs."""
     step = report["index"] + 1
     for key, values in report.items():
         if key.endswith("losses") and isinstance(values, list):
@@ -131,7 +131,7 @@ def _learned(report: Mapping[str, Any], name: str) -> Iterator[tuple[str, float 
 
 
 def _measured(rows: Sequence[Rows], names: Mapping[int, str]) -> Iterator[tuple[str, float]]:
-    """Accuracies of every task so far in [0, 1], routed and with the task given, and their averages.
+    """Accuracies of every task so far in [0, 1], task-agnostic and with the task ID given, and their averages.
 
     What a memory did not measure is left out, and an average that would need it.
     """
@@ -139,10 +139,10 @@ def _measured(rows: Sequence[Rows], names: Mapping[int, str]) -> Iterator[tuple[
     accuracy, given = np.full((2, num, num), np.nan)
     for index, row in enumerate(rows):
         accuracy[index, : index + 1], given[index, : index + 1] = row
-    for index, (routed, told) in enumerate(zip(*rows[-1], strict=True)):
-        if routed is not None and told is not None:
+    for index, (routed, own) in enumerate(zip(*rows[-1], strict=True)):
+        if routed is not None and own is not None:
             yield f"accuracy/{names[index]}", routed
-            yield f"given_accuracy/{names[index]}", told
+            yield f"given_accuracy/{names[index]}", own
     is_known, is_all_known = ~np.isnan(accuracy[-1]).any(), ~np.isnan(accuracy[np.tri(num, dtype=bool)]).any()
     averages = (
         metrics.average_accuracy(accuracy) if is_known else None,
@@ -156,15 +156,9 @@ def _measured(rows: Sequence[Rows], names: Mapping[int, str]) -> Iterator[tuple[
 
 def _config(directory: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
     """What the run was asked for: its settings and its configuration without hashes."""
-    file = directory / "config.json"
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}); bring it back from a copy") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds no JSON object; bring it back from a copy")
-    told = {key: setting.get(key) for key in ("method", "preset", "executor", "precision", "device")}
-    return told | {key: value for key, value in as_of_run(config).items() if not key.endswith("sha256")}
+    config = as_of_run(read_object(directory / "config.json"))
+    chosen = {key: setting.get(key) for key in ("method", "preset", "executor", "precision", "device")}
+    return chosen | {key: value for key, value in config.items() if not key.endswith("sha256")}
 
 
 def _content(points: Sequence[Point], config: Mapping[str, Any] | None, begun: float) -> bytes:
@@ -175,12 +169,12 @@ def _content(points: Sequence[Point], config: Mapping[str, Any] | None, begun: f
     events = [Event(wall_time=begun, file_version="brain.Event:2")]
     if config is not None:
         text = f"```json\n{json.dumps(config, indent=1)}\n```"
-        for told in (summary.text("config", text), *_hparams(config)):
-            events.append(Event(wall_time=begun, step=0, summary=told))
+        for message in (summary.text("config", text), *_hparams(config)):
+            events.append(Event(wall_time=begun, step=0, summary=message))
     for point in points:
         tag = re.sub(r"[^-/\w.]", "_", point.tag)
-        told = summary.text(tag, point.value) if isinstance(point.value, str) else summary.scalar(tag, point.value)
-        events.append(Event(wall_time=point.time, step=point.step, summary=told))
+        message = summary.text(tag, point.value) if isinstance(point.value, str) else summary.scalar(tag, point.value)
+        events.append(Event(wall_time=point.time, step=point.step, summary=message))
     stream = io.BytesIO()
     for event in events:
         _append(stream, event.SerializeToString(deterministic=True))
@@ -188,7 +182,7 @@ def _content(points: Sequence[Point], config: Mapping[str, Any] | None, begun: f
 
 
 def _hparams(config: Mapping[str, Any]) -> list[Any]:
-    """Messages for TensorBoard's table of runs: a row of settings beside the averages."""
+    """Messages for TensorBoard's table of runs: a row of settings next to the averages."""
     from tensorboardX import summary  # pyright: ignore[reportMissingImports]
     from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData  # pyright: ignore  (as above)
 

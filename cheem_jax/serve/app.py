@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cheem_jax import __version__
-from cheem_jax.report.record import to_json
+from cheem_jax.run.record import to_json
 from cheem_jax.serve.batching import Predictor
 from cheem_jax.serve.connections import Answered
 from cheem_jax.serve.limits import Limits, Refused

@@ -10,12 +10,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import UInt8
 
-from cheem_jax.prediction import Prediction
+from cheem_jax.memory.prediction import Prediction
 
 
 @runtime_checkable
 class Predictor(Protocol):
-    """What a server asks; `cheem_jax.predict` makes one from a memory."""
+    """What a server asks; `cheem_jax.memory.predictor` makes one from a memory."""
 
     @property
     def image_size(self) -> int:

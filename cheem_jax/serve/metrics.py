@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from cheem_jax.execution.compilation import compilations
-from cheem_jax.prediction import Prediction
+from cheem_jax.engine.compilation import compilations
+from cheem_jax.memory.prediction import Prediction
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)

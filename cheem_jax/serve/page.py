@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from cheem_jax.report import COLOURS
+from cheem_jax.core.ops import COLOURS
 
 TEMPLATE = Path(__file__).with_name("page.html")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from starlette.requests import Request
 
-from cheem_jax.prediction import Prediction
+from cheem_jax.memory.prediction import Prediction
 from cheem_jax.serve.batching import Batcher, Closed, Predictor
 from cheem_jax.serve.limits import Limits, Places, Refused, Visit
 from cheem_jax.serve.metrics import Metrics

@@ -8,21 +8,19 @@ import tempfile
 import time
 from pathlib import Path
 
-from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.checkpoint import saved_tasks
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cheem.config import PRESETS
+from cheem_jax.cheem.saved_memory import open_memory, save_memory_task
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Stream
-from cheem_jax.execution.stages import Stages
-from cheem_jax.methods.cheem_config import PRESETS
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import read
-from cheem_jax.saved_memory import open_memory, save_memory_task
-from experiments.bench.demo_compile import small
+from cheem_jax.run.checkpoint import saved_tasks
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
+from experiments.bench.demo_compile import small, small_tasks
 from experiments.bench.growth import RANK, drawn_memory
-from experiments.bench.measure import Bench, Row, alternate, save, say
+from experiments.bench.measure import Bench, Row, alternate, bytes_of, medians, save, say, stages
 
 GOAL_SHARE, GOAL_SECONDS = 0.02, 5.0
 
@@ -57,10 +55,8 @@ def main(settings: Settings) -> None:
 
 def demo_seconds(directory: Path, quick: bool) -> tuple[float, float, list[float]]:
     """Seconds of the demo's learning, of its checkpoints, and those by task."""
-    stream, config = demo_stream(), PRESETS["demo"]
-    if quick:
-        stream = Stream("two", demo_stream(num_train=64, num_val=32, num_test=32).tasks[:2])
-        config = small(1)
+    stream = Stream("two", small_tasks()[:2]) if quick else demo_stream()
+    config = small(1) if quick else PRESETS["demo"]
     start = time.perf_counter()
     run_stream(stream, load_pretrained("vit_micro"), RunConfig(config, "demo"), directory, Progress())
     whole = time.perf_counter() - start
@@ -70,14 +66,13 @@ def demo_seconds(directory: Path, quick: bool) -> tuple[float, float, list[float
 
 def opening(root: Path, num_tasks: int) -> tuple[float, int]:
     """Median seconds to open a memory of so many tasks, and its bytes."""
-    pretrained = load_pretrained("vit_micro")
-    executor = Stages(build(pretrained.config, pretrained.params), "mlp_down")
+    executor = stages(load_pretrained("vit_micro"))
     memory = drawn_memory(executor, num_tasks).memory
     for index in range(num_tasks):
         save_memory_task(root, memory, index, RANK)
     assert len(saved_tasks(root)) == num_tasks
-    times = sorted(alternate({"open": lambda: open_memory(root, executor.base_pool)}, 5)["open"])
-    return times[len(times) // 2], sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+    times = alternate({"open": lambda: open_memory(root, executor.base_pool)}, 5)
+    return medians(times)["open"], bytes_of(root)
 
 
 if __name__ == "__main__":

@@ -8,33 +8,27 @@ these bytes and the step's FLOPs over data-sheet rates; its other inputs are ass
 """
 
 import dataclasses
-import json
 import math
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from cheem_jax.architecture import Architecture, Choice
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
 from cheem_jax.backbone.params import build, init_params
-from cheem_jax.cli import parse
-from cheem_jax.execution import executor as shared
-from cheem_jax.execution.choice import EngineConfig, Name, make_executor
-from cheem_jax.execution.executor import Batch, Dense, Executor, Gather
-from cheem_jax.execution.layout import SMALL, Layout
-from cheem_jax.pool import dense_expert
-from cheem_jax.supernet import OpSettings, Supernet, blank_learners
+from cheem_jax.cheem.supernet import OpSettings, Supernet, adam_update
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Architecture, Choice
+from cheem_jax.core.pool import dense_expert, dense_experts
+from cheem_jax.engine import executor as shared
+from cheem_jax.engine.choice import EngineConfig, Name, make_executor
+from cheem_jax.engine.executor import Batch, Dense, Executor, Gather
+from cheem_jax.engine.layout import SMALL, Layout
 from experiments.bench.gpu import NUM_CLASSES, PEAKS, RANK
-from experiments.bench.measure import ROOT, Bench, Row, command, save, say, step_flops
+from experiments.bench.measure import Bench, Row, command, in_child, save, say, step_flops
 
 DEVICES, BATCH, SCAN_STEPS = 8, 64, 2
 ADAPT, NEW, REUSE, SKIP = Choice("adapt", 0), Choice("new"), Choice("reuse", 0), Choice("skip")
@@ -229,17 +223,17 @@ def compile_all(quick: bool) -> list[dict[str, Any]]:
 def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str, Any]]:
     """Steps, an evaluated batch of one network, and a candidate's batch on a device of its own."""
     layout, depth = OnPaper(fsdp), config.depth
-    for function in ("adam_update", "add", "_take"):  # programs of one module for all layouts
+    for function in ("add", "_take"):  # programs of one module for all layouts
         program = getattr(shared, function)
         setattr(shared, function, Compiled(getattr(program, "program", program), layout.calls))
     vit = build(config, init_params(config, jax.random.key(0)))
     executor = make_executor(vit, "mlp_down", EngineConfig(name, steps_per_call=SCAN_STEPS), layout=layout)
-    supernet = Supernet(jax.random.key(1), executor.base_pool, NUM_CLASSES, OpSettings(rank=RANK))
-    supernet.head = layout.everywhere(supernet.head)
-    pair, full = layout.everywhere(blank_learners(config.mlp_width, config.width, RANK))
-    for block in range(depth):
-        supernet.store(block, ADAPT, pair)
-        supernet.store(block, NEW, full)
+    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
+    setup, head = supernet.setup, layout.everywhere(supernet.init().head)
+    if name == "stages":  # the others have the update inside of their step
+        setup = setup._replace(update=Compiled(adam_update, layout.calls))
+    pair, full = layout.everywhere(setup.blank)
+    learners = {(block, choice): own for block in range(depth) for choice, own in ((ADAPT, pair), (NEW, full))}
     rows, ones = np.zeros(BATCH, np.int32), np.ones(BATCH, np.float32)
     shape = jax.ShapeDtypeStruct((BATCH, config.num_tokens, config.width), np.float32)
     kept = layout.everywhere(shape)
@@ -253,7 +247,9 @@ def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str,
     for which, architecture in kinds.items():
         for _ in range(2):  # what the first leaves is what all later ones begin with
             layout.noted()
-            executor.train(supernet, [architecture] * steps, [[batch]] * steps, [1e-3] * steps)
+            learners, head, _ = executor.train(
+                learners, head, [architecture] * steps, [[batch]] * steps, rates=[1e-3] * steps, setup=setup
+            )  # fmt: skip
         yield {
             "what": f"step, {which}", **about, "steps": steps, **layout.noted(),
             "expected_reduced": steps * must[which],
@@ -267,7 +263,7 @@ def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str,
             own.classify(head, walked.tokens, labels, mask, NUM_CLASSES)
 
     network = [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]
-    evaluate(executor, network, Gather(0, kept, rows), supernet.head.params)
+    evaluate(executor, network, Gather(0, kept, rows), head.params)
     yield {
         "what": "a batch of one network", **about, "steps": 1, **layout.noted(),
         "expected_reduced": 4 * depth * config.width + 4,
@@ -275,7 +271,7 @@ def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str,
     }  # fmt: skip
     if fsdp == 1:
         alone = [Dense(step.code, layout.copy(step.expert, 0)) for step in network]
-        evaluate(executor.on(0), alone, Gather(0, layout.copy(kept, 0), rows), layout.copy(supernet.head.params, 0))
+        evaluate(executor.on(0), alone, Gather(0, layout.copy(kept, 0), rows), layout.copy(head.params, 0))
         yield {
             "what": "a batch of one candidate, on its device", **about, "steps": 1, **layout.noted(),
             "expected_reduced": 0, "expected_gathered": 0,
@@ -440,29 +436,10 @@ def gathers(entries: Sequence[dict[str, Any]], machine: Accelerators) -> list[di
 # ---- what is written
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings(Bench):
-    """What is compiled; with `file` in this process, into that file."""
-
-    file: Path | None = None
-    """Where the collectives go; this process must have eight devices."""
-
-
-def main(settings: Settings) -> None:
+def main(settings: Bench) -> None:
     """Compile in a process with eight devices; write `collectives.json`."""
-    if settings.file is not None:
-        settings.file.write_text(json.dumps(compile_all(settings.quick)))
-        return
-    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
-        file = Path(folder) / "found.json"
-        options = ["--file", str(file), *(["--quick"] if settings.quick else [])]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
-        done = subprocess.run(
-            [sys.executable, "-m", "experiments.bench.collectives", *options], cwd=ROOT, env=environment
-        )  # fmt: skip
-        if done.returncode != 0:
-            raise ValueError(f"compiling for {DEVICES} devices ended with status {done.returncode}; see above")
-        found = json.loads(file.read_text())
+    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    found = in_child("collectives.compile_all", settings.quick, environment=environment)
     machine = Accelerators()
     save(
         settings.out, "collectives", rows_of(found), quick=settings.quick, programs=found,
@@ -485,4 +462,4 @@ def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:
 
 
 if __name__ == "__main__":
-    command(main, parse(Settings, description=__doc__))
+    command(main, parse(Bench, description=__doc__))

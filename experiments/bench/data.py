@@ -1,19 +1,15 @@
-"""Pictures from files to training steps: decoding, waiting for input, memory, and prepared data sets.
+"""Images from files to training steps: decoding, waiting for input, memory, and prepared data sets.
 
     python -m experiments.bench.data
 
-Pictures are generated and files lie in the system's page cache, so that nothing here waits for a disk. What memory a
-task of many pictures takes is measured in processes of their own.
+Images are generated and files lie in the system's page cache, so that nothing here waits for a disk. What memory a
+task of many images takes is measured in processes of their own.
 """
 
 import contextlib
-import dataclasses
 import importlib.util
 import io
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -26,9 +22,15 @@ import jax
 import numpy as np
 from PIL import Image
 
-from cheem_jax.architecture import decode
-from cheem_jax.backbone.params import build
-from cheem_jax.cli import parse
+from cheem_jax.cheem.hee import uniform_table
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import SupernetFit, prepare, steps_of, supernet_draws
+from cheem_jax.cli.main import parse
+from cheem_jax.continual import peak_memory_bytes
+from cheem_jax.core.architecture import decode
+from cheem_jax.core.images import in_turn
+from cheem_jax.core.keys import order_at
+from cheem_jax.core.pool import dense_experts
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.files import FolderFiles
 from cheem_jax.data.folder import plan_task
@@ -36,50 +38,28 @@ from cheem_jax.data.load import ImagesConfig, Keep, StreamedImages, load_tasks
 from cheem_jax.data.records import all_pictures
 from cheem_jax.data.task import Plan, Split
 from cheem_jax.data.verify import verify
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.executor import Executor
-from cheem_jax.execution.feed import HostImages, ahead
-from cheem_jax.execution.stages import Stages
-from cheem_jax.hee import uniform_table
-from cheem_jax.images import in_turn
-from cheem_jax.keys import order_at
-from cheem_jax.steps import peak_memory_bytes
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import prepare, steps_of, supernet_draws
-from experiments.bench.measure import ROOT, Bench, Row, alternate, backbone, command, medians, ratio, save, say
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.feed import HostImages, ahead
+from experiments.bench import measure
+from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 FINE = 0.3
 """Amplitudes of the fields go with this power of their cells' size: at 0.3 a JPEG takes about 60 kB."""
 IMAGE_SIZE, SMALL, TINY = 224, 64, 32
-"""Pixels: of training, of the cache of many pictures, and of their files."""
+"""Pixels: of training, of the cache of many images, and of their files."""
 NUM_CLASSES, RANK, BATCH, GATHERED = 20, 16, 32, 64
 STREAMED = 100
-"""Batches of each split that are streamed of the many pictures: their memory is soon what it will be."""
+"""Batches of each split that are streamed of the many images: their memory is soon what it will be."""
 GOAL_DECODE, GOAL_WAITING, GOAL_GIGABYTES = 1.5, 0.03, 1.5
 """Times as fast as one thread; largest share of an epoch spent waiting; most memory of a process."""
 THREADS, PILLOW = "threads", "Pillow in one thread"
 Child = Literal["prepare", "verify", "read", "stream"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings(Bench):
-    """What is measured; with `child` only that, in this process, its numbers going into `file`."""
-
-    child: Child | None = None
-    """What is done with the many pictures."""
-    folder: Path | None = None
-    """Where their zip lies."""
-    file: Path | None = None
-    """Where its numbers go."""
-
-
-def main(settings: Settings) -> None:
+def main(settings: Bench) -> None:
     """Measure every part and write `data.json`."""
-    if settings.child is not None:
-        assert settings.folder is not None and settings.file is not None, "a child needs --folder and --file"
-        settings.file.write_text(json.dumps(with_many(settings.child, settings.folder)))
-        return
     rows: list[Row] = []
     details: dict[str, Any] = {}
     for part in (decoding, epochs, memory, prepared):
@@ -88,7 +68,7 @@ def main(settings: Settings) -> None:
             found, details[part.__name__] = part(Path(folder), settings.quick)
         rows += found
         say(f"data: {part.__name__} took {time.perf_counter() - start:.0f} s")
-    save(settings.out, "data", rows, quick=settings.quick, details=details)
+    measure.save(settings.out, "data", rows, quick=settings.quick, details=details)
 
 
 # ---- pictures
@@ -124,7 +104,7 @@ def write_task(folder: Path, num_train: int) -> Plan:
 
 
 def write_many(file: Path, num: int) -> None:
-    """A zip of tiny pictures: few of them under many names, told apart by bytes behind the end of the JPEG."""
+    """A zip of tiny images: few of them under many names, told apart by bytes behind the end of the JPEG."""
     tiny = []
     for data in photographs(50):
         buffer = io.BytesIO()
@@ -139,7 +119,7 @@ def write_many(file: Path, num: int) -> None:
 
 
 def missing() -> str | None:
-    """Why pictures cannot be streamed here, if so."""
+    """Why images cannot be streamed here, if so."""
     absent = [name for name in ("grain", "tensorflow_datasets") if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(absent)} (extra `datasets`)" if absent else None
 
@@ -173,7 +153,7 @@ def decoding(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 
 
 def pillow(file: Path) -> np.ndarray:
-    """One picture as anybody would read it."""
+    """One image as anybody would read it."""
     with Image.open(file) as image:
         return np.asarray(image.convert("RGB").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC))
 
@@ -195,10 +175,10 @@ class Epoch(NamedTuple):
 
 
 def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """An epoch of supernet training from pictures, kept in all the ways there are; no tokens are kept."""
-    vit = backbone("vit_nano" if quick else "deit_tiny")
+    """An epoch of supernet training from images, kept in all the ways there are; no tokens are kept."""
+    vit = measure.backbone("vit_nano" if quick else "deit_tiny")
     size, num_steps, num_rounds = vit.config.image_size, 3 if quick else 7, 1 if quick else 3
-    executor = Stages(build(vit.config, vit.params), "mlp_down")
+    executor = measure.stages(vit)
     plan = write_task(folder / "task", num_steps * BATCH)
     reason = missing()
     ways: list[Keep] = ["memory", "cache", *([] if reason else ["stream"])]
@@ -242,9 +222,10 @@ def epoch(executor: Executor, split: Split) -> Epoch:
     """The loop of `fit`, its waits timed; each step is waited for, so that no wait hides work of the device."""
     order_key, mode_key, draw_key = jax.random.split(jax.random.key(3), 3)
     supernet, num = new_task(executor), len(split.labels)
+    fitting = SupernetFit(supernet, supernet.init())
     uniform = uniform_table(supernet.sizes)
     order = list(batches(order_at(order_key, num), BATCH))
-    codes = supernet_draws(mode_key, draw_key, uniform, uniform, 0.3)(0, len(order))
+    codes = supernet_draws(mode_key, draw_key, exploit=uniform, uniform=uniform, epsilon=0.3)(0, len(order))
     data = steps_of(executor, HostImages(executor, split.images), split.labels, order, BATCH)
     steps, waits, losses = [], [], []
     start = time.perf_counter()
@@ -252,17 +233,15 @@ def epoch(executor: Executor, split: Split) -> Epoch:
     for row in codes:
         step, _ = next(following)
         waits.append(time.perf_counter() - start)
-        (loss,) = executor.train(supernet, [decode(row, supernet.sizes)], [step], [1e-3])
-        jax.block_until_ready((loss, supernet.head, supernet.learners))
+        losses.append(measure.step(executor, fitting, decode(row, supernet.sizes), step))
         steps.append(time.perf_counter() - start)
-        losses.append(float(loss))
         start = time.perf_counter()
     return Epoch(steps, waits, losses)
 
 
 def new_task(executor: Executor) -> Supernet:
     """A supernet over the base's own pool."""
-    return Supernet(jax.random.key(1), executor.base_pool, NUM_CLASSES, OpSettings(rank=RANK))
+    return Supernet(jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
 
 
 def gathering(cache: Split, kept: Split, repeats: int) -> tuple[Row, dict[str, list[float]]]:
@@ -283,7 +262,7 @@ def gathering(cache: Split, kept: Split, repeats: int) -> tuple[Row, dict[str, l
 
 
 def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """What many pictures take, in processes of their own."""
+    """What many images take, in processes of their own."""
     num = 1_000 if quick else 100_000
     write_many(folder / "many.zip", num)
     reason, found = missing(), {}
@@ -291,12 +270,7 @@ def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     for child in children:
         if child == "stream" and reason:
             continue
-        file = folder / f"{child}.json"
-        options = ["--child", child, "--folder", str(folder), "--file", str(file)]
-        done = subprocess.run([sys.executable, "-m", "experiments.bench.data", *options], cwd=ROOT)
-        if done.returncode != 0:
-            raise ValueError(f"{child} of many pictures ended with status {done.returncode}; see above")
-        found[child] = json.loads(file.read_text())
+        found[child] = measure.in_child("data.with_many", child, str(folder))
         say(f"data: {child}: {found[child]['seconds']:.0f} s")
     words: dict[Child, str] = {
         "prepare": f"decoding {num:,} tiny images into a cache of {SMALL} pixels",
@@ -324,9 +298,9 @@ def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     return rows, {"zip_bytes": (folder / "many.zip").stat().st_size, **found}
 
 
-def with_many(child: Child, folder: Path) -> dict[str, float]:
-    """One pass over the many pictures, and the most memory that this process took meanwhile."""
-    before = status("RssAnon")
+def with_many(child: Child, place: str) -> dict[str, float]:
+    """One pass over the many images, and the most memory that this process took meanwhile."""
+    folder, before = Path(place), measure.process_memory("RssAnon")
     with watching() as peak:
         start = time.perf_counter()
         plan = plan_task(folder / "many.zip")
@@ -356,7 +330,7 @@ def with_many(child: Child, folder: Path) -> dict[str, float]:
         "seconds": done - (loaded if child in ("read", "stream") else planned),
         "before": before,
         "peak": max(peak),
-        "resident": status("VmHWM"),
+        "resident": measure.process_memory("VmHWM"),
         "ru_maxrss": peak_memory_bytes(),
     }
 
@@ -367,11 +341,11 @@ def watching() -> Iterator[list[int]]:
 
     Pages of a mapped file count as resident too, but the system takes them back whenever it needs them.
     """
-    seen, ended = [status("RssAnon")], threading.Event()
+    seen, ended = [measure.process_memory("RssAnon")], threading.Event()
 
     def look() -> None:
         while not ended.wait(0.01):
-            seen.append(status("RssAnon"))
+            seen.append(measure.process_memory("RssAnon"))
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -380,20 +354,7 @@ def watching() -> Iterator[list[int]]:
     finally:
         ended.set()
         thread.join()
-        seen.append(status("RssAnon"))
-
-
-def status(field: Literal["RssAnon", "VmHWM"]) -> int:
-    """Bytes of what Linux tells of this process; elsewhere the most that it ever held.
-
-    `ru_maxrss` begins with what the parent held when it started this process, so it is only told beside them.
-    """
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return peak_memory_bytes()
-    (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
-    return 1024 * int(kilobytes)
+        seen.append(measure.process_memory("RssAnon"))
 
 
 # ---- prepared data sets
@@ -471,4 +432,4 @@ def write_records(folder: Path, num: int) -> None:
 
 
 if __name__ == "__main__":
-    command(main, parse(Settings, description=__doc__))
+    measure.command(main, parse(Bench, description=__doc__))

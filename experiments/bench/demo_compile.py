@@ -16,45 +16,33 @@ from typing import Any
 
 import jax
 
-from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.cli import parse
+from cheem_jax.cheem.config import PRESETS, CheemConfig
+from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cli.main import parse
 from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core.keys import Keys
 from cheem_jax.data.demo import demo_stream
-from cheem_jax.data.task import Stream
-from cheem_jax.execution.compilation import compilations, keep_programs
-from cheem_jax.execution.stages import Stages
-from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.cheem_config import PRESETS, CheemConfig
-from cheem_jax.methods.method import FrozenFeatures, Undisturbed
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import read
-from experiments.bench.measure import ROOT, Bench, Row, command, save, say
+from cheem_jax.data.task import Stream, Task
+from cheem_jax.engine.compilation import compilations, keep_programs
+from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
+from experiments.bench import measure
+from experiments.bench.measure import Bench, Row
 
 GOAL_COLD, GOAL_WARM, GOAL_PROGRAMS = 0.15, 0.03, 100.0
 """Largest share of the wall time that compiling may take, without and with a filled cache."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings(Bench):
-    """What is measured; with `child` one small run in that directory."""
-
-    child: Path | None = None
-    """Run directory of the small run that stands for the demo with `--quick`."""
-
-
-def main(settings: Settings) -> None:
+def main(settings: Bench) -> None:
     """Run the demo twice and write `demo_compile.json`."""
-    if settings.child is not None:
-        small_run(settings.child)
-        return
     with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
         cache = Path(folder) / "programs"
         cold = run_demo(Path(folder) / "cold", cache, settings.quick)
         warm = run_demo(Path(folder) / "warm", cache, settings.quick)
     once, often = programs(1, settings.quick), programs(10, settings.quick)
-    say(f"demo_compile: {once} programs, and {often} with ten times as many architectures")
+    measure.say(f"demo_compile: {once} programs, and {often} with ten times as many architectures")
     share = {name: run["compile_seconds"] / run["seconds"] for name, run in (("cold", cold), ("warm", warm))}
     walls = {"cold": cold["seconds"], "warm": warm["seconds"]}
     rows = [
@@ -74,20 +62,19 @@ def main(settings: Settings) -> None:
             note=f"one task; {once} with as many epochs and candidates as usual",
         ),
     ]  # fmt: skip
-    save(settings.out, "demo_compile", rows, quick=settings.quick, runs={"cold": cold, "warm": warm})
+    measure.save(settings.out, "demo_compile", rows, quick=settings.quick, runs={"cold": cold, "warm": warm})
 
 
 def run_demo(directory: Path, cache: Path, quick: bool) -> dict[str, Any]:
     """One run in a process of its own; wall seconds include starting Python."""
-    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_ENABLE_COMPILATION_CACHE": "true"}
-    arguments = ["-m", "cheem_jax", "demo", "--run-dir", str(directory)]
-    if quick:
-        arguments = ["-m", "experiments.bench.demo_compile", "--child", str(directory)]
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_ENABLE_COMPILATION_CACHE": "true"}
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    if quick:
+        measure.in_child("demo_compile.small_run", str(directory), environment=environment)
+    else:
+        command = [sys.executable, "-m", "cheem_jax", "demo", "--run-dir", str(directory)]
+        subprocess.run(command, check=True, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - start
-    if done.returncode != 0:
-        raise ValueError(f"the demo ended with status {done.returncode}; see above")
     timed = [entry["compile"] for entry in read(directory) if "compile" in entry]
     return {
         "seconds": seconds,
@@ -97,13 +84,17 @@ def run_demo(directory: Path, cache: Path, quick: bool) -> dict[str, Any]:
     }
 
 
-def small_run(directory: Path) -> None:
-    """Two tasks, as small as their parts allow."""
-    # the parent's switch for the other measurements does not hold here
+def small_run(directory: str) -> None:
+    """The demo with two tasks, as small as their parts allow."""
     jax.config.update("jax_enable_compilation_cache", True)
     keep_programs()
-    stream = Stream("two", demo_stream(num_train=64, num_val=32, num_test=32).tasks[:2])
-    run_stream(stream, load_pretrained("vit_micro"), RunConfig(small(1), "demo"), directory, Progress())
+    stream = Stream("two", small_tasks()[:2])
+    run_stream(stream, load_pretrained("vit_micro"), RunConfig(small(1), "demo"), Path(directory), Progress())
+
+
+def small_tasks() -> tuple[Task, ...]:
+    """The demo's tasks with few images."""
+    return demo_stream(num_train=64, num_val=32, num_test=32).tasks
 
 
 def small(times: int) -> CheemConfig:
@@ -120,12 +111,10 @@ def small(times: int) -> CheemConfig:
 def programs(times: int, quick: bool) -> int:
     """Programs that one task needs in a fresh executor: similarity, supernet, search, fine-tuning, router."""
     jax.clear_caches()
-    pretrained, start = load_pretrained("vit_nano" if quick else "vit_micro"), compilations()
-    executor = Stages(build(pretrained.config, pretrained.params), "mlp_down")
+    executor, start = measure.stages(load_pretrained("vit_nano" if quick else "vit_micro")), compilations()
     config = small(times)
-    features = FrozenFeatures(executor, config.batch_size)
-    learner = Cheem(executor, config, Keys(0), None, features)
-    learner.learn(demo_stream(num_train=64, num_val=32, num_test=32).tasks[0], Undisturbed())
+    learner = Cheem(executor, config, Keys(0), None, FrozenFeatures(executor, config.batch_size))
+    learner.learn(small_tasks()[0], Undisturbed())
     return compilations().since(start).programs
 
 
@@ -137,4 +126,4 @@ def _note(run: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    command(main, parse(Settings, description=__doc__))
+    measure.command(main, parse(Bench, description=__doc__))

@@ -15,28 +15,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from cheem_jax.architecture import Architecture, decode
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.params import build, init_params
-from cheem_jax.cli import parse
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.choice import EngineConfig, Name, make_executor
-from cheem_jax.execution.executor import Executor
-from cheem_jax.execution.feed import Budget, Feed, feed_images, keep_tokens
-from cheem_jax.kernels import Precision
-from cheem_jax.methods.method import base_network
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import prepare, step_of
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import SupernetFit, prepare, step_of, train_steps
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Architecture, decode
+from cheem_jax.core.kernels import Precision
+from cheem_jax.core.pool import dense_experts
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.choice import EngineConfig, Name, make_executor
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.feed import Budget, Feed, feed_images, keep_tokens
+from cheem_jax.run.method import base_network
 from experiments.bench.measure import (
     ROOT,
     Row,
+    alternate,
     command,
+    medians,
     random_images,
     save,
     say,
     separate_flops,
     step_flops,
-)
+)  # fmt: skip
 
 NUM_CLASSES, RANK, REPEATS = 100, 40, 3
 NUM_STEPS: dict[Name, int] = {"stages": 16, "whole": 2, "scan": 16}
@@ -108,16 +111,19 @@ def measure(
     budget = Budget(one.budget)
     images = feed_images(one, random_images(num_images, config), budget)
     feed = keep_tokens("training images", one, images, num_images, (), batch_size=batch, budget=budget)
-    supernet = Supernet(jax.random.key(1), one.base_pool, NUM_CLASSES, OpSettings(rank=RANK))
+    supernet = Supernet(jax.random.key(1), dense_experts(one.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
+    fitting = SupernetFit(supernet, supernet.init())
     codes = np.random.default_rng(0).integers(0, 4, (steps, config.depth))
     architectures = [decode(row, supernet.sizes) for row in codes]
     start = time.perf_counter()
     prepare(one, supernet, batch)
-    run_steps(one, supernet, architectures, feed, num_images, batch)
+    run_steps(one, fitting, architectures, feed, num_images, batch)
     preparing = time.perf_counter() - start
-    step_seconds = median_seconds(lambda: run_steps(one, supernet, architectures, feed, num_images, batch)) / steps
-    forward_seconds = median_seconds(lambda: run_forward(one, feed, num_images, batch))
-    forward_rate = num_images / forward_seconds
+    seconds = medians(
+        alternate({"steps": lambda: run_steps(one, fitting, architectures, feed, num_images, batch)}, REPEATS)
+        | alternate({"forward": lambda: run_forward(one, feed, num_images, batch)}, REPEATS)
+    )
+    step_seconds, forward_rate = seconds["steps"] / steps, num_images / seconds["forward"]
     work = batch * float(np.mean([step_flops(config, a, RANK, begin=0) for a in architectures])) / step_seconds
     peak = peak_of(jax.devices()[0].device_kind, precision)
     forward_work = forward_rate * separate_flops(config, [base_network(one)])
@@ -142,7 +148,7 @@ def measure(
 
 
 def run_steps(
-    executor: Executor, supernet: Supernet, architectures: list[Architecture], feed: Feed, num_images: int, batch: int
+    executor: Executor, fitting: SupernetFit, architectures: list[Architecture], feed: Feed, num_images: int, batch: int
 ) -> None:
     """All steps, waited for at the end, as in training."""
     labels = np.arange(num_images, dtype=np.int32) % NUM_CLASSES
@@ -151,8 +157,11 @@ def run_steps(
     losses = []
     for first in range(0, len(data), executor.steps_per_call):
         part = slice(first, first + executor.steps_per_call)
-        losses += executor.train(supernet, architectures[part], data[part], [1e-3] * len(data[part]))
-    jax.block_until_ready((losses, supernet.head, supernet.learners))
+        fitting.state, found = train_steps(
+            executor, fitting.supernet, fitting.state, architectures[part], data[part], rates=[1e-3] * len(data[part])
+        )
+        losses += found
+    jax.block_until_ready((losses, fitting.state))
 
 
 def run_forward(executor: Executor, feed: Feed, num_images: int, batch: int) -> None:
@@ -162,17 +171,6 @@ def run_forward(executor: Executor, feed: Feed, num_images: int, batch: int) -> 
         (walked,) = executor.walk([network], feed(rows.rows), rows.mask)
         found.append(executor.features(walked.tokens))
     jax.block_until_ready(found)
-
-
-def median_seconds(work) -> float:
-    """Median seconds after a warm-up."""
-    work()
-    times = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
 
 
 def task_seconds(step_seconds: float, batch: int, forward_rate: float) -> float:

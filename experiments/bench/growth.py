@@ -2,20 +2,14 @@
 
     python -m experiments.bench.growth
 
-The memory is filled with drawn architectures instead of learned ones: what a step, the compiler, the similarity and a
+The memory is filled with sampled architectures instead of learned ones: what a step, the compiler, the similarity and a
 checkpoint cost depends on how many experts there are, not on how well they do. Every T has a process of its own, so
 that programs and resident memory are counted from nothing.
 """
 
-import dataclasses
 import functools
 import itertools
-import json
 import math
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,40 +18,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
-from cheem_jax.architecture import Architecture, Choice, decode
-from cheem_jax.backbone.params import build
-from cheem_jax.cli import parse
-from cheem_jax.evolution import SearchConfig, prepare_search, search
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.compilation import compilations
-from cheem_jax.execution.executor import Dense, Executor
-from cheem_jax.execution.feed import Budget, HostImages, keep_tokens
-from cheem_jax.execution.passes import token_means
-from cheem_jax.execution.stages import Stages
-from cheem_jax.hee import exploit_table, uniform_table
-from cheem_jax.keys import key_at
-from cheem_jax.methods.expert_memory import dense_task_network
-from cheem_jax.ops import Expert, LowRank
-from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, merge_dense, pool_sizes
-from cheem_jax.saved_memory import save_memory_task
-from cheem_jax.steps import peak_memory_bytes
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import prepare, step_of
-from experiments.bench.measure import (
-    ROOT,
-    Bench,
-    Row,
-    alternate,
-    backbone,
-    command,
-    ignore_advance,
-    medians,
-    random_images,
-    save,
-    say,
-)
+from cheem_jax.cheem.evolution import SearchConfig, prepare_search, search
+from cheem_jax.cheem.expert_memory import dense_task_network
+from cheem_jax.cheem.hee import exploit_table, uniform_table
+from cheem_jax.cheem.saved_memory import save_memory_task
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import SupernetFit, prepare, step_of
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Architecture, Choice, decode
+from cheem_jax.core.keys import key_at
+from cheem_jax.core.ops import Expert, LowRank
+from cheem_jax.core.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, merge_dense, pool_sizes
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.compilation import compilations
+from cheem_jax.engine.executor import Dense, Executor
+from cheem_jax.engine.passes import token_means
+from experiments.bench import measure
+from experiments.bench.measure import Bench, Row
 
 TASKS = (1, 3, 10, 30, 100)
 NUM_CLASSES, RANK, BATCH, NUM_IMAGES, NUM_DRAWS, CHECKPOINTS = 10, 16, 32, 32, 12, 10
@@ -67,23 +45,13 @@ GOAL_MEMORY = 2.0
 """Resident bytes per byte of dense experts: each once, and room for the pairs that they were merged from."""
 GOAL_CHECKPOINT = 1.25
 """Bytes on disk per byte of what the task added."""
-PANELS = (
-    ("step_seconds", "a supernet step (s)"),
-    ("programs", "programs compiled"),
-    ("similarity_seconds", f"similarity pass, {NUM_IMAGES} images (s)"),
-    ("resident_megabytes", "resident memory (MB)"),
-    ("checkpoint_kilobytes", "checkpoint of a task (kB)"),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings(Bench):
-    """What is measured; with `tasks` only that many, into that file."""
-
-    tasks: int | None = None
-    """One number of tasks, measured in this process."""
-    file: Path | None = None
-    """Where its numbers go."""
+PANELS = {
+    "a supernet step (s)": {"": "step_seconds"},
+    "programs compiled": {"": "programs"},
+    f"similarity pass, {NUM_IMAGES} images (s)": {"": "similarity_seconds"},
+    "resident memory (MB)": {"": "resident_megabytes"},
+    "checkpoint of a task (kB)": {"": "checkpoint_kilobytes"},
+}
 
 
 class Grown(NamedTuple):
@@ -100,7 +68,7 @@ class Grown(NamedTuple):
 
 
 def drawn_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: int = 0) -> Grown:
-    """A memory of tasks whose architectures are drawn as the exploiting sampler would, and not trained."""
+    """A memory of tasks whose architectures are sampled as the exploiting sampler would, and not trained."""
     rng, key, width = np.random.default_rng(seed), jax.random.key(seed), executor.config.width
     memory = Memory(executor.base_pool)
     experts = [[dense_expert(block, 0)] for block in executor.base_pool]
@@ -110,8 +78,9 @@ def drawn_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: 
         table = drawn_table(rng, earlier, sizes)
         codes = [rng.choice(len(row), p=row / row.sum()) for row in table]
         architecture = decode(codes, sizes)
-        supernet = Supernet(key_at(key, index), memory.pool, NUM_CLASSES, OpSettings(rank=rank), experts)
-        learned = {block: _moved(rng, params) for block, params in supernet.learned(architecture).items()}
+        supernet = Supernet(key_at(key, index), experts, NUM_CLASSES, OpSettings(rank=rank))
+        begun = supernet.learned(supernet.init(), architecture)
+        learned = {block: _moved(rng, params) for block, params in begun.items()}
         pool, used = grow(memory.pool, architecture, learned, index)
         for block, own in zip(experts, pool, strict=True):
             for stored in own[len(block) :]:
@@ -135,23 +104,21 @@ def drawn_table(
     return exploit_table(np.where(absent, np.nan, np.clip(near, -1, 1)), earlier, sizes)
 
 
-def measure(num_tasks: int, quick: bool) -> dict[str, Any]:
+def measure_tasks(num_tasks: int, quick: bool) -> dict[str, Any]:
     """Everything about one number of tasks."""
-    vit = backbone("vit_nano" if quick else "vit_micro")
-    module = build(vit.config, vit.params)
-    grown = drawn_memory(Stages(module, "mlp_down"), num_tasks)
-    # so far programs only served to fill the memory
-    jax.clear_caches()
-    executor, rng = Stages(module, "mlp_down"), np.random.default_rng(1)
+    vit = measure.backbone("vit_nano" if quick else "vit_micro")
+    grown = drawn_memory(measure.stages(vit), num_tasks)
+    jax.clear_caches()  # functions compiled so far only served to fill the memory
+    executor, rng = measure.stages(vit), np.random.default_rng(1)
     sizes, start = pool_sizes(grown.memory.pool), compilations()
-    images = HostImages(executor, random_images(NUM_IMAGES, vit.config))
-    kept = keep_tokens("", executor, images, NUM_IMAGES, (), batch_size=BATCH, budget=Budget(2**30))
-    seconds = alternate({"similarity": lambda: similarity(executor, grown, kept)}, 1 if quick else 3)
+    kept = measure.kept(executor, measure.random_images(NUM_IMAGES, vit.config), batch_size=BATCH)
+    seconds = measure.alternate({"similarity": lambda: similarity(executor, grown, kept)}, 1 if quick else 3)
 
     exploit, uniform = drawn_table(rng, grown.earlier, sizes), uniform_table(sizes)
     config = SearchConfig(generations=3)
     settings = OpSettings(rank=RANK)
-    supernet = Supernet(jax.random.key(1), grown.memory.pool, NUM_CLASSES, settings, grown.experts)
+    supernet = Supernet(jax.random.key(1), grown.experts, NUM_CLASSES, settings)
+    many = SupernetFit(supernet, supernet.init())
     prepare(executor, supernet, BATCH)
     prepare_search(exploit, config)
     prepared = compilations()
@@ -160,14 +127,14 @@ def measure(num_tasks: int, quick: bool) -> dict[str, Any]:
     data = step_of(executor, kept, labels, batch)
     following = iter(drawn_kinds(sizes, rng, 1 + (NUM_DRAWS if quick else 4 * NUM_DRAWS)))
 
-    def step(of: Supernet, architectures: Iterator[Architecture]) -> None:
-        jax.block_until_ready((executor.train(of, [next(architectures)], [data], [1e-3]), of.head))
+    def step(of: SupernetFit, architectures: Iterator[Architecture]) -> None:
+        measure.step(executor, of, next(architectures), data)
 
     repeats = NUM_DRAWS if quick else 4 * NUM_DRAWS
-    first = alternate({"first": lambda: step(supernet, following)}, repeats)
+    first = measure.alternate({"first": lambda: step(many, following)}, repeats)
     search(
         jax.random.key(2), lambda genomes: genomes.sum(axis=1) % 7, lambda genomes: genomes.sum(axis=1) % 5,
-        exploit, uniform, 7, config,
+        exploit=exploit, uniform=uniform, num_images=7, config=config,
     )  # fmt: skip
     counts = {
         "programs": compilations().since(start).programs,
@@ -175,26 +142,29 @@ def measure(num_tasks: int, quick: bool) -> dict[str, Any]:
     }
     # beside a memory of one task, in turns: processes one after the other meet different moods of a machine
     one = drawn_memory(executor, 1)
-    young = Supernet(jax.random.key(1), one.memory.pool, NUM_CLASSES, settings, one.experts)
+    young = Supernet(jax.random.key(1), one.experts, NUM_CLASSES, settings)
     turns = {
-        "one": (young, itertools.cycle(drawn_kinds(pool_sizes(one.memory.pool), rng, NUM_DRAWS))),
-        "many": (supernet, itertools.cycle(drawn_kinds(sizes, np.random.default_rng(2), NUM_DRAWS))),
+        "one": (
+            SupernetFit(young, young.init()),
+            itertools.cycle(drawn_kinds(pool_sizes(one.memory.pool), rng, NUM_DRAWS)),
+        ),
+        "many": (many, itertools.cycle(drawn_kinds(sizes, np.random.default_rng(2), NUM_DRAWS))),
     }
     for of, architectures in turns.values():
         for _ in range(NUM_DRAWS):  # what is drawn for the first time is made; here it exists
             step(of, architectures)
-    times = alternate({name: functools.partial(step, *turn) for name, turn in turns.items()}, repeats)
+    times = measure.alternate({name: functools.partial(step, *turn) for name, turn in turns.items()}, repeats)
     experts = [leaf.nbytes for block in grown.experts for expert in block for leaf in expert]
-    resident = resident_bytes()
+    resident = measure.process_memory("VmRSS")
     return {
         "tasks": num_tasks,
         "experts_of_largest_block": max(sizes),
-        "step_seconds": medians(times)["many"],
-        "step_seconds_at_1": medians(times)["one"],
-        "first_step_seconds": medians(first)["first"],
+        "step_seconds": measure.medians(times)["many"],
+        "step_seconds_at_1": measure.medians(times)["one"],
+        "first_step_seconds": measure.medians(first)["first"],
         "step_samples": times,
         **counts,
-        "similarity_seconds": medians(seconds)["similarity"],
+        "similarity_seconds": measure.medians(seconds)["similarity"],
         "resident_megabytes": resident / 1e6,
         "expert_megabytes": sum(experts) / 1e6,
         **checkpoint_sizes(grown.memory),
@@ -202,8 +172,8 @@ def measure(num_tasks: int, quick: bool) -> dict[str, Any]:
 
 
 def similarity(executor: Executor, grown: Grown, feed) -> None:
-    """Mean class tokens of the base and every task's network, as at the start of the next task."""
-    token_means(executor, grown.networks, feed, NUM_IMAGES, batch_size=BATCH, advance=ignore_advance)
+    """Mean CLS tokens of the base and every task's network, as at the start of the next task."""
+    token_means(executor, grown.networks, feed, NUM_IMAGES, batch_size=BATCH, advance=measure.ignore_advance)
 
 
 def drawn_kinds(sizes: Sequence[int], rng: np.random.Generator, num: int) -> list[Architecture]:
@@ -220,49 +190,28 @@ def drawn_kinds(sizes: Sequence[int], rng: np.random.Generator, num: int) -> lis
 
 def checkpoint_sizes(memory: Memory) -> dict[str, float]:
     """Mean bytes of the last tasks' checkpoints, and of the arrays that they added."""
-    first = max(0, len(memory.tasks) - CHECKPOINTS)
-    root = Path(tempfile.mkdtemp(prefix="cheem-bench-"))
     written, added = [], []
-    try:
-        for index in range(first, len(memory.tasks)):
-            directory = save_memory_task(root, memory, index, RANK)
-            written.append(sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))
-            own = [stored.params for block in memory.pool for stored in block if stored.origin == index]
-            task = memory.tasks[index]
-            leaves = jax.tree.leaves((own, task.head, task.means, task.centroids))
-            added.append(sum(leaf.nbytes for leaf in leaves))
-    finally:
-        shutil.rmtree(root)
+    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as root:
+        for index in range(max(0, len(memory.tasks) - CHECKPOINTS), len(memory.tasks)):
+            written.append(measure.bytes_of(save_memory_task(Path(root), memory, index, RANK)))
+            added.append(added_bytes(memory, index))
     return {"checkpoint_kilobytes": float(np.mean(written)) / 1e3, "added_kilobytes": float(np.mean(added)) / 1e3}
 
 
-def resident_bytes() -> int:
-    """What this process holds now; where the system does not tell, the most it ever held."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return peak_memory_bytes()
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def added_bytes(memory: Memory, index: int) -> int:
+    """Bytes of the arrays that a task added: its experts, head, means and centroids."""
+    task, own = memory.tasks[index], [stored.params for stored in memory.added(index).values()]
+    return sum(leaf.nbytes for leaf in jax.tree.leaves((own, task.head, task.means, task.centroids)))
 
 
-def main(settings: Settings) -> None:
+def main(settings: Bench) -> None:
     """Measure every number of tasks in a process of its own; write `growth.json` and the figure."""
-    if settings.tasks is not None:
-        assert settings.file is not None, "a single measurement is written to --file"
-        settings.file.write_text(json.dumps(measure(settings.tasks, settings.quick)))
-        return
     found = []
-    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
-        for num in (1, 10) if settings.quick else TASKS:
-            file = Path(folder) / f"{num}.json"
-            options = ["--tasks", str(num), "--file", str(file), *(["--quick"] if settings.quick else [])]
-            done = subprocess.run([sys.executable, "-m", "experiments.bench.growth", *options], cwd=ROOT)
-            if done.returncode != 0:
-                raise ValueError(f"measuring {num} tasks ended with status {done.returncode}; see above")
-            found.append(json.loads(file.read_text()))
-            say(f"growth: T = {num}: {found[-1]['step_seconds']:.4g} s a step, {found[-1]['programs']} programs")
-    draw(found, settings.out.parent / "growth.png")
-    save(settings.out, "growth", rows_of(found), quick=settings.quick, tasks=found)
+    for num in (1, 10) if settings.quick else TASKS:
+        found.append(measure.in_child("growth.measure_tasks", num, settings.quick))
+        measure.say(f"growth: T = {num}: {found[-1]['step_seconds']:.4g} s a step, {found[-1]['programs']} programs")
+    measure.draw_over_tasks(found, PANELS, settings.out.parent / "growth.png")
+    measure.save(settings.out, "growth", rows_of(found), quick=settings.quick, tasks=found)
 
 
 def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:
@@ -313,23 +262,6 @@ def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:
     ]  # fmt: skip
 
 
-def draw(found: Sequence[dict[str, Any]], file: Path) -> None:
-    """One panel per cost over the number of tasks."""
-    figure = Figure(figsize=(3.1 * len(PANELS), 2.9), dpi=120, layout="constrained")
-    tasks = [entry["tasks"] for entry in found]
-    for index, (key, title) in enumerate(PANELS):
-        axes = figure.add_subplot(1, len(PANELS), index + 1)
-        values = [entry[key] for entry in found]
-        axes.plot(tasks, values, marker="o", color="#2b6ca3")
-        axes.set(xscale="log", xlabel="tasks learned", ylim=(0, 1.15 * max(values)), xticks=tasks)
-        axes.set_xticklabels([str(num) for num in tasks])
-        axes.minorticks_off()
-        axes.set_title(title, fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file)
-
-
 def _moved(rng: np.random.Generator, params: Expert | LowRank) -> Expert | LowRank:
     # an untrained pair is zero: its expert would equal its parent
     if isinstance(params, LowRank):
@@ -345,4 +277,4 @@ def _dense(stored: StoredExpert, block: Sequence[Expert]) -> Expert:
 
 
 if __name__ == "__main__":
-    command(main, parse(Settings, description=__doc__))
+    measure.command(main, parse(Bench, description=__doc__))

@@ -1,13 +1,13 @@
-"""What the thousandth task costs: opening, naming the task, answering and learning after T = 1 to 1,000 tasks.
+"""What the thousandth task costs: opening, task-ID inference, answering and learning after T = 1 to 1,000 tasks.
 
     python -m experiments.bench.many_tasks
 
-The memory is filled with drawn architectures that nobody trained, and written to the disk as learned tasks are; each T
-opens the first T of them in a process of its own. Task centroids are features of five generated pictures, so that a
-task's pictures come back to it. Then one task more is really learned, with the similarity pass on 32 images.
+The memory is filled with sampled architectures without training, and saved as learned tasks are. Each T opens the first
+T of them in a process of its own. Task centroids are features of five generated images, so that a task's images come
+back to it. Then one task more is really learned, with the similarity pass on 32 images.
 
-What may grow with T is judged by CPU seconds of all threads: other work on the machine, which falls on one T and not
-on another, hardly changes them. Seconds on the clock are kept beside them.
+What may grow with T is judged by CPU seconds of all threads, which other work on the machine hardly changes. Seconds on
+the clock are kept as well.
 """
 
 import contextlib
@@ -18,8 +18,6 @@ import math
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,31 +26,30 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 from scipy.spatial.distance import cdist
 
-from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.checkpoint import saved_tasks
-from cheem_jax.cli import parse
+from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cheem.saved_memory import save_memory_task
+from cheem_jax.cli.main import parse
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.pool import DenseExperts, Memory
+from cheem_jax.core.routing.centroids import CentroidIndex, distances, normalise
+from cheem_jax.core.routing.config import Metric, RouterConfig
 from cheem_jax.data.demo import demo_stream
-from cheem_jax.execution.compilation import compilations
-from cheem_jax.execution.passes import Advance
-from cheem_jax.execution.stages import Stages
-from cheem_jax.keys import Keys
-from cheem_jax.methods.cheem import Cheem
-from cheem_jax.methods.expert_memory import TaskNetworks
-from cheem_jax.methods.method import FrozenFeatures, Undisturbed
-from cheem_jax.pool import DenseExperts, Memory
-from cheem_jax.predict import Predictor
-from cheem_jax.report.record import to_json
-from cheem_jax.rolling import Saved
-from cheem_jax.routing.centroids import CentroidIndex, distances, normalise
-from cheem_jax.routing.config import Metric, RouterConfig
-from cheem_jax.saved_memory import save_memory_task
+from cheem_jax.engine.compilation import compilations
+from cheem_jax.engine.passes import Advance
+from cheem_jax.engine.stages import Stages
+from cheem_jax.memory.predictor import Predictor
+from cheem_jax.run.checkpoint import saved_tasks
+from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.record import to_json
+from cheem_jax.run.rolling import Saved
+from experiments.bench import measure
 from experiments.bench.demo_compile import small
-from experiments.bench.growth import RANK, drawn_memory, resident_bytes
-from experiments.bench.measure import ROOT, Bench, Row, backbone, command, save, say
+from experiments.bench.growth import RANK, added_bytes, drawn_memory
+from experiments.bench.measure import Bench, Row
 
 TASKS = (1, 10, 100, 300, 1000)
 NUM_ROUTED, NUM_ASKED, NUM_CENTROIDS = 1000, 64, 5
@@ -64,11 +61,11 @@ GOAL_SAME = 1.5
 """What must not depend on T, over a few short steps."""
 GOAL_BYTES = 1.25
 """Bytes on disk per byte of what tasks added."""
-LINES = {
+PANELS = {
     "learning a task (CPU s)": {"all": "learn_cpu_seconds", "similarity pass": "similarity_cpu_seconds"},
     "bytes of a task (kB)": {"on disk": "disk_kilobytes", "its line in the record": "record_kilobytes"},
     "opening (CPU s)": {"": "open_cpu_seconds"},
-    "naming the task of 1,000 images (CPU s)": {"l1": "route_l1_cpu_seconds", "l2": "route_l2_cpu_seconds"},
+    "task-ID inference on 1,000 images (CPU s)": {"l1": "route_l1_cpu_seconds", "l2": "route_l2_cpu_seconds"},
     "64 images of 64 tasks, one where T = 1 (CPU s)": {
         "all kept": "ask_free_cpu_seconds", "8 MB kept": "ask_limited_cpu_seconds",
     },
@@ -77,19 +74,6 @@ LINES = {
         "all asked, all kept": "free_megabytes", "one more learned": "learned_megabytes",
     },
 }  # fmt: skip
-"""One panel each: title, and what is drawn under which name."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings(Bench):
-    """What is measured; with `tasks` only that many, of the memory in `memory`, into `file`."""
-
-    tasks: int | None = None
-    """One number of tasks, measured in this process."""
-    memory: Path | None = None
-    """Folder with at least so many saved tasks."""
-    file: Path | None = None
-    """Where its numbers go."""
 
 
 class Seconds:
@@ -143,34 +127,36 @@ def pictures(task: int, num: int, size: int) -> np.ndarray:
 
 
 def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
-    """Write a memory of drawn tasks; returns the bytes of the arrays that each of them added."""
-    executor = Stages(build(vit.config, vit.params), "mlp_down")
+    """Write a memory of sampled tasks; returns the bytes of the arrays that each of them added."""
+    executor = measure.stages(vit)
     memory = drawn_memory(executor, num_tasks).memory
     features, size = FrozenFeatures(executor, 64), vit.config.image_size
     seen = np.concatenate([pictures(task, NUM_CENTROIDS, size) for task in range(num_tasks)])
     centroids = np.split(normalise(features.compute(seen)), num_tasks)
     pairs = zip(memory.tasks, centroids, strict=True)
     memory = Memory(memory.pool, tuple(dataclasses.replace(task, centroids=own) for task, own in pairs))
-    added = []
-    for index, task in enumerate(memory.tasks):
+    for index in range(num_tasks):
         save_memory_task(root, memory, index, RANK)
-        own = [stored.params for stored in memory.added(index).values()]
-        added.append(sum(leaf.nbytes for leaf in jax.tree.leaves((own, task.head, task.means, task.centroids))))
-    return added
+    return [added_bytes(memory, index) for index in range(num_tasks)]
 
 
-def measure(root: Path, num_tasks: int, quick: bool) -> dict[str, Any]:
-    """Everything about one number of tasks."""
-    vit = backbone("vit_nano" if quick else "vit_micro")
-    executor, config = Stages(build(vit.config, vit.params), "mlp_down"), small(1)
+def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
+    """Everything about the first tasks of a saved memory, in a process of its own."""
+    root = Path(folder)
+    # compiled functions of the processes before: what compiles is counted, and takes its time once
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(root.parent / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    vit = measure.backbone("vit_nano" if quick else "vit_micro")
+    executor, config = measure.stages(vit), small(1)
     config = dataclasses.replace(config, similarity_images=32)
     cheem = Cheem(executor, config, Keys(0), None, FrozenFeatures(executor, config.batch_size))
     FrozenFeatures(executor, config.batch_size).compute(pictures(0, 1, vit.config.image_size))
-    began, begun = resident_bytes(), compilations()
+    began, begun = measure.process_memory("VmRSS"), compilations()
     seconds = Seconds()
     with seconds("open"):
         cheem.open(root)
-    opened = {**seconds.found, "opened_megabytes": resident_bytes() / 1e6}
+    opened = {**seconds.found, "opened_megabytes": measure.process_memory("VmRSS") / 1e6}
     memory = cheem.memory
     assert len(memory.tasks) == num_tasks
     found = {
@@ -187,7 +173,7 @@ def measure(root: Path, num_tasks: int, quick: bool) -> dict[str, Any]:
 
 
 def routing(memory: Memory, width: int) -> dict[str, float]:
-    """Seconds to name the task of 1,000 images by the index, and by comparing task by task as a check."""
+    """Seconds to infer the task of 1,000 images by the index, and by comparing task by task as a check."""
     features = np.random.default_rng(1).normal(size=(NUM_ROUTED, width)).astype(np.float32)
     centroids = [task.centroids for task in memory.tasks]
     points, seconds = normalise(features), Seconds()
@@ -221,7 +207,7 @@ def answering(executor: Stages, memory: Memory, size: int) -> dict[str, Any]:
         assert np.array_equal(answers[name].targets, np.arange(num)), "pictures come back to other tasks"
         seconds.median(f"ask_{name}", functools.partial(predictor.answer, asked))
         found |= {
-            f"{name}_megabytes": resident_bytes() / 1e6,
+            f"{name}_megabytes": measure.process_memory("VmRSS") / 1e6,
             f"{name}_counters": predictor.counters(),
             f"{name}_programs": compilations().since(before).programs,
         }
@@ -246,60 +232,36 @@ def learning(cheem: Cheem, root: Path) -> dict[str, Any]:
     return {
         **seconds.found,
         "phases": report["seconds"],
-        "new_task_kilobytes": bytes_of(saved_tasks(root)[-1]) / 1e3,
+        "new_task_kilobytes": measure.bytes_of(saved_tasks(root)[-1]) / 1e3,
         "record_kilobytes": sum(lines.values()) / 1e3,
         "record_parts_kilobytes": {key: size / 1e3 for key, size in lines.items() if size > 1000},
-        "learned_megabytes": resident_bytes() / 1e6,
+        "learned_megabytes": measure.process_memory("VmRSS") / 1e6,
         "dense_megabytes": cheem.dense.bytes / 1e6,
     }
 
 
-def bytes_of(folder: Path) -> int:
-    """Of all files below."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def main(settings: Settings) -> None:
+def main(settings: Bench) -> None:
     """Write the memory once, measure every number of tasks in a process of its own; `many_tasks.json` and a figure."""
-    if settings.tasks is not None:
-        assert settings.file is not None and settings.memory is not None, "one measurement needs --memory and --file"
-        # programs of the processes before: what compiles is counted, and takes its time once
-        jax.config.update("jax_enable_compilation_cache", True)
-        jax.config.update("jax_compilation_cache_dir", str(settings.memory.parent / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        settings.file.write_text(json.dumps(to_json(measure(settings.memory, settings.tasks, settings.quick))))
-        return
-    numbers = (1, 10) if settings.quick else TASKS
+    numbers, found = (1, 10) if settings.quick else TASKS, []
     with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
         whole = Path(folder) / "memory"
         start = time.perf_counter()
-        added = fill(whole, backbone("vit_nano" if settings.quick else "vit_micro"), numbers[-1])
-        written = [bytes_of(place) for place in saved_tasks(whole)]
-        say(f"many_tasks: {numbers[-1]} tasks drawn and saved in {time.perf_counter() - start:.0f} s")
-        found = list(measurements(whole, Path(folder), numbers, settings.quick))
-    for entry in found:
-        first = max(0, entry["tasks"] - 10)  # of the last ten
-        entry["disk_kilobytes"] = float(np.mean(written[first : entry["tasks"]])) / 1e3
-        entry["added_kilobytes"] = float(np.mean(added[first : entry["tasks"]])) / 1e3
-    draw(found, settings.out.parent / "many_tasks.png")
-    save(settings.out, "many_tasks", rows_of(found, sum(written), sum(added)), quick=settings.quick, tasks=found)
-
-
-def measurements(whole: Path, folder: Path, numbers: Sequence[int], quick: bool) -> Iterator[dict[str, Any]]:
-    """Each number of tasks, over the first of the tasks in `whole`."""
-    for num in numbers:
-        root, file = folder / f"first-{num}", folder / f"{num}.json"
-        for place in saved_tasks(whole)[:num]:
-            shutil.copytree(place, root / place.name, copy_function=os.link)
-        options = ["--tasks", str(num), "--memory", str(root), "--file", str(file), *(["--quick"] if quick else [])]
-        done = subprocess.run([sys.executable, "-m", "experiments.bench.many_tasks", *options], cwd=ROOT)
-        if done.returncode != 0:
-            raise ValueError(f"measuring {num} tasks ended with status {done.returncode}; see above")
-        found = json.loads(file.read_text())
-        say(
-            f"many_tasks: T = {num}: opened in {found['open_seconds']:.3g} s, learned in {found['learn_seconds']:.3g} s"
-        )
-        yield found
+        added = fill(whole, measure.backbone("vit_nano" if settings.quick else "vit_micro"), numbers[-1])
+        written = [measure.bytes_of(place) for place in saved_tasks(whole)]
+        measure.say(f"many_tasks: {numbers[-1]} tasks saved in {time.perf_counter() - start:.0f} s")
+        for num in numbers:
+            first = Path(folder) / f"first-{num}"
+            for place in saved_tasks(whole)[:num]:
+                shutil.copytree(place, first / place.name, copy_function=os.link)
+            entry = measure.in_child("many_tasks.measure_tasks", str(first), num, settings.quick)
+            measure.say(f"many_tasks: T = {num}: learned in {entry['learn_seconds']:.3g} s")
+            last = slice(max(0, num - 10), num)
+            entry["disk_kilobytes"] = float(np.mean(written[last])) / 1e3
+            entry["added_kilobytes"] = float(np.mean(added[last])) / 1e3
+            found.append(entry)
+    measure.draw_over_tasks(found, PANELS, settings.out.parent / "many_tasks.png")
+    rows = rows_of(found, sum(written), sum(added))
+    measure.save(settings.out, "many_tasks", rows, quick=settings.quick, tasks=found)
 
 
 def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[Row]:
@@ -370,22 +332,5 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
     ]  # fmt: skip
 
 
-def draw(found: Sequence[dict[str, Any]], file: Path) -> None:
-    """One panel per cost over the number of tasks, all axes from zero."""
-    figure = Figure(figsize=(12, 6), dpi=120, layout="constrained")
-    tasks = [entry["tasks"] for entry in found]
-    for place, (title, lines) in enumerate(LINES.items()):
-        axes = figure.add_subplot(2, 3, place + 1)
-        for label, key in lines.items():
-            axes.plot(tasks, [entry[key] for entry in found], marker="o", markersize=4, label=label)
-        axes.set(xlabel="tasks learned", title=title, xticks=tasks[-3:], ylim=(0, None))
-        axes.title.set_fontsize(10)
-        if any(lines):
-            axes.legend(frameon=False, fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file)
-
-
 if __name__ == "__main__":
-    command(main, parse(Settings, description=__doc__))
+    measure.command(main, parse(Bench, description=__doc__))

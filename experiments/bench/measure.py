@@ -1,13 +1,20 @@
-"""How benchmarks measure and count: sides in turns, medians, FLOPs that must be run, and the file they end in."""
+"""How benchmarks measure and count: sides in turns, medians, FLOPs that must be run, and the file they end in.
+
+Call `alternate`, `medians` and `ratio` to time, `in_child` for what needs a process of its own, `save` to write.
+"""
 
 import dataclasses
 import datetime
+import importlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,16 +22,22 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from matplotlib.figure import Figure
 
-from cheem_jax.architecture import Architecture
-from cheem_jax.atomic import write_atomically
 from cheem_jax.backbone.config import CONFIGS, ViTConfig, at_image_size
-from cheem_jax.backbone.params import init_params
+from cheem_jax.backbone.flops import pair_flops
+from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
-from cheem_jax.cli import run_command
-from cheem_jax.execution.executor import Network
-from cheem_jax.flops import pair_flops
-from cheem_jax.report.record import to_json
+from cheem_jax.cheem.training import SupernetFit, train_step
+from cheem_jax.cli.main import run_command
+from cheem_jax.continual import peak_memory_bytes
+from cheem_jax.core.architecture import Architecture
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.images import Images
+from cheem_jax.engine.executor import Executor, Network, Step
+from cheem_jax.engine.feed import Budget, Feed, HostImages, keep_tokens
+from cheem_jax.engine.stages import Stages
+from cheem_jax.run.record import to_json
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jax", "jaxlib", "flax", "torch", "timm", "pillow", "grain")
@@ -32,17 +45,17 @@ PACKAGES = ("jax", "jaxlib", "flax", "torch", "timm", "pillow", "grain")
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What every part is told."""
+    """Settings of every part."""
 
     out: Path = ROOT / "docs" / "benchmarks"
-    """Folder of the JSON files; figures and tables are written beside it."""
+    """Folder of the JSON files and the tables; figures are written beside it."""
     quick: bool = False
     """Settings so small that the numbers mean nothing: to see whether everything runs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of a table: what was timed, and what was wanted of it."""
+    """One line of a table: what was timed, and its goal."""
 
     what: str
     seconds: dict[str, float]
@@ -67,7 +80,7 @@ class Row:
 def alternate(sides: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds of every call: each side once to warm up, then one after the other in every repeat.
 
-    Whatever else slows the machine down for a while so meets all sides alike.
+    Taking turns spreads whatever else slows the machine down over all sides.
     """
     for side in sides.values():
         side()
@@ -88,6 +101,63 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def ratio(seconds: Mapping[str, float], slow: str, fast: str) -> float | None:
     """How many times as long `slow` takes; None where a side is missing."""
     return seconds[slow] / seconds[fast] if slow in seconds and fast in seconds else None
+
+
+def in_child(function: str, *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """Call a function of a benchmark, such as `growth.measure_tasks`, in a process of its own.
+
+    A fresh process has compiled nothing, and its resident memory is the function's alone. Arguments and result pass as
+    JSON. `environment` is added to this process's. Raises ValueError where the child fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
+        file = Path(folder) / "result.json"
+        program = "from experiments.bench.measure import as_child; as_child()"
+        command = [sys.executable, "-c", program, function, json.dumps(arguments), str(file)]
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **(environment or {})})
+        if done.returncode != 0:
+            raise ValueError(f"{function}{arguments} ended with status {done.returncode}; see above")
+        return json.loads(file.read_text())
+
+
+def as_child() -> None:
+    """The other end of `in_child`, without the persistent compilation cache, as in `command`."""
+    _, function, arguments, file = sys.argv
+    jax.config.update("jax_enable_compilation_cache", False)
+    module, name = function.split(".")
+    found = getattr(importlib.import_module(f"experiments.bench.{module}"), name)(*json.loads(arguments))
+    Path(file).write_text(json.dumps(to_json(found)))
+
+
+def has_torch(part: str) -> bool:
+    """Whether the sides in PyTorch can run; says so where they cannot."""
+    found = all(importlib.util.find_spec(name) for name in ("torch", "timm"))
+    if not found:
+        say(f"{part}: torch and timm are not installed, so PyTorch's sides are left out")
+    return found
+
+
+def difference(found: Any, wanted: np.ndarray) -> float:
+    """Largest difference of two arrays, relative to the largest entry of `wanted`."""
+    return float(np.abs(np.asarray(found) - wanted).max() / max(float(np.abs(wanted).max()), 1e-12))
+
+
+def process_memory(field: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
+    """Bytes that Linux reports of this process: resident now, at most so far, or now without what files back.
+
+    Elsewhere the most that it ever held. `ru_maxrss` begins with what the parent held when it started this process, so
+    it is only the last resort.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return peak_memory_bytes()
+    (kilobytes,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    return 1024 * int(kilobytes)
+
+
+def bytes_of(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def machine() -> dict[str, Any]:
@@ -116,28 +186,29 @@ def save(out: Path, part: str, rows: Sequence[Row], *, quick: bool = False, **mo
     lines = [{**dataclasses.asdict(row), "met": row.met} for row in rows]
     found = {"part": part, "quick": quick, "machine": machine(), "rows": lines, **more}
     write_atomically(out / f"{name}.json", json.dumps(to_json(found), indent=1) + "\n")
-    for row in rows:
-        print(f"{row.what}: {describe(row)}", flush=True)
+    tell(rows)
     return out / f"{name}.json"
 
 
-def describe(row: Row) -> str:
-    """One line for the terminal."""
-    sides = ", ".join(f"{name} {value:.4g} s" for name, value in row.seconds.items())
-    if row.reached is None:
-        return sides or "not measured"
-    goal = "" if row.goal is None else f" (goal: {row.sense} {row.goal:.3g}: {'yes' if row.met else 'no'})"
-    return f"{sides}{'; ' if sides else ''}{row.reached:.3g} {row.unit}{goal}"
+def tell(rows: Sequence[Row]) -> None:
+    """Print a line per row."""
+    for row in rows:
+        told = [f"{name} {value:.4g} s" for name, value in row.seconds.items()]
+        if row.reached is not None:
+            told.append(f"{row.reached:.3g} {row.unit}")
+        if row.met is not None:
+            told.append(f"goal: {row.sense} {row.goal:.3g}: {'yes' if row.met else 'no'}")
+        print(f"{row.what}: {', '.join(told) or 'not measured'}", flush=True)
 
 
 def command(main: Callable[[Any], None], settings: Any) -> None:
-    """Run a part; without the persistent cache, so that compiling is counted as what it costs."""
+    """Run a part without the persistent compilation cache, so that compiling is counted at its full cost."""
     jax.config.update("jax_enable_compilation_cache", False)
     run_command(main, settings)
 
 
 def say(message: str) -> None:
-    """A line on the terminal, at once."""
+    """Print a line to the terminal at once."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -153,6 +224,24 @@ def backbone(name: str, image_size: int | None = None) -> Pretrained:
     return Pretrained(config, init_params(config, jax.random.key(0)), "random", "")
 
 
+def stages(vit: Pretrained) -> Stages:
+    """The library's executor for training on a CPU, memory at MLP-down."""
+    return Stages(build(vit.config, vit.params), "mlp_down")
+
+
+def kept(executor: Executor, images: Images, prefix: Network = (), *, batch_size: int) -> Feed:
+    """Tokens behind frozen blocks, as training keeps them, whatever memory they take."""
+    feed, budget = HostImages(executor, images), Budget(2**34)
+    return keep_tokens("", executor, feed, len(images), prefix, batch_size=batch_size, budget=budget)
+
+
+def step(executor: Executor, fitting: SupernetFit, architecture: Architecture, data: Step) -> float:
+    """One step of training, waited for; returns its loss and replaces the state of `fitting`."""
+    fitting.state, loss = train_step(executor, fitting.supernet, fitting.state, architecture, data, rate=1e-3)
+    jax.block_until_ready((loss, fitting.state))
+    return float(loss)
+
+
 def random_images(num: int, config: ViTConfig, seed: int = 0) -> np.ndarray:
     """uint8 `[num, S, S, 3]`."""
     size = config.image_size
@@ -160,7 +249,25 @@ def random_images(num: int, config: ViTConfig, seed: int = 0) -> np.ndarray:
 
 
 def ignore_advance(num_images: int, note: str = "", /) -> None:
-    """For work whose progress nobody watches."""
+    """Progress callback that does nothing."""
+
+
+def draw_over_tasks(found: Sequence[Mapping[str, Any]], panels: Mapping[str, Mapping[str, str]], file: Path) -> None:
+    """A panel per title over the number of learned tasks; a panel has keys of `found` by their labels."""
+    num_rows = -(-len(panels) // 3)
+    figure = Figure(figsize=(12, 3 * num_rows), dpi=120, layout="constrained")
+    tasks = [entry["tasks"] for entry in found]
+    for place, (title, lines) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(num_rows, 3, place)
+        for label, key in lines.items():
+            axes.plot(tasks, [entry[key] for entry in found], marker="o", markersize=4, label=label)
+        axes.set(xlabel="tasks learned", xticks=tasks[-3:], ylim=(0, None))
+        axes.set_title(title, fontsize=10)
+        if len(lines) > 1:
+            axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)
 
 
 # ---- FLOPs per image as the executors run them: attention products counted, the last block for the class token alone

@@ -6,38 +6,25 @@ Both sides have the same weights and images, and must agree on losses and gradie
 torch and timm only our side is measured.
 """
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from cheem_jax.architecture import Choice, encode
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.cli import parse
-from cheem_jax.execution.feed import Budget, HostImages, keep_tokens
-from cheem_jax.execution.stages import Stages
-from cheem_jax.keys import Keys, next_power_of_two
-from cheem_jax.methods.fitting import Batch, Inputs
-from cheem_jax.methods.l2p import L2p, L2pConfig
-from cheem_jax.methods.method import FrozenFeatures
-from cheem_jax.pool import Head
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import FitConfig, constant_draws, fit, prepare
-from experiments.bench import steps
-from experiments.bench.measure import (
-    Bench,
-    Row,
-    alternate,
-    backbone,
-    command,
-    ignore_advance,
-    medians,
-    ratio,
-    save,
-    say,
-)
+from cheem_jax.baselines.fitting import FitBatch, Inputs
+from cheem_jax.baselines.l2p import L2p, L2pConfig
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import FitConfig, FitState, SupernetFit, constant_draws, fit, prepare
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Choice, encode
+from cheem_jax.core.keys import Keys, next_power_of_two
+from cheem_jax.core.pool import Head, dense_experts
+from cheem_jax.engine.stages import Stages
+from cheem_jax.run.method import FrozenFeatures
+from experiments.bench import measure, steps
+from experiments.bench.measure import Bench, Row, alternate, difference, medians, ratio
 
 OURS, CACHED, PLAIN, EAGER = "ours", "PyTorch, cached queries", "PyTorch, queries in every step", "PyTorch eager"
 GOALS = {PLAIN: 1.0, EAGER: 1.0}
@@ -48,16 +35,14 @@ NAME = "deit_tiny_patch16_224"
 
 def main(settings: Bench) -> None:
     """Measure everything and write `methods.json`."""
-    pretrained = backbone("deit_tiny", 32 if settings.quick else None)
+    pretrained = measure.backbone("deit_tiny", 32 if settings.quick else None)
     batch, num_steps, repeats = (4, 2, 1) if settings.quick else (32, 3, 5)
     executor = steps.make_executor(pretrained, "float32")
     images, labels = steps.data(batch * num_steps, pretrained.config)
-    has_peer = all(importlib.util.find_spec(name) for name in ("torch", "timm"))
-    if not has_peer:
-        say("methods: torch and timm are not installed, so PyTorch's sides are left out")
+    has_peer = measure.has_torch("methods")
     rows, samples, checks = [], {}, {}
-    for what, measure in (("L2P", l2p), ("LoRA-CL", lora_cl)):
-        sides, found = measure(pretrained, executor, images, labels, batch, has_peer)
+    for what, sides_of in (("L2P", l2p), ("LoRA-CL", lora_cl)):
+        sides, found = sides_of(pretrained, executor, images, labels, batch, has_peer)
         checks |= {f"{what} {name}": value for name, value in found.items()}
         name = f"{what}, {num_steps} steps of {batch} images at {pretrained.config.image_size} pixels, float32"
         samples[name] = times = alternate(sides, repeats)
@@ -68,7 +53,9 @@ def main(settings: Bench) -> None:
                 rows.append(Row(f"{name}, against {other}", seconds, ratio(seconds, other, OURS), goal))
         if not has_peer:
             rows.append(Row(name, seconds))
-    save(settings.out, "methods", rows, quick=settings.quick, checks=checks, samples=samples, weights=pretrained.source)
+    measure.save(
+        settings.out, "methods", rows, quick=settings.quick, checks=checks, samples=samples, weights=pretrained.source
+    )
 
 
 Sides = dict[str, Callable[[], object]]
@@ -92,7 +79,7 @@ def l2p(
         fitting = method.fitter.begun((prompts, head))
         method.fitter.run(
             fitting, fixed, labels, Inputs(images, query=query), config.fit, batch_size=batch,
-            order_key=jax.random.key(3), noise_key=jax.random.key(4), advance=ignore_advance,
+            order_key=jax.random.key(3), noise_key=jax.random.key(4), advance=measure.ignore_advance,
         )  # fmt: skip
         jax.block_until_ready(fitting.learned)
 
@@ -103,7 +90,7 @@ def l2p(
 
     peer = L2pPeer(
         steps.to_timm(pretrained), NAME, pretrained.config.image_size, config, NUM_CLASSES,
-        device="cpu" if jax.default_backend() == "cpu" else "cuda",
+        device=steps.torch_device(),
     )  # fmt: skip
     peer.put(
         np.asarray(prompts["pool"][0]), np.asarray(prompts["keys"][0]), weight[:, :NUM_CLASSES], np.zeros(NUM_CLASSES)
@@ -111,11 +98,15 @@ def l2p(
     rows = slice(0, batch)
     weights = np.full(batch, 1 / batch, np.float32)
     inputs: Any = {"images": images[rows], "query": query[rows]}
-    given = Batch(inputs, labels[rows], weights, jax.random.key(5))  # pyright: ignore[reportArgumentType]
+    given = FitBatch(inputs, labels[rows], weights, jax.random.key(5))  # pyright: ignore[reportArgumentType]
     loss, (own, own_head) = jax.jit(jax.value_and_grad(method.fitter.loss))((prompts, head), fixed, given)
     wanted_loss, wanted = peer.gradients(images[rows], labels[rows])
     grads = [own["pool"][0], own["keys"][0], own_head.weight[:, :NUM_CLASSES], own_head.bias[:NUM_CLASSES]]
-    checks = agreement(float(loss), grads, wanted_loss, wanted)
+    largest = {
+        "loss": abs(float(loss) - wanted_loss) / abs(wanted_loss),
+        "gradient": max(difference(grad, other) for grad, other in zip(grads, wanted, strict=True)),
+    }
+    checks = steps.checked("methods", largest)
 
     cached = [peer.query(images[start : start + batch]) for start in range(0, len(images), batch)]
 
@@ -134,30 +125,25 @@ def lora_cl(
 ) -> tuple[Sides, dict[str, float]]:
     """One pass over the images with a pair in every block; the optimiser included."""
     settings, architecture = OpSettings(rank=RANK), (Choice("adapt", 0),) * executor.num_blocks
-    supernet = Supernet(jax.random.key(1), executor.base_pool, NUM_CLASSES, settings)
+    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, settings)
+    fitting = SupernetFit(supernet, supernet.init())
     prepare(executor, supernet, batch)
     codes = encode(architecture, supernet.sizes)
     # as the method does: what no pair changes is computed once, before the first epoch
-    feed = keep_tokens(
-        "", executor, HostImages(executor, images), len(images), (), batch_size=batch, budget=Budget(steps.PLENTY)
-    )
+    feed = measure.kept(executor, images, batch_size=batch)
 
     def ours() -> None:
+        fitting.progress = FitState()  # one epoch more, from what the one before left
         fit(
-            jax.random.key(2), executor, supernet, labels, feed, constant_draws(codes), FitConfig(epochs=1),
-            batch_size=batch, advance=ignore_advance,
+            executor, fitting, feed, labels, draws=constant_draws(codes), config=FitConfig(epochs=1), batch_size=batch,
+            order_key=jax.random.key(2), advance=measure.ignore_advance,
         )  # fmt: skip
-        jax.block_until_ready((supernet.head, supernet.learners))
+        jax.block_until_ready(fitting.state)
 
     sides: Sides = {OURS: ours}
     if not has_peer:
         return sides, {}
-    from experiments.bench.peer import TorchPeer
-
-    peer = TorchPeer(
-        steps.to_timm(pretrained), NAME, pretrained.config.image_size, rank=RANK,
-        num_outputs=next_power_of_two(NUM_CLASSES), device="cpu" if jax.default_backend() == "cpu" else "cuda",
-    )  # fmt: skip
+    peer = steps.make_peer(pretrained, rank=RANK)
 
     def theirs() -> None:
         for start in range(0, len(images), batch):
@@ -168,17 +154,5 @@ def lora_cl(
     return sides, {}
 
 
-def agreement(loss: float, grads: list[Any], wanted_loss: float, wanted: list[np.ndarray]) -> dict[str, float]:
-    """Largest relative differences; ValueError where the sides compute something else."""
-    found = {
-        "loss": abs(loss - wanted_loss) / abs(wanted_loss),
-        "gradient": max(steps.difference(grad, other) for grad, other in zip(grads, wanted, strict=True)),
-    }
-    if max(found.values()) > steps.LARGEST_DIFFERENCE:
-        raise ValueError(f"loss and gradients differ from PyTorch's by {found}; at most {steps.LARGEST_DIFFERENCE}")
-    say(f"methods: loss and gradients agree with PyTorch's, largest relative differences {found}")
-    return found
-
-
 if __name__ == "__main__":
-    command(main, parse(Bench, description=__doc__))
+    measure.command(main, parse(Bench, description=__doc__))

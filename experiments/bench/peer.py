@@ -16,8 +16,8 @@ from timm.layers.pos_embed import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from cheem_jax.architecture import Architecture
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
+from cheem_jax.core.architecture import Architecture
 
 Arrays = tuple[np.ndarray, np.ndarray]
 """Two arrays in our layout: an `Expert` or a `Head` (weight, bias), or a `LowRank` (down, up)."""
@@ -34,8 +34,8 @@ RECOMPILE_LIMIT = 64
 class TorchPeer:
     """A frozen timm ViT whose blocks run reuse, adapt, new or skip at `mlp.fc2`, with all that a task learns.
 
-    `experts[block][index]` are frozen, `pairs[block][index]` and `new[block]` are learned, as is `head`. Every block
-    computes all its tokens, the last one too, as timm does.
+    `experts[block]` are frozen, `pairs[block]` and `new[block]` are learned, as is `head`. Every block computes all its
+    tokens, the last one too, as timm does.
     """
 
     def __init__(
@@ -43,32 +43,23 @@ class TorchPeer:
         state_dict: Mapping[str, np.ndarray],
         model_name: str,
         image_size: int,
-        num_experts: int = 1,
+        *,
         rank: int = 16,
         num_outputs: int = 64,
         compiled: bool = False,
         precision: Literal["float32", "bfloat16"] = "float32",
         device: str = "cpu",
-        threads: int | None = None,
     ):
-        """Build from weights under timm's names; the head has `num_outputs` columns, a power of two.
+        """Build from weights under timm's names; the head has `num_outputs` columns.
 
-        Experts 1, 2, ... are the backbone's own until `set_expert`. `precision` is autocast's type in the forward
-        pass. `threads` is PyTorch's setting for the whole process.
+        Every block has one frozen expert, the backbone's. `precision` is autocast's type in the forward pass.
         """
-        if num_outputs < 1 or num_outputs & (num_outputs - 1):
-            raise ValueError(f"num_outputs is {num_outputs}; the head is padded to a power of two")
-        if threads is not None:
-            torch.set_num_threads(threads)
         self.device, self.precision = torch.device(device), precision
         self.model = load_backbone(state_dict, model_name, image_size).to(self.device)
         self.blocks: list[Block] = list(self.model.blocks)
-        config = config_of_timm(model_name)
-        self.mean = torch.tensor(config.mean, device=self.device).view(1, 3, 1, 1)
-        self.std = torch.tensor(config.std, device=self.device).view(1, 3, 1, 1)
-
-        self.experts: list[list[Pair]] = [[(b.mlp.fc2.weight, b.mlp.fc2.bias)] * num_experts for b in self.blocks]
-        self.pairs = [[self._new_pair(block, rank) for _ in range(num_experts)] for block in self.blocks]
+        self.config = config_of_timm(model_name)
+        self.experts: list[Pair] = [(block.mlp.fc2.weight, block.mlp.fc2.bias) for block in self.blocks]
+        self.pairs = [self._new_pair(block, rank) for block in self.blocks]
         self.new = [self._new_expert(block) for block in self.blocks]
         self.head = self._linear(num_outputs, self.model.num_features)
         self.classes = torch.arange(num_outputs, device=self.device)
@@ -86,29 +77,20 @@ class TorchPeer:
     def set_learned(
         self,
         *,
-        pairs: Mapping[tuple[int, int], Arrays] | None = None,
-        new: Mapping[int, Arrays] | None = None,
-        head: Arrays | None = None,
+        pairs: Mapping[int, Arrays],
+        new: Mapping[int, Arrays],
+        head: Arrays,
     ) -> None:
         """Copy learned parameters in our layout, each with Adam as before its first step; what is not named stays.
 
-        `pairs` maps (block, expert) to (down [F, r], up [r, D]), `new` a block to (weight [F, D], bias [D]); `head`
-        is (weight [D, C], bias [C]) with C = `num_outputs`.
+        `pairs` maps a block to (down [F, r], up [r, D]), `new` a block to (weight [F, D], bias [D]); `head` is
+        (weight [D, C], bias [C]) with C = `num_outputs`.
         """
-        for (block, index), arrays in (pairs or {}).items():
-            self._put(self.pairs[block][index], arrays)
-        for block, arrays in (new or {}).items():
+        for block, arrays in pairs.items():
+            self._put(self.pairs[block], arrays)
+        for block, arrays in new.items():
             self._put(self.new[block], arrays)
-        if head is not None:
-            self._put(self.head, head)
-
-    def set_expert(self, block: int, index: int, weight: np.ndarray, bias: np.ndarray) -> None:
-        """Make (weight [F, D], bias [D]) the frozen expert `index` of a block."""
-        base = self.experts[block][0]
-        # of its own memory, for until now it may have been the backbone's
-        expert = tuple(nn.Parameter(torch.empty_like(t), requires_grad=False) for t in base)
-        self._put((expert[0], expert[1]), (weight, bias))
-        self.experts[block][index] = expert[0], expert[1]
+        self._put(self.head, head)
 
     def gradients(
         self, architecture: Architecture, images: np.ndarray, labels: np.ndarray, num_classes: int
@@ -121,7 +103,7 @@ class TorchPeer:
         drawn: dict[int, Pair] = {}
         for block, choice in enumerate(architecture):
             if choice.kind == "adapt":
-                drawn[block] = self.pairs[block][_index(choice.expert)]
+                drawn[block] = self.pairs[block]
             elif choice.kind == "new":
                 drawn[block] = self.new[block]
         loss = self._loss(architecture, images, labels, num_classes)
@@ -162,10 +144,9 @@ class TorchPeer:
             for index, (block, choice) in enumerate(zip(self.blocks, architecture, strict=True)):
                 match choice.kind:
                     case "reuse":
-                        x = self._dense(block, x, *self.experts[index][_index(choice.expert)])
+                        x = self._dense(block, x, *self.experts[index])
                     case "adapt":
-                        expert = _index(choice.expert)
-                        x = self._adapted(block, x, *self.experts[index][expert], *self.pairs[index][expert])
+                        x = self._adapted(block, x, *self.experts[index], *self.pairs[index])
                     case "new":
                         x = self._dense(block, x, *self.new[index])
                     case "skip":
@@ -174,19 +155,14 @@ class TorchPeer:
         return torch.where(self.classes < num_classes, logits, -1e30)
 
     def _pixels(self, images: np.ndarray) -> Tensor:
-        pixels = torch.from_numpy(images).to(self.device).permute(0, 3, 1, 2)
-        return (pixels.float() / 255.0 - self.mean) / self.std
+        return normalised(images, self.config, self.device)
 
     def _labels(self, labels: np.ndarray) -> Tensor:
         return torch.from_numpy(labels).to(self.device, torch.int64)
 
     def _learned(self) -> Iterator[nn.Parameter]:
-        for pairs in self.pairs:
-            for pair in pairs:
-                yield from pair
-        for expert in self.new:
-            yield from expert
-        yield from self.head
+        for pair in (*self.pairs, *self.new, self.head):
+            yield from pair
 
     def _new_pair(self, block: Block, rank: int) -> Pair:
         """LoRA's start: down [r, F] Kaiming-uniform with a = sqrt(5), up [D, r] zero."""
@@ -232,6 +208,12 @@ def run_skipped(block: Block, x: Tensor) -> Tensor:
     return x + block.attn(block.norm1(x))
 
 
+def normalised(images: np.ndarray, config: ViTConfig, device: torch.device) -> Tensor:
+    """Images [B, H, W, 3] uint8 as the backbone was trained to see them: float32 [B, 3, H, W]."""
+    mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (config.mean, config.std))
+    return (torch.from_numpy(images).to(device).permute(0, 3, 1, 2).float() / 255.0 - mean) / std
+
+
 def load_backbone(state_dict: Mapping[str, np.ndarray], model_name: str, image_size: int) -> VisionTransformer:
     """timm's frozen model without its head, in float32; the position embedding is resampled where it has to be."""
     model = timm.create_model(model_name, pretrained=False, num_classes=0, img_size=image_size)
@@ -255,11 +237,6 @@ def config_of_timm(model_name: str) -> ViTConfig:
             return config
     known = sorted(config.timm_name for config in CONFIGS.values() if config.timm_name is not None)
     raise ValueError(f"no config bears timm's name {model_name!r}; known: {', '.join(known)}")
-
-
-def _index(expert: int | None) -> int:
-    assert expert is not None  # reuse and adapt name their expert
-    return expert
 
 
 def _to_ours(grad: Tensor) -> np.ndarray:

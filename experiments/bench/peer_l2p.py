@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cheem_jax.methods.l2p import L2pConfig
-from experiments.bench.peer import LEARNING_RATE, Block, config_of_timm, load_backbone
+from cheem_jax.baselines.l2p import L2pConfig
+from experiments.bench.peer import LEARNING_RATE, Block, config_of_timm, load_backbone, normalised
 
 
 class L2pPeer:
@@ -30,9 +30,7 @@ class L2pPeer:
     ):
         self.config, self.device = config, torch.device(device)
         self.model = load_backbone(state_dict, model_name, image_size).to(self.device)
-        vit, width = config_of_timm(model_name), self.model.num_features
-        self.mean = torch.tensor(vit.mean, device=self.device).view(1, 3, 1, 1)
-        self.std = torch.tensor(vit.std, device=self.device).view(1, 3, 1, 1)
+        self.vit, width = config_of_timm(model_name), self.model.num_features
         self.pool = nn.Parameter(torch.rand(config.pool, config.length, width, device=self.device))
         self.keys = nn.Parameter(torch.rand(config.pool, width, device=self.device))
         self.weight = nn.Parameter(0.02 * torch.randn(num_classes, width, device=self.device))
@@ -82,8 +80,7 @@ class L2pPeer:
         return F.cross_entropy(logits, wanted) + self.config.key_weight * (1 - best).sum(dim=1).mean()
 
     def _pixels(self, images: np.ndarray) -> Tensor:
-        pixels = torch.from_numpy(images).to(self.device).permute(0, 3, 1, 2)
-        return (pixels.float() / 255.0 - self.mean) / self.std
+        return normalised(images, self.vit, self.device)
 
 
 def run_prefixed(block: Block, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:

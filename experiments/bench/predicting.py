@@ -1,4 +1,4 @@
-"""A folder of pictures answered, against decoded arrays through the same router and networks; and the first answer.
+"""A folder of images answered, against decoded arrays through the same router and networks; and the first answer.
 
 python experiments/bench/predicting.py runs/demo photos [--rounds 5] [--out docs/benchmarks]
 """
@@ -12,23 +12,23 @@ from typing import Annotated
 
 import tyro
 
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cli.main import parse, run_command
 from cheem_jax.data.decode import decode_many
 from cheem_jax.memory import open_memory
-from cheem_jax.predict import NamedFiles, files_in, predict_files
-from experiments.bench.measure import Row, alternate, describe, medians, ratio, save
+from cheem_jax.memory.predictor import NamedFiles, files_in, predict_files
+from experiments.bench.measure import Row, alternate, medians, ratio, save, tell
 
 
 @dataclasses.dataclass(frozen=True)
 class Predicting:
-    """Which memory answers which pictures."""
+    """Which memory answers which images."""
 
     memory: Annotated[Path, tyro.conf.Positional]
     """A memory, or a run's directory."""
     pictures: Annotated[Path, tyro.conf.Positional]
-    """A folder of pictures."""
+    """A folder of images."""
     num: int = 600
-    """The first pictures of the folder that are answered, at most."""
+    """The first images of the folder that are answered, at most."""
     rounds: int = 5
     """Rounds of both sides, alternating; medians are told."""
     out: Path | None = None
@@ -62,9 +62,9 @@ def main(settings: Predicting) -> None:
             "at most", unit="s",
         ),
     ]  # fmt: skip
-    for row in rows:
-        print(f"{row.what}: {describe(row)}")
-    if settings.out is not None:
+    if settings.out is None:
+        tell(rows)
+    else:
         save(settings.out, "predicting", rows)
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cli.main import parse, run_command
 
 ROOT = Path(__file__).parents[2]
 PARTS = (

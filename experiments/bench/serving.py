@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,11 +25,11 @@ import numpy as np
 import tyro
 from PIL import Image
 
-from cheem_jax.cli import parse, run_command
-from experiments.bench.measure import Row, save
+from cheem_jax.cli.main import parse, run_command
+from experiments.bench.measure import Row, save, tell
 
 NUM_PICTURES = 64
-"""Different pictures, so that answers can be compared with those that each gets alone."""
+"""Different images, so that answers can be compared with those that each gets alone."""
 QUEUE = 16
 """Places of the server that is asked too much."""
 
@@ -44,7 +45,7 @@ class Serving:
     clients: int = 32
     """Clients that ask at the same time, each on a connection of its own."""
     picture_size: int = 64
-    """Pixels of the pictures' sides; they are sent as PNG."""
+    """Pixels of the images' sides; they are sent as PNG."""
     every: int = 2000
     """Requests between two looks at the server's memory."""
     out: Path | None = None
@@ -74,8 +75,10 @@ def main(settings: Serving) -> None:
         / (end["cheem_batch_images_count"] - start["cheem_batch_images_count"]),
         "over_limits": refused,
     }
-    tell(found)
-    if settings.out is not None:
+    print(f"statuses {load['statuses']}, lost {load['lost']}, other answers than alone {load['other_answers']}")
+    if settings.out is None:
+        tell(rows(found))
+    else:
         save(settings.out, "serving", rows(found), numbers=found)
 
 
@@ -145,41 +148,42 @@ def server(memory: Path, *options: str) -> Iterator[int]:
         process.communicate(timeout=60)
 
 
+def connect(port: int) -> contextlib.closing[http.client.HTTPConnection]:
+    """A connection of its own, closed at the end of a `with`."""
+    return contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60))
+
+
 def ask(
     port: int, picture: bytes, connection: http.client.HTTPConnection | None = None
 ) -> tuple[int, dict[str, Any], float]:
-    """Status, answer (without its time) and seconds of one request."""
-    used = connection or http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    """Status, answer (without its time) and seconds of one request, on a new connection unless one is given."""
+    if connection is None:
+        with connect(port) as connection:
+            return ask(port, picture, connection)
     start = time.perf_counter()
-    used.request("POST", "/predict", picture, {"Content-Type": "image/png"})
-    response = used.getresponse()
+    connection.request("POST", "/predict", picture, {"Content-Type": "image/png"})
+    response = connection.getresponse()
     answer = json.loads(response.read())
     seconds = time.perf_counter() - start
-    if connection is None:
-        used.close()
     answer.pop("seconds", None)
     return response.status, answer, seconds
 
 
 def announce(port: int, num_bytes: int) -> tuple[int, float]:
     """Status and seconds of a request that sends no more than its head until it is answered."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    start = time.perf_counter()
-    connection.putrequest("POST", "/predict")
-    connection.putheader("Content-Length", str(num_bytes))
-    connection.endheaders()
-    status = connection.getresponse().status
-    seconds = time.perf_counter() - start
-    connection.close()
-    return status, seconds
+    with connect(port) as connection:
+        start = time.perf_counter()
+        connection.putrequest("POST", "/predict")
+        connection.putheader("Content-Length", str(num_bytes))
+        connection.endheaders()
+        return connection.getresponse().status, time.perf_counter() - start
 
 
 def metrics(port: int) -> dict[str, float]:
     """The server's numbers that have no label."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", "/metrics")
-    lines = connection.getresponse().read().decode().splitlines()
-    connection.close()
+    with connect(port) as connection:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
     return {name: float(value) for name, value in (line.split() for line in lines if re.match(r"\w+ ", line))}
 
 
@@ -191,23 +195,20 @@ def under_load(port: int, pictures: Sequence[bytes], expected: Sequence[dict], s
 
     def client() -> None:
         nonlocal wrong
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        while (number := next(numbers)) < settings.requests:
-            status, answer, took = ask(port, pictures[number % len(pictures)], connection)
-            with lock:
-                seconds.append(took)
-                statuses[status] += 1
-                wrong += not is_same(answer, expected[number % len(pictures)])
-            if (number + 1) % settings.every == 0:
-                resident[number + 1] = metrics(port)["process_resident_memory_bytes"]
-        connection.close()
+        with connect(port) as connection:
+            while (number := next(numbers)) < settings.requests:
+                status, answer, took = ask(port, pictures[number % len(pictures)], connection)
+                with lock:
+                    seconds.append(took)
+                    statuses[status] += 1
+                    wrong += not is_same(answer, expected[number % len(pictures)])
+                if (number + 1) % settings.every == 0:
+                    resident[number + 1] = metrics(port)["process_resident_memory_bytes"]
 
-    threads = [threading.Thread(target=client) for _ in range(settings.clients)]
     start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(settings.clients) as threads:
+        for done in [threads.submit(client) for _ in range(settings.clients)]:
+            done.result()
     wall = time.perf_counter() - start
     return {
         "latency": quantiles(seconds), "images_per_second": len(seconds) / wall,
@@ -230,19 +231,19 @@ def over_limits(port: int, pictures: Sequence[bytes], clients: int) -> dict[str,
             status, _, seconds = ask(port, pictures[0])
             answers.append((status, seconds))
 
-    threads = [threading.Thread(target=busy) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
     buffer = io.BytesIO()
     Image.new("1", (10_000, 10_000)).save(buffer, "PNG")
-    told = {
-        "announced body of 11 MB": [announce(port, 11 * 2**20) for _ in range(50)],
-        "sent body of 11 MB": [ask(port, bytes(11 * 2**20))[::2] for _ in range(50)],
-        "picture of 100 megapixels": [ask(port, buffer.getvalue())[::2] for _ in range(50)],
-    }
-    stop.set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(clients) as threads:
+        for _ in range(clients):
+            threads.submit(busy)
+        try:
+            told = {
+                "announced body of 11 MB": [announce(port, 11 * 2**20) for _ in range(50)],
+                "sent body of 11 MB": [ask(port, bytes(11 * 2**20))[::2] for _ in range(50)],
+                "picture of 100 megapixels": [ask(port, buffer.getvalue())[::2] for _ in range(50)],
+            }
+        finally:
+            stop.set()
     statuses = Counter(status for status, _ in answers)
     return {
         "statuses_of_busy_clients": {str(status): num for status, num in statuses.items()},
@@ -258,24 +259,6 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float] | None:
         return None
     found = np.quantile(seconds, [0.5, 0.9, 0.99, 1]) * 1000
     return dict(zip(("p50", "p90", "p99", "max"), map(float, found), strict=True))
-
-
-def tell(found: dict[str, Any]) -> None:
-    """The numbers in lines."""
-
-    def milliseconds(what: dict[str, float] | None) -> str:
-        return "none" if what is None else ", ".join(f"{name} {value:.1f} ms" for name, value in what.items())
-
-    print(f"one client: {milliseconds(found['one_client'])}")
-    print(f"{found['clients']} clients: {milliseconds(found['latency'])}")
-    print(f"{found['images_per_second']:.0f} images/s in batches of {found['mean_batch']:.1f} on average")
-    print(f"statuses {found['statuses']}, lost {found['lost']}, other answers than alone {found['other_answers']}")
-    print(f"programs after warm-up: {found['programs_after_warm_up']:.0f}")
-    print("resident MB: " + ", ".join(f"{at}: {size / 1e6:.0f}" for at, size in found["resident_bytes"].items()))
-    over = found["over_limits"]
-    print(f"429 of a queue of {QUEUE}: {milliseconds(over['429'])}")
-    for what, times in over["413"].items():
-        print(f"413 {what}: {milliseconds(times)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m experiments.bench.sharing
 
 Both sides compute the same numbers, which is checked exactly. Beside each ratio stands its ceiling: what counting
-FLOPs alone would allow (attention products included, the last block for the class token alone).
+FLOPs alone would allow (attention products included, the last block for the CLS token alone).
 """
 
 import itertools
@@ -15,27 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.architecture import Architecture, Choice
 from cheem_jax.backbone.params import build
-from cheem_jax.cli import parse
-from cheem_jax.data.demo import demo_stream
-from cheem_jax.data.task import Task
-from cheem_jax.evolution import SearchConfig, search
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.executor import Dense, Executor, Network
-from cheem_jax.execution.feed import Budget, Feed, HostImages, keep_tokens
-from cheem_jax.execution.inference import Inference, TaskNetwork, bucket_sizes, pieces
-from cheem_jax.execution.passes import count_right, token_means
-from cheem_jax.execution.stages import Stages
-from cheem_jax.execution.whole import Whole
-from cheem_jax.hee import uniform_table
-from cheem_jax.images import Images
-from cheem_jax.methods.method import base_network
-from cheem_jax.ops import Expert
-from cheem_jax.pool import Head, pool_sizes
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import (
+from cheem_jax.cheem.evolution import SearchConfig, search
+from cheem_jax.cheem.hee import uniform_table
+from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
+from cheem_jax.cheem.training import (
     FitConfig,
+    SupernetFit,
     architecture_flops,
     dense_network,
     fit,
@@ -45,24 +31,24 @@ from cheem_jax.training import (
     supernet_draws,
     supernet_score,
 )
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Architecture, Choice
+from cheem_jax.core.ops import Expert
+from cheem_jax.core.pool import Head, dense_experts, pool_sizes
+from cheem_jax.data.demo import demo_stream
+from cheem_jax.data.task import Task
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.executor import Dense, Executor, Network
+from cheem_jax.engine.feed import Feed, HostImages
+from cheem_jax.engine.inference import Inference, TaskNetwork, bucket_sizes, pieces
+from cheem_jax.engine.passes import count_right, token_means
+from cheem_jax.engine.whole import Whole
+from cheem_jax.run.method import base_network
+from experiments.bench import measure
 from experiments.bench.growth import Grown, drawn_memory, drawn_table
-from experiments.bench.measure import (
-    Bench,
-    Row,
-    alternate,
-    backbone,
-    command,
-    ignore_advance,
-    medians,
-    random_images,
-    save,
-    say,
-    separate_flops,
-    step_flops,
-    tree_flops,
-)
+from experiments.bench.measure import Bench, Row, kept, medians, separate_flops, step_flops, tree_flops
 
-RANK, NUM_CLASSES, PLENTY = 16, 20, 2**34
+RANK, NUM_CLASSES = 16, 20
 SHARED, APART = "shared", "apart"
 LAST, WHOLE_SEARCH, AGAINST_WHOLE, SIMILARITY, FINETUNE, INFERENCE = 1.2, 1.3, 3.0, 1.5, 1.35, 1.25
 """Goals: how many times as fast as without sharing."""
@@ -91,13 +77,13 @@ def main(settings: Bench) -> None:
         start = time.perf_counter()
         found, details[f"search, {study.name}"] = searches(study, quick)
         rows += found
-        say(f"sharing: search of {study.name} took {time.perf_counter() - start:.0f} s")
+        measure.say(f"sharing: search of {study.name} took {time.perf_counter() - start:.0f} s")
     name, small, large = ("vit_nano", 32, 32) if quick else ("deit_tiny", 96, 224)
     rows += similarities(name, small, 1 if quick else 3)
     found, details["fine-tuning"] = finetuning(name, large, 2 if quick else 8)
     rows += found
     rows += inferences(name, large, 1 if quick else 3)
-    save(settings.out, "sharing", rows, quick=quick, details=details)
+    measure.save(settings.out, "sharing", rows, quick=quick, details=details)
 
 
 def shared_row(
@@ -113,36 +99,32 @@ def shared_row(
 
 def searches(study: Study, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     """A real search, then its generations scored again as prefix trees and one network per call."""
-    vit = backbone(study.name, study.image_size)
-    executor = Stages(build(vit.config, vit.params), "mlp_down")
+    vit = measure.backbone(study.name, study.image_size)
+    executor = measure.stages(vit)
     num_train = 64 if quick else 256
-    task = demo_stream(image_size=vit.config.image_size, num_train=num_train, num_val=study.num_val, num_test=26).tasks[
-        0
-    ]
+    sizes = {"num_train": num_train, "num_val": study.num_val, "num_test": 26}
+    task = demo_stream(image_size=vit.config.image_size, **sizes).tasks[0]
     batch_size = study.num_val
     config = SearchConfig(population=6, generations=2, num_parents=2) if quick else SearchConfig()
     grown = drawn_memory(executor, 2, rank=RANK)
-    supernet, generations = real_search(executor, grown, task, batch_size, config)
+    (supernet, state), generations = real_search(executor, grown, task, batch_size, config)
     merged: dict = {}
-    networks = [[dense_network(supernet, genome, merged) for genome in genomes] for genomes in generations]
-    feed = kept(executor, task.val.images, (), batch_size)
+    networks = [[dense_network(supernet, state, genome, merged) for genome in genomes] for genomes in generations]
+    feed = kept(executor, task.val.images, batch_size=batch_size)
 
     def score(one: Executor, found: Sequence[Network]) -> np.ndarray:
         return count_right(
-            one, found, supernet.head.params, supernet.num_classes, feed, task.val.labels,
-            batch_size=batch_size, advance=ignore_advance,
+            one, found, state.head.params, feed, task.val.labels,
+            num_classes=supernet.num_classes, batch_size=batch_size, advance=measure.ignore_advance,
         )  # fmt: skip
-
-    def together(found: Sequence[Network]) -> np.ndarray:
-        return score(executor, found)
 
     def apart(found: Sequence[Network]) -> np.ndarray:
         return np.concatenate([score(executor, [network]) for network in found])
 
-    last = medians(compare(lambda: together(networks[-1]), lambda: apart(networks[-1]), study.repeats))
+    last = medians(compare(lambda: score(executor, networks[-1]), lambda: apart(networks[-1]), study.repeats))
     # each call scores the next generation, so the sum over as many calls as generations is a whole search
     turns = [itertools.cycle(networks) for _ in range(2)]
-    times = compare(lambda: together(next(turns[0])), lambda: apart(next(turns[1])), len(networks))
+    times = compare(lambda: score(executor, next(turns[0])), lambda: apart(next(turns[1])), len(networks))
     total = {name: sum(found) for name, found in times.items()}
     counted = [(separate_flops(vit.config, found), tree_flops(vit.config, found)) for found in networks]
     num = sum(map(len, networks))
@@ -170,21 +152,25 @@ def searches(study: Study, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 
 def real_search(
     executor: Executor, grown: Grown, task: Task, batch_size: int, config: SearchConfig
-) -> tuple[Supernet, list[np.ndarray]]:
+) -> tuple[tuple[Supernet, SupernetState], list[np.ndarray]]:
     """A supernet trained for two epochs, and the genomes of every generation of a search in it."""
     rng, num = np.random.default_rng(2), len(task.train.labels)
     sizes = pool_sizes(grown.memory.pool)
     exploit, uniform = drawn_table(rng, grown.earlier, sizes), uniform_table(sizes)
     settings = OpSettings(rank=RANK)
-    supernet = Supernet(jax.random.key(1), grown.memory.pool, len(task.classes), settings, grown.experts)
+    supernet = Supernet(jax.random.key(1), grown.experts, len(task.classes), settings)
     order, mode, draw, key = jax.random.split(jax.random.key(3), 4)
-    fit(
-        order, executor, supernet, task.train.labels, kept(executor, task.train.images, (), 32),
-        supernet_draws(mode, draw, exploit, uniform, 0.3), FitConfig(epochs=2, learning_rate=2e-3),
-        batch_size=min(32, num), advance=ignore_advance,
-    )  # fmt: skip
-    feed = kept(executor, task.val.images, (), batch_size)
-    score = supernet_score(executor, supernet, task.val.labels, feed, batch_size=batch_size, advance=ignore_advance)
+    state = fit(
+        executor, SupernetFit(supernet, supernet.init()), kept(executor, task.train.images, batch_size=32),
+        task.train.labels,
+        draws=supernet_draws(mode, draw, exploit=exploit, uniform=uniform, epsilon=0.3),
+        config=FitConfig(epochs=2, learning_rate=2e-3),
+        batch_size=min(32, num), order_key=order, advance=measure.ignore_advance,
+    ).state  # fmt: skip
+    feed = kept(executor, task.val.images, batch_size=batch_size)
+    score = supernet_score(
+        executor, supernet, state, feed, task.val.labels, batch_size=batch_size, advance=measure.ignore_advance
+    )
     generations: list[np.ndarray] = []
 
     def scored(genomes: np.ndarray) -> np.ndarray:
@@ -192,8 +178,9 @@ def real_search(
         return score(genomes)
 
     cost = architecture_flops(executor, supernet)
-    search(key, scored, cost, exploit, uniform, len(task.val.labels), config)
-    return supernet, generations
+    num_images = len(task.val.labels)
+    search(key, scored, cost, exploit=exploit, uniform=uniform, num_images=num_images, config=config)
+    return (supernet, state), generations
 
 
 def whole_search(
@@ -228,10 +215,10 @@ def whole_search(
 
 def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
     """Ten networks over the same images: planted ones that leave the base at one block, and drawn ones."""
-    vit = backbone(name, image_size)
-    executor = Stages(build(vit.config, vit.params), "mlp_down")
+    vit = measure.backbone(name, image_size)
+    executor = measure.stages(vit)
     num = 32
-    feed = kept(executor, random_images(num, vit.config), (), num)
+    feed = kept(executor, measure.random_images(num, vit.config), batch_size=num)
     same = min(NUM_SAME, executor.num_blocks - 1)
     planted = [base_network(executor), *leaving_networks(executor, 9, same)]
     drawn = drawn_memory(executor, 9, rank=RANK).networks
@@ -239,7 +226,7 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
     for what, networks in ((f"all Reuse of the base in blocks 1-{same}", planted), ("drawn and consolidated", drawn)):
 
         def means(chosen: Sequence[Network]) -> np.ndarray:
-            return token_means(executor, chosen, feed, num, batch_size=num, advance=ignore_advance).means
+            return token_means(executor, chosen, feed, num, batch_size=num, advance=measure.ignore_advance).means
 
         times = compare(
             lambda networks=networks: means(networks),
@@ -273,32 +260,33 @@ def leaving_networks(executor: Executor, num: int, same: int) -> list[list[Dense
 
 def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dict[str, Any]]:
     """Reuse in blocks 1-6, Adapt in block 7, Reuse behind it: from kept tokens and from images."""
-    vit = backbone(name, image_size)
+    vit = measure.backbone(name, image_size)
     config, num = vit.config, 16
-    executor = Stages(build(config, vit.params), "mlp_down")
+    executor = measure.stages(vit)
     same = min(NUM_SAME, executor.num_blocks - 2)
     architecture: Architecture = tuple(
         Choice("adapt" if block == same else "reuse", 0) for block in range(executor.num_blocks)
     )
-    images, labels = random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
-    supernets = {side: new_task(executor) for side in (SHARED, APART)}
-    prepare(executor, supernets[SHARED], num)
-    prefix = frozen_prefix(supernets[SHARED], architecture)
-    kept(executor, images, prefix, num)
+    images, labels = measure.random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
+    supernet = new_task(executor)
+    fitting = {side: SupernetFit(supernet, supernet.init()) for side in (SHARED, APART)}
+    prepare(executor, supernet, num)
+    prefix = frozen_prefix(supernet, architecture)
+    kept(executor, images, prefix, batch_size=num)
     start = time.perf_counter()
-    feeds: dict[str, Feed] = {SHARED: kept(executor, images, prefix, num), APART: HostImages(executor, images)}
+    feeds: dict[str, Feed] = {
+        SHARED: kept(executor, images, prefix, batch_size=num),
+        APART: HostImages(executor, images),
+    }
     keeping = time.perf_counter() - start
     losses: dict[str, list[float]] = {SHARED: [], APART: []}
     (batch,) = batches(np.arange(num), num)
 
     def step(side: str) -> None:
-        supernet = supernets[side]
         data = step_of(executor, feeds[side], labels, batch)
-        (loss,) = executor.train(supernet, [architecture], [data], [1e-3])
-        jax.block_until_ready((loss, supernet.head, supernet.learners))
-        losses[side].append(float(loss))
+        losses[side].append(measure.step(executor, fitting[side], architecture, data))
 
-    times = alternate({SHARED: lambda: step(SHARED), APART: lambda: step(APART)}, repeats)
+    times = measure.alternate({SHARED: lambda: step(SHARED), APART: lambda: step(APART)}, repeats)
     if losses[SHARED] != losses[APART]:
         raise ValueError(f"losses from kept tokens {losses[SHARED]} are not those from images {losses[APART]}")
     counted = step_flops(config, architecture, RANK), step_flops(config, architecture, RANK, begin=same)
@@ -309,7 +297,7 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
 
 def new_task(executor: Executor) -> Supernet:
     """A supernet over the base's own pool."""
-    return Supernet(jax.random.key(5), executor.base_pool, NUM_CLASSES, OpSettings(rank=RANK))
+    return Supernet(jax.random.key(5), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
 
 
 # ---- inference
@@ -317,11 +305,11 @@ def new_task(executor: Executor) -> Supernet:
 
 def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
     """A batch of several tasks' images: resumed where a task's network leaves the base, and both run from images."""
-    vit = backbone(name, image_size)
+    vit = measure.backbone(name, image_size)
     config = vit.config
-    executor = Stages(build(config, vit.params), "mlp_down")
+    executor = measure.stages(vit)
     num = 8 if image_size <= 32 else 64
-    images = random_images(num, config)
+    images = measure.random_images(num, config)
     same = min(NUM_SAME, executor.num_blocks - 1)
     planted, drawn = leaving_networks(executor, 3, same), drawn_memory(executor, 9, rank=RANK).networks[1:]
     rows = []
@@ -376,19 +364,10 @@ def twice(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.nda
     return classes
 
 
-# ---- what the parts have in common
-
-
-def kept(executor: Executor, images: Images, prefix: Network, batch_size: int) -> Feed:
-    """Tokens behind frozen blocks, kept whatever they take."""
-    feed = HostImages(executor, images)
-    return keep_tokens("", executor, feed, len(images), prefix, batch_size=batch_size, budget=Budget(PLENTY))
-
-
 def compare(shared: Callable[[], np.ndarray], apart: Callable[[], np.ndarray], repeats: int) -> dict[str, list[float]]:
     """Both sides in turns; ValueError unless every pair of results is equal to the last bit."""
     results: dict[str, list[np.ndarray]] = {SHARED: [], APART: []}
-    times = alternate(
+    times = measure.alternate(
         {
             SHARED: lambda: results[SHARED].append(shared()),
             APART: lambda: results[APART].append(apart()),
@@ -402,4 +381,4 @@ def compare(shared: Callable[[], np.ndarray], apart: Callable[[], np.ndarray], r
 
 
 if __name__ == "__main__":
-    command(main, parse(Bench, description=__doc__))
+    measure.command(main, parse(Bench, description=__doc__))

@@ -7,47 +7,33 @@ timed. Without torch and timm only our side is measured.
 """
 
 import dataclasses
-import importlib.util
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.architecture import Architecture, Choice, decode, encode
 from cheem_jax.backbone.config import ViTConfig
-from cheem_jax.backbone.params import build
 from cheem_jax.backbone.timm_names import timm_name_of
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.cli import parse
-from cheem_jax.execution.batches import batches
-from cheem_jax.execution.executor import Batch
-from cheem_jax.execution.feed import Budget, Feed, HostImages, keep_tokens
-from cheem_jax.execution.stages import Stages
-from cheem_jax.kernels import Precision
-from cheem_jax.keys import next_power_of_two
-from cheem_jax.ops import LowRank
-from cheem_jax.supernet import OpSettings, Supernet
-from cheem_jax.training import frozen_prefix, prepare, step_of, supernet_score
-from experiments.bench.measure import (
-    Bench,
-    Row,
-    alternate,
-    backbone,
-    command,
-    ignore_advance,
-    medians,
-    random_images,
-    ratio,
-    save,
-    say,
-)
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import SupernetFit, frozen_prefix, prepare, step_of, supernet_score
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Architecture, Choice, decode
+from cheem_jax.core.kernels import Precision
+from cheem_jax.core.keys import next_power_of_two
+from cheem_jax.core.ops import LowRank
+from cheem_jax.core.pool import dense_experts
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.executor import Batch
+from cheem_jax.engine.feed import Feed, HostImages
+from cheem_jax.engine.stages import Stages
+from experiments.bench import measure
+from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
 
 NUM_DRAWS, NUM_CLASSES, RANK = 12, 20, 16
-PLENTY = 2**34
 OURS, IMAGES, EAGER, COMPILED = "ours", "ours from images", "PyTorch eager", "torch.compile"
 GOAL_FLOAT32 = 1.3
 """How many times as fast as PyTorch, eager and compiled."""
@@ -59,61 +45,60 @@ class Ours:
     """The library's side: a fresh task whose blocks hold one expert each."""
 
     def __init__(self, executor: Stages, images: np.ndarray, labels: np.ndarray):
-        self.executor = executor
+        self.executor, self.labels = executor, labels
         self.supernet = Supernet(
-            jax.random.key(1), self.executor.base_pool, NUM_CLASSES, OpSettings(rank=RANK)
+            jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK)
         )  # fmt: skip
-        self.labels, self.images = labels, HostImages(self.executor, images)
+        self.fitting = SupernetFit(self.supernet, self.supernet.init())
+        self.images, self.pixels = HostImages(executor, images), images
         self.kept = self.keep(())
         self.fill_pairs()
 
     def keep(self, prefix) -> Feed:
         """Tokens behind frozen blocks, as training keeps them."""
-        num = len(self.labels)
-        return keep_tokens("", self.executor, self.images, num, prefix, batch_size=num, budget=Budget(PLENTY))
+        return measure.kept(self.executor, self.pixels, prefix, batch_size=len(self.labels))
 
     def fill_pairs(self) -> None:
         """Make all learners, with pairs that are not zero: else half of their gradients would be."""
-        for block in range(self.executor.num_blocks):
-            self.supernet.learner(block, Choice("new"))
-            place = Choice("adapt", 0)
-            learner = self.supernet.learner(block, place)
-            assert learner is not None and isinstance(learner.params, LowRank)
-            up = 0.02 * jax.random.normal(jax.random.key(block), learner.params.up.shape)
-            self.supernet.store(block, place, learner._replace(params=LowRank(learner.params.down, up)))
+        num = self.executor.num_blocks
+        state = self.supernet.with_learners(
+            self.fitting.state, [(Choice("adapt", 0),) * num, (Choice("new"),) * num]
+        )  # fmt: skip
+        learners = dict(state.learners)
+        for place, learner in state.learners.items():
+            if isinstance(learner.params, LowRank):
+                up = 0.02 * jax.random.normal(jax.random.key(place[0]), learner.params.up.shape)
+                learners[place] = learner._replace(params=LowRank(learner.params.down, up))
+        self.fitting.state = state._replace(learners=learners)
 
     def step(self, architecture: Architecture, feed: Feed) -> None:
         """One step of training, waited for."""
         num = len(self.labels)
         (batch,) = batches(np.arange(num), num)
-        data = step_of(self.executor, feed, self.labels, batch)
-        losses = self.executor.train(self.supernet, [architecture], [data], [1e-3])
-        jax.block_until_ready((losses, self.supernet.head, self.supernet.learners))
+        measure.step(self.executor, self.fitting, architecture, step_of(self.executor, feed, self.labels, batch))
 
     def learned(self) -> dict[str, Any]:
         """What the peer takes over, by the names of its arguments."""
         pairs, new = {}, {}
-        for (block, code), learner in self.supernet.learners.items():
+        for (block, choice), learner in self.fitting.state.learners.items():
             arrays = tuple(np.asarray(leaf) for leaf in learner.params)
-            if code == encode((Choice("new"),), (1,))[0]:
+            if choice.kind == "new":
                 new[block] = arrays
             else:
-                pairs[block, 0] = arrays
-        head = tuple(np.asarray(leaf) for leaf in self.supernet.head.params)
+                pairs[block] = arrays
+        head = tuple(np.asarray(leaf) for leaf in self.fitting.state.head.params)
         return {"pairs": pairs, "new": new, "head": head}
 
 
 def main(settings: Bench) -> None:
     """Measure everything and write `steps.json`."""
-    pretrained = backbone("deit_tiny", 32 if settings.quick else None)
+    pretrained = measure.backbone("deit_tiny", 32 if settings.quick else None)
     sizes, rounds = ((4, 8), 1) if settings.quick else ((16, 64), 2)
     depth = pretrained.config.depth
     codes = np.random.default_rng(0).integers(0, 4, (NUM_DRAWS, depth))
     architectures = [decode(row, (1,) * depth) for row in codes]
     executor = make_executor(pretrained, "float32")
-    has_peer = all(importlib.util.find_spec(name) for name in ("torch", "timm"))
-    if not has_peer:
-        say("steps: torch and timm are not installed, so PyTorch's sides are left out")
+    has_peer = measure.has_torch("steps")
     peers = {} if not has_peer else {EAGER: make_peer(pretrained), COMPILED: make_peer(pretrained, compiled=True)}
     rows, checks, samples = [], {}, {}
     for num in sizes:
@@ -142,7 +127,7 @@ def main(settings: Bench) -> None:
             rows += compare_bfloat16(f"supernet step, {num} images", medians(found))
     row, times = evaluation(executor, peers, settings.quick)
     samples[row.what] = times
-    save(
+    measure.save(
         settings.out, "steps", [*rows, row], quick=settings.quick,
         checks=checks, samples=samples, weights=pretrained.source, kinds=codes.tolist(),
     )  # fmt: skip
@@ -150,7 +135,7 @@ def main(settings: Bench) -> None:
 
 def data(num: int, config: ViTConfig) -> tuple[np.ndarray, np.ndarray]:
     """Random images and labels."""
-    return random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
+    return measure.random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
 
 
 def over_draws(
@@ -220,7 +205,13 @@ def evaluation(executor: Stages, peers: dict[str, Any], quick: bool) -> tuple[Ro
     ours = Ours(executor, images, labels)
     codes = np.random.default_rng(1).integers(0, 4, (num_candidates, ours.executor.num_blocks))
     score = supernet_score(
-        ours.executor, ours.supernet, labels, ours.kept, batch_size=num_images, advance=ignore_advance
+        ours.executor,
+        ours.supernet,
+        ours.fitting.state,
+        ours.kept,
+        labels,
+        batch_size=num_images,
+        advance=measure.ignore_advance,
     )
     found: dict[str, np.ndarray] = {}
     sides: dict[str, Callable[[], object]] = {OURS: lambda: found.update(ours=score(codes))}
@@ -248,19 +239,25 @@ def agree(ours: Ours, peer: Any, architectures: Sequence[Architecture], images, 
     largest = {"loss": 0.0, "gradient": 0.0}
     weights = np.full(len(labels), 1 / len(labels), np.float32)
     batch = Batch(ours.executor.begin(images), labels, weights)
-    head = ours.supernet.head.params
+    head = ours.fitting.state.head.params
     for architecture in architectures:
-        loss, grads, head_grad = ours.executor.gradients(ours.supernet.ops(architecture), head, batch, NUM_CLASSES)
+        ops = ours.supernet.ops(ours.fitting.state, architecture)
+        loss, grads, head_grad = ours.executor.gradients(ops, head, batch, NUM_CLASSES)
         wanted_loss, wanted, wanted_head = peer.gradients(architecture, images, labels, NUM_CLASSES)
         if grads.keys() != wanted.keys():
             raise ValueError(f"gradients of blocks {sorted(grads)} here and {sorted(wanted)} in PyTorch")
         pairs = [(ours_, theirs) for block in grads for ours_, theirs in zip(grads[block], wanted[block], strict=True)]
         pairs += list(zip(head_grad, wanted_head, strict=True))
         largest["loss"] = max(largest["loss"], abs(float(loss) - wanted_loss) / abs(wanted_loss))
-        largest["gradient"] = max(largest["gradient"], *(difference(*pair) for pair in pairs))
+        largest["gradient"] = max(largest["gradient"], *(measure.difference(*pair) for pair in pairs))
+    return checked("steps", largest)
+
+
+def checked(part: str, largest: dict[str, float]) -> dict[str, float]:
+    """Largest relative differences from PyTorch; ValueError where the sides compute something else."""
     if max(largest.values()) > LARGEST_DIFFERENCE:
-        raise ValueError(f"losses and gradients differ from PyTorch's by {largest}; at most {LARGEST_DIFFERENCE}")
-    say(f"steps: loss and gradients agree with PyTorch's, largest relative differences {largest}")
+        raise ValueError(f"loss and gradients differ from PyTorch's by {largest}; at most {LARGEST_DIFFERENCE}")
+    say(f"{part}: loss and gradients agree with PyTorch's, largest relative differences {largest}")
     return largest
 
 
@@ -281,18 +278,30 @@ def warm_compiled(peers: dict[str, Any], architectures: Sequence[Architecture], 
 def make_executor(pretrained: Pretrained, precision: Precision) -> Stages:
     """The library's executor for training on a CPU."""
     config = dataclasses.replace(pretrained.config, precision=precision)
-    return Stages(build(config, pretrained.params), "mlp_down")
+    return measure.stages(dataclasses.replace(pretrained, config=config))
 
 
-def make_peer(pretrained: Pretrained, *, compiled: bool = False, precision: Precision = "float32") -> Any:
+def make_peer(
+    pretrained: Pretrained, *, compiled: bool = False, precision: Precision = "float32", rank: int = RANK
+) -> Any:
     """PyTorch with the same weights, on the same kind of device."""
     from experiments.bench.peer import TorchPeer
 
     return TorchPeer(
-        to_timm(pretrained), "deit_tiny_patch16_224", pretrained.config.image_size,
-        rank=RANK, num_outputs=next_power_of_two(NUM_CLASSES), compiled=compiled, precision=precision,
-        device="cpu" if jax.default_backend() == "cpu" else "cuda",
-    )  # fmt: skip
+        to_timm(pretrained),
+        "deit_tiny_patch16_224",
+        pretrained.config.image_size,
+        rank=rank,
+        num_outputs=next_power_of_two(NUM_CLASSES),
+        compiled=compiled,
+        precision=precision,
+        device=torch_device(),
+    )
+
+
+def torch_device() -> str:
+    """PyTorch's name of the kind of device that JAX uses."""
+    return "cpu" if jax.default_backend() == "cpu" else "cuda"
 
 
 def to_timm(pretrained: Pretrained) -> dict[str, np.ndarray]:
@@ -310,10 +319,5 @@ def to_timm(pretrained: Pretrained) -> dict[str, np.ndarray]:
     return tensors
 
 
-def difference(found, wanted: np.ndarray) -> float:
-    """Largest difference of two arrays, relative to the largest entry."""
-    return float(jnp.abs(found - wanted).max() / max(float(np.abs(wanted).max()), 1e-12))
-
-
 if __name__ == "__main__":
-    command(main, parse(Bench, description=__doc__))
+    measure.command(main, parse(Bench, description=__doc__))

@@ -1,4 +1,4 @@
-"""`docs/benchmarks.md` from every JSON file that there is: what was reached beside what was wanted.
+"""`docs/benchmarks/tables.txt` from every JSON file that there is: what was reached beside what was wanted.
 
 python -m experiments.bench.tables
 """
@@ -9,46 +9,46 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cheem_jax.atomic import write_atomically
-from cheem_jax.cli import parse, run_command
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.atomic import write_atomically
 from experiments.bench.measure import Bench
 
 Found = Mapping[str, Any]
 
 HEAD = """# Benchmarks
 
-`make bench` measures on a CPU and `make bench-gpu` on an accelerator; `experiments/bench` holds the code, and this file
-is written from `docs/benchmarks/*.json`. Sides ran in turns; seconds are medians (of a whole search the sum), and
-ratios are ratios of those.
+`make bench` measures on a CPU, `make bench-gpu` on an accelerator. `experiments/bench` holds the code, which writes
+this file from `docs/benchmarks/*.json`. Sides take turns. Seconds are medians (of a whole search the sum), and ratios
+are ratios of those.
 """
 MET = {None: "–", True: "yes", False: "**no**"}
 PARTS = {
     "steps": (
-        "Steps, beside PyTorch",
-        "DeiT-Tiny; 12 drawn architectures, uniform over the op kinds, optimiser included. Both sides have the same "
+        "Steps, against PyTorch",
+        "DeiT-Tiny; 12 architectures sampled uniformly over the op kinds, optimiser included. Both sides have the same "
         "weights, images and architectures, and agree on losses and gradients. `ours` begins at kept tokens of block "
         "1, as training does.",
     ),
     "methods": (
-        "Baselines, beside PyTorch",
-        "DeiT-Tiny, optimiser included, both sides from uint8 images. L2P with its defaults and a head of 20 classes; "
-        "its queries are cached here, and PyTorch is measured with cached ones and as the public codes do it. LoRA-CL "
-        "with rank 40.",
+        "Baselines, against PyTorch",
+        "DeiT-Tiny, optimiser included, both sides from uint8 images. L2P with its defaults and a head of 20 classes: "
+        "its queries are cached here; PyTorch is measured with cached ones and as the public codes do it. LoRA-CL with "
+        "rank 40.",
     ),
     "sharing": (
-        "Work that need not be done",
+        "Shared and kept work",
         "The same executor with and without it; both sides give equal results. Ceiling: what counted FLOPs allow.",
     ),
     "growth": (
         "Growth with the number of tasks",
-        "vit_micro, its memory filled with drawn architectures; every T in a process of its own.",
+        "vit_micro, its memory filled with sampled architectures; a process for every T.",
     ),
     "many_tasks": (
         "A thousand tasks",
-        "vit_micro, its memory filled with drawn architectures and saved as learned tasks are; the first T of them are "
-        "opened in a process of its own, and one task more is learned with the smallest settings and the similarity "
-        "pass on 32 images. Centroids are features of five generated pictures per task. All seconds are CPU seconds of "
-        "all threads, which other work on the machine hardly changes, unless the clock is named.",
+        "vit_micro, its memory filled with sampled architectures and saved as learned tasks are. A process opens the "
+        "first T of them and learns one task more, with the smallest settings and the similarity pass on 32 images. "
+        "Centroids are features of five generated images per task. Seconds are CPU seconds of all threads, which other "
+        "work on the machine hardly changes, unless the clock is named.",
     ),
     "footprint": (
         "A long-lived process",
@@ -57,24 +57,23 @@ PARTS = {
     ),
     "demo_compile": ("Compiling", "The bundled demo of six tasks in a process of its own."),
     "checkpoints": (
-        "Keeping what was learned",
-        "The bundled demo with the usual 30 seconds between rolling checkpoints, and a memory filled with drawn "
+        "Saving and opening",
+        "The bundled demo with the usual 30 seconds between rolling checkpoints, and a memory filled with sampled "
         "architectures.",
     ),
     "data": (
-        "Pictures",
-        "Generated photographs of 500 x 375 pixels, JPEG files of about 60 kB, in the system's page cache: nothing "
-        "waits for a disk. Epochs are supernet training of DeiT-Tiny at 224 pixels without kept tokens, so that every "
-        "step reads its images. Memory is the most that a process of its own held and no file backs (`RssAnon`), the "
-        "interpreter and JAX included: pages of a mapped file are resident as well, but the system takes them back "
-        "whenever it needs them.",
+        "Images",
+        "Generated photographs of 500 x 375 pixels, JPEG files of about 60 kB, in the system's page cache. Epochs are "
+        "supernet training of DeiT-Tiny at 224 pixels without kept tokens, so that every step reads its images. Memory "
+        "is the peak of a process that no file backs (`RssAnon`), the interpreter and JAX included: the system takes "
+        "back pages of a mapped file whenever it needs them.",
     ),
     "collectives": (
         "Several devices, on paper",
-        "Programs compiled for eight devices of a CPU and not run: a batch of 64 at 224 pixels (32 for vit_micro and "
+        "Functions compiled for eight CPU devices and not run: a batch of 64 at 224 pixels (32 for vit_micro and "
         "vit_nano), rank 40, a head of 100 classes. `typical`: each op kind at a quarter of the blocks; `worst`: New "
-        "at all of them, and for `scan` whatever its one program may send. What must be sent: gradients of what is "
-        "learned and the loss, summed class tokens in evaluation, and with fsdp the split weights, for a pass and for "
+        "at all of them, and for `scan` whatever its one function may send. What must be sent: gradients of what is "
+        "learned and the loss, summed CLS tokens in evaluation, and with fsdp the split weights, for a pass and for "
         "its gradient.",
     ),
     "predicting": (
@@ -92,7 +91,7 @@ COLUMNS = {
     "growth": {
         "experts_of_largest_block": "experts of the largest block",
         "step_seconds": "supernet step (s)",
-        "programs": "programs compiled",
+        "programs": "functions compiled",
         "similarity_seconds": "similarity pass (s)",
         "resident_megabytes": "resident memory (MB)",
         "checkpoint_kilobytes": "checkpoint of a task (kB)",
@@ -101,7 +100,7 @@ COLUMNS = {
     "many_tasks": {
         "experts_of_largest_block": "experts of the largest block",
         "open_cpu_seconds": "opening (CPU s)",
-        "route_l1_cpu_seconds": "naming the task of 1,000 images, l1 (CPU s)",
+        "route_l1_cpu_seconds": "task-ID inference on 1,000 images, l1 (CPU s)",
         "route_l2_cpu_seconds": "the same in l2 (CPU s)",
         "prepare_free_cpu_seconds": "preparing to answer (CPU s)",
         "ask_free_cpu_seconds": "64 images, networks kept (CPU s)",
@@ -109,13 +108,13 @@ COLUMNS = {
         "learn_cpu_seconds": "learning a task (CPU s)",
         "similarity_cpu_seconds": "of which the similarity pass (CPU s)",
         "save_seconds": "saving it (s by the clock)",
-        "programs": "programs compiled or read",
+        "programs": "functions compiled or read",
         "disk_kilobytes": "a task on disk (kB)",
         "added_kilobytes": "of which arrays (kB)",
         "record_kilobytes": "a learned task's line in the record (kB)",
         "began_megabytes": "resident memory before opening (MB)",
         "opened_megabytes": "after opening (MB)",
-        "limited_megabytes": "after a picture of each task, 8 MB kept (MB)",
+        "limited_megabytes": "after an image of each task, 8 MB kept (MB)",
         "free_megabytes": "the same, all kept (MB)",
         "learned_megabytes": "after learning (MB)",
     },
@@ -123,15 +122,15 @@ COLUMNS = {
 """Rows of the tables over numbers of tasks, by part."""
 GPU_TITLE = "Executors on an accelerator"
 GPU_TEXT = (
-    "Random weights, images of 224 pixels. Hours per task are worked out from the measured rates for the mean task of "
-    "MTIL at the paper's settings, candidates without shared prefixes; the paper's ViT-B/16 takes 1.45 h on one A100. "
-    "Utilisation is of the device's peak for matrix products in that type (TF32 for float32)."
+    "Random weights, images of 224 pixels. Hours per task follow from the measured rates for the mean task of MTIL at "
+    "`paper` settings, candidates without shared prefixes; the paper's ViT-B/16 takes 1.45 h on one A100. Utilisation "
+    "is of the device's peak for matrix products in that type (TF32 for float32)."
 )
 
 
 def main(settings: Bench) -> None:
     """Write the file."""
-    file = settings.out.parent / "benchmarks.md"
+    file = settings.out / "tables.txt"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, render(settings.out))
     print(f"tables: {file}")
@@ -204,7 +203,7 @@ def _programs(entries: Sequence[Found]) -> str:
             entry["executor"], str(entry["fsdp"]), f"{entry['backbone']}, {entry['depth']} blocks",
             entry["what"] + steps, str(entry["dispatches"]), "<br>".join(kinds) or "none",
         ])  # fmt: skip
-    return _table(["executor", "fsdp", "backbone", "what", "programs called", "exchanges between devices"], body)
+    return _table(["executor", "fsdp", "backbone", "what", "functions called", "exchanges between devices"], body)
 
 
 def _estimates(found: Found) -> str:

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import filelock
 import tyro
 
-from cheem_jax.cli import run_command
-from cheem_jax.report.progress import Progress
+from cheem_jax.cli.main import run_command
 from cheem_jax.report.status import read_object
+from cheem_jax.run.progress import Progress
 
 State = Literal["finished", "running", "queued", "elsewhere", "failed"]
 SECONDS_TO_BE_TAKEN_BACK = 600

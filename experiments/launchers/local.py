@@ -6,6 +6,8 @@ import signal
 from time import sleep
 from typing import Any
 
+from cheem_jax.core.interruption import stop_requests
+from cheem_jax.report.status import read_owner
 from launchers.job import (
     SECONDS_BETWEEN_LOOKS,
     Job,
@@ -20,9 +22,6 @@ from launchers.job import (
     results_of,
     watch,
 )
-
-from cheem_jax.interruption import stop_requests
-from cheem_jax.report.status import read_owner
 
 NO_LIMIT = 525_600
 """Minutes of a job of this machine."""

@@ -10,6 +10,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.report.status import Owner, read_object, read_owner
+from cheem_jax.report.table import NONE, Grid
 from launchers.job import (
     Job,
     LauncherConfig,
@@ -23,10 +26,6 @@ from launchers.job import (
     results_of,
     watch,
 )
-
-from cheem_jax.atomic import write_atomically
-from cheem_jax.report.status import Owner, read_object, read_owner
-from cheem_jax.report.table import NONE, Grid
 
 SUBMITTED = "submitted.json"
 """Ids of SLURM's jobs by run."""

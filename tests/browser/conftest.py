@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from page_runs import write_pictures, write_run
 
-from cheem_jax.commands.report import Report, write_report_page
+from cheem_jax.cli.report import Report, write_report_page
 
 CHROMIUM = os.environ.get("CHEEM_CHROMIUM", "/usr/bin/chromium")
 

@@ -902,14 +902,14 @@ def checkpoints(folder: Path) -> Attempts:
     import jax
     import small
 
-    from cheem_jax.checkpoint import MANIFEST, content_hash, load_manifest, load_meta, load_task, saved_tasks
-    from cheem_jax.pool import Head, Memory, TaskMemory, base_pool
-    from cheem_jax.saved_memory import open_memory, save_memory_task
+    from cheem_jax.cheem.saved_memory import open_memory, save_memory_task
+    from cheem_jax.core.pool import Head, Memory, TaskMemory, base_pool
+    from cheem_jax.run.checkpoint import MANIFEST, content_hash, load_manifest, load_meta, load_task, saved_tasks
 
-    pool = base_pool(small.backbone(), "mlp_down")
-    from cheem_jax.architecture import from_strings
-    from cheem_jax.ops import Expert
-    from cheem_jax.pool import grow
+    pool = base_pool(small.backbone().experts("mlp_down"))
+    from cheem_jax.core.architecture import from_strings
+    from cheem_jax.core.ops import Expert
+    from cheem_jax.core.pool import grow
 
     numbers = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
     architecture = from_strings(["new", "reuse:0", "skip", "new"])
@@ -935,7 +935,7 @@ def checkpoints(folder: Path) -> Attempts:
             data = damaged(files[name], rng)
         (place / name).write_bytes(data)
         if name != MANIFEST and rng.random() < 0.8:
-            from cheem_jax.checkpoint import _hash_files  # what an attacker does as well
+            from cheem_jax.run.checkpoint import _hash_files  # what an attacker does as well
 
             manifest["files"] = _hash_files(place)
             with contextlib.suppress(ValueError, RecursionError, TypeError):
@@ -960,7 +960,7 @@ RUN = {
 
 
 def run_configs(folder: Path) -> Attempts:
-    from cheem_jax.run_directory import claim
+    from cheem_jax.run.directory import claim
 
     def attempt(rng: random.Random) -> Attempt:
         whole = rng.random() < 0.05
@@ -972,7 +972,7 @@ def run_configs(folder: Path) -> Attempts:
 
 def entries() -> list[dict[str, Any]]:
     """A record of two tasks."""
-    from cheem_jax.results import SETTING
+    from cheem_jax.run.results import SETTING
 
     setting = dict.fromkeys(SETTING, "x")
     compiled = {"programs": 1, "cached": 0, "seconds": 0.5}
@@ -1002,7 +1002,7 @@ def entries() -> list[dict[str, Any]]:
 
 def run_records(folder: Path) -> Attempts:
     """`metrics.jsonl` as it is read and continued."""
-    from cheem_jax.report.record import NAME, Record, read
+    from cheem_jax.run.record import NAME, Record, read
 
     for entry in entries():
         Record.open(folder).write(**entry)
@@ -1029,7 +1029,7 @@ def run_records(folder: Path) -> Attempts:
 
 def results(folder: Path) -> Attempts:
     """What a record tells, its hashes being right, as `results.json` needs it."""
-    from cheem_jax.results import results_of
+    from cheem_jax.run.results import results_of
 
     valid = entries()
     results_of(valid)
@@ -1046,7 +1046,7 @@ def results(folder: Path) -> Attempts:
 
 
 def architectures(folder: Path) -> Attempts:
-    from cheem_jax.architecture import encode, from_strings, to_strings
+    from cheem_jax.core.architecture import encode, from_strings, to_strings
 
     texts = ["reuse:0", "adapt:1", "new", "skip"]
 

@@ -25,12 +25,12 @@ from scenarios import SCENARIOS, Scenario
 from shim import Fault, armed, clock_shifted
 
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.checkpoint import load_task, saved_tasks
-from cheem_jax.cli import run_command
-from cheem_jax.commands import demo
+from cheem_jax.cli import demo
+from cheem_jax.cli.main import run_command
 from cheem_jax.continual import RunConfig, run_stream
-from cheem_jax.report.progress import Progress
-from cheem_jax.report.record import read
+from cheem_jax.run.checkpoint import load_task, saved_tasks
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.record import read
 
 CONFIG = RunConfig(small.QUICK, "quick", 0, None)
 TIMES = ("seconds", "seconds_total", "checkpoint_seconds", "compile_seconds", "peak_memory_bytes", "compile")

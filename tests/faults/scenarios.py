@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.architecture import from_strings
-from cheem_jax.atomic import write_atomically
-from cheem_jax.checkpoint import load_manifest, load_task, save_task, saved_tasks
-from cheem_jax.ops import Expert, LowRank
-from cheem_jax.pool import Head, Memory, StoredExpert, TaskMemory, grow
-from cheem_jax.report.record import Record, read
-from cheem_jax.run_directory import claim, hold
-from cheem_jax.saved_memory import save_memory_task
+from cheem_jax.cheem.saved_memory import save_memory_task
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.ops import Expert, LowRank
+from cheem_jax.core.pool import Head, Memory, StoredExpert, TaskMemory, grow
+from cheem_jax.run.checkpoint import load_manifest, load_task, save_task, saved_tasks
+from cheem_jax.run.directory import claim, hold
+from cheem_jax.run.record import Record, read
 
 
 class Scenario(NamedTuple):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from scenarios import memory
 
-from cheem_jax.checkpoint import load_task
-from cheem_jax.saved_memory import save_memory_task
+from cheem_jax.cheem.saved_memory import save_memory_task
+from cheem_jax.run.checkpoint import load_task
 
 FLIPS_PER_FILE = 24
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cheem_jax.architecture import from_strings, to_strings
+from cheem_jax.core.architecture import from_strings, to_strings
 from cheem_jax.data.decode import decode_image
 
 FEW = {

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import pooch
@@ -53,7 +54,7 @@ def download(
     wanted = known_hash or _recorded_hash(record)
     part = file.with_name(f"{file.name}.part")
 
-    def transfer(url: str, output_file: str, _: object) -> None:
+    def transfer(url: Any, output_file: Any, _: object, **__: object) -> Any:
         """What pooch calls to fill a temporary file."""
         _transfer(url, part, wanted, size, on_progress)
         os.replace(part, output_file)

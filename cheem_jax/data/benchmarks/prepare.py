@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import filelock
 import numpy as np
 
-from cheem_jax.atomic import write_atomically
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.benchmarks.reading import Missing
 from cheem_jax.data.benchmarks.table import (
     BY_HAND,

@@ -1,18 +1,18 @@
-"""The paper's figure as a table one can ask: the op at each block of each task, and where its expert comes from."""
+"""The paper's figure as an interactive table: the op at each block of each task, and where its expert comes from."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cheem_jax.architecture import from_strings
-from cheem_jax.report.memories import FORGOTTEN, MARK
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.report.memories import FORGOTTEN, MARK, origin_name
 
 Results = Mapping[str, Any]
 ROWS = 400
-"""Tasks that are drawn."""
+"""Tasks that are shown."""
 MEANING = {
     "reuse": "an expert as it is",
     "adapt": "an expert with a low-rank Δ",
-    "new": "an expert learned anew",
+    "new": "a new expert",
     "skip": "the branch left out",
 }
 
@@ -47,7 +47,7 @@ def architectures(results: Results) -> Architectures:
     for index, task in enumerate(tasks[:ROWS]):
         cells = []
         for block, choice, expert in zip(pool, from_strings(task["architecture"]), task["experts"], strict=True):
-            source = "" if choice.expert is None else _short(block[choice.expert]["origin"])
+            source = "" if choice.expert is None else origin_name(block[choice.expert]["origin"])
             text = {"reuse": source, "adapt": f"{source}+Δ"}.get(choice.kind, choice.kind)
             if expert is not None and not 0 <= expert < len(block):
                 raise ValueError(f"task {task['name']!r} uses expert {expert} of a block with {len(block)}")
@@ -55,7 +55,7 @@ def architectures(results: Results) -> Architectures:
         rows.append(Row(f"T{index} {task['name']}", tuple(cells), f"{task['params_added_percent']:.1f} %"))
     caption = "Point at or tap a cell to see its expert's history and who shares it."
     if len(tasks) > ROWS:
-        caption += f" The first {ROWS} of {len(tasks):,} tasks are drawn."
+        caption += f" The first {ROWS} of {len(tasks):,} tasks are shown."
     if any(MARK in cell.text for row in rows for cell in row.cells):
         caption += f" {MARK}: from a forgotten task, whose expert stays because it is needed."
     described = tuple(
@@ -66,8 +66,3 @@ def architectures(results: Results) -> Architectures:
 
 def _number(origin: int | str) -> int:
     return origin if isinstance(origin, int) else -2 if origin == FORGOTTEN else -1
-
-
-def _short(origin: int | str) -> str:
-    """`T3`, `base`, or the mark of what a forgotten task left."""
-    return f"T{origin}" if isinstance(origin, int) else MARK if origin == FORGOTTEN else origin

@@ -13,24 +13,24 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from cheem_jax import __version__
-from cheem_jax.report import COLOURS
-from cheem_jax.report.finished import Run
+from cheem_jax.core.ops import COLOURS
+from cheem_jax.report.finished import RunRecord
 from cheem_jax.report.markdown import BASE_MEANS
 from cheem_jax.report.page import charts
 from cheem_jax.report.page.architecture import MEANING, Architectures, architectures
 from cheem_jax.report.page.comparing import accuracy_against_flops, compare, comparison_table, name_in
 from cheem_jax.report.page.examples import Album, Examples
 from cheem_jax.report.page.headline import Tile, heading, tiles_of
-from cheem_jax.report.page.loading import Loaded, Told, is_finished, tell
+from cheem_jax.report.page.loading import Loaded, Recorded, is_finished, record_of
 from cheem_jax.report.page.search import search_chart
-from cheem_jax.report.page.specs import Chart, Missing
-from cheem_jax.report.record import to_json
+from cheem_jax.report.page.specs import Chart, EmptySection
 from cheem_jax.report.table import TOLD, Grid, method_grid, task_grid
+from cheem_jax.run.record import to_json
 
 HERE = Path(__file__).parent
 ROWS = 1000
 """Rows of a table."""
-DAMAGE = (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError)
+CORRUPTED = (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError)
 """What numbers raise that are not as a run writes them."""
 
 
@@ -77,8 +77,8 @@ def page(loaded: Loaded, *, images: bool) -> Page:
         try:
             views.append(view_of(run, f"run-{len(views) + 1}", album))
             drawn.append(run)
-        except DAMAGE as error:
-            left_out.append((run.directory, f"damaged ({error!r:.200})"))
+        except CORRUPTED as error:
+            left_out.append((run.directory, f"corrupted ({error!r:.200})"))
     if not views:
         raise ValueError("; ".join(f"{directory}: {reason}" for directory, reason in left_out))
     names = Counter(view.name for view in views)
@@ -117,25 +117,25 @@ def text_of(value: Any) -> Markup:
     return Markup(re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-def view_of(run: Run, key: str, album: Album | None) -> View:
-    """One run's part of the page; `album` None leaves out pictures."""
-    results, told = run.results, tell(run)
+def view_of(run: RunRecord, key: str, album: Album | None) -> View:
+    """One run's part of the page; without an `album` no images are shown."""
+    results, recorded = run.results, record_of(run)
     name, title, lead, warnings = heading(run)
-    if told.damage:
-        warnings.append(f"What the record alone holds is left out, because it cannot be read: {told.damage}.")
+    if recorded.trouble:
+        warnings.append(f"What only the record contains is left out, because it cannot be read: {recorded.trouble}.")
     return View(
         key, name, title, lead, tuple(warnings), tiles_of(results), method_grid(results),
-        tuple(_sections(run, told, album)), _setting(run, told),
+        tuple(_sections(run, recorded, album)), _setting(run, recorded),
         json.dumps(run.config, indent=1, ensure_ascii=False),
     )  # fmt: skip
 
 
-def _sections(run: Run, told: Told, album: Album | None) -> list[Section]:
+def _sections(run: RunRecord, recorded: Recorded, album: Album | None) -> list[Section]:
     results, num = run.results, len(run.order)
     found = []
     if "pool" in results:
-        found.append(_section("architectures", "Architectures", "What each block of each task's network does, and "
-            "which task its expert comes from.", architectures=lambda: architectures(results)))  # fmt: skip
+        found.append(_section("architectures", "Architectures", "The op at each block of each target network, and "
+            "the task that its expert comes from.", architectures=lambda: architectures(results)))  # fmt: skip
         found.append(_section("pool", "How the pool grew", "Learning only adds experts: what an earlier task needs "
             "cannot change.", charts=lambda: charts.pool_growth(results)))  # fmt: skip
     found.append(_section("tasks", "Tasks", "", grid=lambda: task_grid(results)))
@@ -145,36 +145,36 @@ def _sections(run: Run, told: Told, album: Album | None) -> list[Section]:
         found.append(_section("forgetting", "Forgetting", "What later tasks cost the earlier ones.",
             charts=lambda: (charts.forgetting(results),)))  # fmt: skip
         if results["method"] not in TOLD and results.get("routing"):
-            found.append(_section("routing", "Routing", "Which task answers to whose images, after the last task.",
+            found.append(_section("routing", "Routing", "The task ID inferred for each task's images.",
                 charts=lambda: (charts.routing(results),)))  # fmt: skip
     if "similarity" in results:
-        found.append(_section("similarity", "Similarity of tasks", "What the sampling of the supernet goes by.",
+        found.append(_section("similarity", "Similarity of tasks", "It decides how HEE samples from the supernet.",
             charts=lambda: (charts.similarity(results),)))  # fmt: skip
     if "search" in {phase for task in results["tasks"] for phase in task["seconds"]}:
         tolerance = run.config.get(results["method"], {}).get("search", {}).get("tolerance")
         found.append(_section("search", "The search", "Accuracy is weighed against compute.",
-            charts=lambda: (search_chart(told, tolerance),)))  # fmt: skip
-    found.append(_section("time", "Time", "Where the seconds went.", charts=lambda: (charts.time(results, told),)))
-    if album is not None and not run.is_memory:  # which does not know where its images were
-        found.append(_section("examples", "Right and wrong answers", "Test images of each task.",
-            examples=lambda: album.examples(run, told)))  # fmt: skip
+            charts=lambda: (search_chart(recorded, tolerance),)))  # fmt: skip
+    found.append(_section("time", "Time", "Where the seconds went.", charts=lambda: (charts.time(results, recorded),)))
+    if album is not None and not run.is_memory:  # which does not know where its images are
+        found.append(_section("examples", "Right and wrong predictions", "Test images of each task.",
+            examples=lambda: album.examples(run, recorded)))  # fmt: skip
     return found
 
 
 def _section(key: str, title: str, lead: str, **parts: Callable[[], Any]) -> Section:
-    """A section from what makes its parts; what cannot be made is told and costs no other section."""
+    """A section from the functions that make its parts; one that fails costs no other section."""
     try:
         return Section(key, title, lead, **{name: make() for name, make in parts.items()})
-    except Missing as error:
+    except EmptySection as error:
         return Section(key, title, lead, missing=str(error))
-    except DAMAGE as error:
+    except CORRUPTED as error:
         return Section(
-            key, title, lead, missing=f"Damaged: what this needs is not as a run writes it ({error!r:.200})."
+            key, title, lead, missing=f"Corrupted: what this needs is not as a run writes it ({error!r:.200})."
         )
 
 
-def _setting(run: Run, told: Told) -> tuple[tuple[str, str], ...]:
-    results, conditions = run.results, told.begin.get("conditions") or {}
+def _setting(run: RunRecord, recorded: Recorded) -> tuple[tuple[str, str], ...]:
+    results, conditions = run.results, recorded.begin.get("conditions") or {}
     keys = ("method", "backbone", "source", "router", "stream", "preset", "placement", "image_size", "seed")
     rows = [(key.replace("_", " "), str(results[key])) for key in keys if results.get(key) is not None]
     if (means := results.get("base_means")) is not None:
@@ -189,7 +189,7 @@ def _setting(run: Run, told: Told) -> tuple[tuple[str, str], ...]:
     if processor := (conditions.get("device") or {}).get("processor"):
         rows.append(("processor", str(processor)))
     rows.append(("fingerprint", ", ".join(results["fingerprint"])))
-    if command := told.begin.get("command"):
+    if command := recorded.begin.get("command"):
         rows.append(("command", shlex.join(map(str, command))))
     rows.append(("directory", str(run.directory)))
     return tuple(rows)

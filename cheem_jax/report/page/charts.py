@@ -5,21 +5,21 @@ from typing import Any
 
 import numpy as np
 
-from cheem_jax.metrics import matrix_from_json
+from cheem_jax.core.metrics import matrix_from_json
 from cheem_jax.report.memories import (
     FORGOTTEN,
-    NOT_AT_HAND,
     ROUTED_TO_FORGOTTEN,
+    UNAVAILABLE,
     arrivals,
     routed_to_forgotten,
     unmeasured,
 )
-from cheem_jax.report.page.loading import Told
+from cheem_jax.report.page.loading import Recorded
 from cheem_jax.report.page.specs import (
-    DRAWN,
     MANY,
+    SHOWN,
     Chart,
-    Missing,
+    EmptySection,
     Spec,
     Variant,
     category_axis,
@@ -28,9 +28,9 @@ from cheem_jax.report.page.specs import (
     note_of_spread,
     rounded,
     shown,
-    spread,
 )
-from cheem_jax.report.table import TOLD
+from cheem_jax.report.table import TOLD, spread
+from cheem_jax.run.progress import duration
 
 Results = Mapping[str, Any]
 CURVES = 40
@@ -44,10 +44,10 @@ def names_of(results: Results) -> list[str]:
 
 
 def accuracy_matrix(results: Results) -> Chart:
-    """Accuracy after learning each task (row) on each task (column), routed and with the true task given."""
-    panels = [("task given", "local_accuracy")]
+    """Accuracy after learning each task (row) on each task (column), task-agnostic and with the task ID given."""
+    panels = [("task ID given", "local_accuracy")]
     if results["method"] not in TOLD:
-        panels.insert(0, ("task found", "accuracy"))
+        panels.insert(0, ("task ID inferred", "accuracy"))
     variants = tuple(
         Variant(name, _task_by_task(
             results, 100 * matrix_from_json(results[key]), "after learning", "tested on",
@@ -58,41 +58,44 @@ def accuracy_matrix(results: Results) -> Chart:
     num = len(results["tasks"])
     caption = "Accuracy in %. Read a column downwards to follow one task."
     if any(None in row[: index + 1] for index, row in enumerate(results["local_accuracy"])):
-        caption += " Empty on or below the diagonal: not measured, its images were not at hand at that moment."
-    caption += note_of_spread(num, DRAWN)
+        caption += " Empty on or below the diagonal: not measured, since its images were not available then."
+    caption += note_of_spread(num, SHOWN)
     return _square(num, caption, variants, "accuracy with the")
 
 
 def routing(results: Results) -> Chart:
-    """Where each true task's test images are sent after the last task."""
+    """The inferred task ID of each task's test images, after the last task."""
     values = 100 * matrix_from_json(results["routing"])
     empty = unmeasured(results)
     if len(empty) == len(values):
-        raise Missing(f"Not measured: {NOT_AT_HAND}.")
-    hover = "of %{y}<br>sent to %{x}<br><b>%{z:.1f} %</b>"
-    spec = _task_by_task(results, values, "true task", "answered by", hover)
+        raise EmptySection(f"Not measured: {UNAVAILABLE}.")
+    hover = "of %{y}<br>routed to %{x}<br><b>%{z:.1f} %</b>"
+    spec = _task_by_task(results, values, "true task", "inferred task", hover)
     right = np.diagonal(values)
     num = len(right)
-    caption = f"Share of each true task's test images in %. On average {np.nanmean(right):.1f} % go to their own task."
+    caption = f"Share of each task's test images in %. The task ID is right for {np.nanmean(right):.1f} % on average."
     if empty:
-        caption += f" Of {len(empty):,} of the {num:,} tasks that is not known: {NOT_AT_HAND}."
+        caption += f" Of {len(empty):,} of the {num:,} tasks that is not known: {UNAVAILABLE}."
     if routed_to_forgotten(results):
         caption += f" It was measured before a task was forgotten: {ROUTED_TO_FORGOTTEN}."
-    return _square(num, caption + note_of_spread(num, DRAWN), (Variant("", spec),))
+    return _square(num, caption + note_of_spread(num, SHOWN), (Variant("", spec),))
 
 
 def _task_by_task(results: Results, values: np.ndarray, rows: str, columns: str, hover: str) -> Spec:
-    kept = spread(len(values), DRAWN)
+    kept = spread(len(values), SHOWN)
     names = names_of(results)
     full, short = labels_of(names, kept), labels_of(names, kept, 20)
     y = category_axis(full, short)
     x = category_axis(full, [f"T{index}" for index in kept])
     decimals = 0 if len(kept) <= MANY else None
-    return heatmap(values[np.ix_(kept, kept)], (y, rows), (x, columns), "sequential", (0, 100), hover, decimals)
+    return heatmap(
+        values[np.ix_(kept, kept)], (y, rows), (x, columns), scale="sequential", limits=(0, 100), hover=hover,
+        decimals=decimals,
+    )  # fmt: skip
 
 
 def _square(num: int, caption: str, variants: tuple[Variant, ...], choose: str = "") -> Chart:
-    drawn = min(num, DRAWN)
+    drawn = min(num, SHOWN)
     height = int(np.clip(34 * drawn + 70, 170, 640))
     return Chart(caption, variants, height, min(150 + 26 * drawn, 700), min(300 + 70 * drawn, 860), choose)
 
@@ -100,12 +103,12 @@ def _square(num: int, caption: str, variants: tuple[Variant, ...], choose: str =
 def forgetting(results: Results) -> Chart:
     """Accuracy of each task over the tasks learned after it."""
     names, num = names_of(results), len(results["tasks"])
-    curves, steps = spread(num, CURVES), spread(num, DRAWN)
+    curves, steps = spread(num, CURVES), spread(num, SHOWN)
     key = "local_accuracy" if results["method"] in TOLD else "accuracy"
     matrix = 100 * matrix_from_json(results[key])
     measured = (~np.isnan(matrix)).sum(axis=0)
     if num > 1 and measured.max() < 2:
-        raise Missing("Not measured: no task's images were at hand again when a later task was learned.")
+        raise EmptySection("Not measured: no task's images were available when a later task was learned.")
     full = labels_of(names, steps)
     traces = []
     for place, (task, label) in enumerate(zip(curves, labels_of(names, curves), strict=True)):
@@ -125,7 +128,7 @@ def forgetting(results: Results) -> Chart:
         "margin": {"t": 8, "b": 48, "l": 48, "r": 12}, "hovermode": "closest",
     }  # fmt: skip
     return Chart(
-        "Each curve is one task's accuracy, from when it was learned."
+        "Each curve is one task's accuracy, from right after learning."
         + (" Gaps were not measured." if (np.isnan(matrix) & np.tri(num, dtype=bool)).any() else "")
         + note_of_spread(num, CURVES),
         (Variant("", {"data": traces, "layout": layout}),), 400,
@@ -136,19 +139,19 @@ def pool_growth(results: Results) -> tuple[Chart, ...]:
     """Experts per block after each task, and the parameters that were stored."""
     tasks, pool, names = results["tasks"], results["pool"], names_of(results)
     num = len(tasks)
-    kept = spread(num, DRAWN)
+    kept = spread(num, SHOWN)
     full, short = ["base", *labels_of(names, kept)], ["base", *(f"T{index}" for index in kept)]
     blocks = [f"block {block + 1}" for block in range(len(pool))]
     arrived = arrivals(results)
     counts = np.array([_sizes(block, num)[[0, *(index + 1 for index in kept)]] for block in arrived])
     spec = heatmap(
         counts, (category_axis(blocks, blocks), ""), (category_axis(full, short), "after learning"),
-        "sequential", (0, max(2, float(counts.max()))), "%{y} after %{x}<br><b>%{z} experts</b>",
-        0 if len(kept) <= MANY else None,
+        scale="sequential", limits=(0, max(2, float(counts.max()))), hover="%{y} after %{x}<br><b>%{z} experts</b>",
+        decimals=0 if len(kept) <= MANY else None,
     )  # fmt: skip
     caption = (
         f"Experts per block, the backbone's own included: {int(counts[:, -1].sum()):,} in all after the last task."
-        + note_of_spread(num, DRAWN)
+        + note_of_spread(num, SHOWN)
     )
     stayed = sum(
         expert["origin"] == FORGOTTEN and there is not None
@@ -156,7 +159,7 @@ def pool_growth(results: Results) -> tuple[Chart, ...]:
         for expert, there in zip(block, places, strict=True)
     )
     if stayed:
-        caption += f" {stayed:,} of them are left of forgotten tasks, and count from the first task that uses them."
+        caption += f" {stayed:,} of them remain from forgotten tasks, and count from the first task that uses them."
     min_width = min(140 + 26 * len(full), 700)
     charts = [Chart(caption, (Variant("", spec),), max(190, 26 * len(blocks) + 70), min_width)]
     if all("params_stored" in task for task in tasks):
@@ -186,9 +189,9 @@ def _parameters(results: Results, kept: Sequence[int], has_left: bool) -> Chart:
     if rest[-1] > 0:
         traces.append(_bar("rest", full, rest[list(kept)], "@bar0", "<b>%{y:,}</b> parameters"))
     layout = _bars_layout(full, kept, "parameters stored")
-    caption = f"Parameters stored beside the backbone, summed over the tasks so far: {int(total[-1]):,} in all."
+    caption = f"Parameters stored besides the backbone, summed over the tasks so far: {int(total[-1]):,} in all."
     if has_left:
-        caption += " What is left of forgotten tasks is not counted."
+        caption += " What remains from forgotten tasks is not counted."
     return Chart(caption, (Variant("", {"data": traces, "layout": layout}),), 320)
 
 
@@ -223,7 +226,10 @@ def similarity(results: Results) -> Chart:
         rows = (category_axis(full, short), "")
         decimals = 2 if len(values) * num_blocks <= 200 else None
         hover = "%{y}<br>at %{x}<br><b>S = %{z:.2f}</b>"
-        spec = heatmap([values[row] for row in kept], rows, columns, "diverging", (-1, 1), hover, decimals)
+        spec = heatmap(
+            [values[row] for row in kept], rows, columns, scale="diverging", limits=(-1, 1), hover=hover,
+            decimals=decimals,
+        )  # fmt: skip
         spec["layout"]["height"] = int(np.clip(30 * len(kept) + 75, 130, 760))
         variants.append(Variant(f"T{task} {names[task]}", spec))
     height = max(variant.spec["layout"]["height"] for variant in variants)
@@ -234,10 +240,10 @@ def similarity(results: Results) -> Chart:
     return Chart(caption, tuple(variants), height, min(160 + 34 * num_blocks, 700), 860, "task", len(variants) - 1)
 
 
-def time(results: Results, told: Told) -> Chart:
+def time(results: Results, recorded: Recorded) -> Chart:
     """Seconds by phase and task, and how many of them went into compiling."""
     tasks, names = results["tasks"], names_of(results)
-    kept = spread(len(tasks), DRAWN)
+    kept = spread(len(tasks), SHOWN)
     full = labels_of(names, kept)
     phases = list(dict.fromkeys(phase for task in tasks for phase in task["seconds"]))
     traces = [
@@ -245,7 +251,7 @@ def time(results: Results, told: Told) -> Chart:
              "<b>%{y:.3~s} s</b>")
         for place, phase in enumerate(phases)
     ]  # fmt: skip
-    compiled = [entry.get("compile", {}).get("seconds") for entry in told.learned]
+    compiled = [entry.get("compile", {}).get("seconds") for entry in recorded.learned]
     if compiled and None not in compiled:
         traces.append({
             "type": "scatter", "mode": "markers", "name": "of which compiling", "x": full,
@@ -257,19 +263,8 @@ def time(results: Results, told: Told) -> Chart:
     everything = "Learning and measuring" if results["stream"] == "memory" else "The whole run"
     caption = (
         f"{everything} took {duration(whole)}. Compiling took {compiling:,.1f} s of it "
-        f"({100 * compiling / max(whole, 1e-9):.0f} %): {results['compile']['programs']} programs compiled, "
-        f"{results['compile'].get('cached', 0)} read from the cache." + note_of_spread(len(tasks), DRAWN)
+        f"({100 * compiling / max(whole, 1e-9):.0f} %): {results['compile']['programs']} functions compiled, "
+        f"{results['compile'].get('cached', 0)} read from the cache." + note_of_spread(len(tasks), SHOWN)
     )
     layout = _bars_layout(full, kept, "seconds")
     return Chart(caption, (Variant("", {"data": traces, "layout": layout}),), 400)
-
-
-def duration(seconds: float) -> str:
-    """`2 min 7 s`, two units at most."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60:,} h {minutes % 60} min"

@@ -5,20 +5,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cheem_jax.report.comparison import comparison, comparison_grid
-from cheem_jax.report.finished import Run, variant_of
+from cheem_jax.report.finished import RunRecord, variant_of
 from cheem_jax.report.page.specs import Chart, Spec, Variant, rounded, shown
 from cheem_jax.report.table import METHODS, SHORT, TOLD, Grid
 
 
 class Compared(NamedTuple):
-    """Results by method, variants of one method apart, in the order of `METHODS`; and what each is called."""
+    """Results by method, each variant as a method of its own, in the order of `METHODS`; and their names."""
 
     found: dict[str, list[Mapping[str, Any]]]
     titles: dict[str, str]
     short: dict[str, str]
 
 
-def compare(runs: Sequence[Run]) -> Compared:
+def compare(runs: Sequence[RunRecord]) -> Compared:
     """The runs as comparisons take them, one result per seed."""
     order = [*METHODS]
     compared = Compared({}, {}, {})
@@ -30,8 +30,8 @@ def compare(runs: Sequence[Run]) -> Compared:
     return compared
 
 
-def name_in(run: Run, runs: Sequence[Run]) -> str:
-    """The method, with its variant where the runs hold several of that method."""
+def name_in(run: RunRecord, runs: Sequence[RunRecord]) -> str:
+    """The method, with its variant where there are several of that method."""
     method, variant = run.results["method"], variant_of(run)
     is_only = len({variant_of(other) for other in runs if other.results["method"] == method}) == 1
     return method if is_only or not variant else f"{method} ({variant})"
@@ -46,19 +46,19 @@ def accuracy_against_flops(compared: Compared) -> Chart:
     """A mark per method: mean accuracy over FLOPs by the paper's convention; bars are standard deviations."""
     rows = [row for row in comparison(compared.found) if row["flops_paper"] and row["flops_paper"]["mean"] > 0]
     names = {row["method"]: compared.found[row["method"]][0]["method"] for row in rows}
-    told = [row for row in rows if names[row["method"]] in TOLD]
+    bounds = [row for row in rows if names[row["method"]] in TOLD]
     own = [row for row in rows if names[row["method"]].startswith("cheem")]
-    others = [row for row in rows if row not in told and row not in own]
+    others = [row for row in rows if row not in bounds and row not in own]
     groups = (
         ("CHEEM", own, "average_accuracy", {"color": "@winner", "symbol": "circle", "size": 12}),
         ("others", others, "average_accuracy", {"color": "@accent", "symbol": "circle", "size": 10}),
-        ("upper bounds, task given", told, "local_average_accuracy",
+        ("upper bounds, task ID given", bounds, "local_average_accuracy",
          {"color": "@faint", "symbol": "diamond-open", "size": 11, "line": {"width": 2}}),
     )  # fmt: skip
     flops = [row["flops_paper"]["mean"] for row in rows]
     unit, name = (1e9, "GFLOPs") if max(flops, default=0) >= 1e9 else (1e6, "MFLOPs")
     traces = [
-        _marks(title, members, key, marker, compared.short, unit, name)
+        _marks(members, key, name=title, marker=marker, titles=compared.short, unit=unit, unit_name=name)
         for title, members, key, marker in groups
         if members
     ]
@@ -72,16 +72,17 @@ def accuracy_against_flops(compared: Compared) -> Chart:
         "legend": {"orientation": "h", "y": -0.2, "yanchor": "top"},
         "margin": {"t": 12, "b": 48, "l": 52, "r": 24}, "hovermode": "closest",
     }  # fmt: skip
-    caption = "Up and to the left is better. Upper bounds are told the true task."
+    caption = "Up and to the left is better. Upper bounds are given the task ID."
     if without := [compared.titles[key] for key in compared.found if key not in names]:
-        caption += f" Not drawn, because the FLOPs are not known: {', '.join(without)}."
+        caption += f" Not shown, because the FLOPs are unknown: {', '.join(without)}."
     return Chart(caption, (Variant("", {"data": traces, "layout": layout}),), 480, 0, 1080)
 
 
 def _marks(
-    name: str,
     rows: Sequence[Mapping[str, Any]],
     key: str,
+    *,
+    name: str,
     marker: Spec,
     titles: Mapping[str, str],
     unit: float,

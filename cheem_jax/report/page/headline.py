@@ -1,11 +1,11 @@
-"""What stands at the top of a run's page: its name, what to know beforehand, and its headline numbers."""
+"""The top of a run's page: its name, warnings, and its headline numbers."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cheem_jax.report.finished import Run, variant_of
-from cheem_jax.report.memories import NOT_AT_HAND, num_forgotten, unmeasured, when_learned
-from cheem_jax.report.table import METHODS, NONE, SHORT, TOLD, format_flops, number, plain_flops
+from cheem_jax.report.finished import RunRecord, variant_of
+from cheem_jax.report.memories import UNAVAILABLE, after_learning, num_forgotten, unmeasured
+from cheem_jax.report.table import METHODS, NONE, SHORT, TOLD, format_flops, number, percent, plain_flops
 
 
 class Tile(NamedTuple):
@@ -26,12 +26,12 @@ class Heading(NamedTuple):
     warnings: list[str]
 
 
-def heading(run: Run) -> Heading:
+def heading(run: RunRecord) -> Heading:
     """Of a run, or of a memory."""
     return _of_memory(run) if run.is_memory else _of_run(run)
 
 
-def _of_run(run: Run) -> Heading:
+def _of_run(run: RunRecord) -> Heading:
     results, num, planned = run.results, len(run.order), len(run.config["tasks"])
     variant = variant_of(run)
     name = METHODS[results["method"]] + (f" ({variant})" if variant else "") + f", seed {results['seed']}"
@@ -47,7 +47,7 @@ def _of_run(run: Run) -> Heading:
     )  # fmt: skip
 
 
-def _of_memory(run: Run) -> Heading:
+def _of_memory(run: RunRecord) -> Heading:
     """It is never finished, and may lack numbers."""
     results, num, config = run.results, len(run.order), run.config
     variant, place = variant_of(run), run.directory.resolve().name
@@ -55,21 +55,21 @@ def _of_memory(run: Run) -> Heading:
     warnings = []
     later = [name for name in config["tasks"] if name not in run.order]
     if later and config.get("learning"):
-        warnings.append(f"Half learned: {', '.join(later)}, of which no number tells yet; its `cheem learn` goes on.")
+        warnings.append(f"Interrupted: {', '.join(later)}, without numbers yet; its `cheem learn` resumes it.")
     elif later:
-        warnings.append(f"Learned but not measured yet: {', '.join(later)}; the next `cheem learn` writes that down.")
+        warnings.append(f"Learned but not measured yet: {', '.join(later)}; the next `cheem learn` measures it.")
     if empty := unmeasured(results):
         named = ", ".join(f"T{index} {run.order[index]}" for index in empty[:5])
         named += f" and {len(empty) - 5} more" if len(empty) > 5 else ""
-        warnings.append(f"Not measured after the last task, and shown as {NONE}: {named}; {NOT_AT_HAND}.")
+        warnings.append(f"Not measured after the last task, and shown as {NONE}: {named}; {UNAVAILABLE}.")
     if forgotten := num_forgotten(config):
         warnings.append(
             f"{forgotten:,} task{' was' if forgotten == 1 else 's were'} forgotten here: only the experts that other "
-            "tasks need are left, and the others are numbered anew. Accuracies measured before stand as they were, "
-            f"with images sent to {'it' if forgotten == 1 else 'them'} counted as wrong."
+            "tasks need remain, and the other tasks are renumbered. Accuracies measured before are unchanged, "
+            f"with images routed to {'it' if forgotten == 1 else 'them'} counted as wrong."
         )
     if config.get("keeps_base"):
-        warnings.append("The backbone's own classes may answer as well; accuracies here were measured without them.")
+        warnings.append("Predictions may include the pretraining classes; accuracies here were measured without them.")
     return Heading(
         f"memory {place}{f' ({variant})' if variant else ''}, {tasks}", f"Memory {place} on {results['backbone']}",
         f"{tasks}, of {results['image_size']} × {results['image_size']} pixels, each learned from its own images "
@@ -80,18 +80,18 @@ def _of_memory(run: Run) -> Heading:
 
 def tiles_of(results: Mapping[str, Any]) -> tuple[Tile, ...]:
     """The headline numbers."""
-    is_told, flops, plain = results["method"] in TOLD, results["flops"], plain_flops(results)
+    is_bound, flops, plain = results["method"] in TOLD, results["flops"], plain_flops(results)
     tiles = []
     if results["local_average_accuracy"] is None:
-        tiles += _tiles_when_learned(results)
-    elif not is_told:
-        tiles.append(Tile("Average accuracy", _percent(results["average_accuracy"]), "%",
-            _beside(results, "average_accuracy") or "task and class found for each image"))  # fmt: skip
+        tiles += _tiles_after_learning(results)
+    elif not is_bound:
+        tiles.append(Tile("Average accuracy", percent(results["average_accuracy"]), "%",
+            _of_others(results, "average_accuracy") or "task-agnostic: task ID inferred per image"))  # fmt: skip
     if results["local_average_accuracy"] is not None:
-        tiles.append(Tile("With the task given", _percent(results["local_average_accuracy"]), "%",
-            _beside(results, "local_average_accuracy") or "class found within the true task"))  # fmt: skip
-    if not is_told and results["average_forgetting"] is not None:
-        tiles.append(Tile("Forgetting", _percent(results["average_forgetting"]), "points",
+        tiles.append(Tile("Task ID given", percent(results["local_average_accuracy"]), "%",
+            _of_others(results, "local_average_accuracy") or "class predicted within the given task"))  # fmt: skip
+    if not is_bound and results["average_forgetting"] is not None:
+        tiles.append(Tile("Forgetting", percent(results["average_forgetting"]), "points",
             "from the best so far to the end, mean over tasks"))  # fmt: skip
     value, unit = format_flops(flops["paper"]).split()
     times = f"{flops['paper'] / plain:.2f} × the plain backbone" if plain else "by the paper's convention"
@@ -107,28 +107,22 @@ def tiles_of(results: Mapping[str, Any]) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
-def _tiles_when_learned(results: Mapping[str, Any]) -> list[Tile]:
+def _tiles_after_learning(results: Mapping[str, Any]) -> list[Tile]:
     """What is known where not every task was measured after the last one."""
     num, missing = len(results["tasks"]), len(unmeasured(results))
-    tiles = [Tile("Average accuracy", NONE, "", f"not measured: images of {missing:,} of {num:,} tasks not at hand")]
-    for title, key in (("When learned", "accuracy"), ("When learned, task given", "local_accuracy")):
-        mean, count = when_learned(results, key)
-        note = "mean over tasks, each right after it was learned" + (
-            "" if count == num else f"; {count} of {num} known"
-        )
-        tiles.append(Tile(title, _percent(mean), "" if mean is None else "%", note))
+    tiles = [Tile("Average accuracy", NONE, "", f"not measured: no images of {missing:,} of {num:,} tasks")]
+    for title, key in (("Right after learning", "accuracy"), ("Right after learning, task ID given", "local_accuracy")):
+        mean, count = after_learning(results, key)
+        note = "mean over tasks" + ("" if count == num else f"; {count} of {num} known")
+        tiles.append(Tile(title, percent(mean), "" if mean is None else "%", note))
     return tiles
 
 
-def _percent(value: float | None) -> str:
-    return number(None if value is None else 100 * value, 1)
-
-
-def _beside(results: Mapping[str, Any], key: str) -> str:
-    """The same number of the yardsticks; a bound knows only accuracies with the task given."""
-    told = []
+def _of_others(results: Mapping[str, Any], key: str) -> str:
+    """The same number of baselines and upper bounds; these have only accuracies with the task ID given."""
+    found = []
     for name, other in (results.get("yardsticks") or {}).items():
         key_there = "average_accuracy" if name in TOLD else key
         if other.get(key_there) is not None:
-            told.append(f"{SHORT.get(name, name)} {_percent(other[key_there])}")
-    return ", ".join(told)
+            found.append(f"{SHORT.get(name, name)} {percent(other[key_there])}")
+    return ", ".join(found)

@@ -5,34 +5,33 @@ from typing import Any
 
 import numpy as np
 
-from cheem_jax.report.page.loading import Told
-from cheem_jax.report.page.specs import Chart, Missing, Spec, Variant, rounded, spread
+from cheem_jax.report.page.loading import Recorded
+from cheem_jax.report.page.specs import Chart, EmptySection, Spec, Variant, rounded
+from cheem_jax.report.table import spread
 
 CHARTS = 60
 """Tasks with a chart."""
 
 
-def search_chart(told: Told, tolerance: float | None) -> Chart:
-    """A chart per task with a selector; Missing where the record tells none. `tolerance` is tau of the search."""
-    if told.damage:
-        raise Missing("Only the record holds it, which cannot be read.")
-    found = [entry["report"] for entry in told.learned]
-    if not all("search" in report for report in found):
-        raise Missing("The run was made by an earlier version, which kept only the search's winner.")
+def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
+    """A chart per task with a selector; EmptySection where the record has none. `tolerance` is tau of the search."""
+    if recorded.trouble:
+        raise EmptySection("Only the record contains it, which cannot be read.")
+    found = [entry["report"] for entry in recorded.learned]
     scored = [index for index, report in enumerate(found) if set(report["search"]["correct"]) - {None}]
     if not scored:
-        raise Missing("No architecture of the search has a score.")
+        raise EmptySection("No architecture of the search has a score.")
     kept = [scored[place] for place in spread(len(scored), CHARTS)]
     variants = tuple(
         Variant(f"T{index} {found[index]['name']}", _scatter(found[index]["search"], tolerance)) for index in kept
     )
     caption = (
-        "Every architecture that the search evaluated: FLOPs of the task's network against accuracy on the validation "
+        "Every architecture that the search evaluated: FLOPs of the architecture against accuracy on the validation "
         "images. "
     )
     searches = [found[index]["search"] for index in scored]
     is_in_one = all(len(search["correct"]) <= search["population"] for search in searches)
-    caption += f"The {'' if is_in_one else 'colour tells the generation, the '}ring marks the chosen one"
+    caption += f"The {'' if is_in_one else 'colour: the generation; the '}ring marks the target network"
     if tolerance is not None:
         points = f"{100 * tolerance:g} points"
         caption += f": the cheapest of those whose accuracy is less than {points} below the best (the band)"
@@ -82,11 +81,11 @@ def _scatter(search: Mapping[str, Any], tolerance: float | None) -> Spec:
             "fillcolor": "@band", "line": {"width": 0}, "layer": "below",
         })  # fmt: skip
     failed = int((~scored).sum())
-    told = f"{len(correct):,} evaluated" + (f", {failed:,} of them without a score" if failed else "")
+    note = f"{len(correct):,} evaluated" + (f", {failed:,} of them without a score" if failed else "")
     if is_below.any():
-        told += f", ▾ {int(is_below.sum()):,} below the axis"
+        note += f", ▾ {int(is_below.sum()):,} below the axis"
     layout = {
-        "xaxis": {"title": {"text": f"MFLOPs of the task's network<br>{told}"}},
+        "xaxis": {"title": {"text": f"MFLOPs of the architecture<br>{note}"}},
         "yaxis": {
             "title": {"text": "validation accuracy, %"},
             "range": [lowest - 0.03 * (best - lowest) - 0.1, best + 0.06 * (best - lowest) + 0.1],
@@ -97,7 +96,7 @@ def _scatter(search: Mapping[str, Any], tolerance: float | None) -> Spec:
 
 
 def _lower_end(accuracy: np.ndarray, chosen: float) -> float:
-    """Where the axis begins: a few candidates far below the others would leave no room to tell these apart."""
+    """Where the axis begins: a few candidates far below the others would leave no room to see these."""
     lowest, best = float(accuracy.min()), float(accuracy.max())
     bulk = min(float(np.quantile(accuracy, 0.1)), chosen)
     end = bulk - 0.5 * (best - bulk)

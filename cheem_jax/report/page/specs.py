@@ -6,19 +6,20 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cheem_jax.report.record import to_json
+from cheem_jax.report.table import spread
+from cheem_jax.run.record import to_json
 
 Spec = dict[str, Any]
 """`data` and `layout` of plotly.js."""
 
 MANY = 30
-"""Tasks from which on cells hold no numbers."""
-DRAWN = 120
-"""Tasks that one chart draws at most."""
+"""More tasks than these have no numbers in their cells."""
+SHOWN = 120
+"""Tasks that one chart shows at most."""
 
 
-class Missing(ValueError):
-    """Why a section holds nothing, as a sentence."""
+class EmptySection(ValueError):
+    """Why a section is empty, as a sentence."""
 
 
 class Variant(NamedTuple):
@@ -43,14 +44,9 @@ class Chart(NamedTuple):
     """The variant that is shown first."""
 
 
-def spread(num: int, limit: int) -> list[int]:
-    """At most `limit` positions of 0..num-1, evenly spread, the first and the last among them."""
-    return list(range(num)) if num <= limit else np.linspace(0, num - 1, limit).round().astype(int).tolist()
-
-
 def note_of_spread(num: int, limit: int, what: str = "tasks") -> str:
-    """A sentence about what is not drawn, or nothing."""
-    return "" if num <= limit else f" Of {num:,} {what}, {limit} are drawn, evenly spread."
+    """A sentence about what is left out, or nothing."""
+    return "" if num <= limit else f" Of {num:,} {what}, {limit} are shown, evenly spread."
 
 
 def shown(text: str, limit: int = 60) -> str:
@@ -85,6 +81,7 @@ def heatmap(
     values: np.ndarray | Sequence[Sequence[float | None]],
     rows: tuple[Spec, str],
     columns: tuple[Spec, str],
+    *,
     scale: Literal["sequential", "diverging"],
     limits: tuple[float, float],
     hover: str,

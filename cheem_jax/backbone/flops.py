@@ -1,0 +1,127 @@
+"""Floating-point operations per image, counted from shapes (2 x multiply-adds).
+
+The paper's convention counts patch embedding and linear layers of the backbone, not the attention products and no head
+(33.695 G for ViT-B/16 and 2.149 G for DeiT-Tiny at 224). `executed` counts every matrix product that ran.
+"""
+
+from cheem_jax.backbone.config import ViTConfig
+from cheem_jax.core.architecture import Architecture
+from cheem_jax.core.ops import Placement
+
+
+def backbone_flops(config: ViTConfig, *, count_attention: bool = False) -> int:
+    """The plain backbone without head."""
+    tokens, width = config.num_tokens, config.width
+    embed = config.num_patches * 3 * config.patch_size**2 * width
+    linear = tokens * (4 * width * width + 2 * width * config.mlp_width)
+    attention = 2 * tokens * tokens * width if count_attention else 0
+    return 2 * (embed + config.depth * (linear + attention))
+
+
+def pass_flops(config: ViTConfig, placement: Placement, until: int, *, count_attention: bool = False) -> int:
+    """The plain backbone up to the tokens that every choice at block `until` shares; whole where that is L."""
+    if until == config.depth:
+        return backbone_flops(config, count_attention=count_attention)
+    embed = 2 * config.num_patches * 3 * config.patch_size**2 * config.width
+    attention = branch_flops(config, "attn_proj", count_attention=count_attention)
+    block = attention + branch_flops(config, "mlp_down")
+    return embed + until * block + (attention if placement == "mlp_down" else 0)
+
+
+def branch_flops(config: ViTConfig, placement: Placement, *, count_attention: bool = False) -> int:
+    """What one Skip saves: an FFN (`mlp_down`) or an attention branch (`attn_proj`)."""
+    tokens, width = config.num_tokens, config.width
+    if placement == "mlp_down":
+        return 2 * tokens * 2 * width * config.mlp_width
+    return 2 * (tokens * 4 * width * width + (2 * tokens * tokens * width if count_attention else 0))
+
+
+def pair_flops(config: ViTConfig, placement: Placement, rank: int) -> int:
+    """One un-merged low-rank pair: 2 N r (in + out)."""
+    num_inputs = config.mlp_width if placement == "mlp_down" else config.width
+    return 2 * config.num_tokens * rank * (num_inputs + config.width)
+
+
+def token_flops(config: ViTConfig, num_tokens: int) -> int:
+    """Extra tokens through all linear layers (S-Prompts)."""
+    return 2 * num_tokens * config.depth * (4 * config.width**2 + 2 * config.width * config.mlp_width)
+
+
+def prefix_flops(config: ViTConfig, num_pairs: int, num_layers: int) -> int:
+    """Prefix keys and values that all tokens attend to, in so many layers; attention products, which the paper's
+    counter sees where attention is explicit."""
+    return 4 * config.num_tokens * num_pairs * config.width * num_layers
+
+
+def adapter_flops(config: ViTConfig, bottleneck: int) -> int:
+    """Bottleneck adapters beside every FFN (TUNA, MoAL, MoE-Adapters)."""
+    return 2 * config.num_tokens * config.depth * 2 * config.width * bottleneck
+
+
+def network_flops(config: ViTConfig, placement: Placement, architecture: Architecture, rank: int) -> int:
+    """A task network by the paper's convention: skipped branches saved, this task's own Adapt pairs added."""
+    kinds = [choice.kind for choice in architecture]
+    saved = kinds.count("skip") * branch_flops(config, placement)
+    return backbone_flops(config) - saved + kinds.count("adapt") * pair_flops(config, placement, rank)
+
+
+def executed_flops(
+    config: ViTConfig,
+    placement: Placement,
+    architecture: Architecture,
+    num_classes: int = 0,
+    *,
+    begin: int | None = None,
+) -> int:
+    """What runs of a task network at inference: pairs merged, attention products and head counted.
+
+    The last block works for the class token alone. A network resumed at block `begin` takes from the base network what
+    the block's choices share; `begin` = L leaves the head, None begins with the image.
+    """
+    if begin == config.depth:
+        return 2 * config.width * num_classes
+    blocks = range(begin or 0, config.depth)
+    halves = {block: executed_halves(config, last=block == config.depth - 1) for block in blocks}
+    if begin is None:
+        total = 2 * config.num_patches * 3 * config.patch_size**2 * config.width
+    else:
+        total = -halves[begin][0] if placement == "mlp_down" else 0
+    for block in blocks:
+        attention, mlp = halves[block]
+        skipped = architecture[block].kind == "skip"
+        total += 0 if skipped and placement == "attn_proj" else attention
+        total += 0 if skipped and placement == "mlp_down" else mlp
+    return total + 2 * config.width * num_classes
+
+
+def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> int:
+    """`pass_flops` as it runs."""
+    if until == config.depth:
+        return executed_backbone_flops(config)
+    embed = 2 * config.num_patches * 3 * config.patch_size**2 * config.width
+    *before, (attention, _) = (executed_halves(config, last=i == config.depth - 1) for i in range(until + 1))
+    return embed + sum(map(sum, before)) + (attention if placement == "mlp_down" else 0)
+
+
+def executed_backbone_flops(config: ViTConfig, num_extra: int = 0) -> int:
+    """The plain backbone as it runs, without head, with so many extra tokens in all blocks."""
+    blocks = range(config.depth)
+    halves = (executed_halves(config, last=block == config.depth - 1, num_extra=num_extra) for block in blocks)
+    return 2 * config.num_patches * 3 * config.patch_size**2 * config.width + sum(map(sum, halves))
+
+
+def executed_halves(config: ViTConfig, *, last: bool, num_extra: int = 0) -> tuple[int, int]:
+    """Attention half and FFN half of a block as they run; of the last one only the class token comes out."""
+    tokens, width = config.num_tokens + num_extra, config.width
+    outputs = 1 if last else tokens
+    attention = 2 * (outputs + tokens) * width * width + 2 * outputs * tokens * width
+    return 2 * attention, 2 * outputs * 2 * width * config.mlp_width
+
+
+def backbone_params(config: ViTConfig) -> int:
+    """Parameters of the backbone without head, the base of the paper's %Param."""
+    width = config.width
+    per_block = 4 * width * width + 4 * width + 2 * width * config.mlp_width + config.mlp_width + width + 4 * width
+    embed = 3 * config.patch_size**2 * width + (width if config.patch_bias else 0)
+    norms = (2 if config.norm_before_blocks else 1) * 2 * width
+    return embed + width + config.num_tokens * width + config.depth * per_block + norms

@@ -1,0 +1,42 @@
+"""AlexNet as the frozen encoder of a router: CHEEM-lite's centroids and MoE-Adapters' auto-encoders read its features.
+
+Images must have the size that the network was built for; features are float32. Each batch size compiles once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+
+from cheem_jax.backbone import alexnet
+from cheem_jax.baselines.fitting import Inputs, over_batches
+from cheem_jax.core.images import Images
+
+
+class AlexNetEncoder:
+    """A built AlexNet as an `Encoder`; its config says which feature it gives."""
+
+    def __init__(self, network: alexnet.AlexNet, *, jit: Callable[..., Any] = jax.jit):
+        self.config = network.config
+        self.name, self.width = self.config.name, self.config.width
+        graphdef, self._state = nnx.split(network)
+        self._features = jit(lambda state, images: nnx.merge(graphdef, state)(images))
+
+    def flops(self, *, count_attention: bool = False) -> int:
+        """See `Encoder.flops`; there is no attention to count."""
+        return alexnet.flops(self.config)
+
+    def executed_flops(self) -> int:
+        """See `Encoder.executed_flops`: the same, as exactly the counted products are executed."""
+        return alexnet.flops(self.config)
+
+    def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
+        """See `Encoder.features`."""
+
+        def of_batch(read: dict[str, Any]) -> jax.Array:
+            return self._features(self._state, read["images"])
+
+        return over_batches(of_batch, Inputs(images), batch_size=batch_size)

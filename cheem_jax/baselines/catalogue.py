@@ -1,0 +1,150 @@
+"""Every method by name: its settings, their presets, and its learner."""
+
+import dataclasses
+import difflib
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import numpy as np
+
+from cheem_jax.baselines.coda_prompt import CodaPrompt, CodaPromptConfig
+from cheem_jax.baselines.diki import Diki, DikiConfig
+from cheem_jax.baselines.dualprompt import DualPrompt, DualPromptConfig
+from cheem_jax.baselines.ewc import Ewc, EwcConfig
+from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
+from cheem_jax.baselines.full_finetune import FullFinetune, FullFinetuneConfig
+from cheem_jax.baselines.l2p import L2p, L2pConfig
+from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
+from cheem_jax.baselines.lora_finetune import LoraFinetune, LoraFinetuneConfig
+from cheem_jax.baselines.moal import Moal, MoalConfig
+from cheem_jax.baselines.moe_adapters import MoeAdapters, MoeAdaptersConfig
+from cheem_jax.baselines.s_prompts import SPrompts, SPromptsConfig
+from cheem_jax.baselines.tuna import Tuna, TunaConfig
+from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cheem.lite import CheemLite, CheemLiteConfig
+from cheem_jax.core.keys import Keys
+from cheem_jax.engine.executor import Executor
+from cheem_jax.run.method import FrozenFeatures, Method
+
+Name = Literal[
+    "cheem", "cheem_lite", "lora_cl", "s_prompts", "l2p", "dualprompt", "coda_prompt", "diki", "ewc", "tuna", "moal",
+    "moe_adapters", "full_finetune", "lora_finetune", "frozen_linear",
+]  # fmt: skip
+NAMES: tuple[Name, ...] = get_args(Name)
+
+Baseline = (
+    LoraClConfig | LoraFinetuneConfig | SPromptsConfig | L2pConfig | DualPromptConfig | CodaPromptConfig | DikiConfig
+    | EwcConfig | TunaConfig | MoalConfig | MoeAdaptersConfig | FullFinetuneConfig | FrozenLinearConfig
+)  # fmt: skip
+MethodConfig = CheemConfig | Baseline
+
+NEED_A_ROUTER = ("cheem_lite", "moe_adapters")
+"""Methods that infer the task ID with another network than the one that predicts the class."""
+DEMO_BOUND: dict[str, Any] = {"epochs": 24, "learning_rates": (1e-3,)}
+"""The upper bound on the demo stream, with as many epochs as CHEEM's fine-tuning there."""
+
+_WITHOUT_ROUTER: dict[type, type] = {
+    L2pConfig: L2p,
+    DualPromptConfig: DualPrompt,
+    CodaPromptConfig: CodaPrompt,
+    DikiConfig: Diki,
+    EwcConfig: Ewc,
+    TunaConfig: Tuna,
+    MoalConfig: Moal,
+    FullFinetuneConfig: FullFinetune,
+    LoraFinetuneConfig: LoraFinetune,
+}
+
+
+class Networks(NamedTuple):
+    """The backbone's executor, its features, and those that infer the task ID (the same without a router network)."""
+
+    executor: Executor
+    features: FrozenFeatures
+    router_features: FrozenFeatures
+
+
+def check_name(method: str) -> Name:
+    """The name itself; ValueError with the nearest names for an unknown method."""
+    if method not in NAMES:
+        near = difflib.get_close_matches(method, NAMES, n=3) or NAMES
+        raise ValueError(f"unknown method {method!r}; nearest: {', '.join(near)}")
+    return cast(Name, method)
+
+
+def preset_of(method: str, preset: Preset) -> MethodConfig:
+    """A method's settings: as in the paper's comparison, sized for a CPU, or for a few hundred small images per task.
+
+    Raises ValueError for an unknown method.
+    """
+    match check_name(method):
+        case "cheem":
+            return PRESETS[preset]
+        case "cheem_lite":
+            return CheemLiteConfig(**vars(PRESETS[preset]))
+    kind = next(kind for kind in get_args(Baseline) if kind.name == method)
+    match preset:
+        case "paper" | "cheem_plus":  # which differ for CHEEM alone
+            return kind()
+        case "quick" | "quick_plus":
+            return _sized(kind(), "quick")
+        case "demo":
+            return _sized(kind(), "demo")
+
+
+def _sized(config: Any, preset: Literal["quick", "demo"]) -> Any:
+    """A baseline's defaults, which are the paper's, with epochs, rate and batch size near those of CHEEM's preset."""
+    epochs, rate, batch_size = {"quick": (8, 1e-3, 32), "demo": (16, 2e-3, 32)}[preset]
+    changes: dict[str, Any] = {"batch_size": batch_size}
+    match config:
+        case FrozenLinearConfig():
+            return config
+        case FullFinetuneConfig():
+            changes |= {"epochs": 8, "learning_rates": (3e-5, 1e-4)} if preset == "quick" else DEMO_BOUND
+        case _:
+            changes["fit"] = dataclasses.replace(config.fit, epochs=epochs, learning_rate=rate)
+    match config:
+        case LoraClConfig():
+            changes["rank"] = 16
+        case EwcConfig():
+            # half as long, because selecting a penalty costs as much again
+            changes["fit"] = dataclasses.replace(config.fit, epochs=epochs // 2, learning_rate=rate / 20)
+            changes["penalties"] = (10.0, 1e3, 1e5)
+        case MoalConfig():
+            changes["hidden"] = 1000
+    return dataclasses.replace(config, **changes)
+
+
+def make(
+    config: MethodConfig, networks: Networks, keys: Keys, num_tasks: int, base_means: np.ndarray | None = None
+) -> Method:
+    """The learner of these settings.
+
+    `num_tasks` is the stream's, for methods that divide their prompts beforehand; `base_means` are those of `Cheem`.
+    Raises ValueError if the backbone cannot hold what the settings ask for, or if the router network does not fit.
+    """
+    executor, features, router_features = networks
+    # earlier tokens of the same backbone are no other network's features either
+    shared = router_features is features or (router_features.of(executor) and not router_features.ends(executor))
+    if config.name in NEED_A_ROUTER and shared:
+        raise ValueError(
+            f"{config.name} infers the task ID with another network than the one that predicts; give it one: --router "
+            "deit_tiny, --router alexnet --router-weights FILE, or --router vit_nano"
+        )
+    # subclasses first: LoraFinetuneConfig is a LoraClConfig too
+    match config:
+        case CheemLiteConfig():
+            return CheemLite(executor, config, keys, base_means, router_features)
+        case CheemConfig():
+            return Cheem(executor, config, keys, base_means, router_features)
+        case LoraClConfig() if not isinstance(config, LoraFinetuneConfig):
+            return LoraCl(executor, router_features, config, keys, num_tasks)
+        case SPromptsConfig():
+            return SPrompts(executor, router_features, config, keys, num_tasks)
+        case MoeAdaptersConfig():
+            return MoeAdapters(executor, features, config, keys, num_tasks, router_features=router_features)
+        case FrozenLinearConfig():
+            return FrozenLinear(keys, features, router_features, config.router)
+    if not shared:
+        raise ValueError(f"{config.name} infers no task ID with a router, so it takes no --router; leave it out")
+    return cast(Any, _WITHOUT_ROUTER[type(config)])(executor, features, config, keys, num_tasks)

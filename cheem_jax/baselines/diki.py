@@ -1,0 +1,259 @@
+"""DIKI: learned keys and values with a separate softmax next to a block's attention; a Gaussian per task as router.
+
+Values start at zero, so a task starts exactly at the pretrained network. The learned prefix is added to attention
+instead of taking part in its softmax. The inferred task of an image is the one whose full Gaussian of frozen,
+normalised features gives it the largest density. Tang et al., "Mind the Interference: Retaining Pre-trained Knowledge
+in Parameter Efficient Continual Learning of Vision-Language Models", ECCV 2024, without its text tower.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float64, Int
+from scipy.linalg import solve_triangular
+from scipy.special import expit
+from sklearn.covariance import ledoit_wolf_shrinkage
+
+from cheem_jax.backbone.flops import executed_halves, prefix_flops
+from cheem_jax.backbone.vit import SidePrefix, ViT
+from cheem_jax.baselines.costs import plain_flops
+from cheem_jax.baselines.fitting import Inputs, over_batches
+from cheem_jax.baselines.l2p import check_layers
+from cheem_jax.baselines.own_prompts import OwnPrompts, PromptedTask
+from cheem_jax.cheem.training import FitConfig, check_batch_size
+from cheem_jax.core.images import Images
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.routing.centroids import normalise
+from cheem_jax.data.task import Task
+from cheem_jax.engine import hosts
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.executor import Executor
+from cheem_jax.run.method import FrozenFeatures, Running
+
+
+@dataclasses.dataclass(frozen=True)
+class DikiConfig:
+    """DIKI on one image tower with linear heads, as the paper's comparison implies it."""
+
+    name: ClassVar[str] = "diki"
+    length: int = 8
+    """Pairs of a key and a value per block."""
+    layers: Literal["last3", "first8"] | tuple[int, ...] = "last3"
+    """Blocks with prefixes: the last three reproduce the paper's FLOPs, the first eight are the official code's; or
+    any, by number. The blocks before the first of them run once for router and prediction."""
+    mix: Literal["one", "confidence"] = "one"
+    """Weight of the prefixes in prediction: 1 as in training, or a sigmoid of the image's log-density; then images far
+    from every task fall back to the pretrained network."""
+    cov_shrinkage: float | Literal["ledoit_wolf"] = 0.0
+    """Share in each covariance of the identity, scaled to the same mean variance. With fewer images than dimensions
+    and a share of 0, the official value, a Gaussian recognises hardly any unseen image of its task."""
+    jitter: float = 1e-7
+    """Added to the diagonal of every covariance."""
+    fit: FitConfig = FitConfig(epochs=20)
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
+        if self.length < 1:
+            raise ValueError(f"length is {self.length}; a block needs at least 1 pair of a key and a value")
+        if self.cov_shrinkage != "ledoit_wolf" and not 0 <= self.cov_shrinkage <= 1:
+            raise ValueError(f"cov_shrinkage is {self.cov_shrinkage}; expected a share in [0, 1], or ledoit_wolf")
+        if not self.jitter > 0:
+            raise ValueError(f"jitter is {self.jitter}; expected a positive number, or covariances may be singular")
+
+
+class Diki(OwnPrompts):
+    """See the module."""
+
+    name = "diki"
+
+    def __init__(self, executor: Executor, features: FrozenFeatures, config: DikiConfig, keys: Keys, num_tasks: int):
+        if not features.of(executor):
+            raise ValueError("diki infers the task ID within its own pass; give it the features of its own backbone")
+        self.config = config
+        self.layers = layers_of(config.layers, executor.config.depth)
+        super().__init__(executor, features, config, keys)
+
+        @executor.jit
+        def tokens_and_features(leaves, images):
+            vit = executor.vit_of(leaves)
+            tokens = self.enter(vit, images)
+            return tokens, vit.features(vit.run_blocks(tokens, begin=self.layers[0]))
+
+        @executor.jit
+        def tokens(leaves, images):
+            return self.enter(executor.vit_of(leaves), images)
+
+        self._tokens, self._tokens_and_features = tokens, tokens_and_features
+
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """See `Method.check`."""
+        width = self.executor.config.width
+        few = [task.name for task in tasks if len(task.train.labels) <= width]
+        if not few or self.config.cov_shrinkage:
+            return []
+        return [
+            f"at most as many training images as the {width} dimensions of a Gaussian, so some directions have no "
+            f"variance but the jitter {self.config.jitter:g} and the router may fail; set cov_shrinkage: "
+            f"{', '.join(few)}"
+        ]
+
+    def begin_prompts(self, key: jax.Array) -> dict[str, Array]:
+        """Keys U(-1, 1) and values 0."""
+        shape = (len(self.layers), self.config.length, self.executor.config.width)
+        return {"keys": jax.random.uniform(key, shape, minval=-1.0, maxval=1.0), "values": jnp.zeros(shape)}
+
+    def enter(self, vit: ViT, images: Array) -> Float[Array, "B N D"]:
+        """See `OwnPrompts.enter`: the input of the first block with prefixes."""
+        return vit.run_blocks(vit.embed(images), until=self.layers[0])
+
+    def prompted(
+        self, vit: ViT, tokens: Float[Array, "B N D"], prompts: Mapping[str, Float[Array, "B ..."]], weight: Array
+    ) -> Float[Array, "B D"]:
+        prefixes = {
+            layer: SidePrefix(prompts["keys"][:, place], prompts["values"][:, place], weight)
+            for place, layer in enumerate(self.layers)
+        }
+        return vit.features(vit.run_blocks(tokens, begin=self.layers[0], prefixes=prefixes))
+
+    def inputs(self, task: Task, running: Running) -> Inputs:
+        """See `OwnPrompts.inputs`: the tokens before the first prefix if they fit into the budget, else the images."""
+        images, num, vit = task.train.images, len(task.train.labels), self.executor.config
+        if 4 * num * vit.num_tokens * vit.width > self.executor.budget:
+            return Inputs(images)
+        kept = np.empty((num, vit.num_tokens, vit.width), np.float32)
+        pieces = list(batches(np.arange(num), self.config.batch_size))
+        coming = self.executor.layout.read(images, [piece.rows for piece in pieces])
+        with running.phase("keep", num) as advance:
+            for piece, read in zip(pieces, coming, strict=True):
+                kept[piece.rows[: piece.size]] = hosts.fetch(self._tokens(self.executor.leaves, read))[: piece.size]
+                advance(piece.size)
+        return Inputs(tokens=kept)
+
+    def fit_router(self, features: Float[np.ndarray, "N E"], number: int) -> dict[str, np.ndarray]:
+        gaussian = fit_gaussian(features, shrinkage=self.config.cov_shrinkage, jitter=self.config.jitter)
+        rows, columns = np.tril_indices(len(gaussian.mean))
+        return {"mean": gaussian.mean, "factor": gaussian.factor[rows, columns]}
+
+    def run(
+        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray], *, infer: bool
+    ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
+        """See `OwnPrompts.run`: one pass to the first prefix; from there on one without and one with prefixes."""
+        leaves, stack, confident = self.executor.leaves, self.stack(), self.config.mix == "confidence"
+        gaussians = [gaussian_of(task) for task in self.tasks]
+
+        def answer(read: dict[str, Any]) -> tuple[Any, Any]:
+            size = len(read["images"])
+            chosen, weight = read.get("task"), np.ones(size, np.float32)
+            # the pass up to the first prefix is shared by the router and the prediction
+            if infer or confident:
+                tokens, features = self._tokens_and_features(leaves, read["images"])
+                features = hosts.fetch(features)
+                densities = np.stack([log_density(features, gaussian) for gaussian in gaussians], axis=1)
+                chosen = densities.argmax(axis=1).astype(np.int32)
+                used = hosts.fetch(read["task"]) if "task" in read else chosen
+                if confident:
+                    weight = mixing_weight(densities[np.arange(size), used], features.shape[1])
+            else:
+                tokens, used = self._tokens(leaves, read["images"]), chosen
+            return chosen, self._answer(leaves, stack, {"tokens": tokens, "task": used, "weight": weight})
+
+        inputs = Inputs(images) if given is None else Inputs(images, task=given)
+        return over_batches(answer, inputs, batch_size=self.config.batch_size, layout=self.executor.layout)
+
+    def router_numbers(self, num_images: int) -> int:
+        """See `OwnPrompts.router_numbers`: a mean and the triangle of a covariance."""
+        width = self.executor.config.width
+        return width + width * (width + 1) // 2
+
+    def more_report(self, features: Float[np.ndarray, "N E"], task: PromptedTask) -> dict[str, Any]:
+        """Mean log-density per dimension of the task's training images, of which `confidence` takes the sigmoid."""
+        mean = float(log_density(features, gaussian_of(task)).mean())
+        return {"log_density_per_dimension": mean / features.shape[1], "layers": list(self.layers)}
+
+    def flops(self, num_classes: int) -> dict[str, int]:
+        """See `OwnPrompts.flops`: one pass, and the blocks from the first prefix on a second time.
+
+        `flops_as_printed` counts attention products in those blocks alone, which gives the paper's row for `last3`.
+        """
+        vit = self.executor.config
+        plain, again = plain_flops(vit, num_classes), range(self.layers[0], vit.depth)
+        linear = 2 * vit.num_tokens * (4 * vit.width**2 + 2 * vit.width * vit.mlp_width) * len(again)
+        attention = 4 * vit.num_tokens**2 * vit.width * len(again)
+        prefixes = prefix_flops(vit, self.config.length, len(self.layers))
+        executed = sum(sum(executed_halves(vit, last=block == vit.depth - 1)) for block in again)
+        router = len(self.tasks) * vit.width**2  # a triangular system per task
+        return {
+            "flops_method": plain["flops_method"] + linear,
+            "flops_explicit": plain["flops_explicit"] + linear + attention + prefixes,
+            "flops_as_printed": plain["flops_method"] + linear + attention + prefixes,
+            "flops_executed": plain["flops_executed"] + executed + prefixes + router,
+        }
+
+
+class Gaussian(NamedTuple):
+    """A full Gaussian, by the lower Cholesky factor of its covariance."""
+
+    mean: Float64[np.ndarray, "D"]
+    factor: Float64[np.ndarray, "D D"]
+
+
+def fit_gaussian(
+    features: Float[np.ndarray, "N D"], *, shrinkage: float | Literal["ledoit_wolf"] = 0.0, jitter: float = 1e-7
+) -> Gaussian:
+    """Mean and sample covariance of normalised features in float64, shrunk towards a multiple of the identity.
+
+    `shrinkage` is that multiple's share, `jitter` is added to the diagonal. Raises ValueError if it is singular.
+    """
+    points = normalise(features.astype(np.float64))
+    mean, width = points.mean(axis=0), points.shape[1]
+    covariance = (points - mean).T @ (points - mean) / max(len(points) - 1, 1)
+    if shrinkage == "ledoit_wolf":
+        shrinkage = float(ledoit_wolf_shrinkage(points)) if len(points) > 1 else 0.0
+    level = float(np.trace(covariance)) / width
+    # (1 - s) C + (s tr(C) / D + jitter) I, invertible with fewer images than dimensions too
+    covariance = (1 - shrinkage) * covariance + (shrinkage * level + jitter) * np.eye(width)
+    try:
+        return Gaussian(mean, np.linalg.cholesky(covariance))
+    except np.linalg.LinAlgError as error:
+        raise ValueError(
+            f"the covariance of {len(points)} images in {width} dimensions is singular with the jitter {jitter:g}; set "
+            "a larger jitter, or cov_shrinkage"
+        ) from error
+
+
+def gaussian_of(task: PromptedTask) -> Gaussian:
+    """A learned task's Gaussian, its factor unpacked."""
+    mean = task.router["mean"]
+    factor = np.zeros((len(mean), len(mean)))
+    factor[np.tril_indices(len(mean))] = task.router["factor"]
+    return Gaussian(mean, factor)
+
+
+def log_density(features: Float[np.ndarray, "N D"], gaussian: Gaussian) -> Float64[np.ndarray, "N"]:
+    """log N(f; mean, covariance) of normalised features, in float64."""
+    departure = normalise(features.astype(np.float64)) - gaussian.mean
+    whitened = solve_triangular(gaussian.factor, departure.T, lower=True)
+    log_det = 2 * np.log(np.diag(gaussian.factor)).sum()
+    return -0.5 * ((whitened**2).sum(axis=0) + log_det + len(gaussian.mean) * math.log(2 * math.pi))
+
+
+def mixing_weight(log_densities: Float64[np.ndarray, "N"], width: int) -> Float[np.ndarray, "N"]:
+    """sigmoid(log-density / D - 1); the official code divides by 512, the width of its features."""
+    return expit(log_densities / width - 1).astype(np.float32)
+
+
+def layers_of(layers: Literal["last3", "first8"] | tuple[int, ...], depth: int) -> tuple[int, ...]:
+    """The blocks with prefixes, in order; ValueError for blocks that the backbone does not have."""
+    if layers == "last3":
+        layers = tuple(range(depth - 3, depth))
+    elif layers == "first8":
+        layers = tuple(range(8))
+    assert not isinstance(layers, str)
+    check_layers(layers, depth)
+    return tuple(sorted(layers))

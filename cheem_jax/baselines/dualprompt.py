@@ -1,0 +1,165 @@
+"""DualPrompt: a general prompt that all tasks share, and an expert prompt per task, selected by the nearest task key.
+
+Blocks 0 and 1 get the general prompt, blocks 2 to 4 the expert one, each as keys and values of the attention. Training
+uses the current task's slot and pulls its key to the images' features; prediction takes, per image and block, the slot
+with the nearest key. Expert slots stay as learned, the general prompt does not. Wang et al., "DualPrompt: Complementary
+Prompting for Rehearsal-Free Continual Learning", ECCV 2022, in the form of the CODA-Prompt code.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from cheem_jax.backbone.flops import prefix_flops
+from cheem_jax.baselines.l2p import check_layers
+from cheem_jax.baselines.prompting import Attached, PromptFlops, Prompting, Prompts, cosine, halves
+from cheem_jax.cheem.training import FitConfig, check_batch_size
+from cheem_jax.core.keys import Keys
+from cheem_jax.data.task import Task
+from cheem_jax.engine.executor import Executor
+from cheem_jax.run.method import FrozenFeatures
+
+
+@dataclasses.dataclass(frozen=True)
+class DualPromptConfig:
+    """DualPrompt as the paper's comparison ran it; options name what the original code does."""
+
+    name: ClassVar[str] = "dualprompt"
+    pool: int | None = None
+    """Expert slots, at least one per task; default: 10, or the number of tasks if that is more."""
+    general_length: int = 6
+    """Rows of the general prompt: half become keys, half values (original: 10)."""
+    expert_length: int = 20
+    """Rows of an expert prompt (original: 10 on CIFAR-100, 40 on ImageNet-R)."""
+    general_layers: tuple[int, ...] = (0, 1)
+    """Blocks with a general prompt each."""
+    expert_layers: tuple[int, ...] = (2, 3, 4)
+    """Blocks with expert prompts."""
+    init: Literal["uniform", "small"] = "uniform"
+    """Start of prompts and keys: U(0, 1), or the original's U(0, 0.01)."""
+    shared_keys: bool = False
+    """One key per task, as originally, instead of one per task and block."""
+    copy_previous: bool = False
+    """A task begins with the expert prompt of the task before, as originally."""
+    key_weight: float = 1.0
+    """Weight of the key loss; Adam cancels its scale, as keys have no other gradient."""
+    fit: FitConfig = FitConfig(epochs=50, schedule="epoch_cosine")
+    batch_size: int = 128
+
+    def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
+        if self.pool is not None and self.pool < 1:
+            raise ValueError(f"pool is {self.pool}; expected one slot per task, or none to follow the number of tasks")
+        for name in ("general_length", "expert_length"):
+            if (length := getattr(self, name)) < 2 or length % 2:
+                raise ValueError(f"{name} is {length}; expected an even number, half keys and half values")
+        if both := set(self.general_layers) & set(self.expert_layers):
+            raise ValueError(f"blocks {sorted(both)} have a general and an expert prompt; expected one of them")
+
+
+class DualPrompt(Prompting):
+    """See the module."""
+
+    name = "dualprompt"
+
+    def __init__(
+        self, executor: Executor, features: FrozenFeatures, config: DualPromptConfig, keys: Keys, num_tasks: int
+    ):
+        self.config, self.pool = config, max(10, num_tasks) if config.pool is None else config.pool
+        check_layers((*config.general_layers, *config.expert_layers), executor.config.depth)
+        if not config.expert_layers:
+            raise ValueError("expert_layers is empty; without expert prompts nothing tells the tasks apart")
+        super().__init__(executor, features, config, keys, num_tasks)
+
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """See `Method.check`."""
+        self._check_slot(len(tasks) - 1)
+        return []
+
+    def open(self, root: Path) -> None:
+        """See `Method.open`; the number of slots is that of training, whatever the number of tasks is now."""
+        super().open(root)
+        if self.prompts:
+            self.pool = self.prompts["expert"].shape[1]
+
+    def _check_slot(self, index: int) -> None:
+        if index >= self.pool:
+            raise ValueError(
+                f"a pool of {self.pool} slots has none for task {index + 1}; expected one per task: set pool to "
+                f"{index + 1} or more, or leave it out before the first task is learned"
+            )
+
+    def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
+        """See `Prompting.begin_task`: prompts sampled once; optionally a slot starts as a copy of the one before."""
+        self._check_slot(index)
+        if prompts:
+            if not self.config.copy_previous:
+                return prompts
+            expert = prompts["expert"]
+            return {**prompts, "expert": expert.at[:, index].set(expert[:, index - 1])}
+        config, width, experts = self.config, self.executor.config.width, len(self.config.expert_layers)
+        high = {"uniform": 1.0, "small": 0.01}[config.init]
+        shapes = {
+            "expert": (experts, self.pool, config.expert_length, width),
+            "keys": (1 if config.shared_keys else experts, self.pool, width),
+        }
+        if config.general_layers:
+            shapes["general"] = (len(config.general_layers), config.general_length, width)
+        keys = jax.random.split(key, len(shapes))
+        return {
+            name: jax.random.uniform(own, shape, maxval=high)
+            for (name, shape), own in zip(shapes.items(), keys, strict=True)
+        }
+
+    def attach(
+        self, prompts: Prompts, query: Float[Array, "B D"], task: Int[Array, ""], weights: Float[Array, "B"] | None
+    ) -> Attached:
+        """See `Prompting.attach`: the general prompt, and the task's slot (training) or the nearest one."""
+        config, key_loss, found = self.config, jnp.zeros(len(query)), {}
+        for place, layer in enumerate(config.general_layers):
+            general = prompts["general"][place]
+            found[layer] = halves(jnp.broadcast_to(general, (len(query), *general.shape)))
+        for place, layer in enumerate(config.expert_layers):
+            keys = prompts["keys"][0 if config.shared_keys else place]
+            if weights is not None:
+                slot = jnp.broadcast_to(task, len(query))
+                if place < len(prompts["keys"]):
+                    key_loss += 1.0 - cosine(query, keys[task])
+            else:
+                slot = nearest_slot(query, keys, task)
+            found[layer] = halves(prompts["expert"][place][slot])
+        return Attached(found, config.key_weight * key_loss)
+
+    def num_params(self, index: int) -> tuple[int, int]:
+        """See `Prompting.num_params`: the general prompt, which the first task adds, and a slot with its keys."""
+        general = self.prompts["general"].size if "general" in self.prompts else 0
+        slot = (self.prompts["expert"].size + self.prompts["keys"].size) // self.pool
+        return general + slot, slot + (general if index == 0 else 0)
+
+    def prompt_flops(self) -> PromptFlops:
+        """See `Prompting.prompt_flops`: both prompts, and cosines to all keys."""
+        config, vit = self.config, self.executor.config
+        general = prefix_flops(vit, config.general_length // 2, len(config.general_layers))
+        expert = prefix_flops(vit, config.expert_length // 2, len(config.expert_layers))
+        tables = 1 if config.shared_keys else len(config.expert_layers)
+        return PromptFlops(general + expert, 2 * tables * self.pool * vit.width)
+
+    def more_report(self, query: Float[np.ndarray, "N D"], index: int) -> dict[str, Any]:
+        """See `Prompting.more_report`: shares of the task's training images by inferred slot, per block."""
+        spread = []
+        for keys in np.asarray(self.prompts["keys"])[:, : index + 1]:
+            near = query @ (keys / np.linalg.norm(keys, axis=1, keepdims=True)).T
+            spread.append((np.bincount(near.argmax(axis=1), minlength=index + 1) / len(query)).tolist())
+        return {"slots_chosen": spread}
+
+
+def nearest_slot(query: Float[Array, "B D"], keys: Float[Array, "S D"], last: Int[Array, ""]) -> Int[Array, "B"]:
+    """The slot up to `last` whose key has the largest cosine; later slots are still random."""
+    near = cosine(query[:, None], keys)
+    return jnp.where(jnp.arange(len(keys)) <= last, near, -jnp.inf).argmax(axis=1)

@@ -1,0 +1,325 @@
+"""Gradient training of any pytree: what prompts, adapters and whole backbones have in common.
+
+A method gives the loss of a batch as a pure function of what is learned, what is frozen and the batch; one compiled
+step serves every task. Keys and data order follow from the step, so a resumed fit ends as an uninterrupted one.
+"""
+
+import dataclasses
+import enum
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from cheem_jax.cheem.training import NOTE_EVERY, FitConfig, FitState, finish_epoch, images_left, learning_rate_at
+from cheem_jax.core.images import Images
+from cheem_jax.core.keys import Keys, Phase, key_at, order_at
+from cheem_jax.engine import hosts
+from cheem_jax.engine.batches import Rows, batches, num_batches
+from cheem_jax.engine.executor import add, guard
+from cheem_jax.engine.feed import ahead
+from cheem_jax.engine.layout import ONE, Layout
+from cheem_jax.engine.parts import side_by_side
+from cheem_jax.engine.passes import Advance
+from cheem_jax.run.method import Clock, Running
+from cheem_jax.run.rolling import Saved
+
+T = TypeVar("T")
+
+
+WORKING_SET = 5 * 2**19
+"""Bytes per part of a batch: half of an executor's, as a whole network keeps more than its widest activations."""
+
+
+class Init(enum.IntEnum):
+    """What `Phase.METHOD_INIT` initialises; the number is part of the key, so members are only ever appended."""
+
+    LEARNED = 0
+    """Prompts, adapters or experts."""
+    HEAD = 1
+    EXTRA = 2
+    """MoAL's random projection, MoE-Adapters' auto-encoder."""
+
+
+def whole(batch_size: int, working_set: int) -> int:
+    """The rows of a batch that is computed in one part."""
+    return batch_size
+
+
+class FitBatch(NamedTuple):
+    """What one step learns from; `weights` sum to 1 and are 0 for padding, `inputs` are arrays `[B, ...]` by name."""
+
+    inputs: dict[str, Any]
+    labels: Int[Array, "B"]
+    weights: Float[Array, "B"]
+    key: jax.Array
+
+
+@runtime_checkable
+class FitSettings(Protocol):
+    """The settings that every method with gradient training has."""
+
+    @property
+    def fit(self) -> FitConfig: ...
+    @property
+    def batch_size(self) -> int: ...
+
+
+Loss = Callable[[Any, Any, FitBatch], jax.Array]
+"""Loss of one batch, a pure function of what is learned, what is fixed, and the batch."""
+
+
+class Inputs:
+    """Images of a data set, and other arrays with one row per image, such as the features that query prompts."""
+
+    def __init__(self, images: Images | None = None, **others: np.ndarray):
+        self.images, self.others = images, others
+
+    def __len__(self) -> int:
+        """Images."""
+        return len(next(iter(self.others.values())) if self.images is None else self.images)
+
+    def follow(self, order: Sequence[np.ndarray], layout: Layout = ONE) -> Iterator[dict[str, Any]]:
+        """The inputs of each array of rows in turn; images are read ahead."""
+        read = itertools.repeat(None) if self.images is None else layout.read(self.images, order)
+        for rows, images in zip(order, read, strict=False):
+            found = {name: layout.rows(values[rows]) for name, values in self.others.items()}
+            yield found if images is None else {"images": images, **found}
+
+
+@dataclasses.dataclass
+class Fitting:
+    """What is learned, the optimizer's state, and the progress of both."""
+
+    learned: Any
+    moments: Any
+    state: FitState = dataclasses.field(default_factory=FitState)
+
+    def arrays(self) -> dict[str, Any]:
+        """The arrays of a rolling checkpoint, by name."""
+        found: dict[str, Any] = {"fitting": numbered((self.learned, self.moments))}
+        if self.state.running:
+            found["running"] = np.array(jax.device_get(self.state.running), np.float64)
+        return found
+
+    def meta(self) -> dict[str, Any]:
+        """The JSON values of a rolling checkpoint."""
+        return {"step": self.state.step, "losses": self.state.losses, "skipped": self.state.skipped}
+
+    def saved(self, clock: Clock, **more: Any) -> Saved:
+        """A rolling checkpoint of this fit, with `more` arrays of the method."""
+        return Saved({**self.arrays(), **more}, {**self.meta(), "seconds": clock.so_far()})
+
+    def report(self, clock: Clock) -> dict[str, Any]:
+        """A finished fit's part of its task's report."""
+        return {"losses": self.state.losses, "skipped_steps": self.state.skipped, "seconds": clock.seconds}
+
+
+class Fitter:
+    """The compiled step of one loss.
+
+    `optimizer` gives updates for the learning rate 1 (default: `optax.scale_by_adam()`); `jit` compiles; `layout`
+    divides each batch over devices. `rows` gives the rows of a part, as `Executor.rows`: a CPU computes the parts of a
+    batch in parallel. It is only for a loss without noise that is a weighted sum over images, so that parts add up.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        optimizer: optax.GradientTransformation | None = None,
+        *,
+        jit: Callable[..., Any] = jax.jit,
+        rows: Callable[[int, int], int] = whole,
+        layout: Layout = ONE,
+    ):
+        adam = optax.scale_by_adam() if optimizer is None else optimizer
+        gradient = jax.value_and_grad(loss)
+
+        def update(learned, moments, rate, value, grads):
+            value = guard(value, grads)
+            updates, next_moments = adam.update(grads, moments, learned)
+            rates = jax.tree.broadcast(rate, learned)
+            stepped = jax.tree.map(lambda p, u, r: p - r * u, learned, updates, rates)
+            # a non-finite loss or gradient must not reach any parameter
+            learned, moments = jax.tree.map(
+                lambda new, old: jnp.where(jnp.isfinite(value), new, old), (stepped, next_moments), (learned, moments)
+            )
+            return learned, moments, value
+
+        @functools.partial(jit, donate_argnums=(0, 1))
+        def step(learned, moments, rate, fixed, batch):
+            return update(learned, moments, rate, *gradient(learned, fixed, batch))
+
+        @jit
+        def begin(learned):
+            # fresh buffers, because the step donates them
+            learned = jax.tree.map(jnp.copy, learned)
+            return learned, adam.init(learned)
+
+        self.loss, self.rows, self.layout, self._step, self._begin = loss, rows, layout, step, begin
+        self._gradient, self._update = jit(gradient), jit(update, donate_argnums=(0, 1))
+
+    def begun(self, learned: Any, saved: Saved | None = None) -> Fitting:
+        """A fit that starts from `learned`, or that resumes from a rolling checkpoint."""
+        learned = self.layout.everywhere(jax.tree.map(jnp.asarray, learned))
+        fitting = Fitting(*self._begin(learned))
+        if saved is not None:
+            both = (fitting.learned, fitting.moments)
+            found = unnumbered(both, saved.arrays["fitting"])
+            fitting.learned, fitting.moments = self.layout.everywhere(found)
+            running = [float(loss) for loss in saved.arrays.get("running", ())]
+            meta = saved.meta
+            fitting.state = FitState(meta["step"], list(meta["losses"]), [*running], meta["skipped"])
+        return fitting
+
+    def run(
+        self,
+        fitting: Fitting,
+        fixed: Any,
+        labels: Int[np.ndarray, "N"],
+        inputs: Inputs,
+        config: FitConfig,
+        *,
+        batch_size: int,
+        order_key: jax.Array,
+        noise_key: jax.Array,
+        advance: Advance,
+        scale: Any = 1.0,
+    ) -> None:
+        """Train in place to the last epoch; `fitting` is up to date whenever `advance` is called.
+
+        `fixed` is passed to the loss; `labels` and `inputs` have one row per image. `scale` multiplies the learning
+        rate, as one number or as a pytree over what is learned. Raises FloatingPointError for a non-finite loss or
+        gradient, unless `config` skips such steps; they reach no parameter.
+        """
+        state, steps = fitting.state, num_batches(len(labels), batch_size)
+        note = ""
+        for epoch in range(state.step // steps, config.epochs):
+            begin = state.step % steps
+            rates = [learning_rate_at(config, epoch * steps + step, config.epochs * steps) for step in range(steps)]
+            pieces = list(batches(order_at(key_at(order_key, epoch), len(labels)), batch_size))
+            coming = ahead(self.layout, self._batches(inputs, labels, pieces[begin:]))
+            for step, (batch, size) in enumerate(coming, begin):
+                batch = batch._replace(key=key_at(noise_key, state.step))
+                fitting.learned, fitting.moments, loss = self._stepped(
+                    fitting, _scaled(scale, rates[step]), fixed, batch
+                )
+                state.running.append(loss)
+                state.step += 1
+                if (step - begin) % NOTE_EVERY == 0:
+                    note = f"epoch {epoch + 1}/{config.epochs} loss {float(loss):.3f}"
+                if state.step == (epoch + 1) * steps:
+                    finish_epoch(state, config, [piece.size for piece in pieces], rates)
+                advance(size, note)
+
+    def _stepped(self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch) -> tuple[Any, Any, jax.Array]:
+        size = len(batch.labels)
+        rows = self.rows(size, WORKING_SET)
+        if rows == size:
+            return self._step(fitting.learned, fitting.moments, rate, fixed, batch)
+        parts = [_part(batch, slice(start, start + rows)) for start in range(0, size, rows)]
+        found = functools.reduce(add, side_by_side(lambda part: self._gradient(fitting.learned, fixed, part), parts))
+        return self._update(fitting.learned, fitting.moments, rate, *found)
+
+    def _batches(self, inputs: Inputs, labels: np.ndarray, pieces: Sequence[Rows]) -> Iterator[tuple[FitBatch, int]]:
+        layout = self.layout
+        read = inputs.follow([piece.rows for piece in pieces], layout)
+        for piece, found in zip(pieces, read, strict=True):
+            own, weights = layout.rows(labels[piece.rows]), layout.weights(piece.mask / piece.mask.sum())
+            yield FitBatch(found, own, weights, np.zeros(())), piece.size  # pyright: ignore[reportArgumentType]
+
+
+def _part(batch: FitBatch, part: slice) -> FitBatch:
+    inputs = {name: values[part] for name, values in batch.inputs.items()}
+    return FitBatch(inputs, batch.labels[part], batch.weights[part], batch.key)
+
+
+def _scaled(scale: Any, rate: float) -> Any:
+    return jax.tree.map(lambda s: np.float32(s * rate), scale)
+
+
+def left(fitting: Fitting, config: FitConfig, num_images: int, batch_size: int) -> int:
+    """Images that a fit still has to train on, counted once per epoch."""
+    return images_left(fitting.state, config, num_images, batch_size)
+
+
+def train_task(
+    fitter: Fitter,
+    fitting: Fitting,
+    fixed: Any,
+    labels: Int[np.ndarray, "N"],
+    inputs: Inputs,
+    *,
+    config: FitSettings,
+    keys: Keys,
+    number: int,
+    running: Running,
+    clock: Clock,
+    state: Callable[[], Saved] | None = None,
+    after_step: Callable[[], None] = lambda: None,
+) -> None:
+    """Train a task in place to the last epoch, as its phase `train`.
+
+    `number` is the task's among the keys. `state` gives the rolling checkpoint (default: the fit alone), `after_step`
+    runs after each step, before its checkpoint. Raises as `Fitter.run`.
+    """
+    total = left(fitting, config.fit, len(labels), config.batch_size)
+    state = functools.partial(fitting.saved, clock) if state is None else state
+    with clock("train"), running.phase("train", total, state) as advance:
+
+        def advanced(num_images: int, note: str = "", /) -> None:
+            after_step()
+            advance(num_images, note)
+
+        fitter.run(
+            fitting,
+            fixed,
+            labels,
+            inputs,
+            config.fit,
+            batch_size=config.batch_size,
+            order_key=keys.at(number, Phase.METHOD_ORDER),
+            noise_key=keys.at(number, Phase.METHOD_NOISE),
+            advance=advanced,
+        )
+
+
+def over_batches(
+    function: Callable[[dict[str, Any]], Any],
+    inputs: Inputs,
+    *,
+    batch_size: int,
+    advance: Advance | None = None,
+    layout: Layout = ONE,
+) -> Any:
+    """What a compiled function gives for all inputs, computed in batches of one shape: a pytree of arrays `[N, ...]`.
+
+    Raises ValueError if there are no images.
+    """
+    if not len(inputs):
+        raise ValueError("there are no images to predict; expected at least 1")
+    pieces = list(batches(np.arange(len(inputs)), batch_size))
+    found = []
+    for piece, read in zip(pieces, inputs.follow([piece.rows for piece in pieces], layout), strict=True):
+        part = hosts.fetch(function(read))
+        found.append(jax.tree.map(lambda values: values[: piece.size], part))  # noqa: B023 (called at once)
+        if advance is not None:
+            advance(piece.size)
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+
+
+def numbered(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree by number, as checkpoints store them."""
+    return {f"{number:04d}": leaf for number, leaf in enumerate(jax.tree.leaves(tree))}
+
+
+def unnumbered(like: T, arrays: Mapping[str, Any]) -> T:
+    """The inverse of `numbered`, in the structure of `like`."""
+    leaves = [jnp.asarray(leaf) for _, leaf in sorted(arrays.items())]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -1,0 +1,112 @@
+"""LoRA-CL: every task adapts every plastic layer by a low-rank pair of its own; the task is named by its centroids.
+
+It is CHEEM with Adapt everywhere and no search: y = W h + b + B A h per block, from the pretrained weights and not from
+the task before, so tasks are independent and their order changes nothing. Low-rank pairs after Hu et al., "LoRA:
+Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual learner is a baseline of the CHEEM paper.
+"""
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cheem_jax.cheem.expert_memory import ExpertMemory, kept_by_router
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import FitConfig, check_batch_size, constant_draws, fit, images_left
+from cheem_jax.cheem.underway import Underway
+from cheem_jax.core.architecture import Choice, encode
+from cheem_jax.core.keys import Keys, Phase, next_power_of_two, task_number
+from cheem_jax.core.ops import Placement
+from cheem_jax.core.pool import TaskMemory, dense_experts, grow
+from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.data.task import Task
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
+from cheem_jax.run.method import FrozenFeatures, Running
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraClConfig:
+    """LoRA-CL as the paper's comparison ran it: 20 epochs, un-merged FLOPs that imply a rank of about 40."""
+
+    name: ClassVar[str] = "lora_cl"
+    placement: Placement = "mlp_down"
+    """Layer that every block adapts."""
+    rank: int = 40
+    """Rank of the pairs; for ViT-B, 42 to 47 give the paper's FLOPs as printed."""
+    fit: FitConfig = FitConfig(epochs=20)
+    router: RouterConfig = RouterConfig()
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}; a low-rank pair needs at least rank 1")
+
+
+class LoraCl(ExpertMemory):
+    """See the module."""
+
+    name = "lora_cl"
+
+    def __init__(
+        self,
+        executor: Executor,
+        features: FrozenFeatures,
+        config: LoraClConfig,
+        keys: Keys,
+        num_tasks: int,
+    ):
+        super().__init__(executor, features, config.router, rank=config.rank, batch_size=config.batch_size)
+        self.config, self.keys = config, keys
+
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """Train a pair per block and the head, then the task's centroids; earlier tasks play no part."""
+        config, executor, keys, index = self.config, self.executor, self.keys, len(self.memory.tasks)
+        number, num, batch_size = task_number(task.name), len(task.train.labels), self.batch_size
+        underway, budget = Underway.begun(running.saved), Budget(executor.budget)
+        clock, experts, num_classes = underway.clock, dense_experts(executor.base_pool), len(task.classes)
+        key, settings = keys.at(number, Phase.METHOD_INIT), OpSettings(rank=config.rank)
+        fitting = underway.fitting("finetune", Supernet(key, experts, num_classes, settings))
+        network, progress, architecture = fitting.supernet, fitting.progress, (Choice("adapt", 0),) * len(experts)
+        train = feed_images(executor, task.train.images, budget)
+        with clock("keep"):
+            train = keep_tokens(
+                "training images", executor, train, num, (), batch_size=batch_size, budget=budget
+            )  # fmt: skip
+        left = images_left(progress, config.fit, num, batch_size)
+        saved = functools.partial(underway.saved, "finetune", fitting)
+        with clock("train"), running.phase("train", left, saved) as advance:
+            fit(
+                executor, fitting, train, task.train.labels,
+                draws=constant_draws(encode(architecture, network.sizes)), config=config.fit, batch_size=batch_size,
+                order_key=keys.at(number, Phase.METHOD_ORDER), advance=advance,
+            )  # fmt: skip
+        state = fitting.state
+        pool, used = grow(self.memory.pool, architecture, network.learned(state, architecture), index)
+        means = np.zeros((1, executor.config.width), np.float32)  # nobody asks for mean class tokens
+        self.remember(
+            task, pool=pool, architecture=architecture, experts=used, head=network.trained_head(state), means=means,
+            seed=keys.seed_at(number, Phase.CENTROIDS), clock=clock,
+        )  # fmt: skip
+        return {
+            **self.costs(index),
+            "pool": self.memory.history(),
+            "losses": progress.losses,
+            "skipped_steps": progress.skipped,
+            "not_kept": budget.refused,
+            "engine": executor.counters(),
+            "seconds": clock.seconds,
+        }
+
+    def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
+        """See `ExpertMemory.kept_beside`."""
+        return [] if self.told else kept_by_router(task)
+
+    def bytes_needed(self, task: Task) -> int:
+        """All pairs and the head with Adam's moments, twice (a rolling checkpoint and its successor); router once."""
+        weight = self.memory.pool[0][0].params[0]
+        pairs = self.executor.num_blocks * self.rank * sum(weight.shape)
+        head = (self.executor.config.width + 1) * next_power_of_two(len(task.classes))
+        return 4 * (3 * 2 * (pairs + head) + self.router_numbers(task))

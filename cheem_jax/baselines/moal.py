@@ -1,0 +1,469 @@
+"""MoAL: adapters that move slowly, and a head over random features in closed form, exact for all images ever seen.
+
+Adapters parallel to every FFN train through the stream with an auxiliary cosine head; from the second task on a moving
+average replaces them. The predicting head is ridge regression on a random projection, updated by recursive least
+squares. Means of old classes follow the drift of the features, and "rumination" shifts new features to old means and
+repeats the update for those that the head gets wrong. Gao et al., "Knowledge Memorization and Rumination for
+Pre-trained Model-based Class-Incremental Learning", CVPR 2025.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+from jaxtyping import Float, Int
+
+from cheem_jax.backbone.flops import adapter_flops
+from cheem_jax.baselines.adapters import (
+    AdapterConfig,
+    Adapters,
+    adapted_features,
+    adapter_params,
+    compiled_features,
+    cosine_head,
+    cosines,
+    directions,
+    executed_adapter_flops,
+    grow_weight,
+    init_adapters,
+)
+from cheem_jax.baselines.costs import params_report, plain_flops
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Init, Inputs, numbered, train_task, unnumbered
+from cheem_jax.baselines.saving import restore_last, save_and_restore
+from cheem_jax.cheem.heads import Classes, local_cross_entropy, padded, saved_classes
+from cheem_jax.core.images import Images
+from cheem_jax.core.keys import Keys, Phase, order_at
+from cheem_jax.core.pool import Head
+from cheem_jax.data.task import Task
+from cheem_jax.engine.batches import num_batches
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.inference import Inferred
+from cheem_jax.engine.passes import Advance
+from cheem_jax.run.method import Answers, Clock, FrozenFeatures, Running, check_given
+from cheem_jax.run.rolling import Saved
+
+RIDGES = tuple(10.0**power for power in range(-8, 9))
+"""Penalties of the first task's ridge regression to select from."""
+DRIFT_PENALTIES = tuple(10.0**power for power in range(-6, 3))
+"""Penalties on the drift map's distance from the identity, relative to the features' mean square."""
+MUCH_MEMORY = 4 * 2**30
+"""Bytes of the analytic head above which `check` warns."""
+
+
+class Order(enum.IntEnum):
+    """What `Phase.ALIGNMENT_ORDER` shuffles; the number is part of the key, so members are only ever appended."""
+
+    RIDGE = 0
+    """The first task's images, before the held-out fifth is cut off."""
+    RUMINATION = 1
+    DRIFT = 2
+    """The new task's images, before the held-out tenth is cut off."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MoalConfig(AdapterConfig):
+    """MoAL with the optimizer of the paper's comparison; options name what the official code does."""
+
+    name: ClassVar[str] = "moal"
+    hidden: int = 5000
+    """Random features of the predicting head (official: 5000 to 20000); its memory grows with their square."""
+    first_scale: float = 0.9
+    """Factor of that head's weight after the first task; with 1 it is the exact ridge regression."""
+    ema: float = 0.999
+    """Share of the averaged adapters that each epoch keeps, from the second task on."""
+    compensate: bool = True
+    """Let means of old classes follow the features' drift, by a linear map fitted on the new task's images."""
+    ruminate: bool = True
+    """Repeat the update for new features, and for those shifted to old classes' means, that the head gets wrong."""
+    analytic_batch: int = 512
+    """Images per step of recursive least squares; rumination looks for wrong predictions before each."""
+    aux_init: Literal["small", "zeros"] = "small"
+    """Start of the auxiliary head's new columns after the first task; at zero, as in the official code, the first step
+    fixes their directions."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("hidden", "analytic_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if not 0 < self.first_scale <= 1:
+            raise ValueError(f"first_scale is {self.first_scale}; expected a factor above 0, at most 1 (exact)")
+        if not 0 <= self.ema <= 1:
+            raise ValueError(f"ema is {self.ema}; expected 0 (no average) to 1 (adapters stay as they are)")
+
+
+class Analytic(NamedTuple):
+    """The predicting head, in float64 on the host: logits are random features times `weight`.
+
+    `inverse` is that of the random features' second moments plus the ridge penalty, over all images learned.
+    """
+
+    inverse: Float[np.ndarray, "H H"]
+    weight: Float[np.ndarray, "H C"]
+
+
+class MoalState(NamedTuple):
+    """What MoAL stores between tasks."""
+
+    adapters: Adapters
+    auxiliary: Head
+    sigma: jax.Array
+    projection: Float[np.ndarray, "H D"]
+    analytic: Analytic
+    means: Float[np.ndarray, "C D"]
+
+
+class Moal:
+    """See the module."""
+
+    name = "moal"
+
+    def __init__(self, executor: Executor, features: FrozenFeatures, config: MoalConfig, keys: Keys, num_tasks: int):
+        self.executor, self.config, self.keys = executor, config, keys
+        self.known: MoalState | None = None
+        self.classes = Classes()
+
+        def loss(learned, fixed, batch: FitBatch):
+            (adapters, head, sigma), (leaves, num) = learned, fixed
+            vit, images = executor.vit_of(leaves), batch.inputs["images"]
+            near = cosines(adapted_features(vit, adapters, images, config, batch.key), head.weight)
+            # sigma is a learned scale: cosines alone are too small for a softmax
+            return local_cross_entropy(sigma * near, batch.labels, batch.weights, 0, num)
+
+        @executor.jit
+        def average(old, new):
+            return jax.tree.map(lambda a, b: config.ema * a + (1 - config.ema) * b, old, new)
+
+        self._fitter = Fitter(loss, directions(config.optimizer), jit=executor.jit, layout=executor.layout)
+        self.features, self._average = compiled_features(executor, config), average
+
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """See `Method.check`."""
+        hidden, num_classes = self.config.hidden, sum(len(task.classes) for task in tasks)
+        # three inverses: the stored one, the updated one, and what a step subtracts
+        needed = 8 * hidden * (3 * hidden + 2 * num_classes)
+        if needed <= MUCH_MEMORY:
+            return []
+        return [f"{hidden} random features take up to {needed / 2**30:.1f} GiB of memory on the host"]
+
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """Train adapters and auxiliary head, average them, then update the analytic head."""
+        config, keys, index, num = self.config, self.keys, len(self.classes), len(task.classes)
+        seen, vit, num_images = self.classes.num, self.executor.config, len(task.train.labels)
+        clock, known = Clock.of(running), self.known
+        begun = self._begin(known, index, seen, num)
+        fitting = self._fitter.begun(begun, running.saved)
+        averaged = begun[0]
+        if running.saved and "averaged" in running.saved.arrays:
+            averaged = unnumbered(averaged, running.saved.arrays["averaged"])
+        steps = num_batches(num_images, config.batch_size)
+
+        def state() -> Saved:
+            return fitting.saved(clock, averaged=numbered(averaged))
+
+        def average_each_epoch() -> None:
+            nonlocal averaged
+            if known is not None and fitting.state.step % steps == 0:
+                averaged = self._average(averaged, fitting.learned[0])
+
+        labels = task.train.labels + np.int32(seen)
+        fixed = (self.executor.leaves, np.int32(seen + num))
+        train_task(
+            self._fitter, fitting, fixed, labels, Inputs(task.train.images), config=config, keys=keys, number=index,
+            running=running, clock=clock, state=state, after_step=average_each_epoch,
+        )  # fmt: skip
+        adapters, auxiliary, sigma = fitting.learned
+        adapters = adapters if known is None else averaged
+        more: dict[str, Any] = {}
+        with clock("features"), running.phase("features", num_images * (2 if known else 1), state) as advance:
+            new = self.features(adapters, task.train.images, advance)
+            old = self.features(known.adapters, task.train.images, advance) if known else new
+        means = class_means(new, task.train.labels, num)
+        with clock("head"):
+            if known is None:
+                projection = _projection(keys.at(index, Phase.METHOD_INIT, Init.EXTRA), config.hidden, vit.width)
+                with running.phase("head", num_images, state) as advance:
+                    analytic, more["ridge"] = self._first_head(projection, new, labels, num, advance)
+            else:
+                projection, old_means = known.projection, known.means
+                if config.compensate:
+                    order = order_at(keys.at(index, Phase.ALIGNMENT_ORDER, Order.DRIFT), num_images)
+                    old_means = (old_means @ drift_map(old[order], new[order])).astype(np.float32)
+                means = np.concatenate([old_means, means])
+                analytic, more = self._next_head(known, new, labels, means, index=index, running=running, state=state)
+        self.known = MoalState(adapters, auxiliary, sigma, projection, analytic, means)
+        self.classes.add(task.name, task.classes)
+        begins, hidden, width = known is None, config.hidden, vit.width
+        added = adapter_params(vit, config.bottleneck)
+        stored = (added + 1 + hidden * (width + hidden) if begins else 0) + (2 * width + hidden) * num
+        learned = added + 1 + (width + hidden) * (seen + num)
+        return {
+            "name": task.name,
+            **self.costs(),
+            **more,
+            **params_report(vit, added=added if begins else 0, learned=learned, stored=stored),
+            **fitting.report(clock),
+        }
+
+    def costs(self) -> dict[str, int]:
+        """FLOPs per image; the paper counts one plain pass, neither adapters nor head."""
+        vit, rank = self.executor.config, self.config.bottleneck
+        plain, head = plain_flops(vit, 0), 2 * self.config.hidden * (vit.width + self.classes.num)
+        return {
+            "flops_method": plain["flops_method"],
+            "flops_explicit": plain["flops_explicit"] + adapter_flops(vit, rank) + head,
+            "flops_executed": plain["flops_executed"] + executed_adapter_flops(vit, rank) + head,
+        }
+
+    def _begin(self, known: MoalState | None, index: int, seen: int, num: int) -> tuple[Adapters, Head, jax.Array]:
+        """The start of training: all that is stored, with columns for the new classes."""
+        vit, config, keys = self.executor.config, self.config, self.keys
+        key = keys.at(index, Phase.METHOD_INIT, Init.HEAD)
+        if known is None:
+            adapters = init_adapters(keys.at(index, Phase.METHOD_INIT, Init.LEARNED), vit, config.bottleneck)
+            return adapters, grow_weight(key, None, vit.width, 0, num), jnp.ones(())
+        head = grow_weight(key, known.auxiliary.weight, vit.width, seen, num)
+        if config.aux_init == "zeros":
+            weight = np.array(head.weight)
+            weight[:, seen:] = 0
+            head = cosine_head(weight)
+        return known.adapters, head, known.sigma
+
+    def _first_head(
+        self, projection: np.ndarray, features: np.ndarray, labels: np.ndarray, num: int, advance: Advance
+    ) -> tuple[Analytic, float]:
+        """Ridge regression, and its penalty, which is selected on the last fifth of the shuffled training images."""
+        config, num_images = self.config, len(features)
+        order = order_at(self.keys.at(0, Phase.ALIGNMENT_ORDER, Order.RIDGE), num_images)
+        cut = max(1, num_images * 4 // 5)
+        held = order[cut:] if cut < num_images else order
+
+        def rows(order: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for part in _parts(order, config.analytic_batch):
+                yield lift(features[part], projection), one_hot(labels[part], num)
+
+        moments, products = second_moments(rows(order[:cut]))
+        penalty = best_ridge(moments, products, functools.partial(rows, held))
+        if cut < num_images:
+            more_moments, more_products = second_moments(rows(held))
+            moments, products = moments + more_moments, products + more_products
+        inverse, penalty = ridge_inverse(moments, penalty)
+        advance(num_images)
+        return Analytic(inverse, config.first_scale * (inverse @ products)), penalty
+
+    def _next_head(
+        self, known: MoalState, features: np.ndarray, labels: np.ndarray, means: np.ndarray, *, index: int,
+        running: Running, state: Callable[[], Saved],
+    ) -> tuple[Analytic, dict[str, Any]]:  # fmt: skip
+        """Recursive least squares on the new features, then rumination; and the images that both looked at."""
+        config, seen, num = self.config, known.analytic.weight.shape[1], len(means)
+        # copies: the stored head stays as it is until the task is learned
+        weight = np.concatenate([known.analytic.weight, np.zeros((config.hidden, num - seen))], axis=1)
+        analytic = Analytic(known.analytic.inverse.copy(), weight)
+        sources, classes, again, wrong = np.arange(len(labels)), labels, 0, 0
+        if config.ruminate:
+            sources, classes = shifted_sources(labels, means, seen)
+            again = len(sources)
+        shifts = np.zeros_like(means)
+        shifts[:seen] = means[:seen] - means[nearest_new(means, seen)]
+        with running.phase("head", len(labels) + again, state) as advance:
+            for part in _parts(np.arange(len(labels)), config.analytic_batch):
+                least_squares(analytic, lift(features[part], known.projection), one_hot(labels[part], num))
+                advance(len(part))
+            key = self.keys.at(index, Phase.ALIGNMENT_ORDER, Order.RUMINATION)
+            order = order_at(key, again) if again else np.arange(0)
+            for part in _parts(order, config.analytic_batch):
+                own = classes[part]
+                lifted = lift(features[sources[part]] + shifts[own], known.projection)
+                missed = (lifted @ analytic.weight).argmax(axis=1) != own
+                if missed.any():
+                    least_squares(analytic, lifted[missed], one_hot(own[missed], num))
+                wrong += int(missed.sum())
+                advance(len(part))
+        inverse = (analytic.inverse + analytic.inverse.T) / 2
+        return Analytic(inverse, analytic.weight), {"ruminated": again, "ruminated_wrong": wrong}
+
+    def bytes_needed(self, task: Task) -> int:
+        """See `Method.bytes_needed`: the state; two rolling checkpoints of all trained, both moments, the average."""
+        vit, config = self.executor.config, self.config
+        num, adapters = self.classes.num + len(task.classes), adapter_params(vit, config.bottleneck)
+        single = adapters + 2 * vit.width * num + config.hidden * vit.width
+        double = config.hidden * (config.hidden + num)
+        return 4 * single + 8 * double + 4 * 2 * (4 * adapters + 3 * 2 * vit.width * num)
+
+    def logits(self, images: Images) -> Float[np.ndarray, "N C"]:
+        """The analytic head's logits of all classes."""
+        assert self.known is not None
+        features, known = self.features(self.known.adapters, images), self.known
+        parts = _parts(np.arange(len(features)), self.config.analytic_batch)
+        return np.concatenate([lift(features[part], known.projection) @ known.analytic.weight for part in parts])
+
+    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """See `Method.predict`."""
+        check_given(self.name, len(self.classes), tasks)
+        return self.classes.inferred(self.logits(images), tasks)
+
+    def answers(self, index: int, task: Task) -> Answers:
+        """See `Method.answers`."""
+        return self.classes.answers(self.logits(task.test.images), index)
+
+    def save(self, root: Path) -> None:
+        """See `Method.save`: the whole state, as every task changes it."""
+        assert self.known is not None
+        arrays = {
+            "adapters": self.known.adapters._asdict(),
+            "auxiliary": np.asarray(self.known.auxiliary.weight)[:, : self.classes.num],
+            "sigma": self.known.sigma,
+            "projection": self.known.projection,
+            "analytic": self.known.analytic._asdict(),
+            "means": self.known.means,
+        }
+        self.known = save_and_restore(root, self.classes.last, arrays, _restored)
+
+    def open(self, root: Path) -> None:
+        """See `Method.open`: the last task's state; earlier checkpoints give their classes alone."""
+        self.classes, self.known = saved_classes(root), restore_last(root, _restored)
+
+
+def _restored(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> MoalState:
+    analytic = Analytic(**arrays["analytic"])
+    if analytic.inverse.dtype != np.float64:
+        raise ValueError(f"the analytic head is {analytic.inverse.dtype}, expected float64")
+    return MoalState(
+        adapters=Adapters(**{name: jnp.asarray(part) for name, part in arrays["adapters"].items()}),
+        auxiliary=padded(cosine_head(arrays["auxiliary"])),
+        sigma=jnp.asarray(arrays["sigma"]),
+        projection=arrays["projection"],
+        analytic=analytic,
+        means=arrays["means"],
+    )
+
+
+def _projection(key: jax.Array, hidden: int, width: int) -> Float[np.ndarray, "H D"]:
+    bound = width**-0.5
+    return np.asarray(jax.random.uniform(key, (hidden, width), minval=-bound, maxval=bound))
+
+
+def _parts(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    return (order[start : start + size] for start in range(0, len(order), size))
+
+
+def lift(features: Float[np.ndarray, "N D"], projection: Float[np.ndarray, "H D"]) -> Float[np.ndarray, "N H"]:
+    """Random features in float64."""
+    return np.maximum(features.astype(np.float64) @ projection.T.astype(np.float64), 0)
+
+
+def one_hot(labels: Int[np.ndarray, "N"], num: int) -> Float[np.ndarray, "N C"]:
+    """Targets of the analytic head."""
+    return np.eye(num)[labels]
+
+
+def class_means(features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num: int) -> Float[np.ndarray, "C D"]:
+    """Mean feature of each class."""
+    return np.stack([features[labels == c].mean(axis=0, dtype=np.float64) for c in range(num)]).astype(np.float32)
+
+
+Rows = Iterator[tuple[np.ndarray, np.ndarray]]
+"""Random features and their targets, part by part."""
+
+
+def second_moments(rows: Rows) -> tuple[Float[np.ndarray, "H H"], Float[np.ndarray, "H C"]]:
+    """Sums of products of random features with each other, and with the targets."""
+    moments, products = 0.0, 0.0
+    for lifted, targets in rows:
+        moments, products = moments + lifted.T @ lifted, products + lifted.T @ targets
+    return np.asarray(moments), np.asarray(products)
+
+
+def best_ridge(
+    moments: Float[np.ndarray, "H H"], products: Float[np.ndarray, "H C"], held: Callable[[], Rows]
+) -> float:
+    """The penalty with the smallest squared error on held-out images (ties: the largest penalty)."""
+    errors = {}
+    for penalty in RIDGES:
+        try:
+            weight = scipy.linalg.cho_solve(_factor(moments, penalty), products)
+        except np.linalg.LinAlgError:
+            continue  # too small: singular in float64
+        errors[penalty] = sum(float(((lifted @ weight - targets) ** 2).sum()) for lifted, targets in held())
+    return min(errors, key=lambda penalty: (errors[penalty], -penalty))
+
+
+def ridge_inverse(moments: Float[np.ndarray, "H H"], penalty: float) -> tuple[Float[np.ndarray, "H H"], float]:
+    """The inverse of the moments plus a penalty, and that penalty, tenfold while the sum is singular in float64."""
+    while True:
+        try:
+            factor = _factor(moments, penalty)
+        except np.linalg.LinAlgError:
+            penalty *= 10
+            continue
+        inverse = scipy.linalg.cho_solve(factor, np.eye(len(moments)))
+        return (inverse + inverse.T) / 2, penalty
+
+
+def _factor(moments: np.ndarray, penalty: float) -> tuple[np.ndarray, bool]:
+    return scipy.linalg.cho_factor(moments + penalty * np.eye(len(moments)))
+
+
+def least_squares(analytic: Analytic, lifted: Float[np.ndarray, "N H"], targets: Float[np.ndarray, "N C"]) -> None:
+    """One step of recursive least squares, in place: as if these images had been in the regression from the start.
+
+    By Woodbury's identity, with a Cholesky factor of the N x N matrix instead of its inverse.
+    """
+    inverse, weight = analytic
+    gain = lifted @ inverse  # [N, H]
+    lower = np.linalg.cholesky(np.eye(len(lifted)) + gain @ lifted.T)
+    half = scipy.linalg.solve_triangular(lower, gain, lower=True)
+    residual = scipy.linalg.solve_triangular(lower, targets - lifted @ weight, lower=True)
+    inverse -= half.T @ half  # symmetric in every bit, and never an increase
+    weight += half.T @ residual
+
+
+def drift_map(old: Float[np.ndarray, "N D"], new: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "D D"]:
+    """A linear map from old features of (shuffled) images to their new ones.
+
+    Least squares with a penalty on the distance from the identity, selected on the last tenth: a few images in many
+    dimensions determine little, and features drift little.
+    """
+    old, moved = old.astype(np.float64), new.astype(np.float64) - old
+    num, width = old.shape
+    cut = num * 9 // 10
+    if not 0 < cut < num:
+        return np.eye(width)
+
+    def fitted(rows: slice, penalty: float) -> np.ndarray:
+        squares = old[rows].T @ old[rows]
+        strength = penalty * np.trace(squares) / width
+        return scipy.linalg.solve(squares + strength * np.eye(width), old[rows].T @ moved[rows], assume_a="pos")
+
+    if not old.any():
+        return np.eye(width)
+
+    def error(penalty: float) -> float:
+        return float(((old[cut:] @ fitted(slice(cut), penalty) - moved[cut:]) ** 2).sum())
+
+    best = min(DRIFT_PENALTIES, key=lambda penalty: (error(penalty), -penalty))
+    return np.eye(width) + fitted(slice(None), best)
+
+
+def nearest_new(means: Float[np.ndarray, "C D"], seen: int) -> Int[np.ndarray, "S"]:
+    """For each of the `seen` old classes the new class with the most similar mean, by cosine."""
+    points = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+    return seen + (points[:seen] @ points[seen:].T).argmax(axis=1)
+
+
+def shifted_sources(
+    labels: Int[np.ndarray, "N"], means: Float[np.ndarray, "C D"], seen: int
+) -> tuple[Int[np.ndarray, "M"], Int[np.ndarray, "M"]]:
+    """The images of rumination and their classes: each with its own class, and once per old class nearest to it."""
+    images = {new: np.flatnonzero(labels == new) for new in range(seen, len(means))}
+    taken = [images[new] for new in nearest_new(means, seen)]
+    classes = np.repeat(np.arange(seen), [len(rows) for rows in taken])
+    return np.concatenate([np.arange(len(labels)), *taken]), np.concatenate([labels, classes]).astype(np.int32)

@@ -1,0 +1,446 @@
+"""MoE-Adapters: experts parallel to every FFN, shared by all tasks; a router per task gives each image two of them.
+
+An expert is a small adapter, D -> r (ReLU) -> D, on the tokens after a block's attention half. A task's router reads
+the CLS token there; the softmax of its two largest logits weighs two experts for all tokens of the image. After a task,
+the two experts that its images used most are frozen in every block: later tasks use them, and train others.
+Auto-encoders of a light network's features infer the task ID. Yu et al., "Boosting Continual Learning of
+Vision-Language Models via Mixture-of-Experts Adapters", CVPR 2024; here, as in the paper's comparison, with linear
+heads instead of texts.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from cheem_jax.backbone.config import ViTConfig
+from cheem_jax.backbone.flops import adapter_flops, backbone_flops
+from cheem_jax.backbone.vit import Adapter
+from cheem_jax.baselines.autoencoders import (
+    AutoEncoder,
+    AutoEncoderConfig,
+    AutoEncoders,
+    autoencoder_flops,
+    autoencoder_params,
+)
+from cheem_jax.baselines.costs import params_report, plain_flops
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Init, Inputs, over_batches, train_task
+from cheem_jax.baselines.saving import restore_all, save_and_restore
+from cheem_jax.cheem.heads import FAR, classes_by_task, cut, grow_head, head_logits, local_cross_entropy
+from cheem_jax.cheem.training import FitConfig, check_batch_size
+from cheem_jax.core.images import Images
+from cheem_jax.core.kernels import Precision, dot
+from cheem_jax.core.keys import Keys, Phase, next_power_of_two
+from cheem_jax.core.pool import Head
+from cheem_jax.data.task import Task
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.inference import Inferred
+from cheem_jax.run.method import Answers, Clock, Encoder, FrozenFeatures, Running, check_given
+
+ACTIVE = 2
+"""Experts per image and block."""
+NOISE_FLOOR = 0.01
+"""Smallest standard deviation of the noise on a router's logits."""
+MUCH_MEMORY = 4 * 2**30
+"""Bytes of cached features above which `check` warns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeAdaptersConfig:
+    """MoE-Adapters as the paper's FLOPs imply it; options name what the official code does."""
+
+    name: ClassVar[str] = "moe_adapters"
+    experts: int = 22
+    """Experts in each block, for all tasks together; with `freeze` 2 they are enough for eleven tasks."""
+    bottleneck: int = 8
+    """Rank of an expert: two of 8 cost what the paper's FLOPs leave room for (official: 64)."""
+    freeze: int = 2
+    """Most used experts of each block that are frozen after a task, some of which may be frozen already; 0: none, as in
+    the official class-incremental variant."""
+    scale: float = 0.1
+    """Factor of the experts' output."""
+    dropout: float = 0.1
+    """Share of an expert's hidden values that a training step leaves out."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread over the task's classes; 0: plain cross-entropy, as all methods of the paper
+    (official, with texts: 0.2)."""
+    autoencoder: AutoEncoderConfig = AutoEncoderConfig()
+    """The auto-encoders that infer the task ID."""
+    fit: FitConfig = FitConfig(epochs=20)
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        if self.experts < ACTIVE:
+            raise ValueError(f"experts is {self.experts}; expected at least {ACTIVE}, as an image gets {ACTIVE}")
+        if self.bottleneck < 1:
+            raise ValueError(f"bottleneck is {self.bottleneck}; an expert needs a rank of at least 1")
+        if not 0 <= self.freeze <= self.experts:
+            raise ValueError(f"freeze is {self.freeze} of {self.experts} experts; expected 0 (never)..{self.experts}")
+        if not self.scale > 0:
+            raise ValueError(f"scale is {self.scale}; expected a positive number")
+        for name in ("dropout", "label_smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a share in [0, 1)")
+        check_batch_size(self.batch_size)
+
+
+class Experts(NamedTuple):
+    """The experts of all blocks (with a first axis L), or of one."""
+
+    down: Float[Array, "*L E r D"]
+    down_bias: Float[Array, "*L E r"]
+    up: Float[Array, "*L E r D"]
+    up_bias: Float[Array, "*L E D"]
+
+
+class Gates(NamedTuple):
+    """The experts of each image of a batch in one block, and their weights."""
+
+    chosen: Int[Array, "B k"]
+    weights: Float[Array, "B k"]
+
+
+class Training(NamedTuple):
+    """The noise of training, of all blocks or of one: on the router's logits, and the hidden values that are kept."""
+
+    noise: Float[Array, "*L D E"]
+    normal: Float[Array, "*L B E"]
+    kept: Bool[Array, "*L B N H"] | None
+
+
+class MoeTask(NamedTuple):
+    """A learned task's router weights, head and auto-encoder."""
+
+    name: str
+    classes: tuple[str, ...]
+    router: Float[np.ndarray, "L D E"]
+    head: Head
+    autoencoder: AutoEncoder
+
+
+class MoeAdapters:
+    """See the module. The auto-encoders read `router_features`: AlexNet's conv5 in the paper, by default `features`."""
+
+    name = "moe_adapters"
+
+    def __init__(
+        self,
+        executor: Executor,
+        features: FrozenFeatures,
+        config: MoeAdaptersConfig,
+        keys: Keys,
+        num_tasks: int,
+        *,
+        router_features: FrozenFeatures | None = None,
+    ):
+        self.executor, self.config, self.keys, self.num_tasks = executor, config, keys, num_tasks
+        self.router_features = features if router_features is None else router_features
+        self.autoencoders = AutoEncoders(self.encoder.width, config.autoencoder, jit=executor.jit)
+        depth = executor.config.depth
+        self.experts: Experts | None = None
+        self.frozen: Bool[np.ndarray, "L E"] = np.zeros((depth, config.experts), bool)
+        self.tasks: list[MoeTask] = []
+
+        def adapted(experts, routers, leaves, images, tasks, training: Training | None = None):
+            """Features `[B, D]` and the experts chosen `[B, L, k]`; `routers` are those of all tasks."""
+            vit, chosen = executor.vit_of(leaves), {}
+
+            def adapter_at(block: int) -> Adapter:
+                own = jax.tree.map(lambda leaf: leaf[block], experts)
+
+                def adapter(z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+                    noise = None if training is None else jax.tree.map(lambda leaf: leaf[block], training)
+                    gates = gate(routers[:, block], z[:, 0], tasks, noise)
+                    chosen[block] = gates.chosen
+                    kept = None if noise is None or noise.kept is None else noise.kept[:, : z.shape[1]]
+                    precision = executor.config.precision
+                    return config.scale * mixture(own, gates, z, kept, dropout=config.dropout, precision=precision)
+
+                return adapter
+
+            x = vit.run_blocks(vit.embed(images), adapters={block: adapter_at(block) for block in range(depth)})
+            return vit.features(x), jnp.stack([chosen[block] for block in range(depth)], axis=1)
+
+        def loss(learned, fixed, batch: FitBatch):
+            (experts, router, noise, head), (leaves, frozen, num) = learned, fixed
+            images = batch.inputs["images"]
+            training = sample(batch.key, noise, len(images), executor.config.num_tokens, config)
+            tasks = jnp.zeros(len(images), jnp.int32)
+            features, _ = adapted(hold(experts, frozen), router[None], leaves, images, tasks, training)
+            return smoothed_cross_entropy(
+                head_logits(head, features), batch.labels, batch.weights, num, config.label_smoothing
+            )
+
+        self._fitter, self._adapted = Fitter(loss, jit=executor.jit, layout=executor.layout), executor.jit(adapted)
+
+    @property
+    def encoder(self) -> Encoder:
+        """The network whose features the auto-encoders read."""
+        return self.router_features.encoder
+
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """See `Method.check`."""
+        said, config = [], self.config
+        enough = (config.experts - ACTIVE) // config.freeze + 1 if config.freeze else len(tasks)
+        if len(tasks) > enough:
+            said.append(
+                f"{config.freeze} of {config.experts} experts per block may be frozen after each task, so from task "
+                f"{enough + 1} of {len(tasks)} on fewer than {ACTIVE} may be left to train"
+            )
+        most = max((len(task.train.labels) + len(task.val.labels) for task in tasks), default=0)
+        kept = 4 * self.encoder.width * (most + sum(len(task.test.labels) for task in tasks))
+        if kept > MUCH_MEMORY:
+            said.append(
+                f"features of {self.encoder.name}, {self.encoder.width} per image, may take "
+                f"{kept / 2**30:.1f} GiB of memory"
+            )
+        return said
+
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """Train the experts that are not frozen, a router and a head; freeze the most used; fit an auto-encoder."""
+        config, keys, index, num = self.config, self.keys, len(self.tasks), len(task.classes)
+        vit, clock = self.executor.config, Clock.of(running)
+        experts = self.experts
+        if experts is None:
+            experts = init_experts(keys.at(index, Phase.METHOD_INIT, Init.LEARNED), vit, config)
+        router = noise = np.zeros((vit.depth, vit.width, config.experts), np.float32)
+        head = grow_head(keys.at(index, Phase.METHOD_INIT, Init.HEAD), None, vit.width, 0, num)
+        fitting = self._fitter.begun((experts, router, noise, head), running.saved)
+        images, num_images = task.train.images, len(task.train.labels)
+        fixed = (self.executor.leaves, self.frozen, np.int32(num))
+        train_task(
+            self._fitter, fitting, fixed, task.train.labels, Inputs(images),
+            config=config, keys=keys, number=index, running=running, clock=clock,
+        )  # fmt: skip
+        experts, router, _, head = fitting.learned
+        state = functools.partial(fitting.saved, clock)
+        with clock("experts"), running.phase("experts", num_images, state) as advance:
+            tasks = np.zeros(num_images, np.int32)
+            _, chosen = self._over(experts, np.asarray(router)[None], images, tasks, advance)
+            uses = count_uses(chosen, config.experts)
+        with clock("features"):
+            features = self.router_features(task, "train")
+        with clock("router"), running.phase("router", self.autoencoders.images(num_images), state) as advance:
+            init_key, order_key = keys.at(index, Phase.METHOD_INIT, Init.EXTRA), keys.at(index, Phase.ALIGNMENT_ORDER)
+            autoencoder, errors = self.autoencoders.fit(init_key, order_key, features, advance)
+
+        before, begins = self.frozen, self.experts is None
+        self.experts, self.frozen = experts, freeze(before, uses, config.freeze)
+        self.tasks.append(MoeTask(task.name, task.classes, np.asarray(router), cut(head, num), autoencoder))
+        all_experts = sum(leaf.size for leaf in experts)
+        added = router.size + (all_experts if begins else 0)
+        own = (vit.width + 1) * num + sum(leaf.size for leaf in autoencoder)
+        # the router is trained with weights for its noise, which are dropped after training
+        learned = int((~before).sum()) * (all_experts // before.size) + 2 * router.size + own
+        return {
+            "name": task.name,
+            **self.costs(num),
+            **params_report(vit, added=added, learned=learned, stored=added + own),
+            "experts_free": (~before).sum(axis=1).tolist(),
+            "experts_frozen": [np.flatnonzero(row).tolist() for row in self.frozen & ~before],
+            "expert_uses": uses.tolist(),
+            "router_errors": errors,
+            **fitting.report(clock),
+        }
+
+    def costs(self, num_classes: int) -> dict[str, int]:
+        """FLOPs per image after the whole stream: F0, the encoder, all tasks' auto-encoders, two experts per block."""
+        vit, encoder, num = self.executor.config, self.encoder, max(self.num_tasks, len(self.tasks))
+        identify = num * autoencoder_flops(encoder.width, self.config.autoencoder.hidden)
+        adapters = adapter_flops(vit, ACTIVE * self.config.bottleneck)
+        # the last block adapts the CLS token alone; all tasks' routers compute logits, of which an image uses its own
+        ran = adapters * ((vit.depth - 1) * vit.num_tokens + 1) // (vit.depth * vit.num_tokens)
+        routers = vit.depth * 2 * vit.width * self.config.experts * next_power_of_two(num)
+        return {
+            "flops_method": moe_flops(vit, encoder, self.config, num),
+            "flops_explicit": moe_flops(vit, encoder, self.config, num, count_attention=True),
+            "flops_executed": plain_flops(vit, num_classes)["flops_executed"]
+            + encoder.executed_flops()
+            + identify
+            + ran
+            + routers,
+        }
+
+    def bytes_needed(self, task: Task) -> int:
+        """See `Method.bytes_needed`: experts and the task's arrays; two rolling checkpoints with Adam's moments."""
+        vit, config = self.executor.config, self.config
+        experts = vit.depth * config.experts * (2 * config.bottleneck * vit.width + config.bottleneck + vit.width)
+        routers, head = 2 * vit.depth * vit.width * config.experts, (vit.width + 1) * 2 * len(task.classes)
+        autoencoder = autoencoder_params(self.encoder.width, config.autoencoder.hidden)
+        return 4 * (2 * 3 * (experts + routers + head) + autoencoder)
+
+    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """See `Method.predict`."""
+        check_given(self.name, len(self.tasks), tasks)
+        if tasks is None:
+            tasks = self._route(self.router_features.compute(images))
+        tasks = np.asarray(tasks, np.int32)
+        return Inferred(tasks, self._classes(images, tasks))
+
+    def answers(self, index: int, task: Task) -> Answers:
+        """See `Method.answers`."""
+        local = self._classes(task.test.images, np.full(len(task.test.labels), index, np.int32))
+        return Answers(local, self._route(self.router_features(task, "test")), local)
+
+    def _route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
+        known = [task.autoencoder for task in self.tasks]
+        return self.autoencoders.route(features, known, batch_size=self.config.batch_size)
+
+    def _classes(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
+        """The class of each image by the router and head of its task."""
+        routers = np.zeros((next_power_of_two(len(self.tasks)), *self.tasks[0].router.shape), np.float32)
+        routers[: len(self.tasks)] = [task.router for task in self.tasks]
+        features, _ = self._over(self.experts, routers, images, tasks)
+        return classes_by_task(features, [task.head for task in self.tasks], tasks)
+
+    def _over(self, experts, routers, images: Images, tasks, advance=None) -> tuple[np.ndarray, np.ndarray]:
+        """Features `[N, D]` and chosen experts `[N, L, k]`; `routers` `[T, L, D, E]` are indexed by `tasks` `[N]`."""
+        routers = jnp.asarray(routers)
+
+        def run(read: dict[str, Any]):
+            return self._adapted(experts, routers, self.executor.leaves, read["images"], read["tasks"])
+
+        return over_batches(
+            run,
+            Inputs(images, tasks=tasks),
+            batch_size=self.config.batch_size,
+            advance=advance,
+            layout=self.executor.layout,
+        )
+
+    def save(self, root: Path) -> None:
+        """See `Method.save`: the last task, and all experts, as later tasks may change them."""
+        index, task = len(self.tasks) - 1, self.tasks[-1]
+        assert self.experts is not None
+        arrays = {
+            "experts": self.experts._asdict(),
+            "frozen": self.frozen,
+            "router": task.router,
+            "head": task.head._asdict(),
+            "autoencoder": task.autoencoder._asdict(),
+        }
+        self.experts, self.frozen, self.tasks[-1] = save_and_restore(
+            root, (index, task.name, task.classes), arrays, _restored
+        )
+
+    def open(self, root: Path) -> None:
+        """See `Method.open`."""
+        self.tasks, self.experts, self.frozen = [], None, np.zeros_like(self.frozen)
+        for self.experts, self.frozen, task in restore_all(root, _restored):
+            self.tasks.append(task)
+
+
+def _restored(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> tuple[Experts, np.ndarray, MoeTask]:
+    experts = Experts(**{name: jnp.asarray(values) for name, values in arrays["experts"].items()})
+    autoencoder = AutoEncoder(**{name: jnp.asarray(values) for name, values in arrays["autoencoder"].items()})
+    task = MoeTask(meta["name"], tuple(meta["classes"]), arrays["router"], Head(**arrays["head"]), autoencoder)
+    return experts, np.asarray(arrays["frozen"]), task
+
+
+def init_experts(key: jax.Array, vit: ViTConfig, config: MoeAdaptersConfig) -> Experts:
+    """Experts whose output is 0: down uniform within 1 / sqrt(D), all else 0."""
+    shape = (vit.depth, config.experts, config.bottleneck, vit.width)
+    down = jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) / math.sqrt(vit.width)
+    return Experts(down, jnp.zeros(shape[:3]), jnp.zeros(shape), jnp.zeros((*shape[:2], vit.width)))
+
+
+def sample(
+    key: jax.Array, noise: Float[Array, "L D E"], num: int, num_tokens: int, config: MoeAdaptersConfig
+) -> Training:
+    """The noise of a training step on `num` images."""
+    normal_key, kept_key = jax.random.split(key)
+    normal = jax.random.normal(normal_key, (len(noise), num, config.experts))
+    if not config.dropout:
+        return Training(noise, normal, None)
+    hidden = (len(noise), num, num_tokens, ACTIVE * config.bottleneck)
+    return Training(noise, normal, jax.random.bernoulli(kept_key, 1 - config.dropout, hidden))
+
+
+def gate(
+    routers: Float[Array, "T D E"], token: Float[Array, "B D"], tasks: Int[Array, "B"], training: Training | None = None
+) -> Gates:
+    """The experts of the two largest logits (ties: the first), weighted by the softmax of these two.
+
+    `token` is the CLS token, `tasks` selects each image's router; training adds noise of a learned deviation.
+    """
+    # float32 products on every device, because a rounded logit may select another expert
+    logits = jnp.einsum("bd,tde->bte", token, routers, precision="highest")
+    logits = jnp.take_along_axis(logits, tasks[:, None, None], axis=1)[:, 0]
+    if training is not None:
+        deviation = jax.nn.softplus(jnp.matmul(token, training.noise, precision="highest")) + NOISE_FLOOR
+        logits = logits + deviation * training.normal
+    largest, chosen = jax.lax.top_k(logits, ACTIVE)
+    return Gates(chosen, jax.nn.softmax(largest))
+
+
+def mixture(
+    experts: Experts,
+    gates: Gates,
+    z: Float[Array, "B N D"],
+    kept: Bool[Array, "B N H"] | None = None,
+    *,
+    dropout: float = 0.0,
+    precision: Precision = "float32",
+) -> Float[Array, "B N D"]:
+    """The weighted sum of each image's experts; no other expert runs. Hidden values that are not `kept` are dropped."""
+    down, down_bias, up, up_bias = (leaf[gates.chosen] for leaf in experts)  # [B, k, ...]
+    num, k, rank, width = down.shape
+    hidden = dot(z, down.reshape(num, k * rank, width).mT, precision) + down_bias.reshape(num, 1, k * rank)
+    hidden = jax.nn.relu(hidden)
+    if kept is not None:
+        hidden = jnp.where(kept, hidden / (1 - dropout), 0.0)
+    hidden = hidden * jnp.repeat(gates.weights, rank, axis=1)[:, None]
+    bias = (gates.weights[..., None] * up_bias).sum(axis=1)
+    return dot(hidden, up.reshape(num, k * rank, width), precision) + bias[:, None]
+
+
+def hold(experts: Experts, frozen: Bool[Array, "L E"]) -> Experts:
+    """The same experts; frozen ones get a gradient of exactly 0, so that Adam does not change their bytes."""
+
+    def held(leaf: Array) -> Array:
+        mask = frozen.reshape(*frozen.shape, *[1] * (leaf.ndim - 2))
+        return jnp.where(mask, jax.lax.stop_gradient(leaf), leaf)
+
+    return jax.tree.map(held, experts)
+
+
+def smoothed_cross_entropy(
+    logits: Float[Array, "B P"], labels: Int[Array, "B"], weights: Float[Array, "B"], num, smoothing: float
+) -> Float[Array, ""]:
+    """Cross-entropy over the first `num` columns, with a share of the target spread over all of them."""
+    sharp = local_cross_entropy(logits, labels, weights, 0, num)
+    if not smoothing:
+        return sharp
+    taken = jnp.arange(logits.shape[-1]) < num
+    logs = jax.nn.log_softmax(jnp.where(taken, logits, FAR))
+    spread = -jnp.where(taken, logs, 0.0).sum(axis=-1) / num
+    return (1 - smoothing) * sharp + smoothing * (spread * weights).sum()
+
+
+def count_uses(chosen: Int[np.ndarray, "N L k"], num_experts: int) -> Int[np.ndarray, "L E"]:
+    """The number of images that got each expert of each block."""
+    return (chosen[..., None] == np.arange(num_experts)).sum(axis=(0, 2))
+
+
+def freeze(frozen: Bool[np.ndarray, "L E"], uses: Int[np.ndarray, "L E"], num: int) -> Bool[np.ndarray, "L E"]:
+    """The frozen experts, with the `num` most used ones of each block (ties: the first) that any image used."""
+    most = np.argsort(-uses, axis=1, kind="stable")[:, :num]
+    picked = np.zeros_like(frozen)
+    np.put_along_axis(picked, most, True, axis=1)
+    return frozen | (picked & (uses > 0))
+
+
+def moe_flops(
+    vit: ViTConfig, encoder: Encoder, config: MoeAdaptersConfig, num_autoencoders: int, *, count_attention: bool = False
+) -> int:
+    """F0 + encoder + auto-encoders + two experts in every block, for one image."""
+    identify = num_autoencoders * autoencoder_flops(encoder.width, config.autoencoder.hidden)
+    passes = backbone_flops(vit, count_attention=count_attention) + encoder.flops(count_attention=count_attention)
+    return passes + identify + adapter_flops(vit, ACTIVE * config.bottleneck)

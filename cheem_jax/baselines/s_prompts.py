@@ -1,0 +1,121 @@
+"""S-Prompts: ten prompt tokens and a linear head per task; the nearest centroid of frozen features infers the task ID.
+
+The tokens enter the first block between CLS token and patches, without a position embedding. Tasks share nothing, so
+nothing is forgotten: only the router loses accuracy as tasks accumulate. Wang, Huang and Hong, "S-Prompts Learning with
+Pre-trained Transformers: An Occam's Razor for Domain Incremental Learning", NeurIPS 2022 (its image-only variant).
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from cheem_jax.backbone.flops import executed_backbone_flops, token_flops
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.baselines.costs import plain_flops
+from cheem_jax.baselines.fitting import Inputs, over_batches
+from cheem_jax.baselines.own_prompts import OwnPrompts
+from cheem_jax.cheem.training import FitConfig, check_batch_size
+from cheem_jax.core.images import Images
+from cheem_jax.core.keys import Keys, Phase
+from cheem_jax.core.routing.centroids import fit_centroids, route
+from cheem_jax.core.routing.config import PAPER, RouterConfig
+from cheem_jax.data.task import Task
+from cheem_jax.engine.executor import Executor
+from cheem_jax.run.method import FrozenFeatures
+
+
+@dataclasses.dataclass(frozen=True)
+class SPromptsConfig:
+    """S-Prompts with the 20 epochs of Adam that the paper's comparison implies."""
+
+    name: ClassVar[str] = "s_prompts"
+    length: int = 10
+    """Prompt tokens per task."""
+    fit: FitConfig = FitConfig(epochs=20, schedule="constant")
+    router: RouterConfig = RouterConfig()
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
+        if self.length < 1:
+            raise ValueError(f"length is {self.length}; a task needs at least 1 prompt token")
+        if (self.router.kind, self.router.features) != (PAPER.kind, PAPER.features):
+            raise ValueError(
+                f"router kind {self.router.kind!r}, features {self.router.features!r}: S-Prompts is defined by "
+                "kmeans of the last CLS token; leave both out"
+            )
+
+
+class SPrompts(OwnPrompts):
+    """See the module."""
+
+    name = "s_prompts"
+
+    def __init__(
+        self, executor: Executor, features: FrozenFeatures, config: SPromptsConfig, keys: Keys, num_tasks: int
+    ):
+        self.config = config
+        super().__init__(executor, features, config, keys)
+
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """See `Method.check`."""
+        num = self.config.router.num_centroids
+        few = [task.name for task in tasks if len(task.train.labels) < num]
+        return [f"fewer training images than the {num} centroids, so fewer centroids: {', '.join(few)}"] if few else []
+
+    def begin_prompts(self, key: jax.Array) -> dict[str, Array]:
+        """U(-1/sqrt(D), 1/sqrt(D)), as in the official code."""
+        width = self.executor.config.width
+        high = 1 / math.sqrt(width)
+        return {"tokens": jax.random.uniform(key, (self.config.length, width), minval=-high, maxval=high)}
+
+    def enter(self, vit: ViT, images: Array) -> Float[Array, "B N D"]:
+        """See `OwnPrompts.enter`: the tokens with their position embedding."""
+        return vit.embed(images)
+
+    def prompted(
+        self, vit: ViT, tokens: Float[Array, "B N D"], prompts: Mapping[str, Float[Array, "B ..."]], weight: Array
+    ) -> Float[Array, "B D"]:
+        """See `OwnPrompts.prompted`; S-Prompts has no use for the weight."""
+        return vit.features(vit.run_blocks(jnp.concatenate([tokens[:, :1], prompts["tokens"], tokens[:, 1:]], axis=1)))
+
+    def fit_router(self, features: Float[np.ndarray, "N E"], number: int) -> dict[str, np.ndarray]:
+        seed = self.keys.seed_at(number, Phase.CENTROIDS)
+        return {"centroids": fit_centroids(features, seed=seed, config=self.config.router)}
+
+    def run(
+        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray], *, infer: bool
+    ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
+        chosen = self.inferred(query()) if given is None or infer else given
+        inputs = Inputs(images, task=chosen if given is None else given, weight=np.ones(len(images), np.float32))
+        stack = self.stack()
+
+        def answer(read: dict[str, Any]) -> jax.Array:
+            return self._answer(self.executor.leaves, stack, read)
+
+        return chosen, over_batches(answer, inputs, batch_size=self.config.batch_size, layout=self.executor.layout)
+
+    def inferred(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
+        """The task of the nearest centroid."""
+        return route(features, [task.router["centroids"] for task in self.tasks], self.config.router)
+
+    def router_numbers(self, num_images: int) -> int:
+        return self.config.router.num_centroids * self.features.encoder.width
+
+    def flops(self, num_classes: int) -> dict[str, int]:
+        """See `OwnPrompts.flops`: 2 F0 + n TOK if the backbone itself infers the task ID, for n prompt tokens."""
+        vit, encoder, extra = self.executor.config, self.features.encoder, self.config.length
+        plain, linear = plain_flops(vit, num_classes), token_flops(vit, extra)
+        attention = 4 * vit.depth * vit.width * ((vit.num_tokens + extra) ** 2 - vit.num_tokens**2)
+        prompted = executed_backbone_flops(vit, extra) + 2 * vit.width * num_classes
+        return {
+            "flops_method": encoder.flops() + plain["flops_method"] + linear,
+            "flops_explicit": encoder.flops(count_attention=True) + plain["flops_explicit"] + linear + attention,
+            "flops_executed": encoder.executed_flops() + prompted,
+        }

@@ -1,0 +1,78 @@
+"""Settings of CHEEM: what the paper says, what we decided where it is silent, and smaller ones for a CPU."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from cheem_jax.cheem.evolution import SearchConfig
+from cheem_jax.cheem.supernet import OpSettings
+from cheem_jax.cheem.training import ExplorationConfig, FitConfig, check_batch_size
+from cheem_jax.core.ops import KINDS, Kind, Placement
+from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.engine.executor import Token
+
+
+@dataclasses.dataclass(frozen=True)
+class CheemConfig:
+    """Everything that decides what CHEEM learns."""
+
+    name: ClassVar[str] = "cheem"
+    placement: Placement = "mlp_down"
+    """Component that holds the experts."""
+    token: Token = "component"
+    """Where mean class tokens are read: the component's output before the residual sum, or the block's output."""
+    ops: OpSettings = OpSettings()
+    remove: tuple[Kind, ...] = ()
+    """Ops that no task may choose, such as skip; the paper has all four."""
+    base_means: Literal["known", "neutral"] = "known"
+    """`neutral` takes the similarity to the backbone's own task as 0 even where its mean class tokens are known."""
+    supernet: FitConfig = FitConfig(epochs=50)
+    sampling: Literal["hee", "uniform"] = "hee"
+    """`uniform` is the paper's pure exploration: eps1 = eps2 = 1, mutation included."""
+    exploration: ExplorationConfig = ExplorationConfig()
+    search: SearchConfig = SearchConfig()
+    finetune: FitConfig = FitConfig(epochs=20)
+    weights: Literal["initial", "inherited"] = "initial"
+    """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has learned."""
+    router: RouterConfig = RouterConfig()
+    batch_size: int = 64
+    """Images per step; the last, partial batch is padded and masked."""
+    similarity_images: int = 0
+    """Training images that the similarity of tasks looks at, a seeded subsample; 0: all, as in the paper."""
+
+    def __post_init__(self) -> None:
+        check_batch_size(self.batch_size)
+        if self.similarity_images < 0:
+            raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
+        if not len(set(self.remove)) == len(self.remove) < len(KINDS):
+            raise ValueError(f"remove names {', '.join(self.remove)}; expected some of {', '.join(KINDS)}, each once")
+
+
+PAPER = CheemConfig(ops=OpSettings(rank=40))
+"""The paper's settings, and ours where it is silent."""
+
+QUICK = CheemConfig(
+    supernet=FitConfig(epochs=8),
+    search=SearchConfig(population=20, generations=8, num_parents=5),
+    finetune=FitConfig(epochs=8),
+    batch_size=32,
+)
+"""Every part switched on, sized for a CPU: 160 architectures scored per task."""
+
+DEMO = dataclasses.replace(
+    QUICK,
+    supernet=FitConfig(epochs=12, learning_rate=2e-3),
+    finetune=FitConfig(epochs=24, learning_rate=2e-3),
+)
+"""`quick` with more and larger steps, for tasks of a few hundred small images."""
+
+PLUS = {"router": RouterConfig("lda", "early")}
+"""What paid on small real sets (docs/results.md), as changes of any settings."""
+
+Preset = Literal["paper", "quick", "demo", "cheem_plus", "quick_plus"]
+PRESETS: dict[Preset, CheemConfig] = {
+    "paper": PAPER,
+    "quick": QUICK,
+    "demo": DEMO,
+    "cheem_plus": dataclasses.replace(PAPER, **PLUS),
+    "quick_plus": dataclasses.replace(QUICK, **PLUS),
+}

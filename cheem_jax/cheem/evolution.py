@@ -1,0 +1,228 @@
+"""Compute-aware evolutionary search (paper section 'Compute-Aware Target Network Selection').
+
+Pure over keys and integer arrays; the score is an argument, so the search runs as well on a toy landscape.
+"""
+
+import dataclasses
+import enum
+import functools
+import itertools
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from cheem_jax.cheem.hee import sample_mixed
+from cheem_jax.core.keys import key_at
+
+TRIES = 10
+"""Children drawn per wanted child before random ones fill up."""
+
+
+class Purpose(enum.IntEnum):
+    """What a generation's keys are for; the number is part of the key, so members are only ever appended."""
+
+    FIRST = 0
+    CROSSOVER = 1
+    MUTATION = 2
+    FILL = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchConfig:
+    """Settings of the evolutionary search."""
+
+    population: int = 50
+    """Architectures scored per generation."""
+    generations: int = 20
+    """Generations, the first included."""
+    num_parents: int = 10
+    """Best architectures of everything scored so far that have children (the paper's k)."""
+    mutation_rate: float = 0.1
+    """Probability that a mutation redraws a gene (paper: 'e.g., 0.1')."""
+    epsilon: float = 0.5
+    """eps2: probability that an individual, or a redrawn gene, is uniform instead of HEE (paper: 0.5)."""
+    tolerance: float = 0.02
+    """tau: accuracy that may be given up for fewer FLOPs (paper: 2 %, absolute)."""
+
+    def __post_init__(self) -> None:
+        for name in ("population", "generations", "num_parents"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"search {name} is {getattr(self, name)}; expected at least 1")
+        for name in ("mutation_rate", "epsilon", "tolerance"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"search {name} is {getattr(self, name)}; expected a number in [0, 1]")
+
+
+class Scored(NamedTuple):
+    """Everything a search has evaluated: genomes `[P, L]`, right answers `[P]` (not finite: failed) and FLOPs `[P]`."""
+
+    genomes: np.ndarray
+    correct: np.ndarray
+    flops: np.ndarray
+
+
+class Searched(NamedTuple):
+    """How far a search has come: generations done, and everything that they scored."""
+
+    generations: int
+    scored: Scored
+
+
+Score = Callable[[Int[np.ndarray, "P L"]], np.ndarray]
+
+
+def rank(scored: Scored, num_images: int, tolerance: float) -> np.ndarray:
+    """Indices from best to worst: tolerance groups below the best, then FLOPs, then right answers, then genome.
+
+    In integers, so that a drop of exactly the tolerance is group 1. An architecture without a score comes last.
+    """
+    valid = np.isfinite(scored.correct)
+    best = int(scored.correct[valid].max()) if valid.any() else 0
+    step = Fraction(str(tolerance)) * num_images
+
+    def place(i: int):
+        if not valid[i]:
+            return (1, 0, 0, 0, tuple(scored.genomes[i]))
+        correct = int(scored.correct[i])
+        group = (best - correct) // step if step else best - correct
+        return (0, group, int(scored.flops[i]), -correct, tuple(scored.genomes[i]))
+
+    return np.array(sorted(range(len(scored.genomes)), key=place))
+
+
+def best_of(scored: Scored, num_images: int, tolerance: float) -> int:
+    """Index of the first in rank. Raises ValueError where none has a score."""
+    if not np.isfinite(scored.correct).any():
+        raise ValueError(
+            "the search found no architecture with a score: none was a finite number; try lower learning rates"
+        )
+    return int(rank(scored, num_images, tolerance)[0])
+
+
+def search(
+    key: jax.Array,
+    score: Score,
+    flops: Score,
+    *,
+    exploit: Float[np.ndarray, "L C"],
+    uniform: Float[np.ndarray, "L C"],
+    num_images: int,
+    config: SearchConfig,
+    on_generation: Callable[[Searched], object] = lambda searched: None,
+    begun: Searched | None = None,
+) -> tuple[np.ndarray, Scored]:
+    """The first in rank of all that was evaluated, and everything that was, in order.
+
+    `score` maps genomes to right answers out of `num_images`, `flops` to their cost. No architecture is scored twice;
+    where the space contains no unseen ones the search stops. A search that resumes from where another stopped (`begun`)
+    ends as one that never did.
+    """
+    num, none = config.population, np.zeros((0, len(uniform)), np.int32)
+    begin, scored = begun or Searched(0, Scored(none, np.zeros(0), np.zeros(0)))
+    seen: dict[tuple[int, ...], None] = {tuple(genome.tolist()): None for genome in scored.genomes}
+    for generation in range(begin, config.generations):
+        generation_key = key_at(key, generation)
+        fresh: list[tuple[int, ...]] = []
+        if generation == 0:
+            _take(fresh, seen, _draw(generation_key, Purpose.FIRST, exploit, uniform, config), num)
+        else:
+            order = rank(scored, num_images, config.tolerance)[: config.num_parents]
+            parents = scored.genomes[np.resize(order, config.num_parents)]
+            half = num // 2
+            _take(fresh, seen, _cross(generation_key, parents, config), half)
+            mutated = _mutate(generation_key, parents, exploit, uniform, config)
+            _take(fresh, seen, mutated, len(fresh) + num - half)
+        _fill(fresh, seen, generation_key, exploit, uniform, config)
+        if not fresh:
+            break
+        genomes = np.array(fresh, np.int32)
+        found = Scored(genomes, np.asarray(score(genomes), np.float64), np.asarray(flops(genomes), np.float64))
+        scored = Scored(*(np.concatenate(pair) for pair in zip(scored, found, strict=True)))
+        on_generation(Searched(generation + 1, scored))
+    return scored.genomes[best_of(scored, num_images, config.tolerance)], scored
+
+
+def prepare_search(exploit: Float[np.ndarray, "L C"], config: SearchConfig) -> None:
+    """Compile what the search draws with, for this bucket of candidates, by drawing once."""
+    key, parents = jax.random.key(0), np.zeros((config.num_parents, len(exploit)), np.int32)
+    _draw(key, Purpose.FIRST, exploit, exploit, config)
+    _cross(key, parents, config)
+    _mutate(key, parents, exploit, exploit, config)
+
+
+@functools.partial(jax.jit, static_argnames="num")
+def crossover(key: jax.Array, parents: Int[Array, "k L"], *, num: int) -> Int[Array, "num L"]:
+    """Children whose every gene comes from either of two random parents."""
+    parent_key, gene_key = jax.random.split(key)
+    pair = jax.random.randint(parent_key, (2, num), 0, parents.shape[0])
+    from_first = jax.random.bernoulli(gene_key, 0.5, (num, parents.shape[1]))
+    return jnp.where(from_first, parents[pair[0]], parents[pair[1]])
+
+
+@functools.partial(jax.jit, static_argnames="num")
+def mutate(
+    key: jax.Array,
+    parents: Int[Array, "k L"],
+    *,
+    exploit: Float[Array, "L C"],
+    uniform: Float[Array, "L C"],
+    epsilon: float | Float[Array, ""],
+    rate: float | Float[Array, ""],
+    num: int,
+) -> Int[Array, "num L"]:
+    """Children of one random parent each; genes are redrawn with probability `rate`: uniform by `epsilon`, else HEE."""
+    parent_key, gene_key, draw_key = jax.random.split(key, 3)
+    chosen = parents[jax.random.randint(parent_key, (num,), 0, parents.shape[0])]
+    redraw = jax.random.bernoulli(gene_key, rate, chosen.shape)
+    mixture = jnp.log(epsilon * uniform + (1 - epsilon) * exploit)
+    return jnp.where(redraw, jax.random.categorical(draw_key, mixture, shape=chosen.shape), chosen)
+
+
+def _draw(key, purpose: Purpose, exploit, uniform, config: SearchConfig) -> np.ndarray:
+    num = TRIES * config.population
+    return np.asarray(sample_mixed(key_at(key, purpose), exploit, uniform, config.epsilon, num=num))
+
+
+def _cross(key, parents, config: SearchConfig) -> np.ndarray:
+    return np.asarray(crossover(key_at(key, Purpose.CROSSOVER), parents, num=TRIES * max(config.population // 2, 1)))
+
+
+def _mutate(key, parents, exploit, uniform, config: SearchConfig) -> np.ndarray:
+    num = TRIES * (config.population - config.population // 2)
+    found = mutate(
+        key_at(key, Purpose.MUTATION), parents, exploit=exploit, uniform=uniform, epsilon=config.epsilon,
+        rate=config.mutation_rate, num=num,
+    )  # fmt: skip
+    return np.asarray(found)
+
+
+def _take(fresh: list, seen: dict, candidates, total: int) -> None:
+    """Append unseen candidates until `fresh` holds `total`."""
+    for genome in candidates:
+        if len(fresh) >= total:
+            return
+        genome = tuple(int(gene) for gene in genome)
+        if genome not in seen:
+            seen[genome] = None
+            fresh.append(genome)
+
+
+def _fill(fresh: list, seen: dict, key, exploit, uniform, config: SearchConfig) -> None:
+    """Append uniform draws, and the rest of a small space, where a population is not complete."""
+    num = config.population
+    if len(fresh) < num:
+        _take(fresh, seen, _draw(key, Purpose.FILL, uniform, uniform, config), num)
+    if len(fresh) < num:
+        _take(fresh, seen, _unseen(exploit + uniform, seen), num)
+
+
+def _unseen(table: Float[np.ndarray, "L C"], seen: dict):
+    """The rest of a small space in order; nothing where random draws are as good as sure to find unseen ones."""
+    candidates = [np.flatnonzero(row).tolist() for row in table]
+    if len(seen) < np.prod([float(len(genes)) for genes in candidates]) <= 1e5:
+        yield from itertools.product(*candidates)

@@ -1,0 +1,251 @@
+"""Answering, cost and storage of methods that grow a pool of experts: CHEEM, and LoRA-CL as its simplest case."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from cheem_jax.backbone.flops import backbone_flops, backbone_params, branch_flops, executed_flops, network_flops
+from cheem_jax.cheem.heads import padded
+from cheem_jax.cheem.saved_memory import open_memory, save_memory_task, with_task
+from cheem_jax.core.architecture import Architecture, to_strings
+from cheem_jax.core.ops import Expert
+from cheem_jax.core.pool import DenseExperts, Head, Memory, Pool, StoredExpert, TaskMemory
+from cheem_jax.core.routing.config import RouterConfig, TaskStatistics
+from cheem_jax.core.routing.routers import Router, make_router
+from cheem_jax.core.routing.statistics import fit_statistics, num_kept
+from cheem_jax.data.task import Task
+from cheem_jax.engine.executor import Dense, Executor
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.inference import SKIP, Inference, Inferred, Outline
+from cheem_jax.engine.passes import answers, answers_and_features
+from cheem_jax.run.method import Answers, Clock, FrozenFeatures, base_network, check_given, check_router
+
+
+class ExpertMemory:
+    """A memory of experts behind a router by task centroids, or, `told` the true task, without one."""
+
+    name = "expert_memory"
+    told = False
+
+    def __init__(
+        self, executor: Executor, features: FrozenFeatures, router: RouterConfig, *, rank: int, batch_size: int
+    ):
+        self.executor, self.features, self.router = executor, features, router
+        self.rank, self.batch_size = rank, batch_size
+        self.memory = self._before = Memory(executor.base_pool)
+        self._dense, self._index = DenseExperts(executor.base_pool, 0), make_router(router)
+
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """See `Method.check`."""
+        if not self.told:
+            check_router(tasks, self.router)
+        return []
+
+    def remember(
+        self, task: Task, *, pool: Pool, architecture: Architecture, experts: tuple[int | None, ...], head: Head,
+        means: np.ndarray, seed: int, clock: Clock,
+    ) -> None:  # fmt: skip
+        """Go on with a pool that has grown, and one task more, which the router gets to know unless it is told."""
+        before, place = self.memory, TaskStatistics(np.zeros((1, 1), np.float32))
+        if not self.told:
+            with clock("router"):
+                place = fit_statistics(self.features(task, "train"), task.train.labels, self.router, seed=seed)
+        learned = TaskMemory(
+            task.name, task.classes, architecture, experts, head, means, place.centroids, moments=place.moments
+        )  # fmt: skip
+        self._before, self.memory = before, dataclasses.replace(before, pool=pool, tasks=(*before.tasks, learned))
+
+    @property
+    def dense(self) -> DenseExperts:
+        """The dense experts of the memory as it is now, of which the executor's budget of bytes is kept."""
+        if self._dense.pool is not self.memory.pool:
+            self._dense = self._dense.grown(self.memory.pool, self.executor.budget)
+        return self._dense
+
+    @property
+    def index(self) -> Router:
+        """What names a task, of all tasks."""
+        return self._index.follow([task.place for task in self.memory.tasks])
+
+    def costs(self, index: int) -> dict[str, Any]:
+        """What a learned task costs: FLOPs by both conventions and parameters."""
+        task, vit, placement = self.memory.tasks[index], self.executor.config, self.executor.placement
+        own = [stored.params for stored in self.memory.added(index).values()]
+        added = sum(leaf.size for leaf in jax.tree.leaves(own))
+        head = sum(leaf.size for leaf in task.head)
+        flops = network_flops(vit, placement, task.architecture, self.rank)
+        # what its attention products cost, and a skipped attention branch saves
+        skipped = [choice.kind for choice in task.architecture].count("skip")
+        saved = [branch_flops(vit, placement, count_attention=count) for count in (True, False)]
+        attention = backbone_flops(vit, count_attention=True) - backbone_flops(vit) - skipped * (saved[0] - saved[1])
+        router = [0 if self.told else self.features.encoder.flops(count_attention=count) for count in (False, True)]
+        return {
+            "name": task.name,
+            "classes": list(task.classes),
+            "architecture": to_strings(task.architecture),
+            "experts": list(task.experts),
+            "flops": flops,
+            "flops_method": flops + router[0],
+            "flops_explicit": flops + attention + router[1],
+            "flops_executed": self._executed(index),
+            "params_added": added,
+            "params_added_percent": 100 * added / backbone_params(vit),
+            "params_learned": added + head,
+            "params_stored": added + head + sum(kept.size for kept in self.kept_beside(task)),
+            "head_params": head,
+            "centroid_params": sum(values.size for values in kept_by_router(task)),
+        }
+
+    def router_numbers(self, task: Task) -> int:
+        """Numbers that naming a task keeps of it, at most."""
+        return 0 if self.told else num_kept(self.router, self.features.encoder.width, len(task.classes))
+
+    def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
+        """What a task keeps beside experts and head, and needs."""
+        return [*kept_by_router(task), task.means]
+
+    def _executed(self, index: int) -> int:
+        """Task identification and the task's network: resumed where it leaves the backbone, if that names the task."""
+        task, vit, begin = self.memory.tasks[index], self.executor.config, None
+        identify = 0 if self.told else self.features.encoder.executed_flops()
+        if not self.told and self.features.of(self.executor):
+            begin = next((i for i, expert in enumerate(task.experts) if expert != 0), vit.depth)
+            begin = min(begin, self.router.until(vit.depth))
+        own = executed_flops(vit, self.executor.placement, task.architecture, len(task.classes), begin=begin)
+        return identify + own
+
+    def inference(self) -> Inference:
+        """All learned tasks behind the router, sharing what they share with the backbone."""
+        networks = TaskNetworks(self.dense, self.memory.tasks)
+        base = base_network(self.executor)
+        return Inference(self.executor, base, networks, batch_size=self.batch_size, reads=self.router)
+
+    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """Task and class of each image uint8 `[N, S, S, 3]`, decided per image.
+
+        With a lighter router its own features name the task and nothing is shared.
+        """
+        check_given(self.name, len(self.memory.tasks), tasks, told=self.told)
+        if tasks is None and self.features.of(self.executor):
+            feed = HostImages(self.executor, images)
+            return self.inference()(feed, len(images), self.index.route)
+        if tasks is None:
+            tasks = self.index.route(self.features.compute(images))
+        classes = np.zeros(len(images), np.int32)
+        for index in np.unique(tasks):
+            rows, task = np.flatnonzero(tasks == index), self.memory.tasks[index]
+            classes[rows] = answers(
+                self.executor, task_network(self.dense, task.experts), padded(task.head),
+                HostImages(self.executor, images[rows]), num=len(rows), num_classes=len(task.classes),
+                batch_size=self.batch_size,
+            )  # fmt: skip
+        return Inferred(np.asarray(tasks, np.int32), classes)
+
+    def answers(self, index: int, task: Task) -> Answers:
+        """Answers to a learned task's test images."""
+        local = self.predict_given(index, task)
+        if self.told:
+            return Answers(local, np.full(len(local), index, np.int32), local)
+        return Answers(local, self.index.route(self.features(task, "test")), local)
+
+    def predict_given(self, index: int, task: Task) -> np.ndarray:
+        """Classes that task `index`'s network gives the test images, the task being told."""
+        learned, images, batch_size = self.memory.tasks[index], task.test.images, self.batch_size
+        network, head = task_network(self.dense, learned.experts), padded(learned.head)
+        feed = HostImages(self.executor, images)
+        sizes = {"num": len(images), "num_classes": len(learned.classes), "batch_size": batch_size}
+        if self.told or self.features.known(task, "test") or not self.features.ends(self.executor):
+            return answers(self.executor, network, head, feed, **sizes)
+        base = base_network(self.executor)
+        found, features = answers_and_features(self.executor, base, network, head, feed, **sizes)
+        self.features.remember(task, "test", features)
+        return found
+
+    def save(self, root: Path) -> None:
+        """Save what the last task added, and go on with what is read back."""
+        directory = save_memory_task(root, self.memory, len(self.memory.tasks) - 1, self.rank)
+        self.memory = self._placed(with_task(self._before, directory))
+
+    def open(self, root: Path) -> None:
+        """Replace the memory by the saved one."""
+        self.memory = self._placed(open_memory(root, self.executor.base_pool))
+
+    def _placed(self, memory: Memory) -> Memory:
+        """The same with its experts on all devices, so that no step has to send them there."""
+        layout = self.executor.layout
+        if not layout.is_many:
+            return memory
+
+        def placed(stored: StoredExpert) -> StoredExpert:
+            params = layout.everywhere(stored.params)
+            return stored if params[0] is stored.params[0] else stored._replace(params=params)
+
+        return dataclasses.replace(memory, pool=tuple(tuple(map(placed, block)) for block in memory.pool))
+
+
+def kept_by_router(task: TaskMemory) -> list[np.ndarray]:
+    """All arrays that name a task."""
+    return [task.centroids, *task.moments.values()]
+
+
+class TaskNetworks:
+    """The finished networks of tasks, each put together when it is asked for.
+
+    What is merged for one stays for the others that share it, while the limit of `experts` allows.
+    """
+
+    def __init__(self, experts: DenseExperts, tasks: Sequence[TaskMemory]):
+        self.experts, self.tasks = experts, tuple(tasks)
+        self.hits = self.misses = 0
+        """How often a network was there, and how often something had to be merged for it."""
+        self.outlines = [
+            Outline(tuple(SKIP if expert is None else expert for expert in task.experts), len(task.classes))
+            for task in self.tasks
+        ]
+
+    def network(self, index: int) -> list[Dense]:
+        """See `Networks`."""
+        merged = self.experts.merged
+        network = task_network(self.experts, self.tasks[index].experts)
+        if self.experts.merged == merged:
+            self.hits += 1
+        else:
+            self.misses += 1
+        return network
+
+    def head(self, index: int) -> Head:
+        """See `Networks`."""
+        return padded(self.tasks[index].head)
+
+    def prepare(self) -> None:
+        """Compile what putting a network together calls, so that none that comes back compiles."""
+        self.experts.prepare()
+
+    def of(self, names: Sequence[str]) -> "TaskNetworks":
+        """Those of some tasks, over the same experts."""
+        return TaskNetworks(self.experts, [task for task in self.tasks if task.name in names])
+
+    def counters(self) -> dict[str, int]:
+        """Networks that were there and that were not, experts merged and dropped, and the bytes that are kept."""
+        return {"hits": self.hits, "misses": self.misses, **self.experts.counters()}
+
+
+def dense_task_network(experts: Sequence[Sequence[Expert]], used: Sequence[int | None]) -> list[Dense]:
+    """A finished network over dense experts; its codes are pool indices, so networks that share experts share work."""
+    return [
+        Dense(SKIP, None) if expert is None else Dense(expert, experts[block][expert])
+        for block, expert in enumerate(used)
+    ]
+
+
+def task_network(experts: DenseExperts, used: Sequence[int | None]) -> list[Dense]:
+    """The same from a pool, merging what this network needs and is not kept."""
+    return [
+        Dense(SKIP, None) if expert is None else Dense(expert, experts(block, expert))
+        for block, expert in enumerate(used)
+    ]

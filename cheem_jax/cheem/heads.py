@@ -1,0 +1,156 @@
+"""Heads of the baselines, one over all classes seen or one per task, and the predictions that their logits give.
+
+All are padded to a power of two, so that few compiled functions serve every number of classes.
+"""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from cheem_jax.core.keys import next_power_of_two
+from cheem_jax.core.pool import Head
+from cheem_jax.engine.inference import Inferred
+from cheem_jax.run.checkpoint import load_meta, named, saved_tasks
+from cheem_jax.run.method import Answers
+
+FAR = -1e30
+"""Logit of a masked class; finite, so that no gradient becomes NaN."""
+
+
+class Classes:
+    """All classes seen, task by task: columns `first[t]` to `first[t + 1]` of a global head belong to task t."""
+
+    def __init__(self, names: Sequence[str] = (), classes: Sequence[Sequence[str]] = ()):
+        self.names, self.classes = list(names), [tuple(some) for some in classes]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def add(self, name: str, classes: Sequence[str]) -> None:
+        """Append a task and its classes."""
+        self.names.append(name)
+        self.classes.append(tuple(classes))
+
+    @property
+    def last(self) -> tuple[int, str, tuple[str, ...]]:
+        """Position, name and classes of the last task."""
+        return len(self) - 1, self.names[-1], self.classes[-1]
+
+    @property
+    def first(self) -> np.ndarray:
+        """First column of each task, and behind them the number of all classes."""
+        return np.cumsum([0, *map(len, self.classes)])
+
+    @property
+    def num(self) -> int:
+        """Classes of all tasks."""
+        return sum(map(len, self.classes))
+
+    def inferred(self, logits: Float[np.ndarray, "N P"], tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """Task and class of each image: the largest logit of all classes, or of the given task's (class -1 for NaN)."""
+        first = self.first
+        columns = np.arange(logits.shape[1])
+        allowed = np.broadcast_to(columns < first[-1], logits.shape)
+        if tasks is not None:
+            allowed = (columns >= first[tasks][:, None]) & (columns < first[np.asarray(tasks) + 1][:, None])
+        best = np.where(allowed, logits, -np.inf).argmax(axis=1)
+        found = np.searchsorted(first, best, side="right") - 1 if tasks is None else np.asarray(tasks)
+        finite = np.isfinite(np.where(allowed, logits, 0.0)).all(axis=1)
+        return Inferred(found.astype(np.int32), np.where(finite, best - first[found], -1).astype(np.int32))
+
+    def answers(self, logits: Float[np.ndarray, "N P"], index: int) -> Answers:
+        """Predictions for images of task `index`: the argmax within the task, and the argmax over all classes."""
+        chosen = self.inferred(logits)
+        given = self.inferred(logits, np.full(len(logits), index))
+        return Answers(given.classes, chosen.tasks, chosen.classes)
+
+
+def saved_classes(root: Path) -> Classes:
+    """The classes of all tasks that are saved below `root`; ValueError for corrupted metadata."""
+    classes = Classes()
+    for directory in saved_tasks(root):
+        with named(directory):
+            meta = load_meta(directory)
+            classes.add(meta["name"], meta["classes"])
+    return classes
+
+
+def grow_head(key: jax.Array, head: Head | None, width: int, num_seen: int, num_new: int) -> Head:
+    """A global head with `num_new` more columns (truncated normal 0.02, bias 0); the first `num_seen` stay."""
+    size = next_power_of_two(num_seen + num_new)
+    weight, bias = np.zeros((width, size), np.float32), np.zeros(size, np.float32)
+    if head is not None:
+        # on the host: on the device every number of classes would compile its own slice
+        weight[:, :num_seen] = np.asarray(head.weight)[:, :num_seen]
+        bias[:num_seen] = np.asarray(head.bias)[:num_seen]
+    new = _truncated(key, width, next_power_of_two(num_new))
+    weight[:, num_seen : num_seen + num_new] = np.asarray(new)[:, :num_new]
+    return Head(jnp.asarray(weight), jnp.asarray(bias))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _truncated(key, width: int, num: int):
+    return 0.02 * jax.random.truncated_normal(key, -2.0, 2.0, (width, num))
+
+
+def local_cross_entropy(
+    logits: Float[Array, "B P"], labels: Int[Array, "B"], weights: Float[Array, "B"], first, num
+) -> Float[Array, ""]:
+    """Weighted sum of the cross-entropy over columns `first` to `first + num` alone; `labels` count within them.
+
+    All other columns get no gradient, so a global head's columns of other tasks stay as they are.
+    """
+    columns = jnp.arange(logits.shape[-1])
+    logits = jnp.where((columns >= first) & (columns < first + num), logits, FAR)
+    return (optax.softmax_cross_entropy_with_integer_labels(logits, labels + first) * weights).sum()
+
+
+def head_logits(head: Head, features: Float[Array, "B D"]) -> Float[Array, "B P"]:
+    """Logits of a linear head."""
+    return features @ head.weight + head.bias
+
+
+def cut(head: Head, num: int) -> Head:
+    """A head without its padding, on the host."""
+    return Head(np.asarray(head.weight)[:, :num], np.asarray(head.bias)[:num])  # pyright: ignore[reportArgumentType]
+
+
+def padded(head: Head) -> Head:
+    """A stored head at its padding bucket's width."""
+    num = head.bias.shape[0]
+    extra = next_power_of_two(num) - num
+    weight = np.pad(np.asarray(head.weight), ((0, 0), (0, extra)))
+    return Head(jnp.asarray(weight), jnp.asarray(np.pad(np.asarray(head.bias), (0, extra))))
+
+
+def columns(head: Head, first: int, num: int) -> Head:
+    """A task's columns of a head, padded: all that a task learns if its loss sees no other column."""
+    weight, bias = np.asarray(head.weight), np.asarray(head.bias)
+    own = Head(weight[:, first : first + num], bias[first : first + num])  # pyright: ignore[reportArgumentType]
+    return padded(own)
+
+
+def with_columns(head: Head, own: Head, first: int, num: int) -> Head:
+    """The head with a task's columns put back."""
+    weight, bias = np.array(head.weight), np.array(head.bias)
+    # on the host: on the device every length would be compiled
+    weight[:, first : first + num], bias[first : first + num] = cut(own, num)
+    return Head(jnp.asarray(weight), jnp.asarray(bias))
+
+
+def classes_by_task(
+    features: Float[np.ndarray, "N D"], heads: Sequence[Head], tasks: Int[np.ndarray, "N"]
+) -> Int[np.ndarray, "N"]:
+    """The class that the head of each image's task gives it (-1 for a non-finite logit)."""
+    found = np.zeros(len(features), np.int32)
+    for task in np.unique(tasks):
+        rows = np.flatnonzero(tasks == task)
+        logits = np.asarray(features[rows] @ np.asarray(heads[task].weight) + np.asarray(heads[task].bias))
+        found[rows] = np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1)
+    return found

@@ -1,0 +1,132 @@
+"""Hierarchical exploration-exploitation sampling in closed form (paper section 'Supernet Training via HEE-NAS').
+
+Rows of all tables over earlier networks: the base network first, then tasks 0..t-1. NaN marks an absent entry: a task
+that skipped the block.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from cheem_jax.core.architecture import num_candidates
+from cheem_jax.core.keys import next_power_of_two
+from cheem_jax.core.ops import KINDS, Kind
+
+
+def cosines(
+    known: Float[np.ndarray, "E L D"], seen: Float[np.ndarray, "E L D"], present: Bool[np.ndarray, "E L"]
+) -> Float[np.ndarray, "E L"]:
+    """cos(mu_l^i, mu_l^{i->t}) per earlier network and block; NaN where absent."""
+    a, b = known.astype(np.float64), seen.astype(np.float64)
+    norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    return np.where(present, (a * b).sum(axis=-1) / np.maximum(norms, 1e-12), np.nan)
+
+
+def norm_cosine(
+    cosine: Float[np.ndarray, "E L"], neutral: Bool[np.ndarray, "E"] | None = None
+) -> Float[np.ndarray, "E L"]:
+    """S = 2 (c - c_min) / (c_max - c_min) - 1, the extremes over all blocks and earlier networks.
+
+    Rows marked `neutral` have no known means: S is 0 there and they stay out of the extremes.
+    """
+    counted = cosine if neutral is None else cosine[~neutral]
+    counted = counted[~np.isnan(counted)]
+    similarity = np.where(np.isnan(cosine), np.nan, 0.0)
+    if counted.size and counted.max() > counted.min():
+        low, high = counted.min(), counted.max()
+        similarity = 2 * (cosine - low) / (high - low) - 1
+    if neutral is not None:
+        similarity[neutral] = 0.0
+    return similarity
+
+
+def first_level(similarity: Float[np.ndarray, "E"]) -> tuple[Float[np.ndarray, "E"], float]:
+    """One block's psi: probabilities of the earlier networks (0 where absent) and of Aux, S_aux = -max S."""
+    present = ~np.isnan(similarity)
+    if not present.any():
+        return np.zeros_like(similarity), 1.0
+    scores = np.append(similarity[present], -similarity[present].max())
+    weights = np.exp(scores - scores.max())
+    weights /= weights.sum()
+    psi = np.zeros_like(similarity)
+    psi[present] = weights[:-1]
+    return psi, float(weights[-1])
+
+
+def exploit_table(
+    similarity: Float[np.ndarray, "E L"], experts: Sequence[Sequence[int | None]], sizes: Sequence[int]
+) -> Float[np.ndarray, "L C"]:
+    """Exact probability of every candidate of every block under exploitation.
+
+    `experts[i][l]` is the expert that network i uses at block l (None where it skips). Tasks that share an expert keep
+    separate entries of the first level but share its candidates. C is padded to a power of two with zeros.
+    """
+    table = _empty(sizes)
+    for block, n in enumerate(sizes):
+        psi, aux = first_level(similarity[:, block])
+        for i in np.flatnonzero(psi).tolist():
+            expert = experts[i][block]
+            assert expert is not None, "a network that skips a block has no similarity there"
+            reuse = 1.0 / (1.0 + np.exp(-similarity[i, block]))
+            table[block, expert] += psi[i] * reuse
+            table[block, n + expert] += psi[i] * (1.0 - reuse)
+        table[block, 2 * n : 2 * n + 2] = aux / 2
+    return table
+
+
+def uniform_table(sizes: Sequence[int], *, with_adapt: bool = True) -> Float[np.ndarray, "L C"]:
+    """Exploration: uniform over the 2n + 2 candidates, or over Reuse(e), New and Skip only."""
+    table = _empty(sizes)
+    for block, n in enumerate(sizes):
+        table[block, : num_candidates(n)] = 1.0
+        if not with_adapt:
+            table[block, n : 2 * n] = 0.0
+    return table / table.sum(axis=1, keepdims=True)
+
+
+def without(table: Float[np.ndarray, "L C"], removed: Sequence[Kind], sizes: Sequence[int]) -> Float[np.ndarray, "L C"]:
+    """The table with some ops left out; where nothing else had a probability, uniform over the others."""
+    if not removed:
+        return table
+    kept = np.zeros_like(table)
+    for block, n in enumerate(sizes):
+        begins = {"reuse": 0, "adapt": n, "new": 2 * n, "skip": 2 * n + 1}
+        for kind in set(KINDS) - set(removed):
+            kept[block, begins[kind] : begins[kind] + (n if kind in ("reuse", "adapt") else 1)] = 1.0
+    left = table * kept
+    left = np.where(left.any(axis=1, keepdims=True), left, kept)
+    return left / left.sum(axis=1, keepdims=True)
+
+
+@functools.partial(jax.jit, static_argnames="num")
+def sample(key: jax.Array, table: Float[Array, "L C"], *, num: int) -> Int[Array, "num L"]:
+    """`num` architectures as candidate indices; the i-th depends on the key and i alone."""
+    draw = jax.vmap(lambda i: jax.random.categorical(jax.random.fold_in(key, i), jnp.log(table)))
+    return draw(jnp.arange(num))
+
+
+@functools.partial(jax.jit, static_argnames="num")
+def sample_mixed(
+    key: jax.Array,
+    exploit: Float[Array, "L C"],
+    uniform: Float[Array, "L C"],
+    epsilon: float | Float[Array, ""],
+    *,
+    num: int,
+) -> Int[Array, "num L"]:
+    """`num` architectures, each from `uniform` with probability `epsilon`, else from `exploit`."""
+
+    def draw(i):
+        mode_key, draw_key = jax.random.split(jax.random.fold_in(key, i))
+        table = jnp.where(jax.random.bernoulli(mode_key, epsilon), uniform, exploit)
+        return jax.random.categorical(draw_key, jnp.log(table))
+
+    return jax.vmap(draw)(jnp.arange(num))
+
+
+def _empty(sizes: Sequence[int]) -> np.ndarray:
+    return np.zeros((len(sizes), next_power_of_two(num_candidates(max(sizes)))))

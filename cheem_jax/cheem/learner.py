@@ -1,0 +1,320 @@
+"""CHEEM: continual learning by Reuse, New, Adapt and Skip, guided by hierarchical exploration and exploitation.
+
+For each task: similarity to all earlier networks, supernet training, evolutionary search, fine-tuning from scratch of
+the chosen network, growth of the pool, task centroids (paper section 'Our Proposed CHEEM').
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from cheem_jax.cheem.config import CheemConfig
+from cheem_jax.cheem.evolution import Scored, SearchConfig, Searched, prepare_search, search
+from cheem_jax.cheem.expert_memory import ExpertMemory, dense_task_network, task_network
+from cheem_jax.cheem.hee import cosines, exploit_table, norm_cosine, uniform_table, without
+from cheem_jax.cheem.supernet import Supernet
+from cheem_jax.cheem.training import (
+    SupernetFit,
+    architecture_flops,
+    constant_draws,
+    fit,
+    frozen_prefix,
+    images_left,
+    prepare,
+    supernet_draws,
+    supernet_score,
+)
+from cheem_jax.cheem.underway import Underway
+from cheem_jax.core.architecture import decode
+from cheem_jax.core.keys import Keys, Phase, next_power_of_two
+from cheem_jax.core.ops import Expert
+from cheem_jax.core.pool import Candidates, DenseExperts, candidates_of, grow, pool_sizes
+from cheem_jax.data.task import Task
+from cheem_jax.engine.executor import Executor, Network
+from cheem_jax.engine.feed import Budget, Feed, Subset, feed_images, keep_tokens
+from cheem_jax.engine.passes import token_means
+from cheem_jax.run.method import FrozenFeatures, Running
+
+
+class Tables(NamedTuple):
+    """Probabilities of a task's candidates."""
+
+    exploit: Float[np.ndarray, "L C"]
+    uniform: Float[np.ndarray, "L C"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Learning:
+    """What the phases of a task share."""
+
+    index: int
+    """The task's number among the keys."""
+    task: Task
+    candidates: Candidates
+    train: Feed
+    """Training images, from where no choice at block 0 changes anything, if there is room to keep that."""
+    val: Feed
+    budget: Budget
+    underway: Underway
+    running: Running
+
+
+class Cheem(ExpertMemory):
+    """A continual learner over one frozen backbone.
+
+    `base_means` are mu of the backbone's own task `[L, D]` at this placement, token and image size, or None (neutral).
+    `features` gives the router's features; pass the learner's own backbone or a lighter one.
+    """
+
+    name = "cheem"
+
+    def __init__(
+        self,
+        executor: Executor,
+        config: CheemConfig,
+        keys: Keys,
+        base_means: np.ndarray | None,
+        features: FrozenFeatures,
+    ):
+        super().__init__(executor, features, config.router, rank=config.ops.rank, batch_size=config.batch_size)
+        self.config, self.keys, self.base_means = config, keys, base_means
+
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """Learn the next task of the stream, from where `running` left it; returns its report."""
+        learning = self.begin(task, running)
+        index, underway, clock = learning.index, learning.underway, learning.underway.clock
+        similarity = self.similarity(learning)
+        tables = self.tables(learning, similarity)
+        trained = self.train_supernet(learning, tables)
+        codes = self.search(learning, tables, trained)
+        finetuned = self.finetune(learning, trained, codes)
+        network, state, chosen = finetuned.supernet, finetuned.state, decode(codes, learning.candidates.sizes)
+        architecture = learning.candidates.in_pool(chosen)
+        pool, used = grow(self.memory.pool, architecture, network.learned(state, chosen), index)
+        means = self._means(learning, finetuned, task_network(DenseExperts(pool, 0), used))
+        self.remember(
+            task, pool=pool, architecture=architecture, experts=used, head=network.trained_head(state), means=means,
+            seed=self.keys.seed_at(index, Phase.CENTROIDS), clock=clock,
+        )  # fmt: skip
+        return {
+            **self.costs(len(self.memory.tasks) - 1),
+            "pool": self.memory.history(),
+            "similarity": [[None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity],
+            "supernet_losses": underway.supernet.losses,
+            "finetune_losses": underway.finetune.losses,
+            "skipped_steps": underway.skipped,
+            **self._search_report(learning, codes),
+            "not_kept": list(dict.fromkeys(learning.budget.refused)),
+            "engine": self.executor.counters(),
+            "seconds": clock.seconds,
+        }
+
+    def begin(self, task: Task, running: Running) -> Learning:
+        """The next task, as far as `running` brought it."""
+        executor, underway = self.executor, Underway.begun(running.saved)
+        budget = Budget(executor.budget)
+        feeds = {name: feed_images(executor, task.splits[name].images, budget) for name in ("train", "val")}
+        learning = Learning(
+            self.memory.next_number, task, candidates_of(self.memory, self.dense), feeds["train"], feeds["val"], budget,
+            underway, running,
+        )  # fmt: skip
+        # what no choice at block 0 changes: similarity, supernet and fine-tuning begin there
+        train = self._kept(learning, "training images", learning.train, len(task.train.labels))
+        val = self._kept(learning, "validation images", learning.val, len(task.val.labels))
+        return dataclasses.replace(learning, train=train, val=val)
+
+    def similarity(self, learning: Learning) -> Float[np.ndarray, "E L"]:
+        """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""
+        underway, base = learning.underway, self.base_means
+        if underway.similarity is None:
+            with underway.clock("similarity"):
+                means, earlier = self._earlier_means(learning), learning.candidates.earlier
+                known = [np.zeros_like(means[0]) if base is None else base, *(task.means for task in self.memory.tasks)]
+                present = np.array([[expert is not None for expert in used] for used in earlier])
+                neutral = np.zeros(len(known), bool)
+                neutral[0] = base is None
+                underway.similarity = norm_cosine(cosines(np.stack(known), means, present), neutral)
+        return underway.similarity
+
+    def tables(self, learning: Learning, similarity: np.ndarray) -> Tables:
+        """What supernet and search draw from."""
+        config, candidates = self.config, learning.candidates
+        exploit = exploit_table(similarity, candidates.earlier, candidates.sizes)
+        uniform = uniform_table(candidates.sizes, with_adapt=config.exploration.over == "uniform")
+        return Tables(*(without(table, config.remove, candidates.sizes) for table in (exploit, uniform)))
+
+    def train_supernet(self, learning: Learning, tables: Tables) -> SupernetFit:
+        """The supernet with all that supernet training learned."""
+        config, keys, index, labels = self.config, self.keys, learning.index, learning.task.train.labels
+        underway, supernet = learning.underway, self._supernet(learning, Phase.SUPERNET_INIT)
+        fitting = underway.fitting("supernet", supernet)
+        with underway.clock("prepare"):
+            prepare(self.executor, supernet, config.batch_size)
+            prepare_search(tables.exploit, config.search)
+        epsilon = 1.0 if config.sampling == "uniform" else config.exploration.epsilon
+        draws = supernet_draws(
+            keys.at(index, Phase.SUPERNET_MODE), keys.at(index, Phase.SUPERNET_DRAW), **tables._asdict(),
+            epsilon=epsilon,
+        )  # fmt: skip
+        left = images_left(fitting.progress, config.supernet, len(labels), config.batch_size)
+        saved = functools.partial(underway.saved, "supernet", fitting)
+        with underway.clock("supernet"), learning.running.phase("supernet", left, saved) as advance:
+            return fit(
+                self.executor, fitting, learning.train, labels, draws=draws, config=config.supernet,
+                batch_size=config.batch_size, order_key=keys.at(index, Phase.SUPERNET_ORDER), advance=advance,
+            )  # fmt: skip
+
+    def search(self, learning: Learning, tables: Tables, trained: SupernetFit) -> Int[np.ndarray, "L"]:
+        """Candidate indices of the chosen network; `underway.searched` holds what it was chosen from."""
+        config, underway, labels = self._search_config(), learning.underway, learning.task.val.labels
+        key, num = self.keys.at(learning.index, Phase.SEARCH), len(labels)
+        done = 0 if underway.searched is None else underway.searched.generations
+        left = config.population * num * (config.generations - done)
+        saved = functools.partial(underway.saved, "supernet", trained)
+        with underway.clock("search"), learning.running.phase("search", left, saved) as advance:
+
+            def keep(searched: Searched) -> None:
+                underway.searched = searched
+                advance(0, search_note(searched, num))
+
+            score = supernet_score(
+                self.executor, trained.supernet, trained.state, learning.val, labels,
+                batch_size=self.config.batch_size, advance=advance,
+            )  # fmt: skip
+            flops = architecture_flops(self.executor, trained.supernet)
+            codes, _ = search(
+                key, score, flops, **tables._asdict(), num_images=num, config=config, on_generation=keep,
+                begun=underway.searched,
+            )  # fmt: skip
+        return codes
+
+    def finetune(self, learning: Learning, trained: SupernetFit, codes: Int[np.ndarray, "L"]) -> SupernetFit:
+        """The chosen network trained stand-alone, as a supernet of which nothing else was sampled."""
+        config, underway, labels = self.config, learning.underway, learning.task.train.labels
+        supernet, architecture = self._supernet(learning, Phase.FINETUNE_INIT), decode(codes, learning.candidates.sizes)
+        fitting = underway.fitting("finetune", supernet)
+        if config.weights == "inherited" and not fitting.progress.step:
+            fitting.state = trained.supernet.inherit(trained.state, architecture)
+        prefix = frozen_prefix(supernet, architecture)
+        unchanged = self._kept(learning, "what fine-tuning leaves unchanged", learning.train, len(labels), prefix)
+        left = images_left(fitting.progress, config.finetune, len(labels), config.batch_size)
+        saved = functools.partial(underway.saved, "finetune", fitting)
+        with underway.clock("finetune"), learning.running.phase("finetune", left, saved) as advance:
+            return fit(
+                self.executor, fitting, unchanged, labels, draws=constant_draws(codes), config=config.finetune,
+                batch_size=config.batch_size, order_key=self.keys.at(learning.index, Phase.FINETUNE_ORDER),
+                advance=advance,
+            )  # fmt: skip
+
+    def _search_config(self) -> SearchConfig:
+        config = self.config.search
+        return dataclasses.replace(config, epsilon=1.0) if self.config.sampling == "uniform" else config
+
+    def _kept(self, learning: Learning, name: str, images: Feed, num: int, prefix: Network = ()) -> Feed:
+        with learning.underway.clock("keep"):
+            return keep_tokens(
+                name, self.executor, images, num, prefix, batch_size=self.config.batch_size, budget=learning.budget
+            )  # fmt: skip
+
+    def _supernet(self, learning: Learning, phase: Phase) -> Supernet:
+        key, num_classes = self.keys.at(learning.index, phase), len(learning.task.classes)
+        return Supernet(key, learning.candidates.experts, num_classes, self.config.ops)
+
+    def _means(self, learning: Learning, finetuned: SupernetFit, finished: Network) -> Float[np.ndarray, "L D"]:
+        """mu of the finished network over the training images."""
+        underway, num = learning.underway, len(learning.task.train.labels)
+        saved = functools.partial(underway.saved, "finetune", finetuned)
+        with underway.clock("finetune"), learning.running.phase("means", num, saved) as advance:
+            return token_means(
+                self.executor, [finished], learning.train, num, batch_size=self.config.batch_size, advance=advance
+            ).means[0]
+
+    def _search_report(self, learning: Learning, codes: np.ndarray) -> dict[str, Any]:
+        searched, num_images = learning.underway.searched, len(learning.task.val.labels)
+        assert searched is not None, "the search is over"
+        return search_report(codes, searched.scored, num_images=num_images, population=self.config.search.population)
+
+    def bytes_needed(self, task: Task) -> int:
+        """Everything sampled in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor).
+
+        What the router keeps of the task is there once.
+        """
+        expert = self.memory.pool[0][0].params
+        num_inputs, width = expert[0].shape
+        pairs = sum(pool_sizes(self.memory.pool)) * self.config.ops.rank * (num_inputs + width)
+        news = len(self.memory.pool) * (num_inputs + 1) * width
+        head = (width + 1) * next_power_of_two(len(task.classes))
+        return 4 * (3 * 2 * (pairs + news + head) + self.router_numbers(task))
+
+    def _earlier_means(self, learning: Learning) -> Float[np.ndarray, "E L D"]:
+        """mu of the new task by the base network and every earlier task's; zeros where a task skipped the block."""
+        config, task, candidates = self.config, learning.task, learning.candidates
+        earlier, num = candidates.earlier, len(task.train.labels)
+        rows = np.arange(num)
+        if 0 < config.similarity_images < num:
+            rng = np.random.default_rng(self.keys.seed_at(learning.index, Phase.SIMILARITY))
+            rows = np.sort(rng.permutation(num)[: config.similarity_images])
+        means = np.zeros((len(earlier), self.executor.num_blocks, self.executor.config.width), np.float32)
+        with learning.running.phase("similarity", len(rows) * len(earlier)) as advance:
+            for part in together(earlier, candidates.experts, self.dense.limit):
+                networks = [dense_task_network(candidates.experts, earlier[i]) for i in part]
+                seen = token_means(
+                    self.executor, networks, Subset(learning.train, rows), len(rows), batch_size=config.batch_size,
+                    advance=advance,
+                )  # fmt: skip
+                means[part] = seen.means
+                if part[0] == 0 and len(rows) == num and self.features.ends(self.executor):
+                    self.features.remember(task, "train", seen.features)
+        return means
+
+
+FEW = 4
+"""Networks that the similarity pass takes together, however little may be kept."""
+
+
+def together(
+    earlier: Sequence[Sequence[int | None]], experts: Sequence[Sequence[Expert]], limit: int
+) -> Iterator[list[int]]:
+    """The base network (first) and those of tasks in parts, each of experts of at most `limit` bytes, or of a few.
+
+    Neighbours by their experts come together, since they share most. Usually all fit in one part.
+    """
+    size = sum(leaf.nbytes for leaf in experts[0][0])
+    limit = max(limit, FEW * len(experts) * size)
+    part, held = [0], {(block, 0) for block in range(len(experts))}
+    order = sorted(range(1, len(earlier)), key=lambda i: [-1 if e is None else e for e in earlier[i]])
+    for index in order:
+        own = {(block, expert) for block, expert in enumerate(earlier[index]) if expert is not None}
+        if len(held | own) * size > limit:
+            yield part
+            part, held = [], set()
+        part.append(index)
+        held |= own
+    yield part
+
+
+def search_note(searched: Searched, num_images: int) -> str:
+    """What a search has found so far."""
+    best = 100 * np.nanmax(searched.scored.correct) / num_images
+    return f"generation {searched.generations}: {len(searched.scored.genomes)} networks, best {best:.1f} %"
+
+
+def search_report(codes: Int[np.ndarray, "L"], scored: Scored, *, num_images: int, population: int) -> dict[str, Any]:
+    """What a task's report says about its search; `codes` is the architecture that it chose among `scored`."""
+    chosen = int(np.flatnonzero((scored.genomes == codes).all(axis=1))[0])
+    return {
+        "searched": len(scored.genomes),
+        "search": {
+            "correct": scored.correct.tolist(),
+            "flops": scored.flops.astype(int).tolist(),
+            "population": population,
+            "num_images": num_images,
+            "chosen": chosen,
+        },
+        "validation_accuracy": float(scored.correct[chosen]) / num_images,
+        "best_validation_accuracy": float(np.nanmax(scored.correct)) / num_images,
+    }

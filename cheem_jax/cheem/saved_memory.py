@@ -1,0 +1,181 @@
+"""The memory on the disk: a directory per task, and what can be had of it where some are corrupted."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from cheem_jax.core.architecture import from_strings, to_strings
+from cheem_jax.core.ops import Expert, LowRank
+from cheem_jax.core.pool import Head, Memory, Pool, StoredExpert, TaskMemory, append, gone
+from cheem_jax.run.checkpoint import Arrays, each_task, load_task, named, save_task, saved_tasks, task_directory
+
+
+def save_memory_task(root: Path, memory: Memory, index: int, rank: int) -> Path:
+    """Save what the task at `index` added to the memory; `rank` is that of its Adapt pairs."""
+    task, number = memory.tasks[index], memory.numbers[index]
+    arrays = {
+        "experts": {str(block): stored.params._asdict() for block, stored in memory.added(index).items()},
+        "head": task.head._asdict(),
+        "means": task.means,
+        "centroids": task.centroids,
+    }
+    if task.distances is not None:
+        arrays["distances"] = task.distances
+    if task.moments:
+        arrays["moments"] = dict(task.moments)
+    meta = {
+        "name": task.name,
+        "classes": list(task.classes),
+        "architecture": to_strings(task.architecture),
+        "experts": list(task.experts),
+        "rank": rank,
+    }
+    directory = task_directory(root, number, task.name)
+    save_task(directory, arrays, meta)
+    return directory
+
+
+def save_forgotten(root: Path, memory: Memory, number: int) -> Path:
+    """Save what is left of a forgotten task: the places of its experts, and those that others need; no name, no class.
+
+    Opening the memory then gives every other expert the place that it has always had.
+    """
+    places: list[int | None] = []
+    experts, parents = {}, {}
+    for index, block in enumerate(memory.pool):
+        own = [place for place, stored in enumerate(block) if stored.origin == number]
+        places.append(own[0] if own else None)
+        if own and not (stored := block[own[0]]).is_gone:
+            experts[str(index)], parents[str(index)] = stored.params._asdict(), stored.parent
+    directory = root / f"{number:03d}{FORGOTTEN}"
+    # Orbax keeps no empty tree
+    save_task(directory, {"experts": experts, "nothing": np.zeros(1)}, {"forgotten": places, "parents": parents})
+    return directory
+
+
+FORGOTTEN = ".forgotten"
+
+
+def open_memory(root: Path, pool: Pool) -> Memory:
+    """The memory of all saved tasks, grown from the backbone's own pool by reading one small directory per task.
+
+    Raises ValueError that names every corrupted task, not the first alone.
+    """
+    opening, directories = _Opening(Memory(pool)), saved_tasks(root)
+    for directory, (arrays, meta) in zip(directories, each_task(directories), strict=True):
+        opening.add(directory, arrays, meta)
+    return opening.memory()
+
+
+def with_task(memory: Memory, directory: Path) -> Memory:
+    """A memory and the next task, as it is saved."""
+    opening = _Opening(memory)
+    opening.add(directory, *load_task(directory))
+    return opening.memory()
+
+
+def open_usable(root: Path, pool: Pool) -> tuple[Memory, dict[str, str]]:
+    """What of a corrupted memory still answers exactly as before, and why each other task does not, by directory.
+
+    What builds on a corrupted task's experts is lost with it. The memory is for answering: its pool has gaps.
+    """
+    blocks, tasks, lost = [list(block) for block in pool], list[TaskMemory](), dict[str, str]()
+    absent, gap = list[int](), gone()
+    for number, directory in enumerate(saved_tasks(root)):
+        try:
+            arrays, meta = load_task(directory)
+            with named(directory):
+                if directory.name.endswith(FORGOTTEN):
+                    task, places, learned = None, meta["forgotten"], _experts_of(arrays)
+                    parents = {int(block): parent for block, parent in meta["parents"].items()}
+                else:
+                    task, learned = _task_of(arrays, meta)
+                    places = task.experts
+                    # a full expert stands on nothing, one that was adapted from an erased one neither
+                    parents = {
+                        block: task.architecture[block].expert if isinstance(params, LowRank) else None
+                        for block, params in learned.items()
+                    }
+        except (ValueError, OSError) as error:
+            lost[directory.name] = str(error)
+            absent.append(number)
+            continue
+        missing = []
+        for index, (block, place) in enumerate(zip(blocks, places, strict=True)):
+            needed = parents[index] if index in learned else place
+            block += [gap] * (1 + max(-1 if e is None else e for e in (place, needed)) - len(block))
+            if task is not None and needed is not None and block[needed].is_gone:
+                missing.append(index)
+        if missing:
+            lost[directory.name] = f"builds on experts of a lost task in blocks {missing}"
+            absent.append(number)
+            continue
+        for index, params in learned.items():
+            place = places[index]
+            assert place is not None
+            blocks[index][place] = StoredExpert(params, parents[index], number)
+        if task is None:
+            absent.append(number)
+        else:
+            tasks.append(task)
+    return Memory(tuple(map(tuple, blocks)), tuple(tasks), tuple(absent)), lost
+
+
+class _Opening:
+    """A memory that takes up saved tasks in place, so that many of them cost no more than each by itself."""
+
+    def __init__(self, memory: Memory):
+        self._blocks = [list(block) for block in memory.pool]
+        self._tasks, self._forgotten = list(memory.tasks), list(memory.forgotten)
+
+    def memory(self) -> Memory:
+        """What it has become."""
+        return Memory(tuple(map(tuple, self._blocks)), tuple(self._tasks), tuple(self._forgotten))
+
+    def add(self, directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
+        """The next task; raises ValueError naming its directory where it does not fit those before."""
+        number = len(self._tasks) + len(self._forgotten)
+        with named(directory):
+            if directory.name.endswith(FORGOTTEN):
+                self._add_forgotten(arrays, meta, number)
+                return
+            task, learned = _task_of(arrays, meta)
+            experts = append(self._blocks, task.architecture, learned, number)
+            if experts != task.experts:
+                raise ValueError(
+                    f"it uses experts {list(task.experts)}, but the pool before it gives {list(experts)}; an earlier "
+                    "task is missing or from another run"
+                )
+            self._tasks.append(task)
+
+    def _add_forgotten(self, arrays: Arrays, meta: Mapping[str, Any], number: int) -> None:
+        left = _experts_of(arrays)
+        for index, (block, place) in enumerate(zip(self._blocks, meta["forgotten"], strict=True)):
+            if place is None:
+                continue
+            if place != len(block):
+                raise ValueError(f"its expert in block {index} was number {place}, but {len(block)} are before it")
+            kept = StoredExpert(left[index], meta["parents"][str(index)], number) if index in left else gone(number)
+            block.append(kept)
+        self._forgotten.append(number)
+
+
+def _experts_of(arrays: Arrays) -> dict[int, Expert | LowRank]:
+    experts = jax.device_put(arrays["experts"])
+    return {
+        int(block): LowRank(**leaves) if "down" in leaves else Expert(**leaves) for block, leaves in experts.items()
+    }
+
+
+def _task_of(arrays: Arrays, meta: Mapping[str, Any]) -> tuple[TaskMemory, dict[int, Expert | LowRank]]:
+    distances = arrays.get("distances")
+    task = TaskMemory(
+        meta["name"], tuple(meta["classes"]), from_strings(meta["architecture"]), tuple(meta["experts"]),
+        Head(**jax.device_put(arrays["head"])), np.asarray(arrays["means"]),
+        np.asarray(arrays["centroids"]), None if distances is None else np.asarray(distances),
+        {name: np.asarray(values) for name, values in arrays.get("moments", {}).items()},
+    )  # fmt: skip
+    return task, _experts_of(arrays)

@@ -1,0 +1,367 @@
+"""Learning one task: supernet training, scoring, fine-tuning (paper sections 'Supernet Training' and following).
+
+`train_step` is one step as a function; `fit` is the loop of both phases: supernet training samples a fresh architecture
+for every batch, fine-tuning repeats one.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, cast
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from cheem_jax.backbone.flops import network_flops
+from cheem_jax.cheem.evolution import Score
+from cheem_jax.cheem.hee import sample
+from cheem_jax.cheem.supernet import Supernet, SupernetState
+from cheem_jax.core.architecture import Architecture, Choice, decode, encode, to_strings
+from cheem_jax.core.keys import key_at, next_power_of_two, order_at
+from cheem_jax.core.ops import Expert
+from cheem_jax.core.pool import merge_dense
+from cheem_jax.engine.batches import Rows, batches, num_batches
+from cheem_jax.engine.executor import Batch, Dense, Executor, Place, Step
+from cheem_jax.engine.feed import Feed, HostImages, ahead, fed
+from cheem_jax.engine.passes import Advance, unwatched
+from cheem_jax.engine.spread import count_right_spread
+
+
+@dataclasses.dataclass(frozen=True)
+class FitConfig:
+    """One phase of gradient training (paper: Adam, 1e-3, no weight decay)."""
+
+    epochs: int
+    """Passes over the training images (paper: 50 in the supernet, 20 in fine-tuning)."""
+    learning_rate: float = 1e-3
+    """Adam's rate at the start (paper: 0.001)."""
+    schedule: Literal["cosine", "epoch_cosine", "constant"] = "cosine"
+    """Rate over the steps of the phase: cosine to 0; the CODA-Prompt code's cosine by whole epochs, which ends at 1.6 %
+    of the rate; or constant."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """Where a loss or gradient is non-finite: end with an error, or leave that step out and count it."""
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"epochs is {self.epochs}; a phase needs at least 1")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate is {self.learning_rate}; expected a positive number")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplorationConfig:
+    """Exploration of supernet training."""
+
+    epsilon: float = 0.3
+    """eps1: probability that a whole epoch samples uniformly (paper: 0.3)."""
+    over: Literal["uniform", "uniform_without_adapt"] = "uniform"
+    """Uniform over the 2n + 2 candidates, or over Reuse(e), New and Skip only."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon <= 1:
+            raise ValueError(f"epsilon is {self.epsilon}; expected a probability in [0, 1]")
+
+
+def check_batch_size(batch_size: int) -> None:
+    """ValueError for a batch without images."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected at least 1")
+
+
+Draws = Callable[[int, int], Int[np.ndarray, "steps L"]]
+"""Epoch and number of steps to candidate indices, one architecture per step."""
+
+NOTE_EVERY = 8
+"""Steps between looks at the loss: a look waits for the device."""
+
+
+def learning_rate_at(config: FitConfig, step: int, total_steps: int) -> float:
+    """The rate of a global step: it follows all steps of the phase, drawn or not."""
+    if config.schedule == "constant":
+        return config.learning_rate
+    if config.schedule == "epoch_cosine":
+        epoch = step * config.epochs // total_steps
+        return config.learning_rate * math.cos(99 * math.pi * epoch / (200 * max(config.epochs - 1, 1)))
+    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * step / total_steps))
+
+
+@dataclasses.dataclass
+class FitState:
+    """How far a phase of gradient training has come."""
+
+    step: int = 0
+    """Steps taken in all epochs."""
+    losses: list[float] = dataclasses.field(default_factory=list)
+    """Mean loss of each finished epoch."""
+    running: list[jax.Array | float] = dataclasses.field(default_factory=list)
+    """Loss of each step of the running epoch; NaN where the step was left out."""
+    skipped: int = 0
+    """Steps left out because a loss or gradient was non-finite."""
+
+
+@dataclasses.dataclass
+class SupernetFit:
+    """A supernet in training: its state so far, and how far the phase has come. `fit` replaces both step by step."""
+
+    supernet: Supernet
+    state: SupernetState
+    progress: FitState = dataclasses.field(default_factory=FitState)
+
+
+def train_step(
+    executor: Executor, supernet: Supernet, state: SupernetState, architecture: Architecture, step: Step, *, rate: float
+) -> tuple[SupernetState, jax.Array]:
+    """One Adam step of one architecture on one batch: the next state, and the mean loss before the step.
+
+    `step` comes from `make_step` and `rate` is Adam's. What the architecture does not hold keeps parameters, moments
+    and step count; its own Adapt and New begin here where they were never sampled. Where the loss or a gradient is
+    non-finite the loss is NaN and nothing learned changes.
+    """
+    state, (loss,) = train_steps(executor, supernet, state, [architecture], [step], rates=[rate])
+    return state, loss
+
+
+def train_steps(
+    executor: Executor,
+    supernet: Supernet,
+    state: SupernetState,
+    architectures: Sequence[Architecture],
+    steps: Sequence[Step],
+    *,
+    rates: Sequence[float],
+) -> tuple[SupernetState, list[jax.Array]]:
+    """`train_step` for each architecture in turn; `executor.steps_per_call` of them share one dispatch."""
+    state = supernet.with_learners(state, architectures)
+    learners, head, losses = executor.train(
+        state.learners, state.head, architectures, steps, rates=rates, setup=supernet.setup
+    )
+    return SupernetState(learners, head), losses
+
+
+def fit(
+    executor: Executor,
+    fitting: SupernetFit,
+    feed: Feed,
+    labels: Int[np.ndarray, "N"],
+    *,
+    draws: Draws,
+    config: FitConfig,
+    batch_size: int,
+    order_key: jax.Array,
+    advance: Advance,
+) -> SupernetFit:
+    """Train what the sampled architectures hold, and the head, from where `fitting` is to the last epoch.
+
+    The data order comes from `order_key`. `fitting` is up to date whenever `advance` is called, so what is kept of it
+    there resumes as if nothing had happened. Raises FloatingPointError where a loss or gradient is non-finite; no such
+    step reaches a parameter.
+    """
+    supernet, progress = fitting.supernet, fitting.progress
+    num, steps = len(labels), num_batches(len(labels), batch_size)
+    total, note = config.epochs * steps, ""
+    for epoch in range(progress.step // steps, config.epochs):
+        begin, seen = progress.step % steps, 0
+        architectures = [decode(codes, supernet.sizes) for codes in draws(epoch, steps)]
+        rates = [learning_rate_at(config, epoch * steps + step, total) for step in range(steps)]
+        pieces = list(batches(order_at(key_at(order_key, epoch), num), batch_size))
+        prepared = ahead(executor.layout, steps_of(executor, feed, labels, pieces[begin:], batch_size))
+        for first in range(begin, steps, executor.steps_per_call):
+            part = slice(first, first + executor.steps_per_call)
+            coming = list(itertools.islice(prepared, executor.steps_per_call))
+            fitting.state, losses = train_steps(
+                executor, supernet, fitting.state, architectures[part], [step for step, _ in coming], rates=rates[part]
+            )
+            progress.running += losses
+            progress.step += len(coming)
+            if (first - begin) // NOTE_EVERY >= seen:
+                note, seen = f"epoch {epoch + 1}/{config.epochs} loss {float(progress.running[-1]):.3f}", seen + 1
+            if progress.step == (epoch + 1) * steps:
+                finish_epoch(
+                    progress, config, [piece.size for piece in pieces], rates,
+                    functools.partial(_drawn, architectures),
+                )  # fmt: skip
+            advance(sum(size for _, size in coming), note)
+    return fitting
+
+
+def _drawn(architectures: Sequence[Architecture], step: int) -> str:
+    return f" with the architecture {' '.join(to_strings(architectures[step]))}"
+
+
+def images_left(state: FitState, config: FitConfig, num_images: int, batch_size: int) -> int:
+    """Images that a fit still works through."""
+    epochs, steps = divmod(state.step, num_batches(num_images, batch_size))
+    return (config.epochs - epochs) * num_images - steps * batch_size
+
+
+def finish_epoch(
+    state: FitState,
+    config: FitConfig,
+    sizes: Sequence[int],
+    rates: Sequence[float],
+    describe: Callable[[int], str] = lambda step: "",
+) -> None:
+    """Move the running losses of an epoch's steps to its mean; `describe` says what a step trained.
+
+    Raises FloatingPointError where one is non-finite, unless such steps are to be left out.
+    """
+    losses = [float(loss) for loss in jax.device_get(state.running)]
+    kept = [step for step, loss in enumerate(losses) if math.isfinite(loss)]
+    left_out = sorted(set(range(len(losses))) - set(kept))
+    if left_out and (config.non_finite == "stop" or not kept):
+        step = left_out[0]
+        raise FloatingPointError(
+            f"non-finite loss or gradient at step {step + 1} of {len(losses)} in epoch "
+            f"{len(state.losses) + 1}, at the learning rate {rates[step]:.3g}"
+            f"{describe(step)}; try a learning rate below {config.learning_rate}"
+            + ("" if config.non_finite == "skip" else ", or non_finite=skip to leave such steps out")
+        )
+    state.losses.append(sum(losses[step] * sizes[step] for step in kept) / sum(sizes[step] for step in kept))
+    state.skipped += len(left_out)
+    state.running = []
+
+
+def steps_of(
+    executor: Executor, feed: Feed, labels: Int[np.ndarray, "N"], order: Sequence[Rows], batch_size: int
+) -> Iterator[tuple[Step, int]]:
+    """Each step's data, in parts as the executor takes them, and its number of images."""
+    layout, rows = executor.layout, executor.rows(batch_size)
+    parts = [(batch, slice(i, i + rows)) for batch in order for i in range(0, len(batch.rows), rows)]
+    tokens = fed(feed, [batch.rows[part] for batch, part in parts])
+    for batch in order:
+        weights = batch.mask / batch.mask.sum()
+        cuts = [slice(i, i + rows) for i in range(0, len(batch.rows), rows)]
+        step = [Batch(next(tokens), layout.rows(labels[batch.rows[cut]]), layout.weights(weights[cut])) for cut in cuts]
+        yield step, batch.size
+
+
+def make_step(executor: Executor, images: np.ndarray, labels: Int[np.ndarray, "B"]) -> Step:
+    """A batch of uint8 images `[B, S, S, 3]` and their labels in [0, num_classes), for one training step."""
+    (batch,) = batches(np.arange(len(labels)), len(labels))
+    return step_of(executor, HostImages(executor, images), labels, batch)
+
+
+def step_of(executor: Executor, feed: Feed, labels: Int[np.ndarray, "N"], batch: Rows) -> Step:
+    """One step's data, in parts as the executor takes them."""
+    ((step, _),) = steps_of(executor, feed, labels, [batch], len(batch.rows))
+    return step
+
+
+def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]:
+    """The blocks before the first that learns, as a forward-only network: what fine-tuning never changes."""
+    prefix = list(
+        itertools.takewhile(lambda pair: pair[1].kind in ("reuse", "skip"), enumerate(architecture))
+    )  # fmt: skip
+    return [Dense(supernet.code(block, choice), supernet.frozen(block, choice)) for block, choice in prefix]
+
+
+def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:
+    """Compile every program that training, scoring and evaluation of this task can call, by running each once.
+
+    Only shapes matter: a state of its own trains on blank images and is thrown away. After this, sampling an
+    architecture compiles nothing, unless the executor compiles one program per signature. Over several devices the
+    search's first generation compiles its forward programs for each of them.
+    """
+    scratch = supernet.init()
+    size, rows, last = executor.config.image_size, executor.rows(batch_size), executor.num_blocks - 1
+    layout = executor.layout
+    tokens = executor.begin(layout.rows(np.zeros((rows, size, size, 3), np.uint8)))
+    labels, mask = layout.rows(np.zeros(rows, np.int32)), layout.weights(np.ones(rows, np.float32))
+    step = [Batch(tokens, labels, mask / batch_size)] * (batch_size // rows)
+    adapt, new, reuse, skip = Choice("adapt", 0), Choice("new"), Choice("reuse", 0), Choice("skip")
+    # (first op, those behind it, the last): each kind behind a learnable one, and each learnable one as the first
+    patterns = [(adapt, kind, kind) for kind in (reuse, adapt, new, skip)]
+    patterns += [(new, skip, reuse), (reuse, reuse, adapt), (skip, reuse, new)]
+    if not executor.composes:
+        patterns = patterns[:1]  # one program serves them all, or each would be a program of its own
+    for first, behind, end in patterns:
+        architecture = (first, *[behind] * (last - 1), end)[-executor.num_blocks :]
+        scratch, _ = train_step(executor, supernet, scratch, architecture, step, rate=0.0)
+    for codes in ([adapt] * last + [skip], [reuse] * last + [reuse]):
+        network = dense_network(supernet, scratch, encode(tuple(codes), supernet.sizes), {})
+        (walked,) = executor.walk([network], tokens, mask)
+        executor.classify(scratch.head.params, walked.tokens, labels, mask, supernet.num_classes)
+    executor.features(walked.tokens).block_until_ready()
+
+
+def supernet_draws(
+    mode_key: jax.Array,
+    draw_key: jax.Array,
+    *,
+    exploit: Float[np.ndarray, "L C"],
+    uniform: Float[np.ndarray, "L C"],
+    epsilon: float,
+) -> Draws:
+    """Exploration or exploitation for a whole epoch, a fresh architecture per batch (section 'Balancing')."""
+
+    def draws(epoch: int, steps: int) -> np.ndarray:
+        explore = float(_unit(key_at(mode_key, epoch))) < epsilon
+        table = uniform if explore else exploit
+        num = next_power_of_two(steps)
+        return np.asarray(sample(key_at(draw_key, epoch), table.astype(np.float32), num=num))[:steps]
+
+    return draws
+
+
+def constant_draws(codes: Int[np.ndarray, "L"]) -> Draws:
+    """The same architecture at every step (fine-tuning)."""
+    return lambda epoch, steps: np.broadcast_to(codes, (steps, len(codes)))
+
+
+def dense_network(
+    supernet: Supernet, state: SupernetState, codes: Int[np.ndarray, "L"], merged: dict[Place, Expert]
+) -> list[Dense]:
+    """A sampled architecture as a forward-only network.
+
+    `merged` remembers the dense weights of Adapt and New between calls with the same state.
+    """
+    network = []
+    for block, choice in enumerate(decode(codes, supernet.sizes)):
+        place, expert = (block, choice), supernet.frozen(block, choice)
+        if choice.kind in ("adapt", "new"):
+            if place not in merged:
+                params = supernet.learner(state, place).params
+                merged[place] = params if isinstance(params, Expert) else merge_dense(cast(Expert, expert), params)
+            expert = merged[place]
+        network.append(Dense(int(codes[block]), expert))
+    return network
+
+
+def supernet_score(
+    executor: Executor,
+    supernet: Supernet,
+    state: SupernetState,
+    feed: Feed,
+    labels: Int[np.ndarray, "N"],
+    *,
+    batch_size: int,
+    advance: Advance = unwatched,
+) -> Score:
+    """The search's fitness: genomes `[P, L]` to right answers `[P]` on held-out images, by the supernet's weights.
+
+    `feed` gives the images (`HostImages(executor, images)`) and `labels` their classes within the task.
+    """
+    merged: dict[Place, Expert] = {}
+
+    def score(genomes: np.ndarray) -> np.ndarray:
+        networks = [dense_network(supernet, state, codes, merged) for codes in genomes]
+        return count_right_spread(
+            executor, networks, state.head.params, feed, labels,
+            num_classes=supernet.num_classes, batch_size=batch_size, advance=advance,
+        )  # fmt: skip
+
+    return score
+
+
+def architecture_flops(executor: Executor, supernet: Supernet) -> Score:
+    """FLOPs of genomes by the paper's convention, without head."""
+    rank = supernet.settings.rank
+    return lambda genomes: np.array([
+        network_flops(executor.config, executor.placement, decode(codes, supernet.sizes), rank) for codes in genomes
+    ])  # fmt: skip
+
+
+_unit = jax.jit(functools.partial(jax.random.uniform, shape=()))

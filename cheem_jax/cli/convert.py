@@ -1,0 +1,95 @@
+"""`cheem convert`: weights of a plain timm ViT, DeiT or DINO in this library's format, with the means of its own task.
+
+    cheem convert --backbone deit_tiny --output deit_tiny.safetensors
+    cheem convert --backbone deit_tiny --weights FILE --output deit_tiny.safetensors \
+        --base-data DIR_OR_ZIP --image-size 96
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from cheem_jax.backbone.means import pooled_means
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.weights import Pretrained, load_pretrained, resize, save_converted
+from cheem_jax.core.images import Images
+from cheem_jax.core.paths import absolute, shown
+from cheem_jax.data.decode import decode_in_order
+from cheem_jax.data.folder import plan_task
+from cheem_jax.data.load import ImagesConfig, load_train
+from cheem_jax.data.records import all_pictures
+
+_TFDS = re.compile(r"tfds:([^:\[]+(?::\d+\.\d+\.\d+)?):(.+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Convert timm weights; they keep their own image size, and resize when they are loaded."""
+
+    output: Path
+    """The .safetensors file to write."""
+    backbone: str = "deit_tiny"
+    """One of this library's backbones, or any other plain timm name such as vit_small_patch16_224.dino."""
+    weights: Path | None = None
+    """Local .safetensors or .npz under timm's names, or a converted file; else the hub's timm/ repository."""
+    base_data: str | None = None
+    """Training images of the backbone's own task: a folder, a zip, or tfds:NAME:SPLIT."""
+    image_size: int | None = None
+    """Side in pixels at which the means of --base-data are measured; default: the weights' own."""
+    overwrite: bool = False
+    """Replace an output that exists."""
+
+
+def convert_weights(settings: Convert) -> None:
+    """Read the weights, write them and say what was written; ValueError, OSError or ImportError tell what is wrong."""
+    check(settings)
+    tell(settings, write(settings, load_pretrained(settings.backbone, weights=settings.weights)))
+
+
+def check(settings: Convert) -> None:
+    """ValueError for settings that cannot be, before anything is read."""
+    if settings.output.suffix != ".safetensors":
+        raise ValueError(f"--output must end in .safetensors, got {str(settings.output)!r}")
+    if settings.output.exists() and not settings.overwrite:
+        raise ValueError(f"{settings.output} exists; choose another --output or add --overwrite")
+    if settings.image_size is not None and settings.base_data is None:
+        raise ValueError("--image-size is the size at which --base-data is measured; give both or neither")
+
+
+def write(settings: Convert, pretrained: Pretrained) -> Pretrained:
+    """The weights into the output, with the means of --base-data; returns what was written."""
+    if settings.base_data is not None:
+        sized = resize(pretrained, settings.image_size or pretrained.config.image_size)
+        vit = build(sized.config, sized.params)
+        means = pooled_means(vit, base_images(settings.base_data, sized.config.image_size))
+        pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **means})
+    settings.output.parent.mkdir(parents=True, exist_ok=True)
+    save_converted(settings.output, pretrained)
+    return pretrained
+
+
+def tell(settings: Convert, written: Pretrained) -> None:
+    """Three lines: the file, its source, its means."""
+    numbers = sum(value.size for value in written.params.values())
+    print(f"{shown(settings.output)}: {written.config.name}, {numbers:,} numbers from {written.source}")
+    print(f"sha256 of the source: {written.sha256}")
+    print(f"base means: {', '.join(written.base_means) or 'none (give --base-data)'}")
+
+
+def base_images(base_data: str, image_size: int) -> Iterator[Images]:
+    """The training images in chunks, uint8 [N, S, S, 3]."""
+    if not base_data.startswith("tfds:"):
+        yield load_train(plan_task(absolute(base_data)), image_size, ImagesConfig("memory")).images
+        return
+    name, split = spelled(base_data)
+    files = all_pictures(name, split, None)
+    yield from decode_in_order(files, image_size, range(len(files)))
+
+
+def spelled(base_data: str) -> tuple[str, str]:
+    """The data set and the split of tfds:NAME:SPLIT."""
+    found = _TFDS.fullmatch(base_data)
+    if not found:
+        raise ValueError(f"--base-data {base_data!r}: expected tfds:NAME:SPLIT, e.g. tfds:imagenet_v2:test")
+    return found[1], found[2]

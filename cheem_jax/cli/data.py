@@ -1,0 +1,312 @@
+"""`cheem data`: what is prepared and what is missing, preparing it, verifying it, looking at it."""
+
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from rich.table import Table
+
+from cheem_jax.core.paths import absolute, shown
+from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
+from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Order, members_of
+from cheem_jax.data.cache import cache_place, default_directory
+from cheem_jax.data.decode import Progress as OnProgress
+from cheem_jax.data.decode import decode_in_order
+from cheem_jax.data.load import ImagesConfig, load_tasks
+from cheem_jax.data.records import default_data_dir
+from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
+from cheem_jax.data.task import Plan, check_names
+from cheem_jax.data.verify import Findings, Listed, verify, verify_cache
+from cheem_jax.run.progress import Progress
+
+SHOWN = 96
+"""Pixels of the pictures on a contact sheet."""
+SAID = 10
+"""Broken files that are told one by one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class List:
+    """What of the benchmarks is prepared, what is missing, its licence and where to get it."""
+
+    what: Annotated[str, tyro.conf.Positional] = "all"
+    """mtil, vdd, all, or names of tasks separated by commas."""
+    data_dir: Path | None = None
+    """The data folder, TFDS's own; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare:
+    """Get data sets in place: download and prepare what can be, and say exactly what must be done for the rest."""
+
+    what: Annotated[str, tyro.conf.Positional]
+    """mtil, vdd, all, or names of tasks separated by commas."""
+    data_dir: Path | None = None
+    """The data folder, TFDS's own; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    image_size: int | None = None
+    """Also decode and resize all pictures to this many pixels now; otherwise the first run does it."""
+    cache_dir: Path | None = None
+    """Where decoded pictures are kept; default: `cheem_jax/core/images` in the data folder."""
+    split_seed: int = 0
+    """Draws the splits that a data set lacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Decode every picture of a stream and count: broken files, exact copies across splits, wrong labels."""
+
+    what: Annotated[str, tyro.conf.Positional]
+    """mtil, vdd, one of their tasks, a stream file (TOML), a manifest (CSV, Parquet), tfds:NAME, a folder or a zip."""
+    data_dir: Path | None = None
+    """The data folder, TFDS's own; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    cache_dir: Path | None = None
+    """Where decoded pictures are kept: those of this stream are held against their hashes."""
+    split_seed: int = 0
+    """Draws the splits that a data set lacks."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Show:
+    """Draw a contact sheet of each task, or with --stream the figure of a whole benchmark or stream."""
+
+    what: Annotated[str | None, tyro.conf.Positional] = None
+    """As for `verify`: a contact sheet of every task in it."""
+    stream: str | None = None
+    """mtil, vdd, a stream file or a folder of tasks: one figure of its tasks, images and classes."""
+    split: str = "train"
+    """train, val or test."""
+    output: Path | None = None
+    """The PNG file to write, for several tasks a folder; default: named after what is shown, here."""
+    data_dir: Path | None = None
+    """The data folder, TFDS's own; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    order: Order = "default"
+    """One of MTIL's orders."""
+    split_seed: int = 0
+    """Draws the splits that a data set lacks."""
+
+
+def list_data(settings: List) -> None:
+    """A table of the benchmarks' tasks, or the same as JSON."""
+    data_dir = settings.data_dir or default_data_dir()
+    names = _names(settings.what)
+    rows = []
+    for task in map(BY_NAME.__getitem__, names):
+        status = status_of(task, data_dir)
+        rows.append({
+            "task": task.name,
+            "benchmarks": [benchmark for benchmark in BENCHMARKS if task.name in members_of(benchmark)],
+            "state": status.state,
+            "tfds": task.spec,
+            "images": task.counts._asdict(),
+            "classes": task.num_classes,
+            "bytes": status.num_bytes,
+            "licence": task.licence,
+            "advice": status.advice,
+        })  # fmt: skip
+    if settings.json:
+        print(json.dumps({"data_dir": str(data_dir), "tasks": rows}, indent=1))
+        return
+    table = Table(title=f"Tasks in {data_dir}", title_justify="left")
+    for column in ("task", "in", "state", "train", "val", "test", "classes", "on disk", "licence"):
+        table.add_column(
+            column, justify="right" if column in ("train", "val", "test", "classes", "on disk") else "left"
+        )
+    for row in rows:
+        table.add_row(
+            row["task"], " ".join(row["benchmarks"]), row["state"], *(f"{n:,}" for n in row["images"].values()),
+            f"{row['classes']:,}", _megabytes(row["bytes"]), row["licence"],
+        )  # fmt: skip
+    progress = Progress()
+    progress.console.print(table)
+    for row in rows:
+        if row["advice"]:
+            progress.say(f"{row['task']}: {row['advice']}")
+    ready = sum(row["state"] == "ready" for row in rows)
+    progress.say(f"{ready} of {len(rows)} ready; archives that you bring yourself go into {manual_dir(data_dir)}")
+
+
+def prepare_data(settings: Prepare) -> None:
+    """Prepare task by task; what fails is told at the end, and the exit status is then 2."""
+    data_dir = settings.data_dir or default_data_dir()
+    progress, failed = Progress(), {}
+    for name in _names(settings.what):
+        try:
+            plan = prepare(name, data_dir, lambda phase, task, total: _phase(progress, phase, task, total),
+                           seed=settings.split_seed)  # fmt: skip
+            if settings.image_size is not None:
+                images = ImagesConfig("cache", settings.cache_dir or images_dir(data_dir))
+                load_tasks([plan], settings.image_size, images, lambda task, num: _phase(progress, "decode", task, num))
+            counts = ", ".join(f"{len(part.labels):,} {split}" for split, part in plan.splits.items())
+            progress.say(f"{name}: ready, {counts}; splits sha256 {plan.split_sha256[:16]}")
+        except (ValueError, OSError) as error:
+            failed[name] = " ".join(str(error).split())
+            progress.say(f"{name}: not ready")
+    if failed:
+        for name, reason in failed.items():
+            print(f"{name}: {reason}", file=sys.stderr)
+        raise ValueError(
+            f"{len(failed)} task(s) could not be prepared: {', '.join(failed)}; do what is said above and give the "
+            "command again: what is ready is kept"
+        )
+
+
+def verify_data(settings: Verify) -> None:
+    """Findings of every task; ValueError if some task is not sound."""
+    name, plans = plan_source(settings.what, data_dir=settings.data_dir, seed=settings.split_seed)
+    progress = Progress() if not settings.json else None
+    unsound, found = [], {}
+    for plan in plans:
+        with _phase(progress, "verify", plan.name, plan.num_images) as on_progress:
+            findings = verify(plan, on_progress=on_progress)
+        found[plan.name] = {"split_sha256": plan.split_sha256, **findings.to_json()}
+        caches, damaged = [], []
+        for place in _caches(plan, settings):
+            try:
+                verify_cache(place)
+                caches.append(str(place))
+            except ValueError as error:
+                damaged.append(str(error))
+        found[plan.name] |= {"caches": caches, "damaged_caches": damaged}
+        if damaged or not findings.sound:
+            unsound.append(plan.name)
+        if progress is not None:
+            _tell(progress, plan, findings, caches, damaged)
+    if settings.json:
+        print(json.dumps({"stream": name, "tasks": found}, indent=1))
+    if unsound:
+        raise ValueError(f"{len(unsound)} of {len(plans)} task(s) are not sound: {', '.join(unsound)}")
+
+
+def show_data(settings: Show) -> None:
+    """Write the figures and say where they are."""
+    if (settings.what is None) == (settings.stream is None):
+        raise ValueError("give either the task to show or --stream with a benchmark; e.g. `cheem data show food101`")
+    progress = Progress()
+    source = settings.what or settings.stream
+    assert source is not None
+    # drawing takes seconds to import, which no other command should wait for
+    from cheem_jax.report.data_figures import contact_sheet, stream_figure
+
+    name, plans = plan_source(source, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed)
+    stem = _slug(name)
+    if settings.stream is not None:
+        file = settings.output or absolute(f"{stem}.png")
+        stream_figure([_row(plan) for plan in plans], file, title=f"{name}: {len(plans)} tasks")
+        progress.say(f"wrote {shown(file)}")
+        return
+    if settings.split not in ("train", "val", "test"):
+        raise ValueError(f"split {settings.split!r} is none of train, val, test")
+    for plan in plans:
+        part = plan.splits[settings.split]
+        rows = _some_of_each_class(part.labels, max(1, 80 // len(plan.classes)))
+        images = np.concatenate(list(decode_in_order(part.files, SHOWN, rows)))
+        file = settings.output or absolute(f"{_slug(plan.name)}.png")
+        if len(plans) > 1:
+            file = (settings.output or absolute(f"{stem}-sheets")) / f"{_slug(plan.name)}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        title = f"{plan.name} · {settings.split} · {len(plan.classes):,} classes · {len(part.labels):,} images"
+        contact_sheet(images, part.labels[rows], plan.classes, file, title=title)
+        progress.say(f"wrote {shown(file)}")
+
+
+def _names(what: str) -> list[str]:
+    if what == "all":
+        return [task.name for task in TASKS]
+    if what in BENCHMARKS:
+        return list(members_of(what))
+    names = [name.strip() for name in what.split(",")]
+    check_names(names, [*BY_NAME], "the benchmarks (mtil, vdd, all)")
+    return names
+
+
+@contextlib.contextmanager
+def _phase(progress: Progress | None, phase: str, task: str, total: int) -> Iterator[OnProgress]:
+    if progress is None:
+        yield lambda num: None
+        return
+    unit = "bytes" if phase in ("download", "check") else "images"
+    with progress.phase(phase, task=task, total=total, unit=unit) as advance:
+        yield lambda num: advance(num)
+
+
+def _caches(plan: Plan, settings: Verify) -> list[Path]:
+    """Decoded copies of a plan, of any size."""
+    if settings.cache_dir is not None and not settings.cache_dir.is_dir():
+        raise FileNotFoundError(f"--cache-dir {settings.cache_dir}: no such folder")
+    roots = [settings.cache_dir, images_dir(settings.data_dir), default_directory()]
+    found = []
+    for root in filter(None, dict.fromkeys(roots)):
+        for place in root.glob(f"{cache_place(plan, 0, root).name.split('-0-')[0]}-*"):
+            size = place.name.rsplit("-", 2)[1]
+            if place.is_dir() and size.isdecimal() and cache_place(plan, int(size), root) == place:
+                found.append(place)
+    return found
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^\w-]+", "_", name)
+
+
+def _row(plan: Plan) -> Any:
+    from cheem_jax.report.data_figures import StreamRow
+
+    part = plan.train
+    rows = _some_of_each_class(part.labels)[:5]
+    examples = np.concatenate(list(decode_in_order(part.files, SHOWN, rows)))
+    num_train, num_val, num_test = (len(found.labels) for found in plan.splits.values())
+    return StreamRow(plan.name, len(plan.classes), num_train, num_val, num_test, examples)
+
+
+def _some_of_each_class(labels: np.ndarray, num: int = 1) -> np.ndarray:
+    """Rows of up to `num` pictures of each class, the first of every class first."""
+    order = np.argsort(labels, kind="stable")
+    starts = np.searchsorted(labels[order], np.arange(labels.max() + 1))
+    place = np.arange(len(labels)) - starts[labels[order]]
+    chosen = order[place < num]
+    return chosen[np.lexsort((labels[chosen], place[place < num]))]
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes else "–"
+
+
+def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[str], damaged: Sequence[str]) -> None:
+    """One task's findings for people."""
+    counts = ", ".join(f"{num:,} {split}" for split, num in findings.num.items())
+    (few, least), (many, most) = findings.smallest_class, findings.largest_class
+    modes = ", ".join(f"{num:,} {mode}" for mode, num in sorted(findings.modes.items()))
+    sizes = f"{least:,}" if least == most else f"{least:,} ({few}) to {most:,} ({many})"
+    progress.say(f"{plan.name}: {counts}; {findings.num_classes:,} classes of {sizes} training images")
+    if findings.smallest_image and findings.largest_image:
+        small, large = ("x".join(map(str, size)) for size in (findings.smallest_image, findings.largest_image))
+        progress.say(f"  {small} to {large} pixels, {modes}; {_megabytes(findings.num_bytes)}; {plan.source}")
+    progress.say(f"  splits sha256 {plan.split_sha256}")
+    for place in caches:
+        progress.say(f"  decoded pictures intact: {place}")
+    for reason in damaged:
+        progress.say(f"  NOT SOUND: {reason}")
+    _tell_pairs(progress, "copies in two splits (counted, not refused: some public sets have them)", findings.across)
+    if findings.num_within:
+        progress.say(f"  {findings.num_within:,} copies within a split")
+    _tell_pairs(progress, "pictures under two labels", findings.contradictory)
+    for line in findings.broken[:SAID]:
+        progress.say(f"  NOT SOUND: {line}")
+    if len(findings.broken) > SAID:
+        progress.say(f"  NOT SOUND: and {len(findings.broken) - SAID:,} more broken files (--json tells all)")
+
+
+def _tell_pairs(progress: Progress, what: str, pairs: Sequence[tuple[Listed, Listed]]) -> None:
+    if pairs:
+        first, second = pairs[0]
+        progress.say(f"  {len(pairs):,} {what}, first {first.key} ({first.label}) and {second.key} ({second.label})")

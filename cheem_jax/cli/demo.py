@@ -1,0 +1,62 @@
+"""`cheem demo`: the bundled stream, learned where it stands."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from cheem_jax.backbone.weights import load_pretrained
+from cheem_jax.baselines.catalogue import DEMO_BOUND, NEED_A_ROUTER, Name, Networks, preset_of
+from cheem_jax.baselines.full_finetune import FullFinetuneConfig
+from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.core.keys import SeedsConfig
+from cheem_jax.data.demo import demo_stream
+from cheem_jax.data.task import Stream
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.report.table import show
+from cheem_jax.run.progress import Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """CHEEM learns six small tasks with the bundled vit_micro: no network, no data, minutes on a laptop."""
+
+    run_dir: Path = Path("runs/demo")
+    """Where the run is kept; an unfinished one is continued."""
+    method: Name = "cheem"
+    """What learns; `cheem_lite` and `moe_adapters` name the task by the bundled vit_nano."""
+    seed: int = 0
+    """Root of every PRNG key in the run."""
+    seeds: SeedsConfig = SeedsConfig()
+    """Seeds of their own for parts of the run."""
+    upper_bound: bool = False
+    """Also fine-tune the whole backbone per task."""
+    tensorboard: bool = False
+    """Also write TensorBoard's event files after each task (extra `tensorboard`)."""
+    engine: EngineConfig = EngineConfig()
+    """How networks are run."""
+    save_every: float | None = None
+    """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
+
+
+def learn_demo(settings: Demo) -> None:
+    """Learn the demo stream and print its tables."""
+    progress = Progress()
+    progress.say("cheem_jax demo: making six tasks of 32x32 images")
+    results = run_demo(settings, demo_stream(), progress)
+    show(progress, results, settings.run_dir)
+
+
+def run_demo(
+    settings: Demo, stream: Stream, progress: Progress, workshop: dict[Any, Networks] | None = None
+) -> dict[str, Any]:
+    """Learn the stream, or go on with it."""
+    bound = FullFinetuneConfig(**DEMO_BOUND, batch_size=32) if settings.upper_bound else None
+    method = preset_of(settings.method, "demo")
+    config = RunConfig(method, "demo", settings.seed, bound, settings.engine, settings.seeds)
+    router = load_pretrained("vit_nano") if settings.method in NEED_A_ROUTER else None
+    return run_stream(
+        stream, load_pretrained("vit_micro"), config, settings.run_dir, progress, router=router,
+        save_every=settings.save_every, command=["cheem", "demo", *arguments_of(settings)], workshop=workshop,
+        data={"stream": "demo", "tasks": [task.name for task in stream.tasks]}, tensorboard=settings.tensorboard,
+    )  # fmt: skip

@@ -1,0 +1,214 @@
+"""Command lines: the `cheem` command, and what every experiment's `main` shares."""
+
+import contextlib
+import difflib
+import io
+import os
+import re
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cheem_jax import __version__
+from cheem_jax.cli.commands import COMMANDS, GROUPS
+from cheem_jax.core.interruption import Stopped
+from cheem_jax.core.paths import shown, with_absolute_paths
+
+Settings = TypeVar("Settings")
+
+PURPOSE = "Continual learning with Vision Transformers that never forget and store no old images."
+STATUS = (
+    "Exit status: 0 done; 1 done in part (doctor: something is broken); 2 bad input or something missing; "
+    "128 + N stopped by signal N."
+)
+
+
+def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None = None, **options: Any) -> Settings:
+    """The command line as `settings`, a dataclass or an instance that holds the defaults; its paths are absolute.
+
+    tyro draws a titled box around a complaint; a command answers in one line and ends with status 2.
+    """
+    import tyro
+
+    complaint = io.StringIO()
+    kind, default = (settings, None) if isinstance(settings, type) else (type(settings), settings)
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return with_absolute_paths(tyro.cli(kind, default=default, args=arguments, **options))
+    except SystemExit as stop:
+        if stop.code:
+            text = re.sub("╭.*╮|[╰╯│─]", " ", complaint.getvalue())
+            print(f"error: {' '.join(text.split())}", file=sys.stderr)
+            raise SystemExit(2) from stop
+        raise
+
+
+def run_command(
+    command: Callable[[Settings], int | None],
+    settings: Settings,
+    directory: Path | None = None,
+    *,
+    computes: bool = True,
+) -> None:
+    """Run a command's main: bad input ends in one line and status 2, Ctrl-C in a line that says how to go on.
+
+    A status that the command returns, other than 0, ends the process. What `computes` keeps its compiled programs. A
+    process of a job of several ends at once where it fails, so that the others need not wait for it.
+    """
+    try:
+        _run(command, settings, directory, computes)
+    except BaseException as error:
+        if (hosts := sys.modules.get("cheem_jax.engine.hosts")) is not None:
+            hosts.leave(error)
+        raise
+
+
+def _run(command: Callable[[Settings], int | None], settings: Settings, directory: Path | None, computes: bool) -> None:
+    with _reader_may_leave():
+        try:
+            # of a picture that is too large: whoever reads it says so, by name and in one line
+            warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
+            if computes:
+                _keep_programs()
+            status = command(settings)
+        except (MemoryError, *_device_errors()) as error:
+            if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            reason = str(error).splitlines()[0] if str(error) else "no memory left"
+            print(
+                f"error: out of memory ({reason}); try a smaller batch size, less kept on the device (memory_gb) or a "
+                "smaller image size; finished tasks are safe",
+                file=sys.stderr,
+            )
+            raise SystemExit(2) from error
+        except (ValueError, OSError, FloatingPointError) as error:
+            if isinstance(error, BrokenPipeError) and _reader_is_gone():
+                raise
+            print(f"error: {' '.join(str(error).split()):.4000}", file=sys.stderr)
+            for line in getattr(error, "advice", ()):
+                print(f"  {line}", file=sys.stderr)
+            raise SystemExit(2) from error
+        except ImportError as error:
+            _end_for_what_is_missing(error)
+        except KeyboardInterrupt as stop:
+            where = ""
+            if directory is not None and directory.exists():
+                where = f" Finished tasks are in {shown(directory)}; the same command resumes after them."
+            data = sys.modules.get("cheem_jax.cli.data")
+            if data is not None and isinstance(settings, data.Prepare):
+                where = " What is ready is kept; the same command resumes."
+            number = signal.SIGINT
+            if isinstance(stop, Stopped):
+                number = stop.signal_number
+                if directory is not None:
+                    where = f" In {shown(directory)} {stop}; the same command resumes from there."
+            print(f"\nstopped.{where}", file=sys.stderr)
+            raise SystemExit(128 + number) from None
+    if status:
+        raise SystemExit(status)
+
+
+def _keep_programs() -> None:
+    # here and below JAX is not imported with this module, since not every command needs it
+    from cheem_jax.engine.compilation import NotKept, keep_programs
+
+    try:
+        keep_programs()
+    except NotKept as error:
+        print(f"note: {error}; they are compiled again in every run", file=sys.stderr)
+
+
+def _device_errors() -> tuple[type[Exception], ...]:
+    jax = sys.modules.get("jax")
+    return () if jax is None else (jax.errors.JaxRuntimeError,)
+
+
+def _end_for_what_is_missing(error: ImportError) -> None:
+    """One line and status 2 for packages of others; a fault of our own keeps its traceback."""
+    if error.name is not None and error.name.split(".")[0] == "cheem_jax":
+        raise error
+    # without a name it is an extra's, and whoever raised it says how to get it
+    way_out = "" if error.name is None else "; `cheem doctor` tells what is missing and how to get it"
+    print(f"error: {' '.join(str(error).split())}{way_out}", file=sys.stderr)
+    raise SystemExit(2) from error
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """`cheem ... | head` ends without a word and with the status of SIGPIPE, as other commands do."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the buffer still holds
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads; the broken one may also be a worker's."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (OSError, ValueError):  # no file at all
+        return False
+
+
+def main() -> None:
+    """The `cheem` command."""
+    with _reader_may_leave():
+        words = sys.argv[1:]
+        prefix = "data " if words[:1] == ["data"] else ""
+        rest = words[1:] if prefix else words
+        if not rest or rest[0] in ("-h", "--help"):
+            _print_help(prefix)
+            return
+        if words[0] in ("-V", "--version"):
+            print(f"cheem_jax {__version__}")
+            return
+        name, arguments = prefix + rest[0], rest[1:]
+        if name not in COMMANDS:
+            print(f"error: {_unknown(name, prefix)}", file=sys.stderr)
+            raise SystemExit(2)
+        command = COMMANDS[name]
+        try:
+            kind, function = command.load()
+            settings = parse(kind, arguments, prog=f"cheem {name}")
+        except ImportError as error:
+            return _end_for_what_is_missing(error)
+        except KeyboardInterrupt:
+            raise SystemExit(128 + signal.SIGINT) from None
+        run_command(function, settings, getattr(settings, "run_dir", None), computes=command.computes)
+
+
+def _print_help(prefix: str) -> None:
+    width = max(map(len, COMMANDS)) + 2
+    print(f"usage: cheem {prefix}COMMAND [--help]{'' if prefix else ' | cheem --version'}")
+    if not prefix:
+        print(f"\n{PURPOSE}")
+    for heading, group in GROUPS.items():
+        shown = [command for command in group if command.name.startswith(prefix)]
+        if shown:
+            print("" if prefix else f"\n{heading}:")
+        for command in shown:
+            print(f"  {command.name:<{width}}{command.help}")
+    print(f"\n`cheem COMMAND --help` tells a command's options and their defaults.\n{STATUS}")
+
+
+def _unknown(name: str, prefix: str) -> str:
+    known = [command for command in COMMANDS if command.startswith(prefix)]
+    last = name.removeprefix(prefix)
+    # what lies below `data` is also found by its own word
+    near = difflib.get_close_matches(name, known, n=1) or [
+        command for command in known if difflib.get_close_matches(last, command.split()[-1:])
+    ]
+    nearest = f"nearest: {', '.join(near)}; " if near else ""
+    return f"unknown command {name!r}; {nearest}expected one of: {', '.join(known)}"

@@ -1,0 +1,1 @@
+"""How any architecture runs; what is learned is not known here."""

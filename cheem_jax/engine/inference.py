@@ -1,0 +1,225 @@
+"""Answering with the task unknown: the frozen base network names the task, and its activations are not thrown away.
+
+A task's network that begins with Reuse of the base experts equals the base network up to its first difference: it is
+resumed there (paper section 'Inference' runs both from the image). Images are grouped by task within a batch and padded
+to few sizes, so that no request compiles.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from cheem_jax.core.keys import next_power_of_two
+from cheem_jax.core.pool import Head
+from cheem_jax.core.routing.config import PAPER, RouterConfig
+from cheem_jax.core.routing.statistics import joined
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
+from cheem_jax.engine.feed import Feed
+from cheem_jax.engine.passes import read_on_the_way
+
+Route = Callable[[Float[np.ndarray, "N D"]], Int[np.ndarray, "N"]]
+
+
+class TaskNetwork(NamedTuple):
+    """A finished network with its (padded) head."""
+
+    network: Network
+    head: Head
+    num_classes: int
+
+
+class Outline(NamedTuple):
+    """What can be said of a network without putting it together."""
+
+    codes: tuple[int, ...]
+    num_classes: int
+
+
+@runtime_checkable
+class Networks(Protocol):
+    """Task networks that are put together when they are asked for."""
+
+    @property
+    def outlines(self) -> Sequence[Outline]: ...
+    def network(self, index: int) -> Network: ...
+    def head(self, index: int) -> Head:
+        """Padded to a power of two outputs."""
+        ...
+
+
+class Given:
+    """Task networks that are there."""
+
+    def __init__(self, networks: Sequence[TaskNetwork]):
+        self.networks = networks
+        self.outlines = [Outline(tuple(step.code for step in task.network), task.num_classes) for task in networks]
+
+    def network(self, index: int) -> Network:
+        """See `Networks`."""
+        return self.networks[index].network
+
+    def head(self, index: int) -> Head:
+        """See `Networks`."""
+        return self.networks[index].head
+
+
+class Inferred(NamedTuple):
+    """Per image the task and the class within it (-1 where a logit is no number)."""
+
+    tasks: Int[np.ndarray, "N"]
+    classes: Int[np.ndarray, "N"]
+
+
+class Inference:
+    """The base network and all task networks over one executor."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        base: Network,
+        networks: Networks | Sequence[TaskNetwork],
+        *,
+        batch_size: int,
+        sizes: Sequence[int] | None = None,
+        reads: RouterConfig = PAPER,
+    ):
+        self.executor, self.base = executor, base
+        self.networks = networks if isinstance(networks, Networks) else Given(networks)
+        self.batch_size, self.rows = batch_size, executor.rows(batch_size)
+        depth = executor.num_blocks
+        self._blocks, self._until = reads.blocks(depth), reads.until(depth)
+        # the base network is not run further than the router reads: what a task's shares behind that runs as its own
+        self.differences = [
+            min(first_difference(base, outline.codes), self._until) for outline in self.networks.outlines
+        ]
+        self.sizes = bucket_sizes(self.rows) if sizes is None else tuple(sizes)
+
+    def __call__(self, feed: Feed, num: int, route: Route) -> Inferred:
+        """Answers to `num` images."""
+        found = Inferred(np.zeros(num, np.int32), np.zeros(num, np.int32))
+        for batch in batches(np.arange(num), self.batch_size):
+            features, reached = self._base(feed, batch.rows)
+            tasks = np.asarray(route(features), np.int32)[: batch.size]
+            found.tasks[batch.rows[: batch.size]] = tasks
+            for task in np.unique(tasks):
+                rows = np.flatnonzero(tasks == task)
+                found.classes[batch.rows[rows]] = self._answers(int(task), rows, reached)
+        return found
+
+    def features(self, feed: Feed, num: int, route: Route) -> Float[np.ndarray, "N D"]:
+        """Features of each image by the network of its task; zeros where the route names none (-1)."""
+        found = np.zeros((num, self.executor.config.width), np.float32)
+        for batch in batches(np.arange(num), self.batch_size):
+            features, reached = self._base(feed, batch.rows)
+            tasks = np.asarray(route(features), np.int32)[: batch.size]
+            for task in np.unique(tasks[tasks >= 0]):
+                rows = np.flatnonzero(tasks == task)
+                found[batch.rows[rows]] = np.concatenate(
+                    [
+                        np.asarray(self.executor.features(last))[:size]
+                        for last, size in self._last_tokens(int(task), rows, reached)
+                    ]
+                )
+        return found
+
+    def prepare(self, *, classify: bool = True) -> None:
+        """Compile what any request can call, by answering blank images in groups of every size.
+
+        Without `classify` what `features` calls.
+        """
+        size = self.executor.config.image_size
+        blank = np.zeros((self.batch_size, size, size, 3), np.uint8)
+        _, reached = self._base(lambda rows: self.executor.begin(blank[rows]), np.arange(self.batch_size))
+        for task in self._examples():
+            for num in self.sizes:
+                if classify:
+                    self._answers(task, np.arange(num), reached)
+                else:
+                    for last, _ in self._last_tokens(task, np.arange(num), reached):
+                        self.executor.features(last)
+
+    def _examples(self) -> Iterator[int]:
+        """Few networks that together call every program that any of them calls."""
+        known = set()
+        for task, (begin, outline) in enumerate(zip(self.differences, self.networks.outlines, strict=True)):
+            runs = self.executor.programs_of(begin, [code == SKIP for code in outline.codes[begin:]])
+            programs = {*runs, ("head", next_power_of_two(outline.num_classes))}
+            if not programs <= known:
+                known |= programs
+                yield task
+
+    def _base(self, feed: Feed, rows: np.ndarray) -> tuple[np.ndarray, dict[int, np.ndarray | jax.Array]]:
+        """Features of a batch and the base network's tokens wherever some network leaves it."""
+        parts, reached = [], {block: [] for block in sorted(set(self.differences))}
+        for start in range(0, len(rows), self.rows):
+            tokens = self.executor.resolve(feed(rows[start : start + self.rows]))
+            parts.append(
+                read_on_the_way(
+                    self.executor, self.base, tokens, blocks=self._blocks, until=self._until,
+                    keep=lambda tokens: reached[tokens.block].append(tokens.values), stops=list(reached),
+                )
+            )  # fmt: skip
+        # on a CPU numpy gathers without a program; elsewhere a batch is one part and stays on the device
+        join = np.concatenate if jax.default_backend() == "cpu" else jnp.concatenate
+        features = joined([np.concatenate(part) for part in zip(*jax.device_get(parts), strict=True)])
+        return features, {
+            block: kept[0] if len(kept) == 1 else join([*map(np.asarray, kept)]) for block, kept in reached.items()
+        }
+
+    def _answers(self, task: int, rows: np.ndarray, reached: dict[int, np.ndarray | jax.Array]) -> np.ndarray:
+        head, num_classes = self.networks.head(task), self.networks.outlines[task].num_classes
+        found = []
+        for last, size in self._last_tokens(task, rows, reached):
+            blank = np.zeros(len(last), np.int32)
+            answers, _ = self.executor.classify(head, last, blank, blank.astype(np.float32), num_classes)
+            found.append(np.asarray(answers)[:size])
+        return np.concatenate(found)
+
+    def _last_tokens(
+        self, task: int, rows: np.ndarray, reached: dict[int, np.ndarray | jax.Array]
+    ) -> Iterator[tuple[jax.Array, int]]:
+        """The last tokens of a task's network in groups, padded ones behind the real rows, and how many are real."""
+        block, network = self.differences[task], self.networks.network(task)
+        values = reached[block]
+        for padded, size in pieces(rows, self.sizes):
+            if jax.default_backend() == "cpu":
+                tokens = Tokens(block, jnp.asarray(np.asarray(values)[padded]))
+            else:
+                tokens = self.executor.resolve(Gather(block, jnp.asarray(values), padded.astype(np.int32)))
+            yield self.executor.advance(network, tokens, self.executor.num_blocks).values, size
+
+
+SKIP = -1
+"""The code of a block that a finished network skips."""
+
+
+def first_difference(base: Network, codes: Sequence[int]) -> int:
+    """The first block where a network of these codes leaves the base network; L where it never does."""
+    pairs = enumerate(zip(base, codes, strict=True))
+    return next((block for block, (step, code) in pairs if step.code != code), len(base))
+
+
+def bucket_sizes(rows: int) -> tuple[int, ...]:
+    """Sizes to which groups are padded: the full one, a half, a quarter."""
+    return tuple(sorted({rows, max(rows // 2, 1), max(rows // 4, 1)}, reverse=True))
+
+
+def pieces(rows: np.ndarray, sizes: Sequence[int]) -> list[tuple[np.ndarray, int]]:
+    """`rows` cut into parts of these sizes, largest first; with the real rows of each.
+
+    What is left is padded to the smallest size that holds it, if at least half of that is real.
+    """
+    found, start = [], 0
+    while start < len(rows):
+        left = len(rows) - start
+        fits = [size for size in sizes if left <= size <= 2 * left][-1:] or [size for size in sizes if size <= left]
+        size = fits[0] if fits else sizes[-1]
+        part = rows[start : start + size]
+        found.append((np.concatenate([part, np.full(size - len(part), part[0])]), len(part)))
+        start += size
+    return found

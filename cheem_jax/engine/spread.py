@@ -1,0 +1,119 @@
+"""The search over several devices: each evaluates candidates of its own, on all validation images.
+
+No sums between devices are needed, as a batch divided over them would need at every block. Candidates that begin alike
+stay together, so that what they share still runs once (`Stages.walk`).
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from jaxtyping import Int
+
+from cheem_jax.backbone.flops import executed_halves
+from cheem_jax.core.images import in_turn
+from cheem_jax.core.pool import Head
+from cheem_jax.engine import hosts
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.executor import Executor, Network
+from cheem_jax.engine.feed import Feed, HostImages, Subset, feed_on
+from cheem_jax.engine.passes import Advance, count_right, unwatched
+
+
+def count_right_spread(
+    executor: Executor,
+    networks: Sequence[Network],
+    head: Head,
+    images: Feed,
+    labels: np.ndarray,
+    *,
+    num_classes: int,
+    batch_size: int,
+    advance: Advance,
+) -> Int[np.ndarray, "P"]:
+    """`passes.count_right`, the networks divided over the devices where one holds a whole network."""
+    layout = executor.layout
+    if not layout.is_many or layout.fsdp > 1:
+        return count_right(
+            executor, networks, head, images, labels, num_classes=num_classes, batch_size=batch_size, advance=advance
+        )
+    groups, counts = divided(executor, networks, layout.num), np.zeros(len(networks), np.int32)
+
+    def evaluate(place: int, feed: Feed, labels: np.ndarray) -> np.ndarray:
+        group = groups[place]
+        if not group:
+            return np.zeros(0, np.int32)
+        mine = [layout.copy(networks[index], place) for index in group]
+        return count_right(
+            executor.on(place), mine, layout.copy(head, place), feed_on(feed, executor.on(place)), labels,
+            num_classes=num_classes, batch_size=batch_size, advance=unwatched,
+        )  # fmt: skip
+
+    order = [batch.rows[: batch.size] for batch in batches(np.arange(len(labels)), batch_size)]
+    # all devices work on one batch before the next, so that every process reports its progress as often as the others
+    with ThreadPoolExecutor(len(layout.local), "search") as threads:
+        for rows, feed in zip(order, _parts(executor, images, order), strict=True):
+            num = len(layout.local)
+            found = threads.map(evaluate, layout.local, [feed] * num, [labels[rows]] * num)
+            for place, right in zip(layout.local, found, strict=True):
+                counts[groups[place]] += right
+            advance(len(rows) * len(networks))
+    return hosts.total(counts).astype(np.int64)
+
+
+def _parts(executor: Executor, images: Feed, order: Sequence[np.ndarray]) -> Iterator[Feed]:
+    """Each of these rows as a data set; pictures that the host holds or reads are read once for all devices."""
+    if isinstance(images, HostImages):
+        return (HostImages(executor, pictures) for pictures in in_turn(images.images, order))
+    return (Subset(images, rows) for rows in order)
+
+
+def divided(executor: Executor, networks: Sequence[Network], num: int) -> list[list[int]]:
+    """Indices of networks in `num` groups of nearly equal work, those with a common beginning side by side.
+
+    The largest group has as little to do as groups of neighbours allow; the order is that in which `walk` visits.
+    """
+    order = sorted(range(len(networks)), key=lambda i: [step.code for step in networks[i]])
+    low, high = 0.0, _work(executor, [networks[i] for i in order])
+    groups = _cut(executor, networks, order, high)
+    for _ in range(30):  # halving: the least bound that `num` groups can keep
+        bound = (low + high) / 2
+        found = _cut(executor, networks, order, bound)
+        if len(found) <= num:
+            groups, high = found, bound
+        else:
+            low = bound
+    return groups + [[] for _ in range(num - len(groups))]
+
+
+def _cut(executor: Executor, networks: Sequence[Network], order: Sequence[int], bound: float) -> list[list[int]]:
+    """The order in groups, each filled as long as its work stays within the bound; a single one may be beyond it."""
+    groups: list[list[int]] = []
+    filled = 0.0
+    for index in order:
+        previous = networks[groups[-1][-1]] if groups else ()
+        more = _more(executor, previous, networks[index])
+        if groups and filled + more <= bound:
+            groups[-1].append(index)
+            filled += more
+        else:
+            groups.append([index])
+            filled = _more(executor, (), networks[index])
+    return groups
+
+
+def _work(executor: Executor, networks: Sequence[Network]) -> float:
+    return float(sum(_more(executor, before, own) for before, own in zip([(), *networks], networks, strict=False)))
+
+
+def _more(executor: Executor, previous: Network, network: Network) -> float:
+    """FLOPs per image of a network whose beginning has been computed as far as it equals the previous one's."""
+    shared = 0
+    while shared < len(previous) and previous[shared].code == network[shared].code:
+        shared += 1
+    total, last = 0, len(network) - 1
+    for block in range(shared, len(network)):
+        attention, ffn = executed_halves(executor.config, last=block == last)
+        plastic, other = (ffn, attention) if executor.placement == "mlp_down" else (attention, ffn)
+        total += other + (0 if network[block].expert is None else plastic)
+    return float(total)

@@ -1,0 +1,186 @@
+"""Composed compiled stages: how any architecture runs without compiling anything new.
+
+Blocks have equal shapes, so one program per (op kind, where its input's gradient is wanted) serves every block, task
+and architecture; the host composes them. The backward pass stops at the first learnable op: what lies before it runs
+forward only and keeps nothing, and Skip costs nothing.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.core.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
+from cheem_jax.core.pool import Head
+from cheem_jax.engine.executor import WORKING_SET, Batch, Executor, Gather, Mask, Network, Token, Tokens, Walked, guard
+from cheem_jax.engine.layout import ONE, Layout
+
+
+class Stages(Executor):
+    """The default where dispatching a program is cheap beside running it."""
+
+    name = "stages"
+    composes = True
+
+    def __init__(
+        self,
+        vit: ViT,
+        placement: Placement,
+        *,
+        token: Token = "component",
+        deterministic: bool = False,
+        layout: Layout = ONE,
+    ):
+        super().__init__(vit, placement, token=token, deterministic=deterministic, layout=layout)
+        block_of = self.block_of
+
+        def enter(leaves, x, *, outputs):
+            return block_of(leaves).enter(x, placement=placement, outputs=outputs)
+
+        def widen(leaves, z, *, outputs):
+            return block_of(leaves).widen(z, placement=placement, outputs=outputs)
+
+        def leave(leaves, expert, z, u, mask, *, outputs):
+            op = Skip() if expert is None else Reuse(expert)
+            y, component = block_of(leaves).leave(op, z, u, placement=placement, outputs=outputs)
+            if component is None:
+                return y, None
+            tokens = (component if token == "component" else y)[:, 0]
+            return y, mask @ tokens
+
+        def linearise(leaves, op, x, *, outputs):
+            def output(learned, x):
+                return block_of(leaves).run(with_learned(op, learned), x, placement=placement, outputs=outputs)[0]
+
+            return jax.vjp(output, learned_of(op), x)
+
+        def linearise_first(leaves, op, z, *, outputs):
+            def output(learned):
+                block, own = block_of(leaves), with_learned(op, learned)
+                u = block.widen(z, placement=placement, outputs=outputs)
+                return block.leave(own, z, u, placement=placement, outputs=outputs)[0]
+
+            return jax.vjp(output, learned_of(op))
+
+        def backward(vjp, grad, loss):
+            learned, *rest = vjp(grad)
+            return learned, rest, guard(loss, learned)
+
+        def loss_and_gradients(leaves, head, *data):
+            loss, grads = jax.value_and_grad(self.mean_loss, argnums=(1, 2))(leaves, head, *data)
+            return guard(loss, grads[0]), grads
+
+        self._enter = self.jit(enter, static_argnames="outputs")
+        self._widen = self.jit(widen, static_argnames="outputs")
+        self._leave = self.jit(leave, static_argnames="outputs")
+        self._linearise = self.jit(linearise, static_argnames="outputs")
+        self._linearise_first = self.jit(linearise_first, static_argnames="outputs")
+        self._backward = self.jit(backward)
+        self._loss = self.jit(loss_and_gradients)
+
+    def rows(self, batch_size: int, working_set: int = WORKING_SET) -> int:
+        """See `Executor.rows`."""
+        per_image = 4 * self.config.num_tokens * self.config.mlp_width
+        if jax.default_backend() != "cpu" or self.layout.is_many or batch_size * per_image <= working_set:
+            return batch_size
+        fitting = max(working_set // per_image, 1)
+        return max(num for num in range(1, fitting + 1) if batch_size % num == 0)
+
+    def gradients(
+        self, ops: Ops, head: Head, batch: Batch, num_classes: int
+    ) -> tuple[jax.Array, dict[int, Learned], Head]:
+        """See `Executor.gradients`; runs forward only up to the first op that learns."""
+        tokens = self.resolve(batch.tokens)
+        begin, z = tokens
+        num = self.num_blocks
+        first = next((i for i in range(begin, num) if learned_of(ops[i]) is not None), num)
+        _, z = self._run([_frozen(op) for op in ops[begin:first]], tokens, batch.weights)
+        tape: list[Any] = []
+        if first < num:
+            z, vjp = self._linearise_first(self.blocks[first], ops[first], z, outputs=self.outputs[first])
+            tape.append(vjp)
+        for i in range(first + 1, num):
+            z, vjp = self._linearise(self.blocks[i], ops[i], z, outputs=self.outputs[i])
+            tape.append(vjp)
+        loss, (head_grad, grad) = self._loss(self.leaves, head, z, batch.labels, batch.weights, np.int32(num_classes))
+        grads: dict[int, Learned] = {}
+        for i in reversed(range(first, num)):
+            # a stage's linearisation is the largest thing a step keeps: let go of it as soon as it is used
+            learned_grad, rest, loss = self._backward(tape.pop(), grad, loss)
+            grad = rest[0] if rest else grad
+            if learned_grad is not None:
+                grads[i] = learned_grad
+        return loss, grads, head_grad
+
+    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask) -> Iterator[Walked]:
+        """Every network over one batch, each shared prefix once.
+
+        Networks are visited in the order of their codes, depth first, so a stack of one batch's activations (at most
+        2 L + 1) is all the memory that sharing needs. Siblings that differ from a block on share that block's start,
+        for `mlp_down` attention and up-projection. Results equal running each alone: the same programs see the same
+        inputs.
+        """
+        begin, values = self.resolve(tokens)
+        num = self.num_blocks
+        starts: list[Start] = [Start(values)]  # of block `begin`, `begin` + 1, ...; behind the last: the output
+        sums: list[jax.Array | None] = []
+        previous: Network = ()
+        for index in sorted(range(len(networks)), key=lambda i: [step.code for step in networks[i]]):
+            network = networks[index][begin:]
+            shared = 0
+            while shared < len(previous) and previous[shared].code == network[shared].code:
+                shared += 1
+            del starts[shared + 1 :], sums[shared:]
+            for depth in range(shared, len(network)):
+                block = begin + depth
+                y, total = self._finish(block, network[depth].expert, starts[depth], mask)
+                starts.append(Start(self._enter_next(block + 1, y)))
+                sums.append(total)
+            previous = network
+            yield Walked(index, starts[num - begin].z, [None] * begin + sums)
+
+    def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
+        """See `Executor.advance`."""
+        # sums come along and nobody reads them: a mask of another kind would be another program
+        tokens = self.resolve(tokens)
+        mask = np.zeros(tokens.values.shape[0], np.float32)
+        return self._run([step.expert for step in network[tokens.block : until]], tokens, mask)
+
+    def _run(self, experts: Sequence[Expert | None], tokens: Tokens, mask: Mask) -> Tokens:
+        block, z = tokens
+        for expert in experts:
+            y, _ = self._finish(block, expert, Start(z), mask)
+            block += 1
+            z = self._enter_next(block, y)
+        return Tokens(block, z)
+
+    def _enter_next(self, block: int, x: jax.Array) -> jax.Array:
+        # without work for attn_proj, where a block's choices differ from its first tokens on
+        if block == self.num_blocks or self.placement == "attn_proj":
+            return x
+        return self._enter(self.blocks[block], x, outputs=self.outputs[block])
+
+    def _finish(self, block: int, expert: Expert | None, start: "Start", mask) -> tuple[jax.Array, jax.Array | None]:
+        leaves, outputs = self.blocks[block], self.outputs[block]
+        if expert is None:
+            if self.placement == "mlp_down":
+                return start.z, None
+            return self._leave(leaves, None, start.z, None, mask, outputs=outputs)
+        if start.u is None:
+            start.u = self._widen(leaves, start.z, outputs=outputs)
+        return self._leave(leaves, expert, start.z, start.u, mask, outputs=outputs)
+
+
+@dataclasses.dataclass
+class Start:
+    """What a block's choices share: its first tokens, and the plastic layer's input once somebody needs it."""
+
+    z: jax.Array
+    u: jax.Array | None = None
+
+
+def _frozen(op: Op) -> Expert | None:
+    return op.expert if isinstance(op, Reuse) else None

@@ -1,0 +1,109 @@
+"""Forgetting a task on purpose: it goes with all that only it uses, and every other task answers as before.
+
+Experts keep their places in the pool, so that no other task has to be told. An expert of a forgotten task stays while
+another task uses it, or while an adapted expert descends from it.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cheem_jax.core.ops import Expert
+from cheem_jax.core.pool import BlockPool, Memory, StoredExpert, dense_expert, gone
+from cheem_jax.data.task import check_names
+
+
+class Place(NamedTuple):
+    """An expert of the pool."""
+
+    block: int
+    expert: int
+
+
+class Kept(NamedTuple):
+    """An expert of a forgotten task that stays, and the tasks that need it."""
+
+    place: Place
+    tasks: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgotten:
+    """The memory without a task, and what became of its experts."""
+
+    memory: Memory = dataclasses.field(repr=False)
+    number: int
+    """Of the forgotten task; it is never used again."""
+    removed: tuple[Place, ...]
+    """Experts that are gone, those included that only waited for this one."""
+    in_use: tuple[Kept, ...]
+    """Stay, since other tasks use them; they remain candidates for new tasks."""
+    ancestors: tuple[Kept, ...]
+    """Stay, since adapted experts descend from them; they are no candidates any more."""
+    baked: tuple[Place, ...]
+    """Adapted experts that became full ones, so that what they descend from could go."""
+
+
+def forget(memory: Memory, name: str, *, erase: bool = False) -> Forgotten:
+    """The memory without the named task.
+
+    With `erase`, adapted experts that descend from its own, or from those of tasks forgotten before, become full
+    experts: of forgotten tasks only what others use as it is stays then. Raises ValueError for an unknown name.
+    """
+    check_names([name], [task.name for task in memory.tasks], "this memory")
+    index = next(i for i, task in enumerate(memory.tasks) if task.name == name)
+    number = memory.numbers[index]
+    tasks = memory.tasks[:index] + memory.tasks[index + 1 :]
+    left = dataclasses.replace(memory, tasks=tasks, forgotten=tuple(sorted((*memory.forgotten, number))))
+    blocks, removed, in_use, ancestors, baked = [], [], [], [], []
+    for b, block in enumerate(memory.pool):
+        used = {task.experts[b] for task in tasks} - {None}
+        if erase:
+            for place, stored in enumerate(block):
+                own = stored.parent is not None and block[stored.parent].origin in left.forgotten
+                if own and stored.parent not in used and place in _needed(block, used):
+                    block = _replaced(block, place, StoredExpert(dense_expert(block, place), None, stored.origin))
+                    baked.append(Place(b, place))
+        needed = _needed(block, used)
+        for place, stored in enumerate(block):
+            if place not in needed and stored.origin is not None and not stored.is_gone:
+                block = _replaced(block, place, gone(stored.origin))
+                removed.append(Place(b, place))
+            elif place in needed and stored.origin == number:
+                who = tuple(
+                    task.name
+                    for task in tasks
+                    if (e := task.experts[b]) == place or (place not in used and place in set(_line(block, e)))
+                )
+                (in_use if place in used else ancestors).append(Kept(Place(b, place), who))
+        blocks.append(block)
+    left = dataclasses.replace(left, pool=tuple(blocks))
+    return Forgotten(left, number, tuple(removed), tuple(in_use), tuple(ancestors), tuple(baked))
+
+
+def changed_tasks(before: Memory, after: Memory) -> list[int]:
+    """Numbers of the remaining tasks whose own experts are no longer what they were."""
+    return [
+        number
+        for number in after.numbers
+        if any(
+            stored.origin == number and isinstance(stored.params, Expert) and not isinstance(old.params, Expert)
+            for block, old_block in zip(after.pool, before.pool, strict=True)
+            for stored, old in zip(block, old_block, strict=True)
+        )
+    ]
+
+
+def _line(block: BlockPool, expert: int | None) -> Iterator[int]:
+    """An expert and all that it descends from."""
+    while expert is not None:
+        yield expert
+        expert = block[expert].parent
+
+
+def _needed(block: BlockPool, used: set[int | None]) -> set[int]:
+    return {ancestor for expert in used for ancestor in _line(block, expert)}
+
+
+def _replaced(block: BlockPool, place: int, stored: StoredExpert) -> BlockPool:
+    return (*block[:place], stored, *block[place + 1 :])

@@ -1,0 +1,245 @@
+"""Answering for a whole memory: which task an image belongs to, which class of it, and whether to any at all."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+from scipy.special import softmax
+
+from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.core.architecture import to_strings
+from cheem_jax.core.images import Images
+from cheem_jax.core.paths import absolute
+from cheem_jax.core.pool import TaskMemory
+from cheem_jax.core.routing.centroids import CentroidIndex, threshold
+from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing.routers import NearestCentroid, make_router
+from cheem_jax.data.decode import decode_pieces
+from cheem_jax.data.files import FolderFiles, is_image, list_files
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.inference import Inference
+from cheem_jax.memory.prediction import Guess, NearTask, Prediction
+from cheem_jax.run.method import base_network
+
+BATCH_SIZES = (1, 8, 32)
+"""Images per call that programs are compiled for: a single picture, a few, and many."""
+
+
+class Answered(NamedTuple):
+    """Answers as arrays, one row per image."""
+
+    targets: Int[np.ndarray, "N"]
+    """Which target answered; -1 for none of them."""
+    logits: list[Float[np.ndarray, "C"]]
+    """Of the answering target's classes; empty for none."""
+    distances: Float[np.ndarray, "N T"]
+    """To each target, as the router compares them."""
+
+
+class Predictor:
+    """Some targets (tasks, and perhaps the backbone's own) behind the router, with programs of a few batch sizes.
+
+    `networks` are those of the targets; each is put together when the router first names it.
+    `open_set` is the share of a target's own images that may be refused as foreign; None refuses none, as the paper
+    does. Raises ValueError where there is no target, or one that was not calibrated.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        targets: Sequence[TaskMemory],
+        networks: TaskNetworks,
+        router: RouterConfig,
+        *,
+        batch_sizes: Sequence[int] = BATCH_SIZES,
+        top: int = 5,
+        open_set: float | None = None,
+    ):
+        if not targets:
+            raise ValueError("this memory has no task yet; `cheem learn` gives it one")
+        if not batch_sizes or min(batch_sizes) < 1:
+            raise ValueError(f"batch_sizes are {tuple(batch_sizes)}; expected whole numbers of at least 1")
+        if top < 1:
+            raise ValueError(f"top is {top}; expected at least 1 class")
+        self.executor, self.targets, self.networks, self.top = executor, tuple(targets), networks, top
+        self.index = make_router(router).follow([target.place for target in targets])
+        # a distance that learning more tasks does not change, so that a threshold keeps its meaning
+        centroids = [target.centroids for target in targets]
+        self._own = None if isinstance(self.index, NearestCentroid) else CentroidIndex(router.metric, centroids)
+        self.batch_sizes = tuple(sorted(set(batch_sizes)))
+        self.thresholds: np.ndarray | None = None
+        if open_set is not None:
+            if lacking := [target.name for target in targets if target.distances is None]:
+                raise ValueError(
+                    f"{', '.join(lacking)} were learned without a calibrated distance, so `none of my tasks` cannot be "
+                    "said; leave open_set out, or begin a memory with `cheem learn`, which calibrates each task"
+                )
+            calibrated = [threshold(target.distances, open_set) for target in targets if target.distances is not None]
+            self.thresholds = np.array(calibrated)
+        base = base_network(executor)
+        self._inference = {}
+        for size in self.batch_sizes:
+            rows = executor.rows(size)
+            sizes = sorted({min(rows, smaller) for smaller in self.batch_sizes if smaller <= size}, reverse=True)
+            self._inference[size] = Inference(
+                executor, base, networks, batch_size=size, sizes=sizes, reads=router
+            )  # fmt: skip
+
+    @property
+    def image_size(self) -> int:
+        """Pixels of the square images."""
+        return self.executor.config.image_size
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the targets."""
+        return tuple(target.name for target in self.targets)
+
+    @property
+    def classes(self) -> dict[str, tuple[str, ...]]:
+        """The classes of each target."""
+        return {target.name: target.classes for target in self.targets}
+
+    @property
+    def architectures(self) -> dict[str, tuple[str, ...]]:
+        """What runs in each block of each target's network."""
+        return {target.name: tuple(to_strings(target.architecture)) for target in self.targets}
+
+    def counters(self) -> dict[str, int]:
+        """See `TaskNetworks.counters`."""
+        return self.networks.counters()
+
+    def prepare(self) -> None:
+        """Compile all that a request may call."""
+        self.networks.prepare()
+        for inference in self._inference.values():
+            inference.prepare(classify=False)
+        size = self.image_size
+        for num in self.batch_sizes:
+            self.answer(np.zeros((num, size, size, 3), np.uint8))
+
+    def __call__(self, images: UInt8[np.ndarray, "N S S 3"]) -> list[Prediction]:
+        """The answer to each image."""
+        found = self.answer(images)
+        return [
+            self._told(int(target), logits, row)
+            for target, logits, row in zip(found.targets, found.logits, found.distances, strict=True)
+        ]
+
+    def answer(self, images: Images) -> Answered:
+        """Answers to images uint8 `[N, S, S, 3]` as arrays.
+
+        Raises ValueError for images of another shape.
+        """
+        size, num = self.image_size, len(images)
+        if images.shape[1:] != (size, size, 3) or images.dtype != np.uint8:
+            raise ValueError(
+                f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, {size}, {size}, 3]; "
+                "`memory.predict` takes files and pictures of any size"
+            )
+        near = np.zeros((num, len(self.targets)))
+        targets = np.zeros(num, np.int32)
+        features = np.zeros((num, self.executor.config.width), np.float32)
+        for rows in self._parts(num):
+            part, known = images[rows], slice(rows[0], rows[-1] + 1)
+            inference = self._inference[next(s for s in self.batch_sizes if s >= len(rows))]
+
+            def route(seen: np.ndarray, known: slice = known) -> np.ndarray:
+                found = self.index.distances(seen)
+                routed, num = self._routed(found, seen), known.stop - known.start
+                near[known], targets[known] = found[:num], routed[:num]
+                return routed
+
+            features[known] = inference.features(HostImages(self.executor, part), len(rows), route)
+        heads = {target: self._head(target) for target in np.unique(targets).tolist()}
+        pairs = zip(features, [heads[target] for target in targets.tolist()], strict=True)
+        logits = [row @ weight + bias for row, (weight, bias) in pairs]
+        return Answered(targets, logits, near)
+
+    def _parts(self, num: int) -> Iterator[np.ndarray]:
+        """Rows in parts of the largest size; the rest is padded to the smallest that holds it."""
+        largest = self.batch_sizes[-1]
+        return (np.arange(start, min(start + largest, num)) for start in range(0, num, largest))
+
+    def _routed(self, found: Float[np.ndarray, "N T"], seen: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
+        nearest = np.argmin(found, axis=1).astype(np.int32)
+        if self.thresholds is not None:
+            own = found if self._own is None else self._own.distances(seen)
+            # so written, what is no number is foreign too
+            nearest[~(own[np.arange(len(found)), nearest] <= self.thresholds[nearest])] = -1
+        return nearest
+
+    def _head(self, target: int) -> tuple[Float[np.ndarray, "D C"], Float[np.ndarray, "C"]]:
+        """On the host; none of the targets has no classes."""
+        if target < 0:
+            return np.zeros((self.executor.config.width, 0), np.float32), np.zeros(0, np.float32)
+        weight, bias = self.targets[target].head
+        return np.asarray(weight), np.asarray(bias)
+
+    def _told(self, target: int, logits: np.ndarray, near: np.ndarray) -> Prediction:
+        order = np.argsort(near, kind="stable")
+        told = tuple(NearTask(self.targets[i].name, float(near[i])) for i in order)
+        if target < 0:
+            return Prediction(None, (), told, ())
+        task = self.targets[target]
+        if not np.isfinite(logits).all():  # a network that computes NaN must not pass for one that knows
+            return Prediction(task.name, (), told, tuple(to_strings(task.architecture)))
+        probabilities = softmax(logits.astype(np.float64))
+        best = np.argsort(-probabilities, kind="stable")[: self.top]
+        guesses = tuple(Guess(task.classes[i], float(probabilities[i])) for i in best)
+        return Prediction(task.name, guesses, told, tuple(to_strings(task.architecture)))
+
+
+def is_best(logits: Float[np.ndarray, "C"], label: int) -> bool:
+    """Whether these logits answer with that class; nothing is answered where one is no number."""
+    return bool(np.isfinite(logits).all() and logits.argmax() == label)
+
+
+class Asked(NamedTuple):
+    """A file and its answer, or why there is none."""
+
+    file: str
+    prediction: Prediction | None
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        if self.prediction is None:
+            return {"file": self.file, "error": self.error}
+        return {"file": self.file, **self.prediction.to_json()}
+
+
+def predict_files(predictor: Predictor, files: Iterable[str | Path]) -> Iterator[Asked]:
+    """The answer to each file in turn, decoded while others are answered; what cannot be read is told and left out."""
+    # small pieces: the first answer does not wait for hundreds of pictures
+    size = 2 * predictor.batch_sizes[-1]
+    decoded = decode_pieces(NamedFiles([str(file) for file in files]), predictor.image_size, size)
+    for names, images, errors in decoded:
+        answers = iter(predictor(images))
+        for name, error in zip(names, errors, strict=True):
+            yield Asked(name, None, error.removeprefix(f"{name}: ")) if error else Asked(name, next(answers))
+
+
+def files_in(place: Path) -> list[str]:
+    """A file itself, or the pictures below a folder; ValueError where it holds none."""
+    folder = absolute(place)
+    if not folder.is_dir():
+        return [str(place)]
+    found = [str(place / name) for name in list_files(folder, any_name=True) if is_image(name)]
+    if not found:
+        raise ValueError(f"{str(place)!r} holds no picture; expected a picture, or a folder of some")
+    return found
+
+
+class NamedFiles(FolderFiles):
+    """Files by any path; errors and answers name each as it was given."""
+
+    def __init__(self, names: Sequence[str]):
+        super().__init__(Path(), names)
+
+    def file(self, row: int) -> Path:
+        """See `FolderFiles.file`."""
+        return absolute(self.names[row])

@@ -1,0 +1,1 @@
+"""What a run keeps: checkpoints, its record, and where it resumes."""

@@ -1,0 +1,98 @@
+"""Where two JSON values differ, and one way to say it: of settings, conditions, records and results alike."""
+
+import enum
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cheem_jax.run.removed import without_removed
+
+Place = tuple[str | int, ...]
+"""Keys and list positions that lead to a value."""
+LONGEST, PART = 40, 25
+"""Characters of a value that are shown whole, and of a longer one where it differs."""
+
+
+class Missing(enum.Enum):
+    """What one side does not have."""
+
+    VALUE = "missing"
+
+
+class Leaf(NamedTuple):
+    """One difference, as small as it gets; as text a sentence about the first side (there) and the second (here)."""
+
+    place: Place
+    first: Any
+    second: Any
+
+    def __str__(self) -> str:
+        return sentence(dotted(self.place), self.first, self.second)
+
+
+def leaves(first: Any, second: Any, place: Place = ()) -> Iterator[Leaf]:
+    """Every difference between two JSON values, in the order of the first; tuples count as lists."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        keys, sides = dict.fromkeys((*first, *second)), (first, second)
+    elif isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        keys, sides = range(max(len(first), len(second))), (dict(enumerate(first)), dict(enumerate(second)))
+    else:
+        if first != second:
+            yield Leaf(place, first, second)
+        return
+    for key in keys:
+        yield from leaves(sides[0].get(key, Missing.VALUE), sides[1].get(key, Missing.VALUE), (*place, key))
+
+
+def settings_apart(
+    there: Mapping[str, Any], here: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> list[Leaf]:
+    """The settings in which two runs differ, in the order of the first.
+
+    A setting that only one of them has makes no difference where its value had no effect: that of a setting which no
+    longer exists, or the one in `defaults`, since without a setting runs did what its default does.
+    """
+
+    def default_of(place: Place) -> Any:
+        value: Any = defaults
+        for key in place:
+            value = value.get(key, Missing.VALUE) if isinstance(value, Mapping) else Missing.VALUE
+        return value
+
+    found = leaves(without_removed(there), without_removed(here))
+    return [leaf for leaf in found if leaf.first is not Missing.VALUE or leaf.second != default_of(leaf.place)]
+
+
+def summary(found: Sequence[Leaf], what: str) -> str:
+    """The first difference and how many more there are; `what` is their noun in the plural."""
+    return f"{found[0]}" + (f" ({len(found) - 1} more {what} differ)" if len(found) > 1 else "")
+
+
+def sentence(subject: str, first: Any, second: Any) -> str:
+    """Both values with as many digits, or as much of the text, as tells them apart."""
+    one, other = _shown(first, second)
+    return f"{subject} is {one} there and {other} here"
+
+
+def dotted(place: Place) -> str:
+    """`cheem.search.epsilon`, `accuracy[1][0]`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+
+
+def _shown(first: Any, second: Any) -> tuple[str, str]:
+    if isinstance(first, float) and isinstance(second, float):
+        for digits in range(5, 18):
+            pair = f"{first:.{digits}g}", f"{second:.{digits}g}"
+            if pair[0] != pair[1]:
+                return pair
+    one, other = (value.value if isinstance(value, Missing) else json.dumps(value) for value in (first, second))
+    begin = 0
+    if Missing.VALUE not in (first, second) and max(len(one), len(other)) > LONGEST:
+        same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        begin = max(same - 12, 0) if same > 20 else 0
+    return _cut(one, begin), _cut(other, begin)
+
+
+def _cut(text: str, begin: int) -> str:
+    end = begin + (LONGEST if begin == 0 and len(text) <= LONGEST else PART)
+    return ("…" if begin else "") + text[begin:end] + ("…" if end < len(text) else "")

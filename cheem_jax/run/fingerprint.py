@@ -1,0 +1,131 @@
+"""A run's fingerprint: all that decides its numbers besides chance. Equal ones promise equal numbers."""
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cheem_jax import __version__
+from cheem_jax.run.differences import leaves
+from cheem_jax.run.record import to_json
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "scikit-learn", "pillow")
+PACKAGE = Path(__file__).parents[1]
+VARIABLES = re.compile(r"XLA_FLAGS|JAX_\w+|(OMP|OPENBLAS|MKL)_NUM_THREADS")
+"""Environment variables that reach the numbers ..."""
+HARMLESS = re.compile(r"CACHE|DUMP|PROFIL|TRACEBACK|JAX_LOG|JAX_PLATFORMS")
+"""... but for these: where files are kept and shown, and what the device says already."""
+
+
+def take(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The fingerprint of a run of this identity (the content of `config.json`) in this process."""
+    return {
+        "config_sha256": _hash(identity),
+        "data_sha256": _hash(identity["data_sha256"]),
+        "weights_sha256": identity["weights_sha256"],
+        "code": {"version": __version__, "sha256": code_hash(PACKAGE), "commit": commit_of(PACKAGE)},
+        "versions": dict(_versions()),
+        "device": _device(),
+    }
+
+
+def digest(fingerprint: Mapping[str, Any]) -> str:
+    """A name for the fingerprint: 16 hex digits."""
+    return _hash(fingerprint)[:16]
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """One sentence for each value in which two fingerprints differ."""
+    return list(map(str, leaves(there, here)))
+
+
+@functools.cache
+def code_hash(package: Path) -> str:
+    """SHA-256 over names and contents of a package's code and tables; weights count by their own hash."""
+    files = {
+        file.relative_to(package).as_posix(): file
+        for file in package.rglob("*")
+        if file.suffix in (".py", ".json") and file.is_file()
+    }
+    found = hashlib.sha256()
+    for name, file in sorted(files.items()):
+        content = file.read_bytes()
+        found.update(f"{name} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+@functools.cache
+def commit_of(package: Path) -> str | None:
+    """The commit of the git checkout that a package belongs to, with + where tracked files changed; None without one.
+
+    A package that is merely installed below a checkout does not belong to it.
+    """
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return _git(package, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # a hook's GIT_DIR would name another checkout, and a look should not wait for locks
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            env={**environment, "GIT_OPTIONAL_LOCKS": "0"}, capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+@functools.cache
+def _versions() -> Mapping[str, str | None]:
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> dict[str, Any]:
+    devices = jax.devices()
+    return {
+        "platform": devices[0].platform,
+        "kind": devices[0].device_kind,
+        "runtime": devices[0].client.platform_version,
+        "count": len(devices),
+        "processor": _processor(),
+        "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if VARIABLES.fullmatch(name) and not HARMLESS.search(name)
+        },
+    }
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        if found := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _hash(value: Any) -> str:
+    text = json.dumps(to_json(value), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,251 @@
+"""The interface of a continual learner, and what several methods share: frozen features, seconds, checks."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from cheem_jax.backbone.flops import executed_pass_flops, pass_flops
+from cheem_jax.core.images import Images
+from cheem_jax.core.pool import dense_expert
+from cheem_jax.core.routing.config import PAPER, RouterConfig
+from cheem_jax.core.routing.statistics import check_labels, joined
+from cheem_jax.data.task import Task
+from cheem_jax.engine.executor import Dense, Executor
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.inference import Inferred
+from cheem_jax.engine.passes import Advance, features_on_the_way, network_features
+from cheem_jax.run.rolling import Saved
+
+
+@runtime_checkable
+class Running(Protocol):
+    """A task while it is learned: the state that an earlier process saved (None: none), and the task's phases."""
+
+    @property
+    def saved(self) -> Saved | None: ...
+
+    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> AbstractContextManager[Advance]:
+        """Open a phase by its name and its number of images; gives the function that reports finished images.
+
+        `state` may be called at any of these reports; a rolling checkpoint saves what it returns.
+        """
+        ...
+
+
+class Undisturbed:
+    """Learning without progress display, interruption or rolling checkpoints."""
+
+    saved = None
+
+    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> AbstractContextManager[Advance]:
+        """See `Running.phase`."""
+        return nullcontext(lambda num_images, note="", /: None)
+
+
+class Answers(NamedTuple):
+    """One method's predictions for the images of one task, made per image.
+
+    `given_task` is the class predicted with the task ID given, `chosen_task` the inferred task ID and `chosen_class`
+    the class predicted with it. A method with one network per task fills in `chosen_class` only where the inferred task
+    ID is right: for the other images the prediction is wrong whatever the class.
+    """
+
+    given_task: Int[np.ndarray, "N"]
+    chosen_task: Int[np.ndarray, "N"]
+    chosen_class: Int[np.ndarray, "N"]
+
+
+@runtime_checkable
+class Method(Protocol):
+    """A continual learner: it learns tasks one after another and predicts for all of them."""
+
+    name: str
+
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """Check the settings against a whole stream before learning starts; returns warnings for the user.
+
+        Raises ValueError if the settings cannot work with the stream.
+        """
+        ...
+
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """Learn the next task; returns its report: JSON values, with `seconds` by phase and costs per image."""
+        ...
+
+    def bytes_needed(self, task: Task) -> int:
+        """Upper bound of the disk space in bytes that learning this task takes, rolling checkpoints included."""
+        ...
+
+    def save(self, root: Path) -> None:
+        """Save what the last task added below `root`, and continue with what is read back from disk."""
+        ...
+
+    def open(self, root: Path) -> None:
+        """Replace the state by the checkpoints below `root`; raises ValueError if one is corrupted."""
+        ...
+
+    def answers(self, index: int, task: Task) -> Answers:
+        """Predictions for the test images of a learned task, whose position in the stream is `index`."""
+        ...
+
+    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
+        """Task ID and class within the task for each image, uint8 `[N, S, S, 3]`; every image is predicted alone.
+
+        `tasks` are the true task IDs, which upper bounds need. Raises ValueError as `check_given`.
+        """
+        ...
+
+
+class Clock:
+    """Seconds by phase, those of earlier processes included."""
+
+    def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
+        self.seconds = dict(seconds or {})
+        self._begun: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, running: Running) -> "Clock":
+        """The clock of a task: it continues from the seconds that an earlier process saved."""
+        return cls(running.saved.meta["seconds"] if running.saved else None)
+
+    @contextmanager
+    def __call__(self, phase: str):
+        self._begun[phase] = time.perf_counter()
+        yield
+        self.seconds = self.so_far()
+        del self._begun[phase]
+
+    def so_far(self) -> dict[str, float]:
+        """The seconds of finished phases and of those that still run."""
+        now, seconds = time.perf_counter(), dict(self.seconds)
+        for phase, start in self._begun.items():
+            seconds[phase] = seconds.get(phase, 0.0) + now - start
+        return seconds
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """A frozen network whose features infer the task ID or query prompts."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def width(self) -> int: ...
+    def flops(self, *, count_attention: bool = False) -> int:
+        """FLOPs per image by the paper's convention."""
+        ...
+
+    def executed_flops(self) -> int:
+        """FLOPs per image as executed."""
+        ...
+
+    def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
+        """Features of images uint8 `[N, S, S, 3]`."""
+        ...
+
+
+class Backbone:
+    """The plain backbone of an executor as an encoder: its CLS token after the last LayerNorm, or what `reads` names.
+
+    Raises ValueError if the backbone has too few blocks for that.
+    """
+
+    def __init__(self, executor: Executor, reads: RouterConfig = PAPER):
+        self.executor, self.network, depth = executor, base_network(executor), executor.num_blocks
+        self.blocks, self.until, self.is_plain = reads.blocks(depth), reads.until(depth), reads.features == "last"
+        self.name, self.width = executor.config.name, reads.num_parts(depth) * executor.config.width
+
+    def flops(self, *, count_attention: bool = False) -> int:
+        """See `Encoder.flops`."""
+        executor = self.executor
+        return pass_flops(executor.config, executor.placement, self.until, count_attention=count_attention)
+
+    def executed_flops(self) -> int:
+        """See `Encoder.executed_flops`."""
+        return executed_pass_flops(self.executor.config, self.executor.placement, self.until)
+
+    def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
+        """See `Encoder.features`."""
+        feed, num = HostImages(self.executor, images), len(images)
+        if self.is_plain:
+            return network_features(self.executor, self.network, feed, num, batch_size=batch_size)
+        parts = features_on_the_way(
+            self.executor, self.network, feed, num=num, blocks=self.blocks, until=self.until, batch_size=batch_size
+        )
+        return joined(parts)
+
+
+class FrozenFeatures:
+    """Features of an initial frozen network, computed once per image and run (deterministic: no augmentation)."""
+
+    def __init__(self, encoder: Encoder | Executor, batch_size: int):
+        self.encoder: Encoder = Backbone(encoder) if isinstance(encoder, Executor) else encoder
+        self.batch_size = batch_size
+        # kept with their images: another run in this process may have other images under the same names
+        self._known: dict[tuple[str, str], tuple[Images, Float[np.ndarray, "N D"]]] = {}
+
+    def of(self, executor: Executor) -> bool:
+        """Whether this executor's backbone computes them, so that networks can resume from the same pass."""
+        return isinstance(self.encoder, Backbone) and self.encoder.executor is executor
+
+    def ends(self, executor: Executor) -> bool:
+        """Whether they are the last features of this executor's backbone, which any full pass computes."""
+        return isinstance(self.encoder, Backbone) and self.encoder.executor is executor and self.encoder.is_plain
+
+    def __call__(self, task: Task, split: str) -> Float[np.ndarray, "N D"]:
+        """Features of one split of a task."""
+        if not self.known(task, split):
+            self.remember(task, split, self.compute(getattr(task, split).images))
+        return self._known[task.name, split][1]
+
+    def compute(self, images: Images) -> Float[np.ndarray, "N D"]:
+        """Features of any images uint8 `[N, S, S, 3]`."""
+        return self.encoder.features(images, batch_size=self.batch_size)
+
+    def known(self, task: Task, split: str) -> bool:
+        """Whether the features of a split are computed already."""
+        key = (task.name, split)
+        return key in self._known and self._known[key][0] is getattr(task, split).images
+
+    def remember(self, task: Task, split: str, features: Float[np.ndarray, "N D"]) -> None:
+        """Keep features that another pass computed anyway."""
+        self._known[task.name, split] = getattr(task, split).images, features
+
+    def clear(self) -> None:
+        """Drop all."""
+        self._known.clear()
+
+    def forget(self, task: Task) -> None:
+        """Drop the training and validation features of a learned task: exemplar-free learning keeps none."""
+        for split in ("train", "val"):
+            self._known.pop((task.name, split), None)
+
+
+def check_given(method: str, num_tasks: int, tasks: np.ndarray | None, *, told: bool = False) -> None:
+    """ValueError if nothing was learned, if a task ID is out of range, or if `told` and no task IDs are given."""
+    if not num_tasks:
+        raise ValueError(f"nothing has been learned yet, so {method} has no task to infer; learn a task first")
+    if told and tasks is None:
+        raise ValueError(f"{method} is an upper bound: give the true task ID of each image")
+    if tasks is not None and len(tasks) and not (0 <= np.min(tasks) and np.max(tasks) < num_tasks):
+        given = sorted(set(np.asarray(tasks).tolist()))
+        raise ValueError(f"task IDs {given} given; expected 0..{num_tasks - 1}, as {num_tasks} tasks were learned")
+
+
+def check_router(tasks: Sequence[Task], config: RouterConfig) -> None:
+    """ValueError with the name of the first task that this router cannot infer."""
+    for task in tasks:
+        try:
+            check_labels(task.train.labels, config)
+        except ValueError as error:
+            raise ValueError(f"task {task.name!r}: {error}") from error
+
+
+def base_network(executor: Executor) -> list[Dense]:
+    """The plain backbone as a network for forward passes."""
+    return [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]

@@ -1,0 +1,119 @@
+"""What one sees while a run works: bars on a terminal, a line now and then anywhere else."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from rich import progress as bars
+from rich.console import Console
+from rich.text import Text
+
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.ops import COLOURS
+
+SECONDS_BETWEEN_LINES = 15.0
+NAME_WIDTH = 20
+
+
+class Advance(Protocol):
+    def __call__(self, num_images: int, note: str = "") -> None:
+        """Count images as done; the note (a loss, an epoch) is shown next to them."""
+
+
+class Progress:
+    """Phases with images/s and time left, messages, and architectures as they are found."""
+
+    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic):
+        self.console = console or _console()
+        self.clock = clock
+        self.has_bars = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._explained = False
+        self._bars = bars.Progress(
+            bars.TextColumn("{task.fields[phase]:<10}", style="bold"),
+            bars.TextColumn("{task.fields[task]}", markup=False),
+            bars.BarColumn(bar_width=24),
+            bars.TaskProgressColumn(),
+            bars.TextColumn("{task.fields[speed]}"),
+            bars.TimeRemainingColumn(compact=True),
+            bars.TextColumn("{task.fields[note]}", style="dim", markup=False),
+            console=self.console,
+            transient=True,
+            refresh_per_second=4,  # the cores are for training
+        )
+
+    def say(self, message: str) -> None:
+        """A line above the bars."""
+        self.console.print(Text(message), soft_wrap=True)
+
+    @contextlib.contextmanager
+    def phase(self, phase: str, *, task: str, total: int, unit: str = "images") -> Iterator[Advance]:
+        """Shows one phase of one task, `total` in images or another unit; an exception, Ctrl-C included, passes."""
+        start = said = self.clock()
+        done = 0
+        bar = None
+        if self.has_bars:
+            if not self._bars.tasks:
+                self._bars.start()
+            bar = self._bars.add_task("", total=total, phase=phase, task=task, speed="", note="")
+        else:
+            self.say(f"[{phase}] {task}: {total:,} {unit}")
+
+        def advance(num_images: int, note: str = "") -> None:
+            nonlocal done, said
+            done += num_images
+            now = self.clock()
+            rate = done / max(now - start, 1e-9)
+            if bar is not None:
+                self._bars.update(bar, advance=num_images, speed=f"{rate:,.0f} {unit}/s", note=note)
+            elif now - said >= SECONDS_BETWEEN_LINES:
+                said = now
+                left = max(total - done, 0) / max(rate, 1e-9)
+                line = f"[{phase}] {task}: {done:,} of {total:,} {unit}, {rate:,.0f} {unit}/s"
+                self.say(f"{line}, {duration(left)} left" + (f", {note}" if note else ""))
+
+        try:
+            yield advance
+        finally:
+            if bar is not None:
+                self._bars.remove_task(bar)
+                if not self._bars.tasks:
+                    self._bars.stop()  # gives the cursor back, after Ctrl-C as well
+        seconds = self.clock() - start
+        rate = f", {done / seconds:,.0f} {unit}/s" if done and seconds > 0 else ""
+        self.say(f"[{phase}] {task}: done in {duration(seconds)}, {done:,} {unit}{rate}")
+
+    def architecture(self, task: str, choices: Sequence[str]) -> None:
+        """A row of R, A, N and S, one per block; a number names the expert where it is not the base's (0)."""
+        if not self._explained:
+            legend = Text("blocks in order: ")
+            for kind in COLOURS:
+                legend.append(f" {kind[0].upper()} ", style=self._style(kind)).append(f" {kind}  ")
+            self.console.print(legend.append("number: expert of the pool, the base's where none"), soft_wrap=True)
+            self._explained = True
+        row = Text(f"{task:<{NAME_WIDTH}} ")
+        for choice in from_strings(choices):
+            row.append(f" {choice.kind[0].upper()}{choice.expert or ' '} ", style=self._style(choice.kind))
+        self.console.print(row, soft_wrap=True)
+
+    def _style(self, kind: str) -> str:
+        return f"#202020 on {COLOURS[kind]}" if self.console.color_system else ""
+
+
+def _console() -> Console:
+    """Plain lines in notebooks and logs, where FORCE_COLOR may be set and a bar would be hundreds of them."""
+    is_screen = sys.stdout.isatty()
+    return Console(width=None if is_screen else 100, force_jupyter=False, force_terminal=None if is_screen else False)
+
+
+def duration(seconds: float) -> str:
+    """`4.5 s`, `2 min 07 s`, `3 h 05 min`, `2 d 4 h`."""
+    seconds = max(seconds, 0.0)
+    if round(seconds) < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {seconds:02d} s"
+    return f"{hours // 24} d {hours % 24} h"

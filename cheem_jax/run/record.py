@@ -1,0 +1,129 @@
+"""`metrics.jsonl`: one JSON line per measurement, the only record of a run.
+
+Lines are appended; resuming after a stop drops those of a task that was not saved. Each ends with a hash of itself, so
+a number that changed on the disk is noticed.
+"""
+
+import datetime
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cheem_jax.core.atomic import to_disk, write_atomically
+
+NAME = "metrics.jsonl"
+
+
+def to_json(value: Any) -> Any:
+    """Plain JSON values: arrays become lists, numbers that are not finite null, tuples lists, paths text."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {str(key): to_json(item) for key, item in value.items()}
+        case list() | tuple():
+            return [to_json(item) for item in value]
+        case Path():
+            return str(value)
+    if hasattr(value, "__array__"):  # numpy and jax arrays and scalars
+        return to_json(np.asarray(value).tolist())
+    raise TypeError(f"{type(value).__name__} {value!r} has no JSON form here; expected numbers, text, lists, arrays")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises FileNotFoundError, or ValueError where there is something else."""
+    try:
+        value = json.loads(file.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error}); restore it from a copy") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} contains no JSON object; restore it from a copy")
+    return value
+
+
+class Record:
+    """The record of one run directory, opened for appending."""
+
+    def __init__(self, file: Path, fingerprint: str | None = None, *, writes: bool = True):
+        self.file, self.fingerprint, self.writes = file, fingerprint, writes
+
+    @classmethod
+    def open(cls, directory: Path, fingerprint: str | None = None, *, writes: bool = True) -> "Record":
+        """Opens or starts the record; a last line torn by a crash is dropped, so the next starts afresh.
+
+        Every line that is then written carries the fingerprint, which says under what conditions. One that does not
+        write belongs to a process that another one writes for, and leaves everything as it is.
+        """
+        file = directory / NAME
+        if not writes:
+            return cls(file, fingerprint, writes=False)
+        directory.mkdir(parents=True, exist_ok=True)
+        if file.exists() and file.stat().st_size and not file.read_bytes().endswith(b"\n"):
+            _rewrite(file, read(directory))
+        return cls(file, fingerprint)
+
+    def write(self, event: str, **values: Any) -> None:
+        """Appends one line with the event, the time (UTC, ISO 8601) and the values, on the disk at once."""
+        if "time" in values:
+            raise ValueError("the record writes `time` itself; give the value another name, such as `seconds`")
+        if not self.writes:
+            return
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        stamp = {} if self.fingerprint is None else {"fingerprint": self.fingerprint}
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(_line({"event": event, "time": now, **stamp, **to_json(values)}))
+            stream.flush()
+            os.fsync(stream.fileno())
+        to_disk(self.file.parent)
+
+    def keep(self, predicate: Callable[[dict[str, Any]], bool]) -> None:
+        """Drops every line for which the predicate is false, such as those of an unfinished task."""
+        self.replace([entry for entry in read(self.file.parent) if predicate(entry)])
+
+    def replace(self, entries: list[dict[str, Any]]) -> None:
+        """Writes these entries in place of all."""
+        if self.writes:
+            _rewrite(self.file, entries)
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """All entries in order, [] without a record; a torn last line is ignored.
+
+    Raises ValueError naming the first line that is not as it was written.
+    """
+    file = directory / NAME
+    if not file.exists():
+        return []
+    *lines, torn = file.read_bytes().decode("utf-8", errors="replace").split("\n")
+    return [_entry(line, f"{file}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _line(entry: dict[str, Any]) -> str:
+    body = json.dumps(entry, allow_nan=False)
+    return f'{body[:-1]}, "check": "{hashlib.sha256(body.encode()).hexdigest()[:16]}"}}\n'
+
+
+def _entry(line: str, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+        if isinstance(entry, dict) and entry.pop("check", None) and _line(entry) == f"{line}\n":
+            if isinstance(entry.get("event"), str):
+                return entry
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError(
+        f"{where} is not as it was written, found {line[:60]!r}; restore the file from a copy, or choose "
+        "another run directory"
+    )
+
+
+def _rewrite(file: Path, entries: list[dict[str, Any]]) -> None:
+    write_atomically(file, "".join(map(_line, entries)))

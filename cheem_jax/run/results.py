@@ -1,0 +1,149 @@
+"""`results.json` from the record of a run: everything a table or figure shows, and nothing that was not measured."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cheem_jax.core import metrics
+
+Entry = Mapping[str, Any]
+
+
+def results_of(entries: Sequence[Entry]) -> dict[str, Any]:
+    """The results after the last evaluated task; its baselines and upper bounds are under `yardsticks`.
+
+    Raises ValueError for a record that lacks what they need.
+    """
+    try:
+        return _results_of(entries)
+    except (StopIteration, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"the record lacks what results need ({error!r:.200})") from error
+
+
+def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
+    setting = next(entry for entry in entries if entry["event"] == "run")
+    evaluated = [entry for entry in entries if entry["event"] == "evaluated"]
+    if not evaluated:
+        raise ValueError("the record contains no evaluated task yet")
+    num_tasks, timed = len(evaluated), [entry for entry in entries if "compile" in entry]
+    methods = list(evaluated[0]["methods"])
+    learned = {method: _learned(entries, method)[:num_tasks] for method in methods}
+    name = setting["method"]
+    main = learned[name]
+    found = {method: _method(evaluated, learned[method], method) for method in methods}
+    yardsticks = {method: found[method] for method in methods if method != name}
+    bound = _upper_bound([e for e in entries if e["event"] == "upper_bound"], num_tasks)
+    if bound:
+        yardsticks["full_finetune"] = bound
+    result = {
+        **{key: setting[key] for key in SETTING},
+        **found[name],
+        "split_sha256": setting["split_sha256"],
+        "checkpoints": evaluated[-1]["checkpoints"],
+        "fingerprint": list(dict.fromkeys(entry["fingerprint"] for entry in entries if "fingerprint" in entry)),
+        "peak_memory_bytes": max(entry["peak_memory_bytes"] for entry in evaluated),
+        "tasks": [_task(report, entry["seconds"]) for report, entry in zip(main, evaluated, strict=True)],
+        "engine": {key: setting.get(key) for key in ("executor", "precision", "device")} | main[-1].get("engine", {}),
+        "compile": {
+            "programs": sum(entry["compile"]["programs"] for entry in timed),
+            "cached": sum(entry["compile"]["cached"] for entry in timed),
+            "seconds": sum(entry["compile"]["seconds"] for entry in timed),
+        },
+        "seconds_total": sum(entry["seconds"] for entry in timed),
+        "yardsticks": yardsticks,
+    }
+    if "pool" in main[-1]:
+        result["pool"] = main[-1]["pool"]
+    if "similarity" in main[-1]:
+        result["similarity"] = [report["similarity"] for report in main]
+    result["fom"] = _figure_of_merit(result)
+    return result
+
+
+SETTING = (
+    "method", "backbone", "stream", "seed", "placement", "preset", "image_size", "base_means", "source", "router"
+)  # fmt: skip
+
+
+def _learned(entries: Sequence[Entry], method: str) -> list[dict[str, Any]]:
+    reports = [e["report"] for e in entries if e["event"] == "learned" and e["method"] == method]
+    return sorted(reports, key=lambda report: report["index"])
+
+
+def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -> dict[str, Any]:
+    num = len(evaluated)
+    accuracy, local = np.full((num, num), np.nan), np.full((num, num), np.nan)
+    for i, entry in enumerate(evaluated):
+        measured = entry["methods"][method]
+        accuracy[i, : i + 1], local[i, : i + 1] = measured["accuracy"], measured["local_accuracy"]
+    return {
+        "accuracy": metrics.matrix_to_json(accuracy),
+        "local_accuracy": metrics.matrix_to_json(local),
+        **_averages(accuracy, local),
+        "just_trained": list(metrics.just_trained(local)),
+        "routing": evaluated[-1]["methods"][method]["routing"],
+        "flops": {
+            "paper": _mean(reports, "flops_method"),
+            "executed": _mean(reports, "flops_executed"),
+            "explicit": _mean(reports, "flops_explicit"),
+        },
+        "params_added_percent": _mean(reports, "params_added_percent"),
+        "params_learned": _mean(reports, "params_learned"),
+        "params_stored": sum(report["params_stored"] for report in reports),
+        "seconds": sum(sum(report["seconds"].values()) for report in reports),
+    }
+
+
+def _averages(accuracy: np.ndarray, local: np.ndarray) -> dict[str, float | None]:
+    """None where a memory was measured without the images of earlier tasks."""
+    names = ("average_accuracy", "average_forgetting", "local_average_accuracy", "local_average_forgetting")
+    found: dict[str, float | None] = dict.fromkeys(names)
+    if not np.isnan(accuracy[-1]).any():
+        found["average_accuracy"] = metrics.average_accuracy(accuracy)
+        found["local_average_accuracy"] = metrics.average_accuracy(local)
+    if not np.isnan(accuracy[np.tri(len(accuracy), dtype=bool)]).any():
+        found["average_forgetting"] = metrics.average_forgetting(accuracy)
+        found["local_average_forgetting"] = metrics.average_forgetting(local)
+    return found
+
+
+def _task(report: Entry, seconds_evaluation: float) -> dict[str, Any]:
+    hidden = ("index", "pool", "similarity", "search", "supernet_losses", "finetune_losses", "losses")
+    task = {key: value for key, value in report.items() if key not in hidden}
+    return {**task, "seconds": {**report["seconds"], "evaluation": seconds_evaluation}}
+
+
+def _upper_bound(entries: Sequence[Entry], num_tasks: int) -> dict[str, Any] | None:
+    """Only complete: an average over some of the tasks is no bound for all."""
+    if len(entries) < num_tasks:
+        return None
+    entries = sorted(entries, key=lambda entry: entry["index"])[:num_tasks]
+    local = [entry["test_accuracy"] for entry in entries]
+    return {
+        "local_accuracy": local,
+        "average_accuracy": float(np.mean(local)),
+        "learning_rates": [entry["learning_rate"] for entry in entries],
+        "flops": {"paper": entries[0]["flops_paper"], "executed": entries[0]["flops_executed"]},
+        "params_added_percent": 100.0,
+        "seconds": sum(entry["seconds"] for entry in entries),
+    }
+
+
+def _figure_of_merit(result: Mapping[str, Any]) -> dict[str, float | None] | None:
+    yardsticks = result["yardsticks"]
+    if "full_finetune" not in yardsticks:
+        return None
+    upper = yardsticks["full_finetune"]["average_accuracy"]
+    return {
+        name: metrics.figure_of_merit(
+            upper, result["average_accuracy"], result["flops"]["paper"],
+            other["average_accuracy"], other["flops"]["paper"],
+        )
+        for name, other in yardsticks.items()
+        if name != "full_finetune"
+    }  # fmt: skip
+
+
+def _mean(reports: Sequence[Entry], key: str) -> float:
+    return float(np.mean([report[key] for report in reports]))

@@ -1,0 +1,134 @@
+"""The benchmarks measure in turns, count as the library counts, and show a missed goal as missed."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cheem_jax.backbone.config import CONFIGS
+from cheem_jax.backbone.flops import executed_backbone_flops, pair_flops
+from cheem_jax.core.architecture import Choice
+from cheem_jax.core.ops import Expert
+from cheem_jax.engine.executor import Dense
+from experiments.bench import data, measure, run, tables
+
+ROOT = Path(__file__).parents[2]
+CONFIG = CONFIGS["vit_micro"]
+EXPERT = Expert(np.zeros((384, 96), np.float32), np.zeros(96, np.float32))
+
+
+def network(*codes: int) -> list[Dense]:
+    """Block by block an expert's code, -1 for Skip; 0 behind the last one given."""
+    padded = [*codes, *[0] * (CONFIG.depth - len(codes))]
+    return [Dense(code, None if code == -1 else EXPERT) for code in padded]
+
+
+def test_sides_are_warmed_once_and_then_run_in_turns(monkeypatch):
+    calls: list[str] = []
+    now, took = 0.0, {"a": iter([9, 1, 5, 2]), "b": iter([9, 3, 3, 4])}
+
+    def side(name: str):
+        def work() -> None:
+            nonlocal now
+            calls.append(name)
+            now += next(took[name])
+
+        return work
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    times = measure.alternate({"a": side("a"), "b": side("b")}, 3)
+    assert calls == ["a", "b"] * 4
+    assert times == {"a": [1, 5, 2], "b": [3, 3, 4]}  # without the warm-up
+    seconds = measure.medians(times)
+    assert seconds == {"a": 2, "b": 3}
+    assert measure.ratio(seconds, "b", "a") == 1.5
+    assert measure.ratio(seconds, "c", "a") is None
+
+
+def test_a_goal_is_met_from_its_own_side_only():
+    assert measure.Row("", {}, 2.0, 2.0).met is True
+    assert measure.Row("", {}, 1.9, 2.0).met is False
+    assert measure.Row("", {}, 1.9, 2.0, "at most").met is True
+    assert measure.Row("", {}, None, 2.0).met is None
+
+
+def test_one_network_costs_what_the_library_counts():
+    assert measure.separate_flops(CONFIG, [network()], from_images=True) == executed_backbone_flops(CONFIG)
+
+
+def test_a_tree_runs_what_networks_share_once():
+    first = measure.block_flops(CONFIG, 0)
+    alone = measure.tree_flops(CONFIG, [network()])
+    assert measure.tree_flops(CONFIG, [network(), network()]) == alone
+    assert measure.separate_flops(CONFIG, [network(), network()]) == 2 * alone
+    # siblings at block 0: only its up-projection is shared
+    assert measure.tree_flops(CONFIG, [network(), network(1)]) == 2 * alone - first.widen
+    # Skip has no use for it
+    assert measure.tree_flops(CONFIG, [network(), network(-1)]) == 2 * alone - first.widen - first.leave
+    # siblings at the last block share everything but the down-projection of the class token
+    last = measure.block_flops(CONFIG, CONFIG.depth - 1)
+    siblings = [network(), network(*[0] * (CONFIG.depth - 1), 1)]
+    assert measure.tree_flops(CONFIG, siblings) == alone + last.leave
+
+
+def test_nothing_runs_backward_before_the_first_op_that_learns():
+    reuse, adapt = Choice("reuse", 0), Choice("adapt", 0)
+    depth, rank = CONFIG.depth, 4
+    forward = measure.separate_flops(CONFIG, [network()], from_images=True)
+    assert measure.step_flops(CONFIG, (reuse,) * depth, rank) == forward
+    costs = [measure.block_flops(CONFIG, block) for block in range(depth)]
+    late = (*[reuse] * (depth - 2), adapt, reuse)
+    pair, last = pair_flops(CONFIG, "mlp_down", rank), costs[-1]
+    backward = last.enter + last.attention + last.widen + last.leave
+    # the pair runs forward and has gradients of its own; only the last block hands a gradient back
+    assert measure.step_flops(CONFIG, late, rank) == forward + 2 * pair + backward
+    saved = measure.embed_flops(CONFIG) + sum(c.enter + c.widen + c.leave for c in costs[:-2]) + costs[-2].enter
+    assert measure.step_flops(CONFIG, late, rank, begin=depth - 2) == forward + 2 * pair + backward - saved
+
+
+def test_tables_show_a_missed_goal_and_what_was_not_run(tmp_path):
+    folder = tmp_path / "benchmarks"
+    rows = [
+        measure.Row("a step", {"ours": 0.2, "PyTorch": 0.3}, 1.5, 2.0),
+        measure.Row("programs", {}, 4.0, 5.0, "at most", "programs"),
+        measure.Row("without torch", {"ours": 0.2}, None, 2.0),
+    ]
+    measure.save(folder, "steps", rows)
+    tables.main(measure.Bench(folder))
+    lines = (folder / "tables.txt").read_text().splitlines()
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in lines if line.startswith("| ")}
+    assert cells["a step"][1:6] == ["ours: 200 ms<br>PyTorch: 300 ms", "1.50 ×", "–", "at least 2", "**no**"]
+    assert cells["programs"][2:6] == ["4 programs", "–", "at most 5", "yes"]
+    assert cells["without torch"][2:6] == ["not measured", "–", "at least 2", "–"]
+    machine = json.loads((folder / "steps.json").read_text())["machine"]
+    assert any(machine["cpu"] in line and f"jax {machine['jax']}" in line for line in lines)
+    # ten parts on both kinds of machine, steps on one, and the executors
+    assert sum(line.startswith("Not run on ") for line in lines) == 22
+
+
+def test_generated_photographs_are_all_different_and_about_as_large_as_real_ones():
+    files = list(data.photographs(8))
+    assert len(set(files)) == 8
+    assert all(50_000 < len(file) < 100_000 for file in files)
+    assert list(data.photographs(2)) == files[:2]
+
+
+def test_an_unknown_part_is_refused():
+    with pytest.raises(ValueError, match="unknown parts \\['step'\\]; expected some of: steps"):
+        run.main(run.All(only="step"))
+
+
+def test_without_accelerator_the_gpu_benchmark_ends_in_one_line_and_status_2(tmp_path):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.bench.gpu", "--out", tmp_path / "out"],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "no accelerator" in done.stderr
+    assert not (tmp_path / "out").exists()

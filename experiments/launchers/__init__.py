@@ -1,0 +1,1 @@
+"""Runs of a study as processes of this machine or as jobs of SLURM."""

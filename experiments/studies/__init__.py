@@ -1,0 +1,1 @@
+"""The parts of every study, and its tests; the commands are one folder up."""

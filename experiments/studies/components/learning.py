@@ -1,0 +1,128 @@
+"""One component of a backbone and a task's head, learned by gradient descent."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, over_batches
+from cheem_jax.cheem.heads import head_logits, local_cross_entropy
+from cheem_jax.cheem.supernet import init_head_learner
+from cheem_jax.cheem.training import FitConfig
+from cheem_jax.core.images import Images
+from cheem_jax.core.keys import Keys, Phase, next_power_of_two, order_at
+from cheem_jax.core.pool import Head
+from cheem_jax.data.task import Split
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.passes import Advance
+from cheem_jax.run.rolling import Saved
+from studies.components.parts import Component, pieces_of, put_back, taken
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """How every component is trained: Adam, no weight decay, cosine to 0 over each task."""
+
+    epochs: int
+    rates: tuple[float, ...]
+    """Rates of the component that are swept, largest last."""
+    batch_size: int = 64
+    head_rate: float = 1e-3
+    """Rate of a task's head, which begins at random; not swept."""
+    max_train: int | None = None
+    """Training images of a task, drawn by the seed; None: all."""
+
+
+class Learned(NamedTuple):
+    """A component's arrays and a task's padded head."""
+
+    parts: tuple[jax.Array, ...]
+    head: Head
+
+
+class Network:
+    """A backbone with other weights in some of its leaves: one compiled function answers for all components."""
+
+    def __init__(self, executor: Executor, batch_size: int):
+        self.executor, self.batch_size = executor, batch_size
+
+        @executor.jit
+        def answer(leaves, head, images, num):
+            logits = head_logits(head, executor.vit_of(leaves)(images))
+            logits = jnp.where(jnp.arange(logits.shape[-1]) < num, logits, -1e30)
+            # a network that ended in NaN must not pass for one that answers class 0
+            return jnp.where(jnp.isfinite(logits).all(axis=-1), logits.argmax(axis=-1), -1)
+
+        self._answer = answer
+
+    def accuracy(self, leaves: list[Any], head: Head, split: Split, num_classes: int) -> float:
+        """Accuracy in [0, 1] with the task ID given."""
+        num = np.int32(num_classes)
+        found = over_batches(
+            lambda read: self._answer(leaves, head, read["images"], num),
+            Inputs(split.images),
+            batch_size=self.batch_size,
+        )
+        return float((found == split.labels).mean())
+
+
+class Learner:
+    """The compiled step of one component, for all tasks and rates."""
+
+    def __init__(self, network: Network, component: Component):
+        self.network, self.component = network, component
+        self.executor = executor = network.executor
+        self.pieces = pieces = pieces_of(executor, component)
+        self.pretrained = taken(executor.leaves, pieces)
+
+        def loss(learned, fixed, batch: FitBatch):
+            leaves, num = fixed
+            features = executor.vit_of(put_back(leaves, pieces, learned.parts))(batch.inputs["images"])
+            return local_cross_entropy(
+                head_logits(learned.head, features), batch.labels, batch.weights, 0, num
+            )  # fmt: skip
+
+        def rows(batch_size: int, working_set: int) -> int:
+            return executor.rows(batch_size, 6 * working_set)  # as for full fine-tuning
+
+        self._fitter = Fitter(loss, jit=executor.jit, rows=rows)
+
+    def begun(self, keys: Keys, index: int, num_classes: int, parts: Any, saved: Saved | None = None) -> Fitting:
+        """A task at its start from these parts on with a fresh head, or as far as an earlier process brought it."""
+        key = keys.at(index, Phase.UPPER_BOUND_INIT)
+        head = init_head_learner(key, self.executor.config.width, next_power_of_two(num_classes)).params
+        return self._fitter.begun(Learned(parts, head), saved)
+
+    def fit(
+        self, fitting: Fitting, keys: Keys, index: int, num_classes: int, split: Split, training: Training,
+        rate: float, advance: Advance,
+    ) -> None:  # fmt: skip
+        """Train in place to the last epoch."""
+        images, labels = images_of(keys, index, split, training.max_train)
+        head_scale = Head(*[training.head_rate / rate] * 2)  # pyright: ignore[reportArgumentType]
+        self._fitter.run(
+            fitting, (self.executor.leaves, np.int32(num_classes)), labels, Inputs(images),
+            FitConfig(training.epochs, rate), batch_size=training.batch_size,
+            order_key=keys.at(index, Phase.UPPER_BOUND_ORDER), noise_key=keys.at(index, Phase.METHOD_NOISE),
+            advance=advance, scale=Learned((1.0,) * len(self.pieces), head_scale),  # pyright: ignore[reportArgumentType]
+        )  # fmt: skip
+
+    def leaves(self, parts: Any) -> list[Any]:
+        """The backbone with these parts, on the device."""
+        host = [np.asarray(part) for part in parts]
+        leaves = [np.asarray(leaf) for leaf in self.executor.leaves]
+        changed = put_back(leaves, self.pieces, host, np.concatenate)
+        found = list(self.executor.leaves)
+        for piece in self.pieces:
+            found[piece.leaf] = jnp.asarray(changed[piece.leaf])
+        return found
+
+
+def images_of(keys: Keys, index: int, split: Split, most: int | None) -> tuple[Images, np.ndarray]:
+    """A task's training images and labels, or so many of them."""
+    if most is None or len(split.labels) <= most:
+        return split.images, split.labels
+    rows = np.sort(order_at(keys.at(index, Phase.METHOD_TUNING), len(split.labels))[:most])
+    return split.images[rows], split.labels[rows]

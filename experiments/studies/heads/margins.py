@@ -1,0 +1,209 @@
+"""What the heads of finished runs say: the best logit of an image's own task against those of all other classes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from jaxtyping import Float, Int
+from study import check_same, rebuilt
+
+from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.baselines.catalogue import Networks, make, preset_of
+from cheem_jax.baselines.ewc import Ewc
+from cheem_jax.baselines.fitting import Inputs
+from cheem_jax.baselines.moal import Moal
+from cheem_jax.baselines.prompting import Prompting
+from cheem_jax.core.keys import Keys
+from cheem_jax.data.task import Stream, Task
+from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.networks import networks_of
+from cheem_jax.report.finished import RunRecord
+from studies.heads.theory import match_probability, match_with_unequal_rivals
+
+GLOBAL_HEADS = ("ewc", "moal", "coda_prompt", "dualprompt", "l2p")
+"""Methods whose logits of all tasks' classes come from one pass through one head, and may be compared."""
+
+FEW = 10
+"""Images of a class below which they have no normal fit of their own."""
+
+
+class Margins(NamedTuple):
+    """Logits of one task's test images, as far as the theory speaks of them."""
+
+    task: str
+    num_rivals: int
+    """Classes of other tasks."""
+    best_own: Float[np.ndarray, "N"]
+    """Largest logit within the task, the paper's Z*."""
+    best_rival: Float[np.ndarray, "N"]
+    """Largest logit of all other classes."""
+    rival_mean: float
+    """Over images and rivals."""
+    rival_std: float
+    accuracy: float
+    """By the largest logit of all, in [0, 1]."""
+    local_accuracy: float
+    """By the largest logit within the task."""
+    predicted_by_class: float
+    """Match probability where each rival has its own mean and deviation for each true class, see `by_class`."""
+
+    @property
+    def margin(self) -> Float[np.ndarray, "N"]:
+        """Above 0 where the argmax within the task is that over all classes."""
+        return self.best_own - self.best_rival
+
+
+class Fit(NamedTuple):
+    """Mean and standard deviation of the best logit within the task and of a rival's."""
+
+    local_mean: float
+    local_std: float
+    rival_mean: float
+    rival_std: float
+
+    @property
+    def gap(self) -> float:
+        return self.local_mean - self.rival_mean
+
+    @property
+    def scaled_gap(self) -> float:
+        """The gap over the root mean square of both deviations: in sigmas where they are equal."""
+        return self.gap / float(np.sqrt((self.local_std**2 + self.rival_std**2) / 2))
+
+    def match(self, num_rivals: int, lead: float = 0.0) -> float:
+        """P(Z* exceeds all rivals by `lead`), were all normal and independent."""
+        return match_probability(self.gap - lead, self.local_std, self.rival_std, num_rivals)
+
+
+class Measured(NamedTuple):
+    """A run with the margins of its tasks; none where every task has a head of its own."""
+
+    run: RunRecord
+    margins: Sequence[Margins]
+
+    @property
+    def method(self) -> str:
+        return self.run.results["method"]
+
+
+def margins_of(
+    task: str, logits: Float[np.ndarray, "N C"], labels: Int[np.ndarray, "N"], first: int, num: int
+) -> Margins:
+    """From the logits of all classes, of which columns `first` to `first + num` are the task's own.
+
+    Raises ValueError for logits that are not finite, and where there is no rival.
+    """
+    if not np.isfinite(logits).all():
+        raise ValueError(f"task {task!r}: {int((~np.isfinite(logits)).sum())} logits are not finite")
+    if logits.shape[1] == num:
+        raise ValueError(f"all {num} classes are those of {task!r}; a head of one task has no rivals to compare with")
+    logits = logits.astype(np.float64)
+    own, rivals = logits[:, first : first + num], np.delete(logits, np.s_[first : first + num], axis=1)
+    return Margins(
+        task, rivals.shape[1], own.max(axis=1), rivals.max(axis=1), float(rivals.mean()), float(rivals.std()),
+        accuracy=float((logits.argmax(axis=1) == first + labels).mean()),
+        local_accuracy=float((own.argmax(axis=1) == labels).mean()),
+        predicted_by_class=by_class(own.max(axis=1), rivals, labels),
+    )  # fmt: skip
+
+
+def by_class(best: Float[np.ndarray, "N"], rivals: Float[np.ndarray, "N M"], labels: Int[np.ndarray, "N"]) -> float:
+    """What the theory predicts from the normal fit of Z* and of each rival, for the images of each true class.
+
+    Rivals remain normal and independent, but are no longer alike. Rare classes are taken together, and left out where
+    they are few even so: a fit of few images would only repeat them.
+    """
+    groups = np.where(np.bincount(labels)[labels] < FEW, -1, labels)
+    rows = [groups == group for group in np.unique(groups)]
+    rows = [some for some in rows if some.sum() >= min(FEW, len(labels))]
+    found = []
+    for some in rows:
+        z, others = best[some], rivals[some]
+        found.append(
+            match_with_unequal_rivals(float(z.mean()), float(z.std()), others.mean(axis=0), others.std(axis=0))
+        )
+    return float(np.average(found, weights=[some.sum() for some in rows]))
+
+
+def fit_of(found: Sequence[Margins]) -> Fit:
+    """The normal distributions of one task's logits, or of several tasks' taken together."""
+    best = np.concatenate([margins.best_own for margins in found])
+    weights = np.array([len(margins.best_own) * margins.num_rivals for margins in found], np.float64)
+    means, stds = (np.array([getattr(margins, name) for margins in found]) for name in ("rival_mean", "rival_std"))
+    mean = np.average(means, weights=weights)
+    variance = np.average(stds**2 + (means - mean) ** 2, weights=weights)
+    return Fit(float(best.mean()), float(best.std()), float(mean), float(np.sqrt(variance)))
+
+
+def summary(found: Sequence[Margins]) -> dict[str, Any]:
+    """What was measured and what the theory says, of one task or of several taken together; probabilities in [0, 1].
+
+    `predicted` takes one normal fit for all, and the mean over images of what it gives for their numbers of rivals.
+    """
+    fit, margin = fit_of(found), np.concatenate([margins.margin for margins in found])
+    images = [len(margins.margin) for margins in found]
+
+    def mean(values: Sequence[float]) -> float:
+        return float(np.average(values, weights=images))
+
+    return {
+        "images": len(margin),
+        "rivals": mean([margins.num_rivals for margins in found]),
+        **fit._asdict(),
+        "scaled_gap": fit.scaled_gap,
+        "margin_mean": float(margin.mean()),
+        "margin_std": float(margin.std()),
+        "match": float((margin >= 0).mean()),
+        "predicted": mean([fit.match(margins.num_rivals) for margins in found]),
+        "predicted_by_class": mean([margins.predicted_by_class for margins in found]),
+        "accuracy": mean([margins.accuracy for margins in found]),
+        "local_accuracy": mean([margins.local_accuracy for margins in found]),
+    }
+
+
+def by_task(measured: Measured) -> list[dict[str, Any]]:
+    """The summary of each task of a run, with what it is of."""
+    (stream, backbone), seed = measured.run.place, measured.run.results["seed"]
+    about = {"stream": stream, "backbone": backbone, "method": measured.method, "seed": seed}
+    return [{**about, "task": margins.task, **summary([margins])} for margins in measured.margins]
+
+
+def measure(
+    run: RunRecord, stream: Stream, pretrained: Pretrained, workshop: dict[Any, Networks] | None = None
+) -> list[Margins]:
+    """Every task's margins after the last one, from the run's checkpoints and the images that it saw.
+
+    Raises ValueError for other images or weights than the run's, and for checkpoints that are not whole.
+    """
+    check_same(run.directory, run.config, run.order, stream, pretrained)
+    name = run.results["method"]
+    engine = rebuilt(EngineConfig(), run.config["engine"])
+    config = rebuilt(preset_of(name, "paper"), run.config[name])
+    networks = networks_of(pretrained, None, config, engine, workshop=workshop)
+    method = cast(Prompting | Ewc | Moal, make(config, networks, Keys(run.config["seed"]), len(stream.tasks)))
+    method.open(run.directory / "checkpoints" / name)
+    if (names := tuple(method.classes.names)) != run.order:
+        raise ValueError(f"{run.directory} learned {run.order}, but its checkpoints hold {names}; bring back the rest")
+    first, found = method.classes.first, []
+    for index, task in enumerate(stream.tasks):
+        logits = logits_of(method, task)[:, : first[-1]]
+        found.append(margins_of(task.name, logits, task.test.labels, int(first[index]), len(task.classes)))
+    return found
+
+
+def logits_of(method: Prompting | Ewc | Moal, task: Task) -> Float[np.ndarray, "N P"]:
+    """Logits of a task's test images for all classes, padding behind them."""
+    images = task.test.images
+    if isinstance(method, Prompting):
+        return method.logits(Inputs(images, query=method.features(task, "test")))
+    return method.logits(images)
+
+
+def farthest_from_record(measured: Measured) -> float:
+    """The largest difference in accuracy, in [0, 1], from what the run had measured: logits are rounded elsewhere."""
+    results = measured.run.results
+    return max(
+        abs(getattr(margins, name) - results[name][-1][index])
+        for index, margins in enumerate(measured.margins)
+        for name in ("accuracy", "local_accuracy")
+    )

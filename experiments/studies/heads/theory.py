@@ -1,0 +1,120 @@
+"""How often the best logit within a task is the best of all: the paper's 'Local vs. Global Argmax of Head Classifiers'.
+
+The best logit within the task, Z*, is normal with a mean that lies `gap` above that of every rival, a class of another
+task; rivals are normal and independent. `local_std` and `rival_std` are the standard deviations of Z* and of a rival.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from scipy.integrate import quad
+from scipy.special import log_ndtr, ndtr, ndtri_exp
+
+from cheem_jax.core.keys import key_at
+
+FAR = 10.0
+"""Standard deviations from the mean beyond which a normal density is below 1e-22."""
+NORMALS = 2**22
+"""Normals that a simulation draws at a time."""
+
+
+class Simulated(NamedTuple):
+    """A probability by counting, in [0, 1], with its standard error."""
+
+    probability: float
+    standard_error: float
+
+
+def match_with_one_rival(gap: float, local_std: float, rival_std: float) -> float:
+    """P(Z* >= rival) = Phi(gap / sqrt(local_std^2 + rival_std^2)).
+
+    With equal deviations this is Phi(gap / (sqrt(2) sigma)), the paper's 'A Basic Two-Class Example'.
+    """
+    _check(gap, local_std, rival_std)
+    return float(ndtr(gap / math.hypot(local_std, rival_std)))
+
+
+def match_probability(gap: float, local_std: float, rival_std: float, num_rivals: int, *, num_local: int = 1) -> float:
+    """P(Z* >= all of `num_rivals` rivals), by quadrature: the paper's 'Many Classes from Different Tasks'.
+
+    The integral of Phi((z - mu_o) / sigma_o)^M times the density of Z* over z. The paper writes F_{Z*} for that
+    density, as the end of its 'A Rough Illustrative Bound' says: F is no distribution function there.
+
+    With `num_local` above 1, Z* is the largest of so many independent normals, which `gap` and `local_std` are then of.
+    """
+    _check(gap, local_std, rival_std, num_rivals, num_local)
+    if num_rivals == 0:
+        return 1.0
+
+    def integrand(x: float) -> float:
+        # in units of Z*'s normals from their mean; as logarithms, or a power of many rivals would vanish
+        below = num_rivals * log_ndtr((gap + local_std * x) / rival_std)
+        density = math.log(num_local) + (num_local - 1) * log_ndtr(x) - 0.5 * x * x - 0.5 * math.log(2 * math.pi)
+        return math.exp(below + density)
+
+    # where each factor rises from nothing to one or has its mass, which a narrow one would hide from the quadrature
+    shares = np.array([-35.0, -7.0, -0.7, -1e-3, -1e-7, -1e-14])  # logarithms
+    rises = (rival_std * ndtri_exp(shares / num_rivals) - gap) / local_std
+    masses = ndtri_exp(shares / num_local)
+    edges = [-FAR, *sorted(float(x) for x in (*rises, *masses) if -FAR < x < FAR), FAR]
+    pieces = [quad(integrand, a, b, epsabs=1e-14, epsrel=1e-11)[0] for a, b in zip(edges, edges[1:], strict=False)]
+    return min(math.fsum(pieces), 1.0)
+
+
+def match_with_unequal_rivals(
+    local_mean: float, local_std: float, means: Float[np.ndarray, "M"], stds: Float[np.ndarray, "M"]
+) -> float:
+    """The same where every rival has its own mean and deviation, as the paper's mu_{t,c} and sigma_{t,c}.
+
+    Exact to 1e-8, unless a rival's deviation is below a twenty-fifth of `local_std`.
+    """
+    _check(local_mean, local_std, float(stds.min()))
+    x = np.linspace(-8.0, 8.0, 401)  # equal steps converge fast where a density dies out at both ends
+    density = np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    below = log_ndtr((local_mean + local_std * x[:, None] - means) / stds).sum(axis=1)
+    return float((np.exp(below) * density).sum() * (x[1] - x[0]))
+
+
+def simulated_match(
+    key: jax.Array,
+    gap: float,
+    local_std: float,
+    rival_std: float,
+    num_rivals: int,
+    *,
+    num_local: int = 1,
+    num_draws: int = 10_000,
+) -> Simulated:
+    """What `match_probability` computes, by drawing every logit of at least `num_draws` images."""
+    _check(gap, local_std, rival_std, num_rivals, num_local)
+    rows = min(num_draws, max(1, NORMALS // (num_rivals + num_local)))
+    num_chunks = -(-num_draws // rows)
+    settings = np.array([gap, local_std, rival_std], np.float32)
+    found = [_count(key_at(key, chunk), settings, rows, num_rivals, num_local) for chunk in range(num_chunks)]
+    num = rows * num_chunks
+    share = sum(map(int, found)) / num
+    return Simulated(share, math.sqrt(share * (1 - share) / num))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _count(key: jax.Array, settings: Float[Array, "3"], rows: int, num_rivals: int, num_local: int) -> jax.Array:
+    gap, local_std, rival_std = settings
+    local_key, rival_key = jax.random.split(key)
+    best = gap + local_std * jax.random.normal(local_key, (rows, num_local)).max(axis=1)
+    rivals = rival_std * jax.random.normal(rival_key, (rows, num_rivals)).max(axis=1, initial=-jnp.inf)
+    return (best >= rivals).sum()
+
+
+def _check(gap: float, local_std: float, rival_std: float, num_rivals: int = 1, num_local: int = 1) -> None:
+    stds = (local_std, rival_std)
+    if not (math.isfinite(gap) and all(0 < std < math.inf for std in stds)):
+        raise ValueError(f"gap {gap} with the deviations {stds}; expected finite numbers, and deviations above 0")
+    if num_rivals < 0 or num_local < 1:
+        raise ValueError(
+            f"{num_rivals} rivals of {num_local} classes; expected 0 or more rivals, and 1 or more classes"
+        )

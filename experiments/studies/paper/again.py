@@ -1,0 +1,85 @@
+"""What of the page hangs on the processor that a run met, and on the size of the images."""
+
+from collections.abc import Sequence
+
+from cheem_jax.report.comparison import comparison
+from cheem_jax.report.table import TOLD, Grid
+from studies.paper.beside import pixels_of
+from studies.paper.claims import CHEEM, Claim, Verdict, compared
+from studies.paper.collected import Cell, Cells, is_usual
+from studies.paper.results_setting import machines, number_of
+from studies.paper.verdict_tables import of_claim, shown
+
+
+def again_section(again: Cells, cells: Cells, others: Sequence[Cell], changed: Sequence[str]) -> list[str]:
+    """What comparisons of single runs owe to the processor: `others` against either of two runs of CHEEM; `changed` is
+    from `changed_verdicts`."""
+    seeds = list(again.get(CHEEM, {}))
+    if not seeds:
+        return []
+    theirs = {**cells, CHEEM: again[CHEEM]}
+    ours = {**cells, CHEEM: {seed: cells[CHEEM][seed] for seed in seeds}}
+    published = Cell(CHEEM.method, "above")
+    both = {CHEEM: again[CHEEM], published: ours[CHEEM]}
+    rows: list[tuple[str, ...]] = [("CHEEM run again − CHEEM above", *_found(both, CHEEM, published), "", "")]
+    for cell in others:
+        usual = is_usual(cells, cell)
+        if set(seeds) & set(cells[cell]) and (usual or cell.method == CHEEM.method):
+            one, other = (CHEEM, cell) if usual else (cell, CHEEM)
+            title = f"{one.title} − {other.title}"
+            rows.append((title, *_found(ours, one, other), *_found(theirs, one, other)))
+    columns = ("compared", "with the run above", "95 % interval", "with the run made again", "95 % interval")
+    pairs = [
+        (mine["architecture"], its["architecture"])
+        for seed in seeds
+        for mine, its in zip(
+            cells[CHEEM][seed].run.results["tasks"], again[CHEEM][seed].run.results["tasks"], strict=True
+        )
+    ]
+    other_networks = sum(mine != its for mine, its in pairs)
+    told = f"With it {', '.join(changed)}." if changed else "With it every verdict on a claim would be the same."
+    return [
+        "### The same seed on another kind of processor",
+        f"CHEEM with {'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))} again, same settings, "
+        f"another kind of processor: other networks for {other_networks} of {len(pairs)} tasks, since the last bits of "
+        "losses decide among candidates that are nearly alike. No interval of a single seed on this page includes "
+        'that; it adds to differences between runs of different processors ("Where", below). Average accuracy, from '
+        f"{'this seed' if len(seeds) == 1 else 'these seeds'} alone:",
+        Grid("", columns, tuple(rows), 1).to_markdown(),
+        f"{told} Above and again, in this order:",
+        "\n".join([*machines(list(ours[CHEEM].values())), *machines(list(again[CHEEM].values()))]),
+    ]
+
+
+def changed_verdicts(again: Cells, cells: Cells, judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> list[str]:
+    """Claims that would be judged otherwise with the runs made again in the place of those of the page."""
+    if not again:
+        return []
+    exchanged = {**cells, **{cell: {**cells[cell], **found} for cell, found in again.items()}}
+    words = [(claim, of_claim(lines), of_claim(claim.check(exchanged))) for claim, lines in judged]
+    return [f"({claim.letter}) would be “{then}” instead of “{now}”" for claim, now, then in words if now != then]
+
+
+def _found(cells: Cells, one: Cell, other: Cell) -> tuple[str, ...]:
+    return shown(compared("", cells, one, other, lambda _: ""))[:2]
+
+
+def sizes_lines(sizes: Sequence[Cells], pixels: int, best: float, flops: float | None) -> str:
+    """What runs on other sizes of images reached, as more lines; `best` is the highest average accuracy of what is
+    not told the task on the page's `pixels`, and `flops` are CHEEM's per image there, in the paper's count."""
+    told = []
+    for cells in sizes:
+        for cell, found in cells.items():
+            if cell.method in TOLD:
+                continue
+            [row] = comparison({cell.method: [one.run.results for one in found.values()]})
+            accuracy, given, cost = (
+                row[name]["mean"] for name in ("average_accuracy", "local_average_accuracy", "flops_paper")
+            )
+            most = f", more than any method without the task ID at {pixels}" if accuracy > best else ""
+            times = "" if flops is None else f"; an image costs {cost / flops:.1f} times CHEEM's FLOPs at {pixels}"
+            told.append(
+                f"\n- At {pixels_of(cells)} pixels instead of {pixels} ({number_of(len(found), 'run')}), {cell.title}: "
+                f"{100 * accuracy:.1f} %, with the task ID given {100 * given:.1f} %{most}{times}."
+            )
+    return "".join(told)

@@ -1,0 +1,216 @@
+"""What the paper claims, checked on collected runs: a number, an interval, and a verdict by a rule."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.report.table import METHODS
+from studies.paper.collected import Cell, Cells, Collected
+from studies.paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
+from studies.paper.printed import TOLD_METHOD, printed
+
+HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not hold", "not decided", "not run"
+EQUAL, FAR, ORDERS = 0.01, 0.20, 0.02
+"""Accuracy that counts as equal, as a collapse, and as insensitive to the order."""
+CHEEM = Cell("cheem")
+COLLAPSING = ("l2p", "dualprompt", "coda_prompt")
+SOUND = ("s_prompts", "frozen_linear")
+
+
+class Verdict(NamedTuple):
+    """One line of the table of claims."""
+
+    claim: str
+    estimate: Estimate | None
+    """None where it was not run or has no value."""
+    unit: str
+    """`points`, of fractions; anything else is shown as it is."""
+    seeds: tuple[int, ...]
+    word: str
+    why: str = ""
+    """What is missing where there is no estimate."""
+
+
+class Claim(NamedTuple):
+    """A claim of the paper with the rule that decides it; `check` gives a line per comparison."""
+
+    letter: str
+    title: str
+    rule: str
+    check: Callable[[Cells], list[Verdict]]
+
+
+def above(estimate: Estimate, bound: float = 0.0) -> str:
+    """Whether the interval lies above the bound, below it, or on both sides."""
+    return HOLDS if estimate.low > bound else FAILS if estimate.high < bound else OPEN
+
+
+def below(estimate: Estimate, bound: float = 0.0) -> str:
+    """The other way round."""
+    return HOLDS if estimate.high < bound else FAILS if estimate.low > bound else OPEN
+
+
+def within(estimate: Estimate, bound: float) -> str:
+    """Whether the interval lies between plus and minus the bound, outside, or across."""
+    if -bound < estimate.low and estimate.high < bound:
+        return HOLDS
+    return FAILS if estimate.low > bound or estimate.high < -bound else OPEN
+
+
+def largest_gap() -> float:
+    """By how much CHEEM stays below full fine-tuning in the paper at most, over streams and backbones: a fraction."""
+    table = printed()["upper_bounds"]
+    gaps = [
+        table[cell._replace(method=TOLD_METHOD)].value - number.value
+        for cell, number in table.items()
+        if cell.method == "cheem" and cell.measure == "average_accuracy"
+    ]
+    return round(max(gaps), 2) / 100
+
+
+def compared(
+    claim: str,
+    cells: Cells,
+    ours: Cell,
+    theirs: Cell,
+    word: Callable[[Estimate], str],
+    *,
+    given: tuple[bool, bool] = (False, False),
+) -> Verdict:
+    """Difference of average accuracy, paired by seed and image; `given`: whether the task is given to either side."""
+    pairs, why = in_common(cells, ours, theirs)
+    if why:
+        return Verdict(claim, None, "points", (), NOT_RUN, why)
+    order = next(iter(pairs.values()))[0].run.order
+    a, b = ([pair[side].answers(order, given=given[side]) for pair in pairs.values()] for side in (0, 1))
+    estimate = accuracy_difference(a, b)
+    return Verdict(claim, estimate, "points", tuple(pairs), word(estimate))
+
+
+def in_common(cells: Cells, ours: Cell, theirs: Cell) -> tuple[dict[int, tuple[Collected, Collected]], str]:
+    """Runs of both cells by seed, or why there are none."""
+    if missing := [cell.title for cell in (ours, theirs) if cell not in cells]:
+        return {}, f"no run of {' and of '.join(missing)}"
+    pairs = {seed: (run, cells[theirs][seed]) for seed, run in cells[ours].items() if seed in cells[theirs]}
+    return pairs, "" if pairs else f"no seed was run with both {ours.title} and {theirs.title}"
+
+
+def better_than(method: str) -> Callable[[Cells], list[Verdict]]:
+    """CHEEM's average accuracy minus that of a method."""
+    title = f"CHEEM − {METHODS[method]}"
+    return lambda cells: [compared(title, cells, CHEEM, Cell(method), above)]
+
+
+def close_to_the_bound(cells: Cells) -> list[Verdict]:
+    """CHEEM minus full fine-tuning, with the task ID given to both and to the bound alone."""
+    bound, margin = Cell(TOLD_METHOD), -largest_gap()
+
+    def line(what: str, given: tuple[bool, bool]) -> Verdict:
+        title = f"CHEEM − full fine-tuning, {what}"
+        return compared(title, cells, CHEEM, bound, lambda found: above(found, margin), given=given)
+
+    return [
+        line("task ID given to both", (True, True)),
+        line("task ID given to the latter alone, as in the paper", (False, True)),
+    ]
+
+
+def easy_tasks_skip_more(cells: Cells) -> list[Verdict]:
+    """Rank correlation over tasks of the accuracy of frozen heads with the number of blocks that chose Skip."""
+    title, x, y, seeds = "rank correlation", [], [], []
+    for seed, collected in cells.get(CHEEM, {}).items():
+        results, order = collected.run.results, collected.run.order
+        frozen = results["yardsticks"].get("frozen_linear", {}).get("local_accuracy")
+        if frozen is None and seed in cells.get(Cell("frozen_linear"), {}):
+            of_method = cells[Cell("frozen_linear")][seed].answers(order, given=True)
+            frozen = [[float(task.mean()) for task in of_method]]
+        if frozen is not None:
+            seeds.append(seed)
+            x.append(frozen[-1])
+            y.append([_num_skipped(task["architecture"]) for task in results["tasks"]])
+    if not seeds:
+        why = "no run of CHEEM with frozen heads beside it"
+        return [Verdict(title, None, "", (), NOT_RUN, why)]
+    try:
+        found = rank_correlation(np.array(x, float), np.array(y, float))
+    except ValueError:
+        why = "in some run all tasks skip equally often, so that nothing can correlate"
+        return [Verdict(title, None, "", tuple(seeds), OPEN, why)]
+    word = above(found) if found.p < 0.05 else OPEN
+    return [Verdict(title, found, "", tuple(seeds), word)]
+
+
+def _num_skipped(architecture: Sequence[str]) -> int:
+    return sum(choice.kind == "skip" for choice in from_strings(architecture))
+
+
+def fewer_parameters_than_uniform(cells: Cells) -> list[Verdict]:
+    """HEE minus uniform sampling: average accuracy, and parameters added per task."""
+    uniform = Cell("cheem", "uniform")
+    accuracy = compared("HEE − uniform, accuracy", cells, CHEEM, uniform, lambda estimate: above(estimate, -EQUAL))
+    title, unit = "HEE − uniform, parameters added per task", "% of the backbone"
+    pairs, why = in_common(cells, CHEEM, uniform)
+    if why:
+        return [accuracy, Verdict(title, None, unit, (), NOT_RUN, why)]
+    added = np.array([[_added(side) for side in pair] for pair in pairs.values()])  # [S, 2, T]
+    found = mean_difference(added[:, 0], added[:, 1])
+    return [accuracy, Verdict(title, found, unit, tuple(pairs), below(found))]
+
+
+def _added(collected: Collected) -> list[float]:
+    return [float(task["params_added_percent"]) for task in collected.run.results["tasks"]]
+
+
+def prompts_collapse(cells: Cells) -> list[Verdict]:
+    """Methods whose heads answer for all tasks together, below one with a head per task and below frozen features."""
+    return [
+        compared(f"{METHODS[sound]} − {METHODS[method]}", cells, Cell(sound), Cell(method), lambda e: above(e, FAR))
+        for sound in SOUND
+        for method in COLLAPSING
+    ]
+
+
+def insensitive_to_the_order(cells: Cells) -> list[Verdict]:
+    """CHEEM in each other order minus CHEEM in the usual one."""
+    others = [cell for cell in cells if cell._replace(order="default") == CHEEM != cell]
+    if not others:
+        return [Verdict("CHEEM in other orders", None, "points", (), NOT_RUN, "no run of CHEEM in another order")]
+    return [compared(f"{cell.title} − usual order", cells, cell, CHEEM, lambda e: within(e, ORDERS)) for cell in others]
+
+
+def claims() -> list[Claim]:
+    """All claims, in the order of the page."""
+    zero = "interval above 0 holds, below 0 does not"
+    return [
+        Claim("a", "CHEEM is more accurate than LoRA-CL", f"average accuracy; {zero}", better_than("lora_cl")),
+        Claim("b", "CHEEM is more accurate than S-Prompts", f"average accuracy; {zero}", better_than("s_prompts")),
+        Claim(
+            "c", "CHEEM is close to full fine-tuning",
+            f"close: at most {100 * largest_gap():.1f} points below it, the paper's largest gap (the whole interval)",
+            close_to_the_bound,
+        ),
+        Claim(
+            "d", "easy tasks skip more blocks",
+            "Spearman's coefficient over tasks, of the accuracy of frozen heads with the task ID given (chance "
+            f"included) and the number of blocks that chose Skip; {zero}, with p below 0.05",
+            easy_tasks_skip_more,
+        ),
+        Claim(
+            "e", "HEE adds fewer parameters than uniform sampling at equal accuracy",
+            f"accuracy at most {100 * EQUAL:.0f} point below (the whole interval), and parameters below 0",
+            fewer_parameters_than_uniform,
+        ),
+        Claim(
+            "f", "prompting methods whose head spans all tasks collapse",
+            f"a collapse: more than {100 * FAR:.0f} points below a method with a head per task (the whole interval)",
+            prompts_collapse,
+        ),
+        Claim(
+            "g", "CHEEM is insensitive to the order of the tasks",
+            f"the whole interval within ± {100 * ORDERS:.0f} points holds, all outside does not; a small p says that "
+            "the order matters, not by how much",
+            insensitive_to_the_order,
+        ),
+    ]  # fmt: skip

@@ -1,0 +1,124 @@
+"""What may be published of a run: answers as bits, settings without the places of one machine."""
+
+import json
+from pathlib import Path
+
+import collect
+import numpy as np
+import pytest
+from page_runs import write_pictures, write_run
+
+from studies.paper.collected import load, packed, unpacked
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A finished run and one that is not."""
+    pictures = write_pictures(tmp_path / "pictures", ("one", "two", "three"))
+    write_run(tmp_path / "runs/cheem/seed-0", pictures=pictures)
+    write_run(tmp_path / "runs/l2p/seed-0", pictures=pictures, method="l2p", planned=4)
+    return tmp_path / "runs"
+
+
+def collected(runs: Path, to: Path) -> int:
+    return collect.main(collect.Collect((runs,), to))
+
+
+def test_a_finished_run_is_collected_and_an_unfinished_one_left_out(runs, tmp_path, capsys):
+    assert collected(runs, tmp_path / "to") == 0
+    said = capsys.readouterr().out.replace("\n", "")
+    assert "seed-0: collected" in said and "left out" in said and "unfinished" in said
+    [seeds] = load(tmp_path / "to").values()
+    # of twelve images one was sent to another task and another got a wrong class
+    assert [(task.sum(), len(task)) for task in seeds[0].right] == [(10, 12)] * 3
+    assert [task.sum() for task in seeds[0].right_given] == [11] * 3
+    assert not seeds[0].right[0][:2].any() and seeds[0].right_given[0][0]
+    assert sorted(file.name for file in (tmp_path / "to").rglob("*.*")) == [
+        "config.json", "record.json", "results.json", "right.npz",
+    ]  # fmt: skip
+
+
+def test_collecting_again_changes_nothing_and_a_changed_run_is_replaced(runs, tmp_path, capsys):
+    collected(runs, tmp_path / "to")
+    before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "to").rglob("*.*")}
+    capsys.readouterr()
+    collected(runs, tmp_path / "to")
+    assert "unchanged" in capsys.readouterr().out
+    assert before == {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in before}
+    results = runs / "cheem/seed-0/results.json"
+    results.write_text(json.dumps(json.loads(results.read_text()) | {"seconds": 1.0}))
+    collected(runs, tmp_path / "to")
+    assert "replaced, since it differs in results.json" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_no_place_of_the_machine_is_published(runs, tmp_path, capsys):
+    collected(runs, tmp_path / "to")
+    text = "".join(file.read_text() for file in (tmp_path / "to").rglob("*.json"))
+    assert str(tmp_path) not in text and '"stream": "DATA"' in text
+    results = runs / "cheem/seed-0/results.json"
+    results.write_text(json.dumps(json.loads(results.read_text()) | {"source": f"from {tmp_path}/weights.npz"}))
+    assert collected(runs, tmp_path / "other") == 1
+    assert "a place on this machine" in capsys.readouterr().out.replace("\n", " ")
+    assert not (tmp_path / "other").exists()
+
+
+def test_paths_of_a_command_become_words():
+    command = [
+        "mtil.py",
+        "--weights",
+        "/a/w.npz",
+        "--base-data",
+        "/d/base.zip",
+        "--images.cache-dir",
+        "/c",
+        "--tasks",
+        "x",
+    ]
+    names = collect.places_of(command, {"stream": "/d", "data_dir": None})
+    assert [collect.named(word, names) for word in command] == [
+        "mtil.py", "--weights", "WEIGHTS", "--base-data", "DATA/base.zip", "--images.cache-dir", "IMAGES_CACHE_DIR",
+        "--tasks", "x",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["/home/me", "--flag=/tmp/x", "see ~/runs", r"C:\runs", "in (/srv)"])
+def test_absolute_paths_are_noticed_anywhere(text):
+    assert list(collect.leaks({"a": [1, {"b": text}]})) == [text]
+    assert not list(collect.leaks({"classes": [text], "a": "cpu/gpu, 1 / 2, DATA/base.zip"}))
+
+
+def test_other_labels_and_damaged_answers_are_refused_with_the_reason(runs, tmp_path, capsys):
+    answers = runs / "cheem/seed-0/answers.npz"
+    whole = answers.read_bytes()
+    answers.write_bytes(whole[:100])
+    assert collected(runs, tmp_path / "to") == 1
+    assert "answers.npz cannot be used" in capsys.readouterr().out.replace("\n", "")
+    answers.write_bytes(whole)
+    (tmp_path / "pictures/two/test/cat/5.png").unlink()
+    assert collected(runs, tmp_path / "to") == 1
+    assert "other files or labels are there now than the run has seen: two" in capsys.readouterr().out.replace(
+        "\n", " "
+    )
+
+
+def test_answers_of_another_moment_are_refused(runs, tmp_path, capsys):
+    file = runs / "cheem/seed-0/answers.npz"
+    with np.load(file) as held:
+        answers = {name: held[name] for name in held.files}
+    answers["chosen_task_0"][3] = 1
+    np.savez_compressed(file, **answers)
+    assert collected(runs, tmp_path / "to") == 1
+    assert "are not those of its results: accuracy [0.7500" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_bits_come_back_as_they_were(tmp_path):
+    rng = np.random.default_rng(0)
+    right, given = (tuple(rng.random(size) < 0.5 for size in (3, 17, 8)) for _ in range(2))
+    (tmp_path / "right.npz").write_bytes(packed(right, given))
+    for came, went in zip(unpacked(tmp_path / "right.npz"), (right, given), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(came, went, strict=True))
+
+
+def test_two_runs_that_would_be_one_copy_are_refused(runs, tmp_path):
+    with pytest.raises(ValueError, match="two runs would be published as"):
+        collect.main(collect.Collect((runs, runs), tmp_path / "to"))

@@ -1,0 +1,255 @@
+"""The paper's tables: its printed numbers, and ours beside them."""
+
+import csv
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tables
+
+from cheem_jax.data.benchmarks.table import MTIL
+from cheem_jax.report.finished import check_comparable, read, variant_of
+from studies.paper.printed import Cell, printed, recomputed_fom
+
+TASKS = ("shapes", "letters")
+UNEVEN = {("mtil", "deit_tiny", "coda_prompt"), ("mtil", "deit_tiny", "dualprompt"), ("vdd", "vit_base", "tuna")}
+"""Figures of merit that do not follow from what the paper prints."""
+
+
+def test_the_papers_figures_of_merit_follow_from_its_accuracies_and_flops():
+    off = set()
+    for cell, number in printed()["fom"].items():
+        found = recomputed_fom(cell.stream, cell.backbone, cell.method)
+        assert found is not None
+        if abs(found / number.value - 1) > 0.03:
+            off.add((cell.stream, cell.backbone, cell.method))
+    assert len(printed()["fom"]) == 36 and off == UNEVEN
+
+
+def test_the_papers_averages_follow_from_its_full_rows():
+    full = printed()["full"]
+    averages = [cell for cell in full if cell.measure == "average_accuracy"]
+    assert len(averages) == 46
+    gaps = []
+    for cell in averages:
+        method = cell._replace(measure="accuracy")
+        row = [number.value for other, number in full.items() if other.task and other._replace(task="") == method]
+        assert len(row) == {"mtil": 11, "vdd": 9}[cell.stream]
+        gaps.append(abs(np.mean(row) - full[cell].value))
+    assert max(gaps) < 0.06 and np.median(gaps) < 0.006
+
+
+def write_run(directory: Path, method="cheem", seed=0, accuracy=0.8, **changed) -> Path:
+    """What a run leaves behind, as far as tables read it."""
+    matrix = [[accuracy, None], [accuracy - 0.02, accuracy]]
+    results = {
+        "stream": "demo", "backbone": "vit_micro", "method": method, "placement": "mlp_down", "router": "vit_micro",
+        "image_size": 32, "seed": seed, "preset": "paper", "split_sha256": {"shapes": "a", "letters": "b"},
+        "accuracy": matrix, "local_accuracy": matrix,
+        "average_accuracy": accuracy - 0.01, "average_forgetting": 0.02,
+        "local_average_accuracy": accuracy - 0.01, "just_trained": [accuracy, accuracy],
+        "flops": {"paper": 5e9}, "params_added_percent": 1.5, "seconds": 7200.0,
+        "tasks": [{"name": name, "flops_method": 4e9, "seconds": {"supernet": 1800.0}} for name in TASKS],
+    }  # fmt: skip
+    config = {"tasks": list(TASKS), "seed": seed, "cheem": {"sampling": "hee"}, "data_sha256": {"shapes": "x"}}
+    for key, value in changed.items():
+        (results if key in results else config)[key] = value
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "results.json").write_text(json.dumps(results))
+    return directory
+
+
+def rows_of(file: Path) -> dict[str, dict[str, str]]:
+    with file.open(newline="") as opened:
+        return {row["method"]: row for row in csv.DictReader(opened)}
+
+
+def run_tables(tmp_path: Path, *names: str) -> Path:
+    out = tmp_path / "out"
+    tables.main(tables.Tables(runs=(tmp_path / "runs",), out=out, only=",".join(names)))
+    return out
+
+
+def test_cells_are_means_over_seeds_with_the_number_of_runs(tmp_path):
+    for seed, accuracy in enumerate((0.8, 0.84)):
+        write_run(tmp_path / f"runs/cheem/{seed}", seed=seed, accuracy=accuracy)
+    write_run(tmp_path / "runs/bound", "full_finetune", accuracy=0.91)
+    write_run(tmp_path / "runs/lora", "lora_cl", accuracy=0.71)
+    out = run_tables(tmp_path, "breakdown", "fom", "upper_bounds", "training_time", "full")
+    rows = rows_of(out / "breakdown-5.csv")  # behind the paper's four
+    assert rows["CHEEM"] == {
+        "method": "CHEEM", "accuracy %, ours": "81.00 ± 2.83 (2)", "forgetting, ours": "2.00 ± 0.00 (2)",
+        "GFLOPs, ours": "5.00 ± 0.00 (2)",
+    }  # fmt: skip
+    # (90 - 70) / (90 - 81) * 5 / 5
+    assert rows_of(out / "fom-5.csv")["LoRA-CL"]["FoM, ours"] == "2.22 (1)"
+    assert rows_of(out / "upper_bounds-5.csv")["full fine-tuning"]["forgetting, ours"] == ""
+    hours = rows_of(out / "training_time-2.csv")
+    assert hours["CHEEM"]["hours, ours"] == "1.00 ± 0.00 (2)" and hours["CHEEM, supernet"]["hours, ours"][:4] == "0.50"
+    assert rows_of(out / "full-5.csv")["LoRA-CL"]["shapes, ours"] == "69.00 (1)"
+
+
+def test_ours_stand_beside_the_papers(tmp_path):
+    write_run(tmp_path / "runs/a", stream="mtil", backbone="deit_tiny", router="deit_tiny")
+    row = rows_of(run_tables(tmp_path, "placement") / "placement-2.csv")["CHEEM, mlp_down"]
+    assert (row["accuracy %, ours"], row["accuracy %, paper"]) == ("79.00 (1)", "74.51")
+
+
+def test_variants_and_orders_have_tables_of_their_own(tmp_path):
+    write_run(tmp_path / "runs/1")
+    write_run(tmp_path / "runs/2", cheem={"sampling": "uniform"}, accuracy=0.7)
+    turned = [{"name": name, "flops_method": 4e9, "seconds": {}} for name in reversed(TASKS)]
+    write_run(tmp_path / "runs/3", tasks=turned, accuracy=0.6)
+    out = run_tables(tmp_path, "breakdown", "sampling", "task_orders")
+    assert rows_of(out / "breakdown-5.csv")["CHEEM"]["accuracy %, ours"] == "79.00 (1)"
+    assert rows_of(out / "sampling-3.csv")["CHEEM, uniform"]["accuracy %, ours"] == "69.00 (1)"
+    orders = rows_of(out / "task_orders-2.csv")
+    assert orders["CHEEM, reversed"]["accuracy %, ours"] == "59.00 (1)"
+    assert orders["CHEEM, reversed"]["shapes, ours"] == "60.00 (1)"  # by name, not by place
+
+
+def test_a_run_is_counted_once_and_variants_are_not_averaged(tmp_path):
+    write_run(tmp_path / "runs/1")
+    write_run(tmp_path / "runs/copy")
+    write_run(tmp_path / "runs/uniform", cheem={"sampling": "uniform"}, accuracy=0.5)
+    for router in ("vit_nano", "alexnet"):
+        write_run(tmp_path / f"runs/{router}", "cheem_lite", router=router, router_weights_sha256=router)
+    out = tmp_path / "out"
+    tables.main(tables.Tables(runs=(tmp_path / "runs", tmp_path / "runs/1"), out=out, only="lite,full,components"))
+    lite = rows_of(out / "lite-5.csv")
+    assert lite["CHEEM, vit_micro"]["accuracy %, ours"] == "79.00 (1)"
+    assert {"CHEEM-lite, vit_nano", "CHEEM-lite, alexnet"} <= set(lite)
+    assert rows_of(out / "full-5.csv")["CHEEM"]["shapes, ours"] == "78.00 (1)"
+    assert "copy: the same run as" in (out / "tables.md").read_text()
+    assert not (out / "components-2.csv").exists()  # no run of ours is one
+
+
+def test_the_benchmarks_orders_have_the_papers_names(tmp_path):
+    names = MTIL["paper_b"].split()
+    tasks = [{"name": name, "flops_method": 1e9, "seconds": {}} for name in names]
+    matrix = [[0.5] * len(names)] * len(names)
+    write_run(tmp_path / "runs/b", stream="mtil", backbone="vit_base", router="vit_base", tasks=tasks, accuracy=0.5,
+              local_accuracy=matrix)  # fmt: skip
+    config = tmp_path / "runs/b/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tasks": names}))
+    results = tmp_path / "runs/b/results.json"
+    results.write_text(json.dumps(json.loads(results.read_text()) | {"accuracy": matrix}))
+    row = rows_of(run_tables(tmp_path, "task_orders") / "task_orders.csv")["CHEEM, paper_b"]
+    assert (row["sun397, ours"], row["sun397, paper"]) == ("50.00 (1)", "66.86")
+
+
+def test_two_runs_of_one_seed_count_once_whatever_ran_them(tmp_path):
+    write_run(tmp_path / "runs/a", engine={"executor": "stages", "precision": "float32"})
+    write_run(tmp_path / "runs/b", engine={"executor": "scan", "precision": "float32"})
+    runs, left_out = read([tmp_path / "runs"])
+    assert len(runs) == 1 and left_out == [(tmp_path / "runs/b", f"the same run as {tmp_path / 'runs/a'}")]
+
+
+def test_runs_of_other_tasks_of_a_stream_are_refused_with_their_names(tmp_path):
+    write_run(tmp_path / "runs")
+    ((run, *_), _) = read([tmp_path / "runs"])
+    shapes, letters = run.results["tasks"]
+    other = run._replace(results={**run.results, "tasks": [shapes, {**letters, "name": "digits"}]})
+    with pytest.raises(ValueError, match="but only one of them has digits, letters"):
+        check_comparable([run, other])
+
+
+def test_other_precisions_and_presets_are_refused(tmp_path):
+    write_run(tmp_path / "runs/1")
+    write_run(tmp_path / "runs/2", seed=1, engine={"precision": "bfloat16"})
+    with pytest.raises(ValueError, match="precision is .float32. there and .bfloat16. here"):
+        run_tables(tmp_path, "breakdown")
+    write_run(tmp_path / "other/2", "l2p", preset="quick, changed")
+    with pytest.raises(ValueError, match="but preset is "):
+        tables.main(tables.Tables(runs=(tmp_path / "runs/1", tmp_path / "other"), out=tmp_path / "out"))
+
+
+def test_runs_on_other_data_are_refused_with_the_difference(tmp_path):
+    write_run(tmp_path / "runs/1")
+    write_run(tmp_path / "runs/2", "lora_cl", split_sha256={"shapes": "a", "letters": "other"})
+    differ = r"both demo on vit_micro, but split_sha256.letters is .(b. there and .other|other. there and .b). here"
+    with pytest.raises(ValueError, match=differ):
+        run_tables(tmp_path, "breakdown")
+    assert not (tmp_path / "out").exists()
+
+
+def test_runs_with_other_settings_do_not_share_a_cell(tmp_path):
+    write_run(tmp_path / "runs/1")
+    write_run(tmp_path / "runs/2", seed=1, cheem={"sampling": "hee", "batch_size": 7})
+    with pytest.raises(ValueError, match="would share cells, but cheem.batch_size is"):
+        run_tables(tmp_path, "breakdown")
+
+
+def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path, capsys):
+    write_run(tmp_path / "runs/good")
+    (write_run(tmp_path / "runs/begun", "lora_cl") / "results.json").unlink()
+    (write_run(tmp_path / "runs/broken", "l2p") / "results.json").write_text("{")
+    (write_run(tmp_path / "runs/empty", "tuna") / "results.json").write_text('{"stream": "demo", "tasks": []}')
+    write_run(tmp_path / "runs/short", "diki", tasks=[{"name": "shapes", "flops_method": 1, "seconds": {}}])
+    page = (run_tables(tmp_path, "breakdown") / "tables.md").read_text()
+    assert "begun: unfinished: it has no results yet" in page
+    assert "broken: corrupted" in page and "empty: corrupted" in page
+    assert "short: unfinished: 1 of 2 tasks are missing" in page
+    assert "L2P" not in page.split("demo, vit_micro")[1].split("##")[0]
+    assert "left out" in capsys.readouterr().out
+
+
+def test_wrong_names_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"--only names 'foms'; the tables are fom, .*counts"):
+        run_tables(tmp_path, "foms")
+    with pytest.raises(ValueError, match="which is no"):
+        run_tables(tmp_path, "fom")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "out").touch()
+    with pytest.raises(ValueError, match="--out names .*, which is not a folder"):
+        run_tables(tmp_path, "fom")
+
+
+def test_latex_is_escaped_and_the_paper_alone_makes_tables(tmp_path):
+    (tmp_path / "runs").mkdir()
+    out = run_tables(tmp_path, "breakdown", "counts")
+    text = (out / "breakdown-1.tex").read_text()
+    assert r"accuracy \%, paper" in text and r"44.6 $\pm$ 6.4" in text and r"vit\_base" in text
+    assert "| FGVC Aircraft | 3334 | 3333 | 3333 | 100 |" in (out / "tables.md").read_text()
+    assert Cell("mtil", "vit_base", "ewc", "flops") in printed()["breakdown"]
+
+
+def test_a_setting_that_is_gone_parts_runs_only_where_it_had_an_effect(tmp_path):
+    search = {"population": 20}
+    write_run(tmp_path / "new", seed=0, cheem={"sampling": "hee", "search": search})
+    gone = {"cost": "network", "rungs": 1, "warm_start": False}
+    write_run(tmp_path / "old", seed=1, cheem={"sampling": "hee", "search": {**search, **gone}, "trained_draws": 0})
+    runs, left_out = read([tmp_path])
+    check_comparable(runs)
+    assert len(runs) == 2 and not left_out and [variant_of(run) for run in runs] == ["", ""]
+    write_run(tmp_path / "rungs", seed=2, cheem={"sampling": "hee", "search": {**search, "rungs": 2}})
+    with pytest.raises(ValueError, match="would share cells, but cheem.search.rungs is missing there and 2 here"):
+        check_comparable(read([tmp_path])[0])
+
+
+def test_runs_whose_base_means_are_of_other_images_share_no_cell(tmp_path):
+    def of(*told: dict[str, str | None]):
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        for seed, own in enumerate(told):
+            write_run(folder / str(seed), seed=seed, **own)
+        return read([folder])[0]
+
+    measured = {"base_means_sha256": None, "base_data_sha256": "a"}
+    check_comparable(of(measured, measured))
+    with pytest.raises(ValueError, match='would share cells, but base_data_sha256 is "a" there and null here'):
+        check_comparable(of(measured, {**measured, "base_data_sha256": None}))
+    with pytest.raises(ValueError, match='would share cells, but base_data_sha256 is "a" there and "b" here'):
+        check_comparable(of(measured, {**measured, "base_data_sha256": "b"}))
+
+
+def test_another_router_or_search_is_a_variant_of_any_method(tmp_path):
+    early = {"router": {"kind": "lda", "features": "early"}}
+    search = {"search": {"cost": "resumed"}, "trained_draws": 3}
+    write_run(tmp_path / "a", "lora_cl", lora_cl=early)
+    write_run(tmp_path / "b", "cheem", cheem={**early, **search})
+    found = {run.results["method"]: variant_of(run) for run in read([tmp_path])[0]}
+    assert found["lora_cl"] == "router lda early"
+    assert found["cheem"] == "shared-prefix FLOPs, best of 3 trained samples, router lda early"

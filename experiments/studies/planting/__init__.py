@@ -1,0 +1,1 @@
+"""A stream whose right structure is known, and whether CHEEM finds it."""

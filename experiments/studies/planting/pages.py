@@ -1,0 +1,241 @@
+"""The page, the table and the numbers of a planted experiment, every sentence made from what was measured."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from charts import spread
+from jaxtyping import Float
+
+from cheem_jax.report.table import NONE, Grid
+from studies.planting.claims import CLAIMS, NUM_REDRAWN, Claim, Summary, Verdict, holm, judge, summarise
+from studies.planting.stream import NAMES, PLAN
+from studies.planting.structure import BASE, FAMILY, NEW, SKIP, STRANGER, Costs, counts_of, structure_of
+
+Runs = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Results by sampling, one per seed."""
+TITLES = {"hee": "HEE", "uniform": "uniform"}
+
+
+class Judged(NamedTuple):
+    """All runs, judged."""
+
+    verdicts: dict[str, list[dict[str, Verdict | None]]]
+    """By sampling, one per run."""
+    summaries: list[Summary]
+    """By claim, the samplings side by side."""
+
+
+def judge_all(runs: Runs, costs: Costs) -> Judged:
+    """Every claim in every run, and over the runs of a sampling."""
+    verdicts = {sampling: [judge(results, costs) for results in found] for sampling, found in runs.items()}
+    summaries = [
+        summarise(claim.name, sampling, [run[claim.name] for run in found])
+        for claim in CLAIMS
+        for sampling, found in verdicts.items()
+    ]
+    return Judged(verdicts, summaries)
+
+
+def plan_grid() -> Grid:
+    """What was planted."""
+    rows = tuple((f"T{i} {task.name}", task.role, task.relative or NONE, task.answer) for i, task in enumerate(PLAN))
+    return Grid("What was planted", ("task", "role", "made from", "right answer"), rows, 4)
+
+
+def criteria_grid() -> Grid:
+    """What counts as a yes."""
+    rows = tuple((claim.name, claim.statement, claim.value, claim.criterion) for claim in CLAIMS)
+    return Grid("What counts as found", ("claim", "statement", "value", "found if"), rows, 4)
+
+
+def claims_grid(summaries: Sequence[Summary]) -> Grid:
+    """Claims and samplings in rows."""
+    rows = tuple(
+        (
+            summary.claim, TITLES[summary.sampling], f"{summary.yes} of {summary.runs}", interval(summary),
+            percent(summary.chance), NONE if summary.p is None else f"{summary.p:.2g}",
+            spread({"mean": summary.value, "std": summary.std}, 2),
+            NONE if summary.level is None else f"{summary.level:.2f}",
+        )
+        for summary in summaries
+    )  # fmt: skip
+    columns = ("claim", "sampling", "found", "95 %\ninterval", "by\nchance", "p", "value", "no pref-\nerence")
+    return Grid("What was found", columns, rows, 2)
+
+
+def tasks_grid(runs: Runs, costs: Costs) -> Grid:
+    """Per task and sampling: accuracy, cost, and where its blocks take their experts from; means over runs."""
+    columns = (
+        "task", "sampling", "accuracy\n%", "frozen\n%", "FLOPs %\nof base", "params\nadded %",
+        "of the\nfamily", "of\nothers", "base", "new", "skip", "adapted",
+    )  # fmt: skip
+    rows = []
+    for index, name in enumerate(NAMES):
+        for sampling, found in runs.items():
+            counts = [counts_of(structure_of(results, costs)) for results in found]
+            accuracy = [100 * results["local_accuracy"][-1][index] for results in found]
+            frozen = [100 * results["yardsticks"]["frozen_linear"]["local_accuracy"][-1][index] for results in found]
+            source = np.mean([count.source[0, index] for count in counts], axis=0)
+            rows.append((
+                f"T{index} {name}", TITLES[sampling], spread(accuracy), spread(frozen),
+                f"{np.mean([100 * count.flops[0, index] / costs.plain for count in counts]):.1f}",
+                spread([float(count.added[0, index]) for count in counts], 2),
+                *(f"{source[kind]:.1f}" for kind in (FAMILY, STRANGER, BASE, NEW, SKIP)),
+                f"{np.mean([count.adapts[0, index] for count in counts]):.1f}",
+            ))  # fmt: skip
+    return Grid("What the tasks got", columns, tuple(rows), 2)
+
+
+def cosine_grid(means: Mapping[str, Float[np.ndarray, "L D"]]) -> Grid:
+    """Cosine of mean CLS tokens in the plain backbone, mean over blocks: what there is to see before learning."""
+    unit = {name: mean / np.linalg.norm(mean, axis=-1, keepdims=True) for name, mean in means.items()}
+    rows = tuple(
+        (name, *(f"{(one * other).sum(-1).mean():.2f}" for other in unit.values())) for name, one in unit.items()
+    )
+    return Grid("What the plain backbone sees", ("", *means), rows, 1)
+
+
+def findings(runs: Runs, summaries: Sequence[Summary]) -> list[str]:
+    """Plain sentences, the claims by how they came out."""
+    sentences = []
+    by_claim = {claim.name: {s.sampling: s for s in summaries if s.claim == claim.name} for claim in CLAIMS}
+    for sampling in runs:
+        own = {name: found[sampling] for name, found in by_claim.items()}
+        always = [name for name, s in own.items() if s.runs and s.yes == s.runs]
+        never = [name for name, s in own.items() if s.runs and not s.yes]
+        nothing = [name for name, s in own.items() if not s.runs]
+        sometimes = [f"{n} ({s.yes} of {s.runs})" for n, s in own.items() if 0 < s.yes < s.runs]
+        p = {name: s.p for name, s in own.items() if s.p is not None}
+        beyond, corrected = [name for name, value in p.items() if value < 0.05], holm(p)
+        parts = [
+            (always, "in every run"), (sometimes, "in some"), (never, "in none"), (nothing, "could not be asked"),
+        ]  # fmt: skip
+        told = "; ".join(f"{how}: {', '.join(names)}" for names, how in parts if names)
+        sentences.append(
+            f"{TITLES[sampling]} sampling, {_runs(len(runs[sampling]))}, found {told}. More often than chance "
+            f"explains (p < 0.05, each claim for itself): {', '.join(beyond) or 'none'}; "
+            f"corrected for {len(p)} claims (Holm): {', '.join(corrected) or 'none'}."
+        )
+    if set(runs) == {"hee", "uniform"}:
+        sentences += [_compared(by_claim), _cost(runs)]
+    return sentences
+
+
+def _compared(by_claim: Mapping[str, Mapping[str, Summary]]) -> str:
+    """Claims of the structure that the samplings found differently often, and those whose intervals are apart."""
+    found: dict[str, list[str]] = {"more": [], "less": [], "apart": []}
+    # uniform sampling never asks the similarity, so what it would have offered says nothing about it
+    for name in (claim.name for claim in CLAIMS if not claim.about_similarity):
+        hee, uniform = by_claim[name]["hee"], by_claim[name]["uniform"]
+        if not hee.runs or not uniform.runs:
+            continue
+        if gap := hee.yes / hee.runs - uniform.yes / uniform.runs:
+            told = f"{name} ({hee.yes} of {hee.runs} against {uniform.yes} of {uniform.runs})"
+            found["more" if gap > 0 else "less"].append(told)
+        if hee.interval and uniform.interval:
+            (low, high), (other_low, other_high) = hee.interval, uniform.interval
+            if low > other_high or other_low > high:
+                found["apart"].append(name)
+    more, less, apart = (", ".join(names) or "nothing" for names in found.values())
+    return (
+        f"Of the structure, HEE found more often than uniform sampling: {more}; less often: {less}. The 95 % intervals "
+        f"are apart for {apart}."
+    )
+
+
+def _cost(runs: Runs) -> str:
+    """What the two samplings reach and spend over all tasks."""
+    told = []
+    for title, of, unit in (
+        ("accuracy, task ID given", lambda r: 100 * r["local_average_accuracy"], " %"),
+        ("parameters added per task", lambda r: r["params_added_percent"], " % of the backbone"),
+        ("FLOPs per image, router included", lambda r: r["flops"]["paper"] / 1e6, " M"),
+    ):
+        hee, uniform = (spread([of(results) for results in runs[sampling]], 2) for sampling in ("hee", "uniform"))
+        told.append(f"{title}: HEE {hee}{unit}, uniform {uniform}{unit}")
+    return f"Over all tasks, {'; '.join(told)}."
+
+
+def page(runs: Runs, judged: Judged, costs: Costs, means: Mapping[str, Float[np.ndarray, "L D"]], setting: str) -> str:
+    """`planted.md`."""
+    parts = ["# Planted synergy", setting, "## Findings"]
+    parts += findings(runs, judged.summaries)
+    parts += ["![networks found](architectures.png)", "![similarity to the relative](similarity.png)"]
+    for grid, note in (
+        (plan_grid(), ""),
+        (criteria_grid(), ""),
+        (claims_grid(judged.summaries), NOTE),
+        (tasks_grid(runs, costs), TASKS_NOTE),
+        (cosine_grid(means), COSINE_NOTE),
+    ):
+        parts += [f"## {grid.title}", grid.to_markdown(), *filter(None, [note])]
+    return "\n\n".join(parts) + "\n"
+
+
+NOTE = f"""\
+`found` is the number of runs that say yes of those that had something to find (a relative that added no expert leaves
+nothing to draw on), with the Wilson interval. `by chance` is how often a yes would come out anyway, the larger of two:
+structures whose every block is drawn from its 2n + 2 candidates ({NUM_REDRAWN} per run), and what is compared exchanged
+at random: the experts of the found Reuse and Adapt, the earlier networks, or the tasks. `p` is the probability of so
+many yes or more among independent runs with that chance; it is of each claim for itself, not corrected for their
+number. `no preference` is the value without any: its expectation over all candidates, a random order, an equal share,
+or the mean of the tasks compared with. Uniform sampling computes the similarity too but never asks it, so `seen` and
+`offered` tell for it what HEE would have been offered."""
+TASKS_NOTE = """\
+Means over runs, ± standard deviation. Accuracy: with the true task given, since no router can tell shapes from its
+twin; frozen: a linear classifier on the plain backbone. From `of the family` (of earlier tasks of shapes) to `skip`:
+the mean number of blocks that take their expert from there; adapted: those of them that adapt it."""
+COSINE_NOTE = """\
+Cosine of the mean class tokens of the training images in the plain backbone, mean over blocks, of the first seed: the
+relations are in the data before anything is learned. `base` is the backbone's own task."""
+
+
+def table(summaries: Sequence[Summary]) -> str:
+    """`planted.csv`: the claims by sampling, numbers unrounded."""
+    rows = [["" if value is None else str(value) for value in summary] for summary in summaries]
+    return Grid("", Summary._fields, tuple(map(tuple, rows)), 0).to_csv()
+
+
+def numbers(runs: Runs, judged: Judged) -> dict[str, Any]:
+    """`planted.json`: claims, verdicts by run, and the summaries."""
+    return {
+        "plan": [{**task._asdict(), "draw": None, "classes": len(task.classes)} for task in PLAN],
+        "claims": [_without_place(claim) for claim in CLAIMS],
+        "summaries": [summary._asdict() for summary in judged.summaries],
+        "runs": [
+            {
+                "sampling": sampling,
+                "seed": results["seed"],
+                "base_means": results["base_means"],
+                "architectures": {task["name"]: task["architecture"] for task in results["tasks"]},
+                "verdicts": {name: verdict and _json(verdict) for name, verdict in verdicts.items()},
+            }
+            for sampling, found in runs.items()
+            for results, verdicts in zip(found, judged.verdicts[sampling], strict=True)
+        ],
+    }
+
+
+def _without_place(claim: Claim) -> dict[str, Any]:
+    return {**claim._asdict(), "task": NAMES[claim.task]}
+
+
+def _json(verdict: Verdict) -> dict[str, Any]:
+    value = None if np.isnan(verdict.value) else verdict.value
+    return {**verdict._asdict(), "value": value, "chance": verdict.chance}
+
+
+def interval(summary: Summary) -> str:
+    """In percent."""
+    return (
+        NONE if summary.low is None or summary.high is None else f"{100 * summary.low:.0f}–{100 * summary.high:.0f} %"
+    )
+
+
+def percent(value: float | None) -> str:
+    return NONE if value is None else f"{100 * value:.0f} %"
+
+
+def _runs(num: int) -> str:
+    return "1 run" if num == 1 else f"{num} runs"

@@ -1,0 +1,1 @@
+"""Images made from formulas, on which the bundled backbones were pretrained."""

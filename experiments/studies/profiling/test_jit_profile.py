@@ -1,0 +1,82 @@
+"""The profiling study: what it counts, what it writes, what it refuses."""
+
+import json
+from pathlib import Path
+
+import jit_profile
+import pytest
+from bench import measure
+from PIL import Image
+
+from cheem_jax.backbone.config import config_of
+from cheem_jax.cli.main import run_command
+from cheem_jax.core.architecture import from_strings
+
+
+@pytest.mark.full
+def test_a_small_study_writes_numbers_table_and_figure(tmp_path, monkeypatch):
+    monkeypatch.setenv(
+        "XLA_FLAGS", "--xla_backend_optimization_level=0"
+    )  # for the measuring processes: quick to compile
+    settings = jit_profile.Profile("vit_nano", None, "4", "stages,whole", num_draws=2, repeats=1, out=tmp_path / "new")
+    jit_profile.main(settings)
+
+    results = json.loads((tmp_path / "new" / "jit_profile.json").read_text())
+    [case] = results["configurations"]
+    assert results["machine"]["platform"] == "cpu" and case["name"] == "vit_nano 32 px, batch 4, float32"
+    assert case["num_draws"] == case["num_signatures"] == 2
+    forward = case["backbone_flops"]
+    assert 0.5 * forward < case["step_flops"] < 4 * forward
+    assert list(case["executors"]) == ["stages", "whole"]
+    for entry in case["executors"].values():
+        assert entry["programs"] > 2 and len(entry["cold_seconds"]) == len(entry["repeated_seconds"][0]) == 2
+        assert 0 < entry["compile_seconds"] < sum(entry["cold_seconds"]) < 100
+        assert 0 < entry["step_seconds"] < entry["first_step_seconds"]
+        assert entry["images_per_second"] == pytest.approx(4 / entry["step_seconds"])
+        assert 0 < entry["share_of_peak"] < 1 and entry["memory_bytes"] > 0
+    table = (tmp_path / "new" / "jit_profile.md").read_text()
+    assert table.count("\n| vit_nano | 32 | 4 | float32 | ") == 2
+    with Image.open(tmp_path / "new" / "jit_profile.png") as picture:
+        assert picture.width == 1200 and len(picture.convert("L").getcolors() or []) > 10
+
+    measured = tmp_path / "measured.json"
+    other = {"platform": "gpu", "device": "some", "name": case["name"], "flops": 1, "seconds": {"scan": 1.0}}
+    measured.write_text(json.dumps({"measurements": [other]}))
+    for _ in range(2):  # the second time it replaces what the first one wrote
+        jit_profile.merge_measurements(results, measured)
+    kept, new = json.loads(measured.read_text())["measurements"]
+    assert kept == other and new["name"] == case["name"] and new["flops"] == forward
+    executors = case["executors"]
+    assert new["seconds"] == {
+        "stages": executors["stages"]["step_seconds"],
+        "whole": executors["whole"]["first_step_seconds"],
+    }
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"executors": "stages,hole"}, "unknown executor 'hole'; expected some of: stages, whole, scan"),
+        ({"backbones": "vit_nono"}, "unknown backbone 'vit_nono'; nearest: vit_nano"),
+        ({"batch_sizes": "16,0"}, "batch size '0' is no whole number from 1 on"),
+        ({"precisions": "float16"}, "unknown precision 'float16'"),
+        ({"num_draws": 0}, "num_draws is 0; expected at least 1"),
+        ({"executors": "stages", "record": True}, "--record compares all executors, not only stages"),
+        ({"out": Path(__file__)}, "which is not a folder; expected one that exists or can be made"),
+    ],
+)
+def test_what_cannot_be_measured_is_named_in_one_line_and_status_2(capsys, tmp_path, changed, said):
+    settings = jit_profile.Profile(**({"out": tmp_path / "out"} | changed))
+    with pytest.raises(SystemExit) as stop:
+        run_command(jit_profile.main, settings)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+    assert said in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_real_backbone_costs_what_its_shapes_say():
+    config = config_of("deit_tiny")
+    frozen = measure.step_flops(config, from_strings(["reuse:0"] * 12), 16)
+    learned = measure.step_flops(config, from_strings(["new"] + ["reuse:0"] * 11), 16)
+    assert 2.2e9 < frozen < 2.5e9 and 1.9 < learned / frozen < 2.1  # 2.507 G if the last block did all its tokens

@@ -1,0 +1,149 @@
+"""The study of routers as Markdown."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+NAMES = {"cheem": "CHEEM", "lora_cl": "LoRA-CL", "s_prompts": "S-Prompts"}
+READS = {
+    "last": "last class token",
+    "early": "mean patch tokens at a quarter and at half of the depth",
+    "levels": "mean patch tokens at each quarter, last class token",
+}
+
+
+def page_of(found: Mapping[str, Any]) -> str:
+    """A page of its own."""
+    title = f"# Routers: {len(found['tasks'])} tasks, {found['backbone']}, {found['image_size']} pixels"
+    return f"{title}\n\n{sections_of(found)}\n"
+
+
+def sections_of(found: Mapping[str, Any]) -> str:
+    """All tables, without a heading of the first level."""
+    return "\n\n".join([_compared(found), _by_task(found), _looked_twice(found), _all(found)])
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
+    """A Markdown table; columns after the first few are aligned to the right."""
+    rule = ["---"] * num_left + ["---:"] * (len(head) - num_left)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def told_gain(gain: Mapping[str, Any]) -> str:
+    """Points with their interval; zero has no sign."""
+    numbers = [f"{100 * gain[name]:+.1f}" for name in ("value", "low", "high")]
+    numbers = [number if number.strip("+-0.") else "0.0" for number in numbers]
+    return "{} ({} to {})".format(*(number.replace("-", "−") for number in numbers))
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e3:,.0f}" if value >= 1e4 else f"{value / 1e3:.1f}"
+
+
+def shown_rows(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The paper's router, the chosen one, and of every kind the one that is best on validation images."""
+    best: dict[str, Mapping[str, Any]] = {}
+    for row in found["rows"]:
+        kind = row["config"]["kind"]
+        best[kind] = max(best.get(kind, row), row, key=lambda one: one["validation"])
+    wanted = [found["rows"][0]["config"], found["chosen"]["config"], *(row["config"] for row in best.values())]
+    return [row for row in found["rows"] if row["config"] in wanted]
+
+
+def _compared(found: Mapping[str, Any]) -> str:
+    methods = [method for method in NAMES if any(method in row for row in found["rows"])]
+    head = ["reads", "router", "validation %", "task found %"]
+    for method in methods:
+        head += [f"{NAMES[method]} %", f"{NAMES[method]}, gain"]
+    head += ["MFLOPs, paper", "MFLOPs, executed", "kB a task", "µs an image"]
+    rows, first = [], found["rows"][0]
+    for row in shown_rows(found):
+        cells = [row["features"], _title(row, found), _percent(row["validation"]), _percent(row["found"]["test"])]
+        for method in methods:
+            gain = "–" if row is first else told_gain(row[method]["gain"])
+            cells += [_percent(row[method]["accuracy"]), gain]
+        flops = [f"{row['flops'][name] / 1e6:.0f}" for name in ("paper", "executed")]
+        rows.append([*cells, *flops, _bytes(row["bytes_per_task"]), f"{row['microseconds_per_image']:.0f}"])
+    counts = ", ".join(f"{NAMES[method]} {sum(run['method'] == method for run in found['runs'])}" for method in methods)
+    reads = "; ".join(f"*{name}*: {told}" for name, told in READS.items())
+    same, others, seeds = found["same_as_run"], found.get("same_answers", []), found["validated"]
+    validated = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
+    again = f"infers the run's own task for {100 * min(same):.2f} % of the images ({len(same)} with networks at hand)"
+    if others:
+        again += f" and gives at least {100 * min(others):.2f} % of the answers ({len(others)} collected)"
+    return f"""The same checkpoints, evaluated again with different routers: {counts} runs. A router reads what the pass
+over the frozen backbone computes anyway: {reads}; with *early* the pass ends at half of the depth. *Validation*:
+CHEEM's accuracy on validation images with {validated}. Of the routers within {100 * found["near_best"]:g} points of the
+best there, the one in bold keeps the fewest bytes and was chosen. CHEEM's architectures were chosen on these images
+too, so other columns, on test images, are lower. *Gain*: over the paper's router (first row), 95 % interval as above.
+*Task found*: share of images whose task is inferred rightly. FLOPs include the router's pass. The paper's router,
+computed again, {again}; last bits and seeds of k-means explain the rest. Times are of one process on a shared machine.
+Shown: the paper's router, the chosen one, the best of each kind on validation images; all {len(found["rows"])} are
+below.
+
+{table(head, rows, 2)}"""
+
+
+def _title(row: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    return f"**{row['title']}**" if row["config"] == found["chosen"]["config"] else row["title"]
+
+
+def _all(found: Mapping[str, Any]) -> str:
+    head = ["reads", "router", "validation %", "task found %", "CHEEM %", "over the paper's", "kB a task"]
+    rows = [
+        [
+            row["features"], _title(row, found), _percent(row["validation"]), _percent(row["found"]["test"]),
+            _percent(row["cheem"]["accuracy"]),
+            "–" if row is found["rows"][0] else f"{100 * row['cheem']['gain']['value']:+.1f}".replace("-", "−"),
+            _bytes(row["bytes_per_task"]),
+        ]
+        for row in found["rows"]
+    ]  # fmt: skip
+    return f"All routers that were tried:\n\n{table(head, rows, 2)}"
+
+
+def _by_task(found: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            row["task"], _percent(row["paper_found"]), _percent(row["chosen_found"]), _percent(row["paper"]),
+            _percent(row["chosen"]), _percent(row["given"]),
+        ]
+        for row in found["by_task"]
+    ]  # fmt: skip
+    keys = ("paper_found", "chosen_found", "paper", "chosen", "given")
+    means = {key: sum(row[key] for row in found["by_task"]) / len(found["by_task"]) for key in keys}
+    rows.append(["mean", *(_percent(means[key]) for key in keys)])
+    gap = means["given"] - means["paper"]
+    share = (means["chosen"] - means["paper"]) / gap if gap > 0 else float("nan")
+    head = [
+        "task", "task found, paper's router %", "task found, chosen %", "accuracy, paper's router %",
+        "accuracy, chosen %", "task ID given %",
+    ]  # fmt: skip
+    chosen = found["chosen"]
+    return f"""CHEEM by task. Of the {100 * gap:.1f} points that the paper's router loses, the chosen one
+({chosen["features"]}, {chosen["title"]}) recovers {100 * share:.0f} %.
+
+{table(head, rows)}"""
+
+
+def _looked_twice(found: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            str(one["seed"]), f"{100 * row['share']:g}", _percent(row["second"]), _percent(one["alone"]),
+            _percent(row["accuracy"]), told_gain(row["gain"]),
+        ]
+        for one in found["second_look"]
+        for row in one["rows"]
+    ]  # fmt: skip
+    head = [
+        "seed", "two networks, set on validation %", "two networks, test %", "router alone %", "decided together %",
+        "gain",
+    ]  # fmt: skip
+    return f"""A second look at close calls: the networks of both nearest tasks answer, and the confidence of their
+heads decides together with the router's lead, weighted on validation images. *Two networks* is the share of images with
+a second one; the bound is set on validation images (interval over images alone, one seed per row).
+
+{table(head, rows)}"""

@@ -1,0 +1,71 @@
+"""Every router that is tried: made from training features, asked about validation and test images."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from cheem_jax.core.keys import Keys, Phase
+from cheem_jax.core.routing.config import Reads, RouterConfig
+from cheem_jax.core.routing.routers import make_router
+from cheem_jax.core.routing.statistics import fit_statistics
+from studies.routers.seen import Seen, features_of
+
+PAPER = RouterConfig()
+
+
+class Tried(NamedTuple):
+    """One router over all tasks of a stream."""
+
+    named: dict[str, list[Int[np.ndarray, "_"]]]
+    """By split and true task: the task that each image is said to be of."""
+    bytes_per_task: float
+    """Kept of a task, mean over tasks."""
+    seconds_per_task: float
+    """To make the statistics of a task from its features, and the router again with it, mean over tasks."""
+    microseconds_per_image: float
+    """To infer the task of an image whose features are there, one core, all together."""
+
+
+def candidates() -> Iterator[RouterConfig]:
+    """What is compared; the paper's first."""
+    reads: tuple[Reads, ...] = ("last", "early", "levels")
+    for features in reads:
+        yield RouterConfig(features=features)
+        yield RouterConfig(features=features, num_centroids=20)
+        yield RouterConfig("class_means", features, metric="l2")
+        for shrinkage in (0.001, 0.01, 0.1):
+            yield RouterConfig("lda", features, shrinkage=shrinkage)
+        for shrinkage in (0.1, 0.3):
+            yield RouterConfig("gaussian", features, shrinkage=shrinkage)
+        for projections in (1000, 2000):
+            yield RouterConfig("ridge", features, projections=projections)
+
+
+def title_of(config: RouterConfig) -> str:
+    """Kind and what matters to it."""
+    told = {
+        "kmeans": f"k-means, {config.num_centroids} centroids, {config.metric}",
+        "class_means": f"class means, {config.metric}",
+        "lda": f"LDA, shrinkage {config.shrinkage:g}",
+        "gaussian": f"Gaussian per task, shrinkage {config.shrinkage:g}",
+        "ridge": f"ridge, {config.projections:,} random features",
+    }
+    return told[config.kind]
+
+
+def attempt(config: RouterConfig, tasks: Sequence[Seen], labels: Sequence[np.ndarray], keys: Keys) -> Tried:
+    """Make the router task by task, as a stream does, and ask it at the end."""
+    places, router, start = [], make_router(config), time.perf_counter()
+    for index, (seen, own) in enumerate(zip(tasks, labels, strict=True)):
+        seed = keys.seed_at(index, Phase.CENTROIDS)
+        places.append(fit_statistics(features_of(seen, "train", config), own, config, seed=seed))
+        router.follow(places)
+    fitted = time.perf_counter()
+    named = {split: [router.route(features_of(seen, split, config)) for seen in tasks] for split in ("val", "test")}
+    asked = time.perf_counter() - fitted
+    kept = [sum(array.nbytes for array in (place.centroids, *place.moments.values())) for place in places]
+    num_images = sum(len(one) for split in named.values() for one in split)
+    return Tried(named, float(np.mean(kept)), (fitted - start) / len(tasks), 1e6 * asked / num_images)

@@ -1,0 +1,109 @@
+"""`experiments/compare.py`: several methods on one stream, what is finished is not run again."""
+
+import dataclasses
+import json
+
+import compare
+import mtil
+import numpy as np
+import pytest
+from PIL import Image
+
+from cheem_jax.cli.main import run_command
+from cheem_jax.data.task import Split, Stream, Task
+from cheem_jax.run.record import read
+
+
+def stream_of_colours() -> Stream:
+    rng = np.random.default_rng(0)
+
+    def split(task: int, num: int) -> Split:
+        labels = np.arange(num, dtype=np.int32) % 2
+        base = np.array([[200, 30, 30], [30, 200, 30], [30, 30, 200], [200, 200, 30]], np.uint8)[2 * task + labels]
+        return Split(base[:, None, None] + rng.integers(0, 30, (num, 32, 32, 3)).astype(np.uint8), labels)
+
+    names = ("warm", "cold")
+    return Stream("demo", tuple(Task(n, ("a", "b"), *(split(t, m) for m in (24, 8, 10))) for t, n in enumerate(names)))
+
+
+@pytest.fixture
+def settings(monkeypatch, tmp_path):
+    stream = stream_of_colours()
+    monkeypatch.setattr(mtil, "demo_stream", lambda image_size: stream)
+    return compare.Compare(methods="frozen_linear,diki", run_dir=tmp_path)
+
+
+def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_are(settings, monkeypatch, capsys):
+    run = mtil.run
+
+    def stopped_after_diki(run_settings, *given):
+        if run_settings.method == "frozen_linear":
+            raise KeyboardInterrupt
+        return run(run_settings, *given)
+
+    monkeypatch.setattr(mtil, "run", stopped_after_diki)
+    with pytest.raises(SystemExit) as stop:
+        run_command(compare.main, settings, settings.run_dir)
+    assert stop.value.code == 130
+    begun = json.loads((settings.run_dir / "comparison.json").read_text())
+    assert [row["method"] for row in begun] == ["diki"]
+    before = read(settings.run_dir / "diki" / "seed-0")
+
+    monkeypatch.setattr(mtil, "run", run)
+    capsys.readouterr()
+    compare.main(settings)
+    said = capsys.readouterr().out
+    assert "seed-0 contains all 2 tasks already" in "".join(said.split("\n")) and "frozen, linear heads" in said
+    assert read(settings.run_dir / "diki" / "seed-0") == before
+    rows = json.loads((settings.run_dir / "comparison.json").read_text())
+    assert [row["method"] for row in rows] == ["diki", "frozen_linear"]  # in the order of the table
+    assert rows[0] == begun[0]
+    results = json.loads((settings.run_dir / "diki" / "seed-0" / "results.json").read_text())
+    assert rows[0]["average_accuracy"]["mean"] == results["average_accuracy"]
+    assert "| DIKI |" in (settings.run_dir / "comparison.md").read_text()
+
+
+def test_wrong_names_and_seeds_are_refused_before_anything_is_made(settings, capsys):
+    for changed, message in (
+        ({"methods": "l2q"}, "unknown method 'l2q'; nearest: l2p"),
+        ({"seeds": "0,x"}, "--seeds is '0,x'; expected different whole numbers"),
+        ({"seeds": "1,1"}, "--seeds is '1,1'"),
+        ({"tasks": "warm,colt"}, "stream 'demo' has no task 'colt'; did you mean cold"),
+        ({"order": "paper_a"}, "--order paper_a belongs to mtil"),
+        ({"backbone": "vit_huge_27"}, "vit_huge_27"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            run_command(compare.main, dataclasses.replace(settings, **changed), settings.run_dir)
+        assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert not list(settings.run_dir.iterdir())
+
+
+def test_all_means_every_method_once():
+    assert compare.methods_of("all") == list(compare.NAMES)
+    assert compare.methods_of("l2p, cheem") == ["cheem", "l2p"]
+
+
+@pytest.mark.full
+def test_a_folder_of_tasks_is_compared_with_any_backbone_and_the_network_that_names_tasks(tmp_path, capsys):
+    stream = stream_of_colours()
+    for task in stream.tasks:
+        for split in task.splits:
+            for index, (image, label) in enumerate(
+                zip(task.splits[split].images, task.splits[split].labels, strict=True)
+            ):
+                file = tmp_path / "data" / task.name / split / task.classes[label] / f"{index}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(image).save(file)
+    settings = compare.Compare(
+        stream=str(tmp_path / "data"), methods="frozen_linear,moe_adapters", backbone="vit_micro",
+        run_dir=tmp_path / "runs",
+    )  # fmt: skip
+    compare.main(settings)
+    rows = json.loads((settings.run_dir / "comparison.json").read_text())
+    assert [(row["method"], row["router"]) for row in rows] == [
+        ("moe_adapters", "vit_nano"),
+        ("frozen_linear", "vit_micro"),
+    ]
+    assert "MoE-Adapters: vit_nano infers the task ID" in (settings.run_dir / "comparison.md").read_text()
+    config = json.loads((settings.run_dir / "moe_adapters" / "seed-0" / "config.json").read_text())
+    assert config["moe_adapters"]["fit"]["epochs"] == 8  # quick, as no preset is named

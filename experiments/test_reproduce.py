@@ -1,0 +1,244 @@
+"""Running a run again: the same command, the first place of difference, and what cannot be reproduced."""
+
+import dataclasses
+import io
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reproduce
+import small
+from rich.console import Console
+
+from cheem_jax.cheem.config import PRESETS
+from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.cli.demo import Demo
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.run import fingerprint, record
+from cheem_jax.run.progress import Progress
+from cheem_jax.run.removed import REMOVED_OPTIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    run_dir: Path
+    seed: int = 0
+    upper_bound: bool = False
+
+
+def learn_small(settings: Small) -> None:
+    progress = Progress(Console(file=io.StringIO(), force_terminal=False))
+    config = RunConfig(small.QUICK, "quick", settings.seed)
+    run_stream(small.stream(1), small.pretrained(), config, settings.run_dir, progress)
+
+
+def rewrite(directory: Path, entries: Sequence[dict[str, Any]]) -> None:
+    (directory / record.NAME).unlink()
+    written = record.Record.open(directory)
+    for entry in entries:
+        written.write(**{key: value for key, value in entry.items() if key != "time"})
+
+
+def edit(directory: Path, **values: Any) -> None:
+    """Put values into the record's entry of the run as a whole; None removes one."""
+    entries = record.read(directory)
+    [run] = [entry for entry in entries if entry["event"] == "run"]
+    run |= values
+    rewrite(directory, [{key: value for key, value in entry.items() if value is not None} for entry in entries])
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    """A finished run of one small task, and what tells how it was begun."""
+    directory = tmp_path_factory.mktemp("runs") / "small"
+    learn_small(Small(directory))
+    config = json.loads((directory / "config.json").read_text())
+    edit(directory, command=["small", *arguments_of(Small(directory))], conditions=fingerprint.take(config))
+    return directory
+
+
+@pytest.fixture
+def run_dir(original, tmp_path, monkeypatch) -> Path:
+    """A copy of that run; what its command learns is copied as well, which takes no time."""
+
+    def learn(settings: Small) -> None:
+        shutil.copytree(original, settings.run_dir, dirs_exist_ok=True)
+
+    monkeypatch.setitem(reproduce.COMMANDS, "small", (lambda arguments: parse(Small(Path()), arguments), learn))
+    shutil.copytree(original, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def status_of(capsys, *arguments: str | Path) -> tuple[Any, str, str]:
+    """Status, output and errors of the command line."""
+    try:
+        run_command(reproduce.main, parse(reproduce.Reproduce, [str(argument) for argument in arguments]))
+        status: Any = 0
+    except SystemExit as stop:
+        status = stop.code
+    captured = capsys.readouterr()
+    return status, " ".join(captured.out.split()), captured.err
+
+
+@pytest.mark.full
+def test_a_run_that_comes_out_the_same_is_identical(capsys, run_dir, monkeypatch):
+    monkeypatch.setitem(reproduce.COMMANDS, "small", (reproduce.COMMANDS["small"][0], learn_small))
+    status, said, errors = status_of(capsys, run_dir)
+    again = run_dir.with_name("run-again")
+    assert (status, errors) == (0, "") and f"identical: {run_dir} and {again}" in said
+    assert f"fingerprints equal: {fingerprint.digest(fingerprint.take(reproduce.config_of(run_dir)))}" in said
+    assert "1 task0 equal equal" in said
+    first, second = (record.read(directory) for directory in (run_dir, again))
+    assert first != second and len(first) == len(second)  # it was run, not copied
+
+
+@pytest.mark.parametrize(
+    "event, keys, value, said",
+    [
+        ("learned", ("report", "supernet_losses", 1), 0.125, "task 1 'task0', cheem: supernet_losses[1] is 0."),
+        (
+            "evaluated", ("methods", "cheem", "accuracy", 0), 0.25,
+            "the evaluation after task 1 'task0': methods.cheem.accuracy[0] is 1 there and 0.25 here",
+        ),
+        ("evaluated", ("checkpoints", "frozen_linear", 0), "ff", "checkpoints.frozen_linear[0] is"),
+    ],
+)  # fmt: skip
+def test_a_number_that_came_out_otherwise_is_named_with_status_1(capsys, run_dir, event, keys, value, said):
+    other = run_dir.with_name("other")
+    shutil.copytree(run_dir, other)
+    status, output, _ = status_of(capsys, run_dir, "--against", other)
+    assert status == 0 and "identical" in output
+    entries = record.read(other)
+    at = next(entry for entry in entries if entry["event"] == event)
+    for key in keys[:-1]:
+        at = at[key]
+    at[keys[-1]] = value
+    rewrite(other, entries)
+    status, output, _ = status_of(capsys, run_dir, "--against", other)
+    assert status == 1 and f"first difference: {said}" in output or said in output.partition("first difference")[2]
+    assert ("1 task0 equal differs" if value == "ff" else "1 task0 equal equal") in output
+
+
+def test_a_run_of_other_settings_differs_from_its_config_on_and_the_record_tells_more(capsys, run_dir):
+    other = run_dir.with_name("other")
+    shutil.copytree(run_dir, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "seed": 1}))
+    edit(other, executor="whole", conditions=None)
+    status, output, _ = status_of(capsys, run_dir, "--against", other)
+    assert status == 1 and "first difference: config.json: seed is 0 there and 1 here" in output
+    assert "first difference: the run's setting: executor is" in output
+    assert "note: a record without fingerprint" in output
+
+
+def test_a_command_with_settings_that_are_gone_runs_without_them_where_they_had_no_effect(capsys, run_dir):
+    command = reproduce.setting_of(run_dir)["command"]
+    gone = [word for option in REMOVED_OPTIONS for word in option.split()]
+    edit(run_dir, command=[*command[:1], *gone, *command[1:]])
+    status, output, _ = status_of(capsys, run_dir)
+    assert status == 0 and "identical" in output
+    config = json.loads((run_dir / "config.json").read_text())
+    config["cheem"]["search"]["rungs"] = 2
+    (run_dir / "config.json").write_text(json.dumps(config))
+    status, _, errors = status_of(capsys, run_dir, "--into", run_dir.with_name("there"))
+    assert status == 2 and "has the setting search.rungs 2, which no longer exists; use cheem_jax of commit" in errors
+
+
+def test_other_code_versions_or_devices_are_told_before_the_run_begins(capsys, run_dir):
+    known = fingerprint.take(reproduce.config_of(run_dir))
+    edit(run_dir, conditions={**known, "versions": {**known["versions"], "jax": "0.0.1"}})
+    status, output, _ = status_of(capsys, run_dir)
+    note = (
+        f'note: numbers may differ, since versions.jax is "0.0.1" there and "{known["versions"]["jax"]}" here running'
+    )
+    assert status == 0 and output.index(note) < output.index("running again in") < output.index("identical")
+
+
+def test_a_run_that_another_version_went_on_with_says_so_and_may_be_identical(capsys, run_dir):
+    known = fingerprint.take(reproduce.config_of(run_dir))
+    record.Record.open(run_dir).write("continued", conditions={**known, "weights_sha256": "w"}, command=["a"])
+    status, output, _ = status_of(capsys, run_dir)
+    assert status == 0 and 'note: numbers may differ, since weights_sha256 is "w" there and "seed 0" here' in output
+
+
+def test_of_a_run_that_stopped_only_what_it_holds_is_compared(capsys, run_dir):
+    rewrite(run_dir, record.read(run_dir)[:2])
+    (run_dir / "results.json").unlink()
+    status, output, _ = status_of(capsys, run_dir, "--into", run_dir.with_name("there"))
+    assert status == 0 and "was stopped after 0 of 1 tasks: only what it holds can be compared" in output
+    assert "equal as far as both go, but the first run stopped before task 1 'task0', frozen_linear" in output
+    status, output, _ = status_of(capsys, run_dir.with_name("there"), "--against", run_dir)
+    assert status == 1 and "equal as far as both go, but the second run stopped before" in output
+
+
+def test_an_upper_bound_that_was_added_later_is_asked_for_as_well(run_dir, monkeypatch):
+    begun: list[Small] = []
+    monkeypatch.setitem(reproduce.COMMANDS, "small", (reproduce.COMMANDS["small"][0], begun.append))
+    reproduce.runnable(run_dir)[1](Path("/a"))
+    rewrite(run_dir, [*record.read(run_dir), {"event": "upper_bound", "index": 0, "test_accuracy": 1.0}])
+    reproduce.runnable(run_dir)[1](Path("/b"))
+    assert begun == [Small(Path("/a")), Small(Path("/b"), upper_bound=True)]
+
+
+def test_an_unfinished_reproduction_is_continued_and_another_run_refused(capsys, run_dir):
+    again = run_dir.with_name("run-again")
+    again.mkdir()
+    shutil.copy(run_dir / "config.json", again)
+    status, output, _ = status_of(capsys, run_dir)
+    assert status == 0 and "identical" in output
+    config = json.loads((again / "config.json").read_text())
+    (again / "config.json").write_text(json.dumps({**config, "seed": 5}))
+    status, _, error = status_of(capsys, run_dir)
+    assert status == 2 and "seed is 5 there and 0 here" in error and "--against" in error
+
+
+def refused(capsys, *arguments: str | Path) -> str:
+    """The one line of an error with status 2."""
+    status, _, error = status_of(capsys, *arguments)
+    assert status == 2 and error.startswith("error: ") and error.count("\n") == 1
+    return error
+
+
+def test_what_is_no_run_or_has_no_command_is_refused_in_one_line(capsys, run_dir, tmp_path):
+    assert "gone' is not a run directory" in refused(capsys, tmp_path / "gone")
+    assert "gone' is not a run directory" in refused(capsys, run_dir, "--against", tmp_path / "gone")
+    assert "is the run itself" in refused(capsys, run_dir, "--into", run_dir)
+    assert "leave out --into" in refused(capsys, run_dir, "--into", tmp_path / "x", "--against", run_dir)
+    edit(run_dir, command=["experiments/other.py", "--seed", "1"])
+    assert "made by 'experiments/other.py --seed 1'; expected one of: cheem demo" in refused(capsys, run_dir)
+    edit(run_dir, command=["small", "--sead", "1"])
+    assert "--sead" in refused(capsys, run_dir)
+    edit(run_dir, command=None)
+    assert "names no command: it was begun by a Python program" in refused(capsys, run_dir)
+    assert not run_dir.with_name("run-again").exists()
+
+
+def test_data_that_is_gone_is_named(capsys, run_dir, tmp_path):
+    settings = reproduce.mtil.Mtil(PRESETS["demo"], "demo", "vit_micro", stream=str(tmp_path / "birds"))
+    edit(run_dir, command=["experiments/mtil.py", *arguments_of(settings)])
+    assert f"{tmp_path / 'birds'}: no such folder" in refused(capsys, run_dir)
+
+
+@pytest.mark.parametrize(
+    "words, settings",
+    [
+        (["cheem", "demo"], Demo(Path("/somewhere"), seed=3, upper_bound=True)),
+        (
+            ["experiments/mtil.py"],
+            reproduce.mtil.Mtil(PRESETS["quick"], "quick", run_dir=Path("/somewhere"), seed=3, num_seeds=1),
+        ),
+    ],
+)
+def test_every_command_that_leaves_a_run_is_run_with_the_settings_it_had(run_dir, monkeypatch, words, settings):
+    begun: list[Any] = []
+    read_arguments, _ = reproduce.COMMANDS[" ".join(words)]
+    monkeypatch.setitem(reproduce.COMMANDS, " ".join(words), (read_arguments, begun.append))
+    command: Sequence[str] = [*words, *arguments_of(settings)]
+    edit(run_dir, command=command)
+    found, run = reproduce.runnable(run_dir)
+    run(Path("/elsewhere"))
+    assert found == command and begun == [dataclasses.replace(settings, run_dir=Path("/elsewhere"))]

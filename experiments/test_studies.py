@@ -1,0 +1,227 @@
+"""The studies over several runs: which runs they are made of, and what they write."""
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import ablations
+import clip
+import compare
+import lite
+import mtil
+import pytest
+import smoke
+import study
+import task_orders
+import training_time
+from PIL import Image
+
+from cheem_jax.baselines.lora_cl import LoraClConfig
+from cheem_jax.cheem.config import PRESETS, CheemConfig
+from cheem_jax.cli.main import run_command
+
+
+def results_of(method="cheem", accuracy=0.8, flops=5e9, seed=0, names=("shapes", "letters"), **more) -> dict[str, Any]:
+    """What a run gives, as far as studies read it."""
+    matrix = [[accuracy, None], [accuracy - 0.1, accuracy]]
+    tasks = [
+        {
+            "name": name, "classes": ["a", "b"], "num_train": 9, "params_added_percent": 2.0,
+            "architecture": ["reuse:0", "skip", "new", "adapt:0"], "experts": [0, None, 1, 1],
+            "seconds": {"supernet": 6.0, "search": 3.0, "evaluation": 100.0},
+        }
+        for name in names
+    ]  # fmt: skip
+    base = {"kind": "full", "origin": "base"}
+    return {
+        "stream": "demo", "backbone": "vit_micro", "method": method, "router": "vit_micro", "image_size": 32,
+        "preset": "demo", "seed": seed, "accuracy": matrix, "tasks": tasks, "average_accuracy": accuracy - 0.05,
+        "average_forgetting": 0.1, "local_average_accuracy": accuracy, "local_average_forgetting": 0.0,
+        "just_trained": [accuracy, accuracy], "flops": {"paper": flops, "explicit": None, "executed": flops},
+        "params_learned": 10.0, "params_stored": 20, "params_added_percent": 2.0, "seconds": 18.0,
+        "compile": {"programs": 3, "cached": 0, "seconds": 4.0}, "engine": {"device": "cpu: cpu"},
+        "pool": [[base], [base], [base, base], [base, base]],
+    } | more  # fmt: skip
+
+
+def settings_of(*arguments: str) -> ablations.Ablations:
+    return ablations.parse(ablations.Ablations, list(arguments))
+
+
+def test_each_ablation_changes_one_thing_and_all_share_cheem_as_it_is():
+    studies = ablations.studies_of(settings_of())
+    assert list(studies) == list(ablations.STUDIES)
+    usual = PRESETS["demo"]
+    for name, variants in studies.items():
+        assert sum(variant.name == "cheem" for variant in variants) == 1
+        for variant in variants:
+            config = study.run_settings(settings_of(), variant, 3).cheem
+            changed = {key for key in vars(usual) if getattr(config, key) != getattr(usual, key)}
+            expected = {"epsilon": {"exploration", "search"}, "tolerance": {"search"}, "ops": {"remove"}}
+            expected["plus"] = {"router", "search"}
+            is_usual = variant.name in ("cheem", "s_prompts", "lora_cl")
+            assert changed <= expected.get(name, {name}) and bool(changed) != is_usual, variant
+    folders = [variant.name for study_of in studies.values() for variant in study_of]
+    assert len(set(folders)) == len(folders) - len(ablations.STUDIES) + 1
+
+
+def test_a_variant_is_a_run_of_mtil_with_a_folder_of_its_own():
+    settings = settings_of("--stream", "FOLDER", "--image-size", "96", "--seeds", "4", "--base-data", "PICTURES")
+    variant = study.Variant("epsilon-0.9", "", config={"exploration.epsilon": 0.9, "search.epsilon": 0.9})
+    run = study.run_settings(settings, variant, 4)
+    assert (run.stream, run.image_size, run.seed, run.preset) == ("FOLDER", 96, 4, "quick")
+    assert (run.cheem.exploration.epsilon, run.cheem.search.epsilon) == (0.9, 0.9)
+    assert run.cheem.search.population == PRESETS["quick"].search.population
+    assert run.run_dir == settings.run_dir / "epsilon-0.9" / "seed-4" and run.base_data == "PICTURES"
+    baseline = study.run_settings(settings, study.Variant("lora_cl", "", "lora_cl", {"rank": 3}), 4)
+    assert isinstance(mtil.method_of(baseline), LoraClConfig) and baseline.base_data is None
+    assert mtil.config_of(baseline).method.rank == 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_seeds_and_settings_follow_from_the_stream_and_the_preset():
+    assert settings_of().chosen_preset == "demo" and settings_of().chosen_seeds == [0]
+    assert settings_of("--stream", "mtil").chosen_preset == "quick"
+    assert settings_of("--stream", "vdd", "--preset", "paper").chosen_seeds == [0, 1, 2]
+    assert settings_of("--preset", "paper", "--seeds", "7").chosen_seeds == [7]
+
+
+def test_mtil_runs_three_seeds_with_the_papers_settings():
+    runs = mtil.runs_of(mtil.read_arguments(["--run-dir", "/r", "--seed", "5"]))
+    assert [(run.seed, str(run.run_dir), run.num_seeds) for run in runs] == [
+        (5, "/r/seed-5", 1), (6, "/r/seed-6", 1), (7, "/r/seed-7", 1),
+    ]  # fmt: skip
+    (one,) = mtil.runs_of(mtil.read_arguments(["--run-dir", "/r", "--preset", "quick"]))
+    assert (one.seed, str(one.run_dir)) == (0, "/r")
+    with pytest.raises(ValueError, match="--num-seeds is 0; expected at least 1"):
+        mtil.runs_of(mtil.read_arguments(["--num-seeds", "0"]))
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        (ablations, ["--only", "epsilon,tau"], "--only names 'tau'; the studies are epsilon, tolerance"),
+        (ablations, ["--epsilons", "0.5", "1.5"], "--epsilons is 0.5 1.5; expected numbers from 0 to 1"),
+        (task_orders, ["--num-orders", "1"], "--num-orders is 1; expected at least 2"),
+        (task_orders, ["--order", "paper_a"], "this study runs several"),
+        (task_orders, ["--tasks", "digits"], "orders need at least two"),
+        (clip, ["--methods", "chem"], "unknown method 'chem'"),
+        (lite, ["--routers", "alexnet", "--image-size", "64"], "AlexNet's weights do not ship with the package"),
+        (training_time, ["--seeds", "-1"], "--seeds is '-1'"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused_before_anything_is_made(module, arguments, message, tmp_path, capsys):
+    kind = next(
+        value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__
+    )
+    with pytest.raises(SystemExit) as stop:
+        settings = module.parse(kind, [*arguments, "--run-dir", str(tmp_path / "runs")])
+        run_command(module.main, settings, settings.run_dir)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("seed-*"))
+
+
+def test_ablations_are_written_with_shares_of_ops_and_spreads(tmp_path):
+    settings = settings_of(
+        "--only", "sampling,ops,epsilon,tolerance", "--epsilons", "0.1", "0.9", "--tolerances", "0.05"
+    )
+    studies = ablations.studies_of(settings)
+    names = {variant.name for variants in studies.values() for variant in variants} - {"no-new"}
+    found = {name: [results_of(seed=0), results_of(accuracy=0.9, seed=1)] for name in names}
+    grids = ablations.write(tmp_path, studies, found)
+    assert list(grids) == ["epsilon", "tolerance", "sampling", "ops"]
+    row = dict(zip(grids["sampling"].columns, grids["sampling"].rows[0], strict=True))
+    assert row["average\naccuracy"] == "80.0 ± 7.1" and row["reuse"] == "25 %" and row["variant"] == "HEE"
+    assert [line[0] for line in grids["ops"].rows] == ["all four ops", "without reuse", "without adapt", "without skip"]
+    assert [line[0] for line in grids["tolerance"].rows] == ["tau = 2 %", "tau = 5 %", "S-Prompts", "LoRA-CL"]
+    numbers = json.loads((tmp_path / "ablations.json").read_text())
+    assert numbers["sampling"][0]["average_accuracy"]["mean"] == pytest.approx(0.8)
+    assert "## ops" in (tmp_path / "ablations.md").read_text()
+    with (tmp_path / "ops.csv").open(newline="") as file:
+        assert [line["new"] for line in csv.DictReader(file)] == ["25 %"] * 4
+    ablations.draw(tmp_path, studies, found)
+    for name in ("epsilon", "tolerance", "sampling"):
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            assert picture.width > 500 and len(picture.convert("RGB").getcolors(1 << 20)) > 20
+
+
+def test_orders_of_another_stream_are_shuffled_once_each_and_its_own_comes_first():
+    settings = task_orders.TaskOrders(tasks="a,b,c", num_orders=6)
+    orders = [variant.run["tasks"] for variant in task_orders.variants_of(settings)]
+    assert orders[0] == "a,b,c" and len(set(orders)) == 6
+    assert len(task_orders.variants_of(dataclasses.replace(settings, tasks="a,b"))) == 2
+    names = [variant.run for variant in task_orders.variants_of(task_orders.TaskOrders("mtil"))]
+    assert names == [{"order": "paper_a"}, {"order": "paper_b"}, {"order": "paper_c"}]
+
+
+def test_orders_are_compared_task_by_task(tmp_path):
+    variants = task_orders.variants_of(task_orders.TaskOrders(tasks="shapes,letters", num_orders=2))
+    turned = results_of(accuracy=0.6, names=("letters", "shapes"))
+    grid = task_orders.write(tmp_path, variants, {"order-1": [results_of()], "order-2": [turned]})
+    assert grid.rows[0] == ("shapes", "70.0", "60.0", "10.0")
+    assert grid.rows[1] == ("letters", "80.0", "50.0", "30.0")
+    assert "- order 2: letters, shapes" in (tmp_path / "task_orders.md").read_text()
+
+
+def test_training_time_leaves_out_evaluation_and_tells_the_deviation_over_runs(tmp_path):
+    slow = results_of(seed=1)
+    for task in slow["tasks"]:
+        task["seconds"] = {"supernet": 8.0, "search": 3.0, "evaluation": 100.0}
+    phases = training_time.phases_of([results_of(), slow])
+    assert phases == {
+        "supernet": {"mean": 7.0, "std": pytest.approx(2**0.5)}, "search": {"mean": 3.0, "std": 0.0},
+    }  # fmt: skip
+    grid = training_time.write(tmp_path, {"cheem": [results_of()], "l2p": [results_of("l2p")]})
+    assert grid.rows[0] == ("CHEEM", "1", "9.0", "1.00", "4.0", "supernet 6.0, search 3.0")
+
+
+def test_times_of_several_devices_are_not_put_side_by_side(tmp_path):
+    found = {"cheem": [results_of()], "l2p": [results_of("l2p", engine={"device": "gpu: H200"})]}
+    with pytest.raises(ValueError, match="several devices: cpu: cpu, gpu: H200; time them apart"):
+        training_time.write(tmp_path, found)
+
+
+def test_several_seeds_are_not_begun_inside_the_run_of_one(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds a run of one seed"):
+        mtil.runs_of(mtil.read_arguments(["--run-dir", str(tmp_path)]))
+
+
+def test_a_folder_with_other_settings_is_told_before_any_run(tmp_path):
+    settings = task_orders.TaskOrders(tasks="shapes,colours", num_orders=2, run_dir=tmp_path)
+    variants = task_orders.variants_of(settings)
+    known = study.known_of(study.run_settings(settings, variants[1], 0))
+    assert known["tasks"] == ["colours", "shapes"] and known["cheem"]["supernet"]["epochs"] == 12
+    folder = tmp_path / "order-2" / "seed-0"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({**known, "seed": 1, "data_sha256": {"shapes": "x"}}))
+    with pytest.raises(ValueError, match="order-2.*seed is 1 there and 0 here"):
+        study.run_all(settings, variants, compare.Progress(), lambda found: None)
+    assert [file.name for file in tmp_path.iterdir()] == ["order-2"]
+
+
+def test_lite_names_tasks_by_each_lighter_network():
+    variants = lite.variants_of(lite.Lite(routers="deit_tiny,alexnet", alexnet_weights=Path("a.safetensors")))
+    assert [(v.method, v.run.get("router"), v.run.get("router_weights")) for v in variants] == [
+        ("cheem", None, None),
+        ("cheem_lite", "deit_tiny", None),
+        ("cheem_lite", "alexnet", Path("a.safetensors")),
+        ("moe_adapters", "alexnet", Path("a.safetensors")),
+    ]
+    assert lite.variants_of(lite.Lite())[1].run["router"] == "vit_nano"
+
+
+def test_a_removed_op_is_asked_for_on_the_command_line():
+    settings = mtil.read_arguments(["--cheem.remove", "new", "skip", "--cheem.weights", "inherited"])
+    assert isinstance(settings.cheem, CheemConfig) and settings.cheem.remove == ("new", "skip")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["cheem", "cheem_lite", "moe_adapters", "dualprompt", "full_finetune"])
+def test_a_smoke_run_shows_costs_and_no_accuracy(method, capsys):
+    run = {"router": "alexnet"} if method in ("cheem_lite", "moe_adapters") else {}
+    smoke.smoke([study.Variant(method, method.upper(), method, run=run)], "vit_base", compare.Progress())
+    said = capsys.readouterr().out
+    assert "random weights" in said and "learned, saved and read back 2 tasks" in said
+    assert "%" not in said.replace("added %", "")
