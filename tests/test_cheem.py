@@ -71,6 +71,7 @@ print(json.dumps([cheem.predict_given(i, t).tolist() for i, t in enumerate(small
     assert json.loads(run.stdout.splitlines()[-1]) == [a.tolist() for a in answers]
 
 
+@pytest.mark.full
 def test_the_same_seed_learns_the_same_and_another_seed_does_not(tmp_path):
     def memory_of(key):
         cheem = learner(key=key)

@@ -99,6 +99,7 @@ def test_prompts_are_weighted_sums_of_the_rows_so_far_in_numpy(begun):
     assert np.abs(first.prefixes[0].keys - attached.prefixes[0].keys).max() > 1e-3
 
 
+@pytest.mark.full
 def test_the_weight_of_an_empty_row_is_zero_with_a_finite_gradient():
     empty = jnp.zeros((2, 16))
     weights, grads = jax.value_and_grad(lambda a, k: component_weights(jnp.ones((3, 16)), a, k).sum(), (0, 1))(

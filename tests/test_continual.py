@@ -291,6 +291,7 @@ def test_a_damaged_task_is_named_and_the_others_are_not(finished, tmp_path):
         run_stream(small.stream(2), small.pretrained(), CONFIG, directory, quiet())
 
 
+@pytest.mark.full
 def test_another_runs_checkpoint_in_the_place_of_ones_own_is_noticed(finished, tmp_path):
     other = dataclasses.replace(CONFIG, seed=1)
     run_stream(small.stream(1), small.pretrained(), other, tmp_path / "other", quiet())
@@ -384,6 +385,7 @@ def stopped(*_):
     raise Stopped("nothing was kept", signal.SIGINT)
 
 
+@pytest.mark.full
 def test_an_upper_bound_can_be_added_to_a_finished_run(tmp_path):
     stream, directory = small.stream(1), tmp_path / "run"
     alone = run_stream(stream, small.pretrained(), CONFIG, directory, quiet())

@@ -37,6 +37,7 @@ def test_with_the_routers_confidence_as_weight_too(tmp_path):
     check_method(learner(Diki, config), tmp_path)
 
 
+@pytest.mark.full
 def test_a_task_starts_exactly_at_the_plain_network(begun):
     vit, images = small.backbone(), jnp.asarray(small.task("any", 0).test.images[:4])
     prompts = {

@@ -70,7 +70,9 @@ def close(found, wanted, tolerance=1e-5):
         assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * max(float(np.abs(b).max()), 1e-2)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", ["stages", pytest.param("whole", marks=pytest.mark.full), pytest.param("scan", marks=pytest.mark.full)]
+)
 def test_a_gradient_that_is_no_finite_number_makes_the_loss_nan_and_reaches_nothing(name):
     supernet = Supernet(jax.random.key(0), dense_experts(pool_of("mlp_down", 0)), 3, OpSettings(rank=2))
     architecture = from_strings(["reuse:0", "adapt:0", "reuse:0", "reuse:0"])
@@ -115,7 +117,7 @@ def test_loss_and_gradients_of_all_executors_equal_the_plain_modules(placement, 
         close(found, wanted)
 
 
-@pytest.mark.parametrize("name", ["whole", "scan"])
+@pytest.mark.parametrize("name", [pytest.param("whole", marks=pytest.mark.full), "scan"])
 def test_training_leaves_every_learner_where_the_stages_leave_it(name):
     rng = np.random.default_rng(3)
     supernet, state = trained_supernet("mlp_down", 2)
@@ -132,7 +134,9 @@ def test_training_leaves_every_learner_where_the_stages_leave_it(name):
     assert counts == {place: int(learner.adam.count) for place, learner in theirs.learners.items()}
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", ["stages", pytest.param("whole", marks=pytest.mark.full), pytest.param("scan", marks=pytest.mark.full)]
+)
 def test_images_and_tokens_on_the_device_train_as_those_of_the_host(name):
     losses = []
     held = jax.device_put(IMAGES[::-1].copy())
@@ -181,6 +185,7 @@ def test_a_pass_resumed_at_a_block_ends_as_an_unbroken_one(name, until, placemen
     close(found, one.gradients(ops, state.head.params, batch(placement), 3))
 
 
+@pytest.mark.full
 def test_a_batch_in_parts_gives_the_gradients_of_the_whole():
     (supernet, state), stages = trained_supernet("mlp_down", 1), executor("stages")
     architecture = decode([2, 4, 5, 0], supernet.sizes)

@@ -110,7 +110,7 @@ def test_stablehlo_answers_in_a_process_without_the_library(tmp_path):
     [
         pytest.param("mlp_down", "kmeans", "early", True, marks=pytest.mark.full),
         pytest.param("attn_proj", "class_means", "levels", False, marks=pytest.mark.full),
-        ("mlp_down", "lda", "early", True),
+        pytest.param("mlp_down", "lda", "early", True, marks=pytest.mark.full),
         pytest.param("mlp_down", "gaussian", "levels", True, marks=pytest.mark.full),
         pytest.param("attn_proj", "ridge", "last", False, marks=pytest.mark.full),
     ],
@@ -158,6 +158,7 @@ def test_onnx_holds_every_kind_of_router(tmp_path, kind, features):
     np.testing.assert_allclose(found["distance"], wanted, atol=1e-4 * max(1, np.abs(wanted).max()))
 
 
+@pytest.mark.full
 @whole_memories
 def test_onnx_answers_in_onnxruntime_and_says_which_images_belong_to_no_task(tmp_path):
     pytest.importorskip("jax2onnx")

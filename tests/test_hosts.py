@@ -43,6 +43,7 @@ def alone(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.full
 def test_two_processes_learn_what_one_learns_and_only_the_first_writes_and_speaks(alone, tmp_path):
     job = spmd.finish(spmd.start_job("stream", tmp_path, method="cheem", run_dir=str(tmp_path / "run"), **STEPS))
     assert [status for status, _ in job] == [0, 0], job
@@ -83,8 +84,14 @@ def test_a_request_to_stop_one_process_stops_all_at_the_same_step(tmp_path):
     assert list(run.glob("checkpoints/cheem/running-*/manifest.json"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [name for name in NAMES if name != "cheem"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        name if name == "frozen_linear" else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+        if name != "cheem"
+    ],
+)
 def test_every_method_learns_in_two_processes_what_it_learns_in_one(method, tmp_path):
     settings = {"method": method, "tasks": 2}
     (one,) = spmd.finish(

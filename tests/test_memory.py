@@ -213,6 +213,7 @@ def test_a_killed_learning_goes_on_and_ends_with_the_same_bits(learned, tmp_path
     assert measured == [0, 1, 2] and memory.config.learning is None
 
 
+@pytest.mark.full
 def test_another_task_does_not_take_the_place_of_a_half_learned_one(copied):
     memory, before = cheem_jax.open(copied), contents(copied)
     with pytest.raises(KeyboardInterrupt):
@@ -334,7 +335,8 @@ def deep(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("erase", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("erase", [False, True])
 def test_forgetting_what_others_stand_on_keeps_their_answers_on_the_disk_too(deep, tmp_path, erase):
     directory = Path(shutil.copytree(deep, tmp_path / "pets"))
     memory = cheem_jax.open(directory)
@@ -410,6 +412,7 @@ def test_the_backbones_own_classes_can_be_a_target(tmp_path):
         memory.learn(small.task("Base", 5))
 
 
+@pytest.mark.full
 def test_a_run_answers_and_a_new_memory_may_begin_with_it(tmp_path):
     pretrained = dataclasses.replace(small.pretrained(), config=dataclasses.replace(small.CONFIG, name=NAME))
     file, run = tmp_path / "w.safetensors", tmp_path / "run"

@@ -84,6 +84,7 @@ def test_recursive_least_squares_is_the_ridge_regression_on_all_images(sizes):
     np.testing.assert_array_equal(analytic.inverse, analytic.inverse.T)
 
 
+@pytest.mark.full
 def test_without_factor_and_rumination_two_tasks_give_the_ridge_regression_on_both():
     tasks = small.stream(2).tasks
     # with ema 1 the adapters stay, so features of the first task are still known

@@ -83,6 +83,7 @@ def test_so_do_they_with_another_encoder_when_experts_run_out(tmp_path):
     check_method(learner(MoeAdapters, config, router_features=encoder), tmp_path)
 
 
+@pytest.mark.full
 def test_a_task_stopped_at_its_auto_encoder_ends_as_an_unbroken_one(begun):
     task, whole, watched = small.task("colours", 0), anew(begun), Watched(2 * 3 + 3 + 5)
     whole.learn(task, Undisturbed())

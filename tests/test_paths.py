@@ -63,7 +63,7 @@ def one_executor():
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """`here` is where commands are typed; beside it lie pictures and a memory, in folders with blanks and umlauts."""
+    """`here` is where commands are typed; beside it are images, in folders with blanks and umlauts."""
     root = tmp_path_factory.mktemp("root")
     (root / "here").mkdir()
     (root / ELSEWHERE / "sub").mkdir(parents=True)
@@ -71,6 +71,12 @@ def root(tmp_path_factory):
     (root / "sub").mkdir()
     for name, task in TASKS.items():
         write_task(root / ELSEWHERE / "photos" / name, task)
+    return root
+
+
+@pytest.fixture(scope="module")
+def mine(root):
+    """A memory beside the images."""
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(root / "here")
         words = ["--backbone", "vit_micro", "--preset", "demo"]
@@ -78,7 +84,7 @@ def root(tmp_path_factory):
             sys, "argv", ["cheem", "learn", f"../{ELSEWHERE}/mine", f"../{ELSEWHERE}/photos/{FIRST}", *words]
         )
         main()
-    return root
+    return root / ELSEWHERE / "mine"
 
 
 @pytest.fixture
@@ -95,8 +101,8 @@ def spelled(request, here):
 
 
 def test_the_spellings_mean_one_place(root, spelled):
-    place = absolute(spelled(f"{ELSEWHERE}/mine"))
-    assert place.is_absolute() and ".." not in place.parts and os.path.samefile(place, root / ELSEWHERE / "mine")
+    place = absolute(spelled(f"{ELSEWHERE}/photos"))
+    assert place.is_absolute() and ".." not in place.parts and os.path.samefile(place, root / ELSEWHERE / "photos")
 
 
 @given(st.lists(st.sampled_from(["a", "..", ".", "", "b c", "ü"]), min_size=1, max_size=6).map("/".join))
@@ -169,11 +175,12 @@ def test_mtil_has_absolute_paths(here):
     )
 
 
-def test_commands_that_look_at_a_memory(capsys, root, spelled, tmp_path):
+@pytest.mark.full
+def test_commands_that_look_at_a_memory(capsys, root, mine, spelled, tmp_path):
     memory, photos = spelled(f"{ELSEWHERE}/mine"), spelled(f"{ELSEWHERE}/photos/{FIRST}")
     status, out, err = cheem(capsys, "info", memory, "--json")
     assert status == 0, err
-    assert os.path.samefile(json.loads(out)["directory"], root / ELSEWHERE / "mine")
+    assert os.path.samefile(json.loads(out)["directory"], mine)
     for words in (
         ["predict", memory, f"{photos.rstrip('/')}/test"],
         ["evaluate", memory, photos],
@@ -188,8 +195,9 @@ def test_commands_that_look_at_a_memory(capsys, root, spelled, tmp_path):
     assert (root / f"{os.path.basename(tmp_path)}.safetensors").is_file()
 
 
-def test_learning_and_forgetting_beside_the_working_directory(capsys, root, here):
-    shutil.copytree(root / ELSEWHERE / "mine", root / ELSEWHERE / "two tasks")
+@pytest.mark.full
+def test_learning_and_forgetting_beside_the_working_directory(capsys, root, mine, here):
+    shutil.copytree(mine, root / ELSEWHERE / "two tasks")
     memory = f"../{ELSEWHERE}/two tasks/"
     status, out, err = cheem(capsys, "learn", memory, f"../{ELSEWHERE}/photos/{SECOND}")
     assert status == 0, err
@@ -199,9 +207,10 @@ def test_learning_and_forgetting_beside_the_working_directory(capsys, root, here
     assert [task.name for task in cheem_jax.open(memory).tasks] == [SECOND]
 
 
-def test_public_functions(root, spelled):
-    photos, mine = spelled(f"{ELSEWHERE}/photos"), spelled(f"{ELSEWHERE}/mine")
-    memory = cheem_jax.open(mine)
+@pytest.mark.full
+def test_public_functions(root, mine, spelled):
+    photos = spelled(f"{ELSEWHERE}/photos")
+    memory = cheem_jax.open(spelled(f"{ELSEWHERE}/mine"))
     assert memory.directory.is_absolute() and [task.name for task in memory.tasks] == [FIRST]
     image = next((root / ELSEWHERE / "photos" / FIRST / "test").rglob("*.png"))
     one = spelled(image.relative_to(root)).rstrip("/")
@@ -240,6 +249,7 @@ def test_folders_that_the_environment_names(here, monkeypatch):
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+@pytest.mark.full
 def test_a_run_beside_the_working_directory_is_resumed(here, capsys):
     words = [
         "--backbone", "vit_micro", "--preset", "demo", "--stream", f"../{ELSEWHERE}/photos", "--run-dir", "../r",

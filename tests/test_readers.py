@@ -249,6 +249,7 @@ def test_car_labels_that_count_from_zero_are_refused(tmp_path):
         read_cars(official.put(tmp_path, contents))
 
 
+@pytest.mark.full
 def test_car_lists_of_another_shape_are_refused(tmp_path):
     place = official.put(tmp_path, official.cars())
     file = place / official.CAR_TEST_LIST

@@ -311,8 +311,8 @@ def by_hand():
     }
 
 
-@pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
-@pytest.mark.parametrize("kind", [Stages, Whole, Scan])
+@pytest.mark.parametrize("placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", [Stages, Whole, pytest.param(Scan, marks=pytest.mark.full)])
 def test_a_router_reads_what_the_blocks_compute(by_hand, kind, placement):
     executor = kind(small.backbone(), placement)
     means, last = by_hand[placement]
@@ -336,7 +336,7 @@ def networks(executor) -> list[TaskNetwork]:
     return [TaskNetwork(network, init_head_learner(next(keys), 16, 4).params, 3) for network in found]
 
 
-@pytest.mark.parametrize("kind", [Stages, Whole])
+@pytest.mark.parametrize("kind", [Stages, pytest.param(Whole, marks=pytest.mark.full)])
 @pytest.mark.parametrize("features", ["early", "levels"])
 def test_a_shared_pass_answers_as_two_passes_do(kind, features):
     config = RouterConfig("lda", features)
@@ -428,6 +428,7 @@ def test_the_frozen_yardstick_keeps_moments_and_comes_back(kind, tmp_path):
     chex.assert_trees_all_equal(found, again.predict(images))
 
 
+@pytest.mark.full
 def test_lora_cl_keeps_every_law_with_another_router(tmp_path):
     config = LoraClConfig(rank=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16, router=EARLY)
     features = FrozenFeatures(Backbone(stages(), EARLY), 16)
@@ -452,6 +453,7 @@ def learned(tmp_path_factory):
     return memory, before
 
 
+@pytest.mark.full
 def test_a_memory_with_another_router_answers_alike_when_it_is_opened(learned):
     memory, _ = learned
     opened = cheem_jax.open(memory.directory)
@@ -472,6 +474,7 @@ def test_a_memory_with_another_router_answers_alike_when_it_is_opened(learned):
     ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_no_request_compiles_once_a_memory_with_another_router_is_prepared(learned, compilations):
     predictor = learned[0].predictor(batch_sizes=(1, 4))
     predictor.prepare()
@@ -481,6 +484,7 @@ def test_no_request_compiles_once_a_memory_with_another_router_is_prepared(learn
     assert programs.count == 0
 
 
+@pytest.mark.full
 def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_tasks(learned):
     memory, before = learned
     predictor, features = memory.predictor(open_set=0.1), FrozenFeatures(Backbone(memory.executor, EARLY), 16)
@@ -498,6 +502,7 @@ def test_a_threshold_is_of_the_distance_to_a_tasks_own_means_and_outlives_other_
     assert (found[-4:] == -1).all() and np.mean(found[:-4] == -1) < 0.4
 
 
+@pytest.mark.full
 def test_what_the_router_keeps_is_on_the_disk_and_is_told(learned, capsys):
     memory, _ = learned
     (first, second), info = memory.info()["tasks"], memory.info()
@@ -515,6 +520,7 @@ def names_of(directory: Path) -> list[tuple[str, set[str]]]:
     return [(place.name, set(load_task(place)[0])) for place in saved_tasks(next(directory.glob("*/cheem")))]
 
 
+@pytest.mark.full
 def test_forgetting_leaves_a_router_that_never_knew_the_task(learned, tmp_path):
     begun, _ = learned
     memory = begin(tmp_path / "pets", method=METHOD, num_classes=3)
@@ -533,6 +539,7 @@ def test_forgetting_leaves_a_router_that_never_knew_the_task(learned, tmp_path):
     assert not left & {"moments", "centroids", "distances"} and "moments" in other
 
 
+@pytest.mark.full
 def test_the_backbones_own_classes_keep_moments_too(tmp_path):
     own = small.task("photos", 11)
     memory = begin(tmp_path / "pets", method=METHOD, num_classes=3, base_data=own, keep_base=True)

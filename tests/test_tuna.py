@@ -53,6 +53,7 @@ def test_tuna_learns_saves_opens_and_answers_per_image(tmp_path):
     check_method(begun(), tmp_path)
 
 
+@pytest.mark.full
 def test_new_adapters_leave_the_backbone_as_it_is_and_others_do_not():
     tuna, images = begun(), small.task("colours", 0).test.images
     plain = small.backbone()(jnp.asarray(images))
@@ -185,6 +186,7 @@ def test_the_alignment_turns_heads_to_where_their_classes_are():
     assert losses[0] > 5 > 0.5 > losses[-1]
 
 
+@pytest.mark.full
 def test_classes_of_one_image_are_said_and_learned():
     split = small.task("few", 1, num_classes=3, num=6).val
     lone = Task("few", ("c0", "c1", "c2"), split, split, split)

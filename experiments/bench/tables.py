@@ -50,6 +50,11 @@ PARTS = {
         "Centroids are features of five generated images per task. Seconds are CPU seconds of all threads, which other "
         "work on the machine hardly changes, unless the clock is named.",
     ),
+    "footprint": (
+        "A long-lived process",
+        "A backbone of three tiny blocks; memory maps and resident memory of one process. A function compiled for a "
+        "CPU takes about a hundred memory maps per block, and Linux allows a process 65,530.",
+    ),
     "demo_compile": ("Compiling", "The bundled demo of six tasks in a process of its own."),
     "checkpoints": (
         "Saving and opening",

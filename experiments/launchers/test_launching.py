@@ -100,6 +100,7 @@ def submit(settings: compare.Compare, variants, progress: Progress) -> int:
     return stop.value.code
 
 
+@pytest.mark.full
 def test_jobs_of_this_machine_stop_go_on_fail_and_are_not_repeated(tmp_path, said):
     settings, tables = settings_of(tmp_path / "runs", "--launcher", "local"), []
     directory = settings.run_dir / "linear" / "seed-0"

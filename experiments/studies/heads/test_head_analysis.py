@@ -239,6 +239,7 @@ def test_the_heads_of_runs_are_measured_again_from_their_checkpoints(finished, t
     assert len(pictures) == 2 and all((tmp_path / picture).stat().st_size > 10_000 for picture in pictures)
 
 
+@pytest.mark.full
 def test_cells_are_means_over_runs_and_heads_of_their_own_have_no_match(finished):
     runs = []
     for seed, accuracy in enumerate((0.5, 0.6)):
@@ -249,6 +250,7 @@ def test_cells_are_means_over_runs_and_heads_of_their_own_have_no_match(finished
     assert row["average_accuracy"] == {"mean": pytest.approx(55.0), "std": pytest.approx(10 / np.sqrt(2))}
 
 
+@pytest.mark.full
 def test_other_pictures_or_weights_than_the_runs_are_refused(finished):
     tasks = (small.stream(2).tasks[0], small.task("task1", 7, num_classes=4))
     run = finished.directory, finished.config, finished.order
@@ -258,6 +260,7 @@ def test_other_pictures_or_weights_than_the_runs_are_refused(finished):
         check_same(*run, small.stream(2), small.pretrained(1))
 
 
+@pytest.mark.full
 def test_a_run_that_has_lost_a_checkpoint_is_refused(finished, tmp_path):
     shutil.copytree(finished.directory, tmp_path / "l2p")
     shutil.rmtree(tmp_path / "l2p/checkpoints/l2p/001-task1")
@@ -265,6 +268,7 @@ def test_a_run_that_has_lost_a_checkpoint_is_refused(finished, tmp_path):
         measure(finished._replace(directory=tmp_path / "l2p"), small.stream(2), small.pretrained(), WORKSHOP)
 
 
+@pytest.mark.full
 def test_runs_that_are_told_the_task_or_differ_otherwise_are_left_out(finished, tmp_path):
     for name, changed in (("bound", {"method": "full_finetune"}), ("lite", {"router": "vit_nano"}), ("usual", {})):
         (tmp_path / name).mkdir()
@@ -277,6 +281,7 @@ def test_runs_that_are_told_the_task_or_differ_otherwise_are_left_out(finished, 
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_pictures_and_weights_are_looked_for_where_the_run_had_them(finished):
     config = {**finished.config, "stream": "mtil", "pixels": [[0, 0, 0], [1, 1, 1]]}
     source = head_analysis.HeadAnalysis(split_seed=3).settings(config, config["tasks"])

@@ -309,6 +309,7 @@ def test_the_page_has_no_tables_of_runs_beside_it(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.full
 def test_the_committed_page_is_what_the_command_makes(tmp_path):
     page = tmp_path / "results.md"
     tables.main(tables.Tables(results=ROOT / "docs/results/runs", page=page))
