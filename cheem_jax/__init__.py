@@ -30,18 +30,18 @@ __all__ = [
 
 _PLACES = {
     "OpenMemory": "memory.OpenMemory",
-    "Prediction": "prediction.Prediction",
-    "Supernet": "supernet.Supernet",
-    "SupernetState": "supernet.SupernetState",
+    "Prediction": "memory.prediction.Prediction",
+    "Supernet": "cheem.supernet.Supernet",
+    "SupernetState": "cheem.supernet.SupernetState",
     "begin_with": "memory.begin_with",
     "create": "memory.create",
-    "grow": "pool.grow",
-    "make_step": "training.make_step",
+    "grow": "core.pool.grow",
+    "make_step": "cheem.training.make_step",
     "open": "memory.open_memory",
-    "sample": "hee.sample",
-    "search": "evolution.search",
-    "supernet_score": "training.supernet_score",
-    "train_step": "training.train_step",
+    "sample": "cheem.hee.sample",
+    "search": "cheem.evolution.search",
+    "supernet_score": "cheem.training.supernet_score",
+    "train_step": "cheem.training.train_step",
 }
 
 
@@ -49,5 +49,5 @@ def __getattr__(name: str) -> Any:
     # late, because processes that only decode pictures import this package and need no JAX
     if name not in _PLACES:
         raise AttributeError(f"module 'cheem_jax' has no attribute {name!r}")
-    module, attribute = _PLACES[name].split(".")
+    module, _, attribute = _PLACES[name].rpartition(".")
     return getattr(importlib.import_module(f"cheem_jax.{module}"), attribute)

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from test_data_cache import pictures
 
-from cheem_jax.cli.main import main as cli
+from cheem_jax.cli import main as cli
 from cheem_jax.data import ImagesConfig, load_tasks, plan_task
 from cheem_jax.data.benchmarks import prepare as preparing
 from cheem_jax.data.benchmarks.prepare import manual_dir

@@ -18,7 +18,7 @@ from cheem_jax.backbone.resample import resample_position
 from cheem_jax.backbone.timm_names import from_timm, infer_config, timm_name_of
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, resize, save_converted
 from cheem_jax.cli import convert
-from cheem_jax.cli.main import main as cli
+from cheem_jax.cli import main as cli
 from cheem_jax.core.ops import Reuse
 from cheem_jax.data.load import load_task
 from convert import timm_vit

@@ -109,7 +109,7 @@ def test_the_spellings_mean_one_place(root, spelled):
 def test_a_path_is_absolute_and_normal_and_stays_so(text):
     found = absolute(f"./{text}")
     assert found.is_absolute() and not {".", ".."} & set(found.parts)
-    assert absolute(found) == found == absolute(f"{found}/.")
+    assert absolute(found) == found == absolute(os.path.join(found, "."))
 
 
 def test_a_path_is_shown_as_it_can_be_typed_here(here):

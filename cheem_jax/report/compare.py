@@ -89,8 +89,8 @@ def difference_of_records(first: Sequence[Entry], second: Sequence[Entry], tasks
         if mine not in right:
             return Difference(_subject(mine, tasks), left[mine], Absent.ENTRY)
         # where the order alone differs, nothing was measured differently
-        pair = map(_as_it_happened, (left.pop(mine), right.pop(mine)))
-        if found := difference_of_values(*pair, _subject(mine, tasks)):
+        one, two = _as_it_happened(left.pop(mine)), _as_it_happened(right.pop(mine))
+        if found := difference_of_values(one, two, _subject(mine, tasks)):
             return found
     for key, entry in left.items():
         return Difference(_subject(key, tasks), entry, Absent.REST)

@@ -333,7 +333,7 @@ def unreadable(directory: str) -> dict[str, Any]:
         with armed(place, Fault(at, "EIO", reads=True)):
             try:
                 arrays, _ = load_task(place)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 if place.name not in str(error):
                     accepted.append(f"read {at}: {error}")
                 continue

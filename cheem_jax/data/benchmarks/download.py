@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urljoin, urlsplit
 
 import pooch
@@ -54,7 +54,7 @@ def download(
     wanted = known_hash or _recorded_hash(record)
     part = file.with_name(f"{file.name}.part")
 
-    def transfer(url: Any, output_file: Any, _: object, **__: object) -> Any:
+    def transfer(url: str, output_file: str, _: object) -> None:
         """What pooch calls to fill a temporary file."""
         _transfer(url, part, wanted, size, on_progress)
         os.replace(part, output_file)
@@ -62,7 +62,7 @@ def download(
 
     pooch.get_logger().setLevel("WARNING")  # it would print addresses and hashes between the lines of progress
     try:
-        pooch.retrieve(url, wanted, file.name, file.parent, downloader=transfer)
+        pooch.retrieve(url, wanted, file.name, file.parent, downloader=cast(Any, transfer))
         if wanted is None:
             record.write_text(f"{pooch.file_hash(str(file))}  {file.name}\n")  # as sha256sum writes it
     except (requests.RequestException, HTTPError) as error:
