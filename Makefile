@@ -12,6 +12,8 @@ PYTHON312 ?= python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12)
 PYTEST_ARGS ?=
 # test files at a time; compiling, most of the work, has one thread each. 0 shows everything in one process
 WORKERS ?= 2
+# a third less time for compiling what runs for milliseconds; `make test-all` compiles as users do
+QUICK_COMPILING := --xla_backend_optimization_level=0
 BENCH_ARGS ?=
 BENCH_PYTHON ?= python3
 RUN_DIR ?= runs/demo
@@ -32,10 +34,10 @@ help: ## this list
 demo: $(VENV)/.base ## learn the bundled stream of small tasks on this machine, in minutes
 	@$(VENV)/bin/python -m cheem_jax demo --run-dir $(RUN_DIR)
 
-test: $(VENV)/.test ## a test of every kind, in minutes; no torch, TensorFlow, network or GPU
-	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+test: $(VENV)/.test ## a test of every kind, five minutes on two cores; no torch, TensorFlow, network or GPU
+	@XLA_FLAGS="$(QUICK_COMPILING) $${XLA_FLAGS:-}" $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-test-all: $(VENV)/.test ## those of `make test` and all others but slow ones
+test-all: $(VENV)/.test ## those of `make test` and those marked `full`; a quarter of an hour
 	@$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not convert and not prepare and not browser" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.test ## the tests that take minutes or install packages

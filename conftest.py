@@ -27,6 +27,7 @@ import pytest
 from compiling import Compilations, count_compilations
 from jaxtyping import install_import_hook
 
+gc.disable()  # what importing makes by the million is no garbage; `pytest_collection_finish` switches it on
 # Only what is imported from here on is checked, so nothing above may lead to these packages.
 # As pyright has it, an int will do for a float.
 _BEARTYPE = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
@@ -35,6 +36,12 @@ jax.config.update("jax_debug_key_reuse", True)
 # a first example compiles and the later ones do not, so a deadline per example says nothing
 hypothesis.settings.register_profile("cheem_jax", deadline=None)
 hypothesis.settings.load_profile("cheem_jax")
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from here on, and look only at what tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -107,7 +107,10 @@ def test_mtil_runs_three_seeds_with_the_papers_settings():
         (task_orders, ["--order", "paper_a"], "this study runs several"),
         (task_orders, ["--tasks", "digits"], "orders need at least two"),
         (clip, ["--methods", "chem"], "unknown method 'chem'"),
-        (lite, ["--routers", "alexnet", "--image-size", "64"], "AlexNet's weights do not ship with the package"),
+        pytest.param(
+            lite, ["--routers", "alexnet", "--image-size", "64"], "AlexNet's weights do not ship with the package",
+            marks=pytest.mark.full,
+        ),
         (training_time, ["--seeds", "-1"], "--seeds is '-1'"),
     ],
 )  # fmt: skip

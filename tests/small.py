@@ -1,6 +1,7 @@
 """A backbone and tasks small enough that tests of the whole method take seconds."""
 
 import contextlib
+import functools
 
 import jax
 import numpy as np
@@ -34,7 +35,9 @@ def pretrained(seed: int = 0) -> Pretrained:
     return Pretrained(CONFIG, params, "random", f"seed {seed}", {})
 
 
+@functools.cache
 def backbone(seed: int = 0) -> ViT:
+    """One for all tests: nothing changes it."""
     return build(CONFIG, pretrained(seed).params)
 
 

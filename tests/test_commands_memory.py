@@ -214,6 +214,7 @@ def test_no_memory_is_told_by_every_command(capsys, tmp_path, command):
     assert status == 2 and "no memory" in err and err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_the_first_answer_of_a_process_needs_no_second_look(memory, photos):
     """A separate process, as a person starts it."""
     picture = next((photos / SECOND / "test").rglob("*.png"))

@@ -187,6 +187,7 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_goes_on(tmp_
     assert opened.penalty == report["penalty"]
 
 
+@pytest.mark.full
 def test_costs_are_those_of_one_plain_forward_pass():
     ewc = fresh(begun())
     report = ewc.learn(small.task("colours", 0), Undisturbed())

@@ -186,6 +186,7 @@ def test_onnx_answers_in_onnxruntime_and_says_which_images_belong_to_no_task(tmp
     assert len(loop.input) == 2  # nothing is carried from image to image
 
 
+@pytest.mark.full
 def test_onnx_of_one_task_takes_any_number_of_images(tmp_path):
     pytest.importorskip("jax2onnx")
     runtime = pytest.importorskip("onnxruntime")

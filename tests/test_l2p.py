@@ -79,6 +79,7 @@ def test_impossible_settings_are_refused():
         learner(L2p, dataclasses.replace(CONFIG, layers=(7,)))
 
 
+@pytest.mark.full
 def test_flops_of_the_papers_row_come_from_one_layer_and_tokens_pass_all_layers():
     """70.3 / 5.1 in the paper: the first fits one layer, the second five; no setting gives both."""
     for name, expected in (("vit_base", (70.28, 70.40)), ("deit_tiny", (5.02, 5.05))):

@@ -127,6 +127,7 @@ def test_a_penalty_too_small_for_float64_grows_until_it_is_not():
     assert 1e-8 < penalty < 1e3 and np.isfinite(inverse).all()
 
 
+@pytest.mark.full
 def test_adapters_follow_their_average_by_epochs_from_the_second_task_on():
     tasks = small.stream(2).tasks
     moal, ends = fresh(begun()), []
@@ -169,6 +170,7 @@ def test_old_classes_are_stood_for_by_images_of_the_new_class_nearest_by_cosine(
     np.testing.assert_array_equal(classes, [2, 3, 2, 0, 1, 1])
 
 
+@pytest.mark.full
 def test_rumination_learns_again_what_the_head_gets_wrong_and_nothing_else():
     tasks = list(small.stream(2).tasks)
     # labels by chance, so that much is wrong
@@ -200,6 +202,7 @@ def test_rumination_learns_again_what_the_head_gets_wrong_and_nothing_else():
     np.testing.assert_allclose(known.analytic.weight, analytic.weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_new_columns_of_the_auxiliary_head_begin_small_or_at_zero():
     moal = learned(fresh(begun()), small.stream(2).tasks[:1])
     old = np.asarray(moal.known.auxiliary.weight)[:, :3]
@@ -213,6 +216,7 @@ def test_new_columns_of_the_auxiliary_head_begin_small_or_at_zero():
     assert np.isfinite(report["losses"]).all() and np.isfinite(np.asarray(moal.known.adapters.up)).all()
 
 
+@pytest.mark.full
 def test_classes_of_one_image_are_learned():
     split = small.task("few", 1, num_classes=3, num=6).val
     lone = Task("few", ("c0", "c1", "c2"), split, split, split)
@@ -222,6 +226,7 @@ def test_classes_of_one_image_are_learned():
         assert np.isfinite(moal.known.analytic.weight).all()
 
 
+@pytest.mark.full
 def test_costs_are_those_of_one_forward_pass():
     moal = fresh(begun())
     reports = [moal.learn(task, Undisturbed()) for task in small.stream(2).tasks]

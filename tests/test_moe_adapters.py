@@ -118,6 +118,7 @@ def test_training_noise_chooses_other_experts_per_image_and_only_there():
     np.testing.assert_allclose(difference.mean(), (draws[:, -1] - draws[:, -2]).mean(), rtol=0.2)
 
 
+@pytest.mark.full
 def test_experts_add_nothing_before_they_have_learned(begun):
     moe, images = anew(begun), small.task("colours", 0).test.images
     experts = init_experts(jax.random.key(0), small.CONFIG, CONFIG)
@@ -199,6 +200,7 @@ def test_the_most_used_experts_of_each_block_are_frozen():
     np.testing.assert_array_equal(freeze(frozen, uses, 0), frozen)
 
 
+@pytest.mark.full
 def test_frozen_experts_keep_their_bytes_while_others_learn(begun):
     moe = anew(begun)
     first = moe.learn(small.task("one", 1), Undisturbed())
@@ -217,6 +219,7 @@ def test_frozen_experts_keep_their_bytes_while_others_learn(begun):
     assert second["params_stored"] < first["params_stored"]
 
 
+@pytest.mark.full
 def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn(begun):
     moe = anew(begun)
     moe.learn(small.task("one", 1), Undisturbed())
@@ -230,6 +233,7 @@ def test_with_all_experts_frozen_images_still_run_them_and_router_and_head_learn
     assert report["params_learned"] == 2 * 4 * 16 * 6 + 17 * 3 + (2 * 16 * 6 + 6 + 16)
 
 
+@pytest.mark.full
 def test_what_later_tasks_change_is_what_earlier_ones_share(begun):
     moe, one = anew(begun), small.task("one", 1)
     moe.learn(one, Undisturbed())

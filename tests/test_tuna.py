@@ -201,6 +201,7 @@ def test_classes_of_one_image_are_said_and_learned():
     assert without.check([lone]) == []
 
 
+@pytest.mark.full
 def test_costs_are_a_pass_per_task_and_one_of_the_universal_adapter():
     tuna = fresh(begun())
     report = tuna.learn(small.task("colours", 0), Undisturbed())

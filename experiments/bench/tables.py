@@ -52,7 +52,7 @@ PARTS = {
     ),
     "footprint": (
         "A long-lived process",
-        "A backbone of three tiny blocks; memory maps and resident memory of one process. A function compiled for a "
+        "A backbone of two tiny blocks; memory maps and resident memory of one process. A function compiled for a "
         "CPU takes about a hundred memory maps per block, and Linux allows a process 65,530.",
     ),
     "demo_compile": ("Compiling", "The bundled demo of six tasks in a process of its own."),

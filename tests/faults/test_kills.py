@@ -74,10 +74,13 @@ class Kills:
         assert all(true for _, true in self.found), f"checkpoints were not true after some of {self.found}"
 
 
-def test_a_run_killed_at_chosen_writes_ends_as_one_that_was_not(faulty, tally, undisturbed, tmp_path):
+@pytest.mark.parametrize(
+    "faults", [AT_FILES[2:3], pytest.param(AT_FILES[:2] + AT_FILES[3:], marks=pytest.mark.full)], ids=["one", "others"]
+)
+def test_a_run_killed_at_chosen_writes_ends_as_one_that_was_not(faulty, tally, undisturbed, tmp_path, faults):
     run = {"directory": str(tmp_path / "run"), "weights": undisturbed.weights}
     kills = Kills(tmp_path / "run", undisturbed.outcome)
-    for fault in AT_FILES:
+    for fault in faults:
         child = faulty.start("small_run", **run, fault={"at": 1, **fault})
         assert child.wait() == -signal.SIGKILL, f"{fault}: {child.tail()}"
         kills.add("saving")
@@ -118,9 +121,8 @@ def stop_and_go_on(nursery, tally, undisturbed, folder: Path, number: int, rng: 
     return "; ".join(wrong)
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM], ids=lambda number: number.name
-)
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_run_asked_to_stop_does_so_and_goes_on_exactly(nursery, tally, undisturbed, tmp_path, number):
     assert not stop_and_go_on(nursery, tally, undisturbed, tmp_path, number, random.Random(int(number)))
 

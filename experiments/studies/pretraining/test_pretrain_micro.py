@@ -108,7 +108,8 @@ def test_bundled_weights_are_small_finite_and_carry_base_means(backbone):
         assert mean.shape == (config.depth, config.width) and mean.dtype == np.float32
 
 
-@pytest.mark.parametrize("backbone", [pytest.param("vit_micro", marks=pytest.mark.full), "vit_nano"])
+@pytest.mark.full
+@pytest.mark.parametrize("backbone", BUNDLED)
 def test_bundled_features_read_digits_far_better_than_random_ones(backbone):
     random = pretrain_micro.wide_init(config_of(backbone), jax.random.key(1))
     before = pretrain_micro.digits_probe(random, backbone)["features"]

@@ -1,0 +1,106 @@
+"""What a long-lived process keeps: memory maps and resident memory while architectures, supernets and memories pass.
+
+    python -m experiments.bench.footprint
+
+A function compiled for a CPU takes about a hundred memory maps per block. Linux allows a process `vm.max_map_count`
+of them (65,530); a process that asks for more ends with a segmentation fault, so what is dropped must be freed. One
+process repeats three things with a backbone of two tiny blocks: a training step of a sampled architecture by the
+executor `whole`, whose cache holds 4 of the 16 signatures; a supernet trained by an executor of its own; a memory of
+two tasks opened, asked and dropped. What is needed again is read from a compile cache on disk, as in a second run.
+"""
+
+import gc
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from cheem_jax.backbone.config import ViTConfig
+from cheem_jax.backbone.params import build, init_params
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import make_step, train_step
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import decode
+from cheem_jax.core.pool import DenseExperts
+from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.stages import Stages
+from cheem_jax.engine.whole import Whole, memory_map_limit, memory_maps
+from cheem_jax.memory.predictor import Predictor
+from experiments.bench import measure
+from experiments.bench.growth import Grown, drawn_memory
+from experiments.bench.measure import Bench, Row
+
+CONFIG = ViTConfig("tiny", 16, 2, 2, image_size=8, patch_size=4, num_classes=0)
+ARCHITECTURES, ROUNDS, CAPACITY, BATCH, NUM_CLASSES = 2000, 60, 4, 8, 3
+GOAL = 1.1
+"""At most so many times the maximum of the first half in the second half."""
+
+
+def main(settings: Bench) -> None:
+    """Repeat each of the three; write `footprint.json`."""
+    num, rounds = (200, 12) if settings.quick else (ARCHITECTURES, ROUNDS)
+    vit, rng = build(CONFIG, init_params(CONFIG, jax.random.key(0))), np.random.default_rng(0)
+    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
+        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder) / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        grown = drawn_memory(Stages(vit, "mlp_down"), 2, rank=2)
+        whole, supernet = Whole(vit, "mlp_down", programs=CAPACITY), supernet_of(grown)
+        found = {
+            "training steps of `whole`": repeat(num, lambda: train(whole, supernet, rng)),
+            "supernets with executors of their own": repeat(
+                rounds, lambda: train(Stages(vit, "mlp_down"), supernet_of(grown), rng)
+            ),
+            "memories opened, asked and dropped": repeat(rounds, lambda: ask(vit, grown)),
+        }
+    measure.say(f"footprint: {whole.counters()}; Linux allows {memory_map_limit():,} memory maps")
+    rows = [
+        Row(
+            f"{of['times']:,} {name}: {what}", {}, of[what][1] / max(of[what][0], 1), GOAL, "at most",
+            note=f"at most {of[what][0]:,.0f} in the first half, {of[what][1]:,.0f} in the second",
+        )
+        for name, of in found.items()
+        for what in ("memory maps", "resident MB")
+    ]  # fmt: skip
+    measure.save(settings.out, "footprint", rows, quick=settings.quick, found=found, counters=whole.counters())
+
+
+def repeat(times: int, work: Callable[[], object]) -> dict[str, Any]:
+    """The maximum of both halves, in memory maps and in resident megabytes; the first quarter of the calls warms up."""
+    gc.collect()
+    seen = []
+    for _ in range(times):
+        work()
+        seen.append((memory_maps(), measure.process_memory("VmRSS") / 1e6))
+    warm = np.array(seen[times // 4 :])
+    first, second = (half.max(axis=0) for half in (warm[: len(warm) // 2], warm[len(warm) // 2 :]))
+    return {"times": times, "memory maps": [first[0], second[0]], "resident MB": [first[1], second[1]]}
+
+
+def supernet_of(grown: Grown) -> Supernet:
+    """The supernet of the next task."""
+    return Supernet(jax.random.key(0), grown.experts, NUM_CLASSES, OpSettings(rank=2))
+
+
+def train(executor: Executor, supernet: Supernet, rng: np.random.Generator) -> None:
+    """One step of a sampled architecture, from the start of what it learns."""
+    architecture = decode([int(rng.integers(0, 2 * size + 2)) for size in supernet.sizes], supernet.sizes)
+    step = make_step(executor, measure.random_images(BATCH, CONFIG), np.arange(BATCH, dtype=np.int32) % NUM_CLASSES)
+    jax.block_until_ready(train_step(executor, supernet, supernet.init(), architecture, step, rate=1e-3))
+
+
+def ask(vit: ViT, grown: Grown) -> None:
+    """A predictor with an executor of its own, asked once and dropped."""
+    networks = TaskNetworks(DenseExperts(grown.memory.pool, 2**30), grown.memory.tasks)
+    predictor = Predictor(Stages(vit, "mlp_down"), grown.memory.tasks, networks, RouterConfig())
+    predictor.answer(measure.random_images(BATCH, CONFIG))
+
+
+if __name__ == "__main__":
+    measure.command(main, parse(Bench, description=__doc__))
