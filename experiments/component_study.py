@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mtil
-from studies.components.learning import Network, Training
-from studies.components.parts import COMPONENTS, Component, components_of, num_params
+from studies.components.learning import COMPONENTS, Component, Network, Training, components_of, num_params
 from studies.components.report import rows_of, setting_of, table, write
 from studies.components.units import Units
 from study import Data, recorded, seeds_of

@@ -24,12 +24,11 @@ from charts import check_folder
 from collect import right_of
 from studies.paper.collected import Cell, Collected, check_right
 from studies.paper.collected import load as load_collected
+from studies.paper.merit import behind_pass
 from studies.paper.paired import Estimate, accuracy_difference
-from studies.paper.recount import behind_pass
 from studies.routers.page import page_of
 from studies.routers.second_look import look, tuned
-from studies.routers.seen import Seen, seen_of
-from studies.routers.trying import PAPER, Tried, attempt, candidates, title_of
+from studies.routers.trying import PAPER, Seen, Tried, attempt, candidates, seen_of, title_of
 
 from cheem_jax.backbone.flops import pass_flops
 from cheem_jax.backbone.params import build

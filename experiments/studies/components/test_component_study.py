@@ -22,8 +22,17 @@ from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.networks import networks_of
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
-from studies.components.learning import Learner, Network, Training
-from studies.components.parts import COMPONENTS, components_of, num_params, pieces_of, put_back, taken
+from studies.components.learning import (
+    COMPONENTS,
+    Learner,
+    Network,
+    Training,
+    components_of,
+    num_params,
+    pieces_of,
+    put_back,
+    taken,
+)
 from studies.components.report import rows_of
 from studies.components.units import Units, chosen_rate
 

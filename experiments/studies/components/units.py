@@ -24,8 +24,7 @@ from cheem_jax.data.task import Stream
 from cheem_jax.engine.passes import Advance
 from cheem_jax.run.record import Record, read
 from cheem_jax.run.rolling import Rolling, RunningTask, Saved
-from studies.components.learning import Learned, Learner, Network, Training
-from studies.components.parts import Component
+from studies.components.learning import Component, Learned, Learner, Network, Training
 
 Entry = dict[str, Any]
 

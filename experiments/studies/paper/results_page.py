@@ -6,25 +6,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from charts import mean_std, spread
+from charts import frame, legend_below, mean_std, spread
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.routing.config import RouterConfig
-from cheem_jax.report.comparison import comparison
+from cheem_jax.report.comparison import comparison, measure
+from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import METHODS, NONE, TOLD, Grid
-from studies.paper.again import again_section, changed_verdicts, sizes_lines
-from studies.paper.beside import Beside, load_beside
-from studies.paper.claims import CHEEM, claims
+from studies.paper.again import Beside, again_section, changed_verdicts, load_beside, sizes_lines
+from studies.paper.claims import CHEEM, claims, in_short, paired_grid, unbeaten, verdict_grid
 from studies.paper.collected import Cell, Cells, is_usual, load, usual_of
-from studies.paper.merit import ahead_line, merit_section
+from studies.paper.merit import ahead_line, cost_of_router, merit_section
 from studies.paper.paired import RESAMPLES
 from studies.paper.printed import Cell as PrintedCell
 from studies.paper.printed import printed
-from studies.paper.recount import cost_of_router
-from studies.paper.results_figure import accuracy_figure
 from studies.paper.results_setting import setting_sections
-from studies.paper.verdict_tables import in_short, paired_grid, unbeaten, verdict_grid
 from studies.routers import page as routers
 from studies.routers.page import told_gain
 from studies.searching import report as searches
@@ -361,3 +360,34 @@ def _ours(row: Mapping[str, Any] | None, name: str, *, is_told: bool) -> str:
     key = {"flops": "flops_paper"}.get(name, "local_average_accuracy" if is_told and "accuracy" in name else name)
     value = row[key]
     return NONE if value is None else f"{value['mean'] / 1e9:.2f}" if name == "flops" else f"{100 * value['mean']:.1f}"
+
+
+FOUND, GIVEN = "#1f77b4", "#c0792b"
+
+
+def accuracy_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
+    """A line per method: mean with its standard deviation, and a point per run, without and with the task ID given."""
+    figure = Figure(figsize=(7.2, 1.5 + 0.42 * len(rows)), dpi=DPI, layout="constrained")
+    axes = figure.add_subplot()
+    for place, runs in enumerate(rows.values()):
+        for name, colour, shift in (("average_accuracy", FOUND, -0.14), ("local_average_accuracy", GIVEN, 0.14)):
+            values = [100 * value for run in runs if (value := measure(run, name)) is not None]
+            if (found := mean_std(values)) is None:
+                continue
+            axes.errorbar(
+                found["mean"], place + shift, xerr=found["std"], fmt="D", color=colour, markersize=5, capsize=3,
+                linewidth=1.5,
+            )  # fmt: skip
+            axes.plot(values, [place + shift] * len(values), "o", color=INK, markersize=2.5, zorder=3)
+    titles = [title.replace("$", r"\$").replace(" (", "\n(") for title in rows]
+    axes.set_yticks(range(len(rows)), titles, color=INK, fontsize=9)
+    axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, 100))
+    frame(axes, x="average accuracy after the last task, %", grid=True)
+    handles = [
+        Line2D([], [], color=FOUND, marker="D", markersize=5, linestyle="none", label="task-agnostic"),
+        Line2D([], [], color=GIVEN, marker="D", markersize=5, linestyle="none", label="task ID given"),
+        Line2D([], [], color=INK, marker="o", markersize=2.5, linestyle="none", label="one run"),
+    ]
+    legend_below(figure, handles)
+    figure.suptitle("Mean over runs; bars: standard deviation over seeds", fontsize=10, color=FAINT)
+    save(figure, file)

@@ -13,11 +13,10 @@ from scipy.stats import spearmanr
 
 from cheem_jax.run.results import results_of
 from studies.paper import claims
-from studies.paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, above, below, within
+from studies.paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, above, below, in_short, within
 from studies.paper.collected import load, packed
 from studies.paper.merit import ahead_line, merit_section
 from studies.paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
-from studies.paper.verdict_tables import in_short
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("one", "two", "three")

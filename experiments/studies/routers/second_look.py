@@ -16,7 +16,7 @@ from cheem_jax.core.routing.routers import make_router
 from cheem_jax.core.routing.statistics import fit_statistics
 from cheem_jax.data.task import Task
 from cheem_jax.memory.answering import Answering
-from studies.routers.seen import Seen, features_of
+from studies.routers.trying import Seen, features_of
 
 SHARES = (0.05, 0.1, 0.2, 0.4)
 """Of images that get a second network: those whose two nearest tasks are closest to each other."""

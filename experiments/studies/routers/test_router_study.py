@@ -12,7 +12,7 @@ import router_study
 
 from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.core.routing.config import RouterConfig
-from studies.paper.recount import behind_pass, cost_of_router
+from studies.paper.merit import behind_pass, cost_of_router
 from studies.routers.second_look import Looked, by_task, decide
 from studies.routers.trying import PAPER
 
