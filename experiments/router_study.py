@@ -12,7 +12,6 @@ validation images and for the second look at close calls, unless an earlier stud
 
 import dataclasses
 import hashlib
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,9 +25,10 @@ from studies.paper.collected import Cell, Collected, check_right
 from studies.paper.collected import load as load_collected
 from studies.paper.merit import behind_pass
 from studies.paper.paired import Estimate, accuracy_difference
+from studies.routers.page import NAMES as METHODS
 from studies.routers.page import page_of
 from studies.routers.second_look import look, tuned
-from studies.routers.trying import PAPER, Seen, Tried, attempt, candidates, seen_of, title_of
+from studies.routers.trying import PAPER, Seen, Tried, attempt, candidates, kept, seen_of, title_of
 
 from cheem_jax.backbone.flops import pass_flops
 from cheem_jax.backbone.params import build
@@ -44,8 +44,6 @@ from cheem_jax.run import record
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.removed import without_removed_options
 
-METHODS = ("cheem", "lora_cl", "s_prompts")
-"""Methods with a network per task behind a router."""
 NEAR_BEST = 0.005
 """Accuracy on validation that may be given up for fewer bytes."""
 Right = list[np.ndarray]
@@ -216,23 +214,16 @@ def given_of(run: RunRecord, labels: Mapping[str, np.ndarray]) -> Right:
 
 def told_of(run: RunRecord, settings: RouterStudy, tasks: Sequence[Any], out: Path) -> Right:
     """Which validation images a run answers rightly with the task ID given."""
-    file = out / "given" / f"{run.results['method']}-{run.results['seed']}-{short(run.config, run.results)}.npz"
-    if not file.exists():
+
+    def compute() -> dict[str, np.ndarray]:
         memory, found = open_memory(run.directory, weights=settings.weights), {}
         for index, task in enumerate(tasks):
             logits = memory.predictor(task=task.name).answer(task.val.images[:]).logits
             found[f"{index:03d}"] = np.array([own.argmax() for own in logits]) == task.val.labels
-        save(file, found)
-    with np.load(file, allow_pickle=False) as held:
-        return [held[name] for name in sorted(held)]
+        return found
 
-
-def save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """An npz, whole or not at all."""
-    stream = io.BytesIO()
-    np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, stream.getvalue())
+    file = out / "given" / f"{run.results['method']}-{run.results['seed']}-{short(run.config, run.results)}.npz"
+    return [own for _, own in sorted(kept(file, compute).items())]
 
 
 def routed(given: Right, named: Sequence[np.ndarray]) -> Right:
@@ -340,9 +331,7 @@ def second_look(
 ) -> dict[str, Any]:  # fmt: skip
     """What a second network for close calls brings to one run, beside the chosen router alone."""
     file = out / "looked" / f"{run.results['seed']}-{short(config, run.config, run.results)}.npz"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    memory = open_memory(run.directory, weights=settings.weights)
-    keys = Keys(run.results["seed"])
+    memory, keys = open_memory(run.directory, weights=settings.weights), Keys(run.results["seed"])
     found = tuned(look(memory, tasks, seen, RouterConfig(**config), keys, file, progress.say))
     rows = []
     for row in found["rows"]:

@@ -1,6 +1,5 @@
 """A second network for close calls: router and heads decide together between the two nearest tasks."""
 
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,14 +8,13 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy.special import log_softmax
 
-from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.core.routing.routers import make_router
 from cheem_jax.core.routing.statistics import fit_statistics
 from cheem_jax.data.task import Task
 from cheem_jax.memory.answering import Answering
-from studies.routers.trying import Seen, features_of
+from studies.routers.trying import Seen, features_of, kept
 
 SHARES = (0.05, 0.1, 0.2, 0.4)
 """Of images that get a second network: those whose two nearest tasks are closest to each other."""
@@ -47,39 +45,36 @@ def look(
     tell: Callable[[str], object],
 ) -> dict[str, Looked]:
     """Both networks of every validation and test image; kept in `file`."""
-    if file.exists():
-        with np.load(file, allow_pickle=False) as held:
-            return {
-                split: Looked(**{name: held[f"{split}-{name}"] for name in Looked._fields}) for split in ("val", "test")
-            }
-    places = [
-        fit_statistics(
-            features_of(own, "train", config), task.train.labels, config, seed=keys.seed_at(i, Phase.CENTROIDS)
-        )
-        for i, (own, task) in enumerate(zip(seen, tasks, strict=True))
-    ]
-    router, found = make_router(config).follow(places), {}
-    for split in ("val", "test"):
-        away = np.concatenate([router.distances(features_of(own, split, config)) for own in seen])
-        nearest = np.argsort(away, axis=1, kind="stable")[:, :2].astype(np.int32)
-        ordered = np.take_along_axis(away, nearest, axis=1)
-        splits = [task.splits[split] for task in tasks]
-        truth = np.repeat(np.arange(len(tasks)), [len(one.labels) for one in splits])
-        images = np.concatenate([one.images[:] for one in splits])
-        confidence, classes = np.zeros(nearest.shape), np.zeros(nearest.shape, np.int32)
-        for index, task in enumerate(tasks):
-            tell(f"{task.name}: its network on the {split} images that are near it")
-            rows, places_of = np.nonzero(nearest == index)
-            logits = memory.predictor(task=task.name).answer(images[rows]).logits
-            confidence[rows, places_of] = [log_softmax(own.astype(np.float64)).max() for own in logits]
-            classes[rows, places_of] = [own.argmax() for own in logits]
-        labels = np.concatenate([one.labels for one in splits])
-        found[split] = Looked(truth, labels, nearest, ordered[:, 1] - ordered[:, 0], confidence, classes)
-    stream = io.BytesIO()
-    arrays = {f"{split}-{name}": values for split, own in found.items() for name, values in own._asdict().items()}
-    np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
-    write_atomically(file, stream.getvalue())
-    return found
+
+    def compute() -> dict[str, np.ndarray]:
+        places = [
+            fit_statistics(
+                features_of(own, "train", config), task.train.labels, config, seed=keys.seed_at(i, Phase.CENTROIDS)
+            )
+            for i, (own, task) in enumerate(zip(seen, tasks, strict=True))
+        ]
+        router, found = make_router(config).follow(places), {}
+        for split in ("val", "test"):
+            away = np.concatenate([router.distances(features_of(own, split, config)) for own in seen])
+            nearest = np.argsort(away, axis=1, kind="stable")[:, :2].astype(np.int32)
+            ordered = np.take_along_axis(away, nearest, axis=1)
+            splits = [task.splits[split] for task in tasks]
+            truth = np.repeat(np.arange(len(tasks)), [len(one.labels) for one in splits])
+            images = np.concatenate([one.images[:] for one in splits])
+            confidence, classes = np.zeros(nearest.shape), np.zeros(nearest.shape, np.int32)
+            for index, task in enumerate(tasks):
+                tell(f"{task.name}: its network on the {split} images that are near it")
+                rows, places_of = np.nonzero(nearest == index)
+                logits = memory.predictor(task=task.name).answer(images[rows]).logits
+                confidence[rows, places_of] = [log_softmax(own.astype(np.float64)).max() for own in logits]
+                classes[rows, places_of] = [own.argmax() for own in logits]
+            labels = np.concatenate([one.labels for one in splits])
+            looked = Looked(truth, labels, nearest, ordered[:, 1] - ordered[:, 0], confidence, classes)
+            found |= {f"{split}-{name}": values for name, values in looked._asdict().items()}
+        return found
+
+    held = kept(file, compute)
+    return {split: Looked(**{name: held[f"{split}-{name}"] for name in Looked._fields}) for split in ("val", "test")}
 
 
 def decide(looked: Looked, closest: float, scale: float, weight: float) -> tuple[Bool[np.ndarray, "N"], float]:

@@ -33,7 +33,7 @@ def studied(tmp_path_factory):
         patched.setattr(router_study, "candidates", lambda: iter(FEW))
         router_study.main(settings)
         first = json.loads((folder / "out/routers.json").read_text())
-        patched.setattr("studies.routers.seen.features_on_the_way", None)  # what the backbone said is kept
+        patched.setattr("studies.routers.trying.features_on_the_way", None)  # what the backbone said is kept
         router_study.main(settings)
     return folder, first, json.loads((folder / "out/routers.json").read_text())
 

@@ -25,27 +25,35 @@ Seen = Mapping[str, Sequence[Float[np.ndarray, "N D"]]]
 """By split: mean patch tokens at each quarter of the depth, and behind them the last CLS token."""
 
 
+def kept(file: Path, compute: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Arrays of an npz file, computed where there is none, so that a study that was stopped resumes."""
+    if not file.exists():
+        stream = io.BytesIO()
+        np.savez(stream, **compute())  # pyright: ignore[reportArgumentType]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, stream.getvalue())
+    with np.load(file, allow_pickle=False) as held:
+        return dict(held)
+
+
 def seen_of(task: Task, executor: Executor, file: Path, batch_size: int, tell: Callable[[str], object]) -> Seen:
-    """What is kept in `file`, or computed and kept there, so that a study which was stopped goes on."""
-    if file.exists():
-        with np.load(file, allow_pickle=False) as held:
-            return {split: [held[name] for name in sorted(held) if name.startswith(split)] for split in SPLITS}
-    tell(f"{task.name}: what the backbone says of its images")
-    depth, base = executor.num_blocks, base_network(executor)
-    blocks = RouterConfig(features="levels").blocks(depth)
-    found = {}
-    for split in SPLITS:
-        images = task.splits[split].images
-        found[split] = features_on_the_way(
-            executor, base, HostImages(executor, images), num=len(images), blocks=blocks, until=depth,
-            batch_size=batch_size,
-        )  # fmt: skip
-    stream = io.BytesIO()
-    arrays = {f"{split}-{index}": part for split, parts in found.items() for index, part in enumerate(parts)}
-    np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, stream.getvalue())
-    return found
+    """What the backbone says of a task's images; kept in `file`."""
+
+    def compute() -> dict[str, np.ndarray]:
+        tell(f"{task.name}: what the backbone says of its images")
+        depth, base, found = executor.num_blocks, base_network(executor), {}
+        blocks = RouterConfig(features="levels").blocks(depth)
+        for split in SPLITS:
+            images = task.splits[split].images
+            parts = features_on_the_way(
+                executor, base, HostImages(executor, images), num=len(images), blocks=blocks, until=depth,
+                batch_size=batch_size,
+            )  # fmt: skip
+            found |= {f"{split}-{index}": part for index, part in enumerate(parts)}
+        return found
+
+    held = kept(file, compute)
+    return {split: [held[name] for name in sorted(held) if name.startswith(split)] for split in SPLITS}
 
 
 def features_of(seen: Seen, split: str, config: RouterConfig) -> Float[np.ndarray, "N E"]:
