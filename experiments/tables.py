@@ -107,7 +107,9 @@ def main(settings: Tables) -> None:
     """Write every table and one page with all, or the page of results."""
     progress = Progress()
     if settings.results is not None:
-        write_results(settings.results, settings, progress)
+        if settings.runs or settings.only:
+            raise ValueError("--results writes the page of results and no table; leave out --runs and --only")
+        progress.say(f"{write_page(settings.results, settings.page)} runs: {settings.page}")
         return
     names = names_of(settings.only)
     check_folder("--out", settings.out)
@@ -132,14 +134,6 @@ def main(settings: Tables) -> None:
     for directory, why in left_out:
         progress.say(f"left out {directory}: {why}")
     progress.say(f"{len(names)} tables from {len(runs)} runs: {settings.out / 'tables.md'}")
-
-
-def write_results(results: Path, settings: Tables, progress: Progress) -> None:
-    """The page of results from collected runs."""
-    if settings.runs or settings.only:
-        raise ValueError("--results writes the page of results and no table; leave out --runs and --only")
-    num_runs = write_page(results, settings.page)
-    progress.say(f"{num_runs} runs: {settings.page}")
 
 
 HEAD = """# The paper's tables

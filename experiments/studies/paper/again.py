@@ -1,11 +1,11 @@
 """What of the page hangs on the processor that a run met, and on the size of the images."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cheem_jax.report.comparison import comparison
-from cheem_jax.report.table import TOLD, Grid
+from cheem_jax.report.table import METHODS, TOLD, Grid
 from cheem_jax.run.differences import settings_apart, summary
 from studies.paper.claims import CHEEM, Claim, Verdict, compared, of_claim, shown
 from studies.paper.collected import Cell, Cells, Collected, is_usual, load
@@ -125,9 +125,13 @@ def _found(cells: Cells, one: Cell, other: Cell) -> tuple[str, ...]:
     return shown(compared("", cells, one, other, lambda _: ""))[:2]
 
 
-def sizes_lines(sizes: Sequence[Cells], pixels: int, best: float, flops: float | None) -> str:
-    """What runs on other sizes of images reached, as more lines; `best` is the highest average accuracy of what is
-    not told the task on the page's `pixels`, and `flops` are CHEEM's per image there, in the paper's count."""
+def sizes_lines(
+    sizes: Sequence[Cells], measured: Mapping[str, Mapping[str, Any]], routers: Mapping[str, Any] | None, pixels: int
+) -> str:
+    """What runs on other sizes of images reached, as more lines; all else is of the page's size, `pixels`."""
+    best = [row["average_accuracy"]["mean"] for method, row in measured.items() if method not in TOLD]
+    best += [] if routers is None else [row["accuracy"] for row in map(routers["chosen"].get, METHODS) if row]
+    highest, flops = max(best, default=1.0), measured["cheem"]["flops_paper"]["mean"] if "cheem" in measured else None
     told = []
     for cells in sizes:
         for cell, found in cells.items():
@@ -137,7 +141,7 @@ def sizes_lines(sizes: Sequence[Cells], pixels: int, best: float, flops: float |
             accuracy, given, cost = (
                 row[name]["mean"] for name in ("average_accuracy", "local_average_accuracy", "flops_paper")
             )
-            most = f", more than any method without the task ID at {pixels}" if accuracy > best else ""
+            most = f", more than any method without the task ID at {pixels}" if accuracy > highest else ""
             times = "" if flops is None else f"; an image costs {cost / flops:.1f} times CHEEM's FLOPs at {pixels}"
             told.append(
                 f"\n- At {pixels_of(cells)} pixels instead of {pixels} ({number_of(len(found), 'run')}), {cell.title}: "

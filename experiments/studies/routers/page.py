@@ -110,10 +110,8 @@ def _by_task(found: Mapping[str, Any]) -> str:
         "paper": "accuracy, paper's router %", "chosen": "accuracy, chosen %", "given": "task ID given %",
     }  # fmt: skip
     means = {key: sum(row[key] for row in found["by_task"]) / len(found["by_task"]) for key in columns}
-    rows = [
-        (row["task"], *(_percent(row[key]) for key in columns))
-        for row in (*found["by_task"], {"task": "mean", **means})
-    ]
+    tasks = (*found["by_task"], {"task": "mean", **means})
+    rows = tuple((row["task"], *(_percent(row[key]) for key in columns)) for row in tasks)
     gap = means["given"] - means["paper"]
     share = (means["chosen"] - means["paper"]) / gap if gap > 0 else float("nan")
     chosen = found["chosen"]
