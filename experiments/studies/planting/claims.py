@@ -55,6 +55,10 @@ class Verdict(NamedTuple):
         """The larger of the two."""
         return max(self.random or 0.0, self.exchanged)
 
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**self._asdict(), "value": None if np.isnan(self.value) else self.value, "chance": self.chance}
+
 
 class Measured(NamedTuple):
     """A claim about N structures."""
