@@ -23,14 +23,12 @@ import numpy as np
 from PIL import Image
 
 from cheem_jax.cheem.hee import uniform_table
-from cheem_jax.cheem.supernet import OpSettings, Supernet
-from cheem_jax.cheem.training import SupernetFit, prepare, steps_of, supernet_draws
+from cheem_jax.cheem.training import prepare, steps_of, supernet_draws
 from cheem_jax.cli.main import parse
 from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.core.architecture import decode
 from cheem_jax.core.images import in_turn
 from cheem_jax.core.keys import order_at
-from cheem_jax.core.pool import dense_experts
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.files import FolderFiles
 from cheem_jax.data.folder import plan_task
@@ -186,7 +184,7 @@ def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     for keep in ways:
         (task,) = load_tasks([plan], size, ImagesConfig(keep, folder / "cache"))
         splits[keep] = task.train
-    prepare(executor, new_task(executor), BATCH)
+    prepare(executor, measure.new_task(executor, NUM_CLASSES, RANK).supernet, BATCH)
     # what the first steps of a process make is made here
     epoch(executor, Split(splits["memory"].images[: 2 * BATCH], splits["memory"].labels[: 2 * BATCH]))
     rounds: dict[str, list[Epoch]] = {keep: [] for keep in ways}
@@ -221,9 +219,9 @@ def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 def epoch(executor: Executor, split: Split) -> Epoch:
     """The loop of `fit`, its waits timed; each step is waited for, so that no wait hides work of the device."""
     order_key, mode_key, draw_key = jax.random.split(jax.random.key(3), 3)
-    supernet, num = new_task(executor), len(split.labels)
-    fitting = SupernetFit(supernet, supernet.init())
-    uniform = uniform_table(supernet.sizes)
+    fitting, num = measure.new_task(executor, NUM_CLASSES, RANK), len(split.labels)
+    sizes = fitting.supernet.sizes
+    uniform = uniform_table(sizes)
     order = list(batches(order_at(order_key, num), BATCH))
     codes = supernet_draws(mode_key, draw_key, exploit=uniform, uniform=uniform, epsilon=0.3)(0, len(order))
     data = steps_of(executor, HostImages(executor, split.images), split.labels, order, BATCH)
@@ -233,15 +231,10 @@ def epoch(executor: Executor, split: Split) -> Epoch:
     for row in codes:
         step, _ = next(following)
         waits.append(time.perf_counter() - start)
-        losses.append(measure.step(executor, fitting, decode(row, supernet.sizes), step))
+        losses.append(measure.step(executor, fitting, decode(row, sizes), step))
         steps.append(time.perf_counter() - start)
         start = time.perf_counter()
     return Epoch(steps, waits, losses)
-
-
-def new_task(executor: Executor) -> Supernet:
-    """A supernet over the base's own pool."""
-    return Supernet(jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
 
 
 def gathering(cache: Split, kept: Split, repeats: int) -> tuple[Row, dict[str, list[float]]]:

@@ -17,12 +17,10 @@ import numpy as np
 
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.params import build, init_params
-from cheem_jax.cheem.supernet import OpSettings, Supernet
 from cheem_jax.cheem.training import SupernetFit, prepare, step_of, train_steps
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, decode
 from cheem_jax.core.kernels import Precision
-from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.choice import EngineConfig, Name, make_executor
 from cheem_jax.engine.executor import Executor
@@ -34,6 +32,7 @@ from experiments.bench.measure import (
     alternate,
     command,
     medians,
+    new_task,
     random_images,
     save,
     say,
@@ -111,8 +110,8 @@ def measure(
     budget = Budget(one.budget)
     images = feed_images(one, random_images(num_images, config), budget)
     feed = keep_tokens("training images", one, images, num_images, (), batch_size=batch, budget=budget)
-    supernet = Supernet(jax.random.key(1), dense_experts(one.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
-    fitting = SupernetFit(supernet, supernet.init())
+    fitting = new_task(one, NUM_CLASSES, RANK)
+    supernet = fitting.supernet
     codes = np.random.default_rng(0).integers(0, 4, (steps, config.depth))
     architectures = [decode(row, supernet.sizes) for row in codes]
     start = time.perf_counter()

@@ -28,12 +28,14 @@ from cheem_jax.backbone.config import CONFIGS, ViTConfig, at_image_size
 from cheem_jax.backbone.flops import pair_flops
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
+from cheem_jax.cheem.supernet import OpSettings, Supernet
 from cheem_jax.cheem.training import SupernetFit, train_step
 from cheem_jax.cli.main import run_command
 from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.images import Images
+from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine.executor import Executor, Network, Step
 from cheem_jax.engine.feed import Budget, Feed, HostImages, keep_tokens
 from cheem_jax.engine.stages import Stages
@@ -240,6 +242,12 @@ def step(executor: Executor, fitting: SupernetFit, architecture: Architecture, d
     fitting.state, loss = train_step(executor, fitting.supernet, fitting.state, architecture, data, rate=1e-3)
     jax.block_until_ready((loss, fitting.state))
     return float(loss)
+
+
+def new_task(executor: Executor, num_classes: int, rank: int) -> SupernetFit:
+    """A fresh supernet over the backbone's own experts."""
+    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), num_classes, OpSettings(rank=rank))
+    return SupernetFit(supernet, supernet.init())
 
 
 def random_images(num: int, config: ViTConfig, seed: int = 0) -> np.ndarray:

@@ -34,7 +34,7 @@ from cheem_jax.cheem.training import (
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Head, dense_experts, pool_sizes
+from cheem_jax.core.pool import Head, pool_sizes
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
@@ -268,8 +268,8 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
         Choice("adapt" if block == same else "reuse", 0) for block in range(executor.num_blocks)
     )
     images, labels = measure.random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
-    supernet = new_task(executor)
-    fitting = {side: SupernetFit(supernet, supernet.init()) for side in (SHARED, APART)}
+    fitting = {side: measure.new_task(executor, NUM_CLASSES, RANK) for side in (SHARED, APART)}
+    supernet = fitting[SHARED].supernet
     prepare(executor, supernet, num)
     prefix = frozen_prefix(supernet, architecture)
     kept(executor, images, prefix, batch_size=num)
@@ -293,11 +293,6 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
     note = f"keeping them took {keeping:.3g} s for {num} images, once"
     what = f"fine-tuning step, {num} images at {image_size} pixels, learning from block {same + 1} on, {name}"
     return [shared_row(what, medians(times), counted, FINETUNE, note)], {"keep_seconds": keeping, "samples": times}
-
-
-def new_task(executor: Executor) -> Supernet:
-    """A supernet over the base's own pool."""
-    return Supernet(jax.random.key(5), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
 
 
 # ---- inference

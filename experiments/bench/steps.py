@@ -16,16 +16,13 @@ import jax
 import numpy as np
 
 from cheem_jax.backbone.config import ViTConfig
-from cheem_jax.backbone.timm_names import timm_name_of
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.cheem.supernet import OpSettings, Supernet
-from cheem_jax.cheem.training import SupernetFit, frozen_prefix, prepare, step_of, supernet_score
+from cheem_jax.cheem.training import frozen_prefix, prepare, step_of, supernet_score
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice, decode
 from cheem_jax.core.kernels import Precision
 from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.ops import LowRank
-from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Batch
 from cheem_jax.engine.feed import Feed, HostImages
@@ -46,10 +43,8 @@ class Ours:
 
     def __init__(self, executor: Stages, images: np.ndarray, labels: np.ndarray):
         self.executor, self.labels = executor, labels
-        self.supernet = Supernet(
-            jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK)
-        )  # fmt: skip
-        self.fitting = SupernetFit(self.supernet, self.supernet.init())
+        self.fitting = measure.new_task(executor, NUM_CLASSES, RANK)
+        self.supernet = self.fitting.supernet
         self.images, self.pixels = HostImages(executor, images), images
         self.kept = self.keep(())
         self.fill_pairs()
@@ -281,42 +276,11 @@ def make_executor(pretrained: Pretrained, precision: Precision) -> Stages:
     return measure.stages(dataclasses.replace(pretrained, config=config))
 
 
-def make_peer(
-    pretrained: Pretrained, *, compiled: bool = False, precision: Precision = "float32", rank: int = RANK
-) -> Any:
-    """PyTorch with the same weights, on the same kind of device."""
-    from experiments.bench.peer import TorchPeer
+def make_peer(pretrained: Pretrained, *, rank: int = RANK, **options: Any) -> Any:
+    """PyTorch with the same weights; imported here, since torch may be missing."""
+    from experiments.bench.peer import CheemPeer
 
-    return TorchPeer(
-        to_timm(pretrained),
-        "deit_tiny_patch16_224",
-        pretrained.config.image_size,
-        rank=rank,
-        num_outputs=next_power_of_two(NUM_CLASSES),
-        compiled=compiled,
-        precision=precision,
-        device=torch_device(),
-    )
-
-
-def torch_device() -> str:
-    """PyTorch's name of the kind of device that JAX uses."""
-    return "cpu" if jax.default_backend() == "cpu" else "cuda"
-
-
-def to_timm(pretrained: Pretrained) -> dict[str, np.ndarray]:
-    """Our parameters under timm's names and in PyTorch's layout."""
-    tensors = {}
-    patch = pretrained.config.patch_size
-    for name, value in pretrained.params.items():
-        if name == "patch.kernel":
-            value = value.reshape(patch, patch, 3, -1).transpose(3, 2, 0, 1)
-        elif name.endswith(".kernel"):
-            value = value.T
-        elif name in ("class_token", "position"):
-            value = value.reshape(1, -1, value.shape[-1])
-        tensors[timm_name_of(name)] = value
-    return tensors
+    return CheemPeer(pretrained, rank=rank, num_outputs=next_power_of_two(NUM_CLASSES), **options)
 
 
 if __name__ == "__main__":
