@@ -29,15 +29,13 @@ from cheem_jax.run.removed import without_removed, without_removed_options
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], Any], Callable[[Any], None]]] = {
     "cheem demo": (lambda arguments: parse(Demo, arguments), learn_demo),
-    "experiments/mtil.py": (lambda arguments: one_seed(mtil.read_arguments(arguments)), mtil.main),
+    "experiments/mtil.py": (
+        lambda arguments: dataclasses.replace(mtil.read_arguments(arguments), num_seeds=1),
+        mtil.main,
+    ),
     "experiments/planted.py": (lambda arguments: parse(planted.Planted, arguments), planted.run_alone),
 }
 """What reads the arguments of a recorded command, and what then runs it."""
-
-
-def one_seed(settings: mtil.Mtil) -> mtil.Mtil:
-    """As recorded commands are meant that do not say so."""
-    return dataclasses.replace(settings, num_seeds=1)
 
 
 @dataclasses.dataclass(frozen=True)

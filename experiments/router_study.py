@@ -76,11 +76,17 @@ def main(settings: RouterStudy) -> None:
     earlier = None if settings.earlier is None else earlier_of(settings.earlier, runs, others)
     source, loaded = load(runs[0], settings, progress)
     tasks = loaded.stream.tasks
-    executor, size = executor_of(source, loaded), mtil.config_of(source).method.batch_size
+    config = mtil.config_of(source)
+    size, vit = config.method.batch_size, build(loaded.pretrained.config, loaded.pretrained.params)
+    executor = make_executor(vit, "mlp_down", config.engine, batch_size=size)
     place = out / "seen" / short(loaded.pretrained.sha256, loaded.size, runs[0].config["data_sha256"])
     seen = [seen_of(task, executor, place / f"{task.name}.npz", size, progress.say) for task in tasks]
     labels = {task.name: task.test.labels for task in tasks}
-    given = {run.directory: given_of(run, labels) for run in runs}
+    given = {}
+    for run in runs:
+        right, right_given = right_of(run, labels)
+        check_right(run, right, right_given)
+        given[run.directory] = list(right_given)
     opened = [run for run in runs if run.results["method"] == "cheem"]
     told = {run.directory: told_of(run, settings, tasks, out) for run in opened}
     given |= {own.run.directory: list(own.right_given) for own in others}
@@ -101,7 +107,10 @@ def main(settings: RouterStudy) -> None:
         )
     validated = [run.results["seed"] for run in opened]
     if earlier is not None:
-        add_earlier(rows, earlier, len(validated))
+        num, before = len(validated), len(earlier["validated"])
+        for row, known in zip(rows, earlier["rows"], strict=True):
+            ours = num * row["validation"] if num else 0.0
+            row["validation"] = (ours + before * known["validation"]) / (num + before)
         validated += earlier["validated"]
     best = chosen(rows)
     looked = [second_look(run, settings, tasks, seen, best["config"], out, progress) for run in opened]
@@ -176,14 +185,6 @@ def earlier_of(file: Path, runs: Sequence[RunRecord], others: Sequence[Collected
     return found
 
 
-def add_earlier(rows: Sequence[dict[str, Any]], earlier: Mapping[str, Any], num: int) -> None:
-    """Mean validation accuracies over this study's `num` runs and the earlier one's."""
-    before = len(earlier["validated"])
-    for row, known in zip(rows, earlier["rows"], strict=True):
-        own = num * row["validation"] if num else 0.0
-        row["validation"] = (own + before * known["validation"]) / (num + before)
-
-
 def load(run: RunRecord, settings: RouterStudy, progress: Progress) -> tuple[mtil.Mtil, mtil.Loaded]:
     """Weights and images as the run had them."""
     begun = next(entry for entry in record.read(run.directory) if entry["event"] == "run")
@@ -193,23 +194,9 @@ def load(run: RunRecord, settings: RouterStudy, progress: Progress) -> tuple[mti
     return source, mtil.load(source, progress)
 
 
-def executor_of(source: mtil.Mtil, loaded: mtil.Loaded) -> Executor:
-    """The backbone as runs use it."""
-    config = mtil.config_of(source)
-    vit = build(loaded.pretrained.config, loaded.pretrained.params)
-    return make_executor(vit, "mlp_down", config.engine, batch_size=config.method.batch_size)
-
-
 def short(*told: Any) -> str:
     """A name for what depends on all this."""
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def given_of(run: RunRecord, labels: Mapping[str, np.ndarray]) -> Right:
-    """Which test images a run answers rightly with the task ID given; ValueError where it saw other labels."""
-    right, given = right_of(run, dict(labels))
-    check_right(run, right, given)
-    return list(given)
 
 
 def told_of(run: RunRecord, settings: RouterStudy, tasks: Sequence[Any], out: Path) -> Right:

@@ -240,7 +240,8 @@ def _grid(
     heads = [(measure, task) for measure in layout.measures for task in (tasks if measure == "accuracy" else [""])]
     if name == "taskwise_flops":
         heads = [("flops", task) for task in [*tasks, ""]]
-    columns, table = ["method"], [[row_title(*row)] for row in rows]
+    columns = ["method"]
+    table = [[METHODS.get(method, method) + (f", {variant}" if variant else "")] for method, variant in rows]
     for measure, task in heads:
         column = [Cell(*place, method, measure, variant, task) for method, variant in rows]
         title = task or TITLES[measure]
@@ -259,12 +260,6 @@ def _grid(
                 for line, cell_text in zip(table, texts, strict=True):
                     line.append(cell_text)
     return Grid(f"{layout.title}: {place[0]}, {place[1]}", tuple(columns), tuple(map(tuple, table)), 1)
-
-
-def row_title(method: str, variant: str) -> str:
-    """A method's name with what sets the row apart."""
-    name = {"component": "component"}.get(method, METHODS.get(method, method))
-    return f"{name}, {variant}" if variant else name
 
 
 def our_text(values: Sequence[float] | None) -> str:

@@ -124,9 +124,12 @@ def measure(
     )
     step_seconds, forward_rate = seconds["steps"] / steps, num_images / seconds["forward"]
     work = batch * float(np.mean([step_flops(config, a, RANK, begin=0) for a in architectures])) / step_seconds
-    peak = peak_of(jax.devices()[0].device_kind, precision)
+    kind = jax.devices()[0].device_kind
+    peak = next((peaks[precision] for name, peaks in PEAKS.items() if name in kind), None)
     forward_work = forward_rate * separate_flops(config, [base_network(one)])
-    hours = task_seconds(step_seconds, batch, forward_rate) / 3600
+    # every step like a supernet's, every candidate by itself
+    task_steps = (SUPERNET_EPOCHS + FINETUNE_EPOCHS) * -(-TRAIN_IMAGES // batch)
+    hours = (task_steps * step_seconds + CANDIDATES * VAL_IMAGES / forward_rate) / 3600
     notes = [f"{name} not kept" for name in budget.refused]
     if executor == "whole":
         notes.append("without compiling, which nearly every supernet step would have to do")
@@ -170,17 +173,6 @@ def run_forward(executor: Executor, feed: Feed, num_images: int, batch: int) -> 
         (walked,) = executor.walk([network], feed(rows.rows), rows.mask)
         found.append(executor.features(walked.tokens))
     jax.block_until_ready(found)
-
-
-def task_seconds(step_seconds: float, batch: int, forward_rate: float) -> float:
-    """The mean MTIL task from measured rates; every step like a supernet's, every candidate by itself."""
-    steps = (SUPERNET_EPOCHS + FINETUNE_EPOCHS) * -(-TRAIN_IMAGES // batch)
-    return steps * step_seconds + CANDIDATES * VAL_IMAGES / forward_rate
-
-
-def peak_of(device: str, precision: Precision) -> float | None:
-    """Products per second of a known device."""
-    return next((peaks[precision] for name, peaks in PEAKS.items() if name in device), None)
 
 
 if __name__ == "__main__":

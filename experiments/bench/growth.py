@@ -80,7 +80,10 @@ def drawn_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: 
         architecture = decode(codes, sizes)
         supernet = Supernet(key_at(key, index), experts, NUM_CLASSES, OpSettings(rank=rank))
         begun = supernet.learned(supernet.init(), architecture)
-        learned = {block: _moved(rng, params) for block, params in begun.items()}
+        learned = dict(begun)
+        for block, params in begun.items():  # an untrained pair is zero: its expert would equal its parent
+            if isinstance(params, LowRank):
+                learned[block] = LowRank(params.down, jnp.asarray(0.02 * rng.normal(size=params.up.shape), jnp.float32))
         pool, used = grow(memory.pool, architecture, learned, index)
         for block, own in zip(experts, pool, strict=True):
             for stored in own[len(block) :]:
@@ -260,13 +263,6 @@ def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:
             last["checkpoint_kilobytes"] / last["added_kilobytes"], GOAL_CHECKPOINT, "at most",
         ),
     ]  # fmt: skip
-
-
-def _moved(rng: np.random.Generator, params: Expert | LowRank) -> Expert | LowRank:
-    # an untrained pair is zero: its expert would equal its parent
-    if isinstance(params, LowRank):
-        return LowRank(params.down, jnp.asarray(0.02 * rng.normal(size=params.up.shape), jnp.float32))
-    return params
 
 
 def _dense(stored: StoredExpert, block: Sequence[Expert]) -> Expert:

@@ -167,18 +167,13 @@ def machine() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "cpu": _cpu_model(),
-        "cores": num_cores(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "platform": device.platform,
         "device": device.device_kind,
         "python": platform.python_version(),
         **{name: version for name in PACKAGES if (version := _version(name)) is not None},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def save(out: Path, part: str, rows: Sequence[Row], *, quick: bool = False, **more: Any) -> Path:

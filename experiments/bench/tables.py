@@ -84,20 +84,18 @@ def _goals(rows: Sequence[Found]) -> str:
 def _numbers(entries: Sequence[Mapping[str, str | float]], columns: Sequence[str]) -> str:
     """A row per number, a column per entry."""
     names = dict.fromkeys(name for entry in entries for name in entry)
-    cells = [(name, *(_cell(entry.get(name, "")) for entry in entries)) for name in names]
+    cells = [(name, *(_number(entry.get(name, "")) for entry in entries)) for name in names]
     return Grid("", ("", *columns), tuple(cells), 1).to_markdown()
-
-
-def _cell(value: str | float) -> str:
-    return value if isinstance(value, str) else _number(value)
 
 
 def _seconds(value: float) -> str:
     return f"{_number(1e3 * value)} ms" if value < 1 else f"{_number(value)} s"
 
 
-def _number(value: float) -> str:
+def _number(value: float | str) -> str:
     """Three significant digits, whole numbers from a hundred on."""
+    if isinstance(value, str):
+        return value
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     if abs(value) >= 100 or value == int(value):

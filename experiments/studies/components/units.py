@@ -145,7 +145,8 @@ class Units:
         begin, heads = 0, list[Head]()
         if running.saved is not None:
             begin = running.saved.meta["index"]
-            heads = [_head(running.saved.arrays["heads"][f"{index:04d}"]) for index in range(begin)]
+            known = [running.saved.arrays["heads"][f"{index:04d}"] for index in range(begin)]
+            heads = [Head(*(jnp.asarray(leaf) for _, leaf in sorted(arrays.items()))) for arrays in known]
         # what was learned after the checkpoint is learned again
         self.record.keep(lambda entry: not (_is_at(entry, "sequential", place) and entry["index"] >= begin))
         fitting = learner.begun(keys, begin, len(tasks[begin].classes), learner.pretrained, running.saved)
@@ -187,7 +188,3 @@ def _sequence_state(index: int, fitting: Fitting, heads: Sequence[Head]) -> Save
     if heads:
         arrays["heads"] = {f"{number:04d}": numbered(head) for number, head in enumerate(heads)}
     return Saved(arrays, {**fitting.meta(), "index": index})
-
-
-def _head(arrays: dict[str, Any]) -> Head:
-    return Head(*(jnp.asarray(leaf) for _, leaf in sorted(arrays.items())))

@@ -129,7 +129,8 @@ def easy_tasks_skip_more(cells: Cells) -> list[Verdict]:
         if frozen is not None:
             seeds.append(seed)
             x.append(frozen[-1])
-            y.append([_num_skipped(task["architecture"]) for task in results["tasks"]])
+            chosen = [from_strings(task["architecture"]) for task in results["tasks"]]
+            y.append([sum(choice.kind == "skip" for choice in architecture) for architecture in chosen])
     if not seeds:
         why = "no run of CHEEM with frozen heads beside it"
         return [Verdict(title, None, "", (), NOT_RUN, why)]
@@ -142,10 +143,6 @@ def easy_tasks_skip_more(cells: Cells) -> list[Verdict]:
     return [Verdict(title, found, "", tuple(seeds), word)]
 
 
-def _num_skipped(architecture: Sequence[str]) -> int:
-    return sum(choice.kind == "skip" for choice in from_strings(architecture))
-
-
 def fewer_parameters_than_uniform(cells: Cells) -> list[Verdict]:
     """HEE minus uniform sampling: average accuracy, and parameters added per task."""
     uniform = Cell("cheem", "uniform")
@@ -154,13 +151,10 @@ def fewer_parameters_than_uniform(cells: Cells) -> list[Verdict]:
     pairs, why = in_common(cells, CHEEM, uniform)
     if why:
         return [accuracy, Verdict(title, None, unit, (), NOT_RUN, why)]
-    added = np.array([[_added(side) for side in pair] for pair in pairs.values()])  # [S, 2, T]
+    tasks = [[side.run.results["tasks"] for side in pair] for pair in pairs.values()]
+    added = np.array([[[task["params_added_percent"] for task in side] for side in pair] for pair in tasks], float)
     found = mean_difference(added[:, 0], added[:, 1])
     return [accuracy, Verdict(title, found, unit, tuple(pairs), below(found))]
-
-
-def _added(collected: Collected) -> list[float]:
-    return [float(task["params_added_percent"]) for task in collected.run.results["tasks"]]
 
 
 def prompts_collapse(cells: Cells) -> list[Verdict]:
