@@ -156,15 +156,12 @@ def last_error(logs: Path, job: str) -> str:
 @contextlib.contextmanager
 def alone(logs: Path) -> Iterator[None]:
     """Two commands at once would start a run twice."""
-    lock = filelock.FileLock(logs / ".lock", fallback_to_soft=False)
     try:
-        lock.acquire(timeout=0)
+        held = filelock.FileLock(logs / ".lock", fallback_to_soft=False).acquire(timeout=0)
     except filelock.Timeout:
         raise ValueError(f"another command starts jobs in {str(logs.parent)!r}; wait for it") from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def python_command(*environment: str) -> str:
