@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from charts import architecture_sheet, spread, sweep_picture, write_page
+from charts import architecture_sheet, names_in, spread, sweep_picture, write_page
 from study import Found, Study, Variant, run_all
 
 from cheem_jax.cheem.config import PLUS, PRESETS
@@ -57,10 +57,7 @@ def main(settings: Ablations) -> None:
 
 def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
     """The variants of each study that is asked for, CHEEM as it is first."""
-    asked = list(STUDIES) if settings.only is None else [name.strip() for name in settings.only.split(",")]
-    unknown = [name for name in asked if name not in STUDIES]
-    if unknown:
-        raise ValueError(f"--only names {', '.join(map(repr, unknown))}; the studies are {', '.join(STUDIES)}")
+    asked = STUDIES if settings.only is None else names_in("--only", settings.only, STUDIES)
     usual = PRESETS[settings.chosen_preset]
     epsilons = usual.exploration.epsilon, usual.search.epsilon
     plain = Variant("cheem", "CHEEM")

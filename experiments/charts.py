@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,6 +48,16 @@ def check_folder(option: str, place: Path) -> None:
         raise ValueError(f"{option} names {place}, which is not a folder; expected one that exists or can be made")
 
 
+def names_in(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names that an option lists, separated by commas, each once; ValueError for none and for unknown ones."""
+    names, known = list(dict.fromkeys(filter(None, map(str.strip, text.split(","))))), list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        wrong = ", ".join(map(repr, unknown)) or "nothing"
+        raise ValueError(f"{option} names {wrong}; expected some of: {', '.join(known)}")
+    return names
+
+
 def write_page(place: Path, text: str, numbers: Any, table: Grid | str | None = None) -> None:
     """`PLACE.md`, its numbers as `.json` and its table as `.csv`."""
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -55,6 +65,12 @@ def write_page(place: Path, text: str, numbers: Any, table: Grid | str | None = 
     write_atomically(place.with_suffix(".json"), json.dumps(numbers, indent=1) + "\n")
     if table is not None:
         write_atomically(place.with_suffix(".csv"), table.to_csv() if isinstance(table, Grid) else table)
+
+
+def filled(title: str, columns: Mapping[str, Sequence[str]]) -> Grid:
+    """A table from its columns by heading, without those that have nothing; the first one is aligned to the left."""
+    kept = {heading: cells for heading, cells in columns.items() if any(cells)}
+    return Grid(title, tuple(kept), tuple(zip(*kept.values(), strict=True)), 1)
 
 
 def frame(axes: Axes, title: str = "", x: str = "", y: str = "", *, grid: bool = False) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import numpy as np
 from bench import measure
-from charts import check_folder
+from charts import check_folder, names_in
 from flax import nnx
 from studies.profiling.plot import cold_start_figure, profile_table
 
@@ -267,36 +267,21 @@ def cases_of(settings: Profile) -> tuple[list[Case], list[str]]:
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} is {getattr(settings, name)}; expected at least 1")
     OpSettings(settings.rank)
-    executors = _names(settings.executors, "executor", get_args(choice.Name))
+    executors = names_in("--executors", settings.executors, get_args(choice.Name))
     if settings.record and set(executors) != set(get_args(choice.Name)):
         raise ValueError(f"--record compares all executors, not only {', '.join(executors)}; leave out --executors")
-    sizes = _items(settings.batch_sizes, "batch size")
+    sizes = [size.strip() for size in settings.batch_sizes.split(",")]
     if wrong := [size for size in sizes if not size.isdigit() or int(size) < 1]:
         raise ValueError(f"batch size {wrong[0]!r} is no whole number from 1 on, such as 16")
     cases = []
-    precisions = _names(settings.precisions, "precision", get_args(Precision))
-    for name, precision, size in itertools.product(_items(settings.backbones, "backbone"), precisions, sizes):
-        config = dataclasses.replace(config_of(name), precision=precision)
+    precisions = names_in("--precisions", settings.precisions, get_args(Precision))
+    for name, precision, size in itertools.product(settings.backbones.split(","), precisions, sizes):
+        config = dataclasses.replace(config_of(name.strip()), precision=precision)
         config = config if settings.image_size is None else at_image_size(config, settings.image_size)
         table = uniform_table([1] * config.depth).astype(np.float32)
         codes = np.asarray(sample(jax.random.key(settings.seed), table, num=settings.num_draws))
         cases.append(Case(config, int(size), settings.rank, codes))
     return cases, executors
-
-
-def _items(text: str, what: str) -> list[str]:
-    """The parts between commas, each once."""
-    found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not found:
-        raise ValueError(f"no {what} given; expected one or more, separated by commas")
-    return found
-
-
-def _names(text: str, what: str, known: Sequence[str]) -> list[str]:
-    found = _items(text, what)
-    if unknown := [name for name in found if name not in known]:
-        raise ValueError(f"unknown {what} {unknown[0]!r}; expected some of: {', '.join(known)}")
-    return found
 
 
 def main(settings: Profile) -> None:

@@ -101,7 +101,7 @@ def test_mtil_runs_three_seeds_with_the_papers_settings():
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        (ablations, ["--only", "epsilon,tau"], "--only names 'tau'; the studies are epsilon, tolerance"),
+        (ablations, ["--only", "epsilon,tau"], "--only names 'tau'; expected some of: epsilon, tolerance"),
         (ablations, ["--epsilons", "0.5", "1.5"], "--epsilons is 0.5 1.5; expected numbers from 0 to 1"),
         (task_orders, ["--num-orders", "1"], "--num-orders is 1; expected at least 2"),
         (task_orders, ["--order", "paper_a"], "this study runs several"),

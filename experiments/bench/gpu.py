@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -39,6 +39,7 @@ from experiments.bench.measure import (
     separate_flops,
     step_flops,
 )  # fmt: skip
+from experiments.charts import names_in
 
 NUM_CLASSES, RANK, REPEATS = 100, 40, 3
 NUM_STEPS: dict[Name, int] = {"stages": 16, "whole": 2, "scan": 16}
@@ -75,19 +76,18 @@ def main(settings: Settings) -> None:
     """Measure every configuration."""
     if jax.default_backend() == "cpu":
         raise ValueError("JAX finds no accelerator here; on a CPU run experiments/bench/run.py")
-    names = [settings.backbones, settings.batches, settings.precisions, settings.executors]
-    choices = [[name.strip() for name in text.split(",")] for text in names]
-    for chosen, known in zip(choices, (CONFIGS, None, ("float32", "bfloat16"), NUM_STEPS), strict=True):
-        if known is not None and (unknown := [name for name in chosen if name not in known]):
-            raise ValueError(f"unknown {unknown}; expected some of: {', '.join(known)}")
+    choices = (
+        names_in("--backbones", settings.backbones, CONFIGS),
+        [int(size) for size in settings.batches.split(",")],
+        names_in("--precisions", settings.precisions, get_args(Precision)),
+        names_in("--executors", settings.executors, NUM_STEPS),
+    )  # fmt: skip
     for backbone, batch, precision, executor in itertools.product(*choices):
         part = f"gpu-{backbone}-{batch}-{precision}-{executor}"
         if not settings.again and (settings.out / f"{part}.json").exists():
             say(f"{part}: measured already")
             continue
-        setting: dict[str, Any] = dict(
-            backbone=backbone, batch=int(batch), precision=precision, executor=executor
-        )  # fmt: skip
+        setting: dict[str, Any] = dict(backbone=backbone, batch=batch, precision=precision, executor=executor)
         try:
             rows, found = measure(part, **setting)
         except jax.errors.JaxRuntimeError as error:

@@ -70,9 +70,9 @@ class Fit(NamedTuple):
         """The gap over the root mean square of both deviations: in sigmas where they are equal."""
         return self.gap / float(np.sqrt((self.local_std**2 + self.rival_std**2) / 2))
 
-    def match(self, num_rivals: int, lead: float = 0.0) -> float:
-        """P(Z* exceeds all rivals by `lead`), were all normal and independent."""
-        return match_probability(self.gap - lead, self.local_std, self.rival_std, num_rivals)
+    def match(self, num_rivals: int) -> float:
+        """P(Z* exceeds all rivals), were all normal and independent."""
+        return match_probability(self.gap, self.local_std, self.rival_std, num_rivals)
 
 
 class Measured(NamedTuple):

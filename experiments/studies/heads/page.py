@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from charts import frame, legend_below, spread
-from jaxtyping import Float
+from charts import filled, frame, legend_below, spread
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
@@ -17,7 +16,7 @@ from matplotlib.lines import Line2D
 
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import METHODS, Grid
-from studies.heads.margins import Margins, Measured, by_task, farthest_from_record, fit_of
+from studies.heads.margins import Measured, by_task, farthest_from_record
 
 ACCURACIES = {"average_accuracy": "Acc_Global", "local_average_accuracy": "Acc_Local", "just_trained": "Acc_Train"}
 MATCHES = {"match": "match", "predicted": "predicted", "predicted_by_class": "predicted by class"}
@@ -48,19 +47,11 @@ def pages(rows: Sequence[Row], measured: Sequence[Measured], curves: Sequence[Ro
         if not here:
             continue
         stem = re.sub(r"[^\w.-]+", "-", "-".join(place))
-        found: dict[str, list[Measured]] = {}
-        for one in measured:
-            if one.margins and one.run.place == place:
-                found.setdefault(one.method, []).append(one)
         match_figure(curves, here, out / f"match-{stem}.png")
-        margin_figure(
-            {name: [one.margins for one in runs] for name, runs in found.items()}, out / f"margins-{stem}.png"
-        )
         page += [
             verdict(here),
-            agreement([one for runs in found.values() for one in runs]),
+            agreement([one for one in measured if one.margins and one.run.place == place]),
             f"![Match probability by the number of rivals, and measured against predicted](match-{stem}.png)",
-            f"![Margins of every method and task](margins-{stem}.png)",
             "Task by task, means over runs; the gap is that of the means in standard deviations, probabilities in %.",
             task_grid(here).to_markdown(),
         ]
@@ -68,22 +59,13 @@ def pages(rows: Sequence[Row], measured: Sequence[Measured], curves: Sequence[Ro
 
 
 def accuracy_grid(rows: Sequence[Row]) -> Grid:
-    """The paper's table, with match probabilities behind it; a column that has nothing is left out."""
-    columns, cells = ["method"], [[METHODS[row["method"]]] for row in rows]
-
-    def add(title: str, texts: Sequence[str]) -> None:
-        if any(texts):
-            columns.append(title)
-            for line, text in zip(cells, texts, strict=True):
-                line.append(text)
-
-    add("runs", [str(row["runs"] or "") for row in rows])
-    for name, title in ACCURACIES.items():
-        add(title, [spread(row[name], 2) if row[name] else "" for row in rows])
-        add(f"{title}, paper", [row["paper"].get(name, "") for row in rows])
-    for name, title in MATCHES.items():
-        add(title, [spread(row[name], 2) if row[name] else "" for row in rows])
-    return Grid("heads", tuple(columns), tuple(map(tuple, cells)), 1)
+    """The paper's table, with match probabilities behind it."""
+    columns = {"method": [METHODS[row["method"]] for row in rows], "runs": [str(row["runs"] or "") for row in rows]}
+    for name, title in {**ACCURACIES, **MATCHES}.items():
+        columns[title] = [spread(row[name], 2) if row[name] else "" for row in rows]
+        if name in ACCURACIES:
+            columns[f"{title}, paper"] = [row["paper"].get(name, "") for row in rows]
+    return filled("heads", columns)
 
 
 def task_grid(tasks: Sequence[Row]) -> Grid:
@@ -128,13 +110,11 @@ def agreement(measured: Sequence[Measured]) -> str:
 
 
 MARKERS = {"ewc": "^", "moal": "v", "coda_prompt": "D", "dualprompt": "s", "l2p": "o"}
-HIT, MISS, THEORY = "#1b6ca8", "#c8553d", INK
 GAPS = Normalize(0, 5)
 COLOURS = colormaps["viridis_r"]
-Numbers = Mapping[str, Any]
 
 
-def match_figure(curves: Sequence[Numbers], measured: Sequence[Numbers], file: Path) -> None:
+def match_figure(curves: Sequence[Row], measured: Sequence[Row], file: Path) -> None:
     """What the theory says for several gaps, with measured tasks laid over it and, beside it, held against it.
 
     Left, the theory's deviations are equal: a task stands at its number of rivals, coloured by its gap in sigmas.
@@ -181,47 +161,7 @@ def match_figure(curves: Sequence[Numbers], measured: Sequence[Numbers], file: P
     save(figure, file)
 
 
-def margin_figure(found: Mapping[str, Sequence[Sequence[Margins]]], file: Path) -> None:
-    """Best logit within the task minus best of all others: methods in rows, tasks in columns, all runs together."""
-    tasks = [margins.task for margins in next(iter(found.values()))[0]]
-    figure = Figure(figsize=(1.2 + 1.9 * len(tasks), 1.3 + 1.45 * len(found)), dpi=DPI, layout="constrained")
-    panels = figure.subplots(len(found), len(tasks), squeeze=False, sharex="row")
-    for column, task in zip(panels.T, tasks, strict=True):
-        for place, axes in enumerate(column):
-            frame(axes, "" if place else task)
-    for row, (method, runs) in zip(panels, found.items(), strict=True):
-        row[0].set_ylabel(METHODS[method], color=INK)
-        margins = np.concatenate([margins.margin for one in runs for margins in one])
-        leads = np.linspace(margins.min(), margins.max(), 120)
-        for axes, of_runs in zip(row, zip(*runs, strict=True), strict=True):
-            _margins(axes, of_runs, leads)
-    handles = [
-        Line2D([], [], color=MISS, linewidth=6, label="another task's class wins"),
-        Line2D([], [], color=HIT, linewidth=6, label="a class of the task wins (share in %)"),
-        Line2D([], [], color=THEORY, linewidth=1.2, label="independent normal rivals"),
-    ]
-    legend_below(figure, handles)
-    figure.suptitle("Best logit within the task minus best logit of all other classes", fontsize=12, color=INK)
-    save(figure, file)
-
-
-def _margins(axes: Axes, found: Sequence[Margins], leads: Float[np.ndarray, "N"]) -> None:
-    margin = np.concatenate([margins.margin for margins in found])
-    width = max(np.ptp(margin) / 30, 1e-9)
-    # zero is an edge, so that no bar holds both kinds
-    edges = width * np.arange(np.floor(margin.min() / width), np.ceil(margin.max() / width) + 1)
-    heights, _ = np.histogram(margin, edges, density=True)
-    axes.bar(edges[:-1], heights, width, align="edge", color=[MISS if edge < 0 else HIT for edge in edges[:-1]])
-    fit, num_rivals = fit_of(found), found[0].num_rivals
-    exceeds = np.array([fit.match(num_rivals, lead) for lead in leads])
-    axes.plot((leads[1:] + leads[:-1]) / 2, -np.diff(exceeds) / np.diff(leads), color=THEORY, linewidth=1.2)
-    axes.axvline(0, color=FAINT, linewidth=0.8)
-    share = 100 * float((margin >= 0).mean())
-    axes.text(0.97, 0.93, f"{share:.0f}", ha="right", va="top", transform=axes.transAxes, color=HIT, fontsize=10)
-    axes.set_yticks([])
-
-
-def _point(axes: Axes, task: Numbers, x: float) -> None:
+def _point(axes: Axes, task: Row, x: float) -> None:
     colour = COLOURS(GAPS(task["scaled_gap"]))
     axes.plot(
         x, task["match"], MARKERS[task["method"]], color=colour, markersize=7, markeredgecolor=INK, markeredgewidth=0.6
