@@ -180,14 +180,14 @@ def draw(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Found
         sweep_picture(
             directory / "epsilon.png", "exploration probability eps1 = eps2",
             [(variant.config[EPSILONS[0]], found[variant.name]) for variant in swept],
-            "params_added_percent", marked=(usual.title, found[usual.name]),
+            "params_added_percent", {usual.title: found[usual.name]},
         )  # fmt: skip
     if "tolerance" in studies:
         *swept, prompts, lora = studies["tolerance"]
         sweep_picture(
             directory / "tolerance.png", "tolerance tau, points of accuracy",
             [(float(variant.title.split()[2]), found[variant.name]) for variant in swept],
-            "flops_paper", lines={variant.title: found[variant.name] for variant in (prompts, lora)},
+            "flops_paper", {variant.title: found[variant.name] for variant in (prompts, lora)},
         )  # fmt: skip
     for name in ("sampling", "placement"):
         if name in studies:
