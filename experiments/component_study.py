@@ -18,7 +18,7 @@ import mtil
 from studies.components.learning import COMPONENTS, Component, Network, Training, components_of, num_params
 from studies.components.report import rows_of, setting_of, table, write
 from studies.components.units import Units
-from study import Data, recorded, seeds_of
+from study import recorded, seeds_of
 
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cheem.config import PRESETS as CHEEM_PRESETS
@@ -38,9 +38,11 @@ PRESETS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ComponentStudy(Data):
+class ComponentStudy(mtil.Data):
     """Transfer and forgetting of eleven components of a ViT block."""
 
+    stream: str = mtil.DEMO
+    """demo, or whatever `experiments/mtil.py --stream` takes."""
     components: str = "all"
     """Names or indices of the paper's table, separated by commas, or all; more can be added to a finished run."""
     preset: Literal["paper", "quick"] = "quick"
@@ -60,8 +62,8 @@ def main(settings: ComponentStudy) -> None:
     """Train what is missing, then print and save the table."""
     progress = Progress()
     components, seeds = components_of(settings.components), seeds_of(settings.seeds)
-    data = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Data)}
-    loaded, training = mtil.load(mtil.Mtil(CHEEM_PRESETS["quick"], **data), progress), PRESETS[settings.preset]
+    data = {field.name: getattr(settings, field.name) for field in dataclasses.fields(mtil.Data)}
+    loaded, training = mtil.load(mtil.Mtil(cheem=CHEEM_PRESETS["quick"], **data), progress), PRESETS[settings.preset]
     learn(
         settings.run_dir,
         loaded,

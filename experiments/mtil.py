@@ -50,7 +50,49 @@ FULL = ("paper", "cheem_plus")
 
 
 @dataclasses.dataclass(frozen=True)
-class Mtil:
+class Data:
+    """Images and weights."""
+
+    backbone: str | None = None
+    """deit_tiny (the default), vit_base, vit_base_augreg, clip_vit_base, vit_micro (the demo stream's default),
+    vit_nano, or another plain timm ViT by name."""
+    weights: Path | None = None
+    """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from the hub."""
+    stream: str = "mtil"
+    """mtil or vdd (see `cheem data list`), a stream file (TOML), a folder with one folder or zip per task, or demo: the
+    bundled stream of small tasks."""
+    data_dir: Path | None = None
+    """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    tasks: str | None = None
+    """Names of the tasks in learning order, separated by commas; default: all, in the stream's."""
+    images: ImagesConfig = ImagesConfig()
+    """Where decoded images are kept."""
+    image_size: int | None = None
+    """Pixels of the square images; default: the backbone's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Common(Data):
+    """What a run has in common with a study of several."""
+
+    order: Order = "default"
+    """Order of MTIL's tasks: of the paper's tables, of its table on task orders, or the second one of ZSCL."""
+    base_data: str | None = None
+    """Images of the pretraining data (anything that `--stream` takes for one task), whose mean CLS tokens
+    anchor the similarity."""
+    engine: EngineConfig = EngineConfig()
+    """How networks are run."""
+    devices: Literal["all"] | int = 1
+    """Devices that share each batch: a number, or all, those of every process together; the same results beyond
+    rounding."""
+    fsdp: int = 1
+    """Devices over which the frozen backbone's weights are split, for one that a single device cannot hold."""
+    save_every: float | None = None
+    """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mtil(Common):
     """A method on a stream of tasks, resumable; CHEEM with its reference."""
 
     cheem: CheemConfig
@@ -58,33 +100,12 @@ class Mtil:
     preset: Preset = "paper"
     """`paper`: all settings of the paper; `quick`: every part on, sized for a CPU; `demo`: for a few hundred images;
     `cheem_plus` and `quick_plus`: `paper` and `quick` with what paid on small real sets."""
-    backbone: str | None = None
-    """deit_tiny (the default), vit_base, vit_base_augreg, clip_vit_base, vit_micro (the demo stream's default),
-    vit_nano, or another plain timm ViT by name."""
-    weights: Path | None = None
-    """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from the hub."""
     method: Name = "cheem"
     """What learns; full_finetune and lora_finetune are upper bounds, which are given the task ID."""
     options: AvoidSubcommands[Baseline | None] = None
     """Settings of every method but `cheem` and `cheem_lite`."""
-    stream: str = "mtil"
-    """mtil or vdd (see `cheem data list`), a stream file (TOML), a folder with one folder or zip per task, or demo: the
-    bundled stream of small tasks."""
-    data_dir: Path | None = None
-    """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
-    order: Order = "default"
-    """Order of MTIL's tasks: of the paper's tables, of its table on task orders, or the second one of ZSCL."""
-    tasks: str | None = None
-    """Names of the tasks in learning order, separated by commas; default: all, in the stream's."""
     split_seed: int = 0
     """Draws the splits that a data set lacks; not `--seed`, so that runs of several seeds see the same splits."""
-    images: ImagesConfig = ImagesConfig()
-    """Where decoded images are kept."""
-    base_data: str | None = None
-    """Images of the pretraining data (anything that `--stream` takes for one task), whose mean CLS tokens
-    anchor the similarity."""
-    image_size: int | None = None
-    """Pixels of the square images; default: the backbone's own."""
     pixel_norm: Literal["checkpoint", "unit"] = "checkpoint"
     """How pixels are scaled: as the weights were trained, or to 0..1, as the CODA-Prompt code does whatever they were
     trained with."""
@@ -93,13 +114,6 @@ class Mtil:
     backbone itself."""
     router_weights: Path | None = None
     """Weights of the router, as for `--weights`; for alexnet what convert/torchvision_alexnet.py writes."""
-    engine: EngineConfig = EngineConfig()
-    """How networks are run."""
-    devices: Literal["all"] | int = 1
-    """Devices that share each batch: a number, or all, those of every process together; the same results beyond
-    rounding."""
-    fsdp: int = 1
-    """Devices over which the frozen backbone's weights are split, for one that a single device cannot hold."""
     hosts: HostsConfig = HostsConfig()
     """Several processes as one job; each is started with the same command, and --devices all."""
     seed: int = 0
@@ -115,8 +129,6 @@ class Mtil:
     """Also write TensorBoard's event files after each task (extra `tensorboard`)."""
     run_dir: Path = Path("runs/mtil")
     """Where the run is kept; an unfinished one is continued."""
-    save_every: float | None = None
-    """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
 
 
 class Loaded(NamedTuple):
@@ -288,7 +300,7 @@ def read_arguments(arguments: list[str], description: str | None = __doc__, **de
     method: Name = peek(arguments, "method", NAMES) or "cheem"
     config = preset_of(method, preset)
     options = None if isinstance(config, CheemConfig) else config
-    settings = Mtil(PRESETS[preset], preset, method=method, options=options, **defaults)
+    settings = Mtil(cheem=PRESETS[preset], preset=preset, method=method, options=options, **defaults)
     return parse(settings, arguments, description=description)
 
 

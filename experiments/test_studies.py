@@ -154,7 +154,7 @@ def test_orders_of_another_stream_are_shuffled_once_each_and_its_own_comes_first
     orders = [variant.run["tasks"] for variant in task_orders.variants_of(settings)]
     assert orders[0] == "a,b,c" and len(set(orders)) == 6
     assert len(task_orders.variants_of(dataclasses.replace(settings, tasks="a,b"))) == 2
-    names = [variant.run for variant in task_orders.variants_of(task_orders.TaskOrders("mtil"))]
+    names = [variant.run for variant in task_orders.variants_of(task_orders.TaskOrders(stream="mtil"))]
     assert names == [{"order": "paper_a"}, {"order": "paper_b"}, {"order": "paper_c"}]
 
 
