@@ -260,15 +260,9 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     return config
 
 
-LOADED_BY = (
-    "stream", "data_dir", "order", "tasks", "images", "image_size", "backbone", "weights",
-)  # fmt: skip
-"""What weights and images depend on."""
-
-
 def place_of(settings: mtil.Mtil) -> tuple[Any, ...]:
     """Where weights and images of a run come from."""
-    return tuple(getattr(settings, name) for name in LOADED_BY)
+    return (settings.order, *(getattr(settings, field.name) for field in dataclasses.fields(mtil.Data)))
 
 
 def loader(study: Study, progress: Progress) -> Callable[[mtil.Mtil], mtil.Loaded]:

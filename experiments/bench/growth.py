@@ -115,42 +115,36 @@ def measure_tasks(num_tasks: int, quick: bool) -> dict[str, Any]:
     executor, rng = measure.stages(vit), np.random.default_rng(1)
     sizes, start = pool_sizes(grown.memory.pool), compilations()
     kept = measure.kept(executor, measure.random_images(NUM_IMAGES, vit.config), batch_size=BATCH)
-    seconds = measure.alternate({"similarity": lambda: similarity(executor, grown, kept)}, 1 if quick else 3)
+
+    def similarity() -> None:  # mean CLS tokens of the base and every task's network, as the next task begins
+        token_means(executor, grown.networks, kept, NUM_IMAGES, batch_size=BATCH, advance=measure.ignore_advance)
+
+    seconds = measure.alternate({"similarity": similarity}, 1 if quick else 3)
 
     exploit, uniform = drawn_table(rng, grown.earlier, sizes), uniform_table(sizes)
-    config = SearchConfig(generations=3)
-    settings = OpSettings(rank=RANK)
-    supernet = Supernet(jax.random.key(1), grown.experts, NUM_CLASSES, settings)
-    many = SupernetFit(supernet, supernet.init())
-    prepare(executor, supernet, BATCH)
+    config, many = SearchConfig(generations=3), new_task(grown)
+    prepare(executor, many.supernet, BATCH)
     prepare_search(exploit, config)
     prepared = compilations()
     labels = np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
     (batch,) = batches(np.arange(BATCH), BATCH)
     data = step_of(executor, kept, labels, batch)
-    following = iter(drawn_kinds(sizes, rng, 1 + (NUM_DRAWS if quick else 4 * NUM_DRAWS)))
+    repeats = NUM_DRAWS if quick else 4 * NUM_DRAWS
+    following = iter(drawn_kinds(sizes, rng, 1 + repeats))
 
     def step(of: SupernetFit, architectures: Iterator[Architecture]) -> None:
         measure.step(executor, of, next(architectures), data)
 
-    repeats = NUM_DRAWS if quick else 4 * NUM_DRAWS
     first = measure.alternate({"first": lambda: step(many, following)}, repeats)
     search(
         jax.random.key(2), lambda genomes: genomes.sum(axis=1) % 7, lambda genomes: genomes.sum(axis=1) % 5,
         exploit=exploit, uniform=uniform, num_images=7, config=config,
     )  # fmt: skip
-    counts = {
-        "programs": compilations().since(start).programs,
-        "programs_after_prepare": compilations().since(prepared).programs,
-    }
+    programs, after_prepare = (compilations().since(then).programs for then in (start, prepared))
     # beside a memory of one task, in turns: processes one after the other meet different moods of a machine
     one = drawn_memory(executor, 1)
-    young = Supernet(jax.random.key(1), one.experts, NUM_CLASSES, settings)
     turns = {
-        "one": (
-            SupernetFit(young, young.init()),
-            itertools.cycle(drawn_kinds(pool_sizes(one.memory.pool), rng, NUM_DRAWS)),
-        ),
+        "one": (new_task(one), itertools.cycle(drawn_kinds(pool_sizes(one.memory.pool), rng, NUM_DRAWS))),
         "many": (many, itertools.cycle(drawn_kinds(sizes, np.random.default_rng(2), NUM_DRAWS))),
     }
     for of, architectures in turns.values():
@@ -158,7 +152,10 @@ def measure_tasks(num_tasks: int, quick: bool) -> dict[str, Any]:
             step(of, architectures)
     times = measure.alternate({name: functools.partial(step, *turn) for name, turn in turns.items()}, repeats)
     experts = [leaf.nbytes for block in grown.experts for expert in block for leaf in expert]
-    resident = measure.process_memory("VmRSS")
+    resident, memory = measure.process_memory("VmRSS"), grown.memory
+    last = range(max(0, num_tasks - CHECKPOINTS), num_tasks)
+    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as root:
+        written = [measure.bytes_of(save_memory_task(Path(root), memory, index, RANK)) for index in last]
     return {
         "tasks": num_tasks,
         "experts_of_largest_block": max(sizes),
@@ -166,17 +163,20 @@ def measure_tasks(num_tasks: int, quick: bool) -> dict[str, Any]:
         "step_seconds_at_1": measure.medians(times)["one"],
         "first_step_seconds": measure.medians(first)["first"],
         "step_samples": times,
-        **counts,
+        "programs": programs,
+        "programs_after_prepare": after_prepare,
         "similarity_seconds": measure.medians(seconds)["similarity"],
         "resident_megabytes": resident / 1e6,
         "expert_megabytes": sum(experts) / 1e6,
-        **checkpoint_sizes(grown.memory),
+        "checkpoint_kilobytes": float(np.mean(written)) / 1e3,
+        "added_kilobytes": float(np.mean([added_bytes(memory, index) for index in last])) / 1e3,
     }
 
 
-def similarity(executor: Executor, grown: Grown, feed) -> None:
-    """Mean CLS tokens of the base and every task's network, as at the start of the next task."""
-    token_means(executor, grown.networks, feed, NUM_IMAGES, batch_size=BATCH, advance=measure.ignore_advance)
+def new_task(grown: Grown) -> SupernetFit:
+    """A fresh supernet over a memory's experts."""
+    supernet = Supernet(jax.random.key(1), grown.experts, NUM_CLASSES, OpSettings(rank=RANK))
+    return SupernetFit(supernet, supernet.init())
 
 
 def drawn_kinds(sizes: Sequence[int], rng: np.random.Generator, num: int) -> list[Architecture]:
@@ -189,16 +189,6 @@ def drawn_kinds(sizes: Sequence[int], rng: np.random.Generator, num: int) -> lis
         options = [(Choice("reuse", e), Choice("adapt", e), Choice("new"), Choice("skip")) for e in experts]
         found.append(tuple(option[kind] for option, kind in zip(options, row, strict=True)))
     return found
-
-
-def checkpoint_sizes(memory: Memory) -> dict[str, float]:
-    """Mean bytes of the last tasks' checkpoints, and of the arrays that they added."""
-    written, added = [], []
-    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as root:
-        for index in range(max(0, len(memory.tasks) - CHECKPOINTS), len(memory.tasks)):
-            written.append(measure.bytes_of(save_memory_task(Path(root), memory, index, RANK)))
-            added.append(added_bytes(memory, index))
-    return {"checkpoint_kilobytes": float(np.mean(written)) / 1e3, "added_kilobytes": float(np.mean(added)) / 1e3}
 
 
 def added_bytes(memory: Memory, index: int) -> int:
