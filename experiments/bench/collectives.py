@@ -191,14 +191,9 @@ class OnPaper(Layout):
         return {"dispatches": dispatches, "kinds": kinds}
 
 
-def typical(depth: int) -> Architecture:
-    """Each op kind at a quarter of the blocks, the first one learning."""
-    return tuple((ADAPT, NEW, REUSE, SKIP)[block % 4] for block in range(depth))
-
-
-def worst(depth: int) -> Architecture:
-    """Every block learns an expert of its own."""
-    return (NEW,) * depth
+def architectures(depth: int) -> dict[str, Architecture]:
+    """Each op kind at a quarter of the blocks, the first one learning; and an expert of its own for every block."""
+    return {"typical": ((ADAPT, NEW, REUSE, SKIP) * depth)[:depth], "worst": (NEW,) * depth}
 
 
 def compile_all(quick: bool) -> list[dict[str, Any]]:
@@ -239,7 +234,7 @@ def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str,
     kept = layout.everywhere(shape)
     batch, steps = Batch(Gather(0, kept, rows), layout.rows(rows), layout.weights(ones)), executor.steps_per_call
     about = {"backbone": config.name, "depth": depth}
-    kinds = {"typical": typical(depth), "worst": worst(depth)}
+    kinds = architectures(depth)
     must = {which: reduced_bytes(config, architecture) for which, architecture in kinds.items()}
     if name == "scan":  # one program, which tells the most that any step may send
         del kinds["typical"]
@@ -398,12 +393,11 @@ def weight_bytes(config: ViTConfig, architecture: Architecture) -> int:
 def estimates(entries: Sequence[dict[str, Any]], machine: Accelerators) -> list[dict[str, Any]]:
     """Steps of `stages` over ViT-B/16 at the paper's settings: global batches grow with the devices, or do not."""
     config, found = CONFIGS["vit_base"], []
+    kinds = architectures(config.depth)
     for entry in entries:
-        if (entry["executor"], entry["fsdp"], entry["backbone"]) != ("stages", 1, config.name):
+        architecture = kinds.get(entry["what"].removeprefix("step, "))
+        if architecture is None or (entry["executor"], entry["fsdp"], entry["backbone"]) != ("stages", 1, config.name):
             continue
-        if not entry["what"].startswith("step"):
-            continue
-        architecture = {"typical": typical, "worst": worst}[entry["what"].removeprefix("step, ")](config.depth)
         sums = entry["kinds"]["all-reduce"]
         work = Work(
             step_flops(config, architecture, RANK, begin=0), weight_bytes(config, architecture), sums["count"],
