@@ -170,7 +170,7 @@ def test_nested_flags_and_tuples_are_written_as_they_are_read(part):
     "whole, said",
     [
         (Whole(Part(), title="None"), "--title is the text 'None'"),
-        (Whole(Part(), names=("a", "-b")), "--names holds '-b'"),
+        (Whole(Part(), names=("a", "-b")), "--names contains '-b'"),
     ],
 )
 def test_text_that_a_command_line_would_misread_is_refused(whole, said):

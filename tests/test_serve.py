@@ -200,7 +200,7 @@ def test_a_real_predictor_answers_as_alone_and_compiles_nothing_after_warming_up
 
 PNG = picture(RED)
 HOSTILE = {
-    "zero bytes": (b"", "image/png", 400, "an empty file is no picture"),
+    "zero bytes": (b"", "image/png", 400, "an empty file is not an image"),
     "text": (b"once upon a time", "image/png", 400, "not an image file of a known format"),
     "half a JPEG": (picture(RED, (64, 64), "JPEG")[:400], "image/jpeg", 400, "cannot be decoded"),
     "100 megapixels": (large_png(10_000, 10_000), "image/png", 413, "so many pixels are too many; send at most 1 mega"),
@@ -211,11 +211,11 @@ HOSTILE = {
     "too large": (bytes(200_001), "image/png", 413, "the body is too large; send at most 0.19"),
     "a form without a boundary": (form(PNG), "multipart/form-data", 400, "the form cannot be read"),
     "a form of another boundary": (form(PNG), "multipart/form-data; boundary=other", 400, "the form cannot be read"),
-    "an empty form": (b"--cut--\r\n", FORM, 400, "the form holds no file"),
-    "a form with text only": (form(b"cat", name='name="picture"'), FORM, 400, "the form holds no file"),
+    "an empty form": (b"--cut--\r\n", FORM, 400, "the form contains no file"),
+    "a form with text only": (form(b"cat", name='name="picture"'), FORM, 400, "the form contains no file"),
     "a form with too many files": (form(*[PNG] * 9), FORM, 400, "Too many files"),
     "a form with one bad file": (form(PNG, b"text"), FORM, 400, "picture 2: not an image file"),
-    "a form with an empty file": (form(PNG, b""), FORM, 400, "an empty file is no picture"),
+    "a form with an empty file": (form(PNG, b""), FORM, 400, "an empty file is not an image"),
 }
 
 
@@ -319,7 +319,7 @@ def test_bytes_of_bodies_are_bounded_over_all_requests():
     with places.visit() as first, places.visit() as second:
         first.hold(100 * HELD_BODIES - 1)
         second.hold(1)
-        with pytest.raises(Refused, match="too many large pictures") as refused:
+        with pytest.raises(Refused, match="too many large images") as refused:
             second.hold(1)
         assert refused.value.status_code == 429
         first.let_go()

@@ -32,19 +32,19 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "use a memory": (
         Command(
             "learn", "learn", "Learn", "learn_tasks",
-            "Learn tasks into a memory, which is made if there is none; earlier tasks' pictures are not needed.",
+            "Learn tasks into a memory, which is made if there is none; earlier tasks' images are not needed.",
         ),
         Command(
             "predict", "predict", "Predict", "predict_images",
-            "Say which task and class pictures belong to, and which blocks answered.",
+            "Say which task and class images belong to, and which blocks answered.",
         ),
         Command(
             "evaluate", "evaluate", "Evaluate", "evaluate_memory",
-            "Measure a memory on labelled pictures of tasks that it has learned.",
+            "Measure a memory on labelled images of tasks that it has learned.",
         ),
         Command(
             "info", "info", "Info", "show_info",
-            "Show what a memory holds: its tasks and their networks, the pool of experts, sizes.",
+            "Show what a memory contains: its tasks and their networks, the pool of experts, sizes.",
         ),
         Command(
             "forget", "forget", "Forget", "forget_task",
@@ -56,7 +56,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
         Command(
             "serve", "serve", "Serve", "serve_memory",
-            "Answer pictures over HTTP, with a page in the browser that shows which blocks ran (extra `serve`).",
+            "Answer images over HTTP, with a page in the browser that shows which blocks ran (extra `serve`).",
         ),
     ),
     "look": (
@@ -71,7 +71,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
         Command(
             "tensorboard", "tensorboard", "Tensorboard", "write_tensorboard",
-            "Write TensorBoard event files of runs or memories, finished or not; written again, they go on.",
+            "Write TensorBoard event files of runs or memories, finished or not; written again, they continue.",
             computes=False,
         ),
     ),
@@ -87,7 +87,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
         Command(
             "data verify", "data", "Verify", "verify_data",
-            "Decode every picture of a stream and count: broken files, exact copies across splits, wrong labels.",
+            "Decode every image of a stream and count: broken files, exact copies across splits, wrong labels.",
             computes=False,
         ),
         Command(

@@ -21,7 +21,7 @@ from cheem_jax.run.progress import Progress
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
-    """Measure a memory on labelled pictures of tasks that it has learned."""
+    """Measure a memory on labelled images of tasks that it has learned."""
 
     memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The memory's folder, or a finished run of CHEEM."""
@@ -32,21 +32,21 @@ class Evaluate:
     tasks: str | None = None
     """Names of the data's tasks to look at, separated by commas; default: all."""
     split: Literal["test", "val", "train"] = "test"
-    """Which pictures; a split that the data lack is cut as it was for learning."""
+    """Which images; a split that the data lack is cut as it was for learning."""
     split_seed: int = 0
     """As for `cheem learn`."""
     open_set: float | None = None
-    """As for `cheem predict`; a picture that is refused counts as wrong."""
+    """As for `cheem predict`; an image that is refused counts as wrong."""
     json: bool = False
     """Print JSON instead of a table."""
     data_dir: Path | None = None
     """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     images: ImagesConfig = ImagesConfig()
-    """Where decoded pictures are kept."""
+    """Where decoded images are kept."""
     weights: Path | None = None
-    """Weights of a run, which holds none; default: as the run had them."""
+    """Weights for a run, which contains none; default: as the run had them."""
     usable: bool = False
-    """Where tasks of a memory are damaged, answer with the others."""
+    """If tasks of a memory are corrupted, answer with the others."""
 
 
 def evaluate_memory(settings: Evaluate) -> None:

@@ -31,9 +31,9 @@ class Export:
     json: bool = False
     """Print JSON instead."""
     weights: Path | None = None
-    """Weights of a run, which holds none; default: as the run had them."""
+    """Weights for a run, which contains none; default: as the run had them."""
     usable: bool = False
-    """Where tasks of a memory are damaged, answer with the others."""
+    """If tasks of a memory are corrupted, answer with the others."""
 
 
 def export_memory(settings: Export) -> None:

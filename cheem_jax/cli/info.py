@@ -16,16 +16,16 @@ from cheem_jax.run.progress import Progress
 
 @dataclasses.dataclass(frozen=True)
 class Info:
-    """Show what a memory holds: its tasks and their networks, the pool of experts, sizes."""
+    """Show what a memory contains: its tasks and their networks, the pool of experts, sizes."""
 
     memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The memory's folder, or a finished run of CHEEM."""
     json: bool = False
     """Print JSON instead: classes of every task and every expert's history as well."""
     weights: Path | None = None
-    """Weights of a run, which holds none; default: as the run had them."""
+    """Weights for a run, which contains none; default: as the run had them."""
     usable: bool = False
-    """Where tasks of a memory are damaged, answer with the others."""
+    """If tasks of a memory are corrupted, answer with the others."""
 
 
 def show_info(settings: Info) -> None:

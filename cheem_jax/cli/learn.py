@@ -21,7 +21,7 @@ from cheem_jax.run.progress import Progress
 
 @dataclasses.dataclass(frozen=True)
 class Learn:
-    """Learn tasks into a memory, which is made if there is none; earlier tasks' pictures are not needed."""
+    """Learn tasks into a memory, which is made if there is none; earlier tasks' images are not needed."""
 
     memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The memory's folder."""
@@ -44,25 +44,25 @@ class Learn:
     seed: int | None = None
     """For a new memory: root of every PRNG key; default: 0."""
     base_data: str | None = None
-    """For a new memory: pictures of the backbone's own task, which anchor the similarity of tasks."""
+    """For a new memory: images of the pretraining data, which anchor the similarity of tasks."""
     keep_base: bool = False
-    """For a new memory: keep the backbone's own classes as one more target (with --base-data)."""
+    """For a new memory: keep the backbone's classes as one more target (with --base-data)."""
     base_classes: Path | None = None
-    """For a new memory: a text file with the names of the backbone's own classes, one a line."""
+    """For a new memory: a text file with the names of the backbone's classes, one a line."""
     begin_with: Path | None = None
     """For a new memory: a run of CHEEM whose tasks it begins with."""
     split_seed: int = 0
-    """Draws the splits that the data lack."""
+    """Seed of the splits that the data lack."""
     data_dir: Path | None = None
     """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     images: ImagesConfig = ImagesConfig()
-    """Where decoded pictures are kept."""
+    """Where decoded images are kept."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     save_every: float | None = None
     """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
     discard_unfinished: bool = False
-    """Give up another task that was left half learned."""
+    """Give up another task whose learning was interrupted."""
 
     @property
     def run_dir(self) -> Path:

@@ -24,36 +24,36 @@ COLUMNS = ("file", "task", "class", "probability", "second", "second_probability
 
 @dataclasses.dataclass(frozen=True)
 class Predict:
-    """Say which task and class pictures belong to, and which blocks answered."""
+    """Say which task and class images belong to, and which blocks answered."""
 
     memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The memory's folder, or a finished run of CHEEM."""
-    pictures: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PICTURE")]
-    """Pictures, folders of pictures, or - for a list on standard input, one a line."""
+    pictures: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE")]
+    """Images, folders of images, or - for a list on standard input, one a line."""
     format: Literal["table", "csv", "json"] = "table"
     """A table for people, CSV, or one JSON object per line."""
     json: bool = False
     """Short for --format json."""
     top: int = 5
-    """Classes to tell of each picture (in JSON; the table shows two)."""
+    """Classes to list for each image (in JSON; the table shows two)."""
     open_set: float | None = None
-    """Answer `none of my tasks` for pictures farther from the nearest task than this share of its own validation
-    pictures, such as 0.05; default: every picture gets a task, as in the paper."""
+    """Answer `none of my tasks` for images farther from the nearest task than this share of its validation images,
+    such as 0.05; default: every image gets a task, as in the paper."""
     task: str | None = None
-    """The true task of all pictures, if you know it: its network alone answers."""
+    """The true task of all images, if you know it: its network alone answers."""
     memory_gb: float | None = None
     """Memory for the networks of tasks that are ready; default: a quarter of the device's. What was used longest ago is
     dropped and made again when it is needed; answers are the same."""
     weights: Path | None = None
-    """Weights of a run, which holds none; default: as the run had them."""
+    """Weights for a run, which contains none; default: as the run had them."""
     usable: bool = False
-    """Where tasks of a memory are damaged, answer with the others."""
+    """If tasks of a memory are corrupted, answer with the others."""
 
 
 def predict_images(settings: Predict) -> int:
     """Answers as they come; 1 where some pictures could not be answered."""
     if not settings.pictures:
-        raise ValueError("no picture given; name pictures or folders, or - to read a list from standard input")
+        raise ValueError("no image given; name images or folders, or - to read a list from standard input")
     for stream in (sys.stdin, sys.stdout):  # names of files need not be valid text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")

@@ -51,7 +51,7 @@ def _try_in_turn(ask_the_hub: bool) -> None:
     size = pretrained.config.image_size
     means = base_means(build(pretrained.config, pretrained.params), np.zeros((1, size, size, 3), np.uint8))
     if not all(np.isfinite(mean).all() for mean in means.values()):
-        raise ArithmeticError("vit_micro answers a blank picture with numbers that are not finite")
+        raise ArithmeticError("vit_micro answers a blank image with non-finite numbers")
     count = compilations().since(before)
     seconds = time.perf_counter() - start
     _tell("vit_micro", seconds=seconds, compiled=count.programs, read_from_cache=count.cached)

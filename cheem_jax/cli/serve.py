@@ -20,7 +20,7 @@ BATCH_SIZES = (1, 8, 16)
 
 @dataclasses.dataclass(frozen=True)
 class Serve:
-    """Answer pictures over HTTP, with a page in the browser that shows which blocks ran (extra `serve`)."""
+    """Answer images over HTTP, with a page in the browser that shows which blocks ran (extra `serve`)."""
 
     memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
     """The directory of a memory, or of a finished run of CHEEM."""
@@ -31,17 +31,17 @@ class Serve:
     max_body_mb: float = 10
     """Megabytes (2^20 bytes) of a request."""
     max_pixels: int = 40_000_000
-    """Width times height of a picture."""
+    """Width times height of an image."""
     max_queue: int = 256
-    """Pictures in the server at one time; a request beyond them is refused with 429."""
+    """Images in the server at one time; a request beyond them is refused with 429."""
     timeout_s: float = 10
     """Seconds until a request is answered; a body that takes longer ends in 408, an answer in 503."""
     batch_wait_ms: float = 2
-    """Milliseconds that a picture waits for others to be answered with."""
+    """Milliseconds that an image waits for others to be answered with."""
     max_batch: int = 32
-    """Pictures that are answered together."""
+    """Images that are answered together."""
     open_set: float | None = None
-    """Share of a task's own pictures that may be answered with "none of my tasks"; default: always a task."""
+    """Share of a task's own images that may be answered with "none of my tasks"; default: always a task."""
     top: int = 5
     """Classes that are named, the most probable first."""
     memory_gb: float | None = None
@@ -50,7 +50,7 @@ class Serve:
     weights: Path | None = None
     """The backbone's weights, for a run that does not find them by itself."""
     usable: bool = False
-    """Where tasks of a memory are damaged, answer with the others."""
+    """If tasks of a memory are corrupted, answer with the others."""
 
 
 def serve_memory(settings: Serve) -> None:

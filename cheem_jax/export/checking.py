@@ -43,7 +43,7 @@ def check(subject: Subject, index: int | None, run: Run) -> Checked:
     largest = max(found)
     if not largest <= TOLERANCE * max(1.0, wanted.scale):
         raise RuntimeError(
-            f"the exported program differs from the network by {largest:.3g} (logits up to {wanted.scale:.3g}); "
+            f"the exported function differs from the network by {largest:.3g} (logits up to {wanted.scale:.3g}); "
             "nothing was written"
         )
     return Checked(largest, tuple(sorted(wanted.logits)))

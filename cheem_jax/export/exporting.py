@@ -48,7 +48,7 @@ def export(subject: Subject, file: Path, kind: Format, *, task: str | None = Non
     if kind == "onnx":
         onnx_model.check_installed()
     if kind != "timm" and (wanted := num_bytes(subject, index)) > LIMIT:
-        raise ValueError(f"weights of {wanted} bytes; a {kind} file holds less than 2 GiB, so export task by task")
+        raise ValueError(f"weights of {wanted} bytes; a {kind} file contains less than 2 GiB, so export task by task")
     description = describe(subject, index, kind)
     made = _make(subject, index, kind, description)
     checked = check(subject, index, made.run)
@@ -80,7 +80,7 @@ def _index(subject: Subject, kind: Format, task: str | None) -> int | None:
         return None
     if len(subject.tasks) > 1:
         names = ", ".join(known.name for known in subject.tasks)
-        raise ValueError(f"timm's weights are those of one task and the memory holds several: name one of {names}")
+        raise ValueError(f"timm's weights are those of one task and the memory contains several: name one of {names}")
     return 0
 
 

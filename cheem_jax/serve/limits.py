@@ -17,13 +17,13 @@ class Limits:
     max_body_bytes: int = 10 * 2**20
     """Bytes of a request's body."""
     max_pixels: int = 40_000_000
-    """Width times height of a picture."""
+    """Width times height of an image."""
     max_queue: int = 256
-    """Pictures that are in the server at one time, from the first byte to the answer."""
+    """Images that are in the server at one time, from the first byte to the answer."""
     max_batch: int = 32
-    """Pictures in one call of the predictor, and in one form."""
+    """Images in one call of the predictor, and in one form."""
     batch_wait_seconds: float = 0.002
-    """How long a picture waits for others to be answered with."""
+    """How long an image waits for others to be answered with."""
     timeout_seconds: float = 10.0
     """From a request's first byte to its answer."""
 
@@ -47,16 +47,14 @@ class Visit:
         """Places for so many pictures more."""
         places = self._places
         if places.images + num > places.limits.max_queue:
-            raise Refused(429, "queue_full", "too many pictures are waiting; try again in a second", retry_after=1)
+            raise Refused(429, "queue_full", "too many images are waiting; try again in a second", retry_after=1)
         self.images, places.images = self.images + num, places.images + num
 
     def hold(self, num_bytes: int) -> None:
         """So many bytes more of the body are kept."""
         places = self._places
         if places.held + num_bytes > HELD_BODIES * places.limits.max_body_bytes:
-            raise Refused(
-                429, "memory_full", "too many large pictures at one time; try again in a second", retry_after=1
-            )
+            raise Refused(429, "memory_full", "too many large images at one time; try again in a second", retry_after=1)
         self.held, places.held = self.held + num_bytes, places.held + num_bytes
 
     def let_go(self) -> None:

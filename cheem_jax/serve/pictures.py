@@ -34,8 +34,8 @@ def check_head(request: Request, limits: Limits) -> None:
     if kind and kind not in (FORM, "application/octet-stream") and not kind.startswith("image/"):
         raise Refused(
             415, "content_type",
-            f"a body of type {kind:.60} is not accepted; send the picture as image/* or application/octet-stream, or "
-            "files in a form (curl -F picture=@cat.jpg)",
+            f"a body of type {kind:.60} is not accepted; send the image as image/* or application/octet-stream, or "
+            "files in a form (curl -F image=@cat.jpg)",
         )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ async def read_files(request: Request, limits: Limits, visit: Visit) -> list[byt
     except ClientDisconnect:
         raise Refused(499, "hung_up", "the client hung up") from None
     if not all(files):
-        raise Refused(400, "no_image", "an empty file is no picture")
+        raise Refused(400, "no_image", "an empty file is not an image")
     return files
 
 
@@ -94,7 +94,7 @@ async def _files_of_form(request: Request, pieces: AsyncGenerator[bytes, None], 
     files = [await value.read() for _, value in form.multi_items() if isinstance(value, UploadFile)]
     await form.close()
     if not files:
-        raise Refused(400, "form", "the form holds no file; send one with a file name (curl -F picture=@cat.jpg)")
+        raise Refused(400, "form", "the form contains no file; send one with a file name (curl -F image=@cat.jpg)")
     return files
 
 
