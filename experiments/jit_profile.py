@@ -68,13 +68,13 @@ class Profile:
     precisions: str = "float32"
     """float32, bfloat16, or both separated by a comma."""
     num_draws: int = 12
-    """Architectures, drawn uniformly over the candidates of a first task."""
+    """Architectures, sampled uniformly over the candidates of a first task."""
     repeats: int = 3
-    """Passes over the draws after the cold one."""
+    """Passes over the samples after the cold one."""
     rank: int = 16
     """Rank of Adapt's low-rank pair."""
     seed: int = 0
-    """Root of the draws."""
+    """Root of the samples."""
     out: Path = Path("docs/profile")
     """Folder of the numbers, the table and the figure."""
     record: bool = False

@@ -105,7 +105,7 @@ class Mtil(Common):
     options: AvoidSubcommands[Baseline | None] = None
     """Settings of every method but `cheem` and `cheem_lite`."""
     split_seed: int = 0
-    """Draws the splits that a data set lacks; not `--seed`, so that runs of several seeds see the same splits."""
+    """Seed of the splits that a data set lacks; not `--seed`, so that runs of several seeds see the same splits."""
     pixel_norm: Literal["checkpoint", "unit"] = "checkpoint"
     """How pixels are scaled: as the weights were trained, or to 0..1, as the CODA-Prompt code does whatever they were
     trained with."""
@@ -119,10 +119,10 @@ class Mtil(Common):
     seed: int = 0
     """Root of every PRNG key in the run."""
     num_seeds: int | None = None
-    """Runs with this seed and the following ones, each in a folder of its own below the run directory; default: 3 for
+    """Runs with this seed and the following ones, each in a separate folder below the run directory; default: 3 for
     the presets `paper` and `cheem_plus`, else 1."""
     seeds: SeedsConfig = SeedsConfig()
-    """Seeds of their own for parts of the run."""
+    """Separate seeds for parts of the run."""
     upper_bound: bool = False
     """Also fine-tune the whole backbone per task, the task ID given; takes its own time."""
     tensorboard: bool = False
@@ -173,7 +173,7 @@ def runs_of(settings: Mtil) -> list[Mtil]:
         raise ValueError(f"--num-seeds is {num}; expected at least 1")
     if num > 1 and (settings.run_dir / "config.json").exists():
         raise ValueError(
-            f"{str(settings.run_dir)!r} holds a run of one seed; choose another --run-dir for {num} seeds, or give "
+            f"{str(settings.run_dir)!r} contains a run of one seed; choose another --run-dir for {num} seeds, or give "
             "--num-seeds 1"
         )
     seeds = range(settings.seed, settings.seed + num)
@@ -290,7 +290,7 @@ def read_base(source: str, settings: Mtil, size: int, images: ImagesConfig, prog
     """Training images of the pretraining data; its other splits are left alone."""
     _, plans = plan_source(source, data_dir=settings.data_dir, seed=settings.split_seed)
     if len(plans) != 1:
-        raise ValueError(f"--base-data {source!r} holds {len(plans)} tasks, expected one: {[p.name for p in plans]}")
+        raise ValueError(f"--base-data {source!r} contains {len(plans)} tasks, expected one: {[p.name for p in plans]}")
     return load_train(plans[0], size, images, decoding(progress)).images
 
 

@@ -60,7 +60,7 @@ class Planted:
     seeds: str | None = None
     """Seeds separated by commas; default: 0,1,2 for quick, five for paper."""
     stream_seed: int | None = None
-    """Draws the images; default: the run's own seed, so that runs differ in images too."""
+    """Seed of the images; default: the run's own seed, so that runs differ in images too."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     run_dir: Path = Path("runs/planted")

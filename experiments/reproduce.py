@@ -45,7 +45,7 @@ class Reproduce:
     run_dir: Annotated[Path, tyro.conf.Positional]
     """Run directory to reproduce."""
     into: Path | None = None
-    """Where the reproduction is kept, an unfinished one is continued; default: beside the run, ending in -again."""
+    """Where the reproduction is kept, an unfinished one is continued; default: next to the run, ending in -again."""
     against: Path | None = None
     """Compare with this run directory and run nothing."""
 
@@ -131,7 +131,7 @@ def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
     command = setting_of(directory).get("command")
     if not command:
         raise ValueError(
-            f"the record of {str(directory)!r} names no command: it was begun by a Python program of your own, or "
+            f"the record of {str(directory)!r} names no command: it was begun by your own Python code, or "
             f"before commands were recorded; run that again yourself and compare with --against"
         )
     name = next((name for name in COMMANDS if command[: len(name.split())] == name.split()), None)

@@ -160,7 +160,7 @@ def collected_of(folder: Path | None, runs: Sequence[RunRecord]) -> list[Collect
     found = [own for own in usual if (own.run.results["method"], own.run.results["seed"]) not in there]
     places = {run.place for run in runs} | {own.run.place for own in found}
     if len(places) > 1 or len({run.order for run in (*runs, *(own.run for own in found))}) > 1:
-        raise ValueError(f"--collected {folder} holds runs of another stream, backbone or order than --runs")
+        raise ValueError(f"--collected {folder} contains runs of another stream, backbone or order than --runs")
     check_comparable([*runs, *(own.run for own in found)])
     return found
 

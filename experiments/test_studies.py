@@ -187,7 +187,7 @@ def test_times_of_several_devices_are_not_put_side_by_side(tmp_path):
 
 def test_several_seeds_are_not_begun_inside_the_run_of_one(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds a run of one seed"):
+    with pytest.raises(ValueError, match="contains a run of one seed"):
         mtil.runs_of(mtil.read_arguments(["--run-dir", str(tmp_path)]))
 
 

@@ -71,7 +71,7 @@ def write(directory: Path, found: Found) -> Grid:
     first = next(iter(found.values()))[0]
     devices = {run["engine"]["device"] for runs in found.values() for run in runs}
     if len(devices) > 1:
-        raise ValueError(f"{directory} holds runs of several devices: {', '.join(sorted(devices))}; time them apart")
+        raise ValueError(f"{directory} contains runs of several devices: {', '.join(sorted(devices))}; time them apart")
     columns = ("method", "runs", "seconds\nper task", "of CHEEM's", "compiling,\nwhole run", "longest phases")
     title = f"{first['stream']}, {first['backbone']}, {first['preset']}, {first['engine']['device']}: training per task"
     grid = Grid(title, columns, tuple(rows), 1)

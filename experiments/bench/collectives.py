@@ -79,7 +79,9 @@ def _of(name: str, computations: Mapping[str, Sequence[re.Match[str]]]) -> Itera
             (body,), trips = _called("body", rest), re.search(r"known_trip_count[^\d]*(\d+)", rest)
             once = list(_of(body, computations))
             if once and trips is None:
-                raise ValueError(f"how often the loop {body} runs is not known, and it holds {len(once)} collectives")
+                raise ValueError(
+                    f"how often the loop {body} runs is not known, and it contains {len(once)} collectives"
+                )
             yield from once * (int(trips[1]) if trips else 0)
         elif opcode == "conditional":
             branches = _called("branch_computations|true_computation|false_computation", rest)
@@ -324,7 +326,7 @@ class Accelerators:
     latency_between: float = 10e-6
     """Seconds per hop between nodes (assumed)."""
     dispatch: float = 50e-6
-    """Seconds that the host needs per program for the devices of its node (assumed)."""
+    """Seconds that the host needs per compiled function for the devices of its node (assumed)."""
 
 
 class Work(NamedTuple):

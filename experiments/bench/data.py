@@ -293,7 +293,7 @@ def with_many(child: Child, place: str) -> dict[str, float]:
         start = time.perf_counter()
         if child == "verify":
             if not (findings := verify(plan)).sound:
-                raise ValueError(f"the generated pictures are broken: {findings.broken[:3]}")
+                raise ValueError(f"the generated images are broken: {findings.broken[:3]}")
             splits = []
         else:
             config = ImagesConfig("stream" if child == "stream" else "cache", folder / "cache")
@@ -361,7 +361,7 @@ def prepared(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
         starts[name].append(time.perf_counter() - begun)
         (wanted,) = decode_in_order(files, IMAGE_SIZE, order[0]) if len(starts[name]) == 1 else (first,)
         if not np.array_equal(first, wanted) or sum(map(len, following)) != num - GATHERED:
-            raise ValueError(f"{name} gives other pictures")
+            raise ValueError(f"{name} gives other images")
 
     sides: dict[str, Callable[[], object]] = {
         THREADS: lambda: sum(map(len, decode_in_order(files, IMAGE_SIZE, np.concatenate(order))))

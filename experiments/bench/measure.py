@@ -50,7 +50,7 @@ class Bench:
     """Settings of every part."""
 
     out: Path = ROOT / "docs" / "benchmarks"
-    """Folder of the JSON files and the tables; figures are written beside it."""
+    """Folder of the JSON files and the tables; figures are written next to it."""
     quick: bool = False
     """Settings so small that the numbers mean nothing: to see whether everything runs."""
 

@@ -33,7 +33,7 @@ class All:
     only: str = ",".join(PARTS)
     """Parts, separated by commas."""
     out: Path = ROOT / "docs" / "benchmarks"
-    """Folder of the JSON files; tables and figures are written beside it."""
+    """Folder of the JSON files; tables and figures are written next to it."""
     quick: bool = False
     """Settings so small that the numbers mean nothing: to see whether everything runs."""
 

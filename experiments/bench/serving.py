@@ -43,7 +43,7 @@ class Serving:
     requests: int = 20_000
     """Requests in all."""
     clients: int = 32
-    """Clients that ask at the same time, each on a connection of its own."""
+    """Clients that ask at the same time, each on a separate connection."""
     picture_size: int = 64
     """Pixels of the images' sides; they are sent as PNG."""
     every: int = 2000

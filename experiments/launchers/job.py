@@ -32,7 +32,7 @@ class LauncherConfig:
     """Where the runs of a study work."""
 
     kind: Annotated[Literal["none", "local", "slurm"], tyro.conf.arg(name="launcher", prefix_name=False)] = "none"
-    """none: in this process, one after another; local: each in a process of its own; slurm: each as a job of SLURM
+    """none: in this process, one after another; local: each in a separate process; slurm: each as a job of SLURM
     (both: extra `cluster`)."""
     jobs: int | None = None
     """Runs at work at a time; default: local 1, slurm all."""
@@ -41,7 +41,7 @@ class LauncherConfig:
     wait: bool = False
     """slurm: stay until all jobs have ended, as local always does."""
     minutes: int = 1440
-    """slurm: time limit of a job, which then stops, queues again and goes on."""
+    """slurm: time limit of a job, which then stops, queues again and continues."""
     requeues: int = 10
     """slurm: how often it may do so."""
     nodes: int = 1

@@ -122,7 +122,7 @@ class Training:
     head_rate: float = 1e-3
     """Rate of a task's head, which begins at random; not swept."""
     max_train: int | None = None
-    """Training images of a task, drawn by the seed; None: all."""
+    """Training images of a task, sampled by the seed; None: all."""
 
 
 class Learned(NamedTuple):

@@ -96,7 +96,9 @@ def margins_of(
     if not np.isfinite(logits).all():
         raise ValueError(f"task {task!r}: {int((~np.isfinite(logits)).sum())} logits are not finite")
     if logits.shape[1] == num:
-        raise ValueError(f"all {num} classes are those of {task!r}; a head of one task has no rivals to compare with")
+        raise ValueError(
+            f"all {num} classes are those of {task!r}; a head of one task has no other classes to compare with"
+        )
     logits = logits.astype(np.float64)
     own, rivals = logits[:, first : first + num], np.delete(logits, np.s_[first : first + num], axis=1)
     return Margins(

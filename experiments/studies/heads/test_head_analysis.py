@@ -162,7 +162,7 @@ def test_logits_that_are_not_finite_or_have_no_rivals_are_refused():
     broken[1, 2] = np.nan
     with pytest.raises(ValueError, match="'second': 1 logits are not finite"):
         margins_of("second", broken, LABELS, 2, 2)
-    with pytest.raises(ValueError, match="no rivals"):
+    with pytest.raises(ValueError, match="no other classes"):
         margins_of("only", LOGITS, LABELS, 0, 4)
 
 

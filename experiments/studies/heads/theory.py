@@ -105,4 +105,4 @@ def _check(gap: float, local_std: float, rival_std: float, num_rivals: int = 1) 
     if not (math.isfinite(gap) and all(0 < std < math.inf for std in stds)):
         raise ValueError(f"gap {gap} with the deviations {stds}; expected finite numbers, and deviations above 0")
     if num_rivals < 0:
-        raise ValueError(f"{num_rivals} rivals; expected 0 or more")
+        raise ValueError(f"num_rivals is {num_rivals}; expected 0 or more")

@@ -32,13 +32,13 @@ def load_beside(results: Path, cells: Cells) -> Beside:
         for seed, run in found.items():
             if why := _no_twin(run, cells.get(cell, {}).get(seed)):
                 raise ValueError(
-                    f"{run.run.directory} is no run of {results} made again on another processor: {why}; remove it"
+                    f"{run.run.directory} is not a run of {results} made again on another processor: {why}; remove it"
                 )
     first = next(run for found in cells.values() for run in found.values())
     sizes = [load(folder) for folder in results.parent.glob(SIZES) if folder.is_dir()]
     for run in (run for other in sizes for found in other.values() for run in found.values()):
         if why := _no_other_size(run, first):
-            raise ValueError(f"{run.run.directory} is no run on the same pictures in another size: {why}; remove it")
+            raise ValueError(f"{run.run.directory} is not a run on the same images in another size: {why}; remove it")
     return Beside(again, sorted(sizes, key=pixels_of))
 
 

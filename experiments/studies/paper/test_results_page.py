@@ -268,7 +268,7 @@ def test_a_verdict_that_hangs_on_the_processor_is_named(tmp_path):
 def test_what_does_not_belong_beside_the_runs_is_named(folder, run, why, tmp_path):
     write(tmp_path / "runs")
     write(tmp_path / folder, **run)
-    with pytest.raises(ValueError, match=f"{folder}.*seed-.* is no run .*: {why}; remove it"):
+    with pytest.raises(ValueError, match=f"{folder}.*seed-.* is not a run .*: {why}; remove it"):
         page_of(tmp_path)
     assert not (tmp_path / "docs/results.md").exists()
 
@@ -304,7 +304,7 @@ def test_damaged_and_mixed_runs_end_in_one_error(tmp_path):
 def test_the_page_has_no_tables_of_runs_beside_it(tmp_path):
     with pytest.raises(ValueError, match="leave out --runs and --only"):
         tables.main(tables.Tables(results=tmp_path, only="fom"))
-    with pytest.raises(ValueError, match=r"holds no collected run; .*experiments/collect.py"):
+    with pytest.raises(ValueError, match=r"contains no collected run; .*experiments/collect.py"):
         load(tmp_path)
 
 

@@ -191,7 +191,7 @@ def test_collected_runs_of_another_stream_are_refused(collected):
     shutil.rmtree(folder / "seed-1")
     file = folder / "seed-0/results.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"seed": 1, "stream": "another"}))
-    with pytest.raises(ValueError, match="--collected .* holds runs of another stream"):
+    with pytest.raises(ValueError, match="--collected .* contains runs of another stream"):
         router_study.main(collected[1])
 
 
