@@ -87,7 +87,8 @@ class CheemPeer(Peer):
         precision: Literal["float32", "bfloat16"] = "float32",
     ):  # fmt: skip
         super().__init__(pretrained)
-        self.precision, self.blocks = precision, list[Block](self.model.blocks)
+        self.precision = precision
+        self.blocks: list[Block] = list(self.model.blocks)
         shapes = [block.mlp.fc2.weight.shape for block in self.blocks]
         self.experts: list[Pair] = [(block.mlp.fc2.weight, block.mlp.fc2.bias) for block in self.blocks]
         self.pairs = [self._new_pair(*shape, rank) for shape in shapes]
