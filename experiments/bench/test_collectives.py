@@ -99,7 +99,7 @@ def test_a_loop_repeats_and_the_largest_branch_counts():
     loop = "%w = (s32[], f32[2]{0}) while(%p), condition=%until, body=%body"
     known = loop + ', backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}'
     assert found_in(known, before=BRANCHES) == 3 * [Collective("all-reduce", 24)]
-    with pytest.raises(ValueError, match="how often the loop body runs is not known, and it holds 1 collectives"):
+    with pytest.raises(ValueError, match="how often the loop body runs is not known, and it contains 1 collectives"):
         found_in(loop, before=BRANCHES)
 
 
