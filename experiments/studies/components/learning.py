@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,15 +98,13 @@ def taken(leaves: Sequence[Any], pieces: Sequence[Piece]) -> tuple[np.ndarray, .
     return tuple(np.asarray(leaves[piece.leaf])[..., piece.begin : piece.end] for piece in pieces)
 
 
-def put_back(
-    leaves: Sequence[Any], pieces: Sequence[Piece], parts: Sequence[Any], join: Callable[..., Any] = jnp.concatenate
-) -> list[Any]:
-    """The leaves with the component's arrays in their places; `join` is np.concatenate on the host."""
+def put_back(leaves: Sequence[Any], pieces: Sequence[Piece], parts: Sequence[Any]) -> list[Any]:
+    """The leaves with the component's arrays in their places."""
     found = list(leaves)
     for piece, part in zip(pieces, parts, strict=True):
         leaf = leaves[piece.leaf]
         if part.shape != leaf.shape:
-            part = join([leaf[..., : piece.begin], part, leaf[..., piece.end :]], axis=-1)
+            part = jnp.concatenate([leaf[..., : piece.begin], part, leaf[..., piece.end :]], axis=-1)
         found[piece.leaf] = part
     return found
 
@@ -151,10 +149,9 @@ class Network:
         """Accuracy in [0, 1] with the task ID given."""
         num = np.int32(num_classes)
         found = over_batches(
-            lambda read: self._answer(leaves, head, read["images"], num),
-            Inputs(split.images),
+            lambda read: self._answer(leaves, head, read["images"], num), Inputs(split.images),
             batch_size=self.batch_size,
-        )
+        )  # fmt: skip
         return float((found == split.labels).mean())
 
 
@@ -170,9 +167,8 @@ class Learner:
         def loss(learned, fixed, batch: FitBatch):
             leaves, num = fixed
             features = executor.vit_of(put_back(leaves, pieces, learned.parts))(batch.inputs["images"])
-            return local_cross_entropy(
-                head_logits(learned.head, features), batch.labels, batch.weights, 0, num
-            )  # fmt: skip
+            logits = head_logits(learned.head, features)
+            return local_cross_entropy(logits, batch.labels, batch.weights, 0, num)
 
         def rows(batch_size: int, working_set: int) -> int:
             return executor.rows(batch_size, 6 * working_set)  # as for full fine-tuning
@@ -200,14 +196,8 @@ class Learner:
         )  # fmt: skip
 
     def leaves(self, parts: Any) -> list[Any]:
-        """The backbone with these parts, on the device."""
-        host = [np.asarray(part) for part in parts]
-        leaves = [np.asarray(leaf) for leaf in self.executor.leaves]
-        changed = put_back(leaves, self.pieces, host, np.concatenate)
-        found = list(self.executor.leaves)
-        for piece in self.pieces:
-            found[piece.leaf] = jnp.asarray(changed[piece.leaf])
-        return found
+        """The backbone with these parts."""
+        return put_back(self.executor.leaves, self.pieces, parts)
 
 
 def images_of(keys: Keys, index: int, split: Split, most: int | None) -> tuple[Images, np.ndarray]:

@@ -1,6 +1,5 @@
 """The table of the components, ours beside the paper's, and its files."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,10 @@ from charts import frame, mean_std, spread, write_page
 from matplotlib.figure import Figure
 from scipy.stats import rankdata
 
-from cheem_jax.backbone.flops import backbone_params
-from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.core import metrics
-from cheem_jax.data.task import Stream
 from cheem_jax.report.figures import DPI, INK, save
 from cheem_jax.report.table import NONE, Grid, number
-from studies.components.learning import Component, Training
+from studies.components.learning import Component
 from studies.components.units import Entry, Place, chosen_rate, found_at, mean_validation
 from studies.paper.printed import Cell, printed
 
@@ -24,19 +20,6 @@ Row = dict[str, Any]
 PAPER = "ViT-Base on VDD"
 MEASURES = {"average_accuracy": -1, "average_forgetting": 1}
 """Both in %; rank 1 is the most accurate and the least forgetful."""
-
-
-def setting_of(stream: Stream, pretrained: Pretrained, training: Training, seeds: Sequence[int]) -> dict[str, Any]:
-    """What the numbers are of."""
-    return {
-        "stream": stream.name,
-        "tasks": [task.name for task in stream.tasks],
-        "backbone": pretrained.config.name,
-        "image_size": pretrained.config.image_size,
-        "seeds": list(seeds),
-        "backbone_params": backbone_params(pretrained.config),
-        "training": dataclasses.asdict(training),
-    }
 
 
 def rows_of(

@@ -83,7 +83,7 @@ def test_putting_a_component_back_changes_its_own_numbers_and_no_others(executor
     leaves = [np.asarray(leaf) for leaf in executor.leaves]
     pieces = pieces_of(executor, BY_NAME[name])
     parts = [part + 1 for part in taken(leaves, pieces)]
-    changed = put_back(leaves, pieces, parts, np.concatenate)
+    changed = put_back(leaves, pieces, parts)
     differing = sum(int((a != b).sum()) for a, b in zip(leaves, changed, strict=True))
     assert differing == num_params(executor)[name]
     for a, b in zip(taken(changed, pieces), parts, strict=True):
@@ -99,7 +99,7 @@ def test_the_thirds_of_the_fused_weight_are_query_key_and_value(executor):
     def with_parts(leaves, name, *, scale):
         pieces = pieces_of(executor, BY_NAME[name])
         parts = [scale * rng.normal(size=part.shape).astype(np.float32) for part in taken(leaves, pieces)]
-        return put_back(leaves, pieces, parts, np.concatenate)
+        return put_back(leaves, pieces, parts)
 
     leaves = [np.asarray(leaf) for leaf in executor.leaves]
     for absent, silent in (("query", "key"), ("key", "query")):
