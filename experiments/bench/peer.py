@@ -107,14 +107,14 @@ class CheemPeer(Peer):
             )
 
     @torch.no_grad()
-    def set_learned(self, *, pairs: Mapping[int, Arrays], new: Mapping[int, Arrays], head: Arrays) -> None:
-        """Copy learned parameters in our layout, each with Adam as before its first step; what is not named stays.
+    def set_learned(self, learned: Mapping[tuple[int, str], Sequence[Any]], head: Sequence[Any]) -> None:
+        """Copy learned parameters in our layout, each with Adam as before its first step.
 
-        `pairs` maps a block to (down [F, r], up [r, D]), `new` a block to (weight [F, D], bias [D]); `head` is
-        (weight [D, C], bias [C]) with C = `num_outputs`.
+        `learned` maps a block and "adapt" to (down [F, r], up [r, D]), and with "new" to (weight [F, D], bias [D]);
+        `head` is (weight [D, C], bias [C]) with C = `num_outputs`.
         """
-        given = [(self.pairs[block], arrays) for block, arrays in pairs.items()]
-        given += [(self.new[block], arrays) for block, arrays in new.items()]
+        own = {"adapt": self.pairs, "new": self.new}
+        given = [(own[kind][block], arrays) for (block, kind), arrays in learned.items()]
         for pair, arrays in (*given, (self.head, head)):
             for parameter, array in zip(pair, arrays, strict=True):
                 parameter.copy_(torch.tensor(np.asarray(array, np.float32).T))
