@@ -148,10 +148,8 @@ class Loaded(NamedTuple):
 def main(settings: Mtil) -> None:
     """Load weights and data, run the stream with every seed, print the tables."""
     hosts.connect(settings.hosts)
-    progress, config = (
-        Progress(None if hosts.is_first() else Console(quiet=True, force_terminal=False)),
-        config_of(settings),
-    )
+    progress = Progress(None if hosts.is_first() else Console(quiet=True, force_terminal=False))
+    config = config_of(settings)
     make_layout(config.mesh)  # devices that are not there are told before pictures are read
     runs = runs_of(settings)
     loaded, workshop = load(settings, progress), dict[Any, Networks]()
@@ -231,13 +229,16 @@ def load(settings: Mtil, progress: Progress) -> Loaded:
     cache_dir = settings.images.cache_dir or cache_dir_of(settings.stream, settings.data_dir)
     images = dataclasses.replace(settings.images, cache_dir=cache_dir)
     if planned is None:
-        stream = demo_stream(image_size=size)
-        stream = stream if names is None else select(stream, names)
+        stream = demo_stream(image_size=size) if names is None else select(demo_stream(image_size=size), names)
     else:
         stream = Stream(planned[0], load_tasks(planned[1], size, images, decoding(progress)))
     base_images = None
-    if settings.base_data is not None:
-        base_images = read_base(settings.base_data, settings, size, images, progress)
+    if settings.base_data is not None:  # of the pretraining data the training images; its other splits are left alone
+        _, plans = plan_source(settings.base_data, data_dir=settings.data_dir, seed=settings.split_seed)
+        if len(plans) != 1:
+            found = [plan.name for plan in plans]
+            raise ValueError(f"--base-data {settings.base_data!r} contains {len(plans)} tasks, expected one: {found}")
+        base_images = load_train(plans[0], size, images, decoding(progress)).images
     return Loaded(stream, pretrained, router, base_images)
 
 
@@ -284,14 +285,6 @@ def data_of(settings: Mtil, stream: Stream) -> dict[str, Any]:
 def decoding(progress: Progress) -> Phase:
     """Shows images that are decoded."""
     return lambda task, num_images: progress.phase("decode", task=task, total=num_images)
-
-
-def read_base(source: str, settings: Mtil, size: int, images: ImagesConfig, progress: Progress) -> Images:
-    """Training images of the pretraining data; its other splits are left alone."""
-    _, plans = plan_source(source, data_dir=settings.data_dir, seed=settings.split_seed)
-    if len(plans) != 1:
-        raise ValueError(f"--base-data {source!r} contains {len(plans)} tasks, expected one: {[p.name for p in plans]}")
-    return load_train(plans[0], size, images, decoding(progress)).images
 
 
 def read_arguments(arguments: list[str], description: str | None = __doc__, **defaults: Any) -> Mtil:
