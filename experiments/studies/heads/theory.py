@@ -52,7 +52,8 @@ def match_probability(gap: float, local_std: float, rival_std: float, num_rivals
     def integrand(x: float) -> float:
         # in standard deviations of Z* from its mean; as logarithms, or a power of many rivals would vanish
         below = num_rivals * log_ndtr((gap + local_std * x) / rival_std)
-        return math.exp(below - 0.5 * x * x - 0.5 * math.log(2 * math.pi))
+        density = -0.5 * x * x - 0.5 * math.log(2 * math.pi)
+        return math.exp(below + density)
 
     # where each factor rises from nothing to one or has its mass, which a narrow one would hide from the quadrature
     shares = np.array([-35.0, -7.0, -0.7, -1e-3, -1e-7, -1e-14])  # logarithms
