@@ -24,6 +24,7 @@ from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import Stream, repeats
 from cheem_jax.data.task import fingerprint as data_hash
+from cheem_jax.memory.directory import settings_of
 from cheem_jax.run import fingerprint
 from cheem_jax.run.directory import check_held, claim, hold
 from cheem_jax.run.progress import Progress
@@ -109,16 +110,8 @@ def check_same(
 
 
 def rebuilt(default: Any, held: Mapping[str, Any]) -> Any:
-    """Settings of the default's kind from what `config.json` holds of them; ValueError for unknown ones."""
-    if unknown := sorted(held.keys() - {field.name for field in dataclasses.fields(default)}):
-        raise ValueError(f"{type(default).__name__} has no {', '.join(unknown)}; was the run made by another version?")
-    changes = {}
-    for name, value in held.items():
-        old = getattr(default, name)
-        if dataclasses.is_dataclass(old):
-            value = rebuilt(old, value)
-        changes[name] = tuple(value) if isinstance(value, list) else value
-    return dataclasses.replace(default, **changes)
+    """Settings of the default's kind from what `config.json` contains of them; ValueError for unknown ones."""
+    return settings_of(type(default), held, Path("config.json"))
 
 
 @contextlib.contextmanager

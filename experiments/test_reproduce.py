@@ -136,7 +136,7 @@ def test_a_run_of_other_settings_differs_from_its_config_on_and_the_record_tells
 
 
 def test_a_command_with_settings_that_are_gone_runs_without_them_where_they_had_no_effect(capsys, run_dir):
-    command = reproduce.setting_of(run_dir)["command"]
+    command, _ = reproduce.runnable(run_dir)
     gone = [word for option in REMOVED_OPTIONS for word in option.split()]
     edit(run_dir, command=[*command[:1], *gone, *command[1:]])
     status, output, _ = status_of(capsys, run_dir)
