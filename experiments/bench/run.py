@@ -20,7 +20,6 @@ PARTS = (
     "many_tasks",
     "footprint",
     "demo_compile",
-    "checkpoints",
     "data",
     "collectives",
 )
