@@ -2,17 +2,15 @@
 
     python -m experiments.bench.growth
 
-The memory is filled with sampled architectures instead of learned ones: what a step, the compiler, the similarity and a
-checkpoint cost depends on how many experts there are, not on how well they do. Every T has a process of its own, so
-that programs and resident memory are counted from nothing.
+The memory is filled with sampled architectures instead of learned ones: what a step and the compiler cost depends on
+how many experts there are, not on how well they do. Every T has a process of its own, so that programs and resident
+memory are counted from nothing. What else grows with the tasks is measured by `many_tasks`.
 """
 
 import functools
 import itertools
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +20,6 @@ import numpy as np
 from cheem_jax.cheem.evolution import SearchConfig, prepare_search, search
 from cheem_jax.cheem.expert_memory import dense_task_network
 from cheem_jax.cheem.hee import exploit_table, uniform_table
-from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.cheem.supernet import OpSettings, Supernet
 from cheem_jax.cheem.training import SupernetFit, prepare, step_of
 from cheem_jax.cli.main import parse
@@ -33,24 +30,19 @@ from cheem_jax.core.pool import Head, Memory, StoredExpert, TaskMemory, dense_ex
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.compilation import compilations
 from cheem_jax.engine.executor import Dense, Executor
-from cheem_jax.engine.passes import token_means
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row
 
 TASKS = (1, 3, 10, 30, 100)
-NUM_CLASSES, RANK, BATCH, NUM_IMAGES, NUM_DRAWS, CHECKPOINTS = 10, 16, 32, 32, 12, 10
+NUM_CLASSES, RANK, BATCH, NUM_DRAWS = 10, 16, 32, 12
 GOAL_STEP = 1.1
 """A step runs one network, whatever the pool holds."""
 GOAL_MEMORY = 2.0
 """Resident bytes per byte of dense experts: each once, and room for the pairs that they were merged from."""
-GOAL_CHECKPOINT = 1.25
-"""Bytes on disk per byte of what the task added."""
 PANELS = {
     "a supernet step (s)": {"": "step_seconds"},
     "programs compiled": {"": "programs"},
-    f"similarity pass, {NUM_IMAGES} images (s)": {"": "similarity_seconds"},
     "resident memory (MB)": {"": "resident_megabytes"},
-    "checkpoint of a task (kB)": {"": "checkpoint_kilobytes"},
 }
 
 
@@ -114,13 +106,7 @@ def measure_tasks(num_tasks: int, quick: bool) -> dict[str, Any]:
     jax.clear_caches()  # functions compiled so far only served to fill the memory
     executor, rng = measure.stages(vit), np.random.default_rng(1)
     sizes, start = pool_sizes(grown.memory.pool), compilations()
-    kept = measure.kept(executor, measure.random_images(NUM_IMAGES, vit.config), batch_size=BATCH)
-
-    def similarity() -> None:  # mean CLS tokens of the base and every task's network, as the next task begins
-        token_means(executor, grown.networks, kept, NUM_IMAGES, batch_size=BATCH, advance=measure.ignore_advance)
-
-    seconds = measure.alternate({"similarity": similarity}, 1 if quick else 3)
-
+    kept = measure.kept(executor, measure.random_images(BATCH, vit.config), batch_size=BATCH)
     exploit, uniform = drawn_table(rng, grown.earlier, sizes), uniform_table(sizes)
     config, many = SearchConfig(generations=3), new_task(grown)
     prepare(executor, many.supernet, BATCH)
@@ -152,10 +138,7 @@ def measure_tasks(num_tasks: int, quick: bool) -> dict[str, Any]:
             step(of, architectures)
     times = measure.alternate({name: functools.partial(step, *turn) for name, turn in turns.items()}, repeats)
     experts = [leaf.nbytes for block in grown.experts for expert in block for leaf in expert]
-    resident, memory = measure.process_memory("VmRSS"), grown.memory
-    last = range(max(0, num_tasks - CHECKPOINTS), num_tasks)
-    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as root:
-        written = [measure.bytes_of(save_memory_task(Path(root), memory, index, RANK)) for index in last]
+    resident = measure.process_memory("VmRSS")
     return {
         "tasks": num_tasks,
         "experts_of_largest_block": max(sizes),
@@ -165,11 +148,8 @@ def measure_tasks(num_tasks: int, quick: bool) -> dict[str, Any]:
         "step_samples": times,
         "programs": programs,
         "programs_after_prepare": after_prepare,
-        "similarity_seconds": measure.medians(seconds)["similarity"],
         "resident_megabytes": resident / 1e6,
         "expert_megabytes": sum(experts) / 1e6,
-        "checkpoint_kilobytes": float(np.mean(written)) / 1e3,
-        "added_kilobytes": float(np.mean([added_bytes(memory, index) for index in last])) / 1e3,
     }
 
 
@@ -191,12 +171,6 @@ def drawn_kinds(sizes: Sequence[int], rng: np.random.Generator, num: int) -> lis
     return found
 
 
-def added_bytes(memory: Memory, index: int) -> int:
-    """Bytes of the arrays that a task added: its experts, head, means and centroids."""
-    task, own = memory.tasks[index], [stored.params for stored in memory.added(index).values()]
-    return sum(leaf.nbytes for leaf in jax.tree.leaves((own, task.head, task.means, task.centroids)))
-
-
 def main(settings: Bench) -> None:
     """Measure every number of tasks in a process of its own; write `growth.json` and the figure."""
     found = []
@@ -215,10 +189,6 @@ def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:
     buckets = math.ceil(math.log2(max(many / few, 1)))
     added = last["expert_megabytes"] - first["expert_megabytes"]
     memory = (last["resident_megabytes"] - first["resident_megabytes"]) / added if added > 0 else None
-
-    def seconds(key: str) -> dict[str, float]:
-        return {f"T = {few}": first[key], f"T = {many}": last[key]}
-
     return [
         Row(
             f"supernet step, {span}", {"T = 1": last["step_seconds_at_1"], f"T = {many}": last["step_seconds"]},
@@ -240,17 +210,8 @@ def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:
             "at most", "programs", note="in supernet steps and the draws of a search",
         ),
         Row(
-            f"similarity pass, {span}", seconds("similarity_seconds"),
-            last["similarity_seconds"] / first["similarity_seconds"], (many + 1) / (few + 1), "at most",
-            note="linear in the networks, less where they share prefixes",
-        ),
-        Row(
             f"resident memory per byte of dense experts, {span}", {}, memory, GOAL_MEMORY, "at most",
             note="its growth over that of the experts",
-        ),
-        Row(
-            f"checkpoint per byte that a task added, T = {many}", {},
-            last["checkpoint_kilobytes"] / last["added_kilobytes"], GOAL_CHECKPOINT, "at most",
         ),
     ]  # fmt: skip
 

@@ -48,7 +48,7 @@ from cheem_jax.run.record import to_json
 from cheem_jax.run.rolling import Saved
 from experiments.bench import measure
 from experiments.bench.demo_compile import small
-from experiments.bench.growth import RANK, added_bytes, drawn_memory
+from experiments.bench.growth import RANK, drawn_memory
 from experiments.bench.measure import Bench, Row
 
 TASKS = (1, 10, 100, 300, 1000)
@@ -132,6 +132,12 @@ def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
     for index in range(num_tasks):
         save_memory_task(root, memory, index, RANK)
     return [added_bytes(memory, index) for index in range(num_tasks)]
+
+
+def added_bytes(memory: Memory, index: int) -> int:
+    """Bytes of the arrays that a task added: its experts, head, means and centroids."""
+    task, own = memory.tasks[index], [stored.params for stored in memory.added(index).values()]
+    return sum(leaf.nbytes for leaf in jax.tree.leaves((own, task.head, task.means, task.centroids)))
 
 
 def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
