@@ -27,8 +27,7 @@ from studies.paper.merit import behind_pass
 from studies.paper.paired import Estimate, accuracy_difference
 from studies.routers.page import NAMES as METHODS
 from studies.routers.page import page_of
-from studies.routers.second_look import look, tuned
-from studies.routers.trying import PAPER, Seen, Tried, attempt, candidates, kept, seen_of, title_of
+from studies.routers.trying import PAPER, Seen, Tried, attempt, candidates, kept, look, seen_of, title_of, tuned
 
 from cheem_jax.backbone.flops import pass_flops
 from cheem_jax.backbone.params import build

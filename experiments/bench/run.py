@@ -12,17 +12,7 @@ from pathlib import Path
 from cheem_jax.cli.main import parse, run_command
 
 ROOT = Path(__file__).parents[2]
-PARTS = (
-    "steps",
-    "methods",
-    "sharing",
-    "growth",
-    "many_tasks",
-    "footprint",
-    "demo_compile",
-    "data",
-    "collectives",
-)
+PARTS = ("steps", "methods", "sharing", "growth", "many_tasks", "footprint", "demo_compile", "data", "collectives")
 
 
 @dataclasses.dataclass(frozen=True)

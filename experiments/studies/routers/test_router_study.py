@@ -13,8 +13,7 @@ import router_study
 from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.core.routing.config import RouterConfig
 from studies.paper.merit import behind_pass, cost_of_router
-from studies.routers.second_look import Looked, by_task, decide
-from studies.routers.trying import PAPER
+from studies.routers.trying import PAPER, Looked, by_task, decide
 
 SHORT = (
     "--stream demo --preset demo --backbone vit_nano --tasks shapes,letters --cheem.supernet.epochs 1 "
