@@ -1,4 +1,4 @@
-"""Every router that is tried on training features, and a second network for close calls: router and heads decide together."""
+"""Every router that is tried on training features, and a second network for close calls."""
 
 import io
 import time
