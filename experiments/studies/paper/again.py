@@ -1,4 +1,4 @@
-"""What of the page hangs on the processor that a run met, and on the size of the images."""
+"""Collected runs beside the page's own, and what they show: the same seeds on another processor, other image sizes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

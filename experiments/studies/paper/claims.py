@@ -1,4 +1,4 @@
-"""What the paper claims, checked on collected runs: a number, an interval, and a verdict by a rule."""
+"""What the paper claims, checked on collected runs: a number, an interval, a verdict by a rule, and their tables."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

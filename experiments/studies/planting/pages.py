@@ -7,15 +7,7 @@ import numpy as np
 from charts import spread
 
 from cheem_jax.report.table import NONE, Grid
-from studies.planting.claims import (
-    CLAIMS,
-    NUM_REDRAWN,
-    Summary,
-    Verdict,
-    holm,
-    judge,
-    summarise,
-)
+from studies.planting.claims import CLAIMS, NUM_REDRAWN, Summary, Verdict, holm, judge, summarise
 from studies.planting.stream import NAMES, PLAN
 from studies.planting.structure import BASE, FAMILY, NEW, SKIP, STRANGER, Costs, counts_of, structure_of
 

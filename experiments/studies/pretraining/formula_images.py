@@ -16,6 +16,7 @@ from jaxtyping import Float, Int32, UInt8
 SIZE = 32
 """Pixels of a side."""
 Fields = Float[np.ndarray, "N S S"]
+"""In [0, 1] unless said otherwise; pixel positions lie in [-1, 1]^2."""
 Colours = Float[np.ndarray, "N S S 3"]
 
 
