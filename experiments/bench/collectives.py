@@ -435,7 +435,7 @@ def gathers(entries: Sequence[dict[str, Any]], machine: Accelerators) -> list[di
 def main(settings: Bench) -> None:
     """Compile in a process with eight devices; write `collectives.json`."""
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
-    found = in_child("collectives.compile_all", settings.quick, environment=environment)
+    found = in_child(compile_all, settings.quick, environment=environment)
     machine = Accelerators()
     save(
         settings.out, "collectives", rows_of(found), quick=settings.quick, programs=found,

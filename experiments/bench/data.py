@@ -273,7 +273,7 @@ def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
         if child == "stream" and reason:
             rows.append(Row(what, {}, None, GOAL_GIGABYTES, "at most", note=reason))
             continue
-        found[child] = told = measure.in_child("data.with_many", child, str(folder))
+        found[child] = told = measure.in_child(with_many, child, str(folder))
         say(f"data: {child}: {told['seconds']:.0f} s")
         note = (
             f"{told['num'] / told['seconds']:,.0f} images/s; {told['before'] / 1e9:.2f} GB before it began; "

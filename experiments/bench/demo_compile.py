@@ -78,7 +78,7 @@ def run_demo(directory: Path, cache: Path, quick: bool) -> dict[str, Any]:
     environment = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_ENABLE_COMPILATION_CACHE": "true"}
     start = time.perf_counter()
     if quick:
-        measure.in_child("demo_compile.small_run", str(directory), environment=environment)
+        measure.in_child(small_run, str(directory), environment=environment)
     else:
         command = [sys.executable, "-m", "cheem_jax", "demo", "--run-dir", str(directory)]
         subprocess.run(command, check=True, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)

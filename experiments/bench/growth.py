@@ -175,7 +175,7 @@ def main(settings: Bench) -> None:
     """Measure every number of tasks in a process of its own; write `growth.json` and the figure."""
     found = []
     for num in (1, 10) if settings.quick else TASKS:
-        found.append(measure.in_child("growth.measure_tasks", num, settings.quick))
+        found.append(measure.in_child(measure_tasks, num, settings.quick))
         measure.say(f"growth: T = {num}: {found[-1]['step_seconds']:.4g} s a step, {found[-1]['programs']} programs")
     measure.draw_over_tasks(found, PANELS, settings.out.parent / "growth.png")
     measure.save(settings.out, "growth", rows_of(found), quick=settings.quick, tasks=found)

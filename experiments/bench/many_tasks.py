@@ -253,7 +253,7 @@ def main(settings: Bench) -> None:
             first = Path(folder) / f"first-{num}"
             for place in saved_tasks(whole)[:num]:
                 shutil.copytree(place, first / place.name, copy_function=os.link)
-            entry = measure.in_child("many_tasks.measure_tasks", str(first), num, settings.quick)
+            entry = measure.in_child(measure_tasks, str(first), num, settings.quick)
             measure.say(f"many_tasks: T = {num}: learned in {entry['learn_seconds']:.3g} s")
             last = slice(max(0, num - 10), num)
             entry["disk_kilobytes"] = float(np.mean(written[last])) / 1e3

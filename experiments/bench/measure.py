@@ -9,14 +9,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -105,29 +106,27 @@ def ratio(seconds: Mapping[str, float], slow: str, fast: str) -> float | None:
     return seconds[slow] / seconds[fast] if slow in seconds and fast in seconds else None
 
 
-def in_child(function: str, *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Call a function of a benchmark, such as `growth.measure_tasks`, in a process of its own.
+def in_child(function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """Call a benchmark's function in a process of its own; returns JSON values.
 
-    A fresh process has compiled nothing, and its resident memory is the function's alone. Arguments and result pass as
-    JSON. `environment` is added to this process's. Raises ValueError where the child fails.
+    A fresh process has compiled nothing, and its resident memory is the function's alone. `environment` is added to
+    this process's. Raises ValueError where the child dies.
     """
-    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
-        file = Path(folder) / "result.json"
-        program = "from experiments.bench.measure import as_child; as_child()"
-        command = [sys.executable, "-c", program, function, json.dumps(arguments), str(file)]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **(environment or {})})
-        if done.returncode != 0:
-            raise ValueError(f"{function}{arguments} ended with status {done.returncode}; see above")
-        return json.loads(file.read_text())
+    before, spawn = dict(os.environ), multiprocessing.get_context("spawn")
+    os.environ.update(environment or {})
+    try:
+        with ProcessPoolExecutor(1, mp_context=spawn, initializer=compile_everything) as pool:
+            return to_json(pool.submit(function, *arguments).result())
+    except BrokenProcessPool:
+        raise ValueError(f"{function.__name__}{arguments} died; is there too little memory?") from None
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
-def as_child() -> None:
-    """The other end of `in_child`, without the persistent compilation cache, as in `command`."""
-    _, function, arguments, file = sys.argv
+def compile_everything() -> None:
+    """Leave out the persistent compilation cache, so that compiling is counted at its full cost."""
     jax.config.update("jax_enable_compilation_cache", False)
-    module, name = function.split(".")
-    found = getattr(importlib.import_module(f"experiments.bench.{module}"), name)(*json.loads(arguments))
-    Path(file).write_text(json.dumps(to_json(found)))
 
 
 def has_torch(part: str) -> bool:
@@ -199,8 +198,8 @@ def tell(rows: Sequence[Row]) -> None:
 
 
 def command(main: Callable[[Any], None], settings: Any) -> None:
-    """Run a part without the persistent compilation cache, so that compiling is counted at its full cost."""
-    jax.config.update("jax_enable_compilation_cache", False)
+    """Run a part, compiling counted."""
+    compile_everything()
     run_command(main, settings)
 
 
