@@ -61,7 +61,7 @@ def test_a_sound_installation_computes_and_tells_where_everything_is(tmp_path):
     assert found["self_test"]["vit_micro_seconds"] > 0
     assert found["caches"]["compiled functions"].startswith(str(tmp_path / "c"))
     assert found["caches"]["decoded images"] == f"{tmp_path / 'c' / 'cheem_jax' / 'images'}: 0.0 MB"
-    assert found["extras"]["tensorboard"] == "installed" and found["problems"] == []
+    assert found["extras"]["tensorboard"] == "installed"
 
 
 def test_a_broken_jax_is_told_last_with_the_way_out(tmp_path):

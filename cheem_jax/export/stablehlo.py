@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.export.artefact import Artefact
 from cheem_jax.export.programs import Program
+from cheem_jax.export.subject import Artefact
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 

@@ -19,9 +19,8 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.params import build, params_of
 from cheem_jax.backbone.timm_names import from_timm, timm_name_of
 from cheem_jax.core.ops import Reuse
-from cheem_jax.export.artefact import Artefact
 from cheem_jax.export.programs import dense_ops
-from cheem_jax.export.subject import Subject
+from cheem_jax.export.subject import Artefact, Subject
 
 
 def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
