@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cheem_jax.memory import open_memory
-from cheem_jax.memory.prediction import Prediction
-from cheem_jax.memory.predictor import Asked, files_in, predict_files
+from cheem_jax.memory.predictor import Asked, Prediction, files_in, predict_files
 from cheem_jax.run.progress import Progress
 
 COLUMNS = ("file", "task", "class", "probability", "second", "second_probability", "distance", "blocks", "error")

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from cheem_jax.core.atomic import to_disk, write_atomically
 from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.core.pool import Memory
 from cheem_jax.memory.forgetting import changed_tasks
-from cheem_jax.run.checkpoint import load_task, save_task, saved_tasks
+from cheem_jax.run.checkpoint import saved_tasks
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import to_json
 from cheem_jax.run.removed import without_removed
@@ -172,17 +172,6 @@ def remove_old_generations(directory: Path, generation: int) -> None:
     for folder in [*directory.glob("generation-*"), *directory.glob(".generation-*")]:
         if folder.name != counting:
             shutil.rmtree(folder)
-
-
-def save_base(directory: Path, arrays: Mapping[str, Any], classes: Sequence[str]) -> None:
-    """Keep where the backbone's own task lies among features."""
-    save_task(directory / BASE, arrays, {"name": "base", "classes": list(classes)})
-
-
-def load_base(directory: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Its arrays and class names; raises ValueError where they are damaged."""
-    arrays, meta = load_task(directory / BASE)
-    return arrays, tuple(meta["classes"])
 
 
 def copy_tasks(run: Path, root: Path) -> None:

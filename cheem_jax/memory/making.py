@@ -16,9 +16,9 @@ from cheem_jax.core.routing.centroids import calibrate, distances
 from cheem_jax.core.routing.statistics import fit_statistics
 from cheem_jax.data.task import Task, repeats
 from cheem_jax.engine.choice import EngineConfig, make_executor
-from cheem_jax.memory.answering import ENGINE
 from cheem_jax.memory.data import Data, tasks_of
 from cheem_jax.memory.directory import (
+    BASE,
     RUN_FORMAT,
     WEIGHTS,
     MemoryConfig,
@@ -28,17 +28,18 @@ from cheem_jax.memory.directory import (
     copy_tasks,
     made_whole,
     read_config,
-    save_base,
     settings_of,
     tasks_root,
     write_config,
 )
 from cheem_jax.memory.opened import OpenMemory
+from cheem_jax.run.checkpoint import save_task
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.method import Backbone, FrozenFeatures
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
 
+ENGINE = EngineConfig()
 _BASE_NUMBER = 2**32 - 1
 """The backbone's own place among the keys, which no task reaches."""
 
@@ -105,7 +106,7 @@ def create(
     with made_whole(directory) as partial:
         save_converted(partial / WEIGHTS, pretrained)
         if base is not None:
-            save_base(partial, base, classes)
+            save_task(partial / BASE, base, {"name": BASE, "classes": list(classes)})
         (checkpoints_of(partial, 1) / "cheem").mkdir(parents=True)
         Record.open(partial).write("run", **_setting(settings, pretrained))
         write_config(partial, settings)

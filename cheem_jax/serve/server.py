@@ -8,7 +8,6 @@ import socket
 import uvicorn
 from starlette.applications import Starlette
 
-from cheem_jax.serve.connections import LINGER_SECONDS
 from cheem_jax.serve.limits import Limits
 
 MORE_CONNECTIONS = 512
@@ -53,6 +52,6 @@ def make_server(app: Starlette, limits: Limits) -> uvicorn.Server:
             app, loop="asyncio", http="h11", ws="none", lifespan="on", log_config=None, log_level="error",
             access_log=False, proxy_headers=False, server_header=False, h11_max_incomplete_event_size=MAX_HEAD,
             limit_concurrency=limits.max_queue + MORE_CONNECTIONS, timeout_keep_alive=patience,
-            timeout_graceful_shutdown=patience + math.ceil(LINGER_SECONDS),
+            timeout_graceful_shutdown=patience + 1,
         )
     )  # fmt: skip
