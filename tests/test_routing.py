@@ -510,7 +510,7 @@ def test_what_the_router_keeps_is_on_the_disk_and_is_told(learned, capsys):
     assert min(first["bytes"], second["bytes"]) > 4 * triangle and info["bytes"] > first["bytes"] + second["bytes"]
     costs = memory._learner.costs(0)
     assert costs["centroid_params"] == triangle + 3 * 32
-    show_info(Info(memory.directory))
+    show_info(Info(memory=memory.directory))
     told = capsys.readouterr().out
     assert "task0" in told and f"{first['bytes'] / 2**10:.0f} kB" in told
 

@@ -21,8 +21,8 @@ import small
 from PIL import Image
 from serving import COLOURS, Colours, Served, ask, name_of, picture, serving, wait_until
 
-import cheem_jax.memory
 from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cli import shared
 from cheem_jax.cli.main import run_command
 from cheem_jax.cli.serve import Serve, serve_memory
 from cheem_jax.core.architecture import Choice
@@ -388,12 +388,10 @@ def test_running_requests_are_answered_before_the_server_ends(gated: Colours):
 def command(monkeypatch):
     """`cheem serve` with a predictor that is already there, and the port that it will listen on."""
     predictor = Colours()
-    monkeypatch.setattr(
-        cheem_jax.memory, "open_memory", lambda *_, **__: SimpleNamespace(predictor=lambda **_: predictor)
-    )
+    monkeypatch.setattr(shared, "open_memory", lambda *_, **__: SimpleNamespace(predictor=lambda **_: predictor))
     with listen("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
-    return predictor, Serve(Path("pets"), port=port)
+    return predictor, Serve(memory=Path("pets"), port=port)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -445,7 +443,7 @@ def test_a_taken_port_and_wrong_settings_are_told_in_a_sentence():
     with pytest.raises(ValueError, match="cannot listen on no.such.host.invalid:0"):
         listen("no.such.host.invalid", 0)
     with pytest.raises(ValueError, match="port is 70000, expected 0 to 65535; max_batch is 0, expected 1 to 256"):
-        serve_memory(Serve(Path("memory"), port=70_000, max_batch=0))
+        serve_memory(Serve(memory=Path("memory"), port=70_000, max_batch=0))
 
 
 def test_the_load_script_counts_answers_and_sees_wrong_ones(served: Served):

@@ -3,61 +3,37 @@
 import dataclasses
 import json
 import sys
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cheem_jax.data.load import ImagesConfig, load_tasks
-from cheem_jax.data.sources import cache_dir_of, plan_source
-from cheem_jax.memory import Score, open_memory
-from cheem_jax.memory.data import decoding
+from cheem_jax.cli.shared import Answering, OfData
+from cheem_jax.memory import Score
 from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluate:
+class Evaluate(OfData, Answering):
     """Measure a memory on labelled pictures of tasks that it has learned."""
 
-    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
-    """The memory's folder, or a finished run of CHEEM."""
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """As for `cheem learn`; tasks and classes are found by their names."""
     task: str | None = None
     """Which task the data are, where their name differs."""
-    tasks: str | None = None
-    """Names of the data's tasks to look at, separated by commas; default: all."""
     split: Literal["test", "val", "train"] = "test"
     """Which pictures; a split that the data lack is cut as it was for learning."""
-    split_seed: int = 0
-    """As for `cheem learn`."""
     open_set: float | None = None
     """As for `cheem predict`; a picture that is refused counts as wrong."""
     json: bool = False
     """Print JSON instead of a table."""
-    data_dir: Path | None = None
-    """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
-    images: ImagesConfig = ImagesConfig()
-    """Where decoded pictures are kept."""
-    weights: Path | None = None
-    """Weights of a run, which holds none; default: as the run had them."""
-    usable: bool = False
-    """Where tasks of a memory are damaged, answer with the others."""
 
 
 def evaluate_memory(settings: Evaluate) -> None:
     """One line per task, and the average."""
     progress = Progress(Console(stderr=True))
-    names = None if settings.tasks is None else [name.strip() for name in settings.tasks.split(",")]
-    memory = open_memory(settings.memory, weights=settings.weights, usable=settings.usable)
-    _, plans = plan_source(settings.data, names, data_dir=settings.data_dir, seed=settings.split_seed)
-    cache_dir = settings.images.cache_dir or cache_dir_of(settings.data, settings.data_dir)
-    images = dataclasses.replace(settings.images, cache_dir=cache_dir)
-    tasks = load_tasks(plans, memory.config.image_size, images, decoding(progress))
+    memory = settings.open()
+    tasks = settings.load(settings.plans(), memory.config.image_size, progress)
     scores = memory.evaluate(tasks, split=settings.split, task=settings.task, open_set=settings.open_set)
     if settings.json:
         print(json.dumps({"split": settings.split, "tasks": [score._asdict() for score in scores]}, indent=1))

@@ -2,23 +2,20 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from cheem_jax.cli.shared import OfMemory
 from cheem_jax.core.paths import shown
 from cheem_jax.memory import open_memory
-from cheem_jax.memory.forgetting import Kept
 from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
-class Forget:
+class Forget(OfMemory):
     """Drop a task and what only it uses; every other task answers as before, and this cannot be undone."""
 
-    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
-    """The memory's folder."""
     task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
     """The task's name."""
     erase: bool = False
@@ -32,24 +29,20 @@ def forget_task(settings: Forget) -> None:
     memory = open_memory(settings.memory)
     done = memory.forget(settings.task, erase=settings.erase)
     if settings.json:
-        print(
-            json.dumps(
-                {
-                    "task": settings.task,
-                    "number": done.number,
-                    "removed": [place._asdict() for place in done.removed],
-                    "in_use": [_told(kept) for kept in done.in_use],
-                    "ancestors": [_told(kept) for kept in done.ancestors],
-                    "made_full": [place._asdict() for place in done.baked],
-                }
-            )
+        removed, made_full = ([place._asdict() for place in places] for places in (done.removed, done.baked))
+        in_use, ancestors = (
+            [{**kept.place._asdict(), "tasks": list(kept.tasks)} for kept in group]
+            for group in (done.in_use, done.ancestors)
         )
+        found = {"task": settings.task, "number": done.number, "removed": removed, "in_use": in_use}
+        print(json.dumps({**found, "ancestors": ancestors, "made_full": made_full}))
         return
     say = Progress().say
     left = ", ".join(task.name for task in memory.tasks) or "no task"
+    num = len(done.removed)
     say(
-        f"{shown(settings.memory)} has forgotten {settings.task!r} and {_experts(len(done.removed))} that only it "
-        f"used; its number {done.number} is never used again; {left} left"
+        f"{shown(settings.memory)} has forgotten {settings.task!r} and {num} expert{'' if num == 1 else 's'} that only "
+        f"it used; its number {done.number} is never used again; {left} left"
     )
     for kept in done.in_use:
         say(f"block {kept.place.block + 1}, expert {kept.place.expert} stays: used by {', '.join(kept.tasks)}")
@@ -60,11 +53,3 @@ def forget_task(settings: Forget) -> None:
         )
     for place in done.baked:
         say(f"block {place.block + 1}, expert {place.expert} is a full expert now")
-
-
-def _told(kept: Kept) -> dict[str, object]:
-    return {**kept.place._asdict(), "tasks": list(kept.tasks)}
-
-
-def _experts(num: int) -> str:
-    return f"{num} expert{'' if num == 1 else 's'}"

@@ -3,34 +3,27 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from rich.table import Table
 from rich.text import Text
 
+from cheem_jax.cli.shared import Answering
 from cheem_jax.core.paths import shown
-from cheem_jax.memory import open_memory
 from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
-class Info:
+class Info(Answering):
     """Show what a memory holds: its tasks and their networks, the pool of experts, sizes."""
 
-    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
-    """The memory's folder, or a finished run of CHEEM."""
     json: bool = False
     """Print JSON instead: classes of every task and every expert's history as well."""
-    weights: Path | None = None
-    """Weights of a run, which holds none; default: as the run had them."""
-    usable: bool = False
-    """Where tasks of a memory are damaged, answer with the others."""
 
 
 def show_info(settings: Info) -> None:
     """Print it."""
-    found = open_memory(settings.memory, weights=settings.weights, usable=settings.usable).info()
+    found = settings.open().info()
     if settings.json:
         print(json.dumps(found, indent=1))
         return
