@@ -161,7 +161,7 @@ def test_what_waited_while_the_predictor_worked_is_answered_together(gated: Colo
         first = clients.submit(served.predict, picture(RED))
         assert gated.entered.wait(20)
         others = [clients.submit(served.predict, picture(BLUE)) for _ in range(11)]
-        wait_until(lambda: len(served.service._batcher._waiting) == 11)
+        wait_until(lambda: served.service._batcher._waiting.qsize() == 11)
         gated.gate.set()
         assert {answer.result().json["class"] for answer in others} == {"32-32-224"}
         assert first.result().json["class"] == "224-32-32"
@@ -442,8 +442,10 @@ def test_a_taken_port_and_wrong_settings_are_told_in_a_sentence():
             listen("127.0.0.1", port)
     with pytest.raises(ValueError, match="cannot listen on no.such.host.invalid:0"):
         listen("no.such.host.invalid", 0)
-    with pytest.raises(ValueError, match="port is 70000, expected 0 to 65535; max_batch is 0, expected 1 to 256"):
-        serve_memory(Serve(memory=Path("memory"), port=70_000, max_batch=0))
+    with pytest.raises(ValueError, match="cannot listen on 127.0.0.1:70000"):
+        serve_memory(Serve(memory=Path("memory"), port=70_000))
+    with pytest.raises(ValueError, match="timeout_seconds is -1; max_batch is 0; expected finite numbers above 0"):
+        serve_memory(Serve(memory=Path("memory"), max_batch=0, timeout_s=-1))
 
 
 def test_the_load_script_counts_answers_and_sees_wrong_ones(served: Served):

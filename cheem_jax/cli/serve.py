@@ -2,10 +2,7 @@
 
 import dataclasses
 import signal
-import warnings
 from types import FrameType
-
-from PIL import Image
 
 from cheem_jax.cli.shared import Answering
 from cheem_jax.core.interruption import Stopped
@@ -47,7 +44,6 @@ class Serve(Answering):
 
 def serve_memory(settings: Serve) -> None:
     """Answers until Ctrl-C or SIGTERM; running requests are finished."""
-    _check(settings)
     try:
         from cheem_jax.serve.app import make_app
         from cheem_jax.serve.limits import Limits
@@ -60,7 +56,6 @@ def serve_memory(settings: Serve) -> None:
         batch_wait_seconds=settings.batch_wait_ms / 1000, timeout_seconds=settings.timeout_s,
     )  # fmt: skip
     progress = Progress()
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the client is told instead
     usual = signal.signal(signal.SIGTERM, _stop)
     try:
         with listen(settings.host, settings.port) as listening:
@@ -85,25 +80,6 @@ def serve_memory(settings: Serve) -> None:
                 raise service.failure
     finally:
         signal.signal(signal.SIGTERM, usual)
-
-
-def _check(settings: Serve) -> None:
-    wrong = [
-        f"{name} is {value:g}, expected {expected}"
-        for name, value, expected, is_right in (
-            ("port", settings.port, "0 to 65535", 0 <= settings.port <= 65535),
-            ("max_body_mb", settings.max_body_mb, "more than 0", 0 < settings.max_body_mb < float("inf")),
-            ("max_pixels", settings.max_pixels, "at least 1", settings.max_pixels >= 1),
-            ("max_queue", settings.max_queue, "at least 1", settings.max_queue >= 1),
-            ("timeout_s", settings.timeout_s, "more than 0", 0 < settings.timeout_s < float("inf")),
-            ("batch_wait_ms", settings.batch_wait_ms, "0 to 1000", 0 <= settings.batch_wait_ms <= 1000),
-            ("max_batch", settings.max_batch, "1 to 256", 1 <= settings.max_batch <= 256),
-            ("top", settings.top, "at least 1", settings.top >= 1),
-        )
-        if not is_right
-    ]
-    if wrong:
-        raise ValueError("; ".join(wrong))
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import io
+import math
 from collections.abc import AsyncGenerator, Iterator
 
 import numpy as np
@@ -37,6 +38,12 @@ class Limits:
     """How long an image waits for others to be answered with."""
     timeout_seconds: float = 10.0
     """From a request's first byte to its answer."""
+
+    def __post_init__(self) -> None:
+        wrong = [f"{name} is {value:g}" for name, value in vars(self).items() if not 0 <= value < math.inf]
+        wrong += [f"{name} is 0" for name, value in vars(self).items() if value == 0 and name != "batch_wait_seconds"]
+        if wrong:
+            raise ValueError(f"{'; '.join(wrong)}; expected finite numbers above 0")
 
 
 class Refused(HTTPException):

@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -32,9 +30,7 @@ class Service:
         """Why warming up failed."""
         self.on_warm: Callable[[], object] = lambda: None
         """Called once, after warming up or when it failed."""
-        num_decoders = min(4, os.cpu_count() or 1)
-        self._decoders = ThreadPoolExecutor(num_decoders, "cheem-decode")
-        self._free_decoders = asyncio.Semaphore(num_decoders)
+        self._decoders = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "cheem-decode")
         self._thread = ThreadPoolExecutor(1, "cheem-predict")
         self._batcher = Batcher(self._predict, limits)
 
@@ -94,17 +90,13 @@ class Service:
 
     async def _answers(self, files: list[bytes]) -> list[Prediction]:
         names = [f"image {number}" for number in range(1, len(files) + 1)] if len(files) > 1 else ["the image"]
-        images = [await self._decode(data, name) for data, name in zip(files, names, strict=True)]
+        size, max_pixels, loop = self.predictor.image_size, self.limits.max_pixels, asyncio.get_running_loop()
+        images = [
+            await loop.run_in_executor(self._decoders, decode, data, size, max_pixels, name)
+            for data, name in zip(files, names, strict=True)
+        ]
         files.clear()
         return await asyncio.gather(*map(self._batcher.submit, images))
-
-    async def _decode(self, data: bytes, name: str) -> np.ndarray:
-        """In a thread; nothing queues for one there, where it could not be taken back."""
-        await self._free_decoders.acquire()
-        work = functools.partial(decode, data, self.predictor.image_size, self.limits.max_pixels, name)
-        running = asyncio.get_running_loop().run_in_executor(self._decoders, work)
-        running.add_done_callback(lambda _: self._free_decoders.release())
-        return await asyncio.shield(running)  # a thread that works cannot be stopped and stays counted
 
 
 class _Waiting(NamedTuple):
@@ -117,19 +109,15 @@ class Batcher:
 
     def __init__(self, predict: Callable[[np.ndarray], Sequence[Prediction]], limits: Limits):
         self._predict, self._limits = predict, limits
-        self._waiting: deque[_Waiting] = deque()
-        self._some, self._enough = asyncio.Event(), asyncio.Event()
+        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
 
     async def submit(self, image: UInt8[np.ndarray, "S S 3"]) -> Prediction:
-        """The image's answer; whoever cancels this takes the image out of the queue.
+        """The image's answer; an image whose request has ended is not predicted any more.
 
         Raises what the predictor raised, and Refused where the batcher ends first.
         """
         answer: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(image, answer))
-        self._some.set()
-        if len(self._waiting) >= self._limits.max_batch:
-            self._enough.set()
+        self._waiting.put_nowait(_Waiting(image, answer))
         return await answer
 
     async def run(self, thread: ThreadPoolExecutor) -> None:
@@ -137,10 +125,13 @@ class Batcher:
         batch: list[_Waiting] = []
         try:
             while True:
-                await self._some.wait()
+                batch = [await self._waiting.get()]
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._enough.wait(), self._limits.batch_wait_seconds)
-                if not (batch := self._take()):
+                    async with asyncio.timeout(self._limits.batch_wait_seconds):
+                        while len(batch) < self._limits.max_batch:
+                            batch.append(await self._waiting.get())
+                batch = [waiting for waiting in batch if not waiting.answer.done()]
+                if not batch:
                     continue
                 images = np.stack([waiting.image for waiting in batch])
                 try:
@@ -151,20 +142,9 @@ class Batcher:
                 except Exception as error:
                     self._fail(batch, error)
         finally:
-            self._fail([*batch, *self._waiting], Refused(503, "not_ready", "the server is shutting down"))
-
-    def _take(self) -> list[_Waiting]:
-        """The images that have waited longest, without those whose requests have ended."""
-        batch: list[_Waiting] = []
-        while self._waiting and len(batch) < self._limits.max_batch:
-            waiting = self._waiting.popleft()
-            if not waiting.answer.done():
-                batch.append(waiting)
-        if not self._waiting:
-            self._some.clear()
-        if len(self._waiting) < self._limits.max_batch:
-            self._enough.clear()
-        return batch
+            while not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            self._fail(batch, Refused(503, "not_ready", "the server is shutting down"))
 
     @staticmethod
     def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
