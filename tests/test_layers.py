@@ -19,7 +19,7 @@ ROWS = (
     ("report",),
     ("cheem",),
     ("baselines",),
-    ("networks", "run_config", "continual"),
+    ("run_config", "continual"),
     ("export",),
     ("memory",),
     ("serve",),

@@ -47,9 +47,9 @@ from cheem_jax.engine.passes import answers
 from cheem_jax.engine.scan import Scan
 from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import Whole
-from cheem_jax.networks import networks_of
 from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.method import Backbone, FrozenFeatures, Undisturbed, base_network
+from cheem_jax.run_config import networks_of
 from experiments import mtil
 
 KINDS = ("kmeans", "class_means", "lda", "gaussian", "ridge")
