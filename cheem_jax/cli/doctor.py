@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -108,24 +109,22 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
 
 def _probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], Problem | None]:
     """What the other process found, by step, and what ended it."""
-    program = f"from cheem_jax.cli.doctor import probe; probe({settings.network})"
-    # -P and the path of this process: it finds the packages that this one finds, and no others
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command, reason = [sys.executable, "-P", "-c", program], None
+    context, told, reason = multiprocessing.get_context("spawn"), dict[str, dict[str, Any]](), None
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=probe, args=(sender, settings.network), daemon=True)
+    process.start()
+    sender.close()  # so that the end of the process ends the pipe
+    until = time.monotonic() + settings.timeout
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, timeout=settings.timeout)
-        output = done.stdout
-        if done.returncode:
-            complaint = done.stderr.decode(errors="replace").strip().splitlines()
-            reason = " ".join([f"ended with status {done.returncode}", *complaint[-1:]])
-    except subprocess.TimeoutExpired as late:
-        output, reason = late.stdout or b"", f"no answer within {settings.timeout:g} seconds (--timeout)"
-    told: dict[str, dict[str, Any]] = {}
-    for line in output.splitlines():
-        # a line that the end has cut off, or that a library has printed
-        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
-            entry = json.loads(line)
-            told[entry.pop("step")] = entry
+        while receiver.poll(max(until - time.monotonic(), 0)):
+            step, found = receiver.recv()
+            told[step] = found
+        reason = f"no answer within {settings.timeout:g} seconds (--timeout)"
+        process.kill()
+    except EOFError:
+        process.join()
+        if process.exitcode:
+            reason = f"ended with status {process.exitcode}"
     reason = told.pop("failed", {}).get("reason", reason)
     if reason is None:
         return told, None
@@ -134,13 +133,13 @@ def _probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], Problem | None]
     return told, Problem(f"{step}: {reason}", STEPS[step], needed=step != "hub")
 
 
-def probe(asks_the_hub: bool) -> None:
-    """Print one line of JSON for each of `STEPS` that works, and a last one for the first that does not."""
+def probe(sender: Any, asks_the_hub: bool) -> None:
+    """Send what each of `STEPS` finds, and at last what the first one that does not work raises."""
     try:
         for step, found in _tried(asks_the_hub):
-            print(json.dumps({"step": step, **found}), flush=True)
+            sender.send((step, found))
     except Exception as error:  # a broken installation raises anything
-        print(json.dumps({"step": "failed", "reason": _line(error)}), flush=True)
+        sender.send(("failed", {"reason": _line(error)}))
 
 
 def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
