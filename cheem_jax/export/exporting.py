@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,9 @@ from cheem_jax.export.subject import Artefact, Subject
 
 Format = Literal["stablehlo", "onnx", "timm"]
 SUFFIXES: dict[Format, str] = {"stablehlo": ".stablehlo", "onnx": ".onnx", "timm": ".safetensors"}
-PACKAGES = {"stablehlo": ("jax",), "onnx": ("jax", "jax2onnx", "onnx"), "timm": ("safetensors",)}
+PACKAGES: dict[Format, tuple[str, ...]] = {
+    "stablehlo": ("jax", "flatbuffers"), "onnx": ("jax", "jax2onnx", "onnx", "onnxruntime"), "timm": ("safetensors",),
+}  # fmt: skip
 LIMIT = 2**31 - 2**20
 """Bytes that a file of weights may hold: neither flatbuffers nor protobuf can write two gigabytes."""
 
@@ -55,10 +58,8 @@ def export(subject: Subject, file: Path, kind: Format, *, task: str | None = Non
     if task is not None:
         check_names([task], names, "the memory")
     index = None if task is None else names.index(task)
-    if kind == "onnx":
-        onnx_model.check_installed()
-    if kind == "stablehlo":
-        stablehlo.check_installed()
+    if missing := [package for package in PACKAGES[kind] if importlib.util.find_spec(package) is None]:
+        raise ValueError(f"{kind} needs {', '.join(missing)}; pip install 'cheem_jax[export]'")
     description = _description(subject, index, kind)
     made = _make(subject, index, kind, description)
     checked = check(subject, index, made.run)

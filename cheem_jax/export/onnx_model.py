@@ -23,19 +23,6 @@ OPSET = 18
 """The oldest one that has all operators, so that older runtimes read the file as well."""
 
 
-def check_installed() -> None:
-    """Raises ValueError where a package of the extra `export` is missing."""
-    try:
-        with _quiet():
-            import jax2onnx  # noqa: F401  # pyright: ignore[reportMissingImports]
-            import onnx  # noqa: F401  # pyright: ignore[reportMissingImports]
-            import onnxruntime  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ValueError(
-            f"ONNX needs jax2onnx, onnx and onnxruntime ({error}); pip install 'cheem_jax[export]'"
-        ) from error
-
-
 def make(program: Program, image_size: int, outputs: Sequence[str], description: dict[str, Any]) -> Artefact:
     """The program for any number of images, its description as the metadata `cheem_jax`."""
     import jax2onnx  # pyright: ignore[reportMissingImports]

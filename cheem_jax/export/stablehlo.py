@@ -16,14 +16,6 @@ from cheem_jax.export.subject import Artefact
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 
-def check_installed() -> None:
-    """Raises ValueError where the package that writes StableHLO is missing."""
-    try:
-        import flatbuffers  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ValueError(f"StableHLO is written with flatbuffers ({error}); pip install 'cheem_jax[export]'") from error
-
-
 def make(program: Program, image_size: int) -> Artefact:
     """The program for any number of images."""
     from jax import export  # needs flatbuffers as soon as it writes

@@ -135,16 +135,14 @@ class OpenMemory:
         elif self.is_run:
             self._learner.memory = open_saved(self._root, self.executor.base_pool)
         else:
-            while not self._read():  # another process has forgotten a task meanwhile
-                pass
+            self._read()
         self._drop_predictors()
 
     def _drop_predictors(self) -> None:
         self._predictors.clear()
         self._networks.clear()
 
-    def _read(self) -> bool:
-        """Read it again; False where another generation began to count meanwhile."""
+    def _read(self) -> None:
         held = read_config(self.directory)
         config, root = config_of(held, self.directory), tasks_root(self.directory, held)
         try:
@@ -152,9 +150,9 @@ class OpenMemory:
         except (ValueError, OSError):
             if read_config(self.directory)["generation"] == config.generation:
                 raise
-            return False
-        if read_config(self.directory)["generation"] != config.generation:
-            return False
+            memory = None
+        if memory is None or read_config(self.directory)["generation"] != config.generation:
+            return self._read()  # another process has forgotten a task meanwhile
         missing = sorted(config.data_sha256.keys() - {task.name for task in memory.tasks})
         if missing or memory.next_number < config.num_learned:
             raise ValueError(
@@ -162,7 +160,6 @@ class OpenMemory:
                 "restore it from a copy"
             )
         self.config, self._root, self._learner.memory = config, root, memory
-        return True
 
     # ---- what it knows
 
@@ -403,8 +400,7 @@ class OpenMemory:
             f"task {index + 1}: {task.name}, {len(task.classes)} classes, {len(task.train.labels):,} training images"
         )
         learn_task(task, number, self._learner, run, index=index)
-        known = {**self.config.data_sha256, task.name: data_sha256}
-        self._write(learning=None, data_sha256=known, tasks=self._names, num_learned=self.pools.next_number)
+        self._finish_learning()
         self._drop_predictors()
 
     def _measure(self, tasks: Sequence[Task], run: RunContext) -> None:
@@ -488,12 +484,16 @@ class OpenMemory:
                 shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
             self._write_results()
             self._write(forgetting=None)
-        begun = self.config.learning
-        if begun is not None and begun["number"] < self.pools.next_number:  # saved, but not yet told
-            known = {**self.config.data_sha256, begun["name"]: begun["data_sha256"]}
-            self._rolling().clear()
-            self._write(learning=None, data_sha256=known, tasks=self._names, num_learned=self.pools.next_number)
+        self._finish_learning()
         return self.config != before
+
+    def _finish_learning(self) -> None:
+        """Say in `config.json` that the task is learned, once it is saved."""
+        begun = self.config.learning
+        if begun is not None and begun["number"] < self.pools.next_number:
+            known = {**self.config.data_sha256, begun["name"]: begun["data_sha256"]}
+            self._rolling.clear()
+            self._write(learning=None, data_sha256=known, tasks=self._names, num_learned=self.pools.next_number)
 
     def check_writable(self) -> None:
         """Raises ValueError for a run of an experiment, and where a damaged memory was opened as far as it is whole."""
@@ -537,10 +537,11 @@ class OpenMemory:
         self._give_up()
 
     def _give_up(self) -> None:
-        """Drop what there is of a half learned task."""
-        self._rolling().clear()
+        """Drop what there is of an interrupted task."""
+        self._rolling.clear()
         self._write(learning=None, tasks=self._names)
 
+    @property
     def _rolling(self) -> Rolling:
         return Rolling(self._root, Stop())
 
