@@ -24,12 +24,14 @@ from cheem_jax.cheem.config import CheemConfig, Preset
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import Precision
 from cheem_jax.core.keys import SeedsConfig
+from cheem_jax.core.ops import Placement
 from cheem_jax.core.routing.config import PAPER
 from cheem_jax.data.task import Stream, hash_of_images
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine import hosts
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.compilation import jit_options
+from cheem_jax.engine.executor import Token
 from cheem_jax.engine.layout import ONE, Layout, MeshConfig
 from cheem_jax.run.method import Backbone, FrozenFeatures
 from cheem_jax.run.progress import Progress
@@ -77,7 +79,8 @@ def networks_of(
     layout: Layout = ONE,
 ) -> Networks:
     """The networks of a run; those in `workshop` are taken from there, with all that they have compiled."""
-    placement, token = getattr(config, "placement", "mlp_down"), getattr(config, "token", "component")
+    placement: Placement = getattr(config, "placement", "mlp_down")
+    token: Token = getattr(config, "token", "component")
     reads, size = getattr(config, "router", PAPER), config.batch_size
     workshop = {} if workshop is None else workshop
     weights = (pretrained.sha256, pretrained.config, router and (router.sha256, router.config))

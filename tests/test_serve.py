@@ -22,7 +22,6 @@ from PIL import Image
 from serving import COLOURS, Colours, Served, ask, name_of, picture, serving, wait_until
 
 from cheem_jax.cheem.expert_memory import TaskNetworks
-from cheem_jax.cli import shared
 from cheem_jax.cli.main import run_command
 from cheem_jax.cli.serve import Serve, serve_memory
 from cheem_jax.core.architecture import Choice
@@ -388,7 +387,7 @@ def test_running_requests_are_answered_before_the_server_ends(gated: Colours):
 def command(monkeypatch):
     """`cheem serve` with a predictor that is already there, and the port that it will listen on."""
     predictor = Colours()
-    monkeypatch.setattr(shared, "open_memory", lambda *_, **__: SimpleNamespace(predictor=lambda **_: predictor))
+    monkeypatch.setattr(Serve, "open", lambda _: SimpleNamespace(predictor=lambda **_: predictor))
     with listen("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
     return predictor, Serve(memory=Path("pets"), port=port)
@@ -442,7 +441,7 @@ def test_a_taken_port_and_wrong_settings_are_told_in_a_sentence():
             listen("127.0.0.1", port)
     with pytest.raises(ValueError, match="cannot listen on no.such.host.invalid:0"):
         listen("no.such.host.invalid", 0)
-    with pytest.raises(ValueError, match="cannot listen on 127.0.0.1:70000"):
+    with pytest.raises(ValueError, match="port is 70000, expected 0 to 65535"):
         serve_memory(Serve(memory=Path("memory"), port=70_000))
     with pytest.raises(ValueError, match="timeout_seconds is -1; max_batch is 0; expected finite numbers above 0"):
         serve_memory(Serve(memory=Path("memory"), max_batch=0, timeout_s=-1))

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -18,7 +18,9 @@ from cheem_jax.cli.shared import Answering
 from cheem_jax.memory.predictor import Asked, Predictor, files_in, predict_files
 from cheem_jax.run.progress import Progress
 
-COLUMNS = ("file", "task", "class", "probability", "second", "second_probability", "distance", "blocks", "error")
+COLUMNS: list[str] = [
+    "file", "task", "class", "probability", "second", "second_probability", "distance", "blocks", "error",
+]  # fmt: skip
 SHOW_PROGRESS_FROM = 500
 """Images from which on a bar is shown."""
 
@@ -71,7 +73,8 @@ def predict_images(settings: Predict) -> int:
         case "csv":
             writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
             writer.writeheader()
-            writer.writerows(map(_row, answers()))
+            for asked in answers():
+                writer.writerow(_row(asked))
         case "table":
             _print_table(answers())
             for asked in failed:
@@ -108,7 +111,7 @@ def _answers(predictor: Predictor, files: list[str], errors: list[Asked]) -> Ite
             advance(1)
 
 
-def _row(asked: Asked) -> dict[str, str | None]:
+def _row(asked: Asked) -> dict[str, Any]:
     if (found := asked.prediction) is None:
         return {"file": asked.file, "error": asked.error}
     row = {"file": asked.file, "task": found.task, "distance": f"{found.near[0].distance:.6f}"}

@@ -18,6 +18,8 @@ MAX_HEAD = 2**15
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens, on a free port where `port` is 0; ValueError where that cannot be."""
+    if not 0 <= port <= 65535:  # the system would take it modulo 65536
+        raise ValueError(f"port is {port}, expected 0 to 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
