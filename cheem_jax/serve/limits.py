@@ -1,6 +1,5 @@
 """From a request's body to pixels, within limits on what one request and all of them together may take."""
 
-import asyncio
 import contextlib
 import dataclasses
 import io
@@ -18,8 +17,6 @@ from starlette.requests import ClientDisconnect, Request
 from cheem_jax.data.decode import FORMATS, decode_image
 
 FORM = "multipart/form-data"
-PIECE = 2**16
-"""Bytes of a form that are taken apart before other requests have their turn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +92,11 @@ def check_head(request: Request, limits: Limits) -> None:
 async def read_files(request: Request, limits: Limits) -> list[bytes]:
     """The files in the body: one, or those of a form."""
     try:
-        async with contextlib.aclosing(_pieces(request, limits)) as pieces:
-            if _kind(request) == FORM:
-                files = await _files_of_form(request, pieces, limits)
-            else:
-                files = [b"".join([piece async for piece in pieces])]
+        pieces = _pieces(request, limits)
+        if _kind(request) == FORM:
+            files = await _files_of_form(request, pieces, limits)
+        else:
+            files = [b"".join([piece async for piece in pieces])]
     except ClientDisconnect:
         raise Refused(499, "hung_up", "the client hung up") from None
     if not all(files):
@@ -127,14 +124,11 @@ def decode(data: bytes, image_size: int, max_pixels: int, name: str) -> UInt8[np
 async def _pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes, None]:
     """The body as it comes, counted."""
     total = 0
-    async with contextlib.aclosing(request.stream()) as stream:
-        async for received in stream:
-            total += len(received)
-            if total > limits.max_body_bytes:
-                raise _too_large(limits)
-            for start in range(0, len(received), PIECE):
-                yield received[start : start + PIECE]
-                await asyncio.sleep(0)
+    async for piece in request.stream():
+        total += len(piece)
+        if total > limits.max_body_bytes:
+            raise _too_large(limits)
+        yield piece
 
 
 async def _files_of_form(request: Request, pieces: AsyncGenerator[bytes, None], limits: Limits) -> list[bytes]:
