@@ -60,7 +60,7 @@ def test_a_sound_installation_computes_and_tells_where_everything_is(tmp_path):
     assert found["devices"]["platform"] == "cpu" and found["devices"]["count"] >= 1
     assert found["self_test"]["vit_micro_seconds"] > 0
     assert found["caches"]["compiled functions"].startswith(str(tmp_path / "c"))
-    assert found["caches"]["decoded images"] == f"{tmp_path / 'c' / 'cheem_jax' / 'images'}: 0.0 MB"
+    assert found["caches"]["decoded images"] == str(tmp_path / "c" / "cheem_jax" / "images")
     assert found["extras"]["tensorboard"] == "installed"
 
 

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 from cheem_jax import __version__
 
-SCARCE_GB = 1.0
-"""Gigabytes of free disk below which a run will hardly finish."""
 STEPS = {
     "caches": "pip install --force-reinstall cheem_jax",
     "devices": "pip install --force-reinstall jax jaxlib, or if a GPU is the reason do without it: JAX_PLATFORMS=cpu",
@@ -82,7 +80,7 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
     told, end = _probe(settings)
     if end is not None:
         problems.append(end)
-    versions, extras, machine, gpus = _versions(problems), _extras(), _machine(problems), _nvidia_gpus()
+    versions, extras, machine, gpus = _versions(problems), _extras(), _machine(), _nvidia_gpus()
     devices, programs, hub = told.get("devices", {}), told.get("programs", {}), told.get("hub", {})
     if gpus and devices.get("platform") == "cpu":
         way_out = "read what `python -c 'import jax; jax.devices()'` prints"
@@ -101,7 +99,7 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
         "extras": extras,
         "machine": machine,
         "devices": devices | {f"nvidia-smi {index}": gpu for index, gpu in enumerate(gpus)},
-        "caches": {name: f"{place}: {_megabytes(place):,.1f} MB" for name, place in places.items() if place},
+        "caches": {name: place for name, place in places.items() if place},
         "self_test": told.get("vit_micro", {}),
     }
     return found, problems
@@ -265,25 +263,13 @@ def _nvidia_gpus() -> list[str]:
     return done.stdout.strip().splitlines()
 
 
-def _machine(problems: list[Problem]) -> dict[str, Any]:
+def _machine() -> dict[str, Any]:
     """System, cores, gigabytes of memory and of free disk."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory, disk = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, shutil.disk_usage(".").free / 1e9
-    if disk < SCARCE_GB:
-        way_out = "make room, or keep runs elsewhere with --run-dir"
-        problems.append(Problem(f"{disk:.1f} GB of disk free", way_out, needed=False))
     return {
         "system": platform.platform(),
         "cores": cores,
         "memory_gb": round(memory, 1),
         "disk_free_gb": round(disk, 1),
     }
-
-
-def _megabytes(folder: str) -> float:
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):  # gone meanwhile
-                total += os.lstat(os.path.join(parent, name)).st_size
-    return total / 1e6

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from cheem_jax.memory.directory import (
     check_free,
     checkpoints_of,
     config_of,
-    copy_tasks,
     made_whole,
     read_config,
     settings_of,
@@ -33,7 +33,7 @@ from cheem_jax.memory.directory import (
     write_config,
 )
 from cheem_jax.memory.opened import OpenMemory
-from cheem_jax.run.checkpoint import save_task
+from cheem_jax.run.checkpoint import save_task, saved_tasks
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.method import Backbone, FrozenFeatures
 from cheem_jax.run.progress import Progress
@@ -132,7 +132,10 @@ def begin_with(
     own = [e for e in read(begun.directory) if e["event"] in ("learned", "evaluated")]
     with made_whole(directory) as partial:
         save_converted(partial / WEIGHTS, begun.pretrained)
-        copy_tasks(begun.directory, checkpoints_of(partial, 1) / "cheem")
+        root = checkpoints_of(partial, 1) / "cheem"
+        root.mkdir(parents=True)
+        for place in saved_tasks(begun.directory / "checkpoints" / "cheem"):
+            shutil.copytree(place, root / place.name)
         record = Record.open(partial)
         record.write("run", **_setting(config, begun.pretrained))
         kept = [e if e["event"] == "learned" else _only_cheem(e) for e in own if e.get("method", "cheem") == "cheem"]
