@@ -13,7 +13,7 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.task import check_names
 from cheem_jax.export import onnx_model, stablehlo, timm_weights
 from cheem_jax.export.checking import check, seconds_per_image
-from cheem_jax.export.programs import Program, dense_ops, memory_program, num_bytes, outputs_of, task_program
+from cheem_jax.export.programs import Program, memory_program, num_bytes, task_program
 from cheem_jax.export.subject import Artefact, Subject
 
 Format = Literal["stablehlo", "onnx", "timm"]
@@ -98,14 +98,12 @@ def _make(subject: Subject, index: int | None, kind: Format, description: dict[s
         raise ValueError(f"weights of {wanted} bytes; a {kind} file holds less than 2 GiB, so export task by task")
     program, size = _program(subject, index), subject.vit.config.image_size
     if kind == "onnx":
-        return onnx_model.make(program, size, outputs_of(index), description)
+        return onnx_model.make(program, size, list(description["outputs"]), description)
     return stablehlo.make(program, size)
 
 
 def _program(subject: Subject, index: int | None) -> Program:
-    if index is None:
-        return memory_program(subject)
-    return task_program(subject.vit, subject.placement, dense_ops(subject, index), subject.tasks[index].head)
+    return memory_program(subject) if index is None else task_program(subject, index)
 
 
 def _description(subject: Subject, index: int | None, kind: Format) -> dict[str, Any]:

@@ -8,9 +8,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
-from cheem_jax.backbone.vit import ViT
 from cheem_jax.cheem.heads import FAR
-from cheem_jax.core.ops import Adapt, LowRank, Ops, Placement, Reuse, Skip
+from cheem_jax.core.ops import Adapt, LowRank, Ops, Reuse, Skip
 from cheem_jax.core.pool import BlockPool, Head, dense_expert
 from cheem_jax.core.routing.config import Metric
 from cheem_jax.core.routing.routers import OwnCovariance, RidgeOnTasks, SharedCovariance, make_router
@@ -19,11 +18,6 @@ from cheem_jax.export.subject import Subject
 
 Program = Callable[[UInt8[Array, "B S S 3"]], dict[str, Array]]
 Distances = Callable[[Float[Array, "B E"]], Float[Array, "B T"]]
-
-
-def outputs_of(index: int | None) -> tuple[str, ...]:
-    """Names of what comes out, for one task's network or the memory (None)."""
-    return ("logits",) if index is not None else ("task", "logits", "distance")
 
 
 def dense_ops(subject: Subject, index: int) -> Ops:
@@ -65,13 +59,10 @@ def _stored(kept: dict[tuple[int, int], Reuse | Adapt], pool: BlockPool, block: 
     return Adapt(full, LowRank(jnp.asarray(down), jnp.asarray(up)))
 
 
-def task_program(vit: ViT, placement: Placement, ops: Ops, head: Head) -> Program:
+def task_program(subject: Subject, index: int) -> Program:
     """Images to the logits of one task's network."""
-
-    def program(images):
-        return {"logits": vit(images, ops, placement=placement) @ head.weight + head.bias}
-
-    return program
+    ops, head = dense_ops(subject, index), subject.tasks[index].head
+    return lambda images: {"logits": subject.vit(images, ops, placement=subject.placement) @ head.weight + head.bias}
 
 
 def memory_program(subject: Subject) -> Program:
