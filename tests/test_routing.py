@@ -28,7 +28,7 @@ from cheem_jax.baselines.s_prompts import SPromptsConfig
 from cheem_jax.cheem.expert_memory import ExpertMemory
 from cheem_jax.cheem.supernet import init_head_learner
 from cheem_jax.cheem.training import FitConfig
-from cheem_jax.cli.info import Info, show_info
+from cheem_jax.cli.ask import Info, show_info
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.keys import Keys

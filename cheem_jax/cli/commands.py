@@ -38,10 +38,10 @@ class Command(NamedTuple):
 GROUPS: dict[str, tuple[Command, ...]] = {
     "use a memory": (
         Command("learn", "learn", "Learn", "learn_tasks"),
-        Command("predict", "predict", "Predict", "predict_images"),
-        Command("evaluate", "evaluate", "Evaluate", "evaluate_memory"),
-        Command("info", "info", "Info", "show_info"),
-        Command("forget", "forget", "Forget", "forget_task"),
+        Command("predict", "ask", "Predict", "predict_images"),
+        Command("evaluate", "ask", "Evaluate", "evaluate_memory"),
+        Command("info", "ask", "Info", "show_info"),
+        Command("forget", "learn", "Forget", "forget_task"),
         Command("export", "export", "Export", "export_memory"),
         Command("serve", "serve", "Serve", "serve_memory"),
     ),

@@ -1,4 +1,4 @@
-"""`cheem predict`: which task and class pictures belong to."""
+"""`cheem predict`, `cheem evaluate` and `cheem info`: what a memory answers, how well, and what it contains."""
 
 import csv
 import dataclasses
@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cheem_jax.cli.shared import Answering
+from cheem_jax.cli.shared import Answering, OfData
+from cheem_jax.core.paths import shown
+from cheem_jax.memory import Score
 from cheem_jax.memory.predictor import Asked, Predictor, files_in, predict_files
 from cheem_jax.run.progress import Progress
 
@@ -134,3 +137,103 @@ def _print_table(answered: Iterator[Asked]) -> None:
         table.add_row(*map(Text, (asked.file, found.task or "none of my tasks", first, second, letters)))
     if table.row_count:
         Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate(OfData, Answering):
+    """Measure a memory on labelled pictures of tasks that it has learned."""
+
+    task: str | None = None
+    """Which task the data are, where their name differs."""
+    split: Literal["test", "val", "train"] = "test"
+    """Which pictures; a split that the data lack is cut as it was for learning."""
+    open_set: float | None = None
+    """As for `cheem predict`; a picture that is refused counts as wrong."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+def evaluate_memory(settings: Evaluate) -> None:
+    """One line per task, and the average."""
+    progress = Progress(Console(stderr=True))
+    memory = settings.open()
+    tasks = settings.load(settings.plans(), memory.config.image_size, progress)
+    scores = memory.evaluate(tasks, split=settings.split, task=settings.task, open_set=settings.open_set)
+    if settings.json:
+        print(json.dumps({"split": settings.split, "tasks": [score._asdict() for score in scores]}, indent=1))
+        return
+    Console(width=None if sys.stdout.isatty() else 100).print(_scores(scores))
+
+
+def _scores(scores: list[Score]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("task")
+    for name in ("pictures", "right %", "task given %", "task found %"):
+        table.add_column(name, justify="right")
+    for score in scores:
+        shares = (score.accuracy, score.accuracy_given, score.found)
+        table.add_row(Text(score.task), f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in shares))
+    if len(scores) > 1:
+        means = np.mean([(score.accuracy, score.accuracy_given, score.found) for score in scores], axis=0)
+        table.add_row("average", "", *(f"{100 * mean:.1f}" for mean in means), style="bold")
+    return table
+
+
+@dataclasses.dataclass(frozen=True)
+class Info(Answering):
+    """Show what a memory holds: its tasks and their networks, the pool of experts, sizes."""
+
+    json: bool = False
+    """Print JSON instead: classes of every task and every expert's history as well."""
+
+
+def show_info(settings: Info) -> None:
+    """Print it."""
+    found = settings.open().info()
+    if settings.json:
+        print(json.dumps(found, indent=1))
+        return
+    progress = Progress()
+    place = shown(Path(found["directory"]))
+    kind = "run" if found["kind"] == "run" else "memory"
+    progress.say(
+        f"{kind} {place}: {found['backbone']} at {found['image_size']} pixels, experts at "
+        f"{found['placement']}, preset {found['preset']}, seed {found['seed']}, {_size(found['bytes'])} on the disk"
+    )
+    if found["keeps_base"]:
+        progress.say("the backbone's own classes are a target as well")
+    if found["forgotten"]:
+        progress.say(f"forgotten: {len(found['forgotten'])}, whose numbers {found['forgotten']} are never used again")
+    for task, reason in found["lost"].items():
+        progress.say(f"lost: {task}: {reason}")
+    if found["learning"]:
+        progress.say(f"half learned: {found['learning']['name']}; the same `cheem learn` goes on with it")
+    if not found["tasks"]:
+        progress.say(f"no task yet: cheem learn {place} FOLDER")
+        return
+    progress.console.print(_tasks(found))
+    for task in found["tasks"]:
+        progress.architecture(task["name"], task["architecture"])
+    progress.say("experts per block: " + " ".join(_experts(block) for block in found["pool"]))
+
+
+def _tasks(found: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("task")
+    for name in ("number", "classes", "added %", "GFLOPs", "executed", "on disk", "open set"):
+        table.add_column(name, justify="right")
+    for task in found["tasks"]:
+        table.add_row(
+            Text(task["name"]), str(task["number"]), str(len(task["classes"])), f"{task['params_added_percent']:.2f}",
+            f"{task['flops'] / 1e9:.3f}", f"{task['flops_executed'] / 1e9:.3f}", _size(task["bytes"]),
+            "calibrated" if task["calibrated"] else "no",
+        )  # fmt: skip
+    return table
+
+
+def _experts(block: list[dict[str, Any]]) -> str:
+    return str(sum(expert["kind"] != "gone" for expert in block))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} kB"
