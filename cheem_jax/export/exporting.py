@@ -62,12 +62,13 @@ def export(subject: Subject, file: Path, kind: Format, *, task: str | None = Non
         raise ValueError(f"{kind} needs {', '.join(missing)}; pip install 'cheem_jax[export]'")
     description = _description(subject, index, kind)
     made = _make(subject, index, kind, description)
-    checked = check(subject, index, made.run)
-    seconds = seconds_per_image(made.run, subject.vit.config.image_size) if made.is_program else None
+    difference, compared = check(subject, index, made.run)
+    # timm's weights do not compute by themselves
+    seconds = None if kind == "timm" else seconds_per_image(made.run, subject.vit.config.image_size)
     notes = list(made.notes)
     if index is None:
         notes.append("each image runs the backbone once and its own task's network from the first difference on")
-        if unseen := [name for i, name in enumerate(names) if i not in checked.tasks]:
+        if unseen := [name for i, name in enumerate(names) if i not in compared]:
             notes.append(f"not compared, as no random image led to them: {', '.join(unseen)}")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, made.content)
@@ -77,7 +78,7 @@ def export(subject: Subject, file: Path, kind: Format, *, task: str | None = Non
         except BaseException:
             file.unlink()  # nobody could tell its classes
             raise
-    return Exported(file, len(made.content), checked.largest_difference, seconds, tuple(notes))
+    return Exported(file, len(made.content), difference, seconds, tuple(notes))
 
 
 def _check_place(file: Path, description_file: Path | None, kind: Format, overwrite: bool) -> None:

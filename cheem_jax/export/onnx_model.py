@@ -57,7 +57,7 @@ def make(program: Program, image_size: int, outputs: Sequence[str], description:
         found = session.run(list(outputs), {"images": images})
         return {name: np.asarray(value) for name, value in zip(outputs, found, strict=True)}
 
-    return Artefact(content, run, is_program=True, notes=(f"opset {OPSET}",))
+    return Artefact(content, run, notes=(f"opset {OPSET}",))
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def make(program: Program, image_size: int) -> Artefact:
     def run(images: np.ndarray) -> dict[str, np.ndarray]:
         return {name: np.asarray(value) for name, value in call(images).items()}
 
-    return Artefact(content, run, is_program=True, notes=(f"runs on {', '.join(PLATFORMS)}",))
+    return Artefact(content, run, notes=(f"runs on {', '.join(PLATFORMS)}",))
 
 
 @contextmanager

@@ -40,6 +40,4 @@ class Artefact(NamedTuple):
 
     content: bytes
     run: Run
-    is_program: bool
-    """Whether the file itself computes, so that its time is worth measuring."""
     notes: tuple[str, ...] = ()

@@ -52,7 +52,7 @@ def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
     vit = build(config, from_timm(load(content), config))
     logits = jax.jit(lambda images: vit.logits(vit(images)))
     notes = [f"{name} is zero: the task skips this branch" for name in described["zeroed"]]
-    return Artefact(content, lambda images: {"logits": np.asarray(logits(images))}, False, tuple(notes))
+    return Artefact(content, lambda images: {"logits": np.asarray(logits(images))}, tuple(notes))
 
 
 def to_timm(params: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
@@ -133,15 +132,8 @@ class Counted:
             self.metrics.answered(scope["path"], status, time.perf_counter() - start)
 
 
-class Page(NamedTuple):
-    """HTML and the headers that it is sent with."""
-
-    html: bytes
-    headers: dict[str, str]
-
-
-def page() -> Page:
-    """The page; what it shows of a memory it asks for under `/memory`. It loads and sends nothing elsewhere."""
+def page() -> tuple[str, dict[str, str]]:
+    """The page and its headers; it asks for a memory under `/memory`, and loads and sends nothing elsewhere."""
     colours = " ".join(f"--{kind}: {colour};" for kind, colour in COLOURS.items())
     html = TEMPLATE.read_text().replace("/* colours of the ops */", colours)
     policy = {
@@ -159,7 +151,7 @@ def page() -> Page:
         "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
         "Referrer-Policy": "no-referrer",
     }
-    return Page(html.encode(), headers)
+    return html, headers
 
 
 def _hash_of(element: str, html: str) -> str:
