@@ -27,8 +27,9 @@ NUM_TIMED = 5
 def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int]]:
     """The largest difference between a file's answers to random images and ours, and the tasks that were compared.
 
-    Images are given together and one alone; RuntimeError where the difference is too large. Our answers are those of the plain network with ops and of the router with SciPy, which no file is made of. A task's file
-    has merged experts, so low-rank pairs run here, and the other way round for the memory's.
+    Images are given together and one alone; RuntimeError where the difference is too large. Our answers are those of
+    the plain network with ops and of the router with SciPy, which no file is made of. A task's file has merged experts,
+    so low-rank pairs run here, and the other way round for the memory's.
     """
     graphdef, state = nnx.split(subject.vit)
     features = jax.jit(lambda state, ops, images: nnx.merge(graphdef, state)(images, ops, placement=subject.placement))

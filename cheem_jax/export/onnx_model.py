@@ -25,8 +25,9 @@ OPSET = 18
 
 def make(program: Program, image_size: int, outputs: Sequence[str], description: dict[str, Any]) -> Artefact:
     """The program for any number of images, its description as the metadata `cheem_jax`."""
-    import jax2onnx  # pyright: ignore[reportMissingImports]
-    import onnxruntime  # pyright: ignore[reportMissingImports]
+    with _quiet():
+        import jax2onnx  # pyright: ignore[reportMissingImports]
+        import onnxruntime  # pyright: ignore[reportMissingImports]
 
     def in_order(images):
         found = program(images)
