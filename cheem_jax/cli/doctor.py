@@ -182,8 +182,8 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     found = {"cache": constants.HF_HUB_CACHE}
     if asks_the_hub:
         try:
-            repository = repository_of(CONFIGS["deit_tiny"].timm_name)
-            get_hf_file_metadata(hf_hub_url(repository, "model.safetensors"), timeout=10)
+            name = CONFIGS["deit_tiny"].timm_name or ""
+            get_hf_file_metadata(hf_hub_url(repository_of(name), "model.safetensors"), timeout=10)
         except Exception as error:  # the client's error classes differ between its releases
             found["reason"] = _line(error)
     yield "hub", found
