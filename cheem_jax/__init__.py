@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cheem_jax.memory import begin_with as begin_with
     from cheem_jax.memory import create as create
     from cheem_jax.memory import open_memory as open
-    from cheem_jax.memory.prediction import Prediction as Prediction
+    from cheem_jax.memory.predictor import Prediction as Prediction
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 
 _PLACES = {
     "OpenMemory": "memory.OpenMemory",
-    "Prediction": "memory.prediction.Prediction",
+    "Prediction": "memory.predictor.Prediction",
     "Supernet": "cheem.supernet.Supernet",
     "SupernetState": "cheem.supernet.SupernetState",
     "begin_with": "memory.begin_with",
