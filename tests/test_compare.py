@@ -216,7 +216,7 @@ def test_what_nobody_knows_yet_is_compared_all_the_same():
         "event 'pruned', task 2 'textures': share.kept[1] is 0.25 there and 0.125 here"
     )
     assert str(difference_of_records([*story(), new, new], [*story(), new, other], TASKS)).startswith(
-        "event 'pruned' (2), task 2"
+        "event 'pruned', task 2 'textures' (2)"
     )
     found = difference_of_records(story(), changed(((1, "report", "warmth"), 3)), TASKS)
     assert str(found) == "task 1 'colours', cheem: warmth is missing there and 3 here"

@@ -27,17 +27,17 @@ def count(pixels: np.ndarray, colour: tuple[int, int, int]) -> int:
 
 
 def test_every_class_has_one_example_with_its_own_pixels(tmp_path):
-    images = plain([RED] * 2 + [GREEN] * 2 + [(index, 0, 0) for index in range(1, 10)])
-    pixels = sheet(tmp_path / "sub" / "a.png", images, [0, 0, 1, 1, *range(2, 11)], [f"c{i}" for i in range(11)])
+    images = plain([RED, GREEN] + [(index, 0, 0) for index in range(1, 10)])
+    pixels = sheet(tmp_path / "sub" / "a.png", images, [*range(11)], [f"c{i}" for i in range(11)])
     assert count(pixels, RED) == count(pixels, GREEN) == 112**2  # 8 pixels a side, fourteen times as large
     assert [file.name for file in (tmp_path / "sub").iterdir()] == ["a.png"]
 
 
 def test_few_classes_get_several_examples_each(tmp_path):
     pixels = sheet(tmp_path / "a.png", plain([RED] * 3 + [GREEN] * 12), [0] * 3 + [1] * 12, ["red", "green"])
-    assert count(pixels, RED) == 3 * 112**2 and count(pixels, GREEN) == 10 * 112**2
-    images = plain([RED] * 20 + [(0, 0, index) for index in range(5)])
-    pixels = sheet(tmp_path / "b.png", images, [0] * 20 + [1, 2, 3, 4, 5], list("abcdef"))
+    assert count(pixels, RED) == 3 * 112**2 and count(pixels, GREEN) == 8 * 112**2
+    images = plain([RED] * 20 + [(0, 0, index) for index in range(19)])
+    pixels = sheet(tmp_path / "b.png", images, [0] * 20 + [*range(1, 20)], [f"c{i}" for i in range(20)])
     assert count(pixels, RED) == 4 * 112**2
 
 
@@ -122,14 +122,6 @@ def test_a_task_shows_at_most_five_examples_or_an_empty_box(tmp_path):
     assert count(pixels, EMPTY) == pytest.approx(84 * (5 * 90 - 6), rel=0.01)  # some of it in the smooth text
 
 
-def test_bars_grow_with_the_logarithm(tmp_path):
-    rows = [row(num_train=num, classes=1) for num in (100, 1000, 10_000)]
-    pixels = stream(tmp_path / "a.png", rows)
-    tops = [106 + index * 90 for index in range(3)]
-    lengths = [count(pixels[top + 42 : top + 43], (0x9E, 0xC3, 0xDC)) for top in tops]
-    assert lengths == [100, 200, 300]  # the scale begins a decade below the least
-
-
 @pytest.mark.parametrize(
     "rows",
     [
@@ -144,7 +136,7 @@ def test_bars_grow_with_the_logarithm(tmp_path):
 )
 def test_odd_streams_are_drawn_at_a_sane_size(tmp_path, rows):
     pixels = stream(tmp_path / "a.png", rows, title="$x_" * 100)
-    assert 150 < pixels.shape[0] < 1300 and 1200 < pixels.shape[1] < 2000
+    assert 150 < pixels.shape[0] < 1300 and 1000 < pixels.shape[1] < 2000
     assert (pixels[:, -10:] == 255).all() and (pixels[:, :10] == 255).all()
 
 

@@ -120,10 +120,7 @@ def comparison_grid(found: Runs, titles: Mapping[str, str] = METHODS) -> Grid:
 
 def narrow(grid: Grid) -> Grid:
     """The table without the columns that a terminal has no room for."""
-    hidden = {COLUMNS[name][0] for name in ONLY_WIDE}
-    kept = [index for index, column in enumerate(grid.columns) if column not in hidden]
-    rows = tuple(tuple(row[index] for index in kept) for row in grid.rows)
-    return grid._replace(columns=tuple(grid.columns[index] for index in kept), rows=rows)
+    return grid.without({COLUMNS[name][0] for name in ONLY_WIDE})
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:

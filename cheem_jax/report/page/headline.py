@@ -17,42 +17,33 @@ class Tile(NamedTuple):
     note: str
 
 
-class Heading(NamedTuple):
+def heading(run: RunRecord) -> tuple[str, str, str, list[str]]:
     """A run's name among others, its title, a sentence, and what to know before reading a number."""
-
-    name: str
-    title: str
-    lead: str
-    warnings: list[str]
-
-
-def heading(run: RunRecord) -> Heading:
-    """Of a run, or of a memory."""
-    return _of_memory(run) if run.is_memory else _of_run(run)
-
-
-def _of_run(run: RunRecord) -> Heading:
-    results, num, planned = run.results, len(run.order), len(run.config["tasks"])
-    variant = variant_of(run)
+    results, num = run.results, len(run.order)
+    variant, pixels = variant_of(run), f"{results['image_size']} × {results['image_size']} pixels"
+    tasks = f"{num:,} task{'s' if num > 1 else ''}"
+    if run.is_memory:
+        name = run.directory.resolve().name
+        return (
+            f"memory {name}{f' ({variant})' if variant else ''}, {tasks} so far",
+            f"Memory {name} on {results['backbone']}",
+            f"{tasks} so far, of {pixels}, each learned from its own images alone; preset {results['preset']}, seed "
+            f"{results['seed']}.",
+            _about_memory(run),
+        )
     name = METHODS[results["method"]] + (f" ({variant})" if variant else "") + f", seed {results['seed']}"
     warnings = []
-    if num < planned:
-        name += f", unfinished: {num} of {planned} tasks"
-        warnings.append(f"Unfinished: {num} of {planned} tasks so far; every number is about these.")
-    return Heading(
-        name, f"{results['stream']} on {results['backbone']}",
-        f"{num:,} task{'s' if num > 1 else ''} of {results['image_size']} × {results['image_size']} pixels, "
-        f"learned one after the other; preset {results['preset']}.",
-        warnings,
-    )  # fmt: skip
+    if not run.is_finished:
+        of = f"{num} of {len(run.config['tasks'])} tasks"
+        name += f", unfinished: {of}"
+        warnings.append(f"Unfinished: {of} so far; every number is about these.")
+    lead = f"{tasks} of {pixels}, learned one after the other; preset {results['preset']}."
+    return name, f"{results['stream']} on {results['backbone']}", lead, warnings
 
 
-def _of_memory(run: RunRecord) -> Heading:
-    """It is never finished, and may lack numbers."""
-    results, num, config = run.results, len(run.order), run.config
-    variant, place = variant_of(run), run.directory.resolve().name
-    tasks = f"{num:,} task{'s' if num > 1 else ''} so far"
-    warnings = []
+def _about_memory(run: RunRecord) -> list[str]:
+    """What it has not measured, not finished or forgotten."""
+    results, config, warnings = run.results, run.config, []
     later = [name for name in config["tasks"] if name not in run.order]
     if later and config.get("learning"):
         warnings.append(f"Interrupted: {', '.join(later)}, without numbers yet; its `cheem learn` resumes it.")
@@ -70,12 +61,7 @@ def _of_memory(run: RunRecord) -> Heading:
         )
     if config.get("keeps_base"):
         warnings.append("Predictions may include the pretraining classes; accuracies here were measured without them.")
-    return Heading(
-        f"memory {place}{f' ({variant})' if variant else ''}, {tasks}", f"Memory {place} on {results['backbone']}",
-        f"{tasks}, of {results['image_size']} × {results['image_size']} pixels, each learned from its own images "
-        f"alone; preset {results['preset']}, seed {results['seed']}.",
-        warnings,
-    )  # fmt: skip
+    return warnings
 
 
 def tiles_of(results: Mapping[str, Any]) -> tuple[Tile, ...]:
