@@ -22,8 +22,8 @@ from cheem_jax.report import finished, memories
 from cheem_jax.report.live import line
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.page.architecture import architectures
+from cheem_jax.report.page.assemble import page
 from cheem_jax.report.page.charts import pool_growth
-from cheem_jax.report.page.loading import load
 from cheem_jax.report.status import look
 from cheem_jax.report.tensorboard import NAME
 from cheem_jax.run.progress import Progress
@@ -108,20 +108,20 @@ def test_a_page_tells_of_forgotten_and_half_learned_tasks(moment):
     assert "1 task was forgotten here" not in parsed(moment("three")).text
     assert "1 task was forgotten here" in parsed(moment("forgot")).text
     text = parsed(moment("half")).text
-    assert "Interrupted: task9" in text and "2 tasks so far" in text
-    assert "Interrupted" not in parsed(moment("later")).text
+    assert "Stopped in the middle of 'task9'" in text and "2 tasks so far" in text
+    assert "Stopped" not in parsed(moment("later")).text
 
 
 def test_a_memory_that_cannot_be_shown_says_why(moment):
-    with pytest.raises(ValueError, match=r"has learned no task yet: `cheem learn .*empty FOLDER` adds one"):
-        load([moment("empty")])
+    with pytest.raises(ValueError, match=r"no task yet; `cheem learn .*empty FOLDER` adds one"):
+        page([moment("empty")], images=False)
     directory = moment("three")
     config = json.loads((directory / "config.json").read_text())
     config |= {"tasks": ["task1", "task2"], "forgetting": {"index": 0, "name": "task0"}}
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="forgetting 'task0', or was stopped while it did: the next `cheem learn`"):
-        load([directory])
-    assert "stopped while it forgot task0" in watched(directory)
+    with pytest.raises(ValueError, match="stopped while it forgot 'task0'; the next `cheem learn`"):
+        page([directory], images=False)
+    assert "stopped while it forgot 'task0'" in watched(directory)
 
 
 def test_what_was_measured_before_a_task_was_forgotten_is_told_to_be_older(moment):
@@ -145,13 +145,13 @@ def test_memories_stand_beside_each_other_on_a_page_and_in_no_table_of_runs(mome
 
 def test_what_one_watches_of_a_memory(moment):
     empty = watched(moment("empty"))
-    assert "no task yet; cheem learn" in empty and "0 tasks learned" in empty and "now" not in empty
+    assert "no task yet; `cheem learn" in empty and "0 tasks learned" in empty and "now" not in empty
     three = watched(moment("three"))
     assert "at rest since" in three and "3 tasks learned" in three and "right after learning" in three
     assert "– not measured: their images were not available" in three and "nan" not in three
     assert next(row for row in three.split("\n") if "T0 task0" in row).split().count("–") == 3
     half = watched(moment("half"))
-    assert "stopped in the middle of task9; the same cheem learn resumes it" in half and "2 tasks learned" in half
+    assert "stopped in the middle of 'task9'; the same `cheem learn` resumes it" in half and "2 tasks learned" in half
     later = moment("later")
     diagonal = [row[index] for index, row in enumerate(results_in(later)["accuracy"])]
     told = f"3 tasks learned, right after learning {100 * sum(diagonal) / 3:.1f} %, mean of 3 tasks"

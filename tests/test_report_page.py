@@ -19,10 +19,9 @@ from plotly.offline import get_plotlyjs
 from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.cli.report import Report, write_report_page
-from cheem_jax.report.finished import read
+from cheem_jax.report.finished import read, record_of
 from cheem_jax.report.page.assemble import text_of
 from cheem_jax.report.page.examples import data_uri
-from cheem_jax.report.page.loading import record_of
 from cheem_jax.report.page.search import search_chart
 from cheem_jax.report.page.specs import EmptySection
 from cheem_jax.report.table import spread
@@ -305,7 +304,8 @@ def test_several_runs_are_compared_with_their_spread_over_seeds(tmp_path):
     ]
     assert {"#run-1", "#run-2", "#run-3"} <= set(links)
     assert [(trace["x"], trace["y"], trace["error_y"]["array"], trace["text"]) for trace in page.charts[0]["data"]] == [
-        ([30.0], [82.0], [2.828], ["CHEEM"]), ([30.0], [50.0], [0.0], ["EWC"]), ([30.0], [98.33], [0.0], ["full FT"]),
+        ([30.0], [82.0], [2.828], ["CHEEM"]), ([30.0], [50.0], [0.0], ["EWC"]),
+        ([30.0], [98.33], [0.0], ["full fine-tuning"]),
     ]  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def test_a_phase_tells_what_is_done_every_two_seconds(tmp_path):
             tell(40, "epoch 2/2 loss 1.000")
         told = told_in(tmp_path)
         assert (told.done, told.total, told.seconds, told.note) == (200, 400, 4.0, "epoch 2/2 loss 1.000")
-        assert told.pid == os.getpid() and told.rate == 50 and told.left == 4.0
+        assert told.pid == os.getpid()
     assert shown == [(100, "epoch 1/2 loss 2.000"), (60, "epoch 1/2 loss 1.500"), (40, "epoch 2/2 loss 1.000")]
     assert list(tmp_path.iterdir()) == []  # removed at the end
 

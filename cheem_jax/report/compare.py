@@ -43,16 +43,12 @@ def timeless(value: Any) -> Any:
 
 
 def differences(first: Path, second: Path) -> Iterator[Difference]:
-    """The first one of each file: the config, the record, the results."""
+    """The first one of each file that is not made from another: the config, the record."""
     configs = config_of(first), config_of(second)
     for leaf in settings_apart(*configs)[:1]:
         yield _different(NAME, leaf)
-    in_record = difference_of_records(read(first), read(second), configs[0].get("tasks", ()))
-    if in_record:
-        yield in_record
-    if in_record is None or not in_record.stopped:
-        if found := difference_of_results(_results(first), _results(second)):
-            yield found
+    if found := difference_of_records(read(first), read(second), configs[0].get("tasks", ())):
+        yield found
 
 
 def config_of(directory: Path) -> dict[str, Any]:
@@ -67,38 +63,23 @@ def difference_of_records(first: Sequence[Entry], second: Sequence[Entry], tasks
     left, right = _by_subject(first, tasks), _by_subject(second, tasks)
     for subject in left:
         # where the order alone differs, nothing was measured differently
-        if subject in right and (found := difference_of_values(left[subject], right[subject], subject)):
-            return found
+        if subject in right and (leaf := next(leaves(left[subject], right[subject]), None)):
+            return _different(subject, leaf)
     for one, other, which in ((left, right, "first"), (right, left, "second")):
         for subject in one:
             if subject in other:
                 continue
             if [*one][: len(other)] == [*other]:
-                return _stopped("second" if which == "first" else "first", subject)
+                stopped = "second" if which == "first" else "first"
+                said = f"equal as far as both go, but the {stopped} run stopped before {subject}"
+                return Difference(subject, said, stopped)
             return Difference(subject, f"{subject}: only in the record of the {which} run")
     return None
-
-
-def difference_of_results(first: Any, second: Any) -> Difference | None:
-    """Between the contents of two `results.json`; None is a missing file."""
-    if (first is None) != (second is None):
-        return _stopped("first" if first is None else "second", "results.json was written")
-    return difference_of_values(timeless(first), timeless(second), "results.json")
-
-
-def difference_of_values(first: Any, second: Any, subject: str) -> Difference | None:
-    """Between two JSON values of the subject, in the order of the first."""
-    leaf = next(leaves(first, second), None)
-    return None if leaf is None else _different(subject, leaf)
 
 
 def _different(subject: str, leaf: Leaf) -> Difference:
     place = f"{subject}: {dotted(leaf.place)}"
     return Difference(place, sentence(place, leaf.first, leaf.second))
-
-
-def _stopped(which: Literal["first", "second"], place: str) -> Difference:
-    return Difference(place, f"equal as far as both go, but the {which} run stopped before {place}", which)
 
 
 def _by_subject(entries: Sequence[Entry], tasks: Sequence[str]) -> dict[str, Entry]:
@@ -135,8 +116,3 @@ def _subject(entry: Entry, tasks: Sequence[str]) -> str:
         case "upper_bound":
             return f"the upper bound of {task}"
     return ", ".join(filter(None, (f"event {entry['event']!r}", method, task)))
-
-
-def _results(directory: Path) -> dict[str, Any] | None:
-    file = directory / "results.json"
-    return read_object(file) if file.exists() else None

@@ -14,14 +14,15 @@ from PIL import Image, ImageDraw, ImageFont
 
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.figures import DPI, FAINT, INK
+from cheem_jax.report.table import spread
 
 EMPTY, FRAME = "#f4f4f4", "#dcdcdc"
 NUM_EXAMPLES, EXAMPLE_SIDE = 5, 84
 """Images of a task in the stream's figure, and the pixels of their sides."""
 IMAGE_SIDE = 112
 """About the pixels of an image's side in the contact sheet."""
-EXAMPLES_EACH = 8
-"""Images of a class in the contact sheet, at most."""
+COLUMNS, ROWS, EXAMPLES_EACH = 10, 8, 8
+"""Of the contact sheet: places, and images of a class at most."""
 MARGIN, GAP, TITLE, CAPTION = 28, 12, 50, 24
 """Pixels, as all positions are, so that images keep whole pixels."""
 
@@ -45,25 +46,14 @@ def contact_sheet(
     file: Path,
     *,
     title: str,
-    columns: int = 10,
-    rows: int = 8,
 ) -> None:
     """Examples of each class with its name under the first, as many as there is room for.
 
     Where there are more classes than places, some are left out, evenly spread.
     """
-    if not classes or min(columns, rows) < 1 or len(images) != len(labels):
-        raise ValueError(
-            f"a contact sheet needs a class, a column and a row, and a label per image; got {len(classes)} classes, "
-            f"{columns} columns, {rows} rows, {len(images)} images and {len(labels)} labels"
-        )
-    if len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
-        raise ValueError(
-            f"labels from {labels.min()} to {labels.max()} do not fit {len(classes)} classes; they count from 0"
-        )
-    chosen = np.linspace(0, len(classes) - 1, min(len(classes), columns * rows)).round().astype(int).tolist()
-    each = min(EXAMPLES_EACH, columns, columns * rows // len(chosen))
-    num_columns = min(columns // each, len(chosen)) * each
+    chosen = spread(len(classes), COLUMNS * ROWS)
+    each = min(EXAMPLES_EACH, COLUMNS * ROWS // len(chosen))
+    num_columns = min(COLUMNS // each, len(chosen)) * each
     # small images in whole multiples, so that every pixel stays a square; large ones reduced
     side = images.shape[1]
     side = IMAGE_SIDE if side > 1.5 * IMAGE_SIDE else side * max(1, round(IMAGE_SIDE / side))
@@ -92,8 +82,6 @@ def contact_sheet(
 
 def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
     """A task per row in learning order: examples, and how many images and classes it has."""
-    if not rows:
-        raise ValueError(f"no tasks to draw in {file}; pass one StreamRow per task")
     step = EXAMPLE_SIDE + 6
     names = [_shortened(row.name, 260, 10) for row in rows]
     examples = MARGIN + 44 + math.ceil(max(_text_width(name, 10) for name in names)) + 20
@@ -154,18 +142,12 @@ class _Canvas:
 
 
 def _shortened(text: str, room: float, size: float) -> str:
-    """The text in one line, its middle left out as far as `room` in pixels asks for."""
+    """The text in one line, cut off at so many pixels."""
     text = " ".join(text.encode(errors="replace").decode().split())
-    if _text_width(text[: int(room) + 1], size) <= room:  # no letter is narrower than a pixel
-        return text
-    kept = min(len(text), int(room))
-    while kept > 1 and _text_width(_ends(text, kept), size) > room:
-        kept -= 1
-    return _ends(text, kept)
-
-
-def _ends(text: str, kept: int) -> str:
-    return f"{text[: (kept + 1) // 2].rstrip()}…{text[len(text) - kept // 2 :].lstrip()}"
+    kept = text[: int(room) + 1]  # no letter is narrower than a pixel
+    while len(kept) > 1 and _text_width(kept, size) > room:
+        kept = f"{kept[:-2].rstrip()}…"
+    return kept
 
 
 def _text_width(text: str, size: float) -> float:

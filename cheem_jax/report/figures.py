@@ -66,12 +66,12 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
     shown = spread(len(names), MOST_CELLS)
     labels, side = [names[index] for index in shown], max(0.56 * len(shown), 2.9)  # room for the titles
     figure = Figure(figsize=(2 * side + 3.5, side + 3), dpi=DPI, layout="constrained")
-    image, both = None, figure.subplots(1, 2, sharey=True)
+    images, both = [], figure.subplots(1, 2, sharey=True)
     colours = colormaps["YlGnBu"].with_extremes(bad="#f4f4f4")
     panels = (("accuracy", "task ID inferred", ""), ("local_accuracy", "task ID given", "local_"))
     for axes, (key, title, prefix) in zip(both, panels, strict=True):
         percent = 100 * matrix_from_json(results[key])[np.ix_(shown, shown)]
-        image = axes.imshow(np.ma.masked_invalid(percent), cmap=colours, vmin=0, vmax=100, aspect="auto")
+        images.append(axes.imshow(np.ma.masked_invalid(percent), cmap=colours, vmin=0, vmax=100, aspect="auto"))
         for (row, column), value in np.ndenumerate(percent):
             if not np.isnan(value):
                 ink = "white" if value > 55 else INK
@@ -90,7 +90,7 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
             text += f", forgetting {100 * forgetting:.1f} points"
         axes.set_title(text, fontsize=10, color=INK)
     both[0].set_ylabel("after learning", color=FAINT)
-    bar = figure.colorbar(image, ax=both, aspect=25)
+    bar = figure.colorbar(images[0], ax=both, aspect=25)
     bar.set_label("accuracy, %", color=FAINT, fontsize=9)
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     bar.ax.tick_params(length=0, labelsize=8, colors=INK)

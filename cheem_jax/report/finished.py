@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.benchmarks.table import MTIL, VDD
-from cheem_jax.report.memories import as_of_run, is_memory
+from cheem_jax.report.memories import as_of_run, is_memory, left_undone
 from cheem_jax.report.table import METHODS, accuracy_key, last_row
+from cheem_jax.run import record
 from cheem_jax.run.differences import leaves, settings_apart, summary
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read_object
@@ -43,6 +44,17 @@ class RunRecord(NamedTuple):
     def is_finished(self) -> bool:
         """Whether every task of the stream is learned and evaluated; a memory never is: there may be another task."""
         return not self.is_memory and len(self.order) == len(self.config["tasks"])
+
+
+class Recorded(NamedTuple):
+    """What the record contains of the run's own method and `results.json` does not."""
+
+    begin: dict[str, Any]
+    """The `run` entry: data, command and conditions; {} where the record cannot be read."""
+    learned: tuple[dict[str, Any], ...]
+    """The entry of each learned task in order; () where the record cannot be read."""
+    trouble: str = ""
+    """Why the record cannot be read."""
 
 
 LeftOut = list[tuple[Path, str]]
@@ -89,17 +101,11 @@ def read(folders: Sequence[Path], *, others: bool = False) -> tuple[list[RunReco
 def _read_one(directory: Path) -> RunRecord | str:
     """A run or memory, or why there is nothing to show of it yet."""
     config = read_object(directory / NAME)
-    if is_memory(config) and config.get("forgetting"):
-        return (
-            f"the memory is forgetting {config['forgetting']['name']!r}, or was stopped while it did: the next "
-            "`cheem learn` or `cheem forget` finishes that"
-        )
-    if not (directory / "results.json").exists():
-        if not is_memory(config):
-            return "unfinished: it has no results yet; the command that began it resumes it"
-        if learning := config.get("learning"):
-            return f"a memory with an interrupted first task {learning['name']!r}: its `cheem learn` resumes it"
-        return f"a memory that has learned no task yet: `cheem learn {directory} FOLDER` adds one"
+    has_results = (directory / "results.json").exists()
+    if is_memory(config) and (config.get("forgetting") or not has_results):
+        return f"a memory, {left_undone(config, directory) or 'no task is measured yet'}"
+    if not has_results:
+        return "unfinished: it has no results yet; the command that began it resumes it"
     run = RunRecord(directory, read_object(directory / "results.json"), as_of_run(config))
     if run.results["method"] not in METHODS:
         raise ValueError(f"its method is {run.results['method']!r:.40}; expected one of {', '.join(METHODS)}")
@@ -114,6 +120,20 @@ def _identity_of(run: RunRecord) -> object:
     """Equal for copies of one run: how networks were run decides no result, but for the precision."""
     seeds = run.results["seed"], run.config.get("seeds")
     return *cell_of(run), json.dumps([seeds, _without_seeds(run.config)], sort_keys=True)
+
+
+def record_of(run: RunRecord) -> Recorded:
+    """The record of a run; where it is corrupted, why."""
+    try:
+        entries = record.read(run.directory)
+        begin = next((entry for entry in entries if entry["event"] == "run"), {})
+        own = [e for e in entries if e["event"] == "learned" and e["method"] == run.results["method"]]
+        learned = tuple(sorted(own, key=lambda entry: entry["report"]["index"])[: len(run.order)])
+        if [entry["report"]["name"] for entry in learned] != list(run.order):
+            raise ValueError("its learned tasks are not those of the results")
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        return Recorded({}, (), f"{error}")
+    return Recorded(begin, learned)
 
 
 IDENTITY = ("image_size", "data_sha256", "weights_sha256", "split_sha256", "preset")

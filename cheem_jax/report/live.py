@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cheem_jax.report.memories import after_learning, num_forgotten, unmeasured
+from cheem_jax.report.memories import after_learning, left_undone, num_forgotten, unmeasured
 from cheem_jax.report.status import Doing, Snapshot
-from cheem_jax.report.table import ARCHITECTURE, METHODS, NONE, SIZES, TOLD, Grid, final_table, percent, task_grid
+from cheem_jax.report.table import ARCHITECTURE, METHODS, NONE, SIZES, TOLD, Grid, method_grid, percent, task_grid
 from cheem_jax.run.progress import duration
 
 SILENT = 60.0
@@ -25,7 +25,7 @@ def view(seen: Snapshot, width: int, rows: int) -> RenderableType:
     if seen.names or not seen.is_memory:
         parts.append(_tasks(seen, width, rows))
     if seen.is_finished:
-        parts.append(final_table(seen.results))
+        parts.append(method_grid(seen.results).to_rich())
     return Group(*parts)
 
 
@@ -49,19 +49,8 @@ def state(seen: Snapshot) -> str:
         return f"running since {since}, process {owner.pid} on {owner.host}{silent}"
     at = f" {datetime.datetime.fromtimestamp(last):%Y-%m-%d %H:%M}" if last is not None else ""
     if seen.is_memory:
-        return _state_of_memory(seen, at)
+        return left_undone(seen.config, seen.directory) or f"at rest{' since' if at else ''}{at}"
     return f"finished{at}" if seen.is_finished else f"stopped{at}; the same command resumes it"
-
-
-def _state_of_memory(seen: Snapshot, at: str) -> str:
-    """Of one that no process works on."""
-    if seen.config.get("forgetting"):
-        return f"stopped while it forgot {seen.config['forgetting']['name']}; the next cheem learn finishes that"
-    if seen.config.get("learning"):
-        return f"stopped in the middle of {seen.config['learning']['name']}; the same cheem learn resumes it"
-    if not seen.names:
-        return f"no task yet; cheem learn {seen.directory} FOLDER adds one"
-    return f"at rest since{at}" if at else "at rest"
 
 
 def _time_of_last(seen: Snapshot, *without: str) -> float | None:
@@ -165,7 +154,10 @@ def _counted(doing: Doing) -> str:
 def _pace(seen: Snapshot, doing: Doing) -> list[str]:
     if seen.owner is None:
         return [f"last sign of life {duration(seen.time - doing.time)} ago"]
-    return [] if doing.left is None else [f"{doing.rate:,.0f} images/s", f"{duration(doing.left)} left"]
+    if not doing.done or not doing.seconds:
+        return []
+    rate = doing.done / doing.seconds
+    return [f"{rate:,.0f} images/s", f"{duration((doing.total - doing.done) / rate)} left"]
 
 
 def _tasks(seen: Snapshot, width: int, rows: int) -> Table:

@@ -1,6 +1,7 @@
 """How a memory's record differs from a run's: forgotten tasks, and tasks whose images were not available."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,15 @@ def as_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
 def num_forgotten(config: Mapping[str, Any]) -> int:
     """How many tasks were forgotten: each time the memory's generation goes up."""
     return config.get("generation", 1) - 1 if is_memory(config) else 0
+
+
+def left_undone(config: Mapping[str, Any], directory: Path) -> str:
+    """What a memory that nobody works on was stopped at, and what finishes it; empty where nothing is left to do."""
+    if forgetting := config.get("forgetting"):
+        return f"stopped while it forgot {forgetting['name']!r}; the next `cheem learn` or `cheem forget` finishes that"
+    if learning := config.get("learning"):
+        return f"stopped in the middle of {learning['name']!r}; the same `cheem learn` resumes it"
+    return "" if config.get("tasks") else f"no task yet; `cheem learn {directory} FOLDER` adds one"
 
 
 def unmeasured(results: Results) -> list[int]:

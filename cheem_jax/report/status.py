@@ -43,16 +43,6 @@ class Doing(NamedTuple):
     pid: int
     time: float
 
-    @property
-    def rate(self) -> float:
-        """Images per second since the phase began; 0 before the first ones."""
-        return self.done / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def left(self) -> float | None:
-        """Seconds until the phase ends at that rate; None before its first images."""
-        return max(0.0, (self.total - self.done) / self.rate) if self.rate else None
-
 
 class Owner(NamedTuple):
     """The process that works on a run, and since when (seconds since 1970)."""

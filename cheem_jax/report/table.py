@@ -119,16 +119,6 @@ class Grid(NamedTuple):
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
-def final_table(results: Results) -> rich.table.Table:
-    """A row per method: accuracies, forgetting, cost."""
-    return method_grid(results).to_rich()
-
-
-def task_table(results: Results) -> rich.table.Table:
-    """A row per task: its architecture, accuracies and routing, without the number of images and classes."""
-    return task_grid(results).without(SIZES).to_rich()
-
-
 def method_grid(results: Results) -> Grid:
     """The run's method, its baselines and upper bounds."""
     columns = (
@@ -140,10 +130,6 @@ def method_grid(results: Results) -> Grid:
         is_bound = name in TOLD  # it is given the task ID, so it has no task-agnostic accuracy
         local = run.get("local_average_accuracy", run.get("average_accuracy") if is_bound else None)
         flops = run.get("flops") or {}
-        seconds = run.get("seconds")
-        if run is results:  # evaluation measures all methods at once and belongs to none
-            phases = [item for task in results["tasks"] for item in task["seconds"].items()]
-            seconds = sum(value for phase, value in phases if phase != "evaluation")
         rows.append((
             METHODS.get(name, name),
             NONE if is_bound else percent(run.get("average_accuracy")),
@@ -152,7 +138,7 @@ def method_grid(results: Results) -> Grid:
             format_flops(flops.get("paper")),
             format_flops(flops.get("executed")),
             number(run.get("params_added_percent"), 2),
-            number(seconds, 0),
+            number(run.get("seconds"), 0),
         ))  # fmt: skip
     title = f"{results['stream']}: {len(results['tasks'])} tasks, {results['backbone']}"
     explained = [EXPLAINED[name] for name in _runs(results) if name in EXPLAINED]
@@ -202,7 +188,7 @@ def setting_rows(results: Results) -> list[tuple[str, str]]:
     keys = ("method", "backbone", "source", "router", "stream", "preset", "placement", "image_size", "seed")
     rows = [(key.replace("_", " "), str(results[key])) for key in keys if results.get(key) is not None]
     if means := results.get("base_means"):
-        rows.append(("base means", BASE_MEANS.get(means, means)))
+        rows.append(("base means", str(BASE_MEANS.get(means, means))))
     if peak := results.get("peak_memory_bytes"):
         rows.append(("peak memory", f"{peak / 1e9:.2f} GB"))
     return rows
@@ -272,8 +258,8 @@ def _runs(results: Results) -> dict[str, Results]:
 
 def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:
     """The tables of a finished run, and where its files are."""
-    progress.console.print(task_table(results))
-    progress.console.print(final_table(results))
+    progress.console.print(task_grid(results).without(SIZES).to_rich())
+    progress.console.print(method_grid(results).to_rich())
     compiled = results["compile"]
     cached = f", {compiled['cached']} read from the cache" if compiled.get("cached") else ""
     progress.say(f"{compiled['programs']} functions compiled{cached} in {compiled['seconds']:.1f} s")

@@ -3,14 +3,12 @@
     tensorboard/cheem/events.out.tfevents.cheem_jax          one folder per method, so that curves lie over each other
     tensorboard/frozen_linear/events.out.tfevents.cheem_jax
 
-Equal records give equal bytes, and a longer record gives the same ones and more: then they are appended, which an open
-TensorBoard follows. Otherwise the file is replaced.
+Equal records give equal bytes, and a longer record gives the same ones and more, which an open TensorBoard follows.
 """
 
 import datetime
 import io
 import json
-import os
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +18,6 @@ from typing import Any, NamedTuple
 import filelock
 import numpy as np
 
-from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.memories import as_of_run
 from cheem_jax.report.table import TOLD
 from cheem_jax.run.directory import NAME as CONFIG
@@ -83,7 +80,10 @@ def write_events(directory: Path) -> Path:
         for method in dict.fromkeys((setting["method"], *(point.method for point in points))):
             own = [point for point in points if point.method == method]
             config = _config(directory, setting) if method == setting["method"] else None
-            _write(folder / method / NAME, _content(own, config, _seconds(setting)))
+            file = folder / method / NAME
+            file.parent.mkdir(parents=True, exist_ok=True)
+            # in place: whoever has it open reads on, since a longer record begins with the same bytes
+            file.write_bytes(_content(own, config, _seconds(setting)))
     return folder
 
 
@@ -180,19 +180,6 @@ def _append(stream: io.BytesIO, data: bytes) -> None:
 
     header = struct.pack("<Q", len(data))
     stream.write(header + struct.pack("<I", masked_crc32c(header)) + data + struct.pack("<I", masked_crc32c(data)))
-
-
-def _write(file: Path, content: bytes) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    held = file.read_bytes() if file.exists() else None
-    # also after a write that was cut off: a reader waits at a record that is not whole
-    if held is not None and content.startswith(held):
-        with file.open("ab") as stream:
-            stream.write(content[len(held) :])
-            stream.flush()
-            os.fsync(stream.fileno())
-    else:
-        write_atomically(file, content)
 
 
 def _seconds(entry: Mapping[str, Any]) -> float:

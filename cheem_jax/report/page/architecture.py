@@ -49,9 +49,9 @@ def architectures(results: Results) -> Architectures:
         caption += f" The first {ROWS} of {len(tasks):,} tasks are shown."
     if any(MARK in cell.text for row in rows for cell in row.cells):
         caption += f" {MARK}: from a forgotten task, whose expert stays because it is needed."
-    numbers = {"base": -1, FORGOTTEN: -2}
-    described = tuple(
-        tuple((numbers.get(e["origin"], e["origin"]), -1 if e["parent"] is None else e["parent"]) for e in block)
-        for block in pool
-    )
-    return Architectures(len(pool), tuple(rows), described, caption)
+    histories = tuple(tuple((_number(e["origin"]), _number(e["parent"])) for e in block) for block in pool)
+    return Architectures(len(pool), tuple(rows), histories, caption)
+
+
+def _number(place: int | str | None) -> int:
+    return place if isinstance(place, int) else -2 if place == FORGOTTEN else -1

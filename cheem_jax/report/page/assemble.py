@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,16 +14,16 @@ from plotly.offline import get_plotlyjs
 from cheem_jax import __version__
 from cheem_jax.core.ops import COLOURS
 from cheem_jax.report.comparison import comparison_grid
-from cheem_jax.report.finished import LeftOut, RunRecord
+from cheem_jax.report.finished import LeftOut, Recorded, RunRecord, check_comparable, read, record_of
 from cheem_jax.report.page import charts
 from cheem_jax.report.page.architecture import Architectures, architectures
 from cheem_jax.report.page.comparing import accuracy_against_flops, compare, name_in
 from cheem_jax.report.page.examples import Examples, examples
 from cheem_jax.report.page.headline import Tile, heading, tiles_of
-from cheem_jax.report.page.loading import Recorded, record_of
 from cheem_jax.report.page.search import search_chart
 from cheem_jax.report.page.specs import Chart, EmptySection
 from cheem_jax.report.table import MEANING, TOLD, Grid, method_grid, setting_rows, task_grid
+from cheem_jax.run.differences import leaves, summary
 from cheem_jax.run.record import to_json
 
 HERE = Path(__file__).parent
@@ -62,9 +61,12 @@ class View(NamedTuple):
     config: str
 
 
-def page(runs: Sequence[RunRecord], left_out: LeftOut, *, images: bool) -> tuple[str, LeftOut]:
-    """The whole page, and the runs that it only names, each with the reason; ValueError where none can be drawn."""
-    left_out, drawn, views = list(left_out), list[RunRecord](), list[View]()
+def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
+    """The page about all runs below the folders, and the runs that it only names, each with the reason.
+
+    Raises ValueError where none can be drawn, or where finished ones cannot be compared.
+    """
+    (runs, left_out), drawn, views = _load(folders), list[RunRecord](), list[View]()
     for run in runs:
         try:
             views.append(_view_of(run, f"run-{len(views) + 1}", images=images))
@@ -73,11 +75,6 @@ def page(runs: Sequence[RunRecord], left_out: LeftOut, *, images: bool) -> tuple
             left_out.append((run.directory, f"corrupted ({error!r:.200})"))
     if not views:
         raise ValueError("; ".join(f"{directory}: {reason}" for directory, reason in left_out))
-    names = Counter(view.name for view in views)
-    views = [
-        view._replace(name=f"{view.name} ({run.directory})") if names[view.name] > 1 else view
-        for view, run in zip(views, drawn, strict=True)
-    ]
     keys = {run.directory: view.key for run, view in zip(drawn, views, strict=True) if run.is_finished}
     comparison, links = None, {}
     if len(keys) > 1:
@@ -101,6 +98,35 @@ def page(runs: Sequence[RunRecord], left_out: LeftOut, *, images: bool) -> tuple
         plotly=Markup(get_plotlyjs()), text_of=text_of, most_rows=ROWS, links=links,
     )  # fmt: skip
     return text.lstrip(), left_out
+
+
+def _load(folders: Sequence[Path]) -> tuple[list[RunRecord], LeftOut]:
+    """All runs below the folders, finished ones first, then others and memories; and what is left out.
+
+    Raises ValueError where there is none, or where finished ones differ in stream, order of tasks, data, weights or
+    pixels.
+    """
+    runs, left_out = read(folders, others=True)
+    if not runs:
+        reasons = "; ".join(f"{directory}: {reason}" for directory, reason in left_out)
+        raise ValueError(
+            f"no run to show in {', '.join(map(str, folders))}{f' ({reasons})' if reasons else ''}; name a run "
+            "directory with an evaluated task, such as runs/demo after `cheem demo`, a memory with a learned one, or a "
+            "folder that contains some"
+        )
+    finished = [run for run in runs if run.is_finished]
+    for run in finished[1:]:
+        one, other = (
+            {"stream": r.results["stream"], "backbone": r.results["backbone"], "order of tasks": r.order}
+            for r in (finished[0], run)
+        )
+        if found := list(leaves(one, other)):
+            raise ValueError(
+                f"{finished[0].directory} and {run.directory} differ: {summary(found, 'values')}; give each a separate "
+                "report"
+            )
+    check_comparable(finished)
+    return runs, left_out
 
 
 def text_of(value: Any) -> Markup:

@@ -6,26 +6,23 @@ from typing import Any, NamedTuple
 from cheem_jax.report.comparison import comparison
 from cheem_jax.report.finished import RunRecord, variant_of
 from cheem_jax.report.page.specs import Chart, Spec, axis, plot, rounded, shown, single
-from cheem_jax.report.table import METHODS, SHORT, TOLD
+from cheem_jax.report.table import METHODS, TOLD
 
 
 class Compared(NamedTuple):
-    """Results by method, each variant as a method of its own, in the order of `METHODS`; and their names."""
+    """Results by method, each variant as a method of its own, in the order of `METHODS`; and the names of these."""
 
     found: dict[str, list[Mapping[str, Any]]]
     titles: dict[str, str]
-    short: dict[str, str]
 
 
 def compare(runs: Sequence[RunRecord]) -> Compared:
     """The runs as comparisons take them, one result per seed."""
-    order = [*METHODS]
-    compared = Compared({}, {}, {})
+    order, compared = [*METHODS], Compared({}, {})
     for run in sorted(runs, key=lambda run: (order.index(run.results["method"]), variant_of(run))):
         method, key = run.results["method"], name_in(run, runs)
-        variant = key.removeprefix(method)
         compared.found.setdefault(key, []).append(run.results)
-        compared.titles[key], compared.short[key] = METHODS[method] + variant, SHORT[method] + variant
+        compared.titles[key] = METHODS[method] + key.removeprefix(method)
     return compared
 
 
@@ -59,7 +56,7 @@ def accuracy_against_flops(compared: Compared) -> Chart:
             "type": "scatter", "mode": "markers", "name": title, "marker": marker, "cliponaxis": False,
             "x": rounded([row["flops_paper"]["mean"] / unit for row in marks], 5),
             "y": rounded([100 * row[key]["mean"] for row in marks]),
-            "text": [shown(compared.short[row["method"]]) for row in marks], "meta": {"labelled": True},
+            "text": [shown(compared.titles[row["method"]]) for row in marks], "meta": {"labelled": True},
             "error_y": {"array": rounded(spread), "visible": any(spread), "thickness": 1, "width": 3},
             "hovertemplate": f"<b>%{{text}}</b><br>%{{y:.1f}} %<br>%{{x:.4~g}} {name}<extra></extra>",
         }  # fmt: skip

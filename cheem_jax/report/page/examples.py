@@ -15,8 +15,7 @@ from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import fingerprint, select
-from cheem_jax.report.finished import RunRecord
-from cheem_jax.report.page.loading import Recorded
+from cheem_jax.report.finished import Recorded, RunRecord
 from cheem_jax.report.page.specs import EmptySection
 from cheem_jax.report.table import spread
 
@@ -123,7 +122,7 @@ def _planned(
             part.labels, lambda rows: np.concatenate(list(decode_in_order(part.files, size, rows))), plan.split_sha256
         )
 
-    _, plans = plan_source(stream, tasks, data_dir=data_dir and Path(data_dir), order=order, seed=seed)
+    _, plans = plan_source(stream, tasks, data_dir=Path(data_dir) if data_dir else None, order=order, seed=seed)
     return {plan.name: test_images(plan) for plan in plans}
 
 

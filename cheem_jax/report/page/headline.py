@@ -1,20 +1,14 @@
 """The top of a run's page: its name, warnings, and its headline numbers."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from cheem_jax.report.finished import RunRecord, variant_of
-from cheem_jax.report.memories import UNAVAILABLE, after_learning, num_forgotten, unmeasured
-from cheem_jax.report.table import METHODS, NONE, SHORT, TOLD, format_flops, number, percent, plain_flops
+from cheem_jax.report.memories import UNAVAILABLE, after_learning, left_undone, num_forgotten, unmeasured
+from cheem_jax.report.table import METHODS, NONE, TOLD, format_flops, number, percent, plain_flops
 
-
-class Tile(NamedTuple):
-    """One headline number."""
-
-    title: str
-    value: str
-    unit: str
-    note: str
+Tile = tuple[str, str, str, str]
+"""One headline number: its title, value and unit, and a note."""
 
 
 def heading(run: RunRecord) -> tuple[str, str, str, list[str]]:
@@ -45,8 +39,8 @@ def _about_memory(run: RunRecord) -> list[str]:
     """What it has not measured, not finished or forgotten."""
     results, config, warnings = run.results, run.config, []
     later = [name for name in config["tasks"] if name not in run.order]
-    if later and config.get("learning"):
-        warnings.append(f"Interrupted: {', '.join(later)}, without numbers yet; its `cheem learn` resumes it.")
+    if undone := left_undone(config, run.directory):
+        warnings.append(f"{undone[0].upper()}{undone[1:]}.")
     elif later:
         warnings.append(f"Learned but not measured yet: {', '.join(later)}; the next `cheem learn` measures it.")
     if empty := unmeasured(results):
@@ -71,44 +65,34 @@ def tiles_of(results: Mapping[str, Any]) -> tuple[Tile, ...]:
     if results["local_average_accuracy"] is None:
         tiles += _tiles_after_learning(results)
     elif not is_bound:
-        tiles.append(Tile("Average accuracy", percent(results["average_accuracy"]), "%",
-            _of_others(results, "average_accuracy") or "task-agnostic: task ID inferred per image"))  # fmt: skip
+        tiles.append(("Average accuracy", percent(results["average_accuracy"]), "%",
+            "task-agnostic: task ID inferred per image"))  # fmt: skip
     if results["local_average_accuracy"] is not None:
-        tiles.append(Tile("Task ID given", percent(results["local_average_accuracy"]), "%",
-            _of_others(results, "local_average_accuracy") or "class predicted within the given task"))  # fmt: skip
+        tiles.append(("Task ID given", percent(results["local_average_accuracy"]), "%",
+            "class predicted within the given task"))  # fmt: skip
     if not is_bound and results["average_forgetting"] is not None:
-        tiles.append(Tile("Forgetting", percent(results["average_forgetting"]), "points",
+        tiles.append(("Forgetting", percent(results["average_forgetting"]), "points",
             "from the best so far to the end, mean over tasks"))  # fmt: skip
     value, unit = format_flops(flops["paper"]).split()
     times = f"{flops['paper'] / plain:.2f} × the plain backbone" if plain else "by the paper's convention"
-    tiles.append(Tile("FLOPs per image", value, unit, times))
+    tiles.append(("FLOPs per image", value, unit, times))
     learned = results.get("params_learned")
-    tiles.append(Tile("Parameters added", number(results["params_added_percent"], 2), "%",
+    tiles.append(("Parameters added", number(results["params_added_percent"], 2), "%",
         "per task, of the backbone" + ("" if learned is None else f"; {learned / 1e3:,.1f} k learned")))  # fmt: skip
     compiling = 100 * results["compile"]["seconds"] / max(results["seconds_total"], 1e-9)
     seconds = results["seconds_total"]
     everything = "learning and measuring" if results["stream"] == "memory" else "the whole run"
     unit, length = next((u, n) for u, n in (("h", 3600), ("min", 60), ("s", 1)) if seconds >= 2 * n or n == 1)
-    tiles.append(Tile("Time", number(seconds / length, 1), unit, f"{everything}; {compiling:.0f} % compiling"))
+    tiles.append(("Time", number(seconds / length, 1), unit, f"{everything}; {compiling:.0f} % compiling"))
     return tuple(tiles)
 
 
 def _tiles_after_learning(results: Mapping[str, Any]) -> list[Tile]:
     """What is known where not every task was measured after the last one."""
     num, missing = len(results["tasks"]), len(unmeasured(results))
-    tiles = [Tile("Average accuracy", NONE, "", f"not measured: no images of {missing:,} of {num:,} tasks")]
+    tiles = [("Average accuracy", NONE, "", f"not measured: no images of {missing:,} of {num:,} tasks")]
     for title, key in (("Right after learning", "accuracy"), ("Right after learning, task ID given", "local_accuracy")):
         mean, count = after_learning(results, key)
         note = "mean over tasks" + ("" if count == num else f"; {count} of {num} known")
-        tiles.append(Tile(title, percent(mean), "" if mean is None else "%", note))
+        tiles.append((title, percent(mean), "" if mean is None else "%", note))
     return tiles
-
-
-def _of_others(results: Mapping[str, Any], key: str) -> str:
-    """The same number of baselines and upper bounds; these have only accuracies with the task ID given."""
-    found = []
-    for name, other in (results.get("yardsticks") or {}).items():
-        key_there = "average_accuracy" if name in TOLD else key
-        if other.get(key_there) is not None:
-            found.append(f"{SHORT.get(name, name)} {percent(other[key_there])}")
-    return ", ".join(found)

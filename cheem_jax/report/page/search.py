@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cheem_jax.report.page.loading import Recorded
+from cheem_jax.report.finished import Recorded
 from cheem_jax.report.page.specs import Chart, EmptySection, Spec, Variant, axis, plot, rounded
 from cheem_jax.report.table import spread
 
@@ -67,11 +67,8 @@ def _scatter(search: Mapping[str, Any], tolerance: float | None) -> Spec:
         "type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": best - 100 * (tolerance or 0), "y1": best,
         "fillcolor": "@band", "line": {"width": 0}, "layer": "below",
     }  # fmt: skip
-    note = f"{len(accuracy):,} evaluated"
-    if num_failed := int((~scored).sum()):
-        note += f", {num_failed:,} of them without a score"
-    if num_below := int((accuracy < lowest).sum()):
-        note += f", {num_below:,} below the axis"
+    note = f"{len(accuracy):,} evaluated, {int((~scored).sum()):,} without a score, "
+    note += f"{int((accuracy < lowest).sum()):,} below the axis"
     margin = 0.05 * (best - lowest) + 0.1
     return plot(
         [dots, ring], axis(f"MFLOPs of the architecture<br>{note}"),

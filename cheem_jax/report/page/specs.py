@@ -48,9 +48,9 @@ class Chart(NamedTuple):
     """The variant that is shown first."""
 
 
-def single(caption: str, spec: Spec, height: int, **widths: int) -> Chart:
+def single(caption: str, spec: Spec, height: int, min_width: int = 0, max_width: int = 860) -> Chart:
     """A figure of one chart."""
-    return Chart(caption, (Variant("", spec),), height, **widths)
+    return Chart(caption, (Variant("", spec),), height, min_width, max_width)
 
 
 def plot(data: list[Spec], x: Spec, y: Spec, **layout: Any) -> Spec:
