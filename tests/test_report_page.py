@@ -450,8 +450,8 @@ def test_a_folder_that_cannot_be_written_to_asks_for_another_place(run, monkeypa
 def test_a_search_without_any_score_says_so(run):
     [found], _ = read([run])
     recorded = record_of(found)
-    for entry in recorded.learned:
-        entry["report"]["search"]["correct"] = [None] * 6
+    for found in recorded.reports:
+        found["search"]["correct"] = [None] * 6
     with pytest.raises(EmptySection, match="No architecture of the search has a score"):
         search_chart(recorded, 0.02)
 

@@ -47,12 +47,12 @@ class RunRecord(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What the record contains of the run's own method and `results.json` does not."""
+    """What the record contains of a run and `results.json` does not."""
 
     begin: dict[str, Any]
     """The `run` entry: data, command and conditions; {} where the record cannot be read."""
-    learned: tuple[dict[str, Any], ...]
-    """The entry of each learned task in order; () where the record cannot be read."""
+    reports: list[dict[str, Any]]
+    """Of each task, in order, by the run's own method; [] where the record cannot be read."""
     trouble: str = ""
     """Why the record cannot be read."""
 
@@ -126,14 +126,11 @@ def record_of(run: RunRecord) -> Recorded:
     """The record of a run; where it is corrupted, why."""
     try:
         entries = record.read(run.directory)
-        begin = next((entry for entry in entries if entry["event"] == "run"), {})
-        own = [e for e in entries if e["event"] == "learned" and e["method"] == run.results["method"]]
-        learned = tuple(sorted(own, key=lambda entry: entry["report"]["index"])[: len(run.order)])
-        if [entry["report"]["name"] for entry in learned] != list(run.order):
-            raise ValueError("its learned tasks are not those of the results")
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        return Recorded({}, (), f"{error}")
-    return Recorded(begin, learned)
+    except (ValueError, OSError) as error:
+        return Recorded({}, [], f"{error}")
+    begin = next((entry for entry in entries if entry["event"] == "run"), {})
+    own = [e["report"] for e in entries if e["event"] == "learned" and e["method"] == run.results["method"]]
+    return Recorded(begin, sorted(own, key=lambda report: report["index"])[: len(run.order)])
 
 
 IDENTITY = ("image_size", "data_sha256", "weights_sha256", "split_sha256", "preset")

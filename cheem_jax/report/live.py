@@ -103,12 +103,10 @@ def _doing(seen: Snapshot) -> Doing | None:
 
 
 def _header(seen: Snapshot) -> Text:
-    config, setting = seen.config, seen.setting
-    method = setting.get("method") or next((name for name in METHODS if name in config), "")
-    parts = [config.get("stream", setting.get("stream")), config.get("backbone", setting.get("backbone"))]
-    parts += [METHODS.get(method, method), f"seed {config.get('seed', setting.get('seed', NONE))}"]
-    if preset := setting.get("preset"):
-        parts.append(f"preset {preset}")
+    known = seen.setting | seen.config
+    method = seen.setting.get("method") or next((name for name in METHODS if name in known), "")
+    parts = [known.get("stream"), known.get("backbone"), METHODS.get(method, method), f"seed {known.get('seed', NONE)}"]
+    parts += [f"preset {known['preset']}"] if "preset" in known else []
     words = state(seen)
     style = {"running": "bold green", "finished": "bold blue", "at": "bold blue"}.get(words.split()[0], "bold yellow")
     title = Text(" · ".join(str(part) for part in parts if part), style="bold")

@@ -17,7 +17,7 @@ def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
     """A chart per task with a selector; EmptySection where the record has none. `tolerance` is tau of the search."""
     if recorded.trouble:
         raise EmptySection("Only the record contains it, which cannot be read.")
-    reports = [entry["report"] for entry in recorded.learned]
+    reports = recorded.reports
     scored = [index for index, report in enumerate(reports) if set(report["search"]["correct"]) - {None}]
     if not scored:
         raise EmptySection("No architecture of the search has a score.")
