@@ -216,6 +216,6 @@ def test_an_expert_of_a_forgotten_task_counts_from_the_start_and_is_named():
         ["†", "skip", "skip", "new"],
     ]
     assert "†: from a forgotten task" in drawn.caption and drawn.pool[1] == ((-1, -1), (-2, -1), (0, 1))
-    (chart,) = pool_growth(results)
+    chart = pool_growth(results)
     assert chart.variants[0].spec["data"][0]["z"] == [[2, 2, 2], [2, 3, 3], [1, 1, 1], [1, 1, 2]]
     assert "8 in all after the last task. 2 of them remain from forgotten tasks" in chart.caption

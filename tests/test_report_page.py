@@ -101,7 +101,7 @@ def test_a_run_of_cheem_has_every_section(run, capsys):
         "architectures", "pool", "tasks", "accuracy", "forgetting", "routing", "similarity", "search", "time",
         "examples", "setting",
     ]  # fmt: skip
-    assert len(page.charts) == 2 + 2 + 1 + 1 + 3 + 3 + 1  # pool, accuracy, curves, routing, S, search by task, time
+    assert len(page.charts) == 1 + 2 + 1 + 1 + 3 + 3 + 1  # pool, accuracy, curves, routing, S, search by task, time
 
 
 def test_a_method_without_a_pool_has_neither_architectures_nor_a_search(tmp_path):
@@ -156,12 +156,9 @@ def test_a_cell_names_the_task_that_its_expert_comes_from(run):
 
 def test_charts_hold_the_numbers_of_the_run(run):
     page = parsed(run)
-    pool, stored, routed, given, forgetting, routing, *similarity = page.charts[:9]
+    pool, routed, given, forgetting, routing, *similarity = page.charts[:8]
     assert pool["data"][0]["x"] == ["base", "T0 one", "T1 two", "T2 three"]
     assert pool["data"][0]["z"] == [[1, 2, 3, 4], [1, 2, 2, 2]]
-    assert {trace["name"]: trace["y"] for trace in stored["data"]} == {
-        "experts": [90, 180, 270], "heads": [20, 40, 60], "centroids": [10, 20, 30],
-    }  # fmt: skip
     assert routed["data"][0]["z"][1] == [84.33, 85.33, None] and given["data"][0]["z"][1] == [92.67, 93.67, None]
     assert [(trace["x"], trace["y"]) for trace in forgetting["data"]] == [
         (["T0 one", "T1 two", "T2 three"], [85.33, 84.33, 83.33]), (["T1 two", "T2 three"], [85.33, 83.33]),
@@ -382,7 +379,7 @@ def test_an_accuracy_that_is_no_number_is_told_with_its_run(tmp_path):
     matrix = write_run(tmp_path / "matrix", pictures=write_pictures(tmp_path / "small", NAMES))
     change(matrix, lambda held: held["accuracy"][-1].__setitem__(0, None))
     page = parsed(matrix)
-    assert page.charts[2]["data"][0]["z"][2] == [None, 83.33, 83.33] and sections(page)[-2] == "examples"
+    assert page.charts[1]["data"][0]["z"][2] == [None, 83.33, 83.33] and sections(page)[-2] == "examples"
     assert page.text.count("Corrupted: what this needs") == 1  # the pictures
 
 

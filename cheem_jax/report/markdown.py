@@ -54,7 +54,7 @@ def report(results: Results) -> str:
 
 def _notes(results: Results) -> list[str]:
     notes = [
-        "`cheem report` draws this run as a page with charts of routing, similarity, the search, parameters and time.",
+        "`cheem report` draws this run as a page, with charts of routing, similarity, the search and time.",
         "A prediction is right only if task and class are; columns with `given` have the task ID given.",
         "Forgetting: best accuracy since learning minus that at the end, mean over all tasks but the last.",
         "FLOPs are 2 x multiply-adds per image, router included. `paper`: patch embedding and linear layers, "

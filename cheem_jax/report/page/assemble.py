@@ -17,7 +17,7 @@ from cheem_jax.report.comparison import comparison_grid
 from cheem_jax.report.finished import LeftOut, Recorded, RunRecord, check_comparable, read, record_of
 from cheem_jax.report.page import charts
 from cheem_jax.report.page.architecture import Architectures, architectures
-from cheem_jax.report.page.comparing import accuracy_against_flops, compare, name_in
+from cheem_jax.report.page.comparing import accuracy_against_flops, compare, key_of, title_of
 from cheem_jax.report.page.examples import Examples, examples
 from cheem_jax.report.page.headline import Tile, heading, tiles_of
 from cheem_jax.report.page.search import search_chart
@@ -79,15 +79,15 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
     comparison, links = None, {}
     if len(keys) > 1:
         finished = [run for run in drawn if run.is_finished]
-        compared = compare(finished)
+        compared, titles = compare(finished), {key_of(run): title_of(run) for run in finished}
         comparison = _section(
             "comparison", views[0].title,
             f"{views[0].lead} Means over seeds, ± standard deviation where there are several.",
-            grid=lambda: comparison_grid(compared.found, compared.titles),
-            charts=lambda: (accuracy_against_flops(compared),),
+            grid=lambda: comparison_grid(compared, titles),
+            charts=lambda: (accuracy_against_flops(compared, titles),),
         )  # fmt: skip
         for run in finished:  # to the first run of a method
-            links.setdefault(compared.titles[name_in(run, finished)], keys[run.directory])
+            links.setdefault(title_of(run), keys[run.directory])
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -155,7 +155,7 @@ def _sections(run: RunRecord, recorded: Recorded, *, images: bool) -> list[Secti
         found.append(_section("architectures", "Architectures", "The op at each block of each target network, and "
             "the task that its expert comes from.", architectures=lambda: architectures(results)))  # fmt: skip
         found.append(_section("pool", "How the pool grew", "Learning only adds experts: what an earlier task needs "
-            "cannot change.", charts=lambda: charts.pool_growth(results)))  # fmt: skip
+            "cannot change.", charts=lambda: (charts.pool_growth(results),)))  # fmt: skip
     found.append(_section("tasks", "Tasks", "", grid=lambda: task_grid(results)))
     found.append(_section("accuracy", "Accuracy after every task", "Rows are moments, columns are tasks.",
         charts=lambda: (charts.accuracy_matrix(results),)))  # fmt: skip

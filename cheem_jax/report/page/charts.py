@@ -109,53 +109,21 @@ def forgetting(results: Results) -> Chart:
     return single(caption + note_of_spread(num, CURVES), spec, 400)
 
 
-def pool_growth(results: Results) -> tuple[Chart, ...]:
-    """Experts per block after each task, and the parameters that were stored."""
-    tasks, pool = results["tasks"], results["pool"]
-    kept = spread(len(tasks), SHOWN)
+def pool_growth(results: Results) -> Chart:
+    """Experts per block after each task."""
+    num, num_blocks = len(results["tasks"]), len(results["pool"])
+    kept = spread(num, SHOWN)
     counts = np.array([np.searchsorted(block, [-1, *kept], side="right") for block in arrivals(results)])
-    blocks = [f"block {block + 1}" for block in range(len(pool))]
+    blocks = [f"block {block + 1}" for block in range(num_blocks)]
     spec = heatmap(
         counts, category_axis(blocks, blocks), task_axis(results, [-1, *kept], "after learning"),
         limits=(0, max(2, int(counts.max()))), hover="%{y} after %{x}<br><b>%{z} experts</b>",
     )  # fmt: skip
     caption = f"Experts per block, the backbone's own included: {counts[:, -1].sum():,} in all after the last task."
-    caption += note_of_spread(len(tasks), SHOWN)
+    caption += note_of_spread(num, SHOWN)
     if left := num_left(results):
         caption += f" {left:,} of them remain from forgotten tasks, and count from the start."
-    height, min_width = max(190, 26 * len(blocks) + 70), min(166 + 26 * len(kept), 700)
-    charts = [single(caption, spec, height, min_width=min_width)]
-    if all("params_stored" in task for task in tasks):
-        charts.append(_parameters(results, kept))
-    return tuple(charts)
-
-
-def _parameters(results: Results, kept: list[int]) -> Chart:
-    """Stored parameters, summed over the tasks so far."""
-    tasks, x = results["tasks"], task_axis(results, kept)
-    parts = (("experts", "params_added", "@new"), ("heads", "head_params", "@adapt"),
-        ("centroids", "centroid_params", "@reuse"))  # fmt: skip
-    traces = [
-        _bar(name, x, np.cumsum([task.get(key, 0) for task in tasks])[kept], colour, "<b>%{y:,}</b> parameters")
-        for name, key, colour in parts
-    ]
-    total = sum(task["params_stored"] for task in tasks)
-    caption = f"Parameters stored besides the backbone, summed over the tasks so far: {total:,} in all."
-    if num_left(results):
-        caption += " What remains from forgotten tasks is not counted."
-    return single(caption, _bars(traces, x, "parameters stored"), 320)
-
-
-def _bar(name: str, x: Spec, y: object, colour: str, hover: str) -> Spec:
-    return {
-        "type": "bar", "name": name, "x": x["categoryarray"], "y": rounded(y),
-        "marker": {"color": colour, "line": {"width": 0}},
-        "hovertemplate": f"%{{x}}<br>{name}: {hover}<extra></extra>",
-    }  # fmt: skip
-
-
-def _bars(traces: list[Spec], x: Spec, y_title: str) -> Spec:
-    return plot(traces, x, axis(y_title, rangemode="tozero"), barmode="stack", bargap=0.35)
+    return single(caption, spec, max(190, 26 * num_blocks + 70), min_width=min(166 + 26 * len(kept), 700))
 
 
 def similarity(results: Results) -> Chart:
@@ -186,9 +154,13 @@ def time(results: Results) -> Chart:
     kept = spread(len(tasks), SHOWN)
     x = task_axis(results, kept)
     phases = list(dict.fromkeys(phase for task in tasks for phase in task["seconds"]))
-    traces = [
-        _bar(shown(phase), x, [tasks[index]["seconds"].get(phase, 0.0) for index in kept], f"@bar{place % 9}",
-             "<b>%{y:.3~s} s</b>")
+    traces: list[Spec] = [
+        {
+            "type": "bar", "name": shown(phase), "x": x["categoryarray"],
+            "y": rounded([tasks[index]["seconds"].get(phase, 0.0) for index in kept]),
+            "marker": {"color": f"@bar{place % 9}", "line": {"width": 0}},
+            "hovertemplate": f"%{{x}}<br>{shown(phase)}: <b>%{{y:.3~s}} s</b><extra></extra>",
+        }
         for place, phase in enumerate(phases)
     ]  # fmt: skip
     whole, compiling = results["seconds_total"], results["compile"]["seconds"]
@@ -198,4 +170,5 @@ def time(results: Results) -> Chart:
         f"({100 * compiling / max(whole, 1e-9):.0f} %): {results['compile']['programs']} functions compiled, "
         f"{results['compile'].get('cached', 0)} read from the cache." + note_of_spread(len(tasks), SHOWN)
     )
-    return single(caption, _bars(traces, x, "seconds"), 400)
+    spec = plot(traces, x, axis("seconds", rangemode="tozero"), barmode="stack", bargap=0.35)
+    return single(caption, spec, 400)

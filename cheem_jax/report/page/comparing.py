@@ -1,7 +1,7 @@
 """Several runs on one page: the table of methods, and accuracy against FLOPs."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from cheem_jax.report.comparison import comparison
 from cheem_jax.report.finished import RunRecord, variant_of
@@ -9,34 +9,30 @@ from cheem_jax.report.page.specs import Chart, Spec, axis, plot, rounded, shown,
 from cheem_jax.report.table import METHODS, TOLD
 
 
-class Compared(NamedTuple):
-    """Results by method, each variant as a method of its own, in the order of `METHODS`; and the names of these."""
-
-    found: dict[str, list[Mapping[str, Any]]]
-    titles: dict[str, str]
-
-
-def compare(runs: Sequence[RunRecord]) -> Compared:
-    """The runs as comparisons take them, one result per seed."""
-    order, compared = [*METHODS], Compared({}, {})
-    for run in sorted(runs, key=lambda run: (order.index(run.results["method"]), variant_of(run))):
-        method, key = run.results["method"], name_in(run, runs)
-        compared.found.setdefault(key, []).append(run.results)
-        compared.titles[key] = METHODS[method] + key.removeprefix(method)
-    return compared
-
-
-def name_in(run: RunRecord, runs: Sequence[RunRecord]) -> str:
-    """The method, with its variant where there are several of that method."""
+def key_of(run: RunRecord) -> str:
+    """The method, with its variant where it is not the usual one."""
     method, variant = run.results["method"], variant_of(run)
-    is_only = len({variant_of(other) for other in runs if other.results["method"] == method}) == 1
-    return method if is_only or not variant else f"{method} ({variant})"
+    return f"{method} ({variant})" if variant else method
 
 
-def accuracy_against_flops(compared: Compared) -> Chart:
+def title_of(run: RunRecord) -> str:
+    """The same with the method's name."""
+    method = run.results["method"]
+    return METHODS[method] + key_of(run).removeprefix(method)
+
+
+def compare(runs: Sequence[RunRecord]) -> dict[str, list[Mapping[str, Any]]]:
+    """Results by key, one per seed, in the order of `METHODS`."""
+    order, found = [*METHODS], dict[str, list[Mapping[str, Any]]]()
+    for run in sorted(runs, key=lambda run: (order.index(run.results["method"]), key_of(run))):
+        found.setdefault(key_of(run), []).append(run.results)
+    return found
+
+
+def accuracy_against_flops(found: Mapping[str, Sequence[Mapping[str, Any]]], titles: Mapping[str, str]) -> Chart:
     """A mark per method: mean accuracy over FLOPs by the paper's convention; bars are standard deviations."""
-    rows = [row for row in comparison(compared.found) if row["flops_paper"] and row["flops_paper"]["mean"] > 0]
-    methods = {row["method"]: compared.found[row["method"]][0]["method"] for row in rows}
+    rows = [row for row in comparison(found) if row["flops_paper"] and row["flops_paper"]["mean"] > 0]
+    methods = {row["method"]: found[row["method"]][0]["method"] for row in rows}
     bounds = [row for row in rows if methods[row["method"]] in TOLD]
     own = [row for row in rows if methods[row["method"]].startswith("cheem")]
     others = [row for row in rows if row not in bounds and row not in own]
@@ -56,13 +52,13 @@ def accuracy_against_flops(compared: Compared) -> Chart:
             "type": "scatter", "mode": "markers", "name": title, "marker": marker, "cliponaxis": False,
             "x": rounded([row["flops_paper"]["mean"] / unit for row in marks], 5),
             "y": rounded([100 * row[key]["mean"] for row in marks]),
-            "text": [shown(compared.titles[row["method"]]) for row in marks], "meta": {"labelled": True},
+            "text": [shown(titles[row["method"]]) for row in marks], "meta": {"labelled": True},
             "error_y": {"array": rounded(spread), "visible": any(spread), "thickness": 1, "width": 3},
             "hovertemplate": f"<b>%{{text}}</b><br>%{{y:.1f}} %<br>%{{x:.4~g}} {name}<extra></extra>",
         }  # fmt: skip
         traces += [trace] if members else []
     caption = "Up and to the left is better. Upper bounds are given the task ID."
-    if without := [compared.titles[key] for key in compared.found if key not in methods]:
+    if without := [titles[key] for key in found if key not in methods]:
         caption += f" Not shown, because the FLOPs are unknown: {', '.join(without)}."
     is_wide = bool(flops) and max(flops) > 3 * min(flops)
     x = axis(f"{name} per image, paper's convention", type="log" if is_wide else "linear")

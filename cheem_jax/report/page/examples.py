@@ -128,8 +128,6 @@ def _planned(
 
 def _answers(directory: Path) -> Mapping[str, np.ndarray]:
     file = directory / "answers.npz"
-    if not file.exists():
-        raise EmptySection("The run has no answers.npz.")
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
             return {name: held[name] for name in held.files}
@@ -146,17 +144,16 @@ def _of_task(
 ) -> TaskExamples:
     task, labels = tasks[index], test_images.labels
     given, routed, classes = (answers[f"{name}_{index}"] for name in ("given_task", "chosen_task", "chosen_class"))
-    if not len(given) == len(routed) == len(classes) == len(labels):
-        raise EmptySection(
-            f"answers.npz has {len(given)} predictions for the {len(labels)} test images of {task['name']}."
-        )
     is_right = (routed == index) & (classes == labels)
     if routed.max(initial=0) >= len(tasks) or abs(is_right.mean() - accuracy) > 1e-9:
         raise EmptySection(
             f"answers.npz is from another moment than the record: of {task['name']!r} {is_right.mean():.4f} are right "
             f"there, {accuracy:.4f} here; the command that began the run resumes it and writes both."
         )
-    chosen = [_few(np.flatnonzero(is_right)), _few(np.flatnonzero(~is_right))]
+    chosen = [
+        [int(rows[place]) for place in spread(len(rows), EACH)]
+        for rows in (np.flatnonzero(is_right), np.flatnonzero(~is_right))
+    ]
     rows = [row for some in chosen for row in some]
     images = dict(zip(rows, test_images.decode(rows), strict=True))
 
@@ -171,11 +168,6 @@ def _of_task(
 
     right, wrong = (tuple(map(example, some)) for some in chosen)
     return TaskExamples(f"T{index} {task['name']}", right, wrong, int(is_right.sum()), int((~is_right).sum()))
-
-
-def _few(rows: np.ndarray) -> list[int]:
-    """A few rows, evenly spread."""
-    return [int(rows[position]) for position in spread(len(rows), EACH)]
 
 
 def data_uri(image: np.ndarray) -> str:
