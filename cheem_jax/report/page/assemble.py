@@ -17,12 +17,11 @@ from cheem_jax.report.comparison import comparison_grid
 from cheem_jax.report.finished import LeftOut, Recorded, RunRecord, check_comparable, read, record_of
 from cheem_jax.report.page import charts
 from cheem_jax.report.page.architecture import Architectures, architectures
-from cheem_jax.report.page.comparing import accuracy_against_flops, compare, key_of, title_of
 from cheem_jax.report.page.examples import Examples, examples
-from cheem_jax.report.page.headline import Tile, heading, tiles_of
+from cheem_jax.report.page.headline import Tile, heading, suffix_of, tiles_of
 from cheem_jax.report.page.search import search_chart
-from cheem_jax.report.page.specs import Chart, EmptySection
-from cheem_jax.report.table import MEANING, TOLD, Grid, method_grid, setting_rows, task_grid
+from cheem_jax.report.page.specs import Chart, EmptySection, Results
+from cheem_jax.report.table import MEANING, METHODS, TOLD, Grid, method_grid, setting_rows, task_grid
 from cheem_jax.run.differences import leaves, summary
 from cheem_jax.run.record import to_json
 
@@ -78,16 +77,19 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
     keys = {run.directory: view.key for run, view in zip(drawn, views, strict=True) if run.is_finished}
     comparison, links = None, {}
     if len(keys) > 1:
+        order, found, titles = [*METHODS], dict[str, list[Results]](), {}
         finished = [run for run in drawn if run.is_finished]
-        compared, titles = compare(finished), {key_of(run): title_of(run) for run in finished}
+        for run in sorted(finished, key=lambda run: (order.index(run.results["method"]), suffix_of(run))):
+            method, suffix = run.results["method"], suffix_of(run)
+            found.setdefault(method + suffix, []).append(run.results)
+            titles[method + suffix] = METHODS[method] + suffix
+            links.setdefault(METHODS[method] + suffix, keys[run.directory])  # to the first run of a method
         comparison = _section(
             "comparison", views[0].title,
             f"{views[0].lead} Means over seeds, ± standard deviation where there are several.",
-            grid=lambda: comparison_grid(compared, titles),
-            charts=lambda: (accuracy_against_flops(compared, titles),),
+            grid=lambda: comparison_grid(found, titles),
+            charts=lambda: (charts.accuracy_against_flops(found, titles),),
         )  # fmt: skip
-        for run in finished:  # to the first run of a method
-            links.setdefault(title_of(run), keys[run.directory])
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -14,18 +14,18 @@ Tile = tuple[str, str, str, str]
 def heading(run: RunRecord) -> tuple[str, str, str, list[str]]:
     """A run's name among others, its title, a sentence, and what to know before reading a number."""
     results, num = run.results, len(run.order)
-    variant, pixels = variant_of(run), f"{results['image_size']} × {results['image_size']} pixels"
+    suffix, pixels = suffix_of(run), f"{results['image_size']} × {results['image_size']} pixels"
     tasks = f"{num:,} task{'s' if num > 1 else ''}"
     if run.is_memory:
         name = run.directory.resolve().name
         return (
-            f"memory {name}{f' ({variant})' if variant else ''}, {tasks} so far",
+            f"memory {name}{suffix}, {tasks} so far",
             f"Memory {name} on {results['backbone']}",
             f"{tasks} so far, of {pixels}, each learned from its own images alone; preset {results['preset']}, seed "
             f"{results['seed']}.",
             _about_memory(run),
         )
-    name = METHODS[results["method"]] + (f" ({variant})" if variant else "") + f", seed {results['seed']}"
+    name = f"{METHODS[results['method']]}{suffix}, seed {results['seed']}"
     warnings = []
     if not run.is_finished:
         of = f"{num} of {len(run.config['tasks'])} tasks"
@@ -33,6 +33,12 @@ def heading(run: RunRecord) -> tuple[str, str, str, list[str]]:
         warnings.append(f"Unfinished: {of} so far; every number is about these.")
     lead = f"{tasks} of {pixels}, learned one after the other; preset {results['preset']}."
     return name, f"{results['stream']} on {results['backbone']}", lead, warnings
+
+
+def suffix_of(run: RunRecord) -> str:
+    """How the run differs from the usual one of its method, to be put behind the name of that."""
+    variant = variant_of(run)
+    return f" ({variant})" if variant else ""
 
 
 def _about_memory(run: RunRecord) -> list[str]:
@@ -63,7 +69,10 @@ def tiles_of(results: Mapping[str, Any]) -> tuple[Tile, ...]:
     is_bound, flops, plain = results["method"] in TOLD, results["flops"], plain_flops(results)
     tiles = []
     if results["local_average_accuracy"] is None:
-        tiles += _tiles_after_learning(results)
+        (mean, count), num = after_learning(results), len(results["tasks"])
+        missing = f"not measured: no images of {len(unmeasured(results)):,} of {num:,} tasks"
+        tiles.append(("Average accuracy", NONE, "", missing))
+        tiles.append(("Right after learning", percent(mean), "%", f"mean over {count} of {num} tasks"))
     elif not is_bound:
         tiles.append(("Average accuracy", percent(results["average_accuracy"]), "%",
             "task-agnostic: task ID inferred per image"))  # fmt: skip
@@ -85,14 +94,3 @@ def tiles_of(results: Mapping[str, Any]) -> tuple[Tile, ...]:
     unit, length = next((u, n) for u, n in (("h", 3600), ("min", 60), ("s", 1)) if seconds >= 2 * n or n == 1)
     tiles.append(("Time", number(seconds / length, 1), unit, f"{everything}; {compiling:.0f} % compiling"))
     return tuple(tiles)
-
-
-def _tiles_after_learning(results: Mapping[str, Any]) -> list[Tile]:
-    """What is known where not every task was measured after the last one."""
-    num, missing = len(results["tasks"]), len(unmeasured(results))
-    tiles = [("Average accuracy", NONE, "", f"not measured: no images of {missing:,} of {num:,} tasks")]
-    for title, key in (("Right after learning", "accuracy"), ("Right after learning, task ID given", "local_accuracy")):
-        mean, count = after_learning(results, key)
-        note = "mean over tasks" + ("" if count == num else f"; {count} of {num} known")
-        tiles.append((title, percent(mean), "" if mean is None else "%", note))
-    return tiles
