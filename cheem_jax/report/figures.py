@@ -15,8 +15,8 @@ from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.metrics import matrix_from_json
 from cheem_jax.core.ops import COLOURS
-from cheem_jax.report.memories import MARK, after_learning, cell_text, origin_name
-from cheem_jax.report.table import MEANING, spread
+from cheem_jax.report.memories import MARK, cell_text, origin_name
+from cheem_jax.report.table import MEANING, percent, spread
 
 INK, FAINT = "#262626", "#757575"
 DPI = 150
@@ -70,9 +70,9 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
     colours = colormaps["YlGnBu"].with_extremes(bad="#f4f4f4")
     panels = (("accuracy", "task ID inferred", ""), ("local_accuracy", "task ID given", "local_"))
     for axes, (key, title, prefix) in zip(both, panels, strict=True):
-        percent = 100 * matrix_from_json(results[key])[np.ix_(shown, shown)]
-        images.append(axes.imshow(np.ma.masked_invalid(percent), cmap=colours, vmin=0, vmax=100, aspect="auto"))
-        for (row, column), value in np.ndenumerate(percent):
+        values = 100 * matrix_from_json(results[key])[np.ix_(shown, shown)]
+        images.append(axes.imshow(np.ma.masked_invalid(values), cmap=colours, vmin=0, vmax=100, aspect="auto"))
+        for (row, column), value in np.ndenumerate(values):
             if not np.isnan(value):
                 ink = "white" if value > 55 else INK
                 axes.text(column, row, f"{value:.0f}", ha="center", va="center", color=ink, fontsize=9)
@@ -85,9 +85,7 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
             axes.axhline(edge, color="white", linewidth=1)
         axes.set_xlabel("tested on", color=FAINT)
         average, forgetting = results[f"{prefix}average_accuracy"], results[f"{prefix}average_forgetting"]
-        text = f"{title}{_of(shown, names)}\n{_average(results, average, key)}"
-        if forgetting is not None:
-            text += f", forgetting {100 * forgetting:.1f} points"
+        text = f"{title}{_of(shown, names)}\naverage {percent(average)} %, forgetting {percent(forgetting)} points"
         axes.set_title(text, fontsize=10, color=INK)
     both[0].set_ylabel("after learning", color=FAINT)
     bar = figure.colorbar(images[0], ax=both, aspect=25)
@@ -95,13 +93,6 @@ def accuracy_heatmap(results: Results, file: Path) -> None:
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     bar.ax.tick_params(length=0, labelsize=8, colors=INK)
     save(figure, file)
-
-
-def _average(results: Results, average: float | None, key: str) -> str:
-    if average is not None:
-        return f"average {100 * average:.1f} %"
-    mean, _ = after_learning(results, key)
-    return "not measured" if mean is None else f"right after learning {100 * mean:.1f} %"
 
 
 def save(figure: Figure, file: Path, *, bbox_inches: Literal["tight"] | None = None) -> None:

@@ -7,7 +7,6 @@ Equal records give equal bytes, and a longer record gives the same ones and more
 """
 
 import datetime
-import io
 import json
 import re
 import struct
@@ -169,17 +168,15 @@ def _content(points: Sequence[Point], config: Mapping[str, Any] | None, begun: f
         tag = re.sub(r"[^-/\w.]", "_", point.tag)
         message = summary.text(tag, point.value) if isinstance(point.value, str) else summary.scalar(tag, point.value)
         events.append(Event(wall_time=point.time, step=point.step, summary=message))
-    stream = io.BytesIO()
-    for event in events:
-        _append(stream, event.SerializeToString(deterministic=True))
-    return stream.getvalue()
+    return b"".join(_framed(event.SerializeToString(deterministic=True)) for event in events)
 
 
-def _append(stream: io.BytesIO, data: bytes) -> None:
+def _framed(data: bytes) -> bytes:
+    """A TFRecord."""
     from tensorboardX.record_writer import masked_crc32c  # pyright: ignore[reportMissingImports]
 
     header = struct.pack("<Q", len(data))
-    stream.write(header + struct.pack("<I", masked_crc32c(header)) + data + struct.pack("<I", masked_crc32c(data)))
+    return header + struct.pack("<I", masked_crc32c(header)) + data + struct.pack("<I", masked_crc32c(data))
 
 
 def _seconds(entry: Mapping[str, Any]) -> float:
