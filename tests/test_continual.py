@@ -105,7 +105,6 @@ def test_a_run_leaves_its_files_and_the_record_tells_its_numbers(finished):
     assert {f.name for f in (directory / "figures").iterdir()} >= {
         "architectures.png",
         "accuracy.png",
-        "similarity.png",
     }
     events = [entry["event"] for entry in read(directory)]
     assert events == ["run", "learned", "learned", "evaluated", "learned", "learned", "evaluated"] + ["upper_bound"] * 2
