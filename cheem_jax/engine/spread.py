@@ -58,7 +58,7 @@ def features_spread(
         return network_features(executor.on(place), mine, feed, len(rows), batch_size=batch_size)
 
     for group, rows, features in _divided(executor, networks, images, num, batch_size, evaluate, advance):
-        found[np.ix_(group, rows)] = features
+        found[np.asarray(group)[:, None], rows] = features
     return hosts.total(found)
 
 

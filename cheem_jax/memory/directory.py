@@ -49,7 +49,7 @@ class MemoryConfig:
     seed: int = 0
     seeds: SeedsConfig = SeedsConfig()
     keeps_base: bool = False
-    """Whether the backbone's own classes are one more target."""
+    """Whether the backbone's classes are one more target."""
     generation: int = 1
     tasks: tuple[str, ...] = ()
     """Names in learning order."""
@@ -72,14 +72,16 @@ def read_config(directory: Path) -> dict[str, Any]:
         held = json.loads(file.read_text())
     except FileNotFoundError:
         raise ValueError(
-            f"{str(directory)!r} is no memory (it has no {NAME}); give the folder that `cheem learn` made, or a run's"
+            f"{str(directory)!r} is not a memory (it has no {NAME}); give a folder that `cheem learn` made, or a run's"
         ) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no JSON ({error}); restore it from a copy") from error
     found = held.get("format") if isinstance(held, dict) else None
     if found not in (FORMAT, RUN_FORMAT):
         newer = isinstance(found, str) and found.startswith("cheem_jax-")
-        told = "a newer version of cheem_jax wrote it: pip install --upgrade cheem_jax" if newer else "it is no memory"
+        told = (
+            "a newer version of cheem_jax wrote it: pip install --upgrade cheem_jax" if newer else "it is not a memory"
+        )
         raise ValueError(f"{file} has the format {found!r:.60}, expected {FORMAT!r}; {told}")
     return held
 
@@ -95,7 +97,7 @@ def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:
         values = without_removed(values, where)
     hints, known = typing.get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(values.keys() - known):
-        raise ValueError(f"{where} holds unknown settings {unknown}; was it written by a newer version?")
+        raise ValueError(f"{where} contains unknown settings {unknown}; was it written by a newer version?")
     found = {}
     try:
         for name, value in values.items():

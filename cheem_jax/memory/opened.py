@@ -374,7 +374,7 @@ class OpenMemory:
         size = self.config.image_size
         for task in tasks:
             if (shape := task.train.images.shape[1:]) != (size, size, 3):
-                raise ValueError(f"task {task.name!r} holds images of shape {shape}, expected {(size, size, 3)}")
+                raise ValueError(f"task {task.name!r} contains images of shape {shape}, expected {(size, size, 3)}")
         self._learner.check(tasks)
         with self._writing() as record, stop_requests() as stop, Status(self.directory) as status:
             hashes = {task.name: data_hash(task) for task in tasks}
@@ -428,7 +428,7 @@ class OpenMemory:
                 return Forgotten(self.pools, learning["number"], (), (), (), ())
             if learning is not None and self._unfinished():
                 raise ValueError(
-                    f"task {learning['name']!r} is half learned; finish it, or forget it too, before another one is "
+                    f"task {learning['name']!r} is interrupted; finish it, or forget it too, before another one is "
                     "forgotten"
                 )
             before = self.pools
@@ -501,8 +501,8 @@ class OpenMemory:
             raise ValueError(f"{str(self.directory)!r} was opened for answering alone (usable); open it without that")
         if self.is_run:
             raise ValueError(
-                f"{str(self.directory)!r} is a run of an experiment, whose tasks are fixed; go on with what it learned "
-                f"in a memory of its own: cheem learn NEW_FOLDER DATA --begin-with {self.directory}"
+                f"{str(self.directory)!r} is a run of an experiment, whose tasks are fixed; continue with what it "
+                f"learned in a separate memory: cheem learn NEW_FOLDER DATA --begin-with {self.directory}"
             )
 
     def _check_names(self, hashes: Mapping[str, str]) -> None:
@@ -515,7 +515,7 @@ class OpenMemory:
                 continue
             if known == BASE and self.config.keeps_base:
                 raise ValueError(
-                    f"{name!r} is the backbone's own task in this memory; give this one another name (--name)"
+                    f"{name!r} is the pretraining data in this memory; give this one another name (--name)"
                 )
             raise ValueError(
                 f"a task {known!r} was learned from other images already, and what is learned never changes; give this "
@@ -531,7 +531,7 @@ class OpenMemory:
             return
         if not discard:
             raise ValueError(
-                f"task {left['name']!r} is half learned; give its command again to finish it first, or give it up with "
+                f"task {left['name']!r} is interrupted; give its command again to finish it first, or give it up with "
                 "--discard-unfinished"
             )
         self._give_up()
