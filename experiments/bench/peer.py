@@ -91,7 +91,7 @@ class CheemPeer(Peer):
         self.blocks: list[Block] = list(self.model.blocks)
         shapes = [block.mlp.fc2.weight.shape for block in self.blocks]
         self.experts: list[Pair] = [(block.mlp.fc2.weight, block.mlp.fc2.bias) for block in self.blocks]
-        self.pairs = [self._new_pair(*shape, rank) for shape in shapes]
+        self.pairs = [self._new_pair(width, num_inputs, rank) for width, num_inputs in shapes]
         self.new = [self._linear(*shape) for shape in shapes]
         self.head = self._linear(num_outputs, self.model.num_features)
         self.classes = torch.arange(num_outputs, device=self.device)

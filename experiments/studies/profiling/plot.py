@@ -27,7 +27,7 @@ def profile_table(results: Results) -> str:
     """The Markdown table, with what it was measured on and what its columns mean."""
     machine = results["machine"]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "jax", "jaxlib", "flax"))
-    rows = [_HEADER]
+    rows: list[tuple[Any, ...]] = [_HEADER]
     for case in results["configurations"]:
         for name, entry in case["executors"].items():
             rows.append((
