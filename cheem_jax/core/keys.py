@@ -42,7 +42,7 @@ class SeedsConfig:
     order: int | None = None
     """The order of the training images."""
     sampling: int | None = None
-    """The architectures that supernet training draws."""
+    """The architectures that supernet training samples."""
     search: int | None = None
     """The evolutionary search."""
 
