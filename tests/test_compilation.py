@@ -61,7 +61,7 @@ def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(tmp_path, 
         with pytest.raises(NotKept, match="JAX_COMPILATION_CACHE_DIR"):
             keep_programs()
         jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file" / "programs"))
-        with pytest.raises(ValueError, match=r"cannot keep compiled programs in .*file/programs") as error:
+        with pytest.raises(ValueError, match=r"cannot keep compiled functions in .*file/programs") as error:
             keep_programs()
         assert error.type is ValueError
     finally:

@@ -252,7 +252,7 @@ def test_the_program_cache_keeps_what_was_used_last():
     assert (cache.hits, cache.misses, cache.evictions) == (2, 4, 2)
     cache.call("b", double, np.ones(2, np.float32))  # another shape is another program
     assert cache.misses == 5
-    with pytest.raises(ValueError, match="programs is 0"):
+    with pytest.raises(ValueError, match="`programs` is 0"):
         ProgramCache(0)
 
 

@@ -125,7 +125,8 @@ def help_of(name: str) -> str:
     printed = io.StringIO()
     with redirect_stdout(printed), pytest.raises(SystemExit):
         parse(settings, ["--help"])
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", printed.getvalue()).split())
+    # the names of options are no sentences
+    return " ".join(re.sub(r"[│╭╮╰╯─]|--[\w.-]+", " ", printed.getvalue()).split())
 
 
 def messages_of(module: Path) -> Iterator[str]:
@@ -137,7 +138,7 @@ def messages_of(module: Path) -> Iterator[str]:
                 for node in ast.walk(raised)
                 if isinstance(node, ast.Constant) and isinstance(node.value, str)
             ]
-            yield " ".join(words)
+            yield re.sub(r"`[^`]*`", " ", " ".join(words))  # names of settings are no sentences
 
 
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: term.example)

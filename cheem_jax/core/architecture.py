@@ -41,7 +41,7 @@ def to_strings(architecture: Architecture) -> list[str]:
 def from_strings(texts: Any) -> Architecture:
     """Inverse of `to_strings`; ValueError for other JSON."""
     if not isinstance(texts, list | tuple):
-        raise ValueError(f"{texts!r:.60} is no architecture; expected a list of one choice per block")
+        raise ValueError(f"{texts!r:.60} is not an architecture; expected a list of one choice per block")
     return tuple(parse_choice(text) for text in texts)
 
 

@@ -30,6 +30,7 @@ class Phase(enum.IntEnum):
     METHOD_TUNING = 14
     ALIGNMENT = 15
     ALIGNMENT_ORDER = 16
+    SCORE = 17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class SeedsConfig:
     order: int | None = None
     """The order of the training images."""
     sampling: int | None = None
-    """The architectures that supernet training draws."""
+    """The architectures that supernet training samples."""
     search: int | None = None
     """The evolutionary search."""
 

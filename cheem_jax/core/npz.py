@@ -39,7 +39,7 @@ def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         shape, _, dtype = read_header(stream)
         there = member.file_size - stream.tell()
         if dtype.hasobject or not dtype.itemsize or min(shape, default=0) < 0:
-            raise ValueError(f"{name} holds no plain numbers or text, but {dtype} {shape}")
+            raise ValueError(f"{name} must contain plain numbers or text, but is {dtype} {shape}")
         if math.prod(shape) * dtype.itemsize != there:
             raise ValueError(f"{name} is {dtype} {shape} by its header, but has {there} bytes")
     with archive.open(member) as stream:

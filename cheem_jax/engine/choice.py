@@ -29,7 +29,7 @@ class EngineConfig:
     """How networks are run: nothing here changes what is computed, beyond rounding."""
 
     executor: Literal["auto", "stages", "whole", "scan"] = "auto"
-    """stages: one program per op kind; whole: one per architecture; scan: one for all; auto: as measured."""
+    """stages: one compiled function per op kind; whole: one per architecture; scan: one for all; auto: as measured."""
     precision: Precision = "float32"
     """Operands of matrix products; parameters, sums and the loss are float32 in both."""
     memory_gb: float | None = None
@@ -38,7 +38,7 @@ class EngineConfig:
     deterministic: bool = False
     """On an accelerator: networks compiled for the same bits in every run, slower; a CPU computes so anyway."""
     programs: int = 64
-    """Programs that the executor `whole` holds at most."""
+    """Compiled functions that the executor `whole` keeps at most."""
     steps_per_call: int = 8
     """Training steps in one dispatch of the executor `scan`."""
 

@@ -86,7 +86,7 @@ def keep_programs() -> Path | None:
     except OSError as error:
         kind = ValueError if chosen else NotKept
         raise kind(
-            f"cannot keep compiled programs in {directory} ({error.strerror}); name another folder with "
+            f"cannot keep compiled functions in {directory} ({error.strerror}); name another folder with "
             "JAX_COMPILATION_CACHE_DIR, or go without by JAX_ENABLE_COMPILATION_CACHE=false"
         ) from None
     _remove_torn(directory)

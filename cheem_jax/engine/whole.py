@@ -47,7 +47,7 @@ class ProgramCache:
 
     def __init__(self, capacity: int, *, max_maps: int | None = None):
         if capacity < 1:
-            raise ValueError(f"programs is {capacity}; the executor `whole` needs room for at least 1")
+            raise ValueError(f"`programs` is {capacity}; the executor `whole` keeps at least 1 compiled function")
         self.capacity = capacity
         self.max_maps = memory_map_limit() // 2 if max_maps is None else max_maps
         self.hits = self.misses = self.evictions = 0

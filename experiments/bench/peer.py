@@ -91,7 +91,7 @@ class CheemPeer(Peer):
         self.blocks: list[Block] = list(self.model.blocks)
         shapes = [block.mlp.fc2.weight.shape for block in self.blocks]
         self.experts: list[Pair] = [(block.mlp.fc2.weight, block.mlp.fc2.bias) for block in self.blocks]
-        self.pairs = [self._new_pair(*shape, rank=rank) for shape in shapes]
+        self.pairs = [self._new_pair(width, num_inputs, rank) for width, num_inputs in shapes]
         self.new = [self._linear(*shape) for shape in shapes]
         self.head = self._linear(num_outputs, self.model.num_features)
         self.classes = torch.arange(num_outputs, device=self.device)
@@ -166,7 +166,7 @@ class CheemPeer(Peer):
             logits = F.linear(self.model.norm(x[:, 0]), *self.head)
         return torch.where(self.classes < num_classes, logits, -1e30)
 
-    def _new_pair(self, width: int, num_inputs: int, *, rank: int) -> Pair:
+    def _new_pair(self, width: int, num_inputs: int, rank: int) -> Pair:
         """LoRA's start: down [r, F] Kaiming-uniform with a = sqrt(5), up [D, r] zero."""
         down = torch.empty(rank, num_inputs).uniform_(-(num_inputs**-0.5), num_inputs**-0.5)
         return nn.Parameter(down.to(self.device)), nn.Parameter(torch.zeros(width, rank, device=self.device))

@@ -19,7 +19,7 @@ from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import features_on_the_way
-from cheem_jax.memory.answering import Answering
+from cheem_jax.memory import OpenMemory
 from cheem_jax.run.method import base_network
 
 SPLITS = ("train", "val", "test")
@@ -143,7 +143,7 @@ class Looked(NamedTuple):
 
 
 def look(
-    memory: Answering,
+    memory: OpenMemory,
     tasks: Sequence[Task],
     seen: Sequence[Seen],
     config: RouterConfig,
