@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cheem_jax.cli.shared import Answering, OfData
+from cheem_jax.cli.shared import Answering, OfData, Predicting
 from cheem_jax.core.paths import shown
 from cheem_jax.memory import Score
 from cheem_jax.memory.predictor import Asked, Predictor, files_in, predict_files
@@ -29,7 +29,7 @@ SHOW_PROGRESS_FROM = 500
 
 
 @dataclasses.dataclass(frozen=True)
-class Predict(Answering):
+class Predict(Predicting):
     """Say which task and class pictures belong to, and which blocks answered."""
 
     pictures: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PICTURE")]
@@ -38,16 +38,8 @@ class Predict(Answering):
     """A table for people, CSV, or one JSON object per line."""
     json: bool = False
     """Short for --format json."""
-    top: int = 5
-    """Classes to tell of each picture (in JSON; the table shows two)."""
-    open_set: float | None = None
-    """Answer `none of my tasks` for pictures farther from the nearest task than this share of its own validation
-    pictures, such as 0.05; default: every picture gets a task, as in the paper."""
     task: str | None = None
     """The true task of all pictures, if you know it: its network alone answers."""
-    memory_gb: float | None = None
-    """Memory for the networks of tasks that are ready; default: a quarter of the device's. What was used longest ago is
-    dropped and made again when it is needed; answers are the same."""
 
 
 def predict_images(settings: Predict) -> int:
@@ -58,9 +50,7 @@ def predict_images(settings: Predict) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")
     files, errors = _files(settings.pictures)
-    predictor = settings.open().predictor(
-        top=settings.top, open_set=settings.open_set, task=settings.task, memory_gb=settings.memory_gb
-    )
+    predictor = settings.predictor(task=settings.task)
     failed = list[Asked]()
 
     def answers() -> Iterator[Asked]:
