@@ -13,8 +13,7 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.task import check_names
 from cheem_jax.export import onnx_model, stablehlo, timm_weights
 from cheem_jax.export.checking import check, seconds_per_image
-from cheem_jax.export.programs import Program, memory_program, num_bytes, task_program
-from cheem_jax.export.subject import Artefact, Subject
+from cheem_jax.export.programs import Artefact, Program, Subject, memory_program, num_bytes, task_program
 
 Format = Literal["stablehlo", "onnx", "timm"]
 SUFFIXES: dict[Format, str] = {"stablehlo": ".stablehlo", "onnx": ".onnx", "timm": ".safetensors"}

@@ -335,8 +335,7 @@ class OpenMemory:
             raise ValueError(
                 "one task's network has no router, so open_set means nothing there; leave out one of the two"
             )
-        from cheem_jax.export import export
-        from cheem_jax.export.subject import Subject
+        from cheem_jax.export import Subject, export
 
         thresholds = self.predictor(open_set=open_set).thresholds
         subject = Subject(
