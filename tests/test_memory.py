@@ -220,9 +220,9 @@ def test_another_task_does_not_take_the_place_of_a_half_learned_one(copied):
         memory.learn(small.task("fourth", 8), progress=Killed("search"), save_every=0)
     memory = cheem_jax.open(copied)
     for data in (small.task("fifth", 9), [small.task("fifth", 9), small.task("fourth", 8)], small.task("fourth", 9)):
-        with pytest.raises(ValueError, match="'fourth' is half learned"):
+        with pytest.raises(ValueError, match="'fourth' is interrupted"):
             memory.learn(data)
-    with pytest.raises(ValueError, match="'fourth' is half learned"):
+    with pytest.raises(ValueError, match="'fourth' is interrupted"):
         memory.forget("task0")
     assert contents(copied) == before and len(memory.predict(STREAM.tasks[0].test.images[:1])) == 1
     with pytest.raises(KeyboardInterrupt):
@@ -408,7 +408,7 @@ def test_the_backbones_own_classes_can_be_a_target(tmp_path):
     mine = [i for i, answer in enumerate(answers) if answer.task == "base"]
     assert len(mine) > len(answers) / 2
     assert [answers[i].label for i in mine] == [own.classes[wanted[i]] for i in mine]
-    with pytest.raises(ValueError, match="backbone's own task"):
+    with pytest.raises(ValueError, match="is the pretraining data in this memory"):
         memory.learn(small.task("Base", 5))
 
 
@@ -448,7 +448,7 @@ def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_c
     save_converted(carrying, dataclasses.replace(pretrained, base_means=found))
     config = RunConfig(small.QUICK, "quick")
     run_stream(Stream("one", STREAM.tasks[:1]), pretrained, config, run, Progress(), base_images=pictures)
-    with pytest.raises(ValueError, match="measured mean class tokens of the backbone's own task, which .* lacks"):
+    with pytest.raises(ValueError, match="measured mean CLS tokens of the pretraining data, which .* lacks"):
         cheem_jax.begin_with(tmp_path / "pets", run, weights=lacking)
     begun = cheem_jax.begin_with(tmp_path / "pets", run, weights=carrying)
     assert [task.name for task in begun.tasks] == ["task0"]
@@ -457,7 +457,7 @@ def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_c
 def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):
     with pytest.raises(ValueError, match="cheem learn"):
         cheem_jax.open(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="is no memory"):
+    with pytest.raises(ValueError, match="is not a memory"):
         cheem_jax.open(tmp_path)
     config = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps({**config, "format": "cheem_jax-memory/2"}))

@@ -48,7 +48,7 @@ def _words(option: str, values: tuple[Any, ...]) -> list[str]:
     words = [_text(value) for value in values]
     unfit = [value for value in values if isinstance(value, str) and (value.startswith("-") or value == "None")]
     if unfit:
-        raise ValueError(f"{option} holds {unfit[0]!r}, which a command line takes for something else; rename it")
+        raise ValueError(f"{option} contains {unfit[0]!r}, which a command line takes for something else; rename it")
     return words
 
 

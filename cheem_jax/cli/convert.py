@@ -1,4 +1,4 @@
-"""`cheem convert`: weights of a plain timm ViT, DeiT or DINO in this library's format, with the means of its own task.
+"""`cheem convert`: weights of a plain timm ViT, DeiT or DINO in this library's format, with means of its own data.
 
     cheem convert --backbone deit_tiny --output deit_tiny.safetensors
     cheem convert --backbone deit_tiny --weights FILE --output deit_tiny.safetensors \
@@ -34,7 +34,7 @@ class Convert:
     weights: Path | None = None
     """Local .safetensors or .npz under timm's names, or a converted file; else the hub's timm/ repository."""
     base_data: str | None = None
-    """Training images of the backbone's own task: a folder, a zip, or tfds:NAME:SPLIT."""
+    """Training images of the pretraining data: a folder, a zip, or tfds:NAME:SPLIT."""
     image_size: int | None = None
     """Side in pixels at which the means of --base-data are measured; default: the weights' own."""
     overwrite: bool = False

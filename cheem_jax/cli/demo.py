@@ -24,11 +24,11 @@ class Demo:
     run_dir: Path = Path("runs/demo")
     """Where the run is kept; an unfinished one is continued."""
     method: Name = "cheem"
-    """What learns; `cheem_lite` and `moe_adapters` name the task by the bundled vit_nano."""
+    """What learns; `cheem_lite` and `moe_adapters` infer the task ID with the bundled vit_nano."""
     seed: int = 0
     """Root of every PRNG key in the run."""
     seeds: SeedsConfig = SeedsConfig()
-    """Seeds of their own for parts of the run."""
+    """Separate seeds for parts of the run."""
     upper_bound: bool = False
     """Also fine-tune the whole backbone per task."""
     tensorboard: bool = False

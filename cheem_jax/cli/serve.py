@@ -10,12 +10,12 @@ from cheem_jax.core.paths import shown
 from cheem_jax.run.progress import Progress
 
 BATCH_SIZES = (1, 8, 16)
-"""Sizes that are compiled beside the largest one: of 32 clients about ten meet in a batch."""
+"""Sizes that are compiled next to the largest one: of 32 clients about ten meet in a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Serve(Predicting):
-    """Answer pictures over HTTP, with a page in the browser that shows which blocks ran (extra `serve`)."""
+    """Answer images over HTTP, with a page in the browser that shows which blocks ran (extra `serve`)."""
 
     host: str = "127.0.0.1"
     """Address to listen on; the default is reached from this machine only."""
@@ -24,15 +24,15 @@ class Serve(Predicting):
     max_body_mb: float = 10
     """Megabytes (2^20 bytes) of a request."""
     max_pixels: int = 40_000_000
-    """Width times height of a picture."""
+    """Width times height of an image."""
     max_queue: int = 256
-    """Pictures in the server at one time; a request beyond them is refused with 429."""
+    """Images in the server at one time; a request beyond them is refused with 429."""
     timeout_s: float = 10
     """Seconds until a request is answered; a body that takes longer ends in 408, an answer in 503."""
     batch_wait_ms: float = 2
-    """Milliseconds that a picture waits for others to be answered with."""
+    """Milliseconds that an image waits for others to be answered with."""
     max_batch: int = 32
-    """Pictures that are answered together."""
+    """Images that are answered together."""
 
 
 def serve_memory(settings: Serve) -> None:

@@ -45,8 +45,8 @@ class Predicting(Answering):
     top: int = 5
     """Classes that are named for each image, the most probable first (a table shows two)."""
     open_set: float | None = None
-    """Answer `none of my tasks` for images farther from the nearest task than this share of its own validation images,
-    such as 0.05; default: every image gets a task, as in the paper."""
+    """Answer `none of my tasks` for images farther from the nearest task than this share of that task's validation
+    images, such as 0.05; default: every image gets a task, as in the paper."""
     memory_gb: float | None = None
     """Memory for the networks of tasks that are ready; default: a quarter of the device's. Least recently used ones are
     dropped and made again when needed; answers are the same."""

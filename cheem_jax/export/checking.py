@@ -54,7 +54,7 @@ def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int
     largest, scale = max(differences), max([0.0, *map(_largest, logits.values())])
     if not largest <= TOLERANCE * max(1.0, scale):
         raise RuntimeError(
-            f"the exported program differs from the network by {largest:.3g} (logits up to {scale:.3g}); nothing was "
+            f"the exported file differs from the network by {largest:.3g} (logits up to {scale:.3g}); nothing was "
             "written"
         )
     return largest, set(logits)

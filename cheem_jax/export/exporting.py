@@ -95,7 +95,7 @@ def _make(subject: Subject, index: int | None, kind: Format, description: dict[s
         assert index is not None
         return timm_weights.make(subject, index, description)
     if (wanted := num_bytes(subject, index)) > LIMIT:
-        raise ValueError(f"weights of {wanted} bytes; a {kind} file holds less than 2 GiB, so export task by task")
+        raise ValueError(f"weights of {wanted} bytes; a {kind} file contains less than 2 GiB, so export task by task")
     program, size = _program(subject, index), subject.vit.config.image_size
     if kind == "onnx":
         return onnx_model.make(program, size, list(description["outputs"]), description)

@@ -55,7 +55,7 @@ def pixels_of(image: Picture, size: int, name: str) -> np.ndarray:
     if not isinstance(image, np.ndarray):
         raise ValueError(f"{name} is a {type(image).__name__}, expected a file, bytes, a PIL image or uint8 [H, W, 3]")
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
-        raise ValueError(f"{name} is {image.dtype} {list(image.shape)}, expected uint8 [H, W, 3] or a picture file")
+        raise ValueError(f"{name} is {image.dtype} {list(image.shape)}, expected uint8 [H, W, 3] or an image file")
     if image.shape[:2] == (size, size):
         return image
     return np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC))

@@ -1,8 +1,8 @@
 """The directory of a memory that a person keeps: complete in itself, and changed as a whole or not at all.
 
     config.json                     what the memory is, and the generation that counts
-    backbone.safetensors            the frozen backbone with its own head and mean class tokens
-    base/                           where the backbone's own task lies among features, if it is kept as a target
+    backbone.safetensors            the frozen backbone with its head and mean CLS tokens of its data
+    base/                           where the pretraining data lie among features, if their classes are kept as a target
     generation-0001/cheem/000-cats  one directory per task, as in a run
     metrics.jsonl                   how each task was learned and what was measured
 
@@ -72,11 +72,13 @@ def read_config(directory: Path) -> dict[str, Any]:
         held = read_object(file)
     except FileNotFoundError:
         raise ValueError(
-            f"{str(directory)!r} is no memory (it has no {NAME}); give the folder that `cheem learn` made, or a run's"
+            f"{str(directory)!r} is not a memory (it has no {NAME}); name what `cheem learn` made, or a run"
         ) from None
     if (found := held.get("format")) not in (FORMAT, RUN_FORMAT):
         newer = isinstance(found, str) and found.startswith("cheem_jax-")
-        told = "a newer version of cheem_jax wrote it: pip install --upgrade cheem_jax" if newer else "it is no memory"
+        told = (
+            "a newer version of cheem_jax wrote it: pip install --upgrade cheem_jax" if newer else "it is not a memory"
+        )
         raise ValueError(f"{file} has the format {found!r:.60}, expected {FORMAT!r}; {told}")
     return held
 
@@ -92,7 +94,7 @@ def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:
         values = without_removed(values, where)
     hints, known = typing.get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(values.keys() - known):
-        raise ValueError(f"{where} holds unknown settings {unknown}; was it written by a newer version?")
+        raise ValueError(f"{where} contains unknown settings {unknown}; was it written by a newer version?")
     found = {}
     try:
         for name, value in values.items():

@@ -61,9 +61,9 @@ def create(
 ) -> OpenMemory:
     """A memory without a task yet, in a new or empty folder; all or nothing.
 
-    `weights` as for `load_pretrained`. `method` are settings other than the preset's. `base_data` are pictures of the
-    backbone's own task (a folder or zip as for `learn`), which anchor the similarity of tasks; with `keep_base` the
-    backbone's own classes become one more target, named `base_classes` or after the folders of the data. Raises
+    `weights` as for `load_pretrained`. `method` are settings other than the preset's. `base_data` are images of the
+    pretraining data (a folder or zip as for `learn`), which anchor the similarity of tasks; with `keep_base` their
+    classes become one more target, named `base_classes` or after the folders of the data. Raises
     ValueError for settings that do not fit, FileNotFoundError without weights.
     """
     directory = absolute(directory)
@@ -80,12 +80,14 @@ def create(
         raise ValueError(
             f"{pretrained.config.name} carries no head, so it has no classes to keep"
             if vit.head is None
-            else "to keep the backbone's own classes, pictures have to tell where they lie; give base_data"
+            else "to keep the classes of the pretraining data, images have to show where they lie; give base_data"
         )
     if base_data is not None:
         found_tasks = tasks_of(base_data, size, progress)
         if len(found_tasks) != 1:
-            raise ValueError(f"base_data holds {len(found_tasks)} tasks, expected one: {[t.name for t in found_tasks]}")
+            raise ValueError(
+                f"base_data contains {len(found_tasks)} tasks, expected one: {[t.name for t in found_tasks]}"
+            )
         own = found_tasks[0]
         found = base_means(vit, own.train.images, batch_size=config.batch_size)
         pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **found})
@@ -153,7 +155,7 @@ def _check_means(run: OpenMemory) -> None:
     # what a run measured is known by its pictures, so that any means of the weights have to be taken for those
     if known is None if held.get("base_data_sha256") else known != held.get("base_means_sha256"):
         raise ValueError(
-            f"run {str(run.directory)!r} measured mean class tokens of the backbone's own task, which "
+            f"run {str(run.directory)!r} measured mean CLS tokens of the pretraining data, which "
             f"{run.pretrained.source} lacks; write weights with them by `cheem convert --base-data`, and give those "
             "(--weights)"
         )
@@ -181,7 +183,7 @@ def open_memory(
         config, pretrained = _run_config(directory, held, weights)
     else:
         if weights is not None:
-            raise ValueError(f"memory {str(directory)!r} holds its own weights; leave --weights out")
+            raise ValueError(f"memory {str(directory)!r} contains its own weights; leave --weights out")
         config = config_of(held, directory)
         if not (directory / WEIGHTS).is_file():
             raise ValueError(f"memory {str(directory)!r} lacks {WEIGHTS}; restore it from a copy")
@@ -201,7 +203,7 @@ def _run_config(
     """A run of an experiment, seen as a memory."""
     if "cheem" not in held or held.get("router_weights_sha256") is not None:
         raise ValueError(
-            f"{str(directory)!r} is a run of another method than cheem, or with a router of its own; only CHEEM's "
+            f"{str(directory)!r} is a run of another method than cheem, or with a separate router; only CHEEM's "
             "memories answer here"
         )
     begun = next((entry for entry in read(directory) if entry["event"] == "run"), {})

@@ -274,9 +274,9 @@ class OpenMemory:
         open_set: float | None = None,
         task: str | None = None,
     ) -> list[Prediction]:
-        """The answer to each picture: a file, its bytes, a PIL image, or an array uint8 `[H, W, 3]` or `[N, H, W, 3]`.
+        """The answer to each image: a file, its bytes, a PIL image, or an array uint8 `[H, W, 3]` or `[N, H, W, 3]`.
 
-        `task` tells the true task of all of them. Raises ValueError or OSError naming what is no picture.
+        `task` tells the true task of all of them. Raises ValueError or OSError naming what is not an image.
         """
         if isinstance(images, str | bytes | Path | Image.Image) or (
             isinstance(images, np.ndarray) and images.ndim == 3
@@ -357,7 +357,7 @@ class OpenMemory:
     ) -> tuple[TaskInfo, ...]:
         """Learn one task or several, each from its own images alone; what is learned already from equal data stays.
 
-        Killed at any moment and called again with the same data it goes on; Ctrl-C raises Stopped after the running
+        Killed at any moment and called again with the same data it resumes; Ctrl-C raises Stopped after the running
         step. Raises ValueError for a task whose name is taken, where another one is unfinished (unless
         `discard_unfinished`), and for a run of an experiment, whose tasks are fixed.
         """
@@ -373,7 +373,7 @@ class OpenMemory:
         size = self.config.image_size
         for task in tasks:
             if (shape := task.train.images.shape[1:]) != (size, size, 3):
-                raise ValueError(f"task {task.name!r} holds images of shape {shape}, expected {(size, size, 3)}")
+                raise ValueError(f"task {task.name!r} contains images of shape {shape}, expected {(size, size, 3)}")
         self._learner.check(tasks)
         with self._writing() as record, stop_requests() as stop, Status(self.directory) as status:
             hashes = {task.name: data_hash(task) for task in tasks}
@@ -416,7 +416,7 @@ class OpenMemory:
     def forget(self, name: str, *, erase: bool = False) -> Forgotten:
         """Drop a task and what only it uses; every other task answers as before.
 
-        See `forgetting`. Raises ValueError for an unknown name, and while a task is half learned.
+        See `forgetting`. Raises ValueError for an unknown name, and while a task is interrupted.
         """
         self.check_writable()
         with self._writing():
@@ -427,7 +427,7 @@ class OpenMemory:
                 return Forgotten(self.pools, learning["number"], (), (), (), ())
             if learning is not None and self._unfinished():
                 raise ValueError(
-                    f"task {learning['name']!r} is half learned; finish it, or forget it too, before another one is "
+                    f"task {learning['name']!r} is interrupted; finish it, or forget it too, before another one is "
                     "forgotten"
                 )
             before = self.pools
@@ -500,8 +500,8 @@ class OpenMemory:
             raise ValueError(f"{str(self.directory)!r} was opened for answering alone (usable); open it without that")
         if self.is_run:
             raise ValueError(
-                f"{str(self.directory)!r} is a run of an experiment, whose tasks are fixed; go on with what it learned "
-                f"in a memory of its own: cheem learn NEW_FOLDER DATA --begin-with {self.directory}"
+                f"{str(self.directory)!r} is a run of an experiment, whose tasks are fixed; continue in a new memory: "
+                f"cheem learn NEW_FOLDER DATA --begin-with {self.directory}"
             )
 
     def _check_names(self, hashes: Mapping[str, str]) -> None:
@@ -514,7 +514,7 @@ class OpenMemory:
                 continue
             if known == BASE and self.config.keeps_base:
                 raise ValueError(
-                    f"{name!r} is the backbone's own task in this memory; give this one another name (--name)"
+                    f"{name!r} is the pretraining data in this memory; give this one another name (--name)"
                 )
             raise ValueError(
                 f"a task {known!r} was learned from other images already, and what is learned never changes; give this "
@@ -530,7 +530,7 @@ class OpenMemory:
             return
         if not discard:
             raise ValueError(
-                f"task {left['name']!r} is half learned; give its command again to finish it first, or give it up with "
+                f"task {left['name']!r} is interrupted; give its command again to finish it first, or give it up with "
                 "--discard-unfinished"
             )
         self._give_up()

@@ -186,7 +186,7 @@ class Predictor:
         if images.shape[1:] != (size, size, 3) or images.dtype != np.uint8:
             raise ValueError(
                 f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, {size}, {size}, 3]; "
-                "`memory.predict` takes files and pictures of any size"
+                "`memory.predict` takes files and images of any size"
             )
         near = np.zeros((num, len(self.targets)))
         targets = np.zeros(num, np.int32)
@@ -270,13 +270,13 @@ def predict_files(predictor: Predictor, files: Iterable[str | Path]) -> Iterator
 
 
 def files_in(place: Path) -> list[str]:
-    """A file itself, or the pictures below a folder; ValueError where it holds none."""
+    """A file itself, or the images below a folder; ValueError where it holds none."""
     folder = absolute(place)
     if not folder.is_dir():
         return [str(place)]
     found = [str(place / name) for name in list_files(folder, any_name=True) if is_image(name)]
     if not found:
-        raise ValueError(f"{str(place)!r} holds no picture; expected a picture, or a folder of some")
+        raise ValueError(f"{str(place)!r} contains no image; expected an image, or a folder of some")
     return found
 
 
