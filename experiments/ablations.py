@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from charts import architecture_sheet, spread, sweep_picture, write_page
+from charts import architecture_sheet, names_in, spread, sweep_picture, write_page
 from study import Found, Study, Variant, run_all
 
 from cheem_jax.cheem.config import PLUS, PRESETS
@@ -25,8 +25,6 @@ from cheem_jax.core.ops import KINDS
 from cheem_jax.report.comparison import comparison
 from cheem_jax.report.table import METHODS, NONE, Grid, format_flops
 from cheem_jax.run.progress import Progress
-
-STUDIES = ("epsilon", "tolerance", "sampling", "placement", "ops", "weights", "base_means", "plus")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,57 +54,47 @@ def main(settings: Ablations) -> None:
 
 
 def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
-    """The variants of each study that is asked for, CHEEM as it is first."""
-    asked = list(STUDIES) if settings.only is None else [name.strip() for name in settings.only.split(",")]
-    unknown = [name for name in asked if name not in STUDIES]
-    if unknown:
-        raise ValueError(f"--only names {', '.join(map(repr, unknown))}; the studies are {', '.join(STUDIES)}")
+    """The variants of each study that is asked for, CHEEM as it is among them."""
     usual = PRESETS[settings.chosen_preset]
-    epsilons = usual.exploration.epsilon, usual.search.epsilon
-    plain = Variant("cheem", "CHEEM")
-    return {name: _study(name, settings, plain, epsilons, usual.search.tolerance) for name in STUDIES if name in asked}
+    tolerance = usual.search.tolerance
 
+    def plain(title: str) -> Variant:
+        return Variant("cheem", title)
 
-def _study(
-    name: str, settings: Ablations, plain: Variant, epsilons: tuple[float, float], tolerance: float
-) -> list[Variant]:
-    match name:
-        case "epsilon":
-            return [
-                plain._replace(title=f"eps1 = {epsilons[0]:g}, eps2 = {epsilons[1]:g}"),
-                *(
-                    Variant(f"epsilon-{e:g}", f"eps1 = eps2 = {e:g}", config=dict.fromkeys(EPSILONS, e))
-                    for e in _checked("epsilons", settings.epsilons)
-                ),
-            ]
-        case "tolerance":
-            return [
-                *(
-                    plain._replace(title=f"tau = {100 * t:g} %") if t == tolerance
-                    else Variant(f"tolerance-{t:g}", f"tau = {100 * t:g} %", config={"search.tolerance": t})
-                    for t in sorted({tolerance, *_checked("tolerances", settings.tolerances)})
-                ),
-                Variant("s_prompts", METHODS["s_prompts"], "s_prompts"),
-                Variant("lora_cl", METHODS["lora_cl"], "lora_cl"),
-            ]  # fmt: skip
-        case "sampling":
-            return [plain._replace(title="HEE"), Variant("uniform", "uniform", config={"sampling": "uniform"})]
-        case "placement":
-            other = Variant("attn_proj", "attn_proj", config={"placement": "attn_proj"})
-            return [plain._replace(title="mlp_down"), other]
-        case "ops":
-            return [
-                plain._replace(title="all four ops"),
-                *(Variant(f"no-{kind}", f"without {kind}", config={"remove": (kind,)}) for kind in KINDS),
-            ]
-        case "weights":
-            inherited = Variant("inherited", "inherited from the supernet", config={"weights": "inherited"})
-            return [plain._replace(title="initialised anew"), inherited]
-        case "plus":
-            return [plain._replace(title="the paper's"), Variant("plus", "what paid on small real sets", config=PLUS)]
-        case _:
-            neutral = Variant("neutral", "neutral base means", config={"base_means": "neutral"})
-            return [plain._replace(title="base means where known"), neutral]
+    studies = {
+        "epsilon": [
+            plain(f"eps1 = {usual.exploration.epsilon:g}, eps2 = {usual.search.epsilon:g}"),
+            *(
+                Variant(f"epsilon-{e:g}", f"eps1 = eps2 = {e:g}", config=dict.fromkeys(EPSILONS, e))
+                for e in _checked("epsilons", settings.epsilons)
+            ),
+        ],
+        "tolerance": [
+            *(
+                plain(f"tau = {100 * t:g} %") if t == tolerance
+                else Variant(f"tolerance-{t:g}", f"tau = {100 * t:g} %", config={"search.tolerance": t})
+                for t in sorted({tolerance, *_checked("tolerances", settings.tolerances)})
+            ),
+            Variant("s_prompts", METHODS["s_prompts"], "s_prompts"),
+            Variant("lora_cl", METHODS["lora_cl"], "lora_cl"),
+        ],
+        "sampling": [plain("HEE"), Variant("uniform", "uniform", config={"sampling": "uniform"})],
+        "placement": [plain("mlp_down"), Variant("attn_proj", "attn_proj", config={"placement": "attn_proj"})],
+        "ops": [
+            plain("all four ops"),
+            *(Variant(f"no-{kind}", f"without {kind}", config={"remove": (kind,)}) for kind in KINDS),
+        ],
+        "weights": [
+            plain("newly initialised"),
+            Variant("inherited", "inherited from the supernet", config={"weights": "inherited"}),
+        ],
+        "base_means": [
+            plain("base means where known"), Variant("neutral", "neutral base means", config={"base_means": "neutral"}),
+        ],
+        "plus": [plain("the paper's"), Variant("plus", "what paid on small real sets", config=PLUS)],
+    }  # fmt: skip
+    asked = list(studies) if settings.only is None else names_in("--only", settings.only, studies)
+    return {name: variants for name, variants in studies.items() if name in asked}
 
 
 EPSILONS = ("exploration.epsilon", "search.epsilon")
@@ -183,14 +171,14 @@ def draw(directory: Path, studies: Mapping[str, Sequence[Variant]], found: Found
         sweep_picture(
             directory / "epsilon.png", "exploration probability eps1 = eps2",
             [(variant.config[EPSILONS[0]], found[variant.name]) for variant in swept],
-            "params_added_percent", marked=(usual.title, found[usual.name]),
+            "params_added_percent", {usual.title: found[usual.name]},
         )  # fmt: skip
     if "tolerance" in studies:
         *swept, prompts, lora = studies["tolerance"]
         sweep_picture(
             directory / "tolerance.png", "tolerance tau, points of accuracy",
             [(float(variant.title.split()[2]), found[variant.name]) for variant in swept],
-            "flops_paper", lines={variant.title: found[variant.name] for variant in (prompts, lora)},
+            "flops_paper", {variant.title: found[variant.name] for variant in (prompts, lora)},
         )  # fmt: skip
     for name in ("sampling", "placement"):
         if name in studies:

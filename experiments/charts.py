@@ -2,13 +2,12 @@
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -21,7 +20,10 @@ from cheem_jax.report.table import NONE, Grid
 
 Runs = Sequence[Mapping[str, Any]]
 ACCURACY, COST = "#1f77b4", "#c0392b"
-COSTS = {"params_added_percent": "parameters added per task, % of the backbone", "flops_paper": "FLOPs per image"}
+COSTS = {
+    "params_added_percent": ("parameters added per task, % of the backbone", 1.0),
+    "flops_paper": ("FLOPs per image, M", 1e-6),
+}
 
 
 def mean_std(values: Sequence[float | None]) -> dict[str, Any] | None:
@@ -48,6 +50,16 @@ def check_folder(option: str, place: Path) -> None:
         raise ValueError(f"{option} names {place}, which is not a folder; expected one that exists or can be made")
 
 
+def names_in(option: str, text: str, known: Iterable[str]) -> list[str]:
+    """The names that an option lists, separated by commas, each once; ValueError for none and for unknown ones."""
+    names, known = list(dict.fromkeys(filter(None, map(str.strip, text.split(","))))), list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        wrong = ", ".join(map(repr, unknown)) or "nothing"
+        raise ValueError(f"{option} names {wrong}; expected some of: {', '.join(known)}")
+    return names
+
+
 def write_page(place: Path, text: str, numbers: Any, table: Grid | str | None = None) -> None:
     """`PLACE.md`, its numbers as `.json` and its table as `.csv`."""
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -55,6 +67,12 @@ def write_page(place: Path, text: str, numbers: Any, table: Grid | str | None = 
     write_atomically(place.with_suffix(".json"), json.dumps(numbers, indent=1) + "\n")
     if table is not None:
         write_atomically(place.with_suffix(".csv"), table.to_csv() if isinstance(table, Grid) else table)
+
+
+def filled(title: str, columns: Mapping[str, Sequence[str]]) -> Grid:
+    """A table from its columns by heading, without those that have nothing; the first one is aligned to the left."""
+    kept = {heading: cells for heading, cells in columns.items() if any(cells)}
+    return Grid(title, tuple(kept), tuple(zip(*kept.values(), strict=True)), 1)
 
 
 def frame(axes: Axes, title: str = "", x: str = "", y: str = "", *, grid: bool = False) -> None:
@@ -76,52 +94,29 @@ def legend_below(figure: Figure, handles: Sequence[Line2D]) -> None:
 
 
 def sweep_picture(
-    file: Path,
-    label: str,
-    points: Sequence[tuple[float, Runs]],
-    cost: str,
-    *,
-    marked: tuple[str, Runs] | None = None,
-    lines: Mapping[str, Runs] | None = None,
+    file: Path, label: str, points: Sequence[tuple[float, Runs]], cost: str, levels: Mapping[str, Runs]
 ) -> None:
     """Average accuracy (left) and a cost (right) over the values of one setting, with the deviation over runs.
 
-    `marked` is the usual setting, a star on either axis; `lines` are other methods, level lines.
+    `levels` are runs to compare with, by title: horizontal lines.
     """
-    figure = Figure(figsize=(6.4, 4.0), dpi=DPI, layout="constrained")
-    left = figure.add_subplot()
-    right = left.twinx()
-    title, scale = COSTS[cost], 1.0
-    if cost == "flops_paper":
-        giga = max(_measured(runs, cost, 1.0)["mean"] for _, runs in points) >= 1e9
-        title, scale = (f"{title}, G", 1e-9) if giga else (f"{title}, M", 1e-6)
-    values = [value for value, _ in points]
-    for axes, name, factor, colour, shape in (
-        (left, "average_accuracy", 100.0, ACCURACY, "o-"),
-        (right, cost, scale, COST, "s--"),
-    ):
-        found = [_measured(runs, name, factor) for _, runs in points]
+    figure, values = Figure(figsize=(9.6, 4.0), dpi=DPI, layout="constrained"), [value for value, _ in points]
+    measures = {"average_accuracy": ("average accuracy, %", 100.0, ACCURACY), cost: (*COSTS[cost], COST)}
+    for axes, (name, (title, factor, colour)) in zip(figure.subplots(1, 2), measures.items(), strict=True):
+
+        def of(runs: Runs, name=name, factor=factor) -> dict[str, Any]:
+            found = mean_std([factor * value for run in runs if (value := measure(run, name)) is not None])
+            return found or {"mean": float("nan"), "std": None}
+
+        found = [of(runs) for _, runs in points]
         means, errors = [each["mean"] for each in found], [each["std"] or 0.0 for each in found]
-        axes.errorbar(values, means, yerr=errors, fmt=shape, color=colour, markersize=5, capsize=3, linewidth=1.5)
-        if marked is not None:
-            mean = _measured(marked[1], name, factor)["mean"]
-            axes.plot([float(np.mean(values))], [mean], "*", color=colour, markersize=13, markeredgecolor="white")
-        for style, (method, runs) in zip((":", "-."), (lines or {}).items(), strict=False):
-            mean = _measured(runs, name, factor)["mean"]
+        axes.errorbar(values, means, yerr=errors, fmt="o-", color=colour, markersize=5, capsize=3, linewidth=1.5)
+        for style, (level, runs) in zip(("--", ":", "-."), levels.items(), strict=False):
+            mean = of(runs)["mean"]
             axes.axhline(mean, color=colour, linestyle=style, linewidth=1, alpha=0.8)
-            at = values[0] if axes is left else values[-1]
-            axes.annotate(
-                method, (at, mean), xytext=(0, 2), textcoords="offset points", color=colour, fontsize=8,
-                ha="left" if axes is left else "right",
-            )  # fmt: skip
-        axes.tick_params(axis="y", colors=colour, labelsize=9)
-        axes.spines[["top"]].set_visible(False)
-    left.set_ylabel("average accuracy, %", color=ACCURACY)
-    right.set_ylabel(title, color=COST)
-    left.set_xlabel(label, color=INK)
-    left.set_xticks(values, [f"{value:g}" for value in values])
-    if marked is not None:
-        left.set_title(f"star: {marked[0]}, drawn in the middle", fontsize=9, color=FAINT)
+            axes.annotate(level, (values[0], mean), (0, 2), textcoords="offset points", color=colour, fontsize=8)
+        frame(axes, title, label)
+        axes.set_xticks(values, [f"{value:g}" for value in values])
     save(figure, file)
 
 
@@ -143,25 +138,3 @@ def architecture_sheet(file: Path, columns: Sequence[Mapping[str, Mapping[str, A
     picture = io.BytesIO()
     sheet.save(picture, "PNG")
     write_atomically(file, picture.getvalue())
-
-
-def stacked_bars(file: Path, seconds: Mapping[str, Mapping[str, float]], label: str) -> None:
-    """A bar per method, made of its phases."""
-    figure = Figure(figsize=(7.2, 1.2 + 0.42 * len(seconds)), dpi=DPI, layout="constrained")
-    axes, colours = figure.add_subplot(), colormaps["tab20"].colors  # pyright: ignore[reportAttributeAccessIssue]
-    phases = list(dict.fromkeys(phase for each in seconds.values() for phase in each))
-    names, begins = list(seconds), np.zeros(len(seconds))
-    for index, phase in enumerate(phases):
-        widths = np.array([seconds[name].get(phase, 0.0) for name in names])
-        axes.barh(names, widths, left=begins, color=colours[index % len(colours)], label=phase)
-        begins += widths
-    axes.invert_yaxis()
-    frame(axes, x=label)
-    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    save(figure, file)
-
-
-def _measured(runs: Runs, name: str, factor: float) -> dict[str, Any]:
-    values = [measure(run, name) for run in runs]
-    found = mean_std([None if value is None else factor * value for value in values])
-    return found or {"mean": float("nan"), "std": None}

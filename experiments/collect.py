@@ -82,7 +82,7 @@ def files_of(run: RunRecord, opened: dict[str, Labels]) -> dict[str, bytes]:
     """What is published of a run, by file name; `results.json`, which makes a folder a finished run, comes last."""
     begin = next(entry for entry in record.read(run.directory) if entry["event"] == "run")
     if not begin.get("data"):
-        raise ValueError("its record does not tell where its pictures are, so no answer can be checked; run it again")
+        raise ValueError("its record does not say where its images are, so no answer can be checked; run it again")
     right, given = right_of(run, labels_of(run, begin["data"], opened))
     check_right(run, right, given)
     names = places_of(begin["command"], begin["data"])

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mtil
-from studies.components.learning import Network, Training
-from studies.components.parts import COMPONENTS, Component, components_of, num_params
-from studies.components.report import rows_of, setting_of, table, write
+from studies.components.learning import COMPONENTS, Component, Network, Training, components_of, num_params
+from studies.components.report import rows_of, table, write
 from studies.components.units import Units
-from study import Data, recorded, seeds_of
+from study import recorded, seeds_of
 
+from cheem_jax.backbone.flops import backbone_params
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cheem.config import PRESETS as CHEEM_PRESETS
 from cheem_jax.cli.arguments import arguments_of
@@ -39,9 +39,11 @@ PRESETS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ComponentStudy(Data):
+class ComponentStudy(mtil.Data):
     """Transfer and forgetting of eleven components of a ViT block."""
 
+    stream: str = mtil.DEMO
+    """demo, or whatever `experiments/mtil.py --stream` takes."""
     components: str = "all"
     """Names or indices of the paper's table, separated by commas, or all; more can be added to a finished run."""
     preset: Literal["paper", "quick"] = "quick"
@@ -61,33 +63,19 @@ def main(settings: ComponentStudy) -> None:
     """Train what is missing, then print and save the table."""
     progress = Progress()
     components, seeds = components_of(settings.components), seeds_of(settings.seeds)
-    data = {field.name: getattr(settings, field.name) for field in dataclasses.fields(Data)}
-    loaded, training = mtil.load(mtil.Mtil(CHEEM_PRESETS["quick"], **data), progress), PRESETS[settings.preset]
+    data = {field.name: getattr(settings, field.name) for field in dataclasses.fields(mtil.Data)}
+    loaded, training = mtil.load(mtil.Mtil(cheem=CHEEM_PRESETS["quick"], **data), progress), PRESETS[settings.preset]
+    command = ["experiments/component_study.py", *arguments_of(settings)]
     learn(
-        settings.run_dir,
-        loaded,
-        training,
-        components,
-        seeds,
-        progress,
-        engine=settings.engine,
-        save_every=settings.save_every,
-        command=["experiments/component_study.py", *arguments_of(settings)],
-    )
+        settings.run_dir, loaded, training, components, seeds, progress, engine=settings.engine,
+        save_every=settings.save_every, command=command,
+    )  # fmt: skip
 
 
 def learn(
-    directory: Path,
-    loaded: mtil.Loaded,
-    training: Training,
-    components: list[Component],
-    seeds: list[int],
-    progress: Progress,
-    *,
-    engine: EngineConfig,
-    save_every: float | None = None,
-    command: list[str] | None = None,
-) -> list[dict[str, Any]]:
+    directory: Path, loaded: mtil.Loaded, training: Training, components: list[Component], seeds: list[int],
+    progress: Progress, *, engine: EngineConfig, save_every: float | None = None, command: list[str] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Train in `directory` what is missing there; returns the rows of the table, as `component_study.json` has them."""
     stream, pretrained = loaded.stream, loaded.pretrained
     config = FullFinetuneConfig(batch_size=training.batch_size)
@@ -109,7 +97,9 @@ def learn(
         check_space(directory, 2 * 3 * 4 * sum(leaf.size for leaf in executor.leaves), "a rolling checkpoint")
         network = Network(executor, training.batch_size)
         units = Units(directory, network, stream, training, record, stop, save_every, progress.say)
-        setting, sizes = setting_of(stream, pretrained, training, seeds), num_params(executor)
+        about = {name: identity[name] for name in ("stream", "tasks", "backbone", "image_size", "training")}
+        setting = {**about, "seeds": seeds, "backbone_params": backbone_params(pretrained.config)}
+        sizes = num_params(executor)
 
         def rows() -> list[dict[str, Any]]:
             # those of earlier calls too

@@ -53,7 +53,7 @@ class HeadAnalysis(Source):
     run_dir: Path = Path("runs/compare")
     """Where those runs are kept."""
     num_draws: int = 10_000
-    """Images drawn for each simulated point of the theory."""
+    """Images sampled for each simulated point of the theory."""
 
 
 def main(settings: HeadAnalysis) -> None:
@@ -64,7 +64,7 @@ def main(settings: HeadAnalysis) -> None:
         raise ValueError(f"--num-draws is {settings.num_draws}; expected 1 or more")
     for folder in settings.runs:
         if not folder.is_dir():
-            raise ValueError(f"--runs names {folder}, which is not a folder; expected one that holds finished runs")
+            raise ValueError(f"--runs names {folder}, which is not a folder; expected one that contains finished runs")
     if settings.train:
         if (settings.stream, settings.data_dir, settings.weights) != (None, None, None):
             raise ValueError(

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import numpy as np
 from bench import measure
-from charts import check_folder
+from charts import check_folder, names_in
 from flax import nnx
 from studies.profiling.plot import cold_start_figure, profile_table
 
@@ -35,13 +35,12 @@ from cheem_jax.backbone.params import build
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.cheem.hee import sample, uniform_table
-from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.supernet import OpSettings
 from cheem_jax.cheem.training import step_of, train_steps
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.architecture import Architecture, decode
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.kernels import Precision, dot
-from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine import choice
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.choice import EngineConfig, make_executor
@@ -68,13 +67,13 @@ class Profile:
     precisions: str = "float32"
     """float32, bfloat16, or both separated by a comma."""
     num_draws: int = 12
-    """Architectures, drawn uniformly over the candidates of a first task."""
+    """Architectures, sampled uniformly over the candidates of a first task."""
     repeats: int = 3
-    """Passes over the draws after the cold one."""
+    """Passes over the samples after the cold one."""
     rank: int = 16
     """Rank of Adapt's low-rank pair."""
     seed: int = 0
-    """Root of the draws."""
+    """Root of the samples."""
     out: Path = Path("docs/profile")
     """Folder of the numbers, the table and the figure."""
     record: bool = False
@@ -112,29 +111,26 @@ class Subject:
         engine = dataclasses.replace(engine, steps_per_call=case.steps_per_call)
         self.executor = make_executor(vit_of(case.config), "mlp_down", engine, batch_size=case.batch_size)
         self.architectures, self.batch_size = case.architectures, case.batch_size
-        experts = dense_experts(self.executor.base_pool)
-        self.supernet = Supernet(jax.random.key(0), experts, NUM_CLASSES, OpSettings(case.rank))
-        self.state = self.supernet.init()
+        self.fitting = measure.new_task(self.executor, NUM_CLASSES, case.rank)
         images = measure.random_images(case.batch_size, case.config)
         self.labels = np.arange(case.batch_size, dtype=np.int32) % NUM_CLASSES
         self.feed = feed_images(self.executor, images, Budget(self.executor.budget))
         (self.batch,) = batches(np.arange(case.batch_size), case.batch_size)
-        jax.block_until_ready((self.state, self.executor.leaves))
+        jax.block_until_ready((self.fitting.state, self.executor.leaves))
 
     def train(self) -> tuple[list[float], list[float]]:
         """Every draw once: the seconds of each step, from images to updated parameters, and of them the compiler's.
 
         A call's seconds are shared among its steps, the padding of a last call among them.
         """
-        executor, seconds, compiling = self.executor, [], []
+        executor, fitting, seconds, compiling = self.executor, self.fitting, [], []
         for first in range(0, len(self.architectures), executor.steps_per_call):
             drawn = self.architectures[first : first + executor.steps_per_call]
             start, before = time.perf_counter(), compilations()
-            steps = [step_of(self.executor, self.feed, self.labels, self.batch) for _ in drawn]
-            self.state, losses = train_steps(
-                executor, self.supernet, self.state, drawn, steps, rates=[1e-3] * len(drawn)
-            )  # fmt: skip
-            jax.block_until_ready((losses, self.state))
+            steps = [step_of(executor, self.feed, self.labels, self.batch) for _ in drawn]
+            rates = [1e-3] * len(drawn)
+            fitting.state, losses = train_steps(executor, fitting.supernet, fitting.state, drawn, steps, rates=rates)
+            jax.block_until_ready((losses, fitting.state))
             seconds += [(time.perf_counter() - start) / executor.steps_per_call] * len(drawn)
             compiling += [compilations().since(before).seconds / executor.steps_per_call] * len(drawn)
         return seconds, compiling
@@ -233,15 +229,6 @@ def vit_of(config: ViTConfig) -> ViT:
     return ViT(config, nnx.Rngs(0))
 
 
-def machine_of() -> dict[str, Any]:
-    """What the numbers hold for; `device` is what the executor `auto` compares with its own."""
-    found = measure.machine()
-    if found["platform"] == "cpu":
-        found["device"] = f"{found['cpu']}, {found['cores']} cores"
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return {**found, "system": platform.platform(), "date": now}
-
-
 def merge_measurements(results: dict[str, Any], file: Path) -> None:
     """Put what a step costs in a run of fresh draws into the file that `auto` reads; same places are replaced.
 
@@ -267,36 +254,21 @@ def cases_of(settings: Profile) -> tuple[list[Case], list[str]]:
         if getattr(settings, name) < 1:
             raise ValueError(f"{name} is {getattr(settings, name)}; expected at least 1")
     OpSettings(settings.rank)
-    executors = _names(settings.executors, "executor", get_args(choice.Name))
+    executors = names_in("--executors", settings.executors, get_args(choice.Name))
     if settings.record and set(executors) != set(get_args(choice.Name)):
         raise ValueError(f"--record compares all executors, not only {', '.join(executors)}; leave out --executors")
-    sizes = _items(settings.batch_sizes, "batch size")
+    sizes = [size.strip() for size in settings.batch_sizes.split(",")]
     if wrong := [size for size in sizes if not size.isdigit() or int(size) < 1]:
         raise ValueError(f"batch size {wrong[0]!r} is no whole number from 1 on, such as 16")
     cases = []
-    precisions = _names(settings.precisions, "precision", get_args(Precision))
-    for name, precision, size in itertools.product(_items(settings.backbones, "backbone"), precisions, sizes):
-        config = dataclasses.replace(config_of(name), precision=precision)
+    precisions = names_in("--precisions", settings.precisions, get_args(Precision))
+    for name, precision, size in itertools.product(settings.backbones.split(","), precisions, sizes):
+        config = dataclasses.replace(config_of(name.strip()), precision=precision)
         config = config if settings.image_size is None else at_image_size(config, settings.image_size)
         table = uniform_table([1] * config.depth).astype(np.float32)
         codes = np.asarray(sample(jax.random.key(settings.seed), table, num=settings.num_draws))
         cases.append(Case(config, int(size), settings.rank, codes))
     return cases, executors
-
-
-def _items(text: str, what: str) -> list[str]:
-    """The parts between commas, each once."""
-    found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not found:
-        raise ValueError(f"no {what} given; expected one or more, separated by commas")
-    return found
-
-
-def _names(text: str, what: str, known: Sequence[str]) -> list[str]:
-    found = _items(text, what)
-    if unknown := [name for name in found if name not in known]:
-        raise ValueError(f"unknown {what} {unknown[0]!r}; expected some of: {', '.join(known)}")
-    return found
 
 
 def main(settings: Profile) -> None:
@@ -306,8 +278,14 @@ def main(settings: Profile) -> None:
     cases, executors = cases_of(settings)
     check_folder("--out", settings.out)
     settings.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"machine": machine_of(), "repeats": settings.repeats, "rank": settings.rank}
-    results["configurations"] = []
+    machine = measure.machine()
+    if machine["platform"] == "cpu":  # what the executor `auto` compares with its own device
+        machine["device"] = f"{machine['cpu']}, {machine['cores']} cores"
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    results: dict[str, Any] = {
+        "machine": {**machine, "system": platform.platform(), "date": now}, "repeats": settings.repeats,
+        "rank": settings.rank, "configurations": [],
+    }  # fmt: skip
     for case in cases:
         found = measure_case(case, executors, settings.repeats)
         results["configurations"].append(found)

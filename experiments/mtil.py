@@ -50,7 +50,49 @@ FULL = ("paper", "cheem_plus")
 
 
 @dataclasses.dataclass(frozen=True)
-class Mtil:
+class Data:
+    """Images and weights."""
+
+    backbone: str | None = None
+    """deit_tiny (the default), vit_base, vit_base_augreg, clip_vit_base, vit_micro (the demo stream's default),
+    vit_nano, or another plain timm ViT by name."""
+    weights: Path | None = None
+    """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from the hub."""
+    stream: str = "mtil"
+    """mtil or vdd (see `cheem data list`), a stream file (TOML), a folder with one folder or zip per task, or demo: the
+    bundled stream of small tasks."""
+    data_dir: Path | None = None
+    """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    tasks: str | None = None
+    """Names of the tasks in learning order, separated by commas; default: all, in the stream's."""
+    images: ImagesConfig = ImagesConfig()
+    """Where decoded images are kept."""
+    image_size: int | None = None
+    """Pixels of the square images; default: the backbone's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Common(Data):
+    """What a run has in common with a study of several."""
+
+    order: Order = "default"
+    """Order of MTIL's tasks: of the paper's tables, of its table on task orders, or the second one of ZSCL."""
+    base_data: str | None = None
+    """Images of the pretraining data (anything that `--stream` takes for one task), whose mean CLS tokens
+    anchor the similarity."""
+    engine: EngineConfig = EngineConfig()
+    """How networks are run."""
+    devices: Literal["all"] | int = 1
+    """Devices that share each batch: a number, or all, those of every process together; the same results beyond
+    rounding."""
+    fsdp: int = 1
+    """Devices over which the frozen backbone's weights are split, for one that a single device cannot hold."""
+    save_every: float | None = None
+    """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mtil(Common):
     """A method on a stream of tasks, resumable; CHEEM with its reference."""
 
     cheem: CheemConfig
@@ -58,33 +100,12 @@ class Mtil:
     preset: Preset = "paper"
     """`paper`: all settings of the paper; `quick`: every part on, sized for a CPU; `demo`: for a few hundred images;
     `cheem_plus` and `quick_plus`: `paper` and `quick` with what paid on small real sets."""
-    backbone: str | None = None
-    """deit_tiny (the default), vit_base, vit_base_augreg, clip_vit_base, vit_micro (the demo stream's default),
-    vit_nano, or another plain timm ViT by name."""
-    weights: Path | None = None
-    """A safetensors or npz file under timm's names, or a converted one; default: bundled, else from the hub."""
     method: Name = "cheem"
     """What learns; full_finetune and lora_finetune are upper bounds, which are given the task ID."""
     options: AvoidSubcommands[Baseline | None] = None
     """Settings of every method but `cheem` and `cheem_lite`."""
-    stream: str = "mtil"
-    """mtil or vdd (see `cheem data list`), a stream file (TOML), a folder with one folder or zip per task, or demo: the
-    bundled stream of small tasks."""
-    data_dir: Path | None = None
-    """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
-    order: Order = "default"
-    """Order of MTIL's tasks: of the paper's tables, of its table on task orders, or the second one of ZSCL."""
-    tasks: str | None = None
-    """Names of the tasks in learning order, separated by commas; default: all, in the stream's."""
     split_seed: int = 0
-    """Draws the splits that a data set lacks; not `--seed`, so that runs of several seeds see the same splits."""
-    images: ImagesConfig = ImagesConfig()
-    """Where decoded images are kept."""
-    base_data: str | None = None
-    """Images of the pretraining data (anything that `--stream` takes for one task), whose mean CLS tokens
-    anchor the similarity."""
-    image_size: int | None = None
-    """Pixels of the square images; default: the backbone's own."""
+    """Seed of the splits that a data set lacks; not `--seed`, so that runs of several seeds see the same splits."""
     pixel_norm: Literal["checkpoint", "unit"] = "checkpoint"
     """How pixels are scaled: as the weights were trained, or to 0..1, as the CODA-Prompt code does whatever they were
     trained with."""
@@ -93,30 +114,21 @@ class Mtil:
     backbone itself."""
     router_weights: Path | None = None
     """Weights of the router, as for `--weights`; for alexnet what convert/torchvision_alexnet.py writes."""
-    engine: EngineConfig = EngineConfig()
-    """How networks are run."""
-    devices: Literal["all"] | int = 1
-    """Devices that share each batch: a number, or all, those of every process together; the same results beyond
-    rounding."""
-    fsdp: int = 1
-    """Devices over which the frozen backbone's weights are split, for one that a single device cannot hold."""
     hosts: HostsConfig = HostsConfig()
     """Several processes as one job; each is started with the same command, and --devices all."""
     seed: int = 0
     """Root of every PRNG key in the run."""
     num_seeds: int | None = None
-    """Runs with this seed and the following ones, each in a folder of its own below the run directory; default: 3 for
+    """Runs with this seed and the following ones, each in a separate folder below the run directory; default: 3 for
     the presets `paper` and `cheem_plus`, else 1."""
     seeds: SeedsConfig = SeedsConfig()
-    """Seeds of their own for parts of the run."""
+    """Separate seeds for parts of the run."""
     upper_bound: bool = False
     """Also fine-tune the whole backbone per task, the task ID given; takes its own time."""
     tensorboard: bool = False
     """Also write TensorBoard's event files after each task (extra `tensorboard`)."""
     run_dir: Path = Path("runs/mtil")
     """Where the run is kept; an unfinished one is continued."""
-    save_every: float | None = None
-    """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
 
 
 class Loaded(NamedTuple):
@@ -136,10 +148,8 @@ class Loaded(NamedTuple):
 def main(settings: Mtil) -> None:
     """Load weights and data, run the stream with every seed, print the tables."""
     hosts.connect(settings.hosts)
-    progress, config = (
-        Progress(None if hosts.is_first() else Console(quiet=True, force_terminal=False)),
-        config_of(settings),
-    )
+    progress = Progress(None if hosts.is_first() else Console(quiet=True, force_terminal=False))
+    config = config_of(settings)
     make_layout(config.mesh)  # devices that are not there are told before pictures are read
     runs = runs_of(settings)
     loaded, workshop = load(settings, progress), dict[Any, Networks]()
@@ -161,7 +171,7 @@ def runs_of(settings: Mtil) -> list[Mtil]:
         raise ValueError(f"--num-seeds is {num}; expected at least 1")
     if num > 1 and (settings.run_dir / "config.json").exists():
         raise ValueError(
-            f"{str(settings.run_dir)!r} holds a run of one seed; choose another --run-dir for {num} seeds, or give "
+            f"{str(settings.run_dir)!r} contains a run of one seed; choose another --run-dir for {num} seeds, or give "
             "--num-seeds 1"
         )
     seeds = range(settings.seed, settings.seed + num)
@@ -219,13 +229,16 @@ def load(settings: Mtil, progress: Progress) -> Loaded:
     cache_dir = settings.images.cache_dir or cache_dir_of(settings.stream, settings.data_dir)
     images = dataclasses.replace(settings.images, cache_dir=cache_dir)
     if planned is None:
-        stream = demo_stream(image_size=size)
-        stream = stream if names is None else select(stream, names)
+        stream = demo_stream(image_size=size) if names is None else select(demo_stream(image_size=size), names)
     else:
         stream = Stream(planned[0], load_tasks(planned[1], size, images, decoding(progress)))
     base_images = None
-    if settings.base_data is not None:
-        base_images = read_base(settings.base_data, settings, size, images, progress)
+    if settings.base_data is not None:  # of the pretraining data the training images; its other splits are left alone
+        _, plans = plan_source(settings.base_data, data_dir=settings.data_dir, seed=settings.split_seed)
+        if len(plans) != 1:
+            found = [plan.name for plan in plans]
+            raise ValueError(f"--base-data {settings.base_data!r} contains {len(plans)} tasks, expected one: {found}")
+        base_images = load_train(plans[0], size, images, decoding(progress)).images
     return Loaded(stream, pretrained, router, base_images)
 
 
@@ -274,21 +287,13 @@ def decoding(progress: Progress) -> Phase:
     return lambda task, num_images: progress.phase("decode", task=task, total=num_images)
 
 
-def read_base(source: str, settings: Mtil, size: int, images: ImagesConfig, progress: Progress) -> Images:
-    """Training images of the pretraining data; its other splits are left alone."""
-    _, plans = plan_source(source, data_dir=settings.data_dir, seed=settings.split_seed)
-    if len(plans) != 1:
-        raise ValueError(f"--base-data {source!r} holds {len(plans)} tasks, expected one: {[p.name for p in plans]}")
-    return load_train(plans[0], size, images, decoding(progress)).images
-
-
 def read_arguments(arguments: list[str], description: str | None = __doc__, **defaults: Any) -> Mtil:
     """The command line; method and preset are looked at first, since they decide the defaults."""
     preset: Preset = peek(arguments, "preset", PRESETS) or "paper"
     method: Name = peek(arguments, "method", NAMES) or "cheem"
     config = preset_of(method, preset)
     options = None if isinstance(config, CheemConfig) else config
-    settings = Mtil(PRESETS[preset], preset, method=method, options=options, **defaults)
+    settings = Mtil(cheem=PRESETS[preset], preset=preset, method=method, options=options, **defaults)
     return parse(settings, arguments, description=description)
 
 

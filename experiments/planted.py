@@ -13,16 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-from charts import write_page
-from jaxtyping import Float
-from studies.planting import pages, pictures
+from charts import architecture_sheet, write_page
+from studies.planting import pages
 from studies.planting.stream import planted_stream
 from studies.planting.structure import costs_of
 from study import seeds_of
 
-from cheem_jax.backbone.means import base_means
-from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
 from cheem_jax.baselines.catalogue import Networks
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
@@ -64,7 +60,7 @@ class Planted:
     seeds: str | None = None
     """Seeds separated by commas; default: 0,1,2 for quick, five for paper."""
     stream_seed: int | None = None
-    """Draws the images; default: the run's own seed, so that runs differ in images too."""
+    """Seed of the images; default: the run's own seed, so that runs differ in images too."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     run_dir: Path = Path("runs/planted")
@@ -89,20 +85,13 @@ def main(settings: Planted) -> None:
             progress.say(f"{sampling} sampling, seed {seed}")
             directory = settings.run_dir / sampling / f"seed-{seed}"
             found[sampling].append(run(settings, sampling, seed, stream, directory, pretrained, progress, workshop))
-    means = means_of(stream_of(settings, seeds[0]), pretrained, method_of(settings, samplings[0]))
-    write(settings, found, pretrained, means, progress)
+    write(settings, found, pretrained, progress)
 
 
 def run(
-    settings: Planted,
-    sampling: Sampling,
-    seed: int,
-    stream: Stream,
-    directory: Path,
-    pretrained: Pretrained,
-    progress: Progress,
-    workshop: dict[Any, Networks] | None = None,
-) -> dict[str, Any]:
+    settings: Planted, sampling: Sampling, seed: int, stream: Stream, directory: Path, pretrained: Pretrained,
+    progress: Progress, workshop: dict[Any, Networks] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Learn the stream, or go on with it, or read what is finished."""
     alone = dataclasses.replace(settings, sampling=sampling, seeds=str(seed), run_dir=directory)
     config = RunConfig(method_of(settings, sampling), SIZES[settings.preset].cheem, seed, engine=settings.engine)
@@ -134,21 +123,7 @@ def stream_of(settings: Planted, seed: int) -> Stream:
     )  # fmt: skip
 
 
-def means_of(stream: Stream, pretrained: Pretrained, cheem: CheemConfig) -> dict[str, Float[np.ndarray, "L D"]]:
-    """Mean CLS tokens of every task in the plain backbone, and of its own task where they are known."""
-    vit = build(pretrained.config, pretrained.params)
-    place = f"{pretrained.config.image_size}/{cheem.placement}/{cheem.token}"
-    own = {"base": pretrained.base_means[place]} if place in pretrained.base_means else {}
-    return own | {task.name: base_means(vit, task.train.images)[place] for task in stream.tasks}
-
-
-def write(
-    settings: Planted,
-    found: pages.Runs,
-    pretrained: Pretrained,
-    means: dict[str, Float[np.ndarray, "L D"]],
-    progress: Progress,
-) -> None:
+def write(settings: Planted, found: pages.Runs, pretrained: Pretrained, progress: Progress) -> None:
     """Page, table, numbers and figures."""
     size, first = SIZES[settings.preset], next(iter(found.values()))[0]
     costs = costs_of(pretrained.config, PRESETS[size.cheem])
@@ -159,10 +134,10 @@ def write(
     )
     if settings.stream_seed is not None:
         setting += f" All runs on the pictures of seed {settings.stream_seed}: intervals and p are of these alone."
-    text = pages.page(found, judged, costs, means, setting)
+    text = pages.page(found, judged, costs, setting)
     write_page(settings.run_dir / "planted", text, pages.numbers(found, judged), pages.table(judged.summaries))
-    pictures.architectures(found, settings.run_dir / "architectures.png")
-    pictures.similarity(found, settings.run_dir / "similarity.png")
+    titled = [{f"{name} sampling, seed {run['seed']}": run for run in runs} for name, runs in found.items()]
+    architecture_sheet(settings.run_dir / "architectures.png", titled)
     progress.console.print(pages.claims_grid(judged.summaries).to_rich())
     for sentence in pages.findings(found, judged.summaries):
         progress.say(sentence)

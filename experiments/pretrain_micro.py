@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -20,19 +19,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-import tyro
 from flax import nnx
 from jaxtyping import Array, Float, Int32, UInt8
 from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
+from sklearn.linear_model import RidgeClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from studies.pretraining.formula_images import NUM_CLASSES, formula_images
 
 from cheem_jax.backbone.config import ViTConfig, config_of
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import Params, build, init_params, params_of
 from cheem_jax.backbone.weights import Pretrained, save_converted
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.run.differences import settings_apart, summary
 
 _BICUBIC = Image.Resampling.BICUBIC
 BUNDLED = Path(__file__).parents[1] / "cheem_jax" / "backbone" / "bundled"
@@ -173,11 +176,9 @@ def load_state(file: Path, config: Pretrain, state):
     """The state and step saved under the same settings; ValueError names every setting that differs."""
     with safe_open(file, framework="numpy") as saved:
         metadata = saved.metadata()
-        before, now = json.loads(metadata["settings"]), _settings(config)
-        differ = [f"{name} {before.get(name)!r}, now {now[name]!r}" for name in now if before.get(name) != now[name]]
-        if differ:
+        if found := settings_apart(json.loads(metadata["settings"]), _settings(config)):
             raise ValueError(
-                f"{file} holds a run with other settings: {'; '.join(differ)}; delete it or choose another --work-dir"
+                f"{file} belongs to another run: {summary(found, 'settings')}; delete it or choose another --work-dir"
             )
         leaves = [jnp.asarray(saved.get_tensor(str(i))) for i in range(len(jax.tree.leaves(state)))]
         return jax.tree.unflatten(jax.tree.structure(state), leaves), int(metadata["step"])
@@ -229,7 +230,7 @@ def train(
 
 
 def digits_probe(params: Params, backbone: str) -> dict[str, float]:
-    """Test accuracy of ridge on real digits, 600 to learn from, 1000 to test: on features and on pixels."""
+    """Test accuracy of ridge on real digits, the best of four strengths, 600 to learn from: on features and pixels."""
     scans, labels = load_digits(return_X_y=True)
     scans = (scans.reshape(-1, 8, 8) * 255 / 16).astype(np.uint8)
     pictures = np.stack([np.asarray(Image.fromarray(scan).resize((32, 32), _BICUBIC)) for scan in scans])
@@ -238,21 +239,11 @@ def digits_probe(params: Params, backbone: str) -> dict[str, float]:
     features = jax.jit(lambda state, images: nnx.merge(graphdef, state)(images))(state, images)
     order = np.random.default_rng(0).permutation(len(pictures))
     fit, test = order[:600], order[600:1600]
-    inputs = {"features": np.asarray(features), "pixels": pictures.reshape(len(pictures), -1) / 255.0}
-    return {name: ridge_accuracy(x[fit], labels[fit], x[test], labels[test]) for name, x in inputs.items()}
-
-
-def ridge_accuracy(x, y, x_test, y_test) -> float:
-    """Accuracy of ridge regression to one-hot labels, the best of four strengths."""
-    mean, std = x.mean(0), x.std(0) + 1e-3
-    x, x_test = (x - mean) / std, (x_test - mean) / std
-    targets = np.eye(y.max() + 1)[y]
-    gram = x @ x.T
-    scores = []
-    for strength in (1.0, 10.0, 100.0, 1000.0):
-        weight = x.T @ np.linalg.solve(gram + strength * np.eye(len(x)), targets - targets.mean(0))
-        scores.append(((x_test @ weight + targets.mean(0)).argmax(1) == y_test).mean())
-    return float(max(scores))
+    found = {}
+    for name, x in (("features", np.asarray(features)), ("pixels", pictures.reshape(len(pictures), -1) / 255.0)):
+        ridges = (make_pipeline(StandardScaler(), RidgeClassifier(strength)) for strength in (1, 10, 100, 1000))
+        found[name] = max(ridge.fit(x[fit], labels[fit]).score(x[test], labels[test]) for ridge in ridges)
+    return found
 
 
 def export(file: Path, config: Pretrain, vit, images: UInt8[np.ndarray, "N H W 3"], step: int) -> None:
@@ -275,11 +266,8 @@ def main(config: Pretrain) -> None:
     print(f"{len(images)} images of {NUM_CLASSES} classes in {time.monotonic() - began:.0f} s", flush=True)
     file = config.output or BUNDLED / f"{config.backbone}.safetensors"
     vit_config = config_of(config.backbone)
-    print(
-        "random features:",
-        digits_probe(init_params(vit_config, jax.random.key(1)), config.backbone),
-        flush=True,
-    )
+    random = init_params(vit_config, jax.random.key(1))
+    print("random features:", digits_probe(random, config.backbone), flush=True)
 
     def on_save(vit, step: int) -> None:
         print("pretrained features:", digits_probe(params_of(vit), config.backbone), flush=True)
@@ -290,11 +278,4 @@ def main(config: Pretrain) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Pretrain))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last saved state", file=sys.stderr)
-        sys.exit(130)
+    run_command(main, parse(Pretrain, description=__doc__))

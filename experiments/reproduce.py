@@ -29,15 +29,13 @@ from cheem_jax.run.removed import without_removed, without_removed_options
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], Any], Callable[[Any], None]]] = {
     "cheem demo": (lambda arguments: parse(Demo, arguments), learn_demo),
-    "experiments/mtil.py": (lambda arguments: one_seed(mtil.read_arguments(arguments)), mtil.main),
+    "experiments/mtil.py": (
+        lambda arguments: dataclasses.replace(mtil.read_arguments(arguments), num_seeds=1),
+        mtil.main,
+    ),
     "experiments/planted.py": (lambda arguments: parse(planted.Planted, arguments), planted.run_alone),
 }
 """What reads the arguments of a recorded command, and what then runs it."""
-
-
-def one_seed(settings: mtil.Mtil) -> mtil.Mtil:
-    """As recorded commands are meant that do not say so."""
-    return dataclasses.replace(settings, num_seeds=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Reproduce:
     run_dir: Annotated[Path, tyro.conf.Positional]
     """Run directory to reproduce."""
     into: Path | None = None
-    """Where the reproduction is kept, an unfinished one is continued; default: beside the run, ending in -again."""
+    """Where the reproduction is kept, an unfinished one is continued; default: next to the run, ending in -again."""
     against: Path | None = None
     """Compare with this run directory and run nothing."""
 
@@ -73,7 +71,13 @@ def run_again(first: Path, second: Path, progress: Progress) -> None:
     """Run the command of a run in another directory, or go on with it there."""
     config = without_removed(config_of(first), first / "config.json")
     command, run = runnable(first)
-    check_into(first, config, second)
+    if second.resolve() == first.resolve():
+        raise ValueError(f"--into {str(second)!r} is the run itself; name another directory")
+    if (second / "config.json").exists() and (found := settings_apart(config_of(second), config)):
+        raise ValueError(
+            f"{str(second)!r} contains another run than {str(first)!r}: {summary(found, 'settings')}; compare them "
+            "with --against, or name another directory with --into"
+        )
     tell_fingerprints(progress, fingerprints_of(first), [fingerprint.take(config)])
     finished, total = sum(entry["event"] == "evaluated" for entry in read(first)), len(config["tasks"])
     if finished < total:
@@ -101,7 +105,10 @@ def compare(first: Path, second: Path, progress: Progress, *, may_go_on: bool = 
 def task_grid(first: Path, second: Path) -> Grid:
     """A row per task: whether its checkpoints have equal content."""
     names = config_of(first)["tasks"]
-    held = [checkpoints_of(directory) for directory in (first, second)]
+    records = [[entry for entry in read(directory) if entry["event"] == "evaluated"] for directory in (first, second)]
+    held: list[Mapping[str, Sequence[str]]] = [
+        record[-1].get("checkpoints", {}) if record else {} for record in records
+    ]
     methods = list(dict.fromkeys((*held[0], *held[1])))
 
     def cell(method: str, index: int) -> str:
@@ -112,17 +119,6 @@ def task_grid(first: Path, second: Path) -> Grid:
     return Grid("content of the checkpoints", ("task", *methods), rows, 1, "equal: the same arrays, bit for bit")
 
 
-def checkpoints_of(directory: Path) -> Mapping[str, Sequence[str]]:
-    """Content hashes per method and task, of what was evaluated."""
-    evaluated = [entry for entry in read(directory) if entry["event"] == "evaluated"]
-    return evaluated[-1].get("checkpoints", {}) if evaluated else {}
-
-
-def setting_of(directory: Path) -> dict[str, Any]:
-    """What the record says of the run as a whole; {} where nothing was recorded yet."""
-    return next((entry for entry in read(directory) if entry["event"] == "run"), {})
-
-
 def fingerprints_of(directory: Path) -> list[dict[str, Any]]:
     """The fingerprints, in full, of the processes that worked on a run."""
     return [entry["conditions"] for entry in read(directory) if entry.get("conditions")]
@@ -130,10 +126,10 @@ def fingerprints_of(directory: Path) -> list[dict[str, Any]]:
 
 def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
     """The recorded command, and what runs it in a given directory."""
-    command = setting_of(directory).get("command")
+    command = next((entry.get("command") for entry in read(directory) if entry["event"] == "run"), None)
     if not command:
         raise ValueError(
-            f"the record of {str(directory)!r} names no command: it was begun by a Python program of your own, or "
+            f"the record of {str(directory)!r} names no command: it was begun by your own Python code, or "
             f"before commands were recorded; run that again yourself and compare with --against"
         )
     name = next((name for name in COMMANDS if command[: len(name.split())] == name.split()), None)
@@ -147,17 +143,6 @@ def runnable(directory: Path) -> tuple[list[str], Callable[[Path], None]]:
     if any(entry["event"] == "upper_bound" for entry in read(directory)):
         settings = dataclasses.replace(settings, upper_bound=True)  # it may have been added to a finished run
     return command, lambda into: run(dataclasses.replace(settings, run_dir=into))
-
-
-def check_into(first: Path, config: Mapping[str, Any], into: Path) -> None:
-    """Raises ValueError where the directory is the run itself or holds another one."""
-    if into.resolve() == first.resolve():
-        raise ValueError(f"--into {str(into)!r} is the run itself; name another directory")
-    if (into / "config.json").exists() and (found := settings_apart(config_of(into), config)):
-        raise ValueError(
-            f"{str(into)!r} contains another run than {str(first)!r}: {summary(found, 'settings')}; compare them with "
-            "--against, or name another directory with --into"
-        )
 
 
 def again_of(directory: Path) -> Path:

@@ -12,7 +12,6 @@ validation images and for the second look at close calls, unless an earlier stud
 
 import dataclasses
 import hashlib
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,12 +23,11 @@ from charts import check_folder
 from collect import right_of
 from studies.paper.collected import Cell, Collected, check_right
 from studies.paper.collected import load as load_collected
+from studies.paper.merit import behind_pass
 from studies.paper.paired import Estimate, accuracy_difference
-from studies.paper.recount import behind_pass
+from studies.routers.page import NAMES as METHODS
 from studies.routers.page import page_of
-from studies.routers.second_look import look, tuned
-from studies.routers.seen import Seen, seen_of
-from studies.routers.trying import PAPER, Tried, attempt, candidates, title_of
+from studies.routers.trying import PAPER, Seen, Tried, attempt, candidates, kept, look, seen_of, title_of, tuned
 
 from cheem_jax.backbone.flops import pass_flops
 from cheem_jax.backbone.params import build
@@ -45,8 +43,6 @@ from cheem_jax.run import record
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.removed import without_removed_options
 
-METHODS = ("cheem", "lora_cl", "s_prompts")
-"""Methods with a network per task behind a router."""
 NEAR_BEST = 0.005
 """Accuracy on validation that may be given up for fewer bytes."""
 Right = list[np.ndarray]
@@ -79,11 +75,17 @@ def main(settings: RouterStudy) -> None:
     earlier = None if settings.earlier is None else earlier_of(settings.earlier, runs, others)
     source, loaded = load(runs[0], settings, progress)
     tasks = loaded.stream.tasks
-    executor, size = executor_of(source, loaded), mtil.config_of(source).method.batch_size
+    config = mtil.config_of(source)
+    size, vit = config.method.batch_size, build(loaded.pretrained.config, loaded.pretrained.params)
+    executor = make_executor(vit, "mlp_down", config.engine, batch_size=size)
     place = out / "seen" / short(loaded.pretrained.sha256, loaded.size, runs[0].config["data_sha256"])
     seen = [seen_of(task, executor, place / f"{task.name}.npz", size, progress.say) for task in tasks]
     labels = {task.name: task.test.labels for task in tasks}
-    given = {run.directory: given_of(run, labels) for run in runs}
+    given = {}
+    for run in runs:
+        right, right_given = right_of(run, labels)
+        check_right(run, right, right_given)
+        given[run.directory] = list(right_given)
     opened = [run for run in runs if run.results["method"] == "cheem"]
     told = {run.directory: told_of(run, settings, tasks, out) for run in opened}
     given |= {own.run.directory: list(own.right_given) for own in others}
@@ -104,7 +106,10 @@ def main(settings: RouterStudy) -> None:
         )
     validated = [run.results["seed"] for run in opened]
     if earlier is not None:
-        add_earlier(rows, earlier, len(validated))
+        num, before = len(validated), len(earlier["validated"])
+        for row, known in zip(rows, earlier["rows"], strict=True):
+            ours = num * row["validation"] if num else 0.0
+            row["validation"] = (ours + before * known["validation"]) / (num + before)
         validated += earlier["validated"]
     best = chosen(rows)
     looked = [second_look(run, settings, tasks, seen, best["config"], out, progress) for run in opened]
@@ -154,7 +159,7 @@ def collected_of(folder: Path | None, runs: Sequence[RunRecord]) -> list[Collect
     found = [own for own in usual if (own.run.results["method"], own.run.results["seed"]) not in there]
     places = {run.place for run in runs} | {own.run.place for own in found}
     if len(places) > 1 or len({run.order for run in (*runs, *(own.run for own in found))}) > 1:
-        raise ValueError(f"--collected {folder} holds runs of another stream, backbone or order than --runs")
+        raise ValueError(f"--collected {folder} contains runs of another stream, backbone or order than --runs")
     check_comparable([*runs, *(own.run for own in found)])
     return found
 
@@ -179,14 +184,6 @@ def earlier_of(file: Path, runs: Sequence[RunRecord], others: Sequence[Collected
     return found
 
 
-def add_earlier(rows: Sequence[dict[str, Any]], earlier: Mapping[str, Any], num: int) -> None:
-    """Mean validation accuracies over this study's `num` runs and the earlier one's."""
-    before = len(earlier["validated"])
-    for row, known in zip(rows, earlier["rows"], strict=True):
-        own = num * row["validation"] if num else 0.0
-        row["validation"] = (own + before * known["validation"]) / (num + before)
-
-
 def load(run: RunRecord, settings: RouterStudy, progress: Progress) -> tuple[mtil.Mtil, mtil.Loaded]:
     """Weights and images as the run had them."""
     begun = next(entry for entry in record.read(run.directory) if entry["event"] == "run")
@@ -196,44 +193,23 @@ def load(run: RunRecord, settings: RouterStudy, progress: Progress) -> tuple[mti
     return source, mtil.load(source, progress)
 
 
-def executor_of(source: mtil.Mtil, loaded: mtil.Loaded) -> Executor:
-    """The backbone as runs use it."""
-    config = mtil.config_of(source)
-    vit = build(loaded.pretrained.config, loaded.pretrained.params)
-    return make_executor(vit, "mlp_down", config.engine, batch_size=config.method.batch_size)
-
-
 def short(*told: Any) -> str:
     """A name for what depends on all this."""
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def given_of(run: RunRecord, labels: Mapping[str, np.ndarray]) -> Right:
-    """Which test images a run answers rightly with the task ID given; ValueError where it saw other labels."""
-    right, given = right_of(run, dict(labels))
-    check_right(run, right, given)
-    return list(given)
-
-
 def told_of(run: RunRecord, settings: RouterStudy, tasks: Sequence[Any], out: Path) -> Right:
     """Which validation images a run answers rightly with the task ID given."""
-    file = out / "given" / f"{run.results['method']}-{run.results['seed']}-{short(run.config, run.results)}.npz"
-    if not file.exists():
+
+    def compute() -> dict[str, np.ndarray]:
         memory, found = open_memory(run.directory, weights=settings.weights), {}
         for index, task in enumerate(tasks):
             logits = memory.predictor(task=task.name).answer(task.val.images[:]).logits
             found[f"{index:03d}"] = np.array([own.argmax() for own in logits]) == task.val.labels
-        save(file, found)
-    with np.load(file, allow_pickle=False) as held:
-        return [held[name] for name in sorted(held)]
+        return found
 
-
-def save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """An npz, whole or not at all."""
-    stream = io.BytesIO()
-    np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, stream.getvalue())
+    file = out / "given" / f"{run.results['method']}-{run.results['seed']}-{short(run.config, run.results)}.npz"
+    return [own for _, own in sorted(kept(file, compute).items())]
 
 
 def routed(given: Right, named: Sequence[np.ndarray]) -> Right:
@@ -341,9 +317,7 @@ def second_look(
 ) -> dict[str, Any]:  # fmt: skip
     """What a second network for close calls brings to one run, beside the chosen router alone."""
     file = out / "looked" / f"{run.results['seed']}-{short(config, run.config, run.results)}.npz"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    memory = open_memory(run.directory, weights=settings.weights)
-    keys = Keys(run.results["seed"])
+    memory, keys = open_memory(run.directory, weights=settings.weights), Keys(run.results["seed"])
     found = tuned(look(memory, tasks, seen, RouterConfig(**config), keys, file, progress.say))
     rows = []
     for row in found["rows"]:

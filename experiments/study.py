@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mtil
 from charts import check_folder
@@ -21,12 +21,10 @@ from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
 from cheem_jax.cli.arguments import arguments_of
 from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.core.keys import SeedsConfig
-from cheem_jax.data.benchmarks.table import Order
-from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import Stream, repeats
 from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.memory.directory import settings_of
 from cheem_jax.run import fingerprint
 from cheem_jax.run.directory import check_held, claim, hold
 from cheem_jax.run.progress import Progress
@@ -39,45 +37,15 @@ Found = dict[str, list[dict[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Data:
-    """Images and weights of a study that trains."""
-
-    stream: str = "demo"
-    """demo, or whatever `experiments/mtil.py --stream` takes."""
-    backbone: str | None = None
-    """As for mtil.py: deit_tiny, for the demo stream vit_micro."""
-    weights: Path | None = None
-    """A safetensors or npz file; default: bundled, else from the hub."""
-    data_dir: Path | None = None
-    """Folder of prepared data sets."""
-    tasks: str | None = None
-    """Names of the tasks in learning order, separated by commas; default: all."""
-    images: ImagesConfig = ImagesConfig()
-    """Where decoded images are kept."""
-    image_size: int | None = None
-    """Pixels of the square images; default: the backbone's own."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Study(Data):
+class Study(mtil.Common):
     """Settings of every study over several runs."""
 
+    stream: str = mtil.DEMO
+    """demo, or whatever `experiments/mtil.py --stream` takes."""
     preset: Preset | None = None
     """Settings of every method; default: demo for the demo stream, quick for any other."""
     seeds: str | None = None
     """Seeds separated by commas; default: 0,1,2 for the preset `paper`, else 0."""
-    order: Order = "default"
-    """Order of MTIL's tasks."""
-    base_data: str | None = None
-    """Images of the backbone's pretraining data, for CHEEM's similarity."""
-    engine: EngineConfig = EngineConfig()
-    """How networks are run."""
-    devices: Literal["all"] | int = 1
-    """Devices that share each batch of a run: a number, or all that it sees."""
-    fsdp: int = 1
-    """Devices over which the frozen backbone's weights are split."""
-    save_every: float | None = None
-    """Seconds between rolling checkpoints."""
     launcher: LauncherConfig = LauncherConfig()
     """Where the runs work."""
     run_dir: Path = Path("runs/study")
@@ -142,16 +110,8 @@ def check_same(
 
 
 def rebuilt(default: Any, held: Mapping[str, Any]) -> Any:
-    """Settings of the default's kind from what `config.json` holds of them; ValueError for unknown ones."""
-    if unknown := sorted(held.keys() - {field.name for field in dataclasses.fields(default)}):
-        raise ValueError(f"{type(default).__name__} has no {', '.join(unknown)}; was the run made by another version?")
-    changes = {}
-    for name, value in held.items():
-        old = getattr(default, name)
-        if dataclasses.is_dataclass(old):
-            value = rebuilt(old, value)
-        changes[name] = tuple(value) if isinstance(value, list) else value
-    return dataclasses.replace(default, **changes)
+    """Settings of the default's kind from what `config.json` contains of them; ValueError for unknown ones."""
+    return settings_of(type(default), held, Path("config.json"))
 
 
 @contextlib.contextmanager
@@ -268,7 +228,7 @@ def run_settings(study: Study, variant: Variant, seed: int) -> mtil.Mtil:
     preset = study.chosen_preset
     config = changed(preset_of(variant.method, preset), variant.config)
     is_cheem = isinstance(config, CheemConfig)
-    names = [field.name for field in dataclasses.fields(Study) if field.name != "launcher"]
+    names = [field.name for field in dataclasses.fields(mtil.Common)]
     return mtil.Mtil(**{
         **{name: getattr(study, name) for name in names},
         "preset": preset,
@@ -293,15 +253,9 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     return config
 
 
-LOADED_BY = (
-    "stream", "data_dir", "order", "tasks", "images", "image_size", "backbone", "weights",
-)  # fmt: skip
-"""What weights and images depend on."""
-
-
 def place_of(settings: mtil.Mtil) -> tuple[Any, ...]:
     """Where weights and images of a run come from."""
-    return tuple(getattr(settings, name) for name in LOADED_BY)
+    return (settings.order, *(getattr(settings, field.name) for field in dataclasses.fields(mtil.Data)))
 
 
 def loader(study: Study, progress: Progress) -> Callable[[mtil.Mtil], mtil.Loaded]:

@@ -11,12 +11,12 @@ of the paper's claims.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from charts import check_folder
+from charts import check_folder, filled, names_in
 from studies.paper.printed import NOTES, TOLD_METHOD, Cell, Printed, printed, recomputed_fom
 from studies.paper.results_page import write_page
 
@@ -40,7 +40,7 @@ class Tables:
     only: str | None = None
     """Names of tables, separated by commas; default: all."""
     results: Path | None = None
-    """Folder with collected runs: the page of results is written, and no table. Beside it may stand `again` (CHEEM's
+    """Folder with collected runs: the page of results is written, and no table. Next to it may be `again` (CHEEM's
     runs on another kind of processor), `at_N` (the same images at N pixels), `notes.md`, and what studies wrote."""
     page: Path = Path("docs/results.md")
     """Where that page is written; its figure lies in the folder of the same name."""
@@ -107,9 +107,13 @@ def main(settings: Tables) -> None:
     """Write every table and one page with all, or the page of results."""
     progress = Progress()
     if settings.results is not None:
-        write_results(settings.results, settings, progress)
+        if settings.runs or settings.only:
+            raise ValueError("--results writes the page of results and no table; leave out --runs and --only")
+        progress.say(f"{write_page(settings.results, settings.page)} runs: {settings.page}")
         return
-    names = names_of(settings.only)
+    known = [*LAYOUTS, "counts"]
+    asked = known if settings.only is None else names_in("--only", settings.only, known)
+    names = [name for name in known if name in asked]
     check_folder("--out", settings.out)
     runs, left_out = read(settings.runs)
     ours, unused = measured(runs)
@@ -134,32 +138,12 @@ def main(settings: Tables) -> None:
     progress.say(f"{len(names)} tables from {len(runs)} runs: {settings.out / 'tables.md'}")
 
 
-def write_results(results: Path, settings: Tables, progress: Progress) -> None:
-    """The page of results from collected runs."""
-    if settings.runs or settings.only:
-        raise ValueError("--results writes the page of results and no table; leave out --runs and --only")
-    num_runs = write_page(results, settings.page)
-    progress.say(f"{num_runs} runs: {settings.page}")
-
-
 HEAD = """# The paper's tables
 
 `ours` is the mean over runs with its standard deviation and, behind it, the number of runs; `paper` is what the paper
 prints. An empty cell was not run, or is not in the paper.
 
 """
-
-
-def names_of(only: str | None) -> list[str]:
-    """Names of the tables that are asked for."""
-    known = [*LAYOUTS, "counts"]
-    if only is None:
-        return known
-    asked = [name.strip() for name in only.split(",")]
-    unknown = [name for name in asked if name not in known]
-    if unknown:
-        raise ValueError(f"--only names {', '.join(map(repr, unknown))}; the tables are {', '.join(known)}")
-    return [name for name in known if name in asked]
 
 
 def measured(runs: Sequence[RunRecord]) -> tuple[Found, list[tuple[Path, str]]]:
@@ -246,31 +230,18 @@ def _grid(
     heads = [(measure, task) for measure in layout.measures for task in (tasks if measure == "accuracy" else [""])]
     if name == "taskwise_flops":
         heads = [("flops", task) for task in [*tasks, ""]]
-    columns, table = ["method"], [[row_title(*row)] for row in rows]
+    columns = {
+        "method": [METHODS.get(method, method) + (f", {variant}" if variant else "") for method, variant in rows]
+    }
     for measure, task in heads:
         column = [Cell(*place, method, measure, variant, task) for method, variant in rows]
         title = task or TITLES[measure]
-        sources: list[tuple[str, Callable[[Cell], str]]] = [
-            ("ours", lambda cell: our_text(ours.get(cell))),
-            ("paper", lambda cell: theirs[cell].text if cell in theirs else ""),
-        ]
+        columns[f"{title}, ours"] = [our_text(ours.get(cell)) for cell in column]
+        columns[f"{title}, paper"] = [theirs[cell].text if cell in theirs else "" for cell in column]
         if name == "fom":
-            sources.append(
-                ("recomputed", lambda cell: _number(recomputed_fom(cell.stream, cell.backbone, cell.method)))
-            )
-        for source, text in sources:
-            texts = [text(cell) for cell in column]
-            if any(texts):
-                columns.append(f"{title}, {source}")
-                for line, cell_text in zip(table, texts, strict=True):
-                    line.append(cell_text)
-    return Grid(f"{layout.title}: {place[0]}, {place[1]}", tuple(columns), tuple(map(tuple, table)), 1)
-
-
-def row_title(method: str, variant: str) -> str:
-    """A method's name with what sets the row apart."""
-    name = {"component": "component"}.get(method, METHODS.get(method, method))
-    return f"{name}, {variant}" if variant else name
+            again = [recomputed_fom(cell.stream, cell.backbone, cell.method) for cell in column]
+            columns[f"{title}, recomputed"] = [_number(value) for value in again]
+    return filled(f"{layout.title}: {place[0]}, {place[1]}", columns)
 
 
 def our_text(values: Sequence[float] | None) -> str:

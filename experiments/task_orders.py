@@ -83,7 +83,8 @@ def write(directory: Path, variants: Sequence[Variant], found: Found) -> Grid:
     shown = [variant for variant in variants if variant.name in found]
     first = found[shown[0].name][0]
     numbers: dict[str, dict[str, list[float]]] = {
-        name: {v.name: [100 * last_of(run, name) for run in found[v.name]] for v in shown} for name in tasks_in(first)
+        name: {v.name: [100 * run["accuracy"][-1][tasks_in(run).index(name)] for run in found[v.name]] for v in shown}
+        for name in tasks_in(first)
     }
     for title, key, factor in (
         ("average accuracy", "average_accuracy", 100.0),
@@ -108,11 +109,6 @@ def write(directory: Path, variants: Sequence[Variant], found: Found) -> Grid:
 def tasks_in(run: Mapping[str, Any]) -> list[str]:
     """Names of a run's tasks in the order in which it learned them."""
     return [task["name"] for task in run["tasks"]]
-
-
-def last_of(run: Mapping[str, Any], task: str) -> float:
-    """Accuracy on a task after the last one, in [0, 1]."""
-    return run["accuracy"][-1][tasks_in(run).index(task)]
 
 
 if __name__ == "__main__":

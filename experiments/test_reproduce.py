@@ -136,7 +136,7 @@ def test_a_run_of_other_settings_differs_from_its_config_on_and_the_record_tells
 
 
 def test_a_command_with_settings_that_are_gone_runs_without_them_where_they_had_no_effect(capsys, run_dir):
-    command = reproduce.setting_of(run_dir)["command"]
+    command, _ = reproduce.runnable(run_dir)
     gone = [word for option in REMOVED_OPTIONS for word in option.split()]
     edit(run_dir, command=[*command[:1], *gone, *command[1:]])
     status, output, _ = status_of(capsys, run_dir)
@@ -218,7 +218,9 @@ def test_what_is_no_run_or_has_no_command_is_refused_in_one_line(capsys, run_dir
 
 
 def test_data_that_is_gone_is_named(capsys, run_dir, tmp_path):
-    settings = reproduce.mtil.Mtil(PRESETS["demo"], "demo", "vit_micro", stream=str(tmp_path / "birds"))
+    settings = reproduce.mtil.Mtil(
+        cheem=PRESETS["demo"], preset="demo", backbone="vit_micro", stream=str(tmp_path / "birds")
+    )
     edit(run_dir, command=["experiments/mtil.py", *arguments_of(settings)])
     assert f"{tmp_path / 'birds'}: no such folder" in refused(capsys, run_dir)
 
@@ -229,7 +231,9 @@ def test_data_that_is_gone_is_named(capsys, run_dir, tmp_path):
         (["cheem", "demo"], Demo(Path("/somewhere"), seed=3, upper_bound=True)),
         (
             ["experiments/mtil.py"],
-            reproduce.mtil.Mtil(PRESETS["quick"], "quick", run_dir=Path("/somewhere"), seed=3, num_seeds=1),
+            reproduce.mtil.Mtil(
+                cheem=PRESETS["quick"], preset="quick", run_dir=Path("/somewhere"), seed=3, num_seeds=1
+            ),
         ),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import compare
 import numpy as np
-from charts import mean_std, spread, stacked_bars, write_page
+from charts import mean_std, spread, write_page
 from study import Found, run_all
 from tables import Tables
 from tables import main as write_tables
@@ -44,10 +44,6 @@ def main(settings: TrainingTime) -> None:
     variants = compare.variants_of(settings, compare.methods_of(settings.methods))
     found = run_all(settings, variants, progress, lambda found: write(settings.run_dir, found))
     progress.console.print(write(settings.run_dir, found).to_rich())
-    seconds = {
-        METHODS[name]: {phase: each["mean"] for phase, each in phases_of(runs).items()} for name, runs in found.items()
-    }
-    stacked_bars(settings.run_dir / "training_time.png", seconds, "seconds of training per task")
     write_tables(Tables(runs=(settings.run_dir,), out=settings.run_dir / "tables", only="training_time"))
 
 
@@ -75,7 +71,7 @@ def write(directory: Path, found: Found) -> Grid:
     first = next(iter(found.values()))[0]
     devices = {run["engine"]["device"] for runs in found.values() for run in runs}
     if len(devices) > 1:
-        raise ValueError(f"{directory} holds runs of several devices: {', '.join(sorted(devices))}; time them apart")
+        raise ValueError(f"{directory} contains runs of several devices: {', '.join(sorted(devices))}; time them apart")
     columns = ("method", "runs", "seconds\nper task", "of CHEEM's", "compiling,\nwhole run", "longest phases")
     title = f"{first['stream']}, {first['backbone']}, {first['preset']}, {first['engine']['device']}: training per task"
     grid = Grid(title, columns, tuple(rows), 1)

@@ -38,7 +38,7 @@ def write_pictures(folder: Path, names: Sequence[str], classes: Sequence[str] = 
 def write_run(directory: Path, *, pictures: Path | None = None, planned: int | None = None, **made: Any) -> Path:
     """A run directory as a run leaves it; `made` is what `entries` takes.
 
-    `planned` above the number of tasks leaves the run unfinished, without results.
+    `planned` above the number of tasks leaves the run unfinished.
     """
     directory.mkdir(parents=True)
     made = {"names": ("one", "two", "three"), "classes": ("cat", "dog"), **made}
@@ -54,8 +54,7 @@ def write_run(directory: Path, *, pictures: Path | None = None, planned: int | N
     record = Record.open(directory)
     for entry in entries(**made, splits=splits, data=data if pictures else None):
         record.write(**entry)
-    if not later:
-        (directory / "results.json").write_text(json.dumps(results_of(read(directory))))
+    (directory / "results.json").write_text(json.dumps(results_of(read(directory))))
     np.savez_compressed(directory / "answers.npz", **_answers(len(names), len(made["classes"])))  # pyright: ignore[reportArgumentType]
     return directory
 

@@ -107,7 +107,7 @@ def test_the_arguments_of_every_method_give_its_settings_again(method, preset):
     options = None if method in ("cheem", "cheem_lite") else catalogue.preset_of(method, preset)
     if hasattr(options, "fit"):
         options = dataclasses.replace(options, fit=dataclasses.replace(options.fit, epochs=3), batch_size=7)
-    asked = mtil.Mtil(PRESETS["quick"], "quick", method=method, options=options, run_dir=Path("/runs"))
+    asked = mtil.Mtil(cheem=PRESETS["quick"], preset="quick", method=method, options=options, run_dir=Path("/runs"))
     assert mtil.read_arguments(arguments_of(asked)) == asked
     assert mtil.method_of(asked).name == method
 
@@ -170,7 +170,7 @@ def test_nested_flags_and_tuples_are_written_as_they_are_read(part):
     "whole, said",
     [
         (Whole(Part(), title="None"), "--title is the text 'None'"),
-        (Whole(Part(), names=("a", "-b")), "--names holds '-b'"),
+        (Whole(Part(), names=("a", "-b")), "--names contains '-b'"),
     ],
 )
 def test_text_that_a_command_line_would_misread_is_refused(whole, said):

@@ -9,8 +9,6 @@ import pytest
 from cheem_jax.report.compare import (
     CIRCUMSTANCES,
     difference_of_records,
-    difference_of_results,
-    difference_of_values,
     differences,
     timeless,
 )
@@ -216,24 +214,10 @@ def test_what_nobody_knows_yet_is_compared_all_the_same():
         "event 'pruned', task 2 'textures': share.kept[1] is 0.25 there and 0.125 here"
     )
     assert str(difference_of_records([*story(), new, new], [*story(), new, other], TASKS)).startswith(
-        "event 'pruned' (2), task 2"
+        "event 'pruned', task 2 'textures' (2)"
     )
     found = difference_of_records(story(), changed(((1, "report", "warmth"), 3)), TASKS)
     assert str(found) == "task 1 'colours', cheem: warmth is missing there and 3 here"
-
-
-def test_configs_and_results_are_compared_leaf_by_leaf():
-    config = {"seed": 0, "cheem": {"supernet": {"epochs": 3}}, "tasks": ["a", "b"]}
-    other = {"seed": 0, "cheem": {"supernet": {"epochs": 4}}, "tasks": ["a"]}
-    found = difference_of_values(config, other, "config.json")
-    assert str(found) == "config.json: cheem.supernet.epochs is 3 there and 4 here"
-    results = {"accuracy": [[0.5, None], [0.5, 0.25]], "seconds_total": 3.0}
-    assert difference_of_results(results, {**results, "seconds_total": 4.0}) is None
-    found = difference_of_results(results, {"accuracy": [[0.5, None], [0.5, 0.75]]})
-    assert str(found) == "results.json: accuracy[1][1] is 0.25 there and 0.75 here"
-    assert str(difference_of_results(results, None)) == (
-        "equal as far as both go, but the second run stopped before results.json was written"
-    )
 
 
 def write(directory, entries):
@@ -249,39 +233,24 @@ def runs(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     (first / "config.json").write_text(json.dumps({"seed": 0, "tasks": TASKS}))
-    (first / "results.json").write_text(json.dumps({"average_accuracy": 0.5, "seconds": 1.0}))
     write(first, story())
     shutil.copytree(first, second)
     return first, second
 
 
-def test_directories_are_compared_config_first_then_record_then_results(runs):
+def test_directories_are_compared_config_first_and_then_the_record(runs):
     first, second = runs
     assert next(differences(first, second), None) is None
-    (second / "results.json").write_text(json.dumps({"average_accuracy": 0.25, "seconds": 2.0}))
-    assert str(next(differences(first, second), None)) == "results.json: average_accuracy is 0.5 there and 0.25 here"
     write(second, changed(((1, "report", "searched"), 3)))
     (second / "config.json").write_text(json.dumps({"seed": 1, "tasks": TASKS}))
     places = [found.place for found in differences(first, second)]
-    assert places == [
-        "config.json: seed",
-        "task 1 'colours', cheem: searched",
-        "results.json: average_accuracy",
-    ]
-
-
-def test_the_results_of_a_run_that_stopped_are_not_held_against_it(runs):
-    first, second = runs
-    write(second, story()[:4])
-    (second / "results.json").write_text(json.dumps({"average_accuracy": 0.25}))
-    [found] = differences(first, second)
-    assert found.stopped == "second"
+    assert places == ["config.json: seed", "task 1 'colours', cheem: searched"]
 
 
 def test_what_is_no_run_directory_or_damaged_is_named(runs, tmp_path):
     first, second = runs
     with pytest.raises(ValueError, match="gone' is not a run directory"):
         next(differences(first, tmp_path / "gone"), None)
-    (second / "results.json").write_text("{")
-    with pytest.raises(ValueError, match=r"second/results.json is not JSON"):
+    (second / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"second/config.json is not JSON"):
         next(differences(first, second), None)

@@ -105,7 +105,6 @@ def test_a_run_leaves_its_files_and_the_record_tells_its_numbers(finished):
     assert {f.name for f in (directory / "figures").iterdir()} >= {
         "architectures.png",
         "accuracy.png",
-        "similarity.png",
     }
     events = [entry["event"] for entry in read(directory)]
     assert events == ["run", "learned", "learned", "evaluated", "learned", "learned", "evaluated"] + ["upper_bound"] * 2
@@ -236,12 +235,13 @@ def test_the_sweep_of_the_upper_bound_goes_on_in_the_middle(finished, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["whole", "scan"])
-def test_going_on_is_exact_with_every_executor(tmp_path, name):
-    config = dataclasses.replace(CONFIG, engine=EngineConfig(executor=name, steps_per_call=2))
+@pytest.mark.parametrize("name, score", [("whole", "shared_head"), ("scan", "shared_head"), ("stages", "closed_form")])
+def test_going_on_is_exact_with_every_executor_and_score(tmp_path, name, score):
+    cheem = dataclasses.replace(CONFIG.cheem, score=score, score_images=24)
+    config = dataclasses.replace(CONFIG, cheem=cheem, engine=EngineConfig(executor=name, steps_per_call=2))
     stream = small.stream(1)
     whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
-    for phase, number in (("supernet", 3), ("finetune", 3)):
+    for phase, number in (("supernet", 3), ("search", 5), ("finetune", 3)):
         with pytest.raises(Stopped):
             progress = Signalling((phase, "task0"), number, signal.SIGINT)
             run_stream(stream, small.pretrained(), config, tmp_path / "run", progress)

@@ -15,8 +15,8 @@ def plain(colours: list[tuple[int, int, int]], side: int = 8) -> np.ndarray:
     return np.broadcast_to(np.array(colours, np.uint8)[:, None, None], (len(colours), side, side, 3)).copy()
 
 
-def sheet(file: Path, images: np.ndarray, labels: list[int], classes: list[str], **settings) -> np.ndarray:
-    contact_sheet(images, np.array(labels, np.int64), classes, file, title="set · train", **settings)
+def sheet(file: Path, images: np.ndarray, labels: list[int], classes: list[str]) -> np.ndarray:
+    contact_sheet(images, np.array(labels, np.int64), classes, file, title="set · train")
     with Image.open(file) as image:
         assert image.format == "PNG"
         return np.asarray(image.convert("RGB"))
@@ -27,17 +27,17 @@ def count(pixels: np.ndarray, colour: tuple[int, int, int]) -> int:
 
 
 def test_every_class_has_one_example_with_its_own_pixels(tmp_path):
-    images = plain([RED] * 2 + [GREEN] * 2 + [(index, 0, 0) for index in range(1, 10)])
-    pixels = sheet(tmp_path / "sub" / "a.png", images, [0, 0, 1, 1, *range(2, 11)], [f"c{i}" for i in range(11)])
+    images = plain([RED, GREEN] + [(index, 0, 0) for index in range(1, 10)])
+    pixels = sheet(tmp_path / "sub" / "a.png", images, [*range(11)], [f"c{i}" for i in range(11)])
     assert count(pixels, RED) == count(pixels, GREEN) == 112**2  # 8 pixels a side, fourteen times as large
     assert [file.name for file in (tmp_path / "sub").iterdir()] == ["a.png"]
 
 
 def test_few_classes_get_several_examples_each(tmp_path):
     pixels = sheet(tmp_path / "a.png", plain([RED] * 3 + [GREEN] * 12), [0] * 3 + [1] * 12, ["red", "green"])
-    assert count(pixels, RED) == 3 * 112**2 and count(pixels, GREEN) == 10 * 112**2
-    images = plain([RED] * 20 + [(0, 0, index) for index in range(5)])
-    pixels = sheet(tmp_path / "b.png", images, [0] * 20 + [1, 2, 3, 4, 5], list("abcdef"))
+    assert count(pixels, RED) == 3 * 112**2 and count(pixels, GREEN) == 8 * 112**2
+    images = plain([RED] * 20 + [(0, 0, index) for index in range(19)])
+    pixels = sheet(tmp_path / "b.png", images, [0] * 20 + [*range(1, 20)], [f"c{i}" for i in range(20)])
     assert count(pixels, RED) == 4 * 112**2
 
 
@@ -58,7 +58,7 @@ def test_many_classes_are_chosen_evenly_with_the_first_and_the_last(tmp_path):
 def test_small_pictures_are_enlarged_in_whole_steps_and_large_ones_reduced(tmp_path, side):
     board = np.zeros((1, side, side, 3), np.uint8)
     board[:, ::2] = RED
-    pixels = sheet(tmp_path / "a.png", board, [0], ["stripes"], columns=1, rows=1)
+    pixels = sheet(tmp_path / "a.png", board, [0], ["stripes"])
     assert 150 < pixels.shape[0] < 300
     if side < 200:
         times = max(1, round(112 / side))
@@ -97,15 +97,10 @@ def test_a_class_without_examples_leaves_an_empty_box(tmp_path):
     sheet(tmp_path / "b.png", np.zeros((0, 8, 8, 3), np.uint8), [], ["none"] * 20)
 
 
-def test_what_cannot_be_a_sheet_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="got 0 classes"):
-        sheet(tmp_path / "a.png", plain([RED]), [0], [])
-    with pytest.raises(ValueError, match="labels from 0 to 7 .* 2 classes"):
-        sheet(tmp_path / "a.png", plain([RED, RED]), [0, 7], ["a", "b"])
-    assert not list(tmp_path.iterdir())
+NONE = np.zeros((0, 8, 8, 3), np.uint8)
 
 
-def row(name: str = "task", classes: int = 10, num_train: int = 1000, examples: np.ndarray | None = None) -> StreamRow:
+def row(name: str = "task", classes: int = 10, num_train: int = 1000, examples: np.ndarray = NONE) -> StreamRow:
     return StreamRow(name, classes, num_train, num_val=100, num_test=200, examples=examples)
 
 
@@ -118,16 +113,8 @@ def stream(file: Path, rows: list[StreamRow], title: str = "A stream") -> np.nda
 
 def test_a_task_shows_at_most_five_examples_or_an_empty_box(tmp_path):
     pixels = stream(tmp_path / "a.png", [row(examples=plain([RED] * 9)), row(examples=plain([GREEN] * 2, 300)), row()])
-    assert count(pixels, RED) == 5 * 84**2 and count(pixels, GREEN) == 2 * 84**2
-    assert count(pixels, EMPTY) == pytest.approx(84 * (5 * 90 - 6), rel=0.01)  # some of it in the smooth text
-
-
-def test_bars_grow_with_the_logarithm(tmp_path):
-    rows = [row(num_train=num, classes=1) for num in (100, 1000, 10_000)]
-    pixels = stream(tmp_path / "a.png", rows)
-    tops = [106 + index * 90 for index in range(3)]
-    lengths = [count(pixels[top + 42 : top + 43], (0x9E, 0xC3, 0xDC)) for top in tops]
-    assert lengths == [100, 200, 300]  # the scale begins a decade below the least
+    assert count(pixels, RED) == 5 * 112**2 and count(pixels, GREEN) == 2 * 112**2
+    assert count(pixels, EMPTY) == pytest.approx(112**2, rel=0.01)  # some of it in the smooth text
 
 
 @pytest.mark.parametrize(
@@ -137,17 +124,11 @@ def test_bars_grow_with_the_logarithm(tmp_path):
         [row("$^{x}$"), row("_" * 300), row("狗"), row("")],
         [row(classes=1, num_train=1)],
         [row(classes=1623, num_train=1_232_167), row(classes=1, num_train=0)],
-        [row(examples=np.zeros((0, 8, 8, 3), np.uint8))],
         [row(classes=0, num_train=0)],
         [row(f"task_{index}", num_train=10**index) for index in range(1, 13)],
     ],
 )
 def test_odd_streams_are_drawn_at_a_sane_size(tmp_path, rows):
     pixels = stream(tmp_path / "a.png", rows, title="$x_" * 100)
-    assert 150 < pixels.shape[0] < 1300 and 1200 < pixels.shape[1] < 2000
+    assert 150 < pixels.shape[0] < 1300 and 600 < pixels.shape[1] < 2000
     assert (pixels[:, -10:] == 255).all() and (pixels[:, :10] == 255).all()
-
-
-def test_a_stream_without_tasks_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no tasks to draw"):
-        stream(tmp_path / "a.png", [])

@@ -22,12 +22,11 @@ from cheem_jax.report import finished, memories
 from cheem_jax.report.live import line
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.page.architecture import architectures
+from cheem_jax.report.page.assemble import page
 from cheem_jax.report.page.charts import pool_growth
-from cheem_jax.report.page.loading import load
 from cheem_jax.report.status import look
 from cheem_jax.report.tensorboard import NAME
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.record import Record, read
 
 METHOD = dataclasses.replace(small.QUICK, remove=("skip", "adapt"))
 
@@ -109,28 +108,27 @@ def test_a_page_tells_of_forgotten_and_half_learned_tasks(moment):
     assert "1 task was forgotten here" not in parsed(moment("three")).text
     assert "1 task was forgotten here" in parsed(moment("forgot")).text
     text = parsed(moment("half")).text
-    assert "Interrupted: task9" in text and "2 tasks so far" in text
-    assert "Interrupted" not in parsed(moment("later")).text
+    assert "Stopped in the middle of 'task9'" in text and "2 tasks so far" in text
+    assert "Stopped" not in parsed(moment("later")).text
 
 
 def test_a_memory_that_cannot_be_shown_says_why(moment):
-    with pytest.raises(ValueError, match=r"has learned no task yet: `cheem learn .*empty FOLDER` adds one"):
-        load([moment("empty")])
+    with pytest.raises(ValueError, match=r"no task yet; `cheem learn .*empty FOLDER` adds one"):
+        page([moment("empty")], images=False)
     directory = moment("three")
     config = json.loads((directory / "config.json").read_text())
     config |= {"tasks": ["task1", "task2"], "forgetting": {"index": 0, "name": "task0"}}
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="forgetting 'task0', or was stopped while it did: the next `cheem learn`"):
-        load([directory])
-    assert "stopped while it forgot task0" in watched(directory)
+    with pytest.raises(ValueError, match="stopped while it forgot 'task0'; the next `cheem learn`"):
+        page([directory], images=False)
+    assert "stopped while it forgot 'task0'" in watched(directory)
 
 
 def test_what_was_measured_before_a_task_was_forgotten_is_told_to_be_older(moment):
     directory = moment("forgot")
-    entries = read(directory)
-    found = entries[-1]["methods"]["cheem"]
-    found["routing"][-1] = [0.25, 0.25]  # the other half went to the task that is gone
-    Record(directory / "metrics.jsonl").replace(entries)
+    results = results_in(directory)
+    results["routing"][-1] = [0.25, 0.25]  # the other half went to the task that is gone
+    (directory / "results.json").write_text(json.dumps(results))
     text = parsed(directory).text
     assert "images routed to it counted as wrong" in text and "the rest went to a task that is forgotten now" in text
     assert "the rest went to" not in parsed(moment("three")).text
@@ -147,13 +145,13 @@ def test_memories_stand_beside_each_other_on_a_page_and_in_no_table_of_runs(mome
 
 def test_what_one_watches_of_a_memory(moment):
     empty = watched(moment("empty"))
-    assert "no task yet; cheem learn" in empty and "0 tasks learned" in empty and "now" not in empty
+    assert "no task yet; `cheem learn" in empty and "0 tasks learned" in empty and "now" not in empty
     three = watched(moment("three"))
     assert "at rest since" in three and "3 tasks learned" in three and "right after learning" in three
     assert "– not measured: their images were not available" in three and "nan" not in three
-    assert next(row for row in three.split("\n") if row.startswith(" T0 task0")).split()[-3:] == ["–"] * 3
+    assert next(row for row in three.split("\n") if "T0 task0" in row).split().count("–") == 3
     half = watched(moment("half"))
-    assert "stopped in the middle of task9; the same cheem learn resumes it" in half and "2 tasks learned" in half
+    assert "stopped in the middle of 'task9'; the same `cheem learn` resumes it" in half and "2 tasks learned" in half
     later = moment("later")
     diagonal = [row[index] for index, row in enumerate(results_in(later)["accuracy"])]
     told = f"3 tasks learned, right after learning {100 * sum(diagonal) / 3:.1f} %, mean of 3 tasks"
@@ -177,7 +175,7 @@ def test_the_written_report_and_its_figures_take_a_memory(moment):
     directory = moment("later")
     text = write_report(directory, results_in(directory)).read_text()
     assert "| CHEEM | – | – | – |" in text and "–: not measured, of 2 tasks" in text and "nan" not in text
-    assert len(list((directory / "figures").glob("*.png"))) == 3
+    assert len(list((directory / "figures").glob("*.png"))) == 2
 
 
 def test_the_page_counts_the_experts_that_are_there(moment):
@@ -191,13 +189,13 @@ def expert(origin: int | str, parent: int | None = None, kind: str = "") -> dict
     return {"origin": origin, "parent": parent, "kind": kind or ("full" if parent is None else "adapted")}
 
 
-def test_an_expert_of_a_forgotten_task_counts_from_its_first_user_and_is_named():
-    # block 1: used by T1; block 2: T0's expert was adapted from it; block 3: nobody's; block 4: told to be gone
+def test_an_expert_of_a_forgotten_task_counts_from_the_start_and_is_named():
+    # block 1: used by T1; block 2: T0's expert was adapted from it; blocks 3 and 4: gone
     results = {
         "pool": [
             [expert("base"), expert("forgotten")],
             [expert("base"), expert("forgotten"), expert(0, 1)],
-            [expert("base"), expert("forgotten")],
+            [expert("base"), expert("forgotten", kind="gone")],
             [expert("base"), expert("forgotten", kind="gone"), expert(1)],
         ],
         "tasks": [
@@ -211,13 +209,13 @@ def test_an_expert_of_a_forgotten_task_counts_from_its_first_user_and_is_named()
             },
         ],
     }  # fmt: skip
-    assert memories.arrivals(results) == [[-1, 1], [-1, 0, 0], [-1, None], [-1, None, 1]]
+    assert memories.arrivals(results) == [[-1, -1], [-1, -1, 0], [-1], [-1, 1]]
     drawn = architectures(results)
     assert [[cell.text for cell in row.cells] for row in drawn.rows[1:]] == [
         ["skip", "†+Δ", "base", "skip"],
         ["†", "skip", "skip", "new"],
     ]
     assert "†: from a forgotten task" in drawn.caption and drawn.pool[1] == ((-1, -1), (-2, -1), (0, 1))
-    (chart,) = pool_growth(results)
-    assert chart.variants[0].spec["data"][0]["z"] == [[1, 1, 2], [1, 3, 3], [1, 1, 1], [1, 1, 2]]
+    chart = pool_growth(results)
+    assert chart.variants[0].spec["data"][0]["z"] == [[2, 2, 2], [2, 3, 3], [1, 1, 1], [1, 1, 2]]
     assert "8 in all after the last task. 2 of them remain from forgotten tasks" in chart.caption

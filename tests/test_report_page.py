@@ -19,11 +19,9 @@ from plotly.offline import get_plotlyjs
 from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.cli.report import Report, write_report_page
-from cheem_jax.report.finished import read
-from cheem_jax.report.page import examples
+from cheem_jax.report.finished import read, record_of
 from cheem_jax.report.page.assemble import text_of
 from cheem_jax.report.page.examples import data_uri
-from cheem_jax.report.page.loading import record_of
 from cheem_jax.report.page.search import search_chart
 from cheem_jax.report.page.specs import EmptySection
 from cheem_jax.report.table import spread
@@ -103,7 +101,7 @@ def test_a_run_of_cheem_has_every_section(run, capsys):
         "architectures", "pool", "tasks", "accuracy", "forgetting", "routing", "similarity", "search", "time",
         "examples", "setting",
     ]  # fmt: skip
-    assert len(page.charts) == 2 + 2 + 1 + 1 + 3 + 3 + 1  # pool, accuracy, curves, routing, S, search by task, time
+    assert len(page.charts) == 1 + 2 + 1 + 1 + 3 + 3 + 1  # pool, accuracy, curves, routing, S, search by task, time
 
 
 def test_a_method_without_a_pool_has_neither_architectures_nor_a_search(tmp_path):
@@ -158,12 +156,9 @@ def test_a_cell_names_the_task_that_its_expert_comes_from(run):
 
 def test_charts_hold_the_numbers_of_the_run(run):
     page = parsed(run)
-    pool, stored, routed, given, forgetting, routing, *similarity = page.charts[:9]
+    pool, routed, given, forgetting, routing, *similarity = page.charts[:8]
     assert pool["data"][0]["x"] == ["base", "T0 one", "T1 two", "T2 three"]
     assert pool["data"][0]["z"] == [[1, 2, 3, 4], [1, 2, 2, 2]]
-    assert {trace["name"]: trace["y"] for trace in stored["data"]} == {
-        "experts": [90, 180, 270], "heads": [20, 40, 60], "centroids": [10, 20, 30],
-    }  # fmt: skip
     assert routed["data"][0]["z"][1] == [84.33, 85.33, None] and given["data"][0]["z"][1] == [92.67, 93.67, None]
     assert [(trace["x"], trace["y"]) for trace in forgetting["data"]] == [
         (["T0 one", "T1 two", "T2 three"], [85.33, 84.33, 83.33]), (["T1 two", "T2 three"], [85.33, 83.33]),
@@ -175,7 +170,7 @@ def test_charts_hold_the_numbers_of_the_run(run):
     ]
     assert similarity[2]["data"][0]["y"] == ["base", "T0 one", "T1 two"]
     assert {trace["name"]: trace["y"] for trace in page.charts[-1]["data"]} == {
-        "supernet": [1.0] * 3, "search": [0.5] * 3, "evaluation": [0.5] * 3, "of which compiling": [0.25] * 3,
+        "supernet": [1.0] * 3, "search": [0.5] * 3, "evaluation": [0.5] * 3,
     }  # fmt: skip
     assert (
         "The whole run took 7.5 s. Compiling took 1.5 s of it (20 %): 6 functions compiled, 12 read from" in page.text
@@ -204,7 +199,7 @@ def test_answers_of_another_moment_than_the_record_are_not_shown(run):
         answers = dict(held)
     later = {name: np.where(rows == 1, 3, rows) if name == "chosen_task_0" else rows for name, rows in answers.items()}
     np.savez(run / "answers.npz", **later)  # pyright: ignore[reportArgumentType]
-    assert "answers.npz is from a later moment than the record" in parsed(run).text
+    assert "answers.npz is from another moment than the record: of 'one'" in parsed(run).text
     later = answers | {"chosen_class_1": answers["given_task_0"][::-1]}
     np.savez(run / "answers.npz", **later)  # pyright: ignore[reportArgumentType]
     told = "answers.npz is from another moment than the record: of 'two' 0.0833 are right there, 0.8333 here"
@@ -236,19 +231,8 @@ def test_other_pictures_than_the_run_has_seen_are_not_shown(run):
     assert not any(tag == "img" for tag, _ in page.elements)
 
 
-def test_pictures_with_other_pixels_than_the_run_has_seen_are_not_shown(run):
-    picture = run.parent / "small" / "two" / "train" / "cat" / "0.png"
-    Image.fromarray(np.full((8, 8, 3), 9, np.uint8)).save(picture)
-    page = parsed(run)
-    assert "The files have other pixels now than the run has seen: two." in page.text
-    assert not any(tag == "img" for tag, _ in page.elements)
-
-
-def test_pixels_of_large_tasks_are_not_checked_and_that_is_told(run, monkeypatch):
-    monkeypatch.setattr(examples, "CHECKED", 15)  # of 16
-    page = parsed(run)
-    assert "not checked are the pixels of T0 one, T1 two, T2 three." in page.text
-    assert any(tag == "img" for tag, _ in page.elements)
+def test_a_page_says_what_it_does_not_check_of_the_pictures(run):
+    assert "Files and labels are those of the run; whether their pixels are is not checked." in parsed(run).text
 
 
 def test_runs_that_do_not_tell_their_files_show_no_pictures(run):
@@ -263,7 +247,7 @@ def test_the_demo_streams_pictures_are_held_against_what_the_run_has_seen(tmp_pa
     (run / "metrics.jsonl").unlink()
     for line in lines:
         record.Record.open(run).write(**{key: value for key, value in line.items() if key not in ("time", "check")})
-    assert "This version makes other images for colours, digits than the run has seen." in parsed(run).text
+    assert "This version makes other images than the run has seen: colours, digits." in parsed(run).text
 
 
 def test_damaged_answers_are_told(run):
@@ -298,7 +282,8 @@ def test_a_run_without_an_evaluated_task_cannot_be_shown(tmp_path):
     run = write_run(tmp_path / "run", planned=5)
     first = (run / "metrics.jsonl").read_text().splitlines(keepends=True)[0]
     (run / "metrics.jsonl").write_text(first)
-    with pytest.raises(ValueError, match="run: unfinished, and no task is evaluated yet: the command that began"):
+    (run / "results.json").unlink()
+    with pytest.raises(ValueError, match="run: unfinished: it has no results yet; the command that began it"):
         report(run)
 
 
@@ -316,7 +301,8 @@ def test_several_runs_are_compared_with_their_spread_over_seeds(tmp_path):
     ]
     assert {"#run-1", "#run-2", "#run-3"} <= set(links)
     assert [(trace["x"], trace["y"], trace["error_y"]["array"], trace["text"]) for trace in page.charts[0]["data"]] == [
-        ([30.0], [82.0], [2.828], ["CHEEM"]), ([30.0], [50.0], [0.0], ["EWC"]), ([30.0], [98.33], [0.0], ["full FT"]),
+        ([30.0], [82.0], [2.828], ["CHEEM"]), ([30.0], [50.0], [0.0], ["EWC"]),
+        ([30.0], [98.33], [0.0], ["full fine-tuning"]),
     ]  # fmt: skip
 
 
@@ -393,7 +379,7 @@ def test_an_accuracy_that_is_no_number_is_told_with_its_run(tmp_path):
     matrix = write_run(tmp_path / "matrix", pictures=write_pictures(tmp_path / "small", NAMES))
     change(matrix, lambda held: held["accuracy"][-1].__setitem__(0, None))
     page = parsed(matrix)
-    assert page.charts[2]["data"][0]["z"][2] == [None, 83.33, 83.33] and sections(page)[-2] == "examples"
+    assert page.charts[1]["data"][0]["z"][2] == [None, 83.33, 83.33] and sections(page)[-2] == "examples"
     assert page.text.count("Corrupted: what this needs") == 1  # the pictures
 
 
@@ -461,8 +447,8 @@ def test_a_folder_that_cannot_be_written_to_asks_for_another_place(run, monkeypa
 def test_a_search_without_any_score_says_so(run):
     [found], _ = read([run])
     recorded = record_of(found)
-    for entry in recorded.learned:
-        entry["report"]["search"]["correct"] = [None] * 6
+    for found in recorded.reports:
+        found["search"]["correct"] = [None] * 6
     with pytest.raises(EmptySection, match="No architecture of the search has a score"):
         search_chart(recorded, 0.02)
 

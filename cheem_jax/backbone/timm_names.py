@@ -170,5 +170,5 @@ def _preprocessing(name: str, hub_config: dict) -> tuple[Rgb, Rgb]:
             return CONFIGS[like].mean, CONFIGS[like].std
     raise ValueError(
         f"the mean and std that {name!r} was trained with are unknown: put the model's config.json "
-        f"(from the hub's timm/{name}) beside the weights"
+        f"(from the hub's timm/{name}) next to the weights"
     )

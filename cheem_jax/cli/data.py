@@ -53,25 +53,25 @@ class Prepare:
     data_dir: Path | None = None
     """The data folder, TFDS's own; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     image_size: int | None = None
-    """Also decode and resize all pictures to this many pixels now; otherwise the first run does it."""
+    """Also decode and resize all images to this many pixels now; otherwise the first run does it."""
     cache_dir: Path | None = None
-    """Where decoded pictures are kept; default: `cheem_jax/core/images` in the data folder."""
+    """Where decoded images are kept; default: `cheem_jax/core/images` in the data folder."""
     split_seed: int = 0
-    """Draws the splits that a data set lacks."""
+    """Seed of the splits that a data set lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
-    """Decode every picture of a stream and count: broken files, exact copies across splits, wrong labels."""
+    """Decode every image of a stream and count: broken files, exact copies across splits, wrong labels."""
 
     what: Annotated[str, tyro.conf.Positional]
     """mtil, vdd, one of their tasks, a stream file (TOML), a manifest (CSV, Parquet), tfds:NAME, a folder or a zip."""
     data_dir: Path | None = None
     """The data folder, TFDS's own; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     cache_dir: Path | None = None
-    """Where decoded pictures are kept: those of this stream are held against their hashes."""
+    """Where decoded images are kept: those of this stream are compared with their hashes."""
     split_seed: int = 0
-    """Draws the splits that a data set lacks."""
+    """Seed of the splits that a data set lacks."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -93,7 +93,7 @@ class Show:
     order: Order = "default"
     """One of MTIL's orders."""
     split_seed: int = 0
-    """Draws the splits that a data set lacks."""
+    """Seed of the splits that a data set lacks."""
 
 
 def list_data(settings: List) -> None:

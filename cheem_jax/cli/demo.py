@@ -24,7 +24,7 @@ class Demo:
     run_dir: Path = Path("runs/demo")
     """Where the run is kept; an unfinished one is continued."""
     method: Name = "cheem"
-    """What learns; `cheem_lite` and `moe_adapters` infer the task ID with the bundled vit_nano."""
+    """What learns; for `cheem_lite` and `moe_adapters` the bundled vit_nano infers the task."""
     seed: int = 0
     """Root of every PRNG key in the run."""
     seeds: SeedsConfig = SeedsConfig()

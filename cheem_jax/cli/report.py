@@ -9,7 +9,6 @@ import tyro
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.paths import shown
 from cheem_jax.report.page.assemble import page
-from cheem_jax.report.page.loading import load
 from cheem_jax.run.progress import Progress
 
 PAGE = b"<!doctype html"
@@ -32,13 +31,13 @@ def write_report_page(settings: Report) -> None:
     """Write the page and say where it is."""
     if not settings.runs:
         raise ValueError("no run was named; give a run directory, such as runs/demo after `cheem demo`")
-    progress, loaded = Progress(), load(settings.runs)
+    progress = Progress()
     file = settings.out or settings.runs[0] / "report.html"
     if file.is_dir():
         raise ValueError(f"--out {str(file)!r} is a folder; expected the name of a file to write")
     if file.exists() and not _is_page(file):
         raise ValueError(f"--out {str(file)!r} is there and is no HTML page; name another file")
-    text, left_out = page(loaded, images=settings.images)
+    text, left_out = page(settings.runs, images=settings.images)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, text)

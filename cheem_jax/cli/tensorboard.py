@@ -16,7 +16,7 @@ from cheem_jax.run.record import read
 
 @dataclasses.dataclass(frozen=True)
 class Tensorboard:
-    """Write TensorBoard event files of runs or memories, finished or not; written again, they go on."""
+    """Write TensorBoard event files of runs or memories, finished or not; written again, they continue."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Their directories."""

@@ -17,7 +17,7 @@ from cheem_jax.report.live import line, view
 from cheem_jax.report.status import Snapshot, look
 from cheem_jax.run.progress import SECONDS_BETWEEN_LINES
 
-OTHER_LINES = 18
+OTHER_LINES = 20
 """Lines of a view besides its tasks."""
 MOST_ROWS = 40
 """Tasks shown where nothing says how many lines there is room for."""
@@ -69,9 +69,8 @@ def _lines(settings: Watch, seen: Snapshot, console: Console) -> Snapshot:
     """A line now and then, and after every task."""
     said, shown = 0.0, None
     while not seen.is_over:
-        measured = sum(entry["event"] == "evaluated" for entry in seen.entries)
-        if measured != shown or time.monotonic() - said >= SECONDS_BETWEEN_LINES:
-            said, shown = time.monotonic(), measured
+        if seen.num_finished != shown or time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+            said, shown = time.monotonic(), seen.num_finished
             console.print(Text(line(seen)), soft_wrap=True)
         sleep(settings.every)
         seen = look(settings.run_dir, time.time(), seen)

@@ -49,7 +49,7 @@ class MemoryConfig:
     seed: int = 0
     seeds: SeedsConfig = SeedsConfig()
     keeps_base: bool = False
-    """Whether the backbone's own classes are one more target."""
+    """Whether the backbone's classes are one more target."""
     generation: int = 1
     tasks: tuple[str, ...] = ()
     """Names in learning order."""
@@ -72,7 +72,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         held = read_object(file)
     except FileNotFoundError:
         raise ValueError(
-            f"{str(directory)!r} is not a memory (it has no {NAME}); name what `cheem learn` made, or a run"
+            f"{str(directory)!r} is not a memory (it has no {NAME}); give a folder that `cheem learn` made, or a run's"
         ) from None
     if (found := held.get("format")) not in (FORMAT, RUN_FORMAT):
         newer = isinstance(found, str) and found.startswith("cheem_jax-")

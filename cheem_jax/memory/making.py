@@ -80,7 +80,7 @@ def create(
         raise ValueError(
             f"{pretrained.config.name} carries no head, so it has no classes to keep"
             if vit.head is None
-            else "to keep the classes of the pretraining data, images have to show where they lie; give base_data"
+            else "to keep the backbone's classes, images have to show where they lie; give base_data"
         )
     if base_data is not None:
         found_tasks = tasks_of(base_data, size, progress)

@@ -500,8 +500,8 @@ class OpenMemory:
             raise ValueError(f"{str(self.directory)!r} was opened for answering alone (usable); open it without that")
         if self.is_run:
             raise ValueError(
-                f"{str(self.directory)!r} is a run of an experiment, whose tasks are fixed; continue in a new memory: "
-                f"cheem learn NEW_FOLDER DATA --begin-with {self.directory}"
+                f"{str(self.directory)!r} is a run of an experiment, whose tasks are fixed; continue with what it "
+                f"learned in a separate memory: cheem learn NEW_FOLDER DATA --begin-with {self.directory}"
             )
 
     def _check_names(self, hashes: Mapping[str, str]) -> None:

@@ -276,7 +276,7 @@ def files_in(place: Path) -> list[str]:
         return [str(place)]
     found = [str(place / name) for name in list_files(folder, any_name=True) if is_image(name)]
     if not found:
-        raise ValueError(f"{str(place)!r} contains no image; expected an image, or a folder of some")
+        raise ValueError(f"{str(place)!r} contains no image; expected an image file, or a folder of some")
     return found
 
 

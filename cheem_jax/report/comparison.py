@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from cheem_jax.core import metrics
-from cheem_jax.report.table import METHODS, NONE, TOLD, Grid, format_flops, number
+from cheem_jax.report.table import METHODS, NONE, TOLD, Grid, format_flops, number, percent
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Results by method, one per seed."""
@@ -68,11 +68,11 @@ def _figure_of_merit(rows: Mapping[str, Mapping[str, Any]], other: Mapping[str, 
 
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "average_accuracy": ("average\naccuracy\n%", lambda v: f"{100 * v:.1f}"),
-    "local_average_accuracy": ("task ID\ngiven\n%", lambda v: f"{100 * v:.1f}"),
-    "just_trained": ("right after\nlearning\n%", lambda v: f"{100 * v:.1f}"),
-    "average_forgetting": ("forget-\nting\npoints", lambda v: f"{100 * v:.1f}"),
-    "local_average_forgetting": ("forget-\nting, task\nID given", lambda v: f"{100 * v:.1f}"),
+    "average_accuracy": ("average\naccuracy\n%", percent),
+    "local_average_accuracy": ("task ID\ngiven\n%", percent),
+    "just_trained": ("right after\nlearning\n%", percent),
+    "average_forgetting": ("forget-\nting\npoints", percent),
+    "local_average_forgetting": ("forget-\nting, task\nID given", percent),
     "flops_paper": ("FLOPs\npaper", format_flops),
     "flops_explicit": ("FLOPs with\nattention", format_flops),
     "flops_executed": ("FLOPs\nexecuted", format_flops),
@@ -94,9 +94,8 @@ def comparison_grid(found: Runs, titles: Mapping[str, str] = METHODS) -> Grid:
         value, (_, shown) = row[name], COLUMNS[name]
         if value is None:
             return NONE
-        percent = "accuracy" in name or "forgetting" in name or name == "just_trained"
-        spread = f" ± {100 * value['std']:.1f}" if percent and value["std"] is not None else ""
-        return shown(value["mean"]) + spread
+        is_spread = shown is percent and value["std"] is not None
+        return shown(value["mean"]) + (f" ± {percent(value['std'])}" if is_spread else "")
 
     lines = tuple(
         (titles[row["method"]], *([str(row["runs"])] if several else []), *(cell(row, name) for name in COLUMNS))
@@ -120,10 +119,7 @@ def comparison_grid(found: Runs, titles: Mapping[str, str] = METHODS) -> Grid:
 
 def narrow(grid: Grid) -> Grid:
     """The table without the columns that a terminal has no room for."""
-    hidden = {COLUMNS[name][0] for name in ONLY_WIDE}
-    kept = [index for index, column in enumerate(grid.columns) if column not in hidden]
-    rows = tuple(tuple(row[index] for index in kept) for row in grid.rows)
-    return grid._replace(columns=tuple(grid.columns[index] for index in kept), rows=rows)
+    return grid.without({COLUMNS[name][0] for name in ONLY_WIDE})
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Finished runs: what they measured, whether they may share a table, and how their settings differ."""
+"""The runs below some folders: what they measured, whether they may share a table, and how their settings differ."""
 
 import json
 import os
@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.data.benchmarks.table import MTIL, VDD
-from cheem_jax.report.memories import is_memory
-from cheem_jax.report.table import TOLD
+from cheem_jax.report.memories import as_of_run, is_memory, left_undone
+from cheem_jax.report.table import METHODS, accuracy_key, last_row
+from cheem_jax.run import record
 from cheem_jax.run.differences import leaves, settings_apart, summary
+from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read_object
 
 MEMORY = "a memory, not a run of an experiment"
@@ -20,7 +22,7 @@ MEMORY = "a memory, not a run of an experiment"
 
 
 class RunRecord(NamedTuple):
-    """A finished run: its folder, results and configuration."""
+    """A run, or a memory: its folder, results and configuration."""
 
     directory: Path
     results: Mapping[str, Any]
@@ -38,50 +40,97 @@ class RunRecord(NamedTuple):
     def is_memory(self) -> bool:
         return is_memory(self.config)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether every task of the stream is learned and evaluated; a memory never is: there may be another task."""
+        return not self.is_memory and len(self.order) == len(self.config["tasks"])
 
-def read(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, str]]]:
-    """All finished runs below the folders, each once, and what had to be left out, with the reason."""
-    runs: list[RunRecord] = []
-    left_out: list[tuple[Path, str]] = []
-    for folder in folders:
-        if not folder.is_dir():
-            raise ValueError(f"--runs is {folder}, which is not a folder; expected one that contains finished runs")
+
+class Recorded(NamedTuple):
+    """What the record contains of a run and `results.json` does not."""
+
+    begin: dict[str, Any]
+    """The `run` entry: data, command and conditions; {} where the record cannot be read."""
+    reports: list[dict[str, Any]]
+    """Of each task, in order, by the run's own method; [] where the record cannot be read."""
+    trouble: str = ""
+    """Why the record cannot be read."""
+
+
+LeftOut = list[tuple[Path, str]]
+"""Folders that cannot be used, each with the reason."""
+
+
+def read(folders: Sequence[Path], *, others: bool = False) -> tuple[list[RunRecord], LeftOut]:
+    """All finished runs below the folders, each once, and what is left out.
+
+    With `others` memories and unfinished runs follow, as far as they are.
+    """
+    unreadable: list[OSError] = []
     directories: dict[Path, Path] = {}
     for folder in folders:
-        for place, _, files in os.walk(folder, onerror=lambda error: left_out.append(_unreadable(error))):
-            if "config.json" in files:
+        if not folder.is_dir():
+            raise ValueError(f"runs are expected in {folder}, which is not a folder; give a folder with runs")
+        for place, _, files in os.walk(folder, onerror=unreadable.append):
+            if NAME in files:
                 directories[Path(place).resolve()] = Path(place)
+    left_out: LeftOut = [(Path(error.filename), f"cannot be read ({error.strerror})") for error in unreadable]
+    runs: list[RunRecord] = []
     first: dict[object, Path] = {}
     for directory in sorted(directories.values()):
         try:
-            config = read_object(directory / "config.json")
-            if is_memory(config):
-                left_out.append((directory, MEMORY))
-                continue
-            results = read_object(directory / "results.json")
-            run = RunRecord(directory, results, config)
-            missing = len(config["tasks"]) - len(run.order)
-            numbers_of(results)
-            # how networks were run decides no result, but for the precision
-            seeds = run.results["seed"], config.get("seeds")
-            identity = (*cell_of(run), json.dumps([seeds, _without_seeds(config)], sort_keys=True))
-        except FileNotFoundError:
-            left_out.append((directory, "unfinished: it has no results yet"))
+            run = _read_one(directory)
+            identity = _identity_of(run) if isinstance(run, RunRecord) else None
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, OSError) as error:
-            left_out.append((directory, f"corrupted ({error!r:.100})"))
+            left_out.append((directory, f"corrupted ({error!r:.300})"))
+            continue
+        if isinstance(run, str):
+            left_out.append((directory, run))
+        elif run.is_finished and (same := first.setdefault(identity, directory)) != directory:
+            left_out.append((directory, f"the same run as {same}"))
+        elif run.is_finished or others:
+            runs.append(run)
+        elif run.is_memory:
+            left_out.append((directory, MEMORY))
         else:
-            same = first.setdefault(identity, directory)
-            if missing:
-                left_out.append((directory, f"unfinished: {missing} of {len(config['tasks'])} tasks are missing"))
-            elif same != directory:
-                left_out.append((directory, f"the same run as {same}"))
-            else:
-                runs.append(run)
-    return runs, left_out
+            num = len(run.config["tasks"])
+            left_out.append((directory, f"unfinished: {num - len(run.order)} of {num} tasks are missing"))
+    return sorted(runs, key=lambda run: not run.is_finished), left_out
 
 
-def _unreadable(error: OSError) -> tuple[Path, str]:
-    return Path(error.filename), f"cannot be read ({error.strerror})"
+def _read_one(directory: Path) -> RunRecord | str:
+    """A run or memory, or why there is nothing to show of it yet."""
+    config = read_object(directory / NAME)
+    has_results = (directory / "results.json").exists()
+    if is_memory(config) and (config.get("forgetting") or not has_results):
+        return f"a memory, {left_undone(config, directory) or 'no task is measured yet'}"
+    if not has_results:
+        return "unfinished: it has no results yet; the command that began it resumes it"
+    run = RunRecord(directory, read_object(directory / "results.json"), as_of_run(config))
+    if run.results["method"] not in METHODS:
+        raise ValueError(f"its method is {run.results['method']!r:.40}; expected one of {', '.join(METHODS)}")
+    if not run.is_memory:
+        numbers_of(run.results)  # a run measures every task
+        if len(run.order) > len(config["tasks"]):
+            raise ValueError("it contains more tasks than its stream")
+    return run
+
+
+def _identity_of(run: RunRecord) -> object:
+    """Equal for copies of one run: how networks were run decides no result, but for the precision."""
+    seeds = run.results["seed"], run.config.get("seeds")
+    return *cell_of(run), json.dumps([seeds, _without_seeds(run.config)], sort_keys=True)
+
+
+def record_of(run: RunRecord) -> Recorded:
+    """The record of a run; where it is corrupted, why."""
+    try:
+        entries = record.read(run.directory)
+    except (ValueError, OSError) as error:
+        return Recorded({}, [], f"{error}")
+    begin = next((entry for entry in entries if entry["event"] == "run"), {})
+    own = [e["report"] for e in entries if e["event"] == "learned" and e["method"] == run.results["method"]]
+    return Recorded(begin, sorted(own, key=lambda report: report["index"])[: len(run.order)])
 
 
 IDENTITY = ("image_size", "data_sha256", "weights_sha256", "split_sha256", "preset")
@@ -98,13 +147,12 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
                 f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but only one of them "
                 f"has {', '.join(apart)}; tabulate them separately"
             )
-        for key in IDENTITY:
-            theirs, ours = ({key: _identity(other, key)} for other in (reference, run))
-            if found := list(leaves(theirs, ours)):
-                raise ValueError(
-                    f"{reference.directory} and {run.directory} are both {' on '.join(run.place)}, but "
-                    f"{summary(found, 'values')}; tabulate them separately"
-                )
+        theirs, ours = ({key: _identity(other, key) for key in IDENTITY} for other in (reference, run))
+        if found := list(leaves(theirs, ours)):
+            raise ValueError(
+                f"{reference.directory} and {run.directory} are both {' on '.join(run.place)}, but "
+                f"{summary(found, 'values')}; tabulate them separately"
+            )
         alike = settings.setdefault(cell_of(run), run)
         if found := settings_apart(_without_seeds(alike.config), _without_seeds(run.config)):
             raise ValueError(
@@ -183,32 +231,25 @@ def order_names(runs: Sequence[RunRecord]) -> dict[tuple[str, tuple[str, ...]], 
 
 def numbers_of(results: Mapping[str, Any]) -> dict[tuple[str, str], float | None]:
     """What one run measured, in the paper's units, by measure and task."""
-    is_bound = results["method"] in TOLD
-    matrix = results["local_accuracy" if is_bound else "accuracy"]
-    names = [task["name"] for task in results["tasks"]]
+    key = accuracy_key(results["method"])
+    is_bound = key == "local_accuracy"
     found: dict[tuple[str, str], float | None] = {
         ("average_accuracy", ""): 100 * results["local_average_accuracy" if is_bound else "average_accuracy"],
-        ("average_forgetting", ""): None if is_bound else _percent(results["average_forgetting"]),
+        ("average_forgetting", ""): None if is_bound else _scaled(results["average_forgetting"], 100),
         ("local_average_accuracy", ""): 100 * results["local_average_accuracy"],
         ("just_trained", ""): 100 * float(np.mean(results["just_trained"])),
         ("flops", ""): results["flops"]["paper"] / 1e9,
         ("params_added_percent", ""): results["params_added_percent"],
-        ("hours", ""): results["seconds"] / 3600 / len(names),
+        ("hours", ""): results["seconds"] / 3600 / len(results["tasks"]),
     }
-    last = matrix[-1] if isinstance(matrix[-1], list) else matrix
-    for index, name in enumerate(names):
-        task = results["tasks"][index]
-        found["accuracy", name] = _percent(last[index])
-        found["flops", name] = _scaled(task.get("flops_method"), 1e-9)
+    for task, accuracy in zip(results["tasks"], last_row(results[key]), strict=False):
+        found["accuracy", task["name"]] = _scaled(accuracy, 100)
+        found["flops", task["name"]] = _scaled(task.get("flops_method"), 1e-9)
     for phase in ("supernet", "search", "finetune"):
         seconds = [task["seconds"].get(phase) for task in results["tasks"]]
         if None not in seconds:
             found["hours", phase] = float(np.mean(seconds)) / 3600
     return found
-
-
-def _percent(value: float | None) -> float | None:
-    return _scaled(value, 100)
 
 
 def _scaled(value: float | None, factor: float) -> float | None:

@@ -1,10 +1,12 @@
 """How a memory's record differs from a run's: forgotten tasks, and tasks whose images were not available."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from cheem_jax.core.architecture import Choice
 from cheem_jax.core.metrics import matrix_from_json
 
 Results = Mapping[str, Any]
@@ -33,6 +35,15 @@ def num_forgotten(config: Mapping[str, Any]) -> int:
     return config.get("generation", 1) - 1 if is_memory(config) else 0
 
 
+def left_undone(config: Mapping[str, Any], directory: Path) -> str:
+    """What a memory that nobody works on was stopped at, and what finishes it; empty where nothing is left to do."""
+    if forgetting := config.get("forgetting"):
+        return f"stopped while it forgot {forgetting['name']!r}; the next `cheem learn` or `cheem forget` finishes that"
+    if learning := config.get("learning"):
+        return f"stopped in the middle of {learning['name']!r}; the same `cheem learn` resumes it"
+    return "" if config.get("tasks") else f"no task yet; `cheem learn {directory} FOLDER` adds one"
+
+
 def unmeasured(results: Results) -> list[int]:
     """Tasks without an accuracy after the last one."""
     last = results["local_accuracy"][-1]
@@ -57,29 +68,21 @@ def origin_name(origin: int | str) -> str:
     return f"T{origin}" if isinstance(origin, int) else MARK if origin == FORGOTTEN else origin
 
 
-def arrivals(results: Results) -> list[list[int | None]]:
-    """Per block, after which task each expert was there: -1 for the backbone's, None for one that is gone.
+def cell_text(choice: Choice, block: Sequence[Mapping[str, Any]]) -> str:
+    """An architecture's choice as grids show it: the origin of its expert of the block, `+Δ` where it is adapted."""
+    if choice.expert is None:
+        return choice.kind
+    return origin_name(block[choice.expert]["origin"]) + ("+Δ" if choice.kind == "adapt" else "")
 
-    One of a forgotten task counts from the first task that uses it, itself or what was adapted from it.
-    """
+
+def arrivals(results: Results) -> list[list[int]]:
+    """Per block, after which task each expert was there, ascending: -1 for the backbone's and of forgotten tasks."""
     return [
-        [_arrival(results, block, number, place) for place in range(len(block))]
-        for number, block in enumerate(results["pool"])
+        sorted(e["origin"] if isinstance(e["origin"], int) else -1 for e in block if e["kind"] != "gone")
+        for block in results["pool"]
     ]
 
 
-def _arrival(results: Results, block: list[Mapping[str, Any]], number: int, place: int) -> int | None:
-    expert = block[place]
-    if expert["kind"] == "gone":
-        return None
-    if expert["origin"] == "base":
-        return -1
-    if expert["origin"] != FORGOTTEN:
-        return expert["origin"]
-    for index, task in enumerate(results["tasks"]):
-        used = task["experts"][number]
-        while used is not None:
-            if used == place:
-                return index
-            used = block[used]["parent"]
-    return None
+def num_left(results: Results) -> int:
+    """Experts of forgotten tasks that other tasks need."""
+    return sum(e["origin"] == FORGOTTEN and e["kind"] != "gone" for block in results["pool"] for e in block)

@@ -5,36 +5,30 @@ it, so a write that fails is left out, and none waits for the disk. `look` reads
 """
 
 import contextlib
-import datetime
 import json
 import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cheem_jax.report.memories import is_memory
-from cheem_jax.report.table import TOLD
 from cheem_jax.run import record
+from cheem_jax.run.directory import NAME as CONFIG
+from cheem_jax.run.directory import OWNER
 from cheem_jax.run.progress import Advance
+from cheem_jax.run.results import results_of
 
 NAME = ".status.json"
-OWNER, CONFIG = ".owner.json", "config.json"
-"""As `run_directory` writes them."""
 SECONDS_BETWEEN = 2.0
 """At least so many between two writes in a phase; its beginning is written at once, as it may compile for minutes."""
 LARGEST_SHARE = 0.01
 """Share of the time that writing may take; a slow disk makes it rarer."""
-NUM_LOSSES = 60
 CLOCK_ERROR = 5.0
 """Seconds by which the system's clocks may disagree."""
-MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
-"""What a corrupted entry of a record may raise."""
 
 
 class Doing(NamedTuple):
@@ -46,20 +40,8 @@ class Doing(NamedTuple):
     total: int
     seconds: float
     note: str
-    losses: list[float]
-    """The last loss that was noted in each of the phase's latest epochs."""
     pid: int
     time: float
-
-    @property
-    def rate(self) -> float:
-        """Images per second since the phase began; 0 before the first ones."""
-        return self.done / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def left(self) -> float | None:
-        """Seconds until the phase ends at that rate; None before its first images."""
-        return max(0.0, (self.total - self.done) / self.rate) if self.rate else None
 
 
 class Owner(NamedTuple):
@@ -92,13 +74,11 @@ class Status:
     def phase(self, name: str, task: str, total: int, shown: AbstractContextManager[Advance]) -> Iterator[Advance]:
         """`shown`, a phase on the screen, written for watchers too; `total` in images."""
         start, done, noted = self.clock(), 0, ""
-        losses: dict[str, float] = {}
 
         def write(every: float) -> None:
             now = self.clock()
             if now - self._last >= max(every, self._took / LARGEST_SHARE):
-                latest = list(losses.values())[-NUM_LOSSES:]
-                self._write(Doing(name, task, done, total, now - start, noted, latest, os.getpid(), time.time()))
+                self._write(Doing(name, task, done, total, now - start, noted, os.getpid(), time.time()))
                 self._last = self.clock()
                 self._took = self._last - now
 
@@ -106,13 +86,7 @@ class Status:
 
             def advance(num_images: int, note: str = "") -> None:
                 nonlocal done, noted
-                done += num_images
-                if note != noted:
-                    noted = note
-                    epoch, _, loss = note.rpartition(" loss ")
-                    with contextlib.suppress(ValueError):
-                        if epoch and math.isfinite(value := float(loss)):
-                            losses[epoch] = value
+                done, noted = done + num_images, note
                 write(SECONDS_BETWEEN)
                 show(num_images, note)
 
@@ -133,13 +107,9 @@ class Status:
 
 def read_status(directory: Path) -> Doing | None:
     """The last status of a run; None where there is none that can be read."""
-    read = read_object(directory / NAME)
     try:
-        return Doing(
-            str(read["phase"]), str(read["task"]), int(read["done"]), int(read["total"]), float(read["seconds"]),
-            str(read["note"]), [float(loss) for loss in read["losses"]], int(read["pid"]), float(read["time"]),
-        )  # fmt: skip
-    except (ValueError, KeyError, TypeError, OverflowError):
+        return Doing(**read_object(directory / NAME))
+    except TypeError:  # of another version
         return None
 
 
@@ -151,8 +121,8 @@ def read_owner(directory: Path) -> Owner | None:
     """
     read = read_object(directory / OWNER)
     try:
-        owner = Owner(int(read["pid"]), str(read["host"]), (directory / OWNER).stat().st_mtime)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        owner = Owner(read["pid"], read["host"], (directory / OWNER).stat().st_mtime)
+    except (OSError, KeyError):
         return None
     return owner if owner.host != socket.gethostname() or _lives(owner.pid, owner.since) else None
 
@@ -184,42 +154,35 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 class Snapshot(NamedTuple):
-    """A run or memory at `time` (seconds since 1970), from its directory; tasks by index, accuracies in [0, 1]."""
+    """A run or memory at `time` (seconds since 1970), from its directory."""
 
     directory: Path
     config: dict[str, Any]
     entries: list[dict[str, Any]]
+    results: dict[str, Any]
+    """Of the tasks that are learned and measured; {} before the first one, or where the record cannot be read."""
     trouble: list[str]
     """What cannot be read, in words."""
-    results: dict[str, Any]
-    """`results.json`; {} while a process works."""
     status: Doing | None
     owner: Owner | None
     time: float
     stamp: tuple[int, int] | None
     """Size and time of the record, which is read again only when they change."""
-    setting: dict[str, Any]
-    names: list[str]
-    reports: dict[int, dict[str, Any]]
-    accuracy: np.ndarray
-    """After each task (row) on each task (column), NaN where not measured: `[T, T]`."""
-    given: np.ndarray
-    """The same with the task ID given."""
-    seconds: dict[int, float]
-    """What each finished task took."""
-    has_bounds: bool
-    """Whether the run also measures the upper bound of every task."""
-    bounds: list[float]
-    """Seconds of each upper bound that is known."""
-    last: float | None
-    """When the record was last written, seconds since 1970."""
-    begun: float
-    """When work on the unfinished task began."""
+
+    @property
+    def names(self) -> list[str]:
+        """The tasks of the stream, or of the memory."""
+        return self.config.get("tasks") or [task["name"] for task in self.results.get("tasks", ())]
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """The first entry of the record; {} before it."""
+        return next((entry for entry in self.entries if entry["event"] == "run"), {})
 
     @property
     def num_finished(self) -> int:
         """Tasks that are learned and measured."""
-        return max(self.seconds, default=-1) + 1
+        return len(self.results.get("tasks", ()))
 
     @property
     def is_memory(self) -> bool:
@@ -233,8 +196,10 @@ class Snapshot(NamedTuple):
     @property
     def is_finished(self) -> bool:
         """Whether no process works on it and nothing that it was to do is left."""
-        num_bounds = len(self.names) if self.has_bounds else 0
-        return self.is_over and 0 < len(self.names) <= self.num_finished and len(self.bounds) >= num_bounds
+        is_bound_missing = any(entry.get("upper_bound") for entry in self.entries) and (
+            "full_finetune" not in self.results.get("yardsticks", ())
+        )
+        return self.is_over and 0 < len(self.names) <= self.num_finished and not is_bound_missing
 
 
 def look(directory: Path, now: float, before: Snapshot | None = None) -> Snapshot:
@@ -259,58 +224,14 @@ def look(directory: Path, now: float, before: Snapshot | None = None) -> Snapsho
     except OSError:
         stamp = None
     if before is not None and before.stamp == stamp:
-        entries, trouble = before.entries, before.trouble
+        entries, results, trouble = before.entries, before.results, before.trouble
     else:
-        entries, corrupted = _entries(directory)
-        trouble += corrupted
+        entries, results = [], {}
+        try:
+            entries = record.read(directory)
+            if any(entry["event"] == "evaluated" for entry in entries):
+                results = record.to_json(results_of(entries))
+        except (OSError, ValueError) as error:
+            trouble.append(f"{error}; its numbers are missing below")
     status, owner = read_status(directory), read_owner(directory)
-    results = read_object(directory / "results.json") if owner is None else {}
-    return Snapshot(directory, config, entries, trouble, results, status, owner, now, stamp, *_facts(config, entries))
-
-
-def _entries(directory: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The record; of a corrupted one the lines that still are entries, and what is wrong."""
-    try:
-        return record.read(directory), []
-    except OSError as error:
-        return [], [f"{record.NAME} cannot be read ({error})"]
-    except ValueError as error:
-        trouble = f"{error}; numbers below may be wrong"
-    entries = []
-    for line in (directory / record.NAME).read_bytes().decode("utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            entry = json.loads(line)
-            if isinstance(entry, dict) and isinstance(entry.get("event"), str):
-                entries.append(entry)
-    return entries, [trouble]
-
-
-def _facts(config: Mapping[str, Any], entries: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
-    """The fields of a snapshot that follow from its record; an entry that lacks something is left out."""
-    setting = next((entry for entry in entries if entry["event"] == "run"), {})
-    tasks = config.get("tasks")
-    is_known = isinstance(tasks, list) and all(isinstance(name, str) for name in tasks)
-    names = (tasks if is_known else None) or list(setting.get("split_sha256") or {})
-    accuracy, given = np.full((2, len(names), len(names)), np.nan)
-    reports, seconds, bounds, learning = {}, {}, [], {}
-    has_bounds = any(entry["event"] == "upper_bound" or entry.get("upper_bound") for entry in entries)
-    last, begun = None, 0.0
-    for entry in entries:
-        with contextlib.suppress(*MALFORMED):
-            last = datetime.datetime.fromisoformat(entry["time"]).timestamp()
-            begun = last if entry["event"] != "learned" else begun
-            match entry["event"]:
-                case "learned":
-                    index = entry["report"]["index"]
-                    learning[index] = learning.get(index, 0.0) + entry["seconds"]
-                    if entry["method"] == setting["method"]:
-                        reports[index] = entry["report"]
-                case "evaluated":
-                    index, found = entry["index"], entry["methods"][setting["method"]]
-                    routed = "local_accuracy" if setting["method"] in TOLD else "accuracy"
-                    accuracy[index, : index + 1] = found[routed]
-                    given[index, : index + 1] = found["local_accuracy"]
-                    seconds[index] = learning.get(index, 0.0) + entry["seconds"]
-                case "upper_bound":
-                    bounds.append(entry["seconds"])
-    return setting, names, reports, accuracy, given, seconds, has_bounds, bounds, last, begun
+    return Snapshot(directory, config, entries, results, trouble, status, owner, now, stamp)

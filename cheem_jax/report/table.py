@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,19 @@ EXPLAINED = {
     "full_finetune": "full fine-tuning: a separate network per task, task ID given (the upper bound)",
 }
 SHORT = METHODS | {"frozen_linear": "frozen", "full_finetune": "full FT", "lora_finetune": "LoRA FT"}
+BASE_MEANS = {
+    "known": "the mean CLS tokens of the pretraining data were measured on its images",
+    "neutral": "the mean CLS tokens of the pretraining data are unknown for this setting; their "
+    "similarity is taken as neutral, and `cheem convert --base-data` measures it",
+}
+MEANING = {
+    "reuse": "an expert as it is",
+    "adapt": "an expert with a low-rank Δ",
+    "new": "a new expert",
+    "skip": "the branch left out",
+}
+"""What each op runs at its block."""
+ARCHITECTURE = "archi-\ntecture"
 SIZES = ("classes", "train\nimages")
 """Columns that only a wide page has room for."""
 NONE = "–"
@@ -58,13 +71,26 @@ class Grid(NamedTuple):
     num_left: int
     caption: str = ""
 
+    @property
+    def heads(self) -> list[str]:
+        """The titles of the columns without line breaks."""
+        return [column.replace("-\n", "").replace("\n", " ") for column in self.columns]
+
+    def without(self, titles: Collection[str]) -> "Grid":
+        """The table without some columns, for places that have no room for them."""
+        kept = [index for index, column in enumerate(self.columns) if column not in titles]
+        rows = tuple(tuple(row[index] for index in kept) for row in self.rows)
+        return self._replace(columns=tuple(self.columns[index] for index in kept), rows=rows)
+
+    @property
+    def width(self) -> int:
+        """Characters of a row, with two after each column."""
+        cells = zip(self.columns, *self.rows, strict=True)
+        return sum(max(map(len, [*column.split("\n"), *rest])) + 2 for column, *rest in cells)
+
     def to_rich(self) -> rich.table.Table:
         """For the terminal; moves the columns together where 80 characters would not do."""
-        widths = [
-            max(map(len, [*column.split("\n"), *cells]))
-            for column, *cells in zip(self.columns, *self.rows, strict=True)
-        ]
-        gap = 1 if sum(widths) + 2 * len(widths) <= 80 else 0  # besides the one that the box has
+        gap = 1 if self.width <= 80 else 0  # besides the one that the box has
         table = rich.table.Table(
             title=Text(self.title), caption=Text(self.caption) if self.caption else None,
             box=rich.box.SIMPLE_HEAD, pad_edge=False, padding=(0, gap, 0, 0),
@@ -72,12 +98,8 @@ class Grid(NamedTuple):
         )  # fmt: skip
         for index, column in enumerate(self.columns):
             is_left = index < self.num_left
-            table.add_column(
-                column,
-                justify="left" if is_left else "right",
-                overflow="fold",
-                no_wrap=index == 1 and is_left,
-            )
+            justify = "left" if is_left else "right"
+            table.add_column(column, justify=justify, overflow="fold", no_wrap=index == 1 and is_left)
         for row in self.rows:
             table.add_row(*map(Text, row))  # a task's name may contain brackets
         return table
@@ -86,31 +108,15 @@ class Grid(NamedTuple):
         """For other programs, every cell as it is shown."""
         text = io.StringIO()
         lines = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
-        lines.writerow([column.replace("-\n", "").replace("\n", " ") for column in self.columns])
+        lines.writerow(self.heads)
         lines.writerows(self.rows)
         return text.getvalue()
 
     def to_markdown(self) -> str:
         """For the report; the title and caption are left to the text around it."""
         aligns = ["---" if index < self.num_left else "---:" for index in range(len(self.columns))]
-        rows = ([column.replace("-\n", "").replace("\n", " ") for column in self.columns], aligns, *self.rows)
+        rows = (self.heads, aligns, *self.rows)
         return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
-
-
-def final_table(results: Results) -> rich.table.Table:
-    """A row per method: accuracies, forgetting, cost."""
-    return method_grid(results).to_rich()
-
-
-def task_table(results: Results) -> rich.table.Table:
-    """A row per task: its architecture, accuracies and routing, without the number of images and classes."""
-    grid = task_grid(results)
-    kept = [index for index, column in enumerate(grid.columns) if column not in SIZES]
-
-    def pick(cells: Sequence[str]) -> tuple[str, ...]:
-        return tuple(cells[index] for index in kept)
-
-    return grid._replace(columns=pick(grid.columns), rows=tuple(map(pick, grid.rows))).to_rich()
 
 
 def method_grid(results: Results) -> Grid:
@@ -124,10 +130,6 @@ def method_grid(results: Results) -> Grid:
         is_bound = name in TOLD  # it is given the task ID, so it has no task-agnostic accuracy
         local = run.get("local_average_accuracy", run.get("average_accuracy") if is_bound else None)
         flops = run.get("flops") or {}
-        seconds = run.get("seconds")
-        if run is results:  # evaluation measures all methods at once and belongs to none
-            phases = [item for task in results["tasks"] for item in task["seconds"].items()]
-            seconds = sum(value for phase, value in phases if phase != "evaluation")
         rows.append((
             METHODS.get(name, name),
             NONE if is_bound else percent(run.get("average_accuracy")),
@@ -136,7 +138,7 @@ def method_grid(results: Results) -> Grid:
             format_flops(flops.get("paper")),
             format_flops(flops.get("executed")),
             number(run.get("params_added_percent"), 2),
-            number(seconds, 0),
+            number(run.get("seconds"), 0),
         ))  # fmt: skip
     title = f"{results['stream']}: {len(results['tasks'])} tasks, {results['backbone']}"
     explained = [EXPLAINED[name] for name in _runs(results) if name in EXPLAINED]
@@ -147,7 +149,7 @@ def task_grid(results: Results) -> Grid:
     """Accuracies after the last task, in %; `given`: with the task ID given."""
     runs = _runs(results)
     has_architecture = all("architecture" in task for task in results["tasks"])
-    columns = ["task", *(["archi-\ntecture"] if has_architecture else []), *SIZES]
+    columns = ["task", *([ARCHITECTURE] if has_architecture else []), *SIZES]
     accuracies = []
     for name, run in runs.items():
         short = SHORT.get(name, name)
@@ -181,6 +183,17 @@ def task_grid(results: Results) -> Grid:
     return Grid("per task, after the last one", tuple(columns), tuple(rows), 1 + has_architecture, caption)
 
 
+def setting_rows(results: Results) -> list[tuple[str, str]]:
+    """What a run was made with, as names and values."""
+    keys = ("method", "backbone", "source", "router", "stream", "preset", "placement", "image_size", "seed")
+    rows = [(key.replace("_", " "), str(results[key])) for key in keys if results.get(key) is not None]
+    if means := results.get("base_means"):
+        rows.append(("base means", str(BASE_MEANS.get(means, means))))
+    if peak := results.get("peak_memory_bytes"):
+        rows.append(("peak memory", f"{peak / 1e9:.2f} GB"))
+    return rows
+
+
 def fom_line(results: Results) -> str:
     """Figure of merit against each baseline, a dash where undefined, with both gaps to the upper bound."""
     fom, others = results.get("fom") or {}, results.get("yardsticks") or {}
@@ -200,6 +213,11 @@ def fom_line(results: Results) -> str:
 def letters(architecture: Sequence[str]) -> str:
     """R, A, N and S in block order."""
     return "".join(choice.kind[0].upper() for choice in from_strings(architecture))
+
+
+def accuracy_key(method: str) -> str:
+    """Where a method's accuracies are in its results: upper bounds are given the task ID."""
+    return "local_accuracy" if method in TOLD else "accuracy"
 
 
 def last_row(accuracy: Sequence[Any]) -> Sequence[int | float | None]:
@@ -240,8 +258,8 @@ def _runs(results: Results) -> dict[str, Results]:
 
 def show(progress: Progress, results: dict[str, Any], directory: Path) -> None:
     """The tables of a finished run, and where its files are."""
-    progress.console.print(task_table(results))
-    progress.console.print(final_table(results))
+    progress.console.print(task_grid(results).without(SIZES).to_rich())
+    progress.console.print(method_grid(results).to_rich())
     compiled = results["compile"]
     cached = f", {compiled['cached']} read from the cache" if compiled.get("cached") else ""
     progress.say(f"{compiled['programs']} functions compiled{cached} in {compiled['seconds']:.1f} s")

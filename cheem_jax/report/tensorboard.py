@@ -3,14 +3,11 @@
     tensorboard/cheem/events.out.tfevents.cheem_jax          one folder per method, so that curves lie over each other
     tensorboard/frozen_linear/events.out.tfevents.cheem_jax
 
-Equal records give equal bytes, and a longer record gives the same ones and more: then they are appended, which an open
-TensorBoard follows. Otherwise the file is replaced.
+Equal records give equal bytes, and a longer record gives the same ones and more, which an open TensorBoard follows.
 """
 
 import datetime
-import io
 import json
-import os
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,22 +17,23 @@ from typing import Any, NamedTuple
 import filelock
 import numpy as np
 
-from cheem_jax.core import metrics
-from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.memories import as_of_run
 from cheem_jax.report.table import TOLD
+from cheem_jax.run.directory import NAME as CONFIG
 from cheem_jax.run.record import read, read_object
+from cheem_jax.run.results import averages, matrices
 
 FOLDER, NAME = "tensorboard", "events.out.tfevents.cheem_jax"
-AVERAGES = ("average/accuracy", "average/given_accuracy", "average/forgetting")
+AVERAGES = {
+    "average/accuracy": "average_accuracy",
+    "average/given_accuracy": "local_average_accuracy",
+    "average/forgetting": "average_forgetting",
+}
+"""Tags, and the names in the results."""
 COSTS = (
     "flops_method", "flops_executed", "flops_explicit",
     "params_added", "params_added_percent", "params_learned", "params_stored",
 )  # fmt: skip
-
-
-Rows = tuple[list[float | None], list[float | None]]
-"""Of one moment: accuracies per task, task-agnostic and with the task ID given; None where not measured."""
 
 
 class Point(NamedTuple):
@@ -81,13 +79,16 @@ def write_events(directory: Path) -> Path:
         for method in dict.fromkeys((setting["method"], *(point.method for point in points))):
             own = [point for point in points if point.method == method]
             config = _config(directory, setting) if method == setting["method"] else None
-            _write(folder / method / NAME, _content(own, config, _seconds(setting)))
+            file = folder / method / NAME
+            file.parent.mkdir(parents=True, exist_ok=True)
+            # in place: whoever has it open reads on, since a longer record begins with the same bytes
+            file.write_bytes(_content(own, config, _seconds(setting)))
     return folder
 
 
 def points_of(entries: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
     """All numbers of a record, in its order."""
-    rows: dict[str, list[Rows]] = {}
+    evaluated: list[Mapping[str, Any]] = []
     names: dict[int, str] = {}
     for entry in entries:
         time = _seconds(entry)
@@ -98,13 +99,11 @@ def points_of(entries: Sequence[Mapping[str, Any]]) -> Iterator[Point]:
                 for tag, value, step in _learned(report, names[report["index"]]):
                     yield Point(entry["method"], tag, value, step, time)
             case "evaluated":
-                step = entry["index"] + 1
+                evaluated.append(entry)
+                step = len(evaluated)
                 yield Point(next(iter(entry["methods"])), "seconds/evaluate", entry["seconds"], step, time)
-                for method, found in entry["methods"].items():
-                    routed = found["local_accuracy" if method in TOLD else "accuracy"]
-                    measured = rows.setdefault(method, [])
-                    measured.append((routed, found["local_accuracy"]))
-                    for tag, value in _measured(measured, names):
+                for method in entry["methods"]:
+                    for tag, value in _measured(evaluated, method, names):
                         yield Point(method, tag, value, step, time)
             case "upper_bound":
                 tag = f"given_accuracy/T{entry['index']}_{entry['name']}"
@@ -130,33 +129,28 @@ def _learned(report: Mapping[str, Any], name: str) -> Iterator[tuple[str, float 
         yield "architecture", f"{name}: {', '.join(architecture)}", step
 
 
-def _measured(rows: Sequence[Rows], names: Mapping[int, str]) -> Iterator[tuple[str, float]]:
+def _measured(
+    evaluated: Sequence[Mapping[str, Any]], method: str, names: Mapping[int, str]
+) -> Iterator[tuple[str, float]]:
     """Accuracies of every task so far in [0, 1], task-agnostic and with the task ID given, and their averages.
 
     What a memory did not measure is left out, and an average that would need it.
     """
-    num = len(rows)
-    accuracy, given = np.full((2, num, num), np.nan)
-    for index, row in enumerate(rows):
-        accuracy[index, : index + 1], given[index, : index + 1] = row
-    for index, (routed, own) in enumerate(zip(*rows[-1], strict=True)):
-        if routed is not None and own is not None:
-            yield f"accuracy/{names[index]}", routed
-            yield f"given_accuracy/{names[index]}", own
-    is_known, is_all_known = ~np.isnan(accuracy[-1]).any(), ~np.isnan(accuracy[np.tri(num, dtype=bool)]).any()
-    averages = (
-        metrics.average_accuracy(accuracy) if is_known else None,
-        metrics.average_accuracy(given) if is_known else None,
-        metrics.average_forgetting(accuracy) if is_all_known else None,
-    )
-    for tag, value in zip(AVERAGES, averages, strict=True):
-        if value is not None:
+    routed, given = matrices(evaluated, method)
+    accuracy = given if method in TOLD else routed
+    for index, name in names.items():
+        if not np.isnan(accuracy[-1, index]):
+            yield f"accuracy/{name}", float(accuracy[-1, index])
+            yield f"given_accuracy/{name}", float(given[-1, index])
+    found = averages(accuracy, given)
+    for tag, key in AVERAGES.items():
+        if (value := found[key]) is not None:
             yield tag, value
 
 
 def _config(directory: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
     """What the run was asked for: its settings and its configuration without hashes."""
-    config = as_of_run(read_object(directory / "config.json"))
+    config = as_of_run(read_object(directory / CONFIG))
     chosen = {key: setting.get(key) for key in ("method", "preset", "executor", "precision", "device")}
     return chosen | {key: value for key, value in config.items() if not key.endswith("sha256")}
 
@@ -169,59 +163,20 @@ def _content(points: Sequence[Point], config: Mapping[str, Any] | None, begun: f
     events = [Event(wall_time=begun, file_version="brain.Event:2")]
     if config is not None:
         text = f"```json\n{json.dumps(config, indent=1)}\n```"
-        for message in (summary.text("config", text), *_hparams(config)):
-            events.append(Event(wall_time=begun, step=0, summary=message))
+        events.append(Event(wall_time=begun, step=0, summary=summary.text("config", text)))
     for point in points:
         tag = re.sub(r"[^-/\w.]", "_", point.tag)
         message = summary.text(tag, point.value) if isinstance(point.value, str) else summary.scalar(tag, point.value)
         events.append(Event(wall_time=point.time, step=point.step, summary=message))
-    stream = io.BytesIO()
-    for event in events:
-        _append(stream, event.SerializeToString(deterministic=True))
-    return stream.getvalue()
+    return b"".join(_framed(event.SerializeToString(deterministic=True)) for event in events)
 
 
-def _hparams(config: Mapping[str, Any]) -> list[Any]:
-    """Messages for TensorBoard's table of runs: a row of settings next to the averages."""
-    from tensorboardX import summary  # pyright: ignore[reportMissingImports]
-    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData  # pyright: ignore  (as above)
-
-    messages = summary.hparams(dict(_flat(config)), dict.fromkeys(AVERAGES))[:2]  # the third would say: it has ended
-    for message in messages:
-        for value in message.value:
-            plugin = value.metadata.plugin_data
-            plugin.content = HParamsPluginData.FromString(plugin.content).SerializeToString(deterministic=True)
-    return list(messages)
-
-
-def _flat(value: Any, place: str = "") -> Iterator[tuple[str, bool | float | str]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{place}.{key}" if place else key)
-    elif isinstance(value, list):
-        yield place, ", ".join(map(str, value))
-    elif value is not None:
-        yield place, value
-
-
-def _append(stream: io.BytesIO, data: bytes) -> None:
+def _framed(data: bytes) -> bytes:
+    """A TFRecord."""
     from tensorboardX.record_writer import masked_crc32c  # pyright: ignore[reportMissingImports]
 
     header = struct.pack("<Q", len(data))
-    stream.write(header + struct.pack("<I", masked_crc32c(header)) + data + struct.pack("<I", masked_crc32c(data)))
-
-
-def _write(file: Path, content: bytes) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    held = file.read_bytes() if file.exists() else None
-    # also after a write that was cut off: a reader waits at a record that is not whole
-    if held is not None and content.startswith(held):
-        with file.open("ab") as stream:
-            stream.write(content[len(held) :])
-            stream.flush()
-            os.fsync(stream.fileno())
-    else:
-        write_atomically(file, content)
+    return header + struct.pack("<I", masked_crc32c(header)) + data + struct.pack("<I", masked_crc32c(data))
 
 
 def _seconds(entry: Mapping[str, Any]) -> float:

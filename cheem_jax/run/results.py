@@ -72,15 +72,11 @@ def _learned(entries: Sequence[Entry], method: str) -> list[dict[str, Any]]:
 
 
 def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -> dict[str, Any]:
-    num = len(evaluated)
-    accuracy, local = np.full((num, num), np.nan), np.full((num, num), np.nan)
-    for i, entry in enumerate(evaluated):
-        measured = entry["methods"][method]
-        accuracy[i, : i + 1], local[i, : i + 1] = measured["accuracy"], measured["local_accuracy"]
+    accuracy, local = matrices(evaluated, method)
     return {
         "accuracy": metrics.matrix_to_json(accuracy),
         "local_accuracy": metrics.matrix_to_json(local),
-        **_averages(accuracy, local),
+        **averages(accuracy, local),
         "just_trained": list(metrics.just_trained(local)),
         "routing": evaluated[-1]["methods"][method]["routing"],
         "flops": {
@@ -95,7 +91,19 @@ def _method(evaluated: Sequence[Entry], reports: Sequence[Entry], method: str) -
     }
 
 
-def _averages(accuracy: np.ndarray, local: np.ndarray) -> dict[str, float | None]:
+def matrices(evaluated: Sequence[Entry], method: str) -> tuple[np.ndarray, np.ndarray]:
+    """Accuracy `[T, T]` after each task (row) on each task (column), task-agnostic and with the task ID given.
+
+    NaN where nothing was measured.
+    """
+    accuracy, local = np.full((2, len(evaluated), len(evaluated)), np.nan)
+    for i, entry in enumerate(evaluated):
+        measured = entry["methods"][method]
+        accuracy[i, : i + 1], local[i, : i + 1] = measured["accuracy"], measured["local_accuracy"]
+    return accuracy, local
+
+
+def averages(accuracy: np.ndarray, local: np.ndarray) -> dict[str, float | None]:
     """None where a memory was measured without the images of earlier tasks."""
     names = ("average_accuracy", "average_forgetting", "local_average_accuracy", "local_average_forgetting")
     found: dict[str, float | None] = dict.fromkeys(names)

@@ -79,7 +79,9 @@ def _of(name: str, computations: Mapping[str, Sequence[re.Match[str]]]) -> Itera
             (body,), trips = _called("body", rest), re.search(r"known_trip_count[^\d]*(\d+)", rest)
             once = list(_of(body, computations))
             if once and trips is None:
-                raise ValueError(f"how often the loop {body} runs is not known, and it holds {len(once)} collectives")
+                raise ValueError(
+                    f"how often the loop {body} runs is not known, and it contains {len(once)} collectives"
+                )
             yield from once * (int(trips[1]) if trips else 0)
         elif opcode == "conditional":
             branches = _called("branch_computations|true_computation|false_computation", rest)
@@ -191,14 +193,9 @@ class OnPaper(Layout):
         return {"dispatches": dispatches, "kinds": kinds}
 
 
-def typical(depth: int) -> Architecture:
-    """Each op kind at a quarter of the blocks, the first one learning."""
-    return tuple((ADAPT, NEW, REUSE, SKIP)[block % 4] for block in range(depth))
-
-
-def worst(depth: int) -> Architecture:
-    """Every block learns an expert of its own."""
-    return (NEW,) * depth
+def architectures(depth: int) -> dict[str, Architecture]:
+    """Each op kind at a quarter of the blocks, the first one learning; and an expert of its own for every block."""
+    return {"typical": ((ADAPT, NEW, REUSE, SKIP) * depth)[:depth], "worst": (NEW,) * depth}
 
 
 def compile_all(quick: bool) -> list[dict[str, Any]]:
@@ -239,7 +236,7 @@ def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str,
     kept = layout.everywhere(shape)
     batch, steps = Batch(Gather(0, kept, rows), layout.rows(rows), layout.weights(ones)), executor.steps_per_call
     about = {"backbone": config.name, "depth": depth}
-    kinds = {"typical": typical(depth), "worst": worst(depth)}
+    kinds = architectures(depth)
     must = {which: reduced_bytes(config, architecture) for which, architecture in kinds.items()}
     if name == "scan":  # one program, which tells the most that any step may send
         del kinds["typical"]
@@ -329,7 +326,7 @@ class Accelerators:
     latency_between: float = 10e-6
     """Seconds per hop between nodes (assumed)."""
     dispatch: float = 50e-6
-    """Seconds that the host needs per program for the devices of its node (assumed)."""
+    """Seconds that the host needs per compiled function for the devices of its node (assumed)."""
 
 
 class Work(NamedTuple):
@@ -398,12 +395,11 @@ def weight_bytes(config: ViTConfig, architecture: Architecture) -> int:
 def estimates(entries: Sequence[dict[str, Any]], machine: Accelerators) -> list[dict[str, Any]]:
     """Steps of `stages` over ViT-B/16 at the paper's settings: global batches grow with the devices, or do not."""
     config, found = CONFIGS["vit_base"], []
+    kinds = architectures(config.depth)
     for entry in entries:
-        if (entry["executor"], entry["fsdp"], entry["backbone"]) != ("stages", 1, config.name):
+        architecture = kinds.get(entry["what"].removeprefix("step, "))
+        if architecture is None or (entry["executor"], entry["fsdp"], entry["backbone"]) != ("stages", 1, config.name):
             continue
-        if not entry["what"].startswith("step"):
-            continue
-        architecture = {"typical": typical, "worst": worst}[entry["what"].removeprefix("step, ")](config.depth)
         sums = entry["kinds"]["all-reduce"]
         work = Work(
             step_flops(config, architecture, RANK, begin=0), weight_bytes(config, architecture), sums["count"],
@@ -439,7 +435,7 @@ def gathers(entries: Sequence[dict[str, Any]], machine: Accelerators) -> list[di
 def main(settings: Bench) -> None:
     """Compile in a process with eight devices; write `collectives.json`."""
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
-    found = in_child("collectives.compile_all", settings.quick, environment=environment)
+    found = in_child(compile_all, settings.quick, environment=environment)
     machine = Accelerators()
     save(
         settings.out, "collectives", rows_of(found), quick=settings.quick, programs=found,

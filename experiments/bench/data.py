@@ -14,23 +14,20 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from PIL import Image
 
 from cheem_jax.cheem.hee import uniform_table
-from cheem_jax.cheem.supernet import OpSettings, Supernet
-from cheem_jax.cheem.training import SupernetFit, prepare, steps_of, supernet_draws
+from cheem_jax.cheem.training import prepare, steps_of, supernet_draws
 from cheem_jax.cli.main import parse
-from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.core.architecture import decode
 from cheem_jax.core.images import in_turn
 from cheem_jax.core.keys import order_at
-from cheem_jax.core.pool import dense_experts
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.files import FolderFiles
 from cheem_jax.data.folder import plan_task
@@ -56,6 +53,13 @@ GOAL_DECODE, GOAL_WAITING, GOAL_GIGABYTES = 1.5, 0.03, 1.5
 """Times as fast as one thread; largest share of an epoch spent waiting; most memory of a process."""
 THREADS, PILLOW = "threads", "Pillow in one thread"
 Child = Literal["prepare", "verify", "read", "stream"]
+CHILDREN: dict[Child, str] = {
+    "prepare": "decoding {num:,} tiny images into a cache of {size} pixels",
+    "verify": "verifying {num:,} tiny images",
+    "read": "reading {num:,} images from the cache in random order",
+    "stream": "streaming from {num:,} tiny images in random order",
+}
+"""What is done with many images, each in a process of its own."""
 
 
 def main(settings: Bench) -> None:
@@ -186,7 +190,7 @@ def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     for keep in ways:
         (task,) = load_tasks([plan], size, ImagesConfig(keep, folder / "cache"))
         splits[keep] = task.train
-    prepare(executor, new_task(executor), BATCH)
+    prepare(executor, measure.new_task(executor, NUM_CLASSES, RANK).supernet, BATCH)
     # what the first steps of a process make is made here
     epoch(executor, Split(splits["memory"].images[: 2 * BATCH], splits["memory"].labels[: 2 * BATCH]))
     rounds: dict[str, list[Epoch]] = {keep: [] for keep in ways}
@@ -221,9 +225,9 @@ def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 def epoch(executor: Executor, split: Split) -> Epoch:
     """The loop of `fit`, its waits timed; each step is waited for, so that no wait hides work of the device."""
     order_key, mode_key, draw_key = jax.random.split(jax.random.key(3), 3)
-    supernet, num = new_task(executor), len(split.labels)
-    fitting = SupernetFit(supernet, supernet.init())
-    uniform = uniform_table(supernet.sizes)
+    fitting, num = measure.new_task(executor, NUM_CLASSES, RANK), len(split.labels)
+    sizes = fitting.supernet.sizes
+    uniform = uniform_table(sizes)
     order = list(batches(order_at(order_key, num), BATCH))
     codes = supernet_draws(mode_key, draw_key, exploit=uniform, uniform=uniform, epsilon=0.3)(0, len(order))
     data = steps_of(executor, HostImages(executor, split.images), split.labels, order, BATCH)
@@ -233,15 +237,10 @@ def epoch(executor: Executor, split: Split) -> Epoch:
     for row in codes:
         step, _ = next(following)
         waits.append(time.perf_counter() - start)
-        losses.append(measure.step(executor, fitting, decode(row, supernet.sizes), step))
+        losses.append(measure.step(executor, fitting, decode(row, sizes), step))
         steps.append(time.perf_counter() - start)
         start = time.perf_counter()
     return Epoch(steps, waits, losses)
-
-
-def new_task(executor: Executor) -> Supernet:
-    """A supernet over the base's own pool."""
-    return Supernet(jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
 
 
 def gathering(cache: Split, kept: Split, repeats: int) -> tuple[Row, dict[str, list[float]]]:
@@ -265,74 +264,55 @@ def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     """What many images take, in processes of their own."""
     num = 1_000 if quick else 100_000
     write_many(folder / "many.zip", num)
-    reason, found = missing(), {}
-    children: Sequence[Child] = ("prepare", "read") if quick else get_args(Child)
-    for child in children:
+    reason, rows = missing(), []
+    found: dict[str, Any] = {"zip_bytes": (folder / "many.zip").stat().st_size}
+    for child, words in CHILDREN.items():
+        what = f"memory of {words.format(num=num, size=SMALL)}"
+        if quick and child in ("verify", "stream"):
+            continue
         if child == "stream" and reason:
+            rows.append(Row(what, {}, None, GOAL_GIGABYTES, "at most", note=reason))
             continue
-        found[child] = measure.in_child("data.with_many", child, str(folder))
-        say(f"data: {child}: {found[child]['seconds']:.0f} s")
-    words: dict[Child, str] = {
-        "prepare": f"decoding {num:,} tiny images into a cache of {SMALL} pixels",
-        "verify": f"verifying {num:,} tiny images",
-        "read": f"reading {num:,} images from the cache in random order",
-        "stream": f"streaming from {num:,} tiny images in random order",
-    }
-    rows = []
-    for child in children:
-        what = words[child]
-        if child not in found:
-            rows.append(Row(f"memory of {what}", {}, None, GOAL_GIGABYTES, "at most", note=reason or ""))
-            continue
-        told = found[child]
+        found[child] = told = measure.in_child(with_many, child, str(folder))
+        say(f"data: {child}: {told['seconds']:.0f} s")
         note = (
             f"{told['num'] / told['seconds']:,.0f} images/s; {told['before'] / 1e9:.2f} GB before it began; "
             f"with mapped files {told['resident'] / 1e9:.2f} GB were resident at most"
         )
-        rows.append(
-            Row(
-                f"memory of {what}", {"pass": told["seconds"]}, told["peak"] / 1e9, GOAL_GIGABYTES, "at most", "GB",
-                note=note,
-            )
-        )  # fmt: skip
-    return rows, {"zip_bytes": (folder / "many.zip").stat().st_size, **found}
+        seconds, peak = {"pass": told["seconds"]}, told["peak"] / 1e9
+        rows.append(Row(what, seconds, peak, GOAL_GIGABYTES, "at most", "GB", note=note))
+    return rows, found
 
 
 def with_many(child: Child, place: str) -> dict[str, float]:
     """One pass over the many images, and the most memory that this process took meanwhile."""
     folder, before = Path(place), measure.process_memory("RssAnon")
+    num = 0
     with watching() as peak:
-        start = time.perf_counter()
         plan = plan_task(folder / "many.zip")
-        planned = time.perf_counter()
+        start = time.perf_counter()
         if child == "verify":
             if not (findings := verify(plan)).sound:
-                raise ValueError(f"the generated pictures are broken: {findings.broken[:3]}")
+                raise ValueError(f"the generated images are broken: {findings.broken[:3]}")
+            splits = []
         else:
             config = ImagesConfig("stream" if child == "stream" else "cache", folder / "cache")
             (task,) = load_tasks([plan], SMALL, config)
-        loaded, num = time.perf_counter(), 0
+            splits = list(task.splits.values())
         if child in ("read", "stream"):
-            for split in task.splits.values():
+            start = time.perf_counter()  # without opening
+            for split in splits:
                 rng = np.random.default_rng(0)
                 order = [batch.rows for batch in batches(rng.permutation(len(split.labels)), GATHERED)]
-                if child == "stream":
-                    order = order[:STREAMED]
-                for images in in_turn(split.images, order):
+                for images in in_turn(split.images, order[:STREAMED] if child == "stream" else order):
                     if images.shape != (GATHERED, SMALL, SMALL, 3):
                         raise ValueError(f"a batch has the shape {images.shape}")
                     num += len(images)
-        done = time.perf_counter()
+        seconds = time.perf_counter() - start
     return {
-        "num": num or plan.num_images,
-        "plan_seconds": planned - start,
-        "load_seconds": loaded - planned,
-        "seconds": done - (loaded if child in ("read", "stream") else planned),
-        "before": before,
-        "peak": max(peak),
+        "num": num or plan.num_images, "seconds": seconds, "before": before, "peak": max(peak),
         "resident": measure.process_memory("VmHWM"),
-        "ru_maxrss": peak_memory_bytes(),
-    }
+    }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -381,7 +361,7 @@ def prepared(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
         starts[name].append(time.perf_counter() - begun)
         (wanted,) = decode_in_order(files, IMAGE_SIZE, order[0]) if len(starts[name]) == 1 else (first,)
         if not np.array_equal(first, wanted) or sum(map(len, following)) != num - GATHERED:
-            raise ValueError(f"{name} gives other pictures")
+            raise ValueError(f"{name} gives other images")
 
     sides: dict[str, Callable[[], object]] = {
         THREADS: lambda: sum(map(len, decode_in_order(files, IMAGE_SIZE, np.concatenate(order))))

@@ -1,4 +1,4 @@
-"""What compiling costs in a real run: the demo with an empty cache of programs, and again with what it left there.
+"""What a real run pays for compiling and for losing nothing: the demo with an empty cache, and again with a filled one.
 
     python -m experiments.bench.demo_compile
 
@@ -33,6 +33,8 @@ from experiments.bench.measure import Bench, Row
 
 GOAL_COLD, GOAL_WARM, GOAL_PROGRAMS = 0.15, 0.03, 100.0
 """Largest share of the wall time that compiling may take, without and with a filled cache."""
+GOAL_SAVING = 0.02
+"""The same of checkpoints."""
 
 
 def main(settings: Bench) -> None:
@@ -61,6 +63,12 @@ def main(settings: Bench) -> None:
             "programs for ten times as many architectures", {}, float(often), float(once), "at most", "programs",
             note=f"one task; {once} with as many epochs and candidates as usual",
         ),
+        Row(
+            "saving and reading back, share of the demo",
+            {"demo": warm["seconds"], "checkpoints": warm["checkpoint_seconds"]},
+            warm["checkpoint_seconds"] / warm["seconds"], GOAL_SAVING, "at most", "of the time",
+            note="rolling ones where due; fsync and hashes included",
+        ),
     ]  # fmt: skip
     measure.save(settings.out, "demo_compile", rows, quick=settings.quick, runs={"cold": cold, "warm": warm})
 
@@ -70,17 +78,19 @@ def run_demo(directory: Path, cache: Path, quick: bool) -> dict[str, Any]:
     environment = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_ENABLE_COMPILATION_CACHE": "true"}
     start = time.perf_counter()
     if quick:
-        measure.in_child("demo_compile.small_run", str(directory), environment=environment)
+        measure.in_child(small_run, str(directory), environment=environment)
     else:
         command = [sys.executable, "-m", "cheem_jax", "demo", "--run-dir", str(directory)]
         subprocess.run(command, check=True, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
     seconds = time.perf_counter() - start
-    timed = [entry["compile"] for entry in read(directory) if "compile" in entry]
+    entries = read(directory)
+    timed = [entry["compile"] for entry in entries if "compile" in entry]
     return {
         "seconds": seconds,
         "programs": sum(entry["programs"] for entry in timed),
         "cached": sum(entry["cached"] for entry in timed),
         "compile_seconds": sum(entry["seconds"] for entry in timed),
+        "checkpoint_seconds": sum(entry["checkpoint_seconds"] for entry in entries if entry["event"] == "evaluated"),
     }
 
 

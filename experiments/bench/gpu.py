@@ -10,19 +10,17 @@ import dataclasses
 import itertools
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
 
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.params import build, init_params
-from cheem_jax.cheem.supernet import OpSettings, Supernet
 from cheem_jax.cheem.training import SupernetFit, prepare, step_of, train_steps
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, decode
 from cheem_jax.core.kernels import Precision
-from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.choice import EngineConfig, Name, make_executor
 from cheem_jax.engine.executor import Executor
@@ -34,12 +32,14 @@ from experiments.bench.measure import (
     alternate,
     command,
     medians,
+    new_task,
     random_images,
     save,
     say,
     separate_flops,
     step_flops,
 )  # fmt: skip
+from experiments.charts import names_in
 
 NUM_CLASSES, RANK, REPEATS = 100, 40, 3
 NUM_STEPS: dict[Name, int] = {"stages": 16, "whole": 2, "scan": 16}
@@ -76,19 +76,18 @@ def main(settings: Settings) -> None:
     """Measure every configuration."""
     if jax.default_backend() == "cpu":
         raise ValueError("JAX finds no accelerator here; on a CPU run experiments/bench/run.py")
-    names = [settings.backbones, settings.batches, settings.precisions, settings.executors]
-    choices = [[name.strip() for name in text.split(",")] for text in names]
-    for chosen, known in zip(choices, (CONFIGS, None, ("float32", "bfloat16"), NUM_STEPS), strict=True):
-        if known is not None and (unknown := [name for name in chosen if name not in known]):
-            raise ValueError(f"unknown {unknown}; expected some of: {', '.join(known)}")
+    choices = (
+        names_in("--backbones", settings.backbones, CONFIGS),
+        [int(size) for size in settings.batches.split(",")],
+        names_in("--precisions", settings.precisions, get_args(Precision)),
+        names_in("--executors", settings.executors, NUM_STEPS),
+    )  # fmt: skip
     for backbone, batch, precision, executor in itertools.product(*choices):
         part = f"gpu-{backbone}-{batch}-{precision}-{executor}"
         if not settings.again and (settings.out / f"{part}.json").exists():
             say(f"{part}: measured already")
             continue
-        setting: dict[str, Any] = dict(
-            backbone=backbone, batch=int(batch), precision=precision, executor=executor
-        )  # fmt: skip
+        setting: dict[str, Any] = dict(backbone=backbone, batch=batch, precision=precision, executor=executor)
         try:
             rows, found = measure(part, **setting)
         except jax.errors.JaxRuntimeError as error:
@@ -111,8 +110,8 @@ def measure(
     budget = Budget(one.budget)
     images = feed_images(one, random_images(num_images, config), budget)
     feed = keep_tokens("training images", one, images, num_images, (), batch_size=batch, budget=budget)
-    supernet = Supernet(jax.random.key(1), dense_experts(one.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
-    fitting = SupernetFit(supernet, supernet.init())
+    fitting = new_task(one, NUM_CLASSES, RANK)
+    supernet = fitting.supernet
     codes = np.random.default_rng(0).integers(0, 4, (steps, config.depth))
     architectures = [decode(row, supernet.sizes) for row in codes]
     start = time.perf_counter()
@@ -125,9 +124,12 @@ def measure(
     )
     step_seconds, forward_rate = seconds["steps"] / steps, num_images / seconds["forward"]
     work = batch * float(np.mean([step_flops(config, a, RANK, begin=0) for a in architectures])) / step_seconds
-    peak = peak_of(jax.devices()[0].device_kind, precision)
+    kind = jax.devices()[0].device_kind
+    peak = next((peaks[precision] for name, peaks in PEAKS.items() if name in kind), None)
     forward_work = forward_rate * separate_flops(config, [base_network(one)])
-    hours = task_seconds(step_seconds, batch, forward_rate) / 3600
+    # every step like a supernet's, every candidate by itself
+    task_steps = (SUPERNET_EPOCHS + FINETUNE_EPOCHS) * -(-TRAIN_IMAGES // batch)
+    hours = (task_steps * step_seconds + CANDIDATES * VAL_IMAGES / forward_rate) / 3600
     notes = [f"{name} not kept" for name in budget.refused]
     if executor == "whole":
         notes.append("without compiling, which nearly every supernet step would have to do")
@@ -171,17 +173,6 @@ def run_forward(executor: Executor, feed: Feed, num_images: int, batch: int) -> 
         (walked,) = executor.walk([network], feed(rows.rows), rows.mask)
         found.append(executor.features(walked.tokens))
     jax.block_until_ready(found)
-
-
-def task_seconds(step_seconds: float, batch: int, forward_rate: float) -> float:
-    """The mean MTIL task from measured rates; every step like a supernet's, every candidate by itself."""
-    steps = (SUPERNET_EPOCHS + FINETUNE_EPOCHS) * -(-TRAIN_IMAGES // batch)
-    return steps * step_seconds + CANDIDATES * VAL_IMAGES / forward_rate
-
-
-def peak_of(device: str, precision: Precision) -> float | None:
-    """Products per second of a known device."""
-    return next((peaks[precision] for name, peaks in PEAKS.items() if name in device), None)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,15 @@
 
     python -m experiments.bench.growth
 
-The memory is filled with sampled architectures instead of learned ones: what a step, the compiler, the similarity and a
-checkpoint cost depends on how many experts there are, not on how well they do. Every T has a process of its own, so
-that programs and resident memory are counted from nothing.
+The memory is filled with sampled architectures instead of learned ones: what a step and the compiler cost depends on
+how many experts there are, not on how well they do. Every T has a process of its own, so that programs and resident
+memory are counted from nothing. What else grows with the tasks is measured by `many_tasks`.
 """
 
 import functools
 import itertools
 import math
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +20,6 @@ import numpy as np
 from cheem_jax.cheem.evolution import SearchConfig, prepare_search, search
 from cheem_jax.cheem.expert_memory import dense_task_network
 from cheem_jax.cheem.hee import exploit_table, uniform_table
-from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.cheem.supernet import OpSettings, Supernet
 from cheem_jax.cheem.training import SupernetFit, prepare, step_of
 from cheem_jax.cli.main import parse
@@ -33,24 +30,19 @@ from cheem_jax.core.pool import Head, Memory, StoredExpert, TaskMemory, dense_ex
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.compilation import compilations
 from cheem_jax.engine.executor import Dense, Executor
-from cheem_jax.engine.passes import token_means
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row
 
 TASKS = (1, 3, 10, 30, 100)
-NUM_CLASSES, RANK, BATCH, NUM_IMAGES, NUM_DRAWS, CHECKPOINTS = 10, 16, 32, 32, 12, 10
+NUM_CLASSES, RANK, BATCH, NUM_DRAWS = 10, 16, 32, 12
 GOAL_STEP = 1.1
 """A step runs one network, whatever the pool holds."""
 GOAL_MEMORY = 2.0
 """Resident bytes per byte of dense experts: each once, and room for the pairs that they were merged from."""
-GOAL_CHECKPOINT = 1.25
-"""Bytes on disk per byte of what the task added."""
 PANELS = {
     "a supernet step (s)": {"": "step_seconds"},
     "programs compiled": {"": "programs"},
-    f"similarity pass, {NUM_IMAGES} images (s)": {"": "similarity_seconds"},
     "resident memory (MB)": {"": "resident_megabytes"},
-    "checkpoint of a task (kB)": {"": "checkpoint_kilobytes"},
 }
 
 
@@ -80,7 +72,10 @@ def drawn_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: 
         architecture = decode(codes, sizes)
         supernet = Supernet(key_at(key, index), experts, NUM_CLASSES, OpSettings(rank=rank))
         begun = supernet.learned(supernet.init(), architecture)
-        learned = {block: _moved(rng, params) for block, params in begun.items()}
+        learned = dict(begun)
+        for block, params in begun.items():  # an untrained pair is zero: its expert would equal its parent
+            if isinstance(params, LowRank):
+                learned[block] = LowRank(params.down, jnp.asarray(0.02 * rng.normal(size=params.up.shape), jnp.float32))
         pool, used = grow(memory.pool, architecture, learned, index)
         for block, own in zip(experts, pool, strict=True):
             for stored in own[len(block) :]:
@@ -111,43 +106,31 @@ def measure_tasks(num_tasks: int, quick: bool) -> dict[str, Any]:
     jax.clear_caches()  # functions compiled so far only served to fill the memory
     executor, rng = measure.stages(vit), np.random.default_rng(1)
     sizes, start = pool_sizes(grown.memory.pool), compilations()
-    kept = measure.kept(executor, measure.random_images(NUM_IMAGES, vit.config), batch_size=BATCH)
-    seconds = measure.alternate({"similarity": lambda: similarity(executor, grown, kept)}, 1 if quick else 3)
-
+    kept = measure.kept(executor, measure.random_images(BATCH, vit.config), batch_size=BATCH)
     exploit, uniform = drawn_table(rng, grown.earlier, sizes), uniform_table(sizes)
-    config = SearchConfig(generations=3)
-    settings = OpSettings(rank=RANK)
-    supernet = Supernet(jax.random.key(1), grown.experts, NUM_CLASSES, settings)
-    many = SupernetFit(supernet, supernet.init())
-    prepare(executor, supernet, BATCH)
+    config, many = SearchConfig(generations=3), new_task(grown)
+    prepare(executor, many.supernet, BATCH)
     prepare_search(exploit, config)
     prepared = compilations()
     labels = np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
     (batch,) = batches(np.arange(BATCH), BATCH)
     data = step_of(executor, kept, labels, batch)
-    following = iter(drawn_kinds(sizes, rng, 1 + (NUM_DRAWS if quick else 4 * NUM_DRAWS)))
+    repeats = NUM_DRAWS if quick else 4 * NUM_DRAWS
+    following = iter(drawn_kinds(sizes, rng, 1 + repeats))
 
     def step(of: SupernetFit, architectures: Iterator[Architecture]) -> None:
         measure.step(executor, of, next(architectures), data)
 
-    repeats = NUM_DRAWS if quick else 4 * NUM_DRAWS
     first = measure.alternate({"first": lambda: step(many, following)}, repeats)
     search(
         jax.random.key(2), lambda genomes: genomes.sum(axis=1) % 7, lambda genomes: genomes.sum(axis=1) % 5,
         exploit=exploit, uniform=uniform, num_images=7, config=config,
     )  # fmt: skip
-    counts = {
-        "programs": compilations().since(start).programs,
-        "programs_after_prepare": compilations().since(prepared).programs,
-    }
+    programs, after_prepare = (compilations().since(then).programs for then in (start, prepared))
     # beside a memory of one task, in turns: processes one after the other meet different moods of a machine
     one = drawn_memory(executor, 1)
-    young = Supernet(jax.random.key(1), one.experts, NUM_CLASSES, settings)
     turns = {
-        "one": (
-            SupernetFit(young, young.init()),
-            itertools.cycle(drawn_kinds(pool_sizes(one.memory.pool), rng, NUM_DRAWS)),
-        ),
+        "one": (new_task(one), itertools.cycle(drawn_kinds(pool_sizes(one.memory.pool), rng, NUM_DRAWS))),
         "many": (many, itertools.cycle(drawn_kinds(sizes, np.random.default_rng(2), NUM_DRAWS))),
     }
     for of, architectures in turns.values():
@@ -163,17 +146,17 @@ def measure_tasks(num_tasks: int, quick: bool) -> dict[str, Any]:
         "step_seconds_at_1": measure.medians(times)["one"],
         "first_step_seconds": measure.medians(first)["first"],
         "step_samples": times,
-        **counts,
-        "similarity_seconds": measure.medians(seconds)["similarity"],
+        "programs": programs,
+        "programs_after_prepare": after_prepare,
         "resident_megabytes": resident / 1e6,
         "expert_megabytes": sum(experts) / 1e6,
-        **checkpoint_sizes(grown.memory),
     }
 
 
-def similarity(executor: Executor, grown: Grown, feed) -> None:
-    """Mean CLS tokens of the base and every task's network, as at the start of the next task."""
-    token_means(executor, grown.networks, feed, NUM_IMAGES, batch_size=BATCH, advance=measure.ignore_advance)
+def new_task(grown: Grown) -> SupernetFit:
+    """A fresh supernet over a memory's experts."""
+    supernet = Supernet(jax.random.key(1), grown.experts, NUM_CLASSES, OpSettings(rank=RANK))
+    return SupernetFit(supernet, supernet.init())
 
 
 def drawn_kinds(sizes: Sequence[int], rng: np.random.Generator, num: int) -> list[Architecture]:
@@ -188,27 +171,11 @@ def drawn_kinds(sizes: Sequence[int], rng: np.random.Generator, num: int) -> lis
     return found
 
 
-def checkpoint_sizes(memory: Memory) -> dict[str, float]:
-    """Mean bytes of the last tasks' checkpoints, and of the arrays that they added."""
-    written, added = [], []
-    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as root:
-        for index in range(max(0, len(memory.tasks) - CHECKPOINTS), len(memory.tasks)):
-            written.append(measure.bytes_of(save_memory_task(Path(root), memory, index, RANK)))
-            added.append(added_bytes(memory, index))
-    return {"checkpoint_kilobytes": float(np.mean(written)) / 1e3, "added_kilobytes": float(np.mean(added)) / 1e3}
-
-
-def added_bytes(memory: Memory, index: int) -> int:
-    """Bytes of the arrays that a task added: its experts, head, means and centroids."""
-    task, own = memory.tasks[index], [stored.params for stored in memory.added(index).values()]
-    return sum(leaf.nbytes for leaf in jax.tree.leaves((own, task.head, task.means, task.centroids)))
-
-
 def main(settings: Bench) -> None:
     """Measure every number of tasks in a process of its own; write `growth.json` and the figure."""
     found = []
     for num in (1, 10) if settings.quick else TASKS:
-        found.append(measure.in_child("growth.measure_tasks", num, settings.quick))
+        found.append(measure.in_child(measure_tasks, num, settings.quick))
         measure.say(f"growth: T = {num}: {found[-1]['step_seconds']:.4g} s a step, {found[-1]['programs']} programs")
     measure.draw_over_tasks(found, PANELS, settings.out.parent / "growth.png")
     measure.save(settings.out, "growth", rows_of(found), quick=settings.quick, tasks=found)
@@ -222,10 +189,6 @@ def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:
     buckets = math.ceil(math.log2(max(many / few, 1)))
     added = last["expert_megabytes"] - first["expert_megabytes"]
     memory = (last["resident_megabytes"] - first["resident_megabytes"]) / added if added > 0 else None
-
-    def seconds(key: str) -> dict[str, float]:
-        return {f"T = {few}": first[key], f"T = {many}": last[key]}
-
     return [
         Row(
             f"supernet step, {span}", {"T = 1": last["step_seconds_at_1"], f"T = {many}": last["step_seconds"]},
@@ -247,26 +210,10 @@ def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:
             "at most", "programs", note="in supernet steps and the draws of a search",
         ),
         Row(
-            f"similarity pass, {span}", seconds("similarity_seconds"),
-            last["similarity_seconds"] / first["similarity_seconds"], (many + 1) / (few + 1), "at most",
-            note="linear in the networks, less where they share prefixes",
-        ),
-        Row(
             f"resident memory per byte of dense experts, {span}", {}, memory, GOAL_MEMORY, "at most",
             note="its growth over that of the experts",
         ),
-        Row(
-            f"checkpoint per byte that a task added, T = {many}", {},
-            last["checkpoint_kilobytes"] / last["added_kilobytes"], GOAL_CHECKPOINT, "at most",
-        ),
     ]  # fmt: skip
-
-
-def _moved(rng: np.random.Generator, params: Expert | LowRank) -> Expert | LowRank:
-    # an untrained pair is zero: its expert would equal its parent
-    if isinstance(params, LowRank):
-        return LowRank(params.down, jnp.asarray(0.02 * rng.normal(size=params.up.shape), jnp.float32))
-    return params
 
 
 def _dense(stored: StoredExpert, block: Sequence[Expert]) -> Expert:

@@ -48,7 +48,7 @@ from cheem_jax.run.record import to_json
 from cheem_jax.run.rolling import Saved
 from experiments.bench import measure
 from experiments.bench.demo_compile import small
-from experiments.bench.growth import RANK, added_bytes, drawn_memory
+from experiments.bench.growth import RANK, drawn_memory
 from experiments.bench.measure import Bench, Row
 
 TASKS = (1, 10, 100, 300, 1000)
@@ -105,19 +105,13 @@ class Watched(Undisturbed):
     """Learning whose phases are timed."""
 
     def __init__(self, seconds: Seconds):
-        super().__init__()
         self.seconds = seconds
 
-    def phase(
-        self, name: str, total: int, state: Callable[[], Saved] | None = None
-    ) -> contextlib.AbstractContextManager[Advance]:
-        """See `Running.phase`."""
-        return self._timed(name, super().phase(name, total, state))
-
     @contextlib.contextmanager
-    def _timed(self, name: str, phase: contextlib.AbstractContextManager[Advance]) -> Iterator[Advance]:
-        with phase as advance, self.seconds(name):
-            yield advance
+    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> Iterator[Advance]:
+        """See `Running.phase`."""
+        with self.seconds(name):
+            yield measure.ignore_advance
 
 
 def pictures(task: int, num: int, size: int) -> np.ndarray:
@@ -138,6 +132,12 @@ def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
     for index in range(num_tasks):
         save_memory_task(root, memory, index, RANK)
     return [added_bytes(memory, index) for index in range(num_tasks)]
+
+
+def added_bytes(memory: Memory, index: int) -> int:
+    """Bytes of the arrays that a task added: its experts, head, means and centroids."""
+    task, own = memory.tasks[index], [stored.params for stored in memory.added(index).values()]
+    return sum(leaf.nbytes for leaf in jax.tree.leaves((own, task.head, task.means, task.centroids)))
 
 
 def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def main(settings: Bench) -> None:
             first = Path(folder) / f"first-{num}"
             for place in saved_tasks(whole)[:num]:
                 shutil.copytree(place, first / place.name, copy_function=os.link)
-            entry = measure.in_child("many_tasks.measure_tasks", str(first), num, settings.quick)
+            entry = measure.in_child(measure_tasks, str(first), num, settings.quick)
             measure.say(f"many_tasks: T = {num}: learned in {entry['learn_seconds']:.3g} s")
             last = slice(max(0, num - 10), num)
             entry["disk_kilobytes"] = float(np.mean(written[last])) / 1e3

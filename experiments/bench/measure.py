@@ -9,14 +9,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,12 +29,14 @@ from cheem_jax.backbone.config import CONFIGS, ViTConfig, at_image_size
 from cheem_jax.backbone.flops import pair_flops
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
+from cheem_jax.cheem.supernet import OpSettings, Supernet
 from cheem_jax.cheem.training import SupernetFit, train_step
 from cheem_jax.cli.main import run_command
 from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.images import Images
+from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine.executor import Executor, Network, Step
 from cheem_jax.engine.feed import Budget, Feed, HostImages, keep_tokens
 from cheem_jax.engine.stages import Stages
@@ -48,7 +51,7 @@ class Bench:
     """Settings of every part."""
 
     out: Path = ROOT / "docs" / "benchmarks"
-    """Folder of the JSON files and the tables; figures are written beside it."""
+    """Folder of the JSON files and the tables; figures are written next to it."""
     quick: bool = False
     """Settings so small that the numbers mean nothing: to see whether everything runs."""
 
@@ -103,29 +106,27 @@ def ratio(seconds: Mapping[str, float], slow: str, fast: str) -> float | None:
     return seconds[slow] / seconds[fast] if slow in seconds and fast in seconds else None
 
 
-def in_child(function: str, *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Call a function of a benchmark, such as `growth.measure_tasks`, in a process of its own.
+def in_child(function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """Call a benchmark's function in a process of its own; returns JSON values.
 
-    A fresh process has compiled nothing, and its resident memory is the function's alone. Arguments and result pass as
-    JSON. `environment` is added to this process's. Raises ValueError where the child fails.
+    A fresh process has compiled nothing, and its resident memory is the function's alone. `environment` is added to
+    this process's. Raises ValueError where the child dies.
     """
-    with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
-        file = Path(folder) / "result.json"
-        program = "from experiments.bench.measure import as_child; as_child()"
-        command = [sys.executable, "-c", program, function, json.dumps(arguments), str(file)]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **(environment or {})})
-        if done.returncode != 0:
-            raise ValueError(f"{function}{arguments} ended with status {done.returncode}; see above")
-        return json.loads(file.read_text())
+    before, spawn = dict(os.environ), multiprocessing.get_context("spawn")
+    os.environ.update(environment or {})
+    try:
+        with ProcessPoolExecutor(1, mp_context=spawn, initializer=compile_everything) as pool:
+            return to_json(pool.submit(function, *arguments).result())
+    except BrokenProcessPool:
+        raise ValueError(f"{function.__name__}{arguments} died; is there too little memory?") from None
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
-def as_child() -> None:
-    """The other end of `in_child`, without the persistent compilation cache, as in `command`."""
-    _, function, arguments, file = sys.argv
+def compile_everything() -> None:
+    """Leave out the persistent compilation cache, so that compiling is counted at its full cost."""
     jax.config.update("jax_enable_compilation_cache", False)
-    module, name = function.split(".")
-    found = getattr(importlib.import_module(f"experiments.bench.{module}"), name)(*json.loads(arguments))
-    Path(file).write_text(json.dumps(to_json(found)))
 
 
 def has_torch(part: str) -> bool:
@@ -165,18 +166,13 @@ def machine() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "cpu": _cpu_model(),
-        "cores": num_cores(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "platform": device.platform,
         "device": device.device_kind,
         "python": platform.python_version(),
         **{name: version for name in PACKAGES if (version := _version(name)) is not None},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def save(out: Path, part: str, rows: Sequence[Row], *, quick: bool = False, **more: Any) -> Path:
@@ -202,8 +198,8 @@ def tell(rows: Sequence[Row]) -> None:
 
 
 def command(main: Callable[[Any], None], settings: Any) -> None:
-    """Run a part without the persistent compilation cache, so that compiling is counted at its full cost."""
-    jax.config.update("jax_enable_compilation_cache", False)
+    """Run a part, compiling counted."""
+    compile_everything()
     run_command(main, settings)
 
 
@@ -240,6 +236,12 @@ def step(executor: Executor, fitting: SupernetFit, architecture: Architecture, d
     fitting.state, loss = train_step(executor, fitting.supernet, fitting.state, architecture, data, rate=1e-3)
     jax.block_until_ready((loss, fitting.state))
     return float(loss)
+
+
+def new_task(executor: Executor, num_classes: int, rank: int) -> SupernetFit:
+    """A fresh supernet over the backbone's own experts."""
+    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), num_classes, OpSettings(rank=rank))
+    return SupernetFit(supernet, supernet.init())
 
 
 def random_images(num: int, config: ViTConfig, seed: int = 0) -> np.ndarray:

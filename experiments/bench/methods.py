@@ -15,12 +15,11 @@ import numpy as np
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.fitting import FitBatch, Inputs
 from cheem_jax.baselines.l2p import L2p, L2pConfig
-from cheem_jax.cheem.supernet import OpSettings, Supernet
-from cheem_jax.cheem.training import FitConfig, FitState, SupernetFit, constant_draws, fit, prepare
+from cheem_jax.cheem.training import FitConfig, FitState, constant_draws, fit, prepare
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Choice, encode
 from cheem_jax.core.keys import Keys, next_power_of_two
-from cheem_jax.core.pool import Head, dense_experts
+from cheem_jax.core.pool import Head
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures
 from experiments.bench import measure, steps
@@ -30,7 +29,6 @@ OURS, CACHED, PLAIN, EAGER = "ours", "PyTorch, cached queries", "PyTorch, querie
 GOALS = {PLAIN: 1.0, EAGER: 1.0}
 """Against the methods as they are written plainly; a PyTorch that caches its queries as well is told beside it."""
 NUM_CLASSES, RANK = 20, 40
-NAME = "deit_tiny_patch16_224"
 
 
 def main(settings: Bench) -> None:
@@ -86,15 +84,10 @@ def l2p(
     sides: Sides = {OURS: ours}
     if not has_peer:
         return sides, {}
-    from experiments.bench.peer_l2p import L2pPeer
+    from experiments.bench.peer import L2pPeer
 
-    peer = L2pPeer(
-        steps.to_timm(pretrained), NAME, pretrained.config.image_size, config, NUM_CLASSES,
-        device=steps.torch_device(),
-    )  # fmt: skip
-    peer.put(
-        np.asarray(prompts["pool"][0]), np.asarray(prompts["keys"][0]), weight[:, :NUM_CLASSES], np.zeros(NUM_CLASSES)
-    )
+    pool, keys = np.array(prompts["pool"][0]), np.array(prompts["keys"][0])
+    peer = L2pPeer(pretrained, config, pool, keys, weight[:, :NUM_CLASSES])
     rows = slice(0, batch)
     weights = np.full(batch, 1 / batch, np.float32)
     inputs: Any = {"images": images[rows], "query": query[rows]}
@@ -124,9 +117,9 @@ def lora_cl(
     pretrained: Pretrained, executor: Stages, images: np.ndarray, labels: np.ndarray, batch: int, has_peer: bool
 ) -> tuple[Sides, dict[str, float]]:
     """One pass over the images with a pair in every block; the optimiser included."""
-    settings, architecture = OpSettings(rank=RANK), (Choice("adapt", 0),) * executor.num_blocks
-    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, settings)
-    fitting = SupernetFit(supernet, supernet.init())
+    architecture = (Choice("adapt", 0),) * executor.num_blocks
+    fitting = measure.new_task(executor, NUM_CLASSES, RANK)
+    supernet = fitting.supernet
     prepare(executor, supernet, batch)
     codes = encode(architecture, supernet.sizes)
     # as the method does: what no pair changes is computed once, before the first epoch

@@ -1,22 +1,24 @@
-"""CHEEM's supernet step, fine-tuning step and candidate evaluation in plain PyTorch, to measure ours against.
+"""CHEEM's steps and candidate evaluation, and L2P's steps, in plain PyTorch with timm, to measure ours against.
 
-Written as one would without this library: timm's blocks as they are, the plastic layer (`mlp.fc2`) replaced by an op,
-autograd to decide what a backward pass needs, one Adam for everything that can be drawn. Weights cross its border as
-NumPy arrays in our row-vector layout (`[in, out]`); inside they are PyTorch's `[out, in]`.
+Written as one would without this library: timm's blocks as they are, the plastic layer (`mlp.fc2`) replaced by an op or
+prompts in front of the first block's own keys and values, autograd to decide what a backward pass needs, one Adam for
+everything that can be learned. Weights cross its border as NumPy arrays in our row-vector layout (`[in, out]`); inside
+they are PyTorch's `[out, in]`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from timm.layers.pos_embed import resample_abs_pos_embed
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from cheem_jax.backbone.config import CONFIGS, ViTConfig
+from cheem_jax.backbone.timm_names import timm_name_of
+from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.baselines.l2p import L2pConfig
 from cheem_jax.core.architecture import Architecture
 
 Arrays = tuple[np.ndarray, np.ndarray]
@@ -31,116 +33,126 @@ RECOMPILE_LIMIT = 64
 """Variants of one compiled function: gradients wanted or not, training or evaluation, batch sizes, precisions."""
 
 
-class TorchPeer:
-    """A frozen timm ViT whose blocks run reuse, adapt, new or skip at `mlp.fc2`, with all that a task learns.
+class Peer:
+    """timm's frozen model in float32 with the weights of ours, on the same kind of device; `optimizer` is a subclass's.
 
-    `experts[block]` are frozen, `pairs[block]` and `new[block]` are learned, as is `head`. Every block computes all its
-    tokens, the last one too, as timm does.
+    Images are [B, H, W, 3] uint8, labels [B] everywhere.
+    """
+
+    optimizer: torch.optim.Adam
+
+    def __init__(self, pretrained: Pretrained):
+        config = pretrained.config
+        assert config.timm_name is not None
+        self.device = torch.device("cpu" if jax.default_backend() == "cpu" else "cuda")
+        name = config.timm_name.split(".")[0]
+        model: Any = timm.create_model(name, pretrained=False, num_classes=0, img_size=config.image_size)
+        model.load_state_dict(to_timm(pretrained), strict=True)
+        self.model = model.eval().requires_grad_(False).to(self.device)
+        self.mean, self.std = (
+            torch.tensor(values, device=self.device).view(1, 3, 1, 1) for values in (config.mean, config.std)
+        )
+
+    def pixels(self, images: np.ndarray) -> Tensor:
+        """Images as the backbone was trained to see them: float32 [B, 3, H, W]."""
+        scaled = torch.from_numpy(images).to(self.device).permute(0, 3, 1, 2).float() / 255.0
+        return (scaled - self.mean) / self.std
+
+    def tokens(self, pixels: Tensor) -> Tensor:
+        """What the first block receives: [B, N, D]."""
+        return self.model.norm_pre(self.model._pos_embed(self.model.patch_embed(pixels)))
+
+    def labels(self, labels: np.ndarray) -> Tensor:
+        """On the device."""
+        return torch.from_numpy(labels).to(self.device, torch.int64)
+
+    def descend(self, loss: Tensor) -> float:
+        """One step of Adam; returns the loss before it."""
+        # None and not zero: what is not sampled keeps parameters, moments and step count
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+
+class CheemPeer(Peer):
+    """Blocks that run reuse, adapt, new or skip at `mlp.fc2`, with all that a task learns.
+
+    `experts[block]` are frozen, the backbone's own; `pairs[block]`, `new[block]` and `head` are learned. Every block
+    computes all its tokens, the last one too, as timm does. `precision` is autocast's type in the forward pass.
     """
 
     def __init__(
-        self,
-        state_dict: Mapping[str, np.ndarray],
-        model_name: str,
-        image_size: int,
-        *,
-        rank: int = 16,
-        num_outputs: int = 64,
-        compiled: bool = False,
+        self, pretrained: Pretrained, *, rank: int, num_outputs: int, compiled: bool = False,
         precision: Literal["float32", "bfloat16"] = "float32",
-        device: str = "cpu",
-    ):
-        """Build from weights under timm's names; the head has `num_outputs` columns.
-
-        Every block has one frozen expert, the backbone's. `precision` is autocast's type in the forward pass.
-        """
-        self.device, self.precision = torch.device(device), precision
-        self.model = load_backbone(state_dict, model_name, image_size).to(self.device)
+    ):  # fmt: skip
+        super().__init__(pretrained)
+        self.precision = precision
         self.blocks: list[Block] = list(self.model.blocks)
-        self.config = config_of_timm(model_name)
+        shapes = [block.mlp.fc2.weight.shape for block in self.blocks]
         self.experts: list[Pair] = [(block.mlp.fc2.weight, block.mlp.fc2.bias) for block in self.blocks]
-        self.pairs = [self._new_pair(block, rank) for block in self.blocks]
-        self.new = [self._new_expert(block) for block in self.blocks]
+        self.pairs = [self._new_pair(width, num_inputs, rank) for width, num_inputs in shapes]
+        self.new = [self._linear(*shape) for shape in shapes]
         self.head = self._linear(num_outputs, self.model.num_features)
         self.classes = torch.arange(num_outputs, device=self.device)
-        self.optimizer = torch.optim.Adam(self._learned(), lr=LEARNING_RATE)
-
+        learned = [parameter for pair in (*self.pairs, *self.new, self.head) for parameter in pair]
+        self.optimizer = torch.optim.Adam(learned, lr=LEARNING_RATE)
         self._dense, self._adapted, self._skipped = run_dense, run_adapted, run_skipped
         if compiled:
             # beyond its limit a function would run eagerly and say so only in a warning
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
             torch._dynamo.config.fail_on_recompile_limit_hit = True
-            self._dense = torch.compile(run_dense, dynamic=False)
-            self._adapted = torch.compile(run_adapted, dynamic=False)
-            self._skipped = torch.compile(run_skipped, dynamic=False)
+            self._dense, self._adapted, self._skipped = (
+                torch.compile(run, dynamic=False) for run in (run_dense, run_adapted, run_skipped)
+            )
 
-    def set_learned(
-        self,
-        *,
-        pairs: Mapping[int, Arrays],
-        new: Mapping[int, Arrays],
-        head: Arrays,
-    ) -> None:
-        """Copy learned parameters in our layout, each with Adam as before its first step; what is not named stays.
+    @torch.no_grad()
+    def set_learned(self, learned: Mapping[tuple[int, str], Sequence[Any]], head: Sequence[Any]) -> None:
+        """Copy learned parameters in our layout, each with Adam as before its first step.
 
-        `pairs` maps a block to (down [F, r], up [r, D]), `new` a block to (weight [F, D], bias [D]); `head` is
-        (weight [D, C], bias [C]) with C = `num_outputs`.
+        `learned` maps a block and "adapt" to (down [F, r], up [r, D]), and with "new" to (weight [F, D], bias [D]);
+        `head` is (weight [D, C], bias [C]) with C = `num_outputs`.
         """
-        for block, arrays in pairs.items():
-            self._put(self.pairs[block], arrays)
-        for block, arrays in new.items():
-            self._put(self.new[block], arrays)
-        self._put(self.head, head)
+        own = {"adapt": self.pairs, "new": self.new}
+        given = [(own[kind][block], arrays) for (block, kind), arrays in learned.items()]
+        for pair, arrays in (*given, (self.head, head)):
+            for parameter, array in zip(pair, arrays, strict=True):
+                parameter.copy_(torch.tensor(np.asarray(array, np.float32).T))
+                self.optimizer.state.pop(parameter, None)
 
     def gradients(
         self, architecture: Architecture, images: np.ndarray, labels: np.ndarray, num_classes: int
     ) -> tuple[float, dict[int, Arrays], Arrays]:
-        """Mean loss over images [B, H, W, 3] uint8 and labels [B], and its gradients; nothing is updated.
-
-        Gradients have our layout: per block that adapts (down [F, r], up [r, D]) or is new (weight [F, D], bias [D]),
-        and the head's (weight [D, C], bias [C]).
-        """
-        drawn: dict[int, Pair] = {}
-        for block, choice in enumerate(architecture):
-            if choice.kind == "adapt":
-                drawn[block] = self.pairs[block]
-            elif choice.kind == "new":
-                drawn[block] = self.new[block]
+        """Mean loss and its gradients in our layout, by block that learns and of the head; nothing is updated."""
+        learned = {"adapt": self.pairs, "new": self.new}
+        sampled = {i: learned[choice.kind][i] for i, choice in enumerate(architecture) if choice.kind in learned}
         loss = self._loss(architecture, images, labels, num_classes)
-        wanted = [tensor for pair in (*drawn.values(), self.head) for tensor in pair]
+        wanted = [tensor for pair in (*sampled.values(), self.head) for tensor in pair]
         flat = iter([_to_ours(grad) for grad in torch.autograd.grad(loss, wanted)])
-        grads = {block: (next(flat), next(flat)) for block in drawn}
+        grads = {block: (next(flat), next(flat)) for block in sampled}
         return loss.item(), grads, (next(flat), next(flat))
 
     def step(self, architecture: Architecture, images: np.ndarray, labels: np.ndarray, num_classes: int) -> float:
-        """One step of Adam on what the architecture learns and on the head; the loss before it.
-
-        Images are [B, H, W, 3] uint8, labels [B]. With one architecture throughout this is fine-tuning.
-        """
-        # None and not zero: what is not drawn keeps parameters, moments and step count
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self._loss(architecture, images, labels, num_classes)
-        loss.backward()
-        self.optimizer.step()
-        return loss.item()
+        """One step of Adam on what the architecture learns and on the head; the loss before it."""
+        return self.descend(self._loss(architecture, images, labels, num_classes))
 
     @torch.inference_mode()
     def count_right(
         self, architectures: Sequence[Architecture], images: np.ndarray, labels: np.ndarray, num_classes: int
     ) -> np.ndarray:
-        """Per architecture the number of images [B, H, W, 3] uint8 whose class is the label [B]: int64 [C]."""
-        pixels, wanted = self._pixels(images), self._labels(labels)
+        """Per architecture the number of images whose class is the label: int64 [C]."""
+        pixels, wanted = self.pixels(images), self.labels(labels)
         counts = [(self._logits(a, pixels, num_classes).argmax(dim=-1) == wanted).sum() for a in architectures]
-        return torch.stack(counts).cpu().numpy() if counts else np.zeros(0, np.int64)
+        return torch.stack(counts).cpu().numpy()
 
     def _loss(self, architecture: Architecture, images: np.ndarray, labels: np.ndarray, num_classes: int) -> Tensor:
-        logits = self._logits(architecture, self._pixels(images), num_classes)
-        return F.cross_entropy(logits.float(), self._labels(labels))
+        logits = self._logits(architecture, self.pixels(images), num_classes)
+        return F.cross_entropy(logits.float(), self.labels(labels))
 
     def _logits(self, architecture: Architecture, pixels: Tensor, num_classes: int) -> Tensor:
         """Logits [B, C] of normalised pixels [B, 3, H, W]; columns from `num_classes` on are -1e30."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
-            x = self.model.norm_pre(self.model._pos_embed(self.model.patch_embed(pixels)))
+            x = self.tokens(pixels)
             for index, (block, choice) in enumerate(zip(self.blocks, architecture, strict=True)):
                 match choice.kind:
                     case "reuse":
@@ -154,39 +166,15 @@ class TorchPeer:
             logits = F.linear(self.model.norm(x[:, 0]), *self.head)
         return torch.where(self.classes < num_classes, logits, -1e30)
 
-    def _pixels(self, images: np.ndarray) -> Tensor:
-        return normalised(images, self.config, self.device)
-
-    def _labels(self, labels: np.ndarray) -> Tensor:
-        return torch.from_numpy(labels).to(self.device, torch.int64)
-
-    def _learned(self) -> Iterator[nn.Parameter]:
-        for pair in (*self.pairs, *self.new, self.head):
-            yield from pair
-
-    def _new_pair(self, block: Block, rank: int) -> Pair:
+    def _new_pair(self, width: int, num_inputs: int, rank: int) -> Pair:
         """LoRA's start: down [r, F] Kaiming-uniform with a = sqrt(5), up [D, r] zero."""
-        width, num_inputs = block.mlp.fc2.weight.shape
         down = torch.empty(rank, num_inputs).uniform_(-(num_inputs**-0.5), num_inputs**-0.5)
         return nn.Parameter(down.to(self.device)), nn.Parameter(torch.zeros(width, rank, device=self.device))
-
-    def _new_expert(self, block: Block) -> Pair:
-        return self._linear(*block.mlp.fc2.weight.shape)
 
     def _linear(self, num_outputs: int, num_inputs: int) -> Pair:
         """Truncated normal 0.02 [out, in] and zero bias [out]."""
         weight = nn.init.trunc_normal_(torch.empty(num_outputs, num_inputs), std=0.02, a=-0.04, b=0.04)
         return nn.Parameter(weight.to(self.device)), nn.Parameter(torch.zeros(num_outputs, device=self.device))
-
-    @torch.no_grad()
-    def _put(self, pair: Pair, arrays: Arrays) -> None:
-        for parameter, array in zip(pair, arrays, strict=True):
-            value = torch.tensor(np.asarray(array, np.float32).T)
-            if value.shape != parameter.shape:
-                wanted = tuple(parameter.shape)[::-1]
-                raise ValueError(f"array is {np.shape(array)}, expected {wanted} as rank, width and head were set")
-            parameter.copy_(value)
-            self.optimizer.state.pop(parameter, None)
 
 
 def run_dense(block: Block, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -208,35 +196,80 @@ def run_skipped(block: Block, x: Tensor) -> Tensor:
     return x + block.attn(block.norm1(x))
 
 
-def normalised(images: np.ndarray, config: ViTConfig, device: torch.device) -> Tensor:
-    """Images [B, H, W, 3] uint8 as the backbone was trained to see them: float32 [B, 3, H, W]."""
-    mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (config.mean, config.std))
-    return (torch.from_numpy(images).to(device).permute(0, 3, 1, 2).float() / 255.0 - mean) / std
+class L2pPeer(Peer):
+    """A pool of prompts at the first block, and one linear head.
+
+    The query is computed in every step, as the public codes do, or handed in by whoever caches it.
+    """
+
+    def __init__(
+        self, pretrained: Pretrained, config: L2pConfig, pool: np.ndarray, keys: np.ndarray, weight: np.ndarray
+    ):
+        """Begin at pool [M, P, D], keys [M, D] and head weight [D, C]; the head's bias is zero."""
+        super().__init__(pretrained)
+        self.config = config
+        begun = (pool, keys, weight.T, np.zeros(weight.shape[1], np.float32))
+        self.learned = [nn.Parameter(torch.tensor(array, device=self.device)) for array in begun]
+        self.pool, self.keys, self.weight, self.bias = self.learned
+        self.optimizer = torch.optim.Adam(self.learned, lr=LEARNING_RATE)
+
+    @torch.no_grad()
+    def query(self, images: np.ndarray) -> Tensor:
+        """Class tokens [B, D] of a pass without prompts."""
+        return self.model.forward_features(self.pixels(images))[:, 0]
+
+    def step(self, images: np.ndarray, labels: np.ndarray, query: Tensor | None = None) -> float:
+        """One step of Adam; the loss before it."""
+        return self.descend(self.loss(images, labels, self.query(images) if query is None else query))
+
+    def gradients(self, images: np.ndarray, labels: np.ndarray) -> tuple[float, list[np.ndarray]]:
+        """Loss, and its gradients for pool, keys, weight [D, C] and bias."""
+        loss = self.loss(images, labels, self.query(images))
+        pool, keys, weight, bias = (grad.cpu().numpy() for grad in torch.autograd.grad(loss, self.learned))
+        return loss.item(), [pool, keys, weight.T, bias]
+
+    def loss(self, images: np.ndarray, labels: np.ndarray, query: Tensor) -> Tensor:
+        """Mean cross-entropy and the pull of the chosen keys."""
+        near = F.normalize(query, dim=-1) @ F.normalize(self.keys, dim=-1).T
+        best, chosen = near.topk(self.config.top_k, dim=-1)
+        prompts, half = self.pool[chosen], self.config.length // 2
+        keys, values = prompts[:, :, :half].flatten(1, 2), prompts[:, :, half:].flatten(1, 2)
+        first, *others = self.model.blocks
+        x = run_prefixed(first, self.tokens(self.pixels(images)), keys, values)
+        for block in others:
+            x = block(x)
+        logits = F.linear(self.model.norm(x)[:, 0], self.weight, self.bias)
+        pull = self.config.key_weight * (1 - best).sum(dim=1).mean()
+        return F.cross_entropy(logits, self.labels(labels)) + pull
 
 
-def load_backbone(state_dict: Mapping[str, np.ndarray], model_name: str, image_size: int) -> VisionTransformer:
-    """timm's frozen model without its head, in float32; the position embedding is resampled where it has to be."""
-    model = timm.create_model(model_name, pretrained=False, num_classes=0, img_size=image_size)
-    assert isinstance(model, VisionTransformer)
-    tensors = {
-        name: torch.tensor(np.asarray(value, np.float32))
-        for name, value in state_dict.items()
-        if name not in ("head.weight", "head.bias")
-    }
-    assert model.pos_embed is not None
-    if tensors["pos_embed"].shape != model.pos_embed.shape:
-        tensors["pos_embed"] = resample_abs_pos_embed(tensors["pos_embed"], list(model.patch_embed.grid_size))
-    model.load_state_dict(tensors, strict=True)
-    return model.eval().requires_grad_(False)
+def run_prefixed(block: Block, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """A block on x [B, N, D] whose queries also attend to keys and values [B, P, D]."""
+    attention = block.attn
+    num, tokens, width = x.shape
+
+    def heads(t: Tensor) -> Tensor:
+        return t.reshape(num, -1, attention.num_heads, width // attention.num_heads).transpose(1, 2)
+
+    query, key, value = attention.qkv(block.norm1(x)).chunk(3, dim=-1)
+    key, value = torch.cat([keys, key], dim=1), torch.cat([values, value], dim=1)
+    mixed = F.scaled_dot_product_attention(heads(query), heads(key), heads(value))
+    x = x + attention.proj(mixed.transpose(1, 2).reshape(num, tokens, width))
+    return x + block.mlp(block.norm2(x))
 
 
-def config_of_timm(model_name: str) -> ViTConfig:
-    """The first of our configs that bears this timm name; a name without its tag (`.fb_in1k`) is enough."""
-    for config in CONFIGS.values():
-        if config.timm_name is not None and model_name in (config.timm_name, config.timm_name.split(".")[0]):
-            return config
-    known = sorted(config.timm_name for config in CONFIGS.values() if config.timm_name is not None)
-    raise ValueError(f"no config bears timm's name {model_name!r}; known: {', '.join(known)}")
+def to_timm(pretrained: Pretrained) -> dict[str, Tensor]:
+    """Our parameters under timm's names and in PyTorch's layout, without the head."""
+    tensors, patch = {}, pretrained.config.patch_size
+    for name, value in pretrained.params.items():
+        if name == "patch.kernel":
+            value = value.reshape(patch, patch, 3, -1).transpose(3, 2, 0, 1)
+        elif name.endswith(".kernel"):
+            value = value.T
+        elif name in ("class_token", "position"):
+            value = value.reshape(1, -1, value.shape[-1])
+        tensors[timm_name_of(name)] = torch.tensor(np.asarray(value, np.float32))
+    return {name: value for name, value in tensors.items() if not name.startswith("head.")}
 
 
 def _to_ours(grad: Tensor) -> np.ndarray:

@@ -30,7 +30,7 @@ class Predicting:
     num: int = 600
     """The first images of the folder that are answered, at most."""
     rounds: int = 5
-    """Rounds of both sides, alternating; medians are told."""
+    """Rounds of both sides, alternating; medians are reported."""
     out: Path | None = None
     """Folder of predicting.json, for `python -m experiments.bench.tables`; default: the numbers are only printed."""
 

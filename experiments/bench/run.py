@@ -12,18 +12,7 @@ from pathlib import Path
 from cheem_jax.cli.main import parse, run_command
 
 ROOT = Path(__file__).parents[2]
-PARTS = (
-    "steps",
-    "methods",
-    "sharing",
-    "growth",
-    "many_tasks",
-    "footprint",
-    "demo_compile",
-    "checkpoints",
-    "data",
-    "collectives",
-)
+PARTS = ("steps", "methods", "sharing", "growth", "many_tasks", "footprint", "demo_compile", "data", "collectives")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +22,7 @@ class All:
     only: str = ",".join(PARTS)
     """Parts, separated by commas."""
     out: Path = ROOT / "docs" / "benchmarks"
-    """Folder of the JSON files; tables and figures are written beside it."""
+    """Folder of the JSON files; tables and figures are written next to it."""
     quick: bool = False
     """Settings so small that the numbers mean nothing: to see whether everything runs."""
 

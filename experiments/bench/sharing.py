@@ -9,7 +9,7 @@ FLOPs alone would allow (attention products included, the last block for the CLS
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from cheem_jax.cheem.training import (
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Head, dense_experts, pool_sizes
+from cheem_jax.core.pool import Head, pool_sizes
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
@@ -56,28 +56,18 @@ NUM_SAME = 6
 """Blocks that the networks of the planted cases have in common with the base."""
 
 
-class Study(NamedTuple):
-    """A backbone, its task and how much of it is searched."""
-
-    name: str
-    image_size: int | None
-    num_val: int
-    repeats: int
-
-
 def main(settings: Bench) -> None:
     """Measure every part and write `sharing.json`."""
     quick = settings.quick
     rows: list[Row] = []
     details: dict[str, Any] = {}
-    studies = [Study("vit_nano", None, 26, 1)]
-    if not quick:
-        studies = [Study("vit_micro", None, 64, 5), Study("deit_tiny", 96, 26, 3)]
-    for study in studies:
+    # backbone, image size, validation images, repeats
+    searched = [("vit_nano", None, 26, 1)] if quick else [("vit_micro", None, 64, 5), ("deit_tiny", 96, 26, 3)]
+    for name, image_size, num_val, repeats in searched:
         start = time.perf_counter()
-        found, details[f"search, {study.name}"] = searches(study, quick)
+        found, details[f"search, {name}"] = searches(name, image_size, num_val, repeats, quick)
         rows += found
-        measure.say(f"sharing: search of {study.name} took {time.perf_counter() - start:.0f} s")
+        measure.say(f"sharing: search of {name} took {time.perf_counter() - start:.0f} s")
     name, small, large = ("vit_nano", 32, 32) if quick else ("deit_tiny", 96, 224)
     rows += similarities(name, small, 1 if quick else 3)
     found, details["fine-tuning"] = finetuning(name, large, 2 if quick else 8)
@@ -97,14 +87,14 @@ def shared_row(
 # ---- search
 
 
-def searches(study: Study, quick: bool) -> tuple[list[Row], dict[str, Any]]:
+def searches(
+    name: str, image_size: int | None, batch_size: int, repeats: int, quick: bool
+) -> tuple[list[Row], dict[str, Any]]:
     """A real search, then its generations scored again as prefix trees and one network per call."""
-    vit = measure.backbone(study.name, study.image_size)
+    vit = measure.backbone(name, image_size)
     executor = measure.stages(vit)
-    num_train = 64 if quick else 256
-    sizes = {"num_train": num_train, "num_val": study.num_val, "num_test": 26}
+    sizes = {"num_train": 64 if quick else 256, "num_val": batch_size, "num_test": 26}
     task = demo_stream(image_size=vit.config.image_size, **sizes).tasks[0]
-    batch_size = study.num_val
     config = SearchConfig(population=6, generations=2, num_parents=2) if quick else SearchConfig()
     grown = drawn_memory(executor, 2, rank=RANK)
     (supernet, state), generations = real_search(executor, grown, task, batch_size, config)
@@ -121,7 +111,7 @@ def searches(study: Study, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     def apart(found: Sequence[Network]) -> np.ndarray:
         return np.concatenate([score(executor, [network]) for network in found])
 
-    last = medians(compare(lambda: score(executor, networks[-1]), lambda: apart(networks[-1]), study.repeats))
+    last = medians(compare(lambda: score(executor, networks[-1]), lambda: apart(networks[-1]), repeats))
     # each call scores the next generation, so the sum over as many calls as generations is a whole search
     turns = [itertools.cycle(networks) for _ in range(2)]
     times = compare(lambda: score(executor, next(turns[0])), lambda: apart(next(turns[1])), len(networks))
@@ -131,16 +121,14 @@ def searches(study: Study, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     note = f"{len(task.val.labels)} validation images at {vit.config.image_size} pixels"
     everything = sum(c[0] for c in counted), sum(c[1] for c in counted)
     rows = [
-        shared_row(
-            f"last generation of a search, {len(networks[-1])} networks, {study.name}", last, counted[-1], LAST, note
-        ),
-        shared_row(f"whole search, {num} networks, {study.name}", total, everything, WHOLE_SEARCH, note),
+        shared_row(f"last generation of a search, {len(networks[-1])} networks, {name}", last, counted[-1], LAST, note),
+        shared_row(f"whole search, {num} networks, {name}", total, everything, WHOLE_SEARCH, note),
     ]
     flat = [network for found in networks for network in found]
     whole, seconds = whole_search(vit, executor, flat, score, 3 if quick else 12)
     rows.append(
         Row(
-            f"whole search, {num} networks, {study.name}, one program per signature",
+            f"whole search, {num} networks, {name}, one program per signature",
             {SHARED: total[SHARED], "whole": seconds}, seconds / total[SHARED], AGAINST_WHOLE,
             note=f"extrapolated from {whole['sampled']} of {whole['signatures']} signatures: "
             f"{whole['compile_seconds']:.2f} s to compile one, {1e3 * whole['call_seconds']:.1f} ms to call it",
@@ -184,12 +172,9 @@ def real_search(
 
 
 def whole_search(
-    vit,
-    stages: Executor,
-    networks: Sequence[Network],
-    score: Callable[[Executor, Sequence[Network]], np.ndarray],
+    vit, stages: Executor, networks: Sequence[Network], score: Callable[[Executor, Sequence[Network]], np.ndarray],
     num: int,
-) -> tuple[dict[str, Any], float]:
+) -> tuple[dict[str, Any], float]:  # fmt: skip
     """What the executor `whole` would take for all of a search, from some of its signatures (skip patterns)."""
     executor = Whole(build(vit.config, vit.params), "mlp_down", programs=num)
     by_signature = {tuple(step.expert is None for step in network): network for network in networks}
@@ -268,8 +253,8 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
         Choice("adapt" if block == same else "reuse", 0) for block in range(executor.num_blocks)
     )
     images, labels = measure.random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
-    supernet = new_task(executor)
-    fitting = {side: SupernetFit(supernet, supernet.init()) for side in (SHARED, APART)}
+    fitting = {side: measure.new_task(executor, NUM_CLASSES, RANK) for side in (SHARED, APART)}
+    supernet = fitting[SHARED].supernet
     prepare(executor, supernet, num)
     prefix = frozen_prefix(supernet, architecture)
     kept(executor, images, prefix, batch_size=num)
@@ -293,11 +278,6 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
     note = f"keeping them took {keeping:.3g} s for {num} images, once"
     what = f"fine-tuning step, {num} images at {image_size} pixels, learning from block {same + 1} on, {name}"
     return [shared_row(what, medians(times), counted, FINETUNE, note)], {"keep_seconds": keeping, "samples": times}
-
-
-def new_task(executor: Executor) -> Supernet:
-    """A supernet over the base's own pool."""
-    return Supernet(jax.random.key(5), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
 
 
 # ---- inference
@@ -367,13 +347,10 @@ def twice(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.nda
 def compare(shared: Callable[[], np.ndarray], apart: Callable[[], np.ndarray], repeats: int) -> dict[str, list[float]]:
     """Both sides in turns; ValueError unless every pair of results is equal to the last bit."""
     results: dict[str, list[np.ndarray]] = {SHARED: [], APART: []}
-    times = measure.alternate(
-        {
-            SHARED: lambda: results[SHARED].append(shared()),
-            APART: lambda: results[APART].append(apart()),
-        },
-        repeats,
-    )
+    sides: dict[str, Callable[[], object]] = {
+        SHARED: lambda: results[SHARED].append(shared()), APART: lambda: results[APART].append(apart()),
+    }  # fmt: skip
+    times = measure.alternate(sides, repeats)
     for ours, theirs in zip(results[SHARED], results[APART], strict=True):
         if not np.array_equal(ours, theirs):
             raise ValueError(f"shared and separate work differ: {ours} and {theirs}")

@@ -16,16 +16,13 @@ import jax
 import numpy as np
 
 from cheem_jax.backbone.config import ViTConfig
-from cheem_jax.backbone.timm_names import timm_name_of
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.cheem.supernet import OpSettings, Supernet
-from cheem_jax.cheem.training import SupernetFit, frozen_prefix, prepare, step_of, supernet_score
+from cheem_jax.cheem.training import frozen_prefix, prepare, step_of, supernet_score
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice, decode
 from cheem_jax.core.kernels import Precision
 from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.ops import LowRank
-from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Batch
 from cheem_jax.engine.feed import Feed, HostImages
@@ -35,6 +32,7 @@ from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
 
 NUM_DRAWS, NUM_CLASSES, RANK = 12, 20, 16
 OURS, IMAGES, EAGER, COMPILED = "ours", "ours from images", "PyTorch eager", "torch.compile"
+SINGLE, AUTOCAST = "ours float32", "PyTorch autocast"
 GOAL_FLOAT32 = 1.3
 """How many times as fast as PyTorch, eager and compiled."""
 LARGEST_DIFFERENCE = 1e-3
@@ -46,10 +44,8 @@ class Ours:
 
     def __init__(self, executor: Stages, images: np.ndarray, labels: np.ndarray):
         self.executor, self.labels = executor, labels
-        self.supernet = Supernet(
-            jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK)
-        )  # fmt: skip
-        self.fitting = SupernetFit(self.supernet, self.supernet.init())
+        self.fitting = measure.new_task(executor, NUM_CLASSES, RANK)
+        self.supernet = self.fitting.supernet
         self.images, self.pixels = HostImages(executor, images), images
         self.kept = self.keep(())
         self.fill_pairs()
@@ -61,9 +57,8 @@ class Ours:
     def fill_pairs(self) -> None:
         """Make all learners, with pairs that are not zero: else half of their gradients would be."""
         num = self.executor.num_blocks
-        state = self.supernet.with_learners(
-            self.fitting.state, [(Choice("adapt", 0),) * num, (Choice("new"),) * num]
-        )  # fmt: skip
+        both = [(Choice("adapt", 0),) * num, (Choice("new"),) * num]
+        state = self.supernet.with_learners(self.fitting.state, both)
         learners = dict(state.learners)
         for place, learner in state.learners.items():
             if isinstance(learner.params, LowRank):
@@ -77,17 +72,10 @@ class Ours:
         (batch,) = batches(np.arange(num), num)
         measure.step(self.executor, self.fitting, architecture, step_of(self.executor, feed, self.labels, batch))
 
-    def learned(self) -> dict[str, Any]:
-        """What the peer takes over, by the names of its arguments."""
-        pairs, new = {}, {}
-        for (block, choice), learner in self.fitting.state.learners.items():
-            arrays = tuple(np.asarray(leaf) for leaf in learner.params)
-            if choice.kind == "new":
-                new[block] = arrays
-            else:
-                pairs[block] = arrays
-        head = tuple(np.asarray(leaf) for leaf in self.fitting.state.head.params)
-        return {"pairs": pairs, "new": new, "head": head}
+    def hand_over(self, peer: Any) -> None:
+        """Give a peer all that is learned."""
+        learned = {(block, choice.kind): own.params for (block, choice), own in self.fitting.state.learners.items()}
+        peer.set_learned(learned, self.fitting.state.head.params)
 
 
 def main(settings: Bench) -> None:
@@ -124,7 +112,9 @@ def main(settings: Bench) -> None:
             rows += compare(fine, medians(found), GOAL_FLOAT32)
             found = bfloat16(pretrained, ours, architectures, images, labels, has_peer, rounds)
             samples["bfloat16"] = found
-            rows += compare_bfloat16(f"supernet step, {num} images", medians(found))
+            seconds, what = medians(found), f"supernet step, {num} images"
+            rows.append(Row(f"{what}, bfloat16, against {AUTOCAST}", seconds, ratio(seconds, AUTOCAST, OURS)))
+            rows.append(Row(f"{what}, our float32 against {AUTOCAST}", seconds, ratio(seconds, AUTOCAST, SINGLE)))
     row, times = evaluation(executor, peers, settings.quick)
     samples[row.what] = times
     measure.save(
@@ -158,15 +148,6 @@ def compare(what: str, seconds: dict[str, float], goal: float, note: str = "") -
     ]
 
 
-def compare_bfloat16(what: str, seconds: dict[str, float]) -> list[Row]:
-    """Our bfloat16, and our float32, against PyTorch's bfloat16."""
-    autocast, single = "PyTorch autocast", "ours float32"
-    return [
-        Row(f"{what}, bfloat16, against {autocast}", seconds, ratio(seconds, autocast, OURS)),
-        Row(f"{what}, our float32 against {autocast}", seconds, ratio(seconds, autocast, single)),
-    ]
-
-
 def finetuning(ours: Ours, peers: dict[str, Any], images: np.ndarray, labels: np.ndarray) -> dict[str, list[float]]:
     """One architecture throughout, from the tokens that it leaves unchanged."""
     reuse, adapt = Choice("reuse", 0), Choice("adapt", 0)
@@ -190,11 +171,11 @@ def bfloat16(
     prepare(half.executor, half.supernet, len(labels))
     sides: dict[str, Callable[[Architecture], object]] = {
         OURS: lambda a: half.step(a, half.kept),
-        "ours float32": lambda a: ours.step(a, ours.kept),
+        SINGLE: lambda a: ours.step(a, ours.kept),
     }
     if has_peer:
         peer = make_peer(pretrained, precision="bfloat16")
-        sides["PyTorch autocast"] = lambda a: peer.step(a, images, labels, NUM_CLASSES)
+        sides[AUTOCAST] = lambda a: peer.step(a, images, labels, NUM_CLASSES)
     return over_draws(sides, architectures, rounds)
 
 
@@ -205,19 +186,14 @@ def evaluation(executor: Stages, peers: dict[str, Any], quick: bool) -> tuple[Ro
     ours = Ours(executor, images, labels)
     codes = np.random.default_rng(1).integers(0, 4, (num_candidates, ours.executor.num_blocks))
     score = supernet_score(
-        ours.executor,
-        ours.supernet,
-        ours.fitting.state,
-        ours.kept,
-        labels,
-        batch_size=num_images,
-        advance=measure.ignore_advance,
-    )
+        ours.executor, ours.supernet, ours.fitting.state, ours.kept, labels,
+        batch_size=num_images, advance=measure.ignore_advance,
+    )  # fmt: skip
     found: dict[str, np.ndarray] = {}
     sides: dict[str, Callable[[], object]] = {OURS: lambda: found.update(ours=score(codes))}
     if peers:
         peer, sizes = peers[EAGER], ours.supernet.sizes
-        peer.set_learned(**ours.learned())
+        ours.hand_over(peer)
         candidates = [decode(row, sizes) for row in codes]
         sides[EAGER] = lambda: found.update(peer=peer.count_right(candidates, images, labels, NUM_CLASSES))
     times = alternate(sides, 1 if quick else 2)
@@ -235,7 +211,7 @@ def evaluation(executor: Stages, peers: dict[str, Any], quick: bool) -> tuple[Ro
 
 def agree(ours: Ours, peer: Any, architectures: Sequence[Architecture], images, labels) -> dict[str, float]:
     """Losses and gradients of both sides; ValueError where they differ."""
-    peer.set_learned(**ours.learned())
+    ours.hand_over(peer)
     largest = {"loss": 0.0, "gradient": 0.0}
     weights = np.full(len(labels), 1 / len(labels), np.float32)
     batch = Batch(ours.executor.begin(images), labels, weights)
@@ -281,42 +257,11 @@ def make_executor(pretrained: Pretrained, precision: Precision) -> Stages:
     return measure.stages(dataclasses.replace(pretrained, config=config))
 
 
-def make_peer(
-    pretrained: Pretrained, *, compiled: bool = False, precision: Precision = "float32", rank: int = RANK
-) -> Any:
-    """PyTorch with the same weights, on the same kind of device."""
-    from experiments.bench.peer import TorchPeer
+def make_peer(pretrained: Pretrained, *, rank: int = RANK, **options: Any) -> Any:
+    """PyTorch with the same weights; imported here, since torch may be missing."""
+    from experiments.bench.peer import CheemPeer
 
-    return TorchPeer(
-        to_timm(pretrained),
-        "deit_tiny_patch16_224",
-        pretrained.config.image_size,
-        rank=rank,
-        num_outputs=next_power_of_two(NUM_CLASSES),
-        compiled=compiled,
-        precision=precision,
-        device=torch_device(),
-    )
-
-
-def torch_device() -> str:
-    """PyTorch's name of the kind of device that JAX uses."""
-    return "cpu" if jax.default_backend() == "cpu" else "cuda"
-
-
-def to_timm(pretrained: Pretrained) -> dict[str, np.ndarray]:
-    """Our parameters under timm's names and in PyTorch's layout."""
-    tensors = {}
-    patch = pretrained.config.patch_size
-    for name, value in pretrained.params.items():
-        if name == "patch.kernel":
-            value = value.reshape(patch, patch, 3, -1).transpose(3, 2, 0, 1)
-        elif name.endswith(".kernel"):
-            value = value.T
-        elif name in ("class_token", "position"):
-            value = value.reshape(1, -1, value.shape[-1])
-        tensors[timm_name_of(name)] = value
-    return tensors
+    return CheemPeer(pretrained, rank=rank, num_outputs=next_power_of_two(NUM_CLASSES), **options)
 
 
 if __name__ == "__main__":

@@ -107,8 +107,6 @@ def test_tables_show_a_missed_goal_and_what_was_not_run(tmp_path):
     assert cells["without torch"][2:6] == ["not measured", "–", "at least 2", "–"]
     machine = json.loads((folder / "steps.json").read_text())["machine"]
     assert any(machine["cpu"] in line and f"jax {machine['jax']}" in line for line in lines)
-    # eleven parts on both kinds of machine, steps on one, and the executors
-    assert sum(line.startswith("Not run on ") for line in lines) == 24
 
 
 def test_generated_photographs_are_all_different_and_about_as_large_as_real_ones():

@@ -99,7 +99,7 @@ def test_a_loop_repeats_and_the_largest_branch_counts():
     loop = "%w = (s32[], f32[2]{0}) while(%p), condition=%until, body=%body"
     known = loop + ', backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step":"1"}}'
     assert found_in(known, before=BRANCHES) == 3 * [Collective("all-reduce", 24)]
-    with pytest.raises(ValueError, match="how often the loop body runs is not known, and it holds 1 collectives"):
+    with pytest.raises(ValueError, match="how often the loop body runs is not known, and it contains 1 collectives"):
         found_in(loop, before=BRANCHES)
 
 
@@ -114,15 +114,19 @@ def test_groups_are_those_of_the_named_axes():
 def test_only_gradients_the_head_and_the_loss_must_be_summed():
     config = dataclasses.replace(CONFIGS["vit_base"], depth=4)
     head, pair, full = 769 * 128, 40 * (3072 + 768), 3073 * 768
-    assert collectives.reduced_bytes(config, collectives.typical(4), 100) == 4 * (pair + full + head + 1)
-    assert collectives.reduced_bytes(config, collectives.worst(4), 100) == 4 * (4 * full + head + 1)
+    assert collectives.reduced_bytes(config, collectives.architectures(4)["typical"], 100) == 4 * (
+        pair + full + head + 1
+    )
+    assert collectives.reduced_bytes(config, collectives.architectures(4)["worst"], 100) == 4 * (4 * full + head + 1)
 
 
 def test_frozen_weights_are_gathered_once_for_a_pass_and_once_for_its_gradient():
     config = dataclasses.replace(CONFIGS["vit_base"], depth=4)
     attention, up = 4 * 768 * 768, 768 * 3072
     # Adapt begins from kept tokens and hands no gradient back; Skip has no use for `up`
-    assert collectives.gathered_bytes(config, collectives.typical(4)) == 4 * (up + 2 * (3 * attention + 2 * up))
+    assert collectives.gathered_bytes(config, collectives.architectures(4)["typical"]) == 4 * (
+        up + 2 * (3 * attention + 2 * up)
+    )
     assert collectives.gathered_bytes(config, (collectives.REUSE,) * 4) == 4 * (3 * attention + 4 * up)
 
 

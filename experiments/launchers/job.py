@@ -32,7 +32,7 @@ class LauncherConfig:
     """Where the runs of a study work."""
 
     kind: Annotated[Literal["none", "local", "slurm"], tyro.conf.arg(name="launcher", prefix_name=False)] = "none"
-    """none: in this process, one after another; local: each in a process of its own; slurm: each as a job of SLURM
+    """none: in this process, one after another; local: each in a separate process; slurm: each as a job of SLURM
     (both: extra `cluster`)."""
     jobs: int | None = None
     """Runs at work at a time; default: local 1, slurm all."""
@@ -41,7 +41,7 @@ class LauncherConfig:
     wait: bool = False
     """slurm: stay until all jobs have ended, as local always does."""
     minutes: int = 1440
-    """slurm: time limit of a job, which then stops, queues again and goes on."""
+    """slurm: time limit of a job, which then stops, queues again and continues."""
     requeues: int = 10
     """slurm: how often it may do so."""
     nodes: int = 1
@@ -156,15 +156,12 @@ def last_error(logs: Path, job: str) -> str:
 @contextlib.contextmanager
 def alone(logs: Path) -> Iterator[None]:
     """Two commands at once would start a run twice."""
-    lock = filelock.FileLock(logs / ".lock", fallback_to_soft=False)
     try:
-        lock.acquire(timeout=0)
+        held = filelock.FileLock(logs / ".lock", fallback_to_soft=False).acquire(timeout=0)
     except filelock.Timeout:
         raise ValueError(f"another command starts jobs in {str(logs.parent)!r}; wait for it") from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def python_command(*environment: str) -> str:

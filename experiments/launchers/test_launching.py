@@ -28,7 +28,7 @@ from cheem_jax.core.interruption import Stopped, stop_requests
 from cheem_jax.report.status import read_owner
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
-from launchers import job, local, sweeps
+from launchers import job, sweeps
 from launchers.job import SECONDS_BETWEEN_LOOKS, Job, LauncherConfig, Run, Sweep, results_of
 
 SHORT = study.Variant("linear", "linear heads", "frozen_linear")
@@ -286,13 +286,13 @@ def test_a_job_reads_the_settings_that_it_was_given(method, tmp_path):
 def test_runs_at_work_share_no_gpu(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = LauncherConfig("local", jobs=2, gpus=2)
-    assert local.devices_of(config, 1) == ["CUDA_VISIBLE_DEVICES=2,3"]
-    assert local.devices_of(LauncherConfig("local"), 0) == ["-u", "CUDA_VISIBLE_DEVICES"]
+    assert sweeps.devices_of(config, 1) == ["CUDA_VISIBLE_DEVICES=2,3"]
+    assert sweeps.devices_of(LauncherConfig("local"), 0) == ["-u", "CUDA_VISIBLE_DEVICES"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert local.devices_of(dataclasses.replace(config, gpus=1), 1) == ["CUDA_VISIBLE_DEVICES=5"]
-    assert local.devices_of(LauncherConfig("local"), 0) == ["CUDA_VISIBLE_DEVICES=4,5,6"]
+    assert sweeps.devices_of(dataclasses.replace(config, gpus=1), 1) == ["CUDA_VISIBLE_DEVICES=5"]
+    assert sweeps.devices_of(LauncherConfig("local"), 0) == ["CUDA_VISIBLE_DEVICES=4,5,6"]
     with pytest.raises(ValueError, match="ask for 4 GPUs; CUDA_VISIBLE_DEVICES is '4,5,6'"):
-        local.devices_of(config, 0)
+        sweeps.devices_of(config, 0)
 
 
 @pytest.mark.parametrize(

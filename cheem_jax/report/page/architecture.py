@@ -1,20 +1,13 @@
 """The paper's figure as an interactive table: the op at each block of each task, and where its expert comes from."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cheem_jax.core.architecture import from_strings
-from cheem_jax.report.memories import FORGOTTEN, MARK, origin_name
+from cheem_jax.report.memories import FORGOTTEN, MARK, cell_text
+from cheem_jax.report.page.specs import Results
 
-Results = Mapping[str, Any]
 ROWS = 400
 """Tasks that are shown."""
-MEANING = {
-    "reuse": "an expert as it is",
-    "adapt": "an expert with a low-rank Δ",
-    "new": "a new expert",
-    "skip": "the branch left out",
-}
 
 
 class Cell(NamedTuple):
@@ -47,22 +40,18 @@ def architectures(results: Results) -> Architectures:
     for index, task in enumerate(tasks[:ROWS]):
         cells = []
         for block, choice, expert in zip(pool, from_strings(task["architecture"]), task["experts"], strict=True):
-            source = "" if choice.expert is None else origin_name(block[choice.expert]["origin"])
-            text = {"reuse": source, "adapt": f"{source}+Δ"}.get(choice.kind, choice.kind)
             if expert is not None and not 0 <= expert < len(block):
                 raise ValueError(f"task {task['name']!r} uses expert {expert} of a block with {len(block)}")
-            cells.append(Cell(choice.kind, text, expert))
+            cells.append(Cell(choice.kind, cell_text(choice, block), expert))
         rows.append(Row(f"T{index} {task['name']}", tuple(cells), f"{task['params_added_percent']:.1f} %"))
     caption = "Point at or tap a cell to see its expert's history and who shares it."
     if len(tasks) > ROWS:
         caption += f" The first {ROWS} of {len(tasks):,} tasks are shown."
     if any(MARK in cell.text for row in rows for cell in row.cells):
         caption += f" {MARK}: from a forgotten task, whose expert stays because it is needed."
-    described = tuple(
-        tuple((_number(e["origin"]), -1 if e["parent"] is None else e["parent"]) for e in block) for block in pool
-    )
-    return Architectures(len(pool), tuple(rows), described, caption)
+    histories = tuple(tuple((_number(e["origin"]), _number(e["parent"])) for e in block) for block in pool)
+    return Architectures(len(pool), tuple(rows), histories, caption)
 
 
-def _number(origin: int | str) -> int:
-    return origin if isinstance(origin, int) else -2 if origin == FORGOTTEN else -1
+def _number(place: int | str | None) -> int:
+    return place if isinstance(place, int) else -2 if place == FORGOTTEN else -1

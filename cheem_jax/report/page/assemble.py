@@ -3,8 +3,7 @@
 import json
 import re
 import shlex
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,17 +13,16 @@ from plotly.offline import get_plotlyjs
 
 from cheem_jax import __version__
 from cheem_jax.core.ops import COLOURS
-from cheem_jax.report.finished import RunRecord
-from cheem_jax.report.markdown import BASE_MEANS
+from cheem_jax.report.comparison import comparison_grid
+from cheem_jax.report.finished import LeftOut, Recorded, RunRecord, check_comparable, read, record_of
 from cheem_jax.report.page import charts
-from cheem_jax.report.page.architecture import MEANING, Architectures, architectures
-from cheem_jax.report.page.comparing import accuracy_against_flops, compare, comparison_table, name_in
-from cheem_jax.report.page.examples import Album, Examples
-from cheem_jax.report.page.headline import Tile, heading, tiles_of
-from cheem_jax.report.page.loading import Loaded, Recorded, is_finished, record_of
+from cheem_jax.report.page.architecture import Architectures, architectures
+from cheem_jax.report.page.examples import Examples, examples
+from cheem_jax.report.page.headline import Tile, heading, suffix_of, tiles_of
 from cheem_jax.report.page.search import search_chart
-from cheem_jax.report.page.specs import Chart, EmptySection
-from cheem_jax.report.table import TOLD, Grid, method_grid, task_grid
+from cheem_jax.report.page.specs import Chart, EmptySection, Results
+from cheem_jax.report.table import MEANING, METHODS, TOLD, Grid, method_grid, setting_rows, task_grid
+from cheem_jax.run.differences import leaves, summary
 from cheem_jax.run.record import to_json
 
 HERE = Path(__file__).parent
@@ -54,61 +52,83 @@ class View(NamedTuple):
     name: str
     title: str
     lead: str
-    warnings: tuple[str, ...]
+    warnings: list[str]
     tiles: tuple[Tile, ...]
     methods: Grid
     sections: tuple[Section, ...]
-    setting: tuple[tuple[str, str], ...]
+    setting: list[tuple[str, str]]
     config: str
 
 
-class Page(NamedTuple):
-    """HTML, and the runs that it only names, each with the reason."""
+def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
+    """The page about all runs below the folders, and the runs that it only names, each with the reason.
 
-    text: str
-    left_out: tuple[tuple[Path, str], ...]
-
-
-def page(loaded: Loaded, *, images: bool) -> Page:
-    """The whole page. Runs that cannot be drawn are named at its end; ValueError where none can be."""
-    album = Album() if images else None
-    views, drawn, left_out = [], [], list(loaded.left_out)
-    for run in loaded.runs:
+    Raises ValueError where none can be drawn, or where finished ones cannot be compared.
+    """
+    (runs, left_out), drawn, views = _load(folders), list[RunRecord](), list[View]()
+    for run in runs:
         try:
-            views.append(view_of(run, f"run-{len(views) + 1}", album))
+            views.append(_view_of(run, f"run-{len(views) + 1}", images=images))
             drawn.append(run)
         except CORRUPTED as error:
             left_out.append((run.directory, f"corrupted ({error!r:.200})"))
     if not views:
         raise ValueError("; ".join(f"{directory}: {reason}" for directory, reason in left_out))
-    names = Counter(view.name for view in views)
-    views = [
-        view._replace(name=f"{view.name} ({run.directory})") if names[view.name] > 1 else view
-        for view, run in zip(views, drawn, strict=True)
-    ]
-    finished = [(run, view) for run, view in zip(drawn, views, strict=True) if is_finished(run)]
+    keys = {run.directory: view.key for run, view in zip(drawn, views, strict=True) if run.is_finished}
     comparison, links = None, {}
-    if len(finished) > 1:
-        runs = [run for run, _ in finished]
-        compared = compare(runs)
+    if len(keys) > 1:
+        order, found, titles = [*METHODS], dict[str, list[Results]](), {}
+        finished = [run for run in drawn if run.is_finished]
+        for run in sorted(finished, key=lambda run: (order.index(run.results["method"]), suffix_of(run))):
+            method, suffix = run.results["method"], suffix_of(run)
+            found.setdefault(method + suffix, []).append(run.results)
+            titles[method + suffix] = METHODS[method] + suffix
+            links.setdefault(METHODS[method] + suffix, keys[run.directory])  # to the first run of a method
         comparison = _section(
-            "comparison", finished[0][1].title,
-            f"{finished[0][1].lead} Means over seeds, ± standard deviation where there are several.",
-            grid=lambda: comparison_table(compared), charts=lambda: (accuracy_against_flops(compared),),
+            "comparison", views[0].title,
+            f"{views[0].lead} Means over seeds, ± standard deviation where there are several.",
+            grid=lambda: comparison_grid(found, titles),
+            charts=lambda: (charts.accuracy_against_flops(found, titles),),
         )  # fmt: skip
-        links = {  # the first run of a method comes last and stays
-            compared.titles[name_in(run, runs)]: view.key for run, view in reversed(finished)
-        }
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     text = environment.get_template("template.html").render(
-        views=views, left_out=left_out, title=views[0].title, version=__version__, colours=COLOURS, meaning=MEANING,
-        comparison=comparison, num_compared=len(finished),
+        views=views, left_out=left_out, title=views[0].title, version=__version__, colours=COLOURS,
+        meaning=MEANING, comparison=comparison, num_compared=len(keys),
         css=Markup((HERE / "page.css").read_text()), js=Markup((HERE / "page.js").read_text()),
         plotly=Markup(get_plotlyjs()), text_of=text_of, most_rows=ROWS, links=links,
     )  # fmt: skip
-    return Page(text.lstrip(), tuple(left_out))
+    return text.lstrip(), left_out
+
+
+def _load(folders: Sequence[Path]) -> tuple[list[RunRecord], LeftOut]:
+    """All runs below the folders, finished ones first, then others and memories; and what is left out.
+
+    Raises ValueError where there is none, or where finished ones differ in stream, order of tasks, data, weights or
+    pixels.
+    """
+    runs, left_out = read(folders, others=True)
+    if not runs:
+        reasons = "; ".join(f"{directory}: {reason}" for directory, reason in left_out)
+        raise ValueError(
+            f"no run to show in {', '.join(map(str, folders))}{f' ({reasons})' if reasons else ''}; name a run "
+            "directory with an evaluated task, such as runs/demo after `cheem demo`, a memory with a learned one, or a "
+            "folder that contains some"
+        )
+    finished = [run for run in runs if run.is_finished]
+    for run in finished[1:]:
+        one, other = (
+            {"stream": r.results["stream"], "backbone": r.results["backbone"], "order of tasks": r.order}
+            for r in (finished[0], run)
+        )
+        if found := list(leaves(one, other)):
+            raise ValueError(
+                f"{finished[0].directory} and {run.directory} differ: {summary(found, 'values')}; give each a separate "
+                "report"
+            )
+    check_comparable(finished)
+    return runs, left_out
 
 
 def text_of(value: Any) -> Markup:
@@ -117,27 +137,27 @@ def text_of(value: Any) -> Markup:
     return Markup(re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-def view_of(run: RunRecord, key: str, album: Album | None) -> View:
-    """One run's part of the page; without an `album` no images are shown."""
+def _view_of(run: RunRecord, key: str, *, images: bool) -> View:
+    """One run's part of the page."""
     results, recorded = run.results, record_of(run)
     name, title, lead, warnings = heading(run)
     if recorded.trouble:
         warnings.append(f"What only the record contains is left out, because it cannot be read: {recorded.trouble}.")
     return View(
-        key, name, title, lead, tuple(warnings), tiles_of(results), method_grid(results),
-        tuple(_sections(run, recorded, album)), _setting(run, recorded),
+        key, name, title, lead, warnings, tiles_of(results), method_grid(results),
+        tuple(_sections(run, recorded, images=images)), _setting(run, recorded),
         json.dumps(run.config, indent=1, ensure_ascii=False),
     )  # fmt: skip
 
 
-def _sections(run: RunRecord, recorded: Recorded, album: Album | None) -> list[Section]:
+def _sections(run: RunRecord, recorded: Recorded, *, images: bool) -> list[Section]:
     results, num = run.results, len(run.order)
     found = []
     if "pool" in results:
         found.append(_section("architectures", "Architectures", "The op at each block of each target network, and "
             "the task that its expert comes from.", architectures=lambda: architectures(results)))  # fmt: skip
         found.append(_section("pool", "How the pool grew", "Learning only adds experts: what an earlier task needs "
-            "cannot change.", charts=lambda: charts.pool_growth(results)))  # fmt: skip
+            "cannot change.", charts=lambda: (charts.pool_growth(results),)))  # fmt: skip
     found.append(_section("tasks", "Tasks", "", grid=lambda: task_grid(results)))
     found.append(_section("accuracy", "Accuracy after every task", "Rows are moments, columns are tasks.",
         charts=lambda: (charts.accuracy_matrix(results),)))  # fmt: skip
@@ -154,10 +174,10 @@ def _sections(run: RunRecord, recorded: Recorded, album: Album | None) -> list[S
         tolerance = run.config.get(results["method"], {}).get("search", {}).get("tolerance")
         found.append(_section("search", "The search", "Accuracy is weighed against compute.",
             charts=lambda: (search_chart(recorded, tolerance),)))  # fmt: skip
-    found.append(_section("time", "Time", "Where the seconds went.", charts=lambda: (charts.time(results, recorded),)))
-    if album is not None and not run.is_memory:  # which does not know where its images are
+    found.append(_section("time", "Time", "Where the seconds went.", charts=lambda: (charts.time(results),)))
+    if images and not run.is_memory:  # which does not know where its images are
         found.append(_section("examples", "Right and wrong predictions", "Test images of each task.",
-            examples=lambda: album.examples(run, recorded)))  # fmt: skip
+            examples=lambda: examples(run, recorded)))  # fmt: skip
     return found
 
 
@@ -173,17 +193,11 @@ def _section(key: str, title: str, lead: str, **parts: Callable[[], Any]) -> Sec
         )
 
 
-def _setting(run: RunRecord, recorded: Recorded) -> tuple[tuple[str, str], ...]:
+def _setting(run: RunRecord, recorded: Recorded) -> list[tuple[str, str]]:
     results, conditions = run.results, recorded.begin.get("conditions") or {}
-    keys = ("method", "backbone", "source", "router", "stream", "preset", "placement", "image_size", "seed")
-    rows = [(key.replace("_", " "), str(results[key])) for key in keys if results.get(key) is not None]
-    if (means := results.get("base_means")) is not None:
-        rows.append(("base means", BASE_MEANS.get(means, str(means))))
+    rows = setting_rows(results)
     rows += [(key, str(value)) for key, value in results["engine"].items() if isinstance(value, str)]
-    if peak := results.get("peak_memory_bytes"):
-        rows.append(("peak memory", f"{peak / 1e9:.2f} GB"))
-    code = conditions.get("code") or {}
-    rows += [(f"cheem_jax {key}", str(value)) for key, value in code.items() if value]
+    rows += [(f"cheem_jax {key}", str(value)) for key, value in (conditions.get("code") or {}).items() if value]
     if versions := conditions.get("versions"):
         rows.append(("versions", ", ".join(f"{package} {version}" for package, version in versions.items())))
     if processor := (conditions.get("device") or {}).get("processor"):
@@ -191,5 +205,4 @@ def _setting(run: RunRecord, recorded: Recorded) -> tuple[tuple[str, str], ...]:
     rows.append(("fingerprint", ", ".join(results["fingerprint"])))
     if command := recorded.begin.get("command"):
         rows.append(("command", shlex.join(map(str, command))))
-    rows.append(("directory", str(run.directory)))
-    return tuple(rows)
+    return [*rows, ("directory", str(run.directory))]

@@ -1,264 +1,171 @@
-"""The charts of a run, from its results and its record."""
+"""The charts of a run, and that of several, from their results."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from cheem_jax.core.metrics import matrix_from_json
+from cheem_jax.report.comparison import comparison
 from cheem_jax.report.memories import (
-    FORGOTTEN,
     ROUTED_TO_FORGOTTEN,
     UNAVAILABLE,
     arrivals,
+    num_left,
     routed_to_forgotten,
     unmeasured,
 )
-from cheem_jax.report.page.loading import Recorded
 from cheem_jax.report.page.specs import (
     MANY,
     SHOWN,
     Chart,
     EmptySection,
+    Results,
     Spec,
     Variant,
+    axis,
     category_axis,
     heatmap,
-    labels_of,
+    label_of,
     note_of_spread,
+    plot,
     rounded,
     shown,
+    single,
+    task_axis,
 )
-from cheem_jax.report.table import TOLD, spread
+from cheem_jax.report.table import TOLD, accuracy_key, spread
 from cheem_jax.run.progress import duration
 
-Results = Mapping[str, Any]
 CURVES = 40
 """Curves in one chart."""
 PANELS = 60
 """Tasks with a similarity map of their own."""
 
 
-def names_of(results: Results) -> list[str]:
-    return [task["name"] for task in results["tasks"]]
-
-
 def accuracy_matrix(results: Results) -> Chart:
     """Accuracy after learning each task (row) on each task (column), task-agnostic and with the task ID given."""
-    panels = [("task ID given", "local_accuracy")]
-    if results["method"] not in TOLD:
-        panels.insert(0, ("task ID inferred", "accuracy"))
+    panels = {"task ID inferred": "accuracy", "task ID given": "local_accuracy"}
+    if results["method"] in TOLD:
+        del panels["task ID inferred"]
+    hover = "after %{y}<br>tested on %{x}<br><b>%{z:.1f} %</b>"
     variants = tuple(
-        Variant(name, _task_by_task(
-            results, 100 * matrix_from_json(results[key]), "after learning", "tested on",
-            "after %{y}<br>tested on %{x}<br><b>%{z:.1f} %</b>",
-        ))
-        for name, key in panels
-    )  # fmt: skip
-    num = len(results["tasks"])
+        Variant(name, _task_by_task(results, results[key], "after learning", "tested on", hover))
+        for name, key in panels.items()
+    )
     caption = "Accuracy in %. Read a column downwards to follow one task."
     if any(None in row[: index + 1] for index, row in enumerate(results["local_accuracy"])):
         caption += " Empty on or below the diagonal: not measured, since its images were not available then."
-    caption += note_of_spread(num, SHOWN)
-    return _square(num, caption, variants, "accuracy with the")
+    return _square(results, caption, variants, "accuracy with the")
 
 
 def routing(results: Results) -> Chart:
     """The inferred task ID of each task's test images, after the last task."""
-    values = 100 * matrix_from_json(results["routing"])
-    empty = unmeasured(results)
-    if len(empty) == len(values):
+    right, empty = 100 * np.diagonal(matrix_from_json(results["routing"])), unmeasured(results)
+    if len(empty) == len(right):
         raise EmptySection(f"Not measured: {UNAVAILABLE}.")
     hover = "of %{y}<br>routed to %{x}<br><b>%{z:.1f} %</b>"
-    spec = _task_by_task(results, values, "true task", "inferred task", hover)
-    right = np.diagonal(values)
-    num = len(right)
+    spec = _task_by_task(results, results["routing"], "true task", "inferred task", hover)
     caption = f"Share of each task's test images in %. The task ID is right for {np.nanmean(right):.1f} % on average."
     if empty:
-        caption += f" Of {len(empty):,} of the {num:,} tasks that is not known: {UNAVAILABLE}."
+        caption += f" Of {len(empty):,} of the {len(right):,} tasks that is not known: {UNAVAILABLE}."
     if routed_to_forgotten(results):
         caption += f" It was measured before a task was forgotten: {ROUTED_TO_FORGOTTEN}."
-    return _square(num, caption + note_of_spread(num, SHOWN), (Variant("", spec),))
+    return _square(results, caption, (Variant("", spec),))
 
 
-def _task_by_task(results: Results, values: np.ndarray, rows: str, columns: str, hover: str) -> Spec:
-    kept = spread(len(values), SHOWN)
-    names = names_of(results)
-    full, short = labels_of(names, kept), labels_of(names, kept, 20)
-    y = category_axis(full, short)
-    x = category_axis(full, [f"T{index}" for index in kept])
-    decimals = 0 if len(kept) <= MANY else None
-    return heatmap(
-        values[np.ix_(kept, kept)], (y, rows), (x, columns), scale="sequential", limits=(0, 100), hover=hover,
-        decimals=decimals,
-    )  # fmt: skip
+def _task_by_task(results: Results, rows: list[list[float | None]], first: str, second: str, hover: str) -> Spec:
+    kept = spread(len(rows), SHOWN)
+    values = 100 * matrix_from_json(rows)[np.ix_(kept, kept)]
+    return heatmap(values, task_axis(results, kept, first, named=True), task_axis(results, kept, second), hover=hover)
 
 
-def _square(num: int, caption: str, variants: tuple[Variant, ...], choose: str = "") -> Chart:
+def _square(results: Results, caption: str, variants: tuple[Variant, ...], choose: str = "") -> Chart:
+    num = len(results["tasks"])
     drawn = min(num, SHOWN)
     height = int(np.clip(34 * drawn + 70, 170, 640))
+    caption += note_of_spread(num, SHOWN)
     return Chart(caption, variants, height, min(150 + 26 * drawn, 700), min(300 + 70 * drawn, 860), choose)
 
 
 def forgetting(results: Results) -> Chart:
     """Accuracy of each task over the tasks learned after it."""
-    names, num = names_of(results), len(results["tasks"])
+    num = len(results["tasks"])
     curves, steps = spread(num, CURVES), spread(num, SHOWN)
-    key = "local_accuracy" if results["method"] in TOLD else "accuracy"
-    matrix = 100 * matrix_from_json(results[key])
-    measured = (~np.isnan(matrix)).sum(axis=0)
-    if num > 1 and measured.max() < 2:
+    matrix = 100 * matrix_from_json(results[accuracy_key(results["method"])])
+    if num > 1 and (~np.isnan(matrix)).sum(axis=0).max() < 2:
         raise EmptySection("Not measured: no task's images were available when a later task was learned.")
-    full = labels_of(names, steps)
     traces = []
-    for place, (task, label) in enumerate(zip(curves, labels_of(names, curves), strict=True)):
-        later = [(step, text) for step, text in zip(steps, full, strict=True) if step >= task]
+    for place, task in enumerate(curves):
+        later = [step for step in steps if step >= task]
         colour = f"@c{place}" if len(curves) <= 8 else f"@ramp:{place / (len(curves) - 1):.3f}"
         traces.append({
-            "type": "scatter", "mode": "lines+markers" if len(steps) <= MANY else "lines", "name": label,
-            "x": [text for _, text in later],
-            "y": rounded(matrix[[step for step, _ in later], task]), "line": {"color": colour, "width": 2},
+            "type": "scatter", "mode": "lines+markers" if len(steps) <= MANY else "lines",
+            "name": label_of(results, task), "x": [label_of(results, step) for step in later],
+            "y": rounded(matrix[later, task]), "line": {"color": colour, "width": 2},
             "marker": {"color": colour, "size": 6}, "showlegend": len(curves) <= 14,
             "hovertemplate": "%{fullData.name}<br>after %{x}<br><b>%{y:.1f} %</b><extra></extra>",
         })  # fmt: skip
-    layout = {
-        "xaxis": {**category_axis(full, [f"T{step}" for step in steps]), "title": {"text": "after learning"}},
-        "yaxis": {"title": {"text": "accuracy, %"}, "rangemode": "normal"},
-        "legend": {"orientation": "h", "y": -0.22, "yanchor": "top"},
-        "margin": {"t": 8, "b": 48, "l": 48, "r": 12}, "hovermode": "closest",
-    }  # fmt: skip
-    return Chart(
-        "Each curve is one task's accuracy, from right after learning."
-        + (" Gaps were not measured." if (np.isnan(matrix) & np.tri(num, dtype=bool)).any() else "")
-        + note_of_spread(num, CURVES),
-        (Variant("", {"data": traces, "layout": layout}),), 400,
-    )  # fmt: skip
+    caption = "Each curve is one task's accuracy, from right after learning."
+    if (np.isnan(matrix) & np.tri(num, dtype=bool)).any():
+        caption += " Gaps were not measured."
+    spec = plot(traces, task_axis(results, steps, "after learning"), axis("accuracy, %"))
+    return single(caption + note_of_spread(num, CURVES), spec, 400)
 
 
-def pool_growth(results: Results) -> tuple[Chart, ...]:
-    """Experts per block after each task, and the parameters that were stored."""
-    tasks, pool, names = results["tasks"], results["pool"], names_of(results)
-    num = len(tasks)
+def pool_growth(results: Results) -> Chart:
+    """Experts per block after each task."""
+    num, num_blocks = len(results["tasks"]), len(results["pool"])
     kept = spread(num, SHOWN)
-    full, short = ["base", *labels_of(names, kept)], ["base", *(f"T{index}" for index in kept)]
-    blocks = [f"block {block + 1}" for block in range(len(pool))]
-    arrived = arrivals(results)
-    counts = np.array([_sizes(block, num)[[0, *(index + 1 for index in kept)]] for block in arrived])
+    counts = np.array([np.searchsorted(block, [-1, *kept], side="right") for block in arrivals(results)])
+    blocks = [f"block {block + 1}" for block in range(num_blocks)]
     spec = heatmap(
-        counts, (category_axis(blocks, blocks), ""), (category_axis(full, short), "after learning"),
-        scale="sequential", limits=(0, max(2, float(counts.max()))), hover="%{y} after %{x}<br><b>%{z} experts</b>",
-        decimals=0 if len(kept) <= MANY else None,
+        counts, category_axis(blocks, blocks), task_axis(results, [-1, *kept], "after learning"),
+        limits=(0, max(2, int(counts.max()))), hover="%{y} after %{x}<br><b>%{z} experts</b>",
     )  # fmt: skip
-    caption = (
-        f"Experts per block, the backbone's own included: {int(counts[:, -1].sum()):,} in all after the last task."
-        + note_of_spread(num, SHOWN)
-    )
-    stayed = sum(
-        expert["origin"] == FORGOTTEN and there is not None
-        for block, places in zip(pool, arrived, strict=True)
-        for expert, there in zip(block, places, strict=True)
-    )
-    if stayed:
-        caption += f" {stayed:,} of them remain from forgotten tasks, and count from the first task that uses them."
-    min_width = min(140 + 26 * len(full), 700)
-    charts = [Chart(caption, (Variant("", spec),), max(190, 26 * len(blocks) + 70), min_width)]
-    if all("params_stored" in task for task in tasks):
-        charts.append(_parameters(results, kept, stayed > 0))
-    return tuple(charts)
-
-
-def _sizes(arrived: Sequence[int | None], num_tasks: int) -> np.ndarray:
-    """Experts of one block at the start and after each task."""
-    return np.searchsorted(sorted(place for place in arrived if place is not None), range(-1, num_tasks), side="right")
-
-
-PARAMETERS = (("experts", "params_added", "@new"), ("heads", "head_params", "@adapt"), ("centroids", "centroid_params",
-    "@reuse"))  # fmt: skip
-
-
-def _parameters(results: Results, kept: Sequence[int], has_left: bool) -> Chart:
-    """Stored parameters, summed over the tasks so far."""
-    tasks = results["tasks"]
-    full = labels_of(names_of(results), kept)
-    total = np.cumsum([task["params_stored"] for task in tasks])
-    rest, traces = total.copy(), []
-    for name, key, colour in PARAMETERS:
-        stored = np.cumsum([task.get(key, 0) for task in tasks])
-        rest -= stored
-        traces.append(_bar(name, full, stored[list(kept)], colour, "<b>%{y:,}</b> parameters"))
-    if rest[-1] > 0:
-        traces.append(_bar("rest", full, rest[list(kept)], "@bar0", "<b>%{y:,}</b> parameters"))
-    layout = _bars_layout(full, kept, "parameters stored")
-    caption = f"Parameters stored besides the backbone, summed over the tasks so far: {int(total[-1]):,} in all."
-    if has_left:
-        caption += " What remains from forgotten tasks is not counted."
-    return Chart(caption, (Variant("", {"data": traces, "layout": layout}),), 320)
-
-
-def _bar(name: str, x: Sequence[str], y: Any, colour: str, hover: str) -> Spec:
-    return {
-        "type": "bar", "name": name, "x": list(x), "y": rounded(y), "marker": {"color": colour, "line": {"width": 0}},
-        "hovertemplate": f"%{{x}}<br>{name}: {hover}<extra></extra>",
-    }  # fmt: skip
-
-
-def _bars_layout(full: Sequence[str], kept: Sequence[int], y_title: str) -> Spec:
-    return {
-        "barmode": "stack", "bargap": 0.35, "xaxis": category_axis(full, [f"T{index}" for index in kept]),
-        "yaxis": {"title": {"text": y_title}, "rangemode": "tozero"}, "margin": {"t": 8, "b": 40, "l": 60, "r": 12},
-        "legend": {"orientation": "h", "y": -0.16, "yanchor": "top", "traceorder": "normal"},
-    }  # fmt: skip
+    caption = f"Experts per block, the backbone's own included: {counts[:, -1].sum():,} in all after the last task."
+    caption += note_of_spread(num, SHOWN)
+    if left := num_left(results):
+        caption += f" {left:,} of them remain from forgotten tasks, and count from the start."
+    return single(caption, spec, max(190, 26 * num_blocks + 70), min_width=min(166 + 26 * len(kept), 700))
 
 
 def similarity(results: Results) -> Chart:
     """Per task S of every earlier network at every block, in [-1, 1]."""
-    names, num_blocks = names_of(results), len(results["similarity"][0][0])
+    num, num_blocks = len(results["tasks"]), len(results["similarity"][0][0])
     blocks = [f"B{block + 1}" for block in range(num_blocks)]
-    columns = (category_axis(blocks, blocks), "block")
     variants = []
-    tasks = spread(len(names), PANELS)
-    for task in tasks:
-        values = results["similarity"][task]
-        kept = spread(len(values), PANELS)
-        full = ["base" if row == 0 else shown(f"T{row - 1} {names[row - 1]}") for row in kept]
-        short = [text if len(text) <= 20 else shown(f"T{row - 1} {names[row - 1]}", 20)
-                 for text, row in zip(full, kept, strict=True)]  # fmt: skip
-        rows = (category_axis(full, short), "")
-        decimals = 2 if len(values) * num_blocks <= 200 else None
-        hover = "%{y}<br>at %{x}<br><b>S = %{z:.2f}</b>"
+    for task in spread(num, PANELS):
+        kept = spread(task + 1, PANELS)  # the base comes first
         spec = heatmap(
-            [values[row] for row in kept], rows, columns, scale="diverging", limits=(-1, 1), hover=hover,
-            decimals=decimals,
+            matrix_from_json(results["similarity"][task])[kept],
+            task_axis(results, [row - 1 for row in kept], named=True), category_axis(blocks, blocks, "block"),
+            scale="diverging", limits=(-1, 1), hover="%{y}<br>at %{x}<br><b>S = %{z:.2f}</b>", decimals=2,
         )  # fmt: skip
         spec["layout"]["height"] = int(np.clip(30 * len(kept) + 75, 130, 760))
-        variants.append(Variant(f"T{task} {names[task]}", spec))
+        variants.append(Variant(f"T{task} {results['tasks'][task]['name']}", spec))
     height = max(variant.spec["layout"]["height"] for variant in variants)
     caption = (
         "Similarity S of a new task to every earlier network, block by block: 1 is alike, –1 unlike; empty where that "
-        "network skips the block." + note_of_spread(len(names), PANELS)
+        "network skips the block." + note_of_spread(num, PANELS)
     )
     return Chart(caption, tuple(variants), height, min(160 + 34 * num_blocks, 700), 860, "task", len(variants) - 1)
 
 
-def time(results: Results, recorded: Recorded) -> Chart:
-    """Seconds by phase and task, and how many of them went into compiling."""
-    tasks, names = results["tasks"], names_of(results)
+def time(results: Results) -> Chart:
+    """Seconds by phase and task; the caption says how many of them went into compiling."""
+    tasks = results["tasks"]
     kept = spread(len(tasks), SHOWN)
-    full = labels_of(names, kept)
+    x = task_axis(results, kept)
     phases = list(dict.fromkeys(phase for task in tasks for phase in task["seconds"]))
-    traces = [
-        _bar(shown(phase), full, [tasks[index]["seconds"].get(phase, 0.0) for index in kept], f"@bar{place % 9}",
-             "<b>%{y:.3~s} s</b>")
+    traces: list[Spec] = [
+        {
+            "type": "bar", "name": shown(phase), "x": x["categoryarray"],
+            "y": rounded([tasks[index]["seconds"].get(phase, 0.0) for index in kept]),
+            "marker": {"color": f"@bar{place % 9}", "line": {"width": 0}},
+            "hovertemplate": f"%{{x}}<br>{shown(phase)}: <b>%{{y:.3~s}} s</b><extra></extra>",
+        }
         for place, phase in enumerate(phases)
     ]  # fmt: skip
-    compiled = [entry.get("compile", {}).get("seconds") for entry in recorded.learned]
-    if compiled and None not in compiled:
-        traces.append({
-            "type": "scatter", "mode": "markers", "name": "of which compiling", "x": full,
-            "y": rounded([compiled[index] for index in kept]), "hovertemplate": "%{x}<br>compiling: <b>%{y:.3~s} s</b>"
-            "<extra></extra>",
-            "marker": {"symbol": "line-ew", "size": 26, "color": "@ink", "line": {"width": 2.5, "color": "@ink"}},
-        })  # fmt: skip
     whole, compiling = results["seconds_total"], results["compile"]["seconds"]
     everything = "Learning and measuring" if results["stream"] == "memory" else "The whole run"
     caption = (
@@ -266,5 +173,41 @@ def time(results: Results, recorded: Recorded) -> Chart:
         f"({100 * compiling / max(whole, 1e-9):.0f} %): {results['compile']['programs']} functions compiled, "
         f"{results['compile'].get('cached', 0)} read from the cache." + note_of_spread(len(tasks), SHOWN)
     )
-    layout = _bars_layout(full, kept, "seconds")
-    return Chart(caption, (Variant("", {"data": traces, "layout": layout}),), 400)
+    spec = plot(traces, x, axis("seconds", rangemode="tozero"), barmode="stack", bargap=0.35)
+    return single(caption, spec, 400)
+
+
+def accuracy_against_flops(found: Mapping[str, Sequence[Results]], titles: Mapping[str, str]) -> Chart:
+    """A mark per method: mean accuracy over FLOPs by the paper's convention; bars are standard deviations."""
+    rows = [row for row in comparison(found) if row["flops_paper"] and row["flops_paper"]["mean"] > 0]
+    methods = {row["method"]: found[row["method"]][0]["method"] for row in rows}
+    bounds = [row for row in rows if methods[row["method"]] in TOLD]
+    own = [row for row in rows if methods[row["method"]].startswith("cheem")]
+    others = [row for row in rows if row not in bounds and row not in own]
+    groups = (
+        ("CHEEM", own, "average_accuracy", {"color": "@winner", "symbol": "circle", "size": 12}),
+        ("others", others, "average_accuracy", {"color": "@accent", "symbol": "circle", "size": 10}),
+        ("upper bounds, task ID given", bounds, "local_average_accuracy",
+         {"color": "@faint", "symbol": "diamond-open", "size": 11, "line": {"width": 2}}),
+    )  # fmt: skip
+    flops = [row["flops_paper"]["mean"] for row in rows]
+    unit, name = (1e9, "GFLOPs") if max(flops, default=0) >= 1e9 else (1e6, "MFLOPs")
+    traces = []
+    for title, members, key, marker in groups:
+        marks = [row for row in members if row[key]]
+        spread = [100 * (row[key]["std"] or 0.0) for row in marks]
+        trace: Spec = {
+            "type": "scatter", "mode": "markers", "name": title, "marker": marker, "cliponaxis": False,
+            "x": rounded([row["flops_paper"]["mean"] / unit for row in marks], 5),
+            "y": rounded([100 * row[key]["mean"] for row in marks]),
+            "text": [shown(titles[row["method"]]) for row in marks], "meta": {"labelled": True},
+            "error_y": {"array": rounded(spread), "visible": any(spread), "thickness": 1, "width": 3},
+            "hovertemplate": f"<b>%{{text}}</b><br>%{{y:.1f}} %<br>%{{x:.4~g}} {name}<extra></extra>",
+        }  # fmt: skip
+        traces += [trace] if members else []
+    caption = "Up and to the left is better. Upper bounds are given the task ID."
+    if without := [titles[key] for key in found if key not in methods]:
+        caption += f" Not shown, because the FLOPs are unknown: {', '.join(without)}."
+    is_wide = bool(flops) and max(flops) > 3 * min(flops)
+    x = axis(f"{name} per image, paper's convention", type="log" if is_wide else "linear")
+    return single(caption, plot(traces, x, axis("average accuracy, %")), 480, max_width=1080)

@@ -1,8 +1,8 @@
 """Test images of each task with right and wrong predictions, inside the page."""
 
 import base64
+import functools
 import io
-import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +13,9 @@ from PIL import Image
 
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.demo import demo_stream
-from cheem_jax.data.load import ImagesConfig, load_tasks
 from cheem_jax.data.sources import plan_source
-from cheem_jax.data.task import Plan, fingerprint, select
-from cheem_jax.report.finished import RunRecord
-from cheem_jax.report.page.loading import Recorded
+from cheem_jax.data.task import fingerprint, select
+from cheem_jax.report.finished import Recorded, RunRecord
 from cheem_jax.report.page.specs import EmptySection
 from cheem_jax.report.table import spread
 
@@ -27,8 +25,6 @@ EACH = 4
 """Right and wrong predictions per task, at most."""
 LARGEST = 224
 """Pixels along a side of an image, at most."""
-CHECKED = 5_000
-"""Images of a task up to which all are decoded, to see whether they are those of the run."""
 CRISP = 64
 """Pixels up to which an image is enlarged with its pixels visible, and kept as PNG."""
 
@@ -58,110 +54,80 @@ class Examples(NamedTuple):
 
 
 class TestImages(NamedTuple):
-    """Test images of one task: labels `[N]`, and rows to uint8 `[n, S, S, 3]`."""
+    """Test images of one task: labels `[N]`, rows to uint8 `[n, S, S, 3]`, and what a run records to know them by."""
 
     labels: np.ndarray
     decode: Callable[[Sequence[int]], np.ndarray]
-    is_checked: bool = True
-    """Whether the pixels are known to be those of the run."""
+    sha256: str
 
 
-class Album:
-    """Opens the test images of runs, each stream once."""
-
-    def __init__(self) -> None:
-        self._opened: dict[str, dict[str, TestImages] | EmptySection] = {}
-
-    def examples(self, run: RunRecord, recorded: Recorded) -> Examples:
-        """Raises EmptySection where predictions or images are not available."""
-        data = recorded.begin.get("data")
-        if data is None:
-            raise EmptySection(
-                f"The record cannot be read: {recorded.trouble}." if recorded.trouble else
-                "The run was made by a script that did not record where its images are."
-            )  # fmt: skip
-        answers = _answers(run.directory)
-        opened = self._open(run, data)
-        size, last = run.results["image_size"], run.results["accuracy"][-1]
-        tasks, unchecked = [], []
-        for index, task in enumerate(run.results["tasks"][:TASKS]):
-            tasks.append(_of_task(index, run.results["tasks"], answers, opened[task["name"]], last[index]))
-            if not opened[task["name"]].is_checked:
-                unchecked.append(tasks[-1].label)
-        num = len(run.results["tasks"])
-        notes = [f"The first {TASKS} of {num:,} tasks."] if num > TASKS else []
-        if unchecked:
-            notes.append(
-                f"Files and labels are those of the run; not checked are the pixels of {', '.join(unchecked)}."
-            )
-        return Examples(tuple(tasks), size <= CRISP, " ".join(notes))
-
-    def _open(self, run: RunRecord, data: Mapping[str, Any]) -> dict[str, TestImages]:
-        size = run.results["image_size"]
-        key = json.dumps([data, size, run.config.get("data_sha256"), run.results.get("split_sha256")], sort_keys=True)
-        if key not in self._opened:
-            try:
-                self._opened[key] = _demo(run) if data["stream"] == "demo" else _planned(run, data, size)
-            except EmptySection as error:
-                self._opened[key] = error
-            except (ValueError, KeyError, OSError, ImportError) as error:
-                self._opened[key] = EmptySection(f"The images are not where the run found them: {error}.")
-        found = self._opened[key]
-        if isinstance(found, EmptySection):
-            raise found
-        return found
-
-
-def _demo(run: RunRecord) -> dict[str, TestImages]:
-    stream = select(demo_stream(image_size=run.results["image_size"]), run.order)
-    wanted = run.config["data_sha256"]
-    if changed := [task.name for task in stream.tasks if fingerprint(task) != wanted.get(task.name)]:
-        raise EmptySection(f"This version makes other images for {', '.join(changed)} than the run has seen.")
-    return {
-        task.name: TestImages(task.test.labels, lambda rows, images=task.test.images: np.asarray(images[:])[list(rows)])
-        for task in stream.tasks
-    }
-
-
-def _planned(run: RunRecord, data: Mapping[str, Any], size: int) -> dict[str, TestImages]:
-    data_dir = None if data["data_dir"] is None else Path(data["data_dir"])
-    _, plans = plan_source(
-        data["stream"], data["tasks"], data_dir=data_dir, order=data["order"], seed=data["split_seed"]
-    )
-    wanted = run.results["split_sha256"]
-    by_name = {plan.name: plan for plan in plans if plan.name in run.order}
-    if changed := [name for name, plan in by_name.items() if wanted.get(name) != plan.split_sha256]:
-        raise EmptySection(f"Other files or labels are there now than the run has seen: {', '.join(changed)}.")
-
-    hashes = run.config.get("data_sha256") or {}
-    checked = {name: _is_same(by_name[name], size, hashes.get(name)) for name in run.order[:TASKS]}
-    if changed := [name for name, is_same in checked.items() if is_same is False]:
-        raise EmptySection(f"The files have other pixels now than the run has seen: {', '.join(changed)}.")
-
-    def test_images(name: str) -> TestImages:
-        part = by_name[name].test
-        return TestImages(
-            part.labels, lambda rows: np.concatenate(list(decode_in_order(part.files, size, rows))),
-            checked[name] is True,
+def examples(run: RunRecord, recorded: Recorded) -> Examples:
+    """Raises EmptySection where predictions or images are not available."""
+    data, size, tasks = recorded.begin.get("data"), run.results["image_size"], run.results["tasks"]
+    if data is None:
+        raise EmptySection(
+            f"The record cannot be read: {recorded.trouble}." if recorded.trouble else
+            "The run was made by a script that did not record where its images are."
         )  # fmt: skip
+    answers = _answers(run.directory)
+    try:
+        found = _test_images(run, data)
+        shown = tuple(
+            _of_task(index, tasks, answers, found[task["name"]], run.results["accuracy"][-1][index])
+            for index, task in enumerate(tasks[:TASKS])
+        )
+    except EmptySection:
+        raise
+    except (ValueError, OSError, ImportError) as error:
+        raise EmptySection(f"The images are not where the run found them: {error}.") from error
+    notes = [f"The first {TASKS} of {len(tasks):,} tasks."] if len(tasks) > TASKS else []
+    if data["stream"] != "demo":
+        notes.append("Files and labels are those of the run; whether their pixels are is not checked.")
+    return Examples(shown, size <= CRISP, " ".join(notes))
 
-    return {name: test_images(name) for name in checked}
+
+def _test_images(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, TestImages]:
+    """By the name of the task; EmptySection where they are not those of the run."""
+    size = run.results["image_size"]
+    if data["stream"] == "demo":
+        found, known = _demo(size, run.order), run.config["data_sha256"]
+        trouble = "This version makes other images than the run has seen"
+    else:
+        tasks = data["tasks"] and tuple(data["tasks"])
+        found = _planned(size, data["stream"], tasks, data["data_dir"], data["order"], data["split_seed"])
+        known = run.results["split_sha256"]
+        trouble = "Other files or labels are there now than the run has seen"
+    if changed := [name for name in run.order if name in found and found[name].sha256 != known.get(name)]:
+        raise EmptySection(f"{trouble}: {', '.join(changed)}.")
+    return found
 
 
-def _is_same(plan: Plan, size: int, data_sha256: str | None) -> bool | None:
-    """Whether the run has seen these images; None where too many would have to be decoded to know."""
-    ways = [ImagesConfig("stream")]  # whose hash is of size and time of the files, without any pixel
-    if plan.num_images <= CHECKED:
-        ways.append(ImagesConfig("memory"))
-    if any(fingerprint(load_tasks([plan], size, way)[0]) == data_sha256 for way in ways):
-        return True
-    return False if len(ways) > 1 else None
+# several runs of one stream share its images
+@functools.cache
+def _demo(size: int, order: tuple[str, ...]) -> Mapping[str, TestImages]:
+    def test_images(task: Any) -> TestImages:
+        images = task.test.images
+        return TestImages(task.test.labels, lambda rows: np.asarray(images[:])[list(rows)], fingerprint(task))
+
+    return {task.name: test_images(task) for task in select(demo_stream(image_size=size), order).tasks}
+
+
+@functools.cache
+def _planned(
+    size: int, stream: str, tasks: tuple[str, ...] | None, data_dir: str | None, order: Any, seed: int
+) -> Mapping[str, TestImages]:
+    def test_images(plan: Any) -> TestImages:
+        part = plan.test
+        return TestImages(
+            part.labels, lambda rows: np.concatenate(list(decode_in_order(part.files, size, rows))), plan.split_sha256
+        )
+
+    _, plans = plan_source(stream, tasks, data_dir=Path(data_dir) if data_dir else None, order=order, seed=seed)
+    return {plan.name: test_images(plan) for plan in plans}
 
 
 def _answers(directory: Path) -> Mapping[str, np.ndarray]:
     file = directory / "answers.npz"
-    if not file.exists():
-        raise EmptySection("The run has no answers.npz.")
     try:
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as held:
             return {name: held[name] for name in held.files}
@@ -177,32 +143,19 @@ def _of_task(
     accuracy: float,
 ) -> TaskExamples:
     task, labels = tasks[index], test_images.labels
-    try:
-        given, routed, classes = (answers[f"{name}_{index}"] for name in ("given_task", "chosen_task", "chosen_class"))
-    except KeyError as error:
-        raise EmptySection(f"answers.npz has no {error} for task {task['name']!r}.") from error
-    if not len(given) == len(routed) == len(classes) == len(labels):
-        raise EmptySection(
-            f"answers.npz has {len(given)} predictions for the {len(labels)} test images of {task['name']}."
-        )
+    given, routed, classes = (answers[f"{name}_{index}"] for name in ("given_task", "chosen_task", "chosen_class"))
     is_right = (routed == index) & (classes == labels)
-    if routed.max(initial=0) >= len(tasks):
-        raise EmptySection(
-            "answers.npz is from a later moment than the record; the command that began the run resumes it and writes "
-            "both."
-        )
-    if abs(is_right.mean() - accuracy) > 1e-9:
+    if routed.max(initial=0) >= len(tasks) or abs(is_right.mean() - accuracy) > 1e-9:
         raise EmptySection(
             f"answers.npz is from another moment than the record: of {task['name']!r} {is_right.mean():.4f} are right "
             f"there, {accuracy:.4f} here; the command that began the run resumes it and writes both."
         )
-    chosen = [_few(np.flatnonzero(is_right)), _few(np.flatnonzero(~is_right))]
-    try:
-        images = dict(
-            zip([row for rows in chosen for row in rows], test_images.decode([*chosen[0], *chosen[1]]), strict=True)
-        )
-    except (ValueError, OSError) as error:
-        raise EmptySection(f"The images of {task['name']!r} cannot be read: {error}.") from error
+    chosen = [
+        [int(rows[place]) for place in spread(len(rows), EACH)]
+        for rows in (np.flatnonzero(is_right), np.flatnonzero(~is_right))
+    ]
+    rows = [row for some in chosen for row in some]
+    images = dict(zip(rows, test_images.decode(rows), strict=True))
 
     def example(row: int) -> Example:
         truth, source = task["classes"][labels[row]], data_uri(images[row])
@@ -213,13 +166,8 @@ def _of_task(
         other = f"routed to T{routed[row]} {tasks[routed[row]]['name']}"
         return Example(source, truth, other, task["classes"][given[row]])
 
-    right, wrong = (tuple(map(example, rows)) for rows in chosen)
+    right, wrong = (tuple(map(example, some)) for some in chosen)
     return TaskExamples(f"T{index} {task['name']}", right, wrong, int(is_right.sum()), int((~is_right).sum()))
-
-
-def _few(rows: np.ndarray) -> list[int]:
-    """A few rows, evenly spread."""
-    return [int(rows[position]) for position in spread(len(rows), EACH)]
 
 
 def data_uri(image: np.ndarray) -> str:

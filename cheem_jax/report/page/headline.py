@@ -1,61 +1,52 @@
 """The top of a run's page: its name, warnings, and its headline numbers."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from cheem_jax.report.finished import RunRecord, variant_of
-from cheem_jax.report.memories import UNAVAILABLE, after_learning, num_forgotten, unmeasured
-from cheem_jax.report.table import METHODS, NONE, SHORT, TOLD, format_flops, number, percent, plain_flops
+from cheem_jax.report.memories import UNAVAILABLE, after_learning, left_undone, num_forgotten, unmeasured
+from cheem_jax.report.table import METHODS, NONE, TOLD, format_flops, number, percent, plain_flops
+
+Tile = tuple[str, str, str, str]
+"""One headline number: its title, value and unit, and a note."""
 
 
-class Tile(NamedTuple):
-    """One headline number."""
-
-    title: str
-    value: str
-    unit: str
-    note: str
-
-
-class Heading(NamedTuple):
+def heading(run: RunRecord) -> tuple[str, str, str, list[str]]:
     """A run's name among others, its title, a sentence, and what to know before reading a number."""
+    results, num = run.results, len(run.order)
+    suffix, pixels = suffix_of(run), f"{results['image_size']} × {results['image_size']} pixels"
+    tasks = f"{num:,} task{'s' if num > 1 else ''}"
+    if run.is_memory:
+        name = run.directory.resolve().name
+        return (
+            f"memory {name}{suffix}, {tasks} so far",
+            f"Memory {name} on {results['backbone']}",
+            f"{tasks} so far, of {pixels}, each learned from its own images alone; preset {results['preset']}, seed "
+            f"{results['seed']}.",
+            _about_memory(run),
+        )
+    name = f"{METHODS[results['method']]}{suffix}, seed {results['seed']}"
+    warnings = []
+    if not run.is_finished:
+        of = f"{num} of {len(run.config['tasks'])} tasks"
+        name += f", unfinished: {of}"
+        warnings.append(f"Unfinished: {of} so far; every number is about these.")
+    lead = f"{tasks} of {pixels}, learned one after the other; preset {results['preset']}."
+    return name, f"{results['stream']} on {results['backbone']}", lead, warnings
 
-    name: str
-    title: str
-    lead: str
-    warnings: list[str]
 
-
-def heading(run: RunRecord) -> Heading:
-    """Of a run, or of a memory."""
-    return _of_memory(run) if run.is_memory else _of_run(run)
-
-
-def _of_run(run: RunRecord) -> Heading:
-    results, num, planned = run.results, len(run.order), len(run.config["tasks"])
+def suffix_of(run: RunRecord) -> str:
+    """How the run differs from the usual one of its method, to be put behind the name of that."""
     variant = variant_of(run)
-    name = METHODS[results["method"]] + (f" ({variant})" if variant else "") + f", seed {results['seed']}"
-    warnings = []
-    if num < planned:
-        name += f", unfinished: {num} of {planned} tasks"
-        warnings.append(f"Unfinished: {num} of {planned} tasks so far; every number is about these.")
-    return Heading(
-        name, f"{results['stream']} on {results['backbone']}",
-        f"{num:,} task{'s' if num > 1 else ''} of {results['image_size']} × {results['image_size']} pixels, "
-        f"learned one after the other; preset {results['preset']}.",
-        warnings,
-    )  # fmt: skip
+    return f" ({variant})" if variant else ""
 
 
-def _of_memory(run: RunRecord) -> Heading:
-    """It is never finished, and may lack numbers."""
-    results, num, config = run.results, len(run.order), run.config
-    variant, place = variant_of(run), run.directory.resolve().name
-    tasks = f"{num:,} task{'s' if num > 1 else ''} so far"
-    warnings = []
+def _about_memory(run: RunRecord) -> list[str]:
+    """What it has not measured, not finished or forgotten."""
+    results, config, warnings = run.results, run.config, []
     later = [name for name in config["tasks"] if name not in run.order]
-    if later and config.get("learning"):
-        warnings.append(f"Interrupted: {', '.join(later)}, without numbers yet; its `cheem learn` resumes it.")
+    if undone := left_undone(config, run.directory):
+        warnings.append(f"{undone[0].upper()}{undone[1:]}.")
     elif later:
         warnings.append(f"Learned but not measured yet: {', '.join(later)}; the next `cheem learn` measures it.")
     if empty := unmeasured(results):
@@ -70,12 +61,7 @@ def _of_memory(run: RunRecord) -> Heading:
         )
     if config.get("keeps_base"):
         warnings.append("Predictions may include the pretraining classes; accuracies here were measured without them.")
-    return Heading(
-        f"memory {place}{f' ({variant})' if variant else ''}, {tasks}", f"Memory {place} on {results['backbone']}",
-        f"{tasks}, of {results['image_size']} × {results['image_size']} pixels, each learned from its own images "
-        f"alone; preset {results['preset']}, seed {results['seed']}.",
-        warnings,
-    )  # fmt: skip
+    return warnings
 
 
 def tiles_of(results: Mapping[str, Any]) -> tuple[Tile, ...]:
@@ -83,46 +69,28 @@ def tiles_of(results: Mapping[str, Any]) -> tuple[Tile, ...]:
     is_bound, flops, plain = results["method"] in TOLD, results["flops"], plain_flops(results)
     tiles = []
     if results["local_average_accuracy"] is None:
-        tiles += _tiles_after_learning(results)
+        (mean, count), num = after_learning(results), len(results["tasks"])
+        missing = f"not measured: no images of {len(unmeasured(results)):,} of {num:,} tasks"
+        tiles.append(("Average accuracy", NONE, "", missing))
+        tiles.append(("Right after learning", percent(mean), "%", f"mean over {count} of {num} tasks"))
     elif not is_bound:
-        tiles.append(Tile("Average accuracy", percent(results["average_accuracy"]), "%",
-            _of_others(results, "average_accuracy") or "task-agnostic: task ID inferred per image"))  # fmt: skip
+        tiles.append(("Average accuracy", percent(results["average_accuracy"]), "%",
+            "task-agnostic: task ID inferred per image"))  # fmt: skip
     if results["local_average_accuracy"] is not None:
-        tiles.append(Tile("Task ID given", percent(results["local_average_accuracy"]), "%",
-            _of_others(results, "local_average_accuracy") or "class predicted within the given task"))  # fmt: skip
+        tiles.append(("Task ID given", percent(results["local_average_accuracy"]), "%",
+            "class predicted within the given task"))  # fmt: skip
     if not is_bound and results["average_forgetting"] is not None:
-        tiles.append(Tile("Forgetting", percent(results["average_forgetting"]), "points",
+        tiles.append(("Forgetting", percent(results["average_forgetting"]), "points",
             "from the best so far to the end, mean over tasks"))  # fmt: skip
     value, unit = format_flops(flops["paper"]).split()
     times = f"{flops['paper'] / plain:.2f} × the plain backbone" if plain else "by the paper's convention"
-    tiles.append(Tile("FLOPs per image", value, unit, times))
+    tiles.append(("FLOPs per image", value, unit, times))
     learned = results.get("params_learned")
-    tiles.append(Tile("Parameters added", number(results["params_added_percent"], 2), "%",
+    tiles.append(("Parameters added", number(results["params_added_percent"], 2), "%",
         "per task, of the backbone" + ("" if learned is None else f"; {learned / 1e3:,.1f} k learned")))  # fmt: skip
     compiling = 100 * results["compile"]["seconds"] / max(results["seconds_total"], 1e-9)
     seconds = results["seconds_total"]
     everything = "learning and measuring" if results["stream"] == "memory" else "the whole run"
     unit, length = next((u, n) for u, n in (("h", 3600), ("min", 60), ("s", 1)) if seconds >= 2 * n or n == 1)
-    tiles.append(Tile("Time", number(seconds / length, 1), unit, f"{everything}; {compiling:.0f} % compiling"))
+    tiles.append(("Time", number(seconds / length, 1), unit, f"{everything}; {compiling:.0f} % compiling"))
     return tuple(tiles)
-
-
-def _tiles_after_learning(results: Mapping[str, Any]) -> list[Tile]:
-    """What is known where not every task was measured after the last one."""
-    num, missing = len(results["tasks"]), len(unmeasured(results))
-    tiles = [Tile("Average accuracy", NONE, "", f"not measured: no images of {missing:,} of {num:,} tasks")]
-    for title, key in (("Right after learning", "accuracy"), ("Right after learning, task ID given", "local_accuracy")):
-        mean, count = after_learning(results, key)
-        note = "mean over tasks" + ("" if count == num else f"; {count} of {num} known")
-        tiles.append(Tile(title, percent(mean), "" if mean is None else "%", note))
-    return tiles
-
-
-def _of_others(results: Mapping[str, Any], key: str) -> str:
-    """The same number of baselines and upper bounds; these have only accuracies with the task ID given."""
-    found = []
-    for name, other in (results.get("yardsticks") or {}).items():
-        key_there = "average_accuracy" if name in TOLD else key
-        if other.get(key_there) is not None:
-            found.append(f"{SHORT.get(name, name)} {percent(other[key_there])}")
-    return ", ".join(found)

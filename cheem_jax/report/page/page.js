@@ -52,9 +52,10 @@ function laidOut(layout) {
   }
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", dragmode: false, autosize: true,
+    hovermode: "closest", margin: {t: 8, b: 48, l: 52, r: 12},
     font: {family: getComputedStyle(document.body).fontFamily, size: 12, color: ink},
     hoverlabel: {bgcolor: colour("panel"), bordercolor: colour("rule"), font: {color: ink, size: 13}, align: "left"},
-    ...themed, legend: {font: {size: 12, color: ink}, ...layout.legend},
+    ...themed, legend: {orientation: "h", y: -0.2, yanchor: "top", traceorder: "normal", font: {size: 12, color: ink}},
   };
 }
 
@@ -65,10 +66,12 @@ function draw(figure) {
   const {height, ...layout} = spec.layout;
   if (height) plot.style.height = `${height}px`;
   const data = coloured(spec.data);
-  for (const trace of data) {
-    for (const bar of [trace.colorbar, trace.marker?.colorbar]) {
-      if (bar) bar.tickfont = {size: 11, color: colour("faint")};
-    }
+  const bar = {
+    thickness: 8, outlinewidth: 0, len: 0.9, x: 1.01, xpad: 4, ticklen: 0, nticks: 6,
+    tickfont: {size: 11, color: colour("faint")},
+  };
+  for (const one of data.flatMap(trace => [trace, trace.marker])) {
+    if (one?.showscale) one.colorbar = {...bar, ...one.colorbar};
   }
   drawn.set(plot, figure);
   Plotly.react(plot, data, laidOut(coloured(layout)), CONFIG).then(() => {

@@ -1,24 +1,18 @@
 """The table of the components, ours beside the paper's, and its files."""
 
-import csv
-import dataclasses
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from charts import mean_std, spread, write_page
+from charts import frame, mean_std, spread, write_page
+from matplotlib.figure import Figure
 from scipy.stats import rankdata
 
-from cheem_jax.backbone.flops import backbone_params
-from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.core import metrics
-from cheem_jax.data.task import Stream
+from cheem_jax.report.figures import DPI, INK, save
 from cheem_jax.report.table import NONE, Grid, number
-from studies.components.figure import picture
-from studies.components.learning import Training
-from studies.components.parts import Component
+from studies.components.learning import Component
 from studies.components.units import Entry, Place, chosen_rate, found_at, mean_validation
 from studies.paper.printed import Cell, printed
 
@@ -28,25 +22,12 @@ MEASURES = {"average_accuracy": -1, "average_forgetting": 1}
 """Both in %; rank 1 is the most accurate and the least forgetful."""
 
 
-def setting_of(stream: Stream, pretrained: Pretrained, training: Training, seeds: Sequence[int]) -> dict[str, Any]:
-    """What the numbers are of."""
-    return {
-        "stream": stream.name,
-        "tasks": [task.name for task in stream.tasks],
-        "backbone": pretrained.config.name,
-        "image_size": pretrained.config.image_size,
-        "seeds": list(seeds),
-        "backbone_params": backbone_params(pretrained.config),
-        "training": dataclasses.asdict(training),
-    }
-
-
 def rows_of(
     entries: Sequence[Entry], components: Sequence[Component], num_params: Mapping[str, int], setting: Mapping[str, Any]
 ) -> list[Row]:
     """A row per component whose units are all there; accuracies and forgetting in %."""
     rates, seeds, num_tasks = setting["training"]["rates"], setting["seeds"], len(setting["tasks"])
-    rows = []
+    rows, papers = [], printed()["components"]
     for component in components:
         rate = chosen_rate(entries, component, rates, seeds, num_tasks)
         if rate is None:
@@ -58,7 +39,9 @@ def rows_of(
             continue
         matrices = [] if diverged else [_matrix(sequence) for sequence in sequences]
         transfer = [found_at(entries, "transfer", place) for place in places]
+        accuracy = [[units[index]["test_accuracy"] for index in range(num_tasks)] for units in transfer]
         forgetting = [metrics.average_forgetting(matrix) for matrix in matrices]
+        cell = Cell("vdd", "vit_base", "component", "", str(component.index))
         rows.append({
             "index": component.index, "name": component.name, "title": component.title,
             "params": num_params[component.name],
@@ -67,19 +50,13 @@ def rows_of(
             "validation": {
                 f"{tried:g}": mean_validation(entries, component, tried, seeds, num_tasks) for tried in rates
             },
-            "average_accuracy": in_percent([mean_accuracy(units) for units in transfer]),
+            "average_accuracy": in_percent([np.mean(row) for row in accuracy]),
             "average_forgetting": None if diverged or None in forgetting else in_percent(forgetting),
-            "sequential_average_accuracy": None
-            if diverged
-            else in_percent([metrics.average_accuracy(matrix) for matrix in matrices]),
-            "accuracy": [[t[index]["test_accuracy"] for index in range(num_tasks)] for t in transfer],
+            "sequential_average_accuracy":
+                None if diverged else in_percent([metrics.average_accuracy(matrix) for matrix in matrices]),
+            "accuracy": accuracy,
             "sequential_accuracy": [metrics.matrix_to_json(matrix) for matrix in matrices],
-            "paper": {
-                measure: printed()["components"][
-                    Cell("vdd", "vit_base", "component", measure, str(component.index))
-                ].value
-                for measure in MEASURES
-            },
+            "paper": {name: papers[cell._replace(measure=name)].value for name in MEASURES},
         })  # fmt: skip
     for row in rows:
         row["ranks"] = {}
@@ -98,11 +75,6 @@ def _matrix(sequence: Mapping[int, Entry]) -> np.ndarray:
     for index, entry in sequence.items():
         matrix[index, : index + 1] = entry["accuracy"]
     return matrix
-
-
-def mean_accuracy(units: Mapping[int, Entry]) -> float:
-    """Test accuracy over the tasks, in [0, 1]."""
-    return float(np.mean([unit["test_accuracy"] for unit in units.values()]))
 
 
 def in_percent(values: Sequence[Any]) -> dict[str, Any]:
@@ -203,14 +175,35 @@ def write(directory: Path, rows: Sequence[Row], setting: Mapping[str, Any]) -> N
 def csv_of(rows: Sequence[Row]) -> str:
     """The table's numbers as they are."""
     names = ["index", "component", "params", "params_percent", "rate"]
-    names += [f"{measure}{part}" for measure in MEASURES for part in ("", "_std", "_paper")]
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(names)
+    lines = [[*names, *(f"{measure}{part}" for measure in MEASURES for part in ("", "_std", "_paper"))]]
     for row in rows:
-        numbers = []
+        numbers = [row["index"], row["name"], row["params"], row["params_percent"], row["rate"]]
         for measure in MEASURES:
             found = row[measure] or {"mean": None, "std": None}
             numbers += [found["mean"], found["std"], row["paper"][measure]]
-        writer.writerow([row["index"], row["name"], row["params"], row["params_percent"], row["rate"], *numbers])
-    return stream.getvalue()
+        lines.append(["" if number is None else str(number) for number in numbers])
+    return "".join(",".join(line) + "\n" for line in lines)
+
+
+OTHERS, CHOSEN = "#1b6ca8", "#c8553d"
+MEMORY = ("mlp_down", "projection")
+"""The components that the paper chooses between."""
+
+
+def picture(rows: Sequence[Row], setting: Mapping[str, Any], paper: str, file: Path) -> None:
+    """A panel of ours and one of the paper's, a dot per component with its number in the paper's table."""
+    figure = Figure(figsize=(11, 5.4), dpi=DPI, layout="constrained")
+    ours = [(row["average_forgetting"]["mean"], row["average_accuracy"]["mean"]) for row in rows]
+    papers = [(row["paper"]["average_forgetting"], row["paper"]["average_accuracy"]) for row in rows]
+    tasks = f"{len(setting['tasks'])} tasks of {setting['stream']}"
+    planes = ((f"ours: {setting['backbone']}, {tasks}", ours), (f"paper: {paper}, another scale", papers))
+    for axes, (title, points) in zip(figure.subplots(1, 2), planes, strict=True):
+        axes.margins(0.16, 0.1)
+        for row, (x, y) in zip(rows, points, strict=True):
+            colour = CHOSEN if row["name"] in MEMORY else OTHERS
+            axes.plot(x, y, "o", markersize=5, color=colour)
+            axes.annotate(str(row["index"]), (x, y), (5, 3), textcoords="offset points", fontsize=9, color=colour)
+        frame(axes, title, "average forgetting, points", "average accuracy, %", grid=True)
+    figure.supxlabel("   ".join(f"{row['index']} {row['title']}" for row in rows), fontsize=9, color=INK, wrap=True)
+    figure.suptitle("Components of a ViT block: how well they transfer, how much they forget", fontsize=12, color=INK)
+    save(figure, file)

@@ -22,8 +22,17 @@ from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
 from cheem_jax.run_config import networks_of
-from studies.components.learning import Learner, Network, Training
-from studies.components.parts import COMPONENTS, components_of, num_params, pieces_of, put_back, taken
+from studies.components.learning import (
+    COMPONENTS,
+    Learner,
+    Network,
+    Training,
+    components_of,
+    num_params,
+    pieces_of,
+    put_back,
+    taken,
+)
 from studies.components.report import rows_of
 from studies.components.units import Units, chosen_rate
 
@@ -74,7 +83,7 @@ def test_putting_a_component_back_changes_its_own_numbers_and_no_others(executor
     leaves = [np.asarray(leaf) for leaf in executor.leaves]
     pieces = pieces_of(executor, BY_NAME[name])
     parts = [part + 1 for part in taken(leaves, pieces)]
-    changed = put_back(leaves, pieces, parts, np.concatenate)
+    changed = put_back(leaves, pieces, parts)
     differing = sum(int((a != b).sum()) for a, b in zip(leaves, changed, strict=True))
     assert differing == num_params(executor)[name]
     for a, b in zip(taken(changed, pieces), parts, strict=True):
@@ -90,7 +99,7 @@ def test_the_thirds_of_the_fused_weight_are_query_key_and_value(executor):
     def with_parts(leaves, name, *, scale):
         pieces = pieces_of(executor, BY_NAME[name])
         parts = [scale * rng.normal(size=part.shape).astype(np.float32) for part in taken(leaves, pieces)]
-        return put_back(leaves, pieces, parts, np.concatenate)
+        return put_back(leaves, pieces, parts)
 
     leaves = [np.asarray(leaf) for leaf in executor.leaves]
     for absent, silent in (("query", "key"), ("key", "query")):

@@ -8,6 +8,7 @@ Finished units are not trained again; the running one goes on from its rolling c
 holds the heads of its earlier tasks.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,8 +25,7 @@ from cheem_jax.data.task import Stream
 from cheem_jax.engine.passes import Advance
 from cheem_jax.run.record import Record, read
 from cheem_jax.run.rolling import Rolling, RunningTask, Saved
-from studies.components.learning import Learned, Learner, Network, Training
-from studies.components.parts import Component
+from studies.components.learning import Component, Learned, Learner, Network, Training
 
 Entry = dict[str, Any]
 
@@ -146,13 +146,22 @@ class Units:
         begin, heads = 0, list[Head]()
         if running.saved is not None:
             begin = running.saved.meta["index"]
-            heads = [_head(running.saved.arrays["heads"][f"{index:04d}"]) for index in range(begin)]
+            known = [running.saved.arrays["heads"][f"{index:04d}"] for index in range(begin)]
+            heads = [Head(*(jnp.asarray(leaf) for _, leaf in sorted(arrays.items()))) for arrays in known]
         # what was learned after the checkpoint is learned again
         self.record.keep(lambda entry: not (_is_at(entry, "sequential", place) and entry["index"] >= begin))
         fitting = learner.begun(keys, begin, len(tasks[begin].classes), learner.pretrained, running.saved)
         for index in range(begin, len(tasks)):
-            row = self._next(learner, place, index, fitting, heads, running)
-            self.record.write("sequential", **place._asdict(), index=index, task=tasks[index].name, accuracy=row)
+            task, num, row = tasks[index], len(tasks[index].classes), list[float]()
+            state = functools.partial(_sequence_state, index, fitting, tuple(heads))
+            with running.phase("sequential", self.images(index), state) as advance:
+                learner.fit(fitting, keys, index, num, task.train, self.training, place.rate, advance)
+                leaves = learner.leaves(fitting.learned.parts)
+                # each task so far with the head that it was learned with
+                for known, head in zip(tasks, [*heads, fitting.learned.head], strict=False):
+                    row.append(self.network.accuracy(leaves, head, known.test, len(known.classes)))
+                    advance(0)
+            self.record.write("sequential", **place._asdict(), index=index, task=task.name, accuracy=row)
             if index + 1 < len(tasks):
                 learned: Learned = fitting.learned
                 heads.append(learned.head)
@@ -161,20 +170,6 @@ class Units:
                 saved = _sequence_state(index + 1, fitting, heads)
                 running.rolling.save(running.task, lambda saved=saved: saved)
         self.rolling.clear()
-
-    def _next(
-        self, learner: Learner, place: Place, index: int, fitting: Fitting, heads: Sequence[Head], running: RunningTask
-    ) -> list[float]:
-        """Learn the next task of a sequence; test accuracy of all so far, each with the head it was learned with."""
-        task = self.stream.tasks[index]
-        num, keys = len(task.classes), Keys(place.seed)
-        with running.phase("sequential", self.images(index), lambda: _sequence_state(index, fitting, heads)) as advance:
-            learner.fit(fitting, keys, index, num, task.train, self.training, place.rate, advance)
-            leaves, row = learner.leaves(fitting.learned.parts), []
-            for known, head in zip(self.stream.tasks, [*heads, fitting.learned.head], strict=False):
-                row.append(self.network.accuracy(leaves, head, known.test, len(known.classes)))
-                advance(0)
-        return row
 
     def _running(self, name: str, note: str, shown: Advance) -> RunningTask:
         def noted(num_images: int, epoch: str = "", /) -> None:
@@ -188,7 +183,3 @@ def _sequence_state(index: int, fitting: Fitting, heads: Sequence[Head]) -> Save
     if heads:
         arrays["heads"] = {f"{number:04d}": numbered(head) for number, head in enumerate(heads)}
     return Saved(arrays, {**fitting.meta(), "index": index})
-
-
-def _head(arrays: dict[str, Any]) -> Head:
-    return Head(*(jnp.asarray(leaf) for _, leaf in sorted(arrays.items())))

@@ -70,9 +70,9 @@ class Fit(NamedTuple):
         """The gap over the root mean square of both deviations: in sigmas where they are equal."""
         return self.gap / float(np.sqrt((self.local_std**2 + self.rival_std**2) / 2))
 
-    def match(self, num_rivals: int, lead: float = 0.0) -> float:
-        """P(Z* exceeds all rivals by `lead`), were all normal and independent."""
-        return match_probability(self.gap - lead, self.local_std, self.rival_std, num_rivals)
+    def match(self, num_rivals: int) -> float:
+        """P(Z* exceeds all rivals), were all normal and independent."""
+        return match_probability(self.gap, self.local_std, self.rival_std, num_rivals)
 
 
 class Measured(NamedTuple):
@@ -96,7 +96,9 @@ def margins_of(
     if not np.isfinite(logits).all():
         raise ValueError(f"task {task!r}: {int((~np.isfinite(logits)).sum())} logits are not finite")
     if logits.shape[1] == num:
-        raise ValueError(f"all {num} classes are those of {task!r}; a head of one task has no rivals to compare with")
+        raise ValueError(
+            f"all {num} classes are those of {task!r}; a head of one task has no other classes to compare with"
+        )
     logits = logits.astype(np.float64)
     own, rivals = logits[:, first : first + num], np.delete(logits, np.s_[first : first + num], axis=1)
     return Margins(

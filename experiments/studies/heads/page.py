@@ -6,11 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from charts import spread
+from charts import filled, frame, legend_below, spread
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
+from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import METHODS, Grid
 from studies.heads.margins import Measured, by_task, farthest_from_record
-from studies.heads.pictures import margin_figure, match_figure
 
 ACCURACIES = {"average_accuracy": "Acc_Global", "local_average_accuracy": "Acc_Local", "just_trained": "Acc_Train"}
 MATCHES = {"match": "match", "predicted": "predicted", "predicted_by_class": "predicted by class"}
@@ -41,19 +47,11 @@ def pages(rows: Sequence[Row], measured: Sequence[Measured], curves: Sequence[Ro
         if not here:
             continue
         stem = re.sub(r"[^\w.-]+", "-", "-".join(place))
-        found: dict[str, list[Measured]] = {}
-        for one in measured:
-            if one.margins and one.run.place == place:
-                found.setdefault(one.method, []).append(one)
         match_figure(curves, here, out / f"match-{stem}.png")
-        margin_figure(
-            {name: [one.margins for one in runs] for name, runs in found.items()}, out / f"margins-{stem}.png"
-        )
         page += [
             verdict(here),
-            agreement([one for runs in found.values() for one in runs]),
+            agreement([one for one in measured if one.margins and one.run.place == place]),
             f"![Match probability by the number of rivals, and measured against predicted](match-{stem}.png)",
-            f"![Margins of every method and task](margins-{stem}.png)",
             "Task by task, means over runs; the gap is that of the means in standard deviations, probabilities in %.",
             task_grid(here).to_markdown(),
         ]
@@ -61,22 +59,13 @@ def pages(rows: Sequence[Row], measured: Sequence[Measured], curves: Sequence[Ro
 
 
 def accuracy_grid(rows: Sequence[Row]) -> Grid:
-    """The paper's table, with match probabilities behind it; a column that has nothing is left out."""
-    columns, cells = ["method"], [[METHODS[row["method"]]] for row in rows]
-
-    def add(title: str, texts: Sequence[str]) -> None:
-        if any(texts):
-            columns.append(title)
-            for line, text in zip(cells, texts, strict=True):
-                line.append(text)
-
-    add("runs", [str(row["runs"] or "") for row in rows])
-    for name, title in ACCURACIES.items():
-        add(title, [spread(row[name], 2) if row[name] else "" for row in rows])
-        add(f"{title}, paper", [row["paper"].get(name, "") for row in rows])
-    for name, title in MATCHES.items():
-        add(title, [spread(row[name], 2) if row[name] else "" for row in rows])
-    return Grid("heads", tuple(columns), tuple(map(tuple, cells)), 1)
+    """The paper's table, with match probabilities behind it."""
+    columns = {"method": [METHODS[row["method"]] for row in rows], "runs": [str(row["runs"] or "") for row in rows]}
+    for name, title in {**ACCURACIES, **MATCHES}.items():
+        columns[title] = [spread(row[name], 2) if row[name] else "" for row in rows]
+        if name in ACCURACIES:
+            columns[f"{title}, paper"] = [row["paper"].get(name, "") for row in rows]
+    return filled("heads", columns)
 
 
 def task_grid(tasks: Sequence[Row]) -> Grid:
@@ -118,3 +107,62 @@ def agreement(measured: Sequence[Measured]) -> str:
     if farthest == 0:
         return "The logits give the very accuracies that the runs had recorded."
     return f"Accuracies by these logits are up to {100 * farthest:.2f} points from those that the runs had recorded."
+
+
+MARKERS = {"ewc": "^", "moal": "v", "coda_prompt": "D", "dualprompt": "s", "l2p": "o"}
+GAPS = Normalize(0, 5)
+COLOURS = colormaps["viridis_r"]
+
+
+def match_figure(curves: Sequence[Row], measured: Sequence[Row], file: Path) -> None:
+    """What the theory says for several gaps, with measured tasks laid over it and, beside it, held against it.
+
+    Left, the theory's deviations are equal: a task stands at its number of rivals, coloured by its gap in sigmas.
+    """
+    figure = Figure(figsize=(10.5 if measured else 6.4, 4.8), dpi=DPI, layout="constrained")
+    panels = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]
+    axes = panels[0]
+    for curve in curves:
+        colour, simulated = COLOURS(GAPS(curve["gap"])), curve["simulated"]
+        axes.plot(curve["rivals"], curve["quadrature"], color=colour, linewidth=1.8)
+        axes.errorbar(
+            simulated["rivals"], simulated["probability"], 2 * np.array(simulated["standard_error"]), color=colour,
+            fmt=".", markersize=5, elinewidth=1, capsize=2,
+        )  # fmt: skip
+        axes.plot(1, curve["one_rival"], "D", markersize=8, markerfacecolor="none", markeredgecolor=colour)
+    for task in measured:
+        _point(axes, task, task["rivals"])
+    axes.set(xscale="log", ylim=(-0.03, 1.03))
+    frame(axes, x="classes of other tasks, M", y="P(argmax within the task = argmax of all)", grid=True)
+    bar = figure.colorbar(ScalarMappable(GAPS, COLOURS), ax=axes, pad=0.01, fraction=0.045)
+    bar.set_label("gap of the means, in standard deviations", color=FAINT, fontsize=9)
+    bar.ax.tick_params(colors=INK, labelsize=8)
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    if measured:
+        panels[1].plot([0, 1], [0, 1], color=FAINT, linewidth=1)
+        for task in measured:
+            marker, x, y = MARKERS[task["method"]], task["predicted_by_class"], task["match"]
+            panels[1].plot(x, y, marker, markersize=5, markerfacecolor="none", markeredgecolor=FAINT)
+            _point(panels[1], task, task["predicted"])
+        panels[1].set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
+        x = "predicted for rivals that are alike (hollow: class by class)"
+        frame(panels[1], x=x, y="measured", grid=True)
+    handles = [
+        Line2D([], [], color=FAINT, linewidth=1.8, label="quadrature"),
+        Line2D([], [], color=FAINT, marker=".", linestyle="none", label="simulation, ± 2 standard errors"),
+        Line2D([], [], color=FAINT, marker="D", markerfacecolor="none", linestyle="none", label="closed form, M = 1"),
+    ]
+    for method in dict.fromkeys(task["method"] for task in measured):
+        handles.append(
+            Line2D([], [], color=FAINT, marker=MARKERS[method], linestyle="none", label=f"{METHODS[method]}, a task")
+        )
+    legend_below(figure, handles)
+    figure.suptitle("How often the argmax within a task is the argmax of all", fontsize=12, color=INK)
+    save(figure, file)
+
+
+def _point(axes: Axes, task: Row, x: float) -> None:
+    colour = COLOURS(GAPS(task["scaled_gap"]))
+    axes.plot(
+        x, task["match"], MARKERS[task["method"]], color=colour, markersize=7, markeredgecolor=INK, markeredgewidth=0.6
+    )

@@ -39,28 +39,26 @@ def match_with_one_rival(gap: float, local_std: float, rival_std: float) -> floa
     return float(ndtr(gap / math.hypot(local_std, rival_std)))
 
 
-def match_probability(gap: float, local_std: float, rival_std: float, num_rivals: int, *, num_local: int = 1) -> float:
+def match_probability(gap: float, local_std: float, rival_std: float, num_rivals: int) -> float:
     """P(Z* >= all of `num_rivals` rivals), by quadrature: the paper's 'Many Classes from Different Tasks'.
 
     The integral of Phi((z - mu_o) / sigma_o)^M times the density of Z* over z. The paper writes F_{Z*} for that
     density, as the end of its 'A Rough Illustrative Bound' says: F is no distribution function there.
-
-    With `num_local` above 1, Z* is the largest of so many independent normals, which `gap` and `local_std` are then of.
     """
-    _check(gap, local_std, rival_std, num_rivals, num_local)
+    _check(gap, local_std, rival_std, num_rivals)
     if num_rivals == 0:
         return 1.0
 
     def integrand(x: float) -> float:
-        # in units of Z*'s normals from their mean; as logarithms, or a power of many rivals would vanish
+        # in standard deviations of Z* from its mean; as logarithms, or a power of many rivals would vanish
         below = num_rivals * log_ndtr((gap + local_std * x) / rival_std)
-        density = math.log(num_local) + (num_local - 1) * log_ndtr(x) - 0.5 * x * x - 0.5 * math.log(2 * math.pi)
+        density = -0.5 * x * x - 0.5 * math.log(2 * math.pi)
         return math.exp(below + density)
 
     # where each factor rises from nothing to one or has its mass, which a narrow one would hide from the quadrature
     shares = np.array([-35.0, -7.0, -0.7, -1e-3, -1e-7, -1e-14])  # logarithms
     rises = (rival_std * ndtri_exp(shares / num_rivals) - gap) / local_std
-    masses = ndtri_exp(shares / num_local)
+    masses = ndtri_exp(shares)
     edges = [-FAR, *sorted(float(x) for x in (*rises, *masses) if -FAR < x < FAR), FAR]
     pieces = [quad(integrand, a, b, epsabs=1e-14, epsrel=1e-11)[0] for a, b in zip(edges, edges[1:], strict=False)]
     return min(math.fsum(pieces), 1.0)
@@ -81,40 +79,31 @@ def match_with_unequal_rivals(
 
 
 def simulated_match(
-    key: jax.Array,
-    gap: float,
-    local_std: float,
-    rival_std: float,
-    num_rivals: int,
-    *,
-    num_local: int = 1,
-    num_draws: int = 10_000,
+    key: jax.Array, gap: float, local_std: float, rival_std: float, num_rivals: int, *, num_draws: int
 ) -> Simulated:
-    """What `match_probability` computes, by drawing every logit of at least `num_draws` images."""
-    _check(gap, local_std, rival_std, num_rivals, num_local)
-    rows = min(num_draws, max(1, NORMALS // (num_rivals + num_local)))
+    """What `match_probability` computes, by sampling every logit of at least `num_draws` images."""
+    _check(gap, local_std, rival_std, num_rivals)
+    rows = min(num_draws, max(1, NORMALS // (num_rivals + 1)))
     num_chunks = -(-num_draws // rows)
     settings = np.array([gap, local_std, rival_std], np.float32)
-    found = [_count(key_at(key, chunk), settings, rows, num_rivals, num_local) for chunk in range(num_chunks)]
+    found = [_count(key_at(key, chunk), settings, rows, num_rivals) for chunk in range(num_chunks)]
     num = rows * num_chunks
     share = sum(map(int, found)) / num
     return Simulated(share, math.sqrt(share * (1 - share) / num))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def _count(key: jax.Array, settings: Float[Array, "3"], rows: int, num_rivals: int, num_local: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _count(key: jax.Array, settings: Float[Array, "3"], rows: int, num_rivals: int) -> jax.Array:
     gap, local_std, rival_std = settings
     local_key, rival_key = jax.random.split(key)
-    best = gap + local_std * jax.random.normal(local_key, (rows, num_local)).max(axis=1)
+    best = gap + local_std * jax.random.normal(local_key, (rows,))
     rivals = rival_std * jax.random.normal(rival_key, (rows, num_rivals)).max(axis=1, initial=-jnp.inf)
     return (best >= rivals).sum()
 
 
-def _check(gap: float, local_std: float, rival_std: float, num_rivals: int = 1, num_local: int = 1) -> None:
+def _check(gap: float, local_std: float, rival_std: float, num_rivals: int = 1) -> None:
     stds = (local_std, rival_std)
     if not (math.isfinite(gap) and all(0 < std < math.inf for std in stds)):
         raise ValueError(f"gap {gap} with the deviations {stds}; expected finite numbers, and deviations above 0")
-    if num_rivals < 0 or num_local < 1:
-        raise ValueError(
-            f"{num_rivals} rivals of {num_local} classes; expected 0 or more rivals, and 1 or more classes"
-        )
+    if num_rivals < 0:
+        raise ValueError(f"num_rivals is {num_rivals}; expected 0 or more")

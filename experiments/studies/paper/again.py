@@ -1,14 +1,75 @@
-"""What of the page hangs on the processor that a run met, and on the size of the images."""
+"""Collected runs beside the page's own, and what they show: the same seeds on another processor, other image sizes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from cheem_jax.report.comparison import comparison
-from cheem_jax.report.table import TOLD, Grid
-from studies.paper.beside import pixels_of
-from studies.paper.claims import CHEEM, Claim, Verdict, compared
-from studies.paper.collected import Cell, Cells, is_usual
+from cheem_jax.report.table import METHODS, TOLD, Grid
+from cheem_jax.run.differences import settings_apart, summary
+from studies.paper.claims import CHEEM, Claim, Verdict, compared, of_claim, shown
+from studies.paper.collected import Cell, Cells, Collected, is_usual, load
 from studies.paper.results_setting import machines, number_of
-from studies.paper.verdict_tables import of_claim, shown
+
+AGAIN, SIZES = "again", "at_*"
+"""Their folders, beside that of the page's runs."""
+
+
+class Beside(NamedTuple):
+    """What was found there."""
+
+    again: Cells
+    """Runs of the page made once more on another processor."""
+    sizes: Sequence[Cells]
+    """Runs on the same images in another size, a folder each, the smallest first."""
+
+
+def load_beside(results: Path, cells: Cells) -> Beside:
+    """What stands beside the folder of the page's runs, `cells`; raises ValueError where it does not belong to them."""
+    folder = results.parent / AGAIN
+    again = load(folder) if folder.is_dir() else {}
+    for cell, found in again.items():
+        for seed, run in found.items():
+            if why := _no_twin(run, cells.get(cell, {}).get(seed)):
+                raise ValueError(
+                    f"{run.run.directory} is not a run of {results} made again on another processor: {why}; remove it"
+                )
+    first = next(run for found in cells.values() for run in found.values())
+    sizes = [load(folder) for folder in results.parent.glob(SIZES) if folder.is_dir()]
+    for run in (run for other in sizes for found in other.values() for run in found.values()):
+        if why := _no_other_size(run, first):
+            raise ValueError(f"{run.run.directory} is not a run on the same images in another size: {why}; remove it")
+    return Beside(again, sorted(sizes, key=pixels_of))
+
+
+def pixels_of(cells: Cells) -> int:
+    """The size of the images."""
+    return next(run.run.results["image_size"] for found in cells.values() for run in found.values())
+
+
+def processor_of(run: Collected) -> str | None:
+    """What the record tells."""
+    return run.record.get("conditions", {}).get("device", {}).get("processor")
+
+
+def _no_twin(run: Collected, twin: Collected | None) -> str:
+    if twin is None:
+        return "no run there is of its method, settings and seed"
+    if run.run.order != twin.run.order:
+        return f"its tasks are {', '.join(run.run.order)}"
+    if found := settings_apart(twin.run.config, run.run.config):
+        return f"its settings differ from {twin.run.directory}: {summary(found, 'settings')}"
+    processors = processor_of(run), processor_of(twin)
+    return f"both ran on {processors[0]}" if processors[0] == processors[1] else ""
+
+
+def _no_other_size(run: Collected, first: Collected) -> str:
+    if set(run.run.order) != set(first.run.order):
+        return f"its tasks are {', '.join(run.run.order)}"
+    if run.record["data"].get("split_seed") != first.record["data"].get("split_seed"):
+        return "its splits have another seed"
+    size = run.run.results["image_size"]
+    return f"its size is {size} as well" if size == first.run.results["image_size"] else ""
 
 
 def again_section(again: Cells, cells: Cells, others: Sequence[Cell], changed: Sequence[str]) -> list[str]:
@@ -64,9 +125,13 @@ def _found(cells: Cells, one: Cell, other: Cell) -> tuple[str, ...]:
     return shown(compared("", cells, one, other, lambda _: ""))[:2]
 
 
-def sizes_lines(sizes: Sequence[Cells], pixels: int, best: float, flops: float | None) -> str:
-    """What runs on other sizes of images reached, as more lines; `best` is the highest average accuracy of what is
-    not told the task on the page's `pixels`, and `flops` are CHEEM's per image there, in the paper's count."""
+def sizes_lines(
+    sizes: Sequence[Cells], measured: Mapping[str, Mapping[str, Any]], routers: Mapping[str, Any] | None, pixels: int
+) -> str:
+    """What runs on other sizes of images reached, as more lines; all else is of the page's size, `pixels`."""
+    best = [row["average_accuracy"]["mean"] for method, row in measured.items() if method not in TOLD]
+    best += [] if routers is None else [row["accuracy"] for row in map(routers["chosen"].get, METHODS) if row]
+    highest, flops = max(best, default=1.0), measured["cheem"]["flops_paper"]["mean"] if "cheem" in measured else None
     told = []
     for cells in sizes:
         for cell, found in cells.items():
@@ -76,7 +141,7 @@ def sizes_lines(sizes: Sequence[Cells], pixels: int, best: float, flops: float |
             accuracy, given, cost = (
                 row[name]["mean"] for name in ("average_accuracy", "local_average_accuracy", "flops_paper")
             )
-            most = f", more than any method without the task ID at {pixels}" if accuracy > best else ""
+            most = f", more than any method without the task ID at {pixels}" if accuracy > highest else ""
             times = "" if flops is None else f"; an image costs {cost / flops:.1f} times CHEEM's FLOPs at {pixels}"
             told.append(
                 f"\n- At {pixels_of(cells)} pixels instead of {pixels} ({number_of(len(found), 'run')}), {cell.title}: "

@@ -1,12 +1,12 @@
-"""What the paper claims, checked on collected runs: a number, an interval, and a verdict by a rule."""
+"""What the paper claims, checked on collected runs: a number, an interval, a verdict by a rule, and their tables."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cheem_jax.core.architecture import from_strings
-from cheem_jax.report.table import METHODS
+from cheem_jax.report.table import METHODS, NONE, Grid
 from studies.paper.collected import Cell, Cells, Collected
 from studies.paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
 from studies.paper.printed import TOLD_METHOD, printed
@@ -129,7 +129,8 @@ def easy_tasks_skip_more(cells: Cells) -> list[Verdict]:
         if frozen is not None:
             seeds.append(seed)
             x.append(frozen[-1])
-            y.append([_num_skipped(task["architecture"]) for task in results["tasks"]])
+            chosen = [from_strings(task["architecture"]) for task in results["tasks"]]
+            y.append([sum(choice.kind == "skip" for choice in architecture) for architecture in chosen])
     if not seeds:
         why = "no run of CHEEM with frozen heads beside it"
         return [Verdict(title, None, "", (), NOT_RUN, why)]
@@ -142,10 +143,6 @@ def easy_tasks_skip_more(cells: Cells) -> list[Verdict]:
     return [Verdict(title, found, "", tuple(seeds), word)]
 
 
-def _num_skipped(architecture: Sequence[str]) -> int:
-    return sum(choice.kind == "skip" for choice in from_strings(architecture))
-
-
 def fewer_parameters_than_uniform(cells: Cells) -> list[Verdict]:
     """HEE minus uniform sampling: average accuracy, and parameters added per task."""
     uniform = Cell("cheem", "uniform")
@@ -154,13 +151,10 @@ def fewer_parameters_than_uniform(cells: Cells) -> list[Verdict]:
     pairs, why = in_common(cells, CHEEM, uniform)
     if why:
         return [accuracy, Verdict(title, None, unit, (), NOT_RUN, why)]
-    added = np.array([[_added(side) for side in pair] for pair in pairs.values()])  # [S, 2, T]
+    tasks = [[side.run.results["tasks"] for side in pair] for pair in pairs.values()]
+    added = np.array([[[task["params_added_percent"] for task in side] for side in pair] for pair in tasks], float)
     found = mean_difference(added[:, 0], added[:, 1])
     return [accuracy, Verdict(title, found, unit, tuple(pairs), below(found))]
-
-
-def _added(collected: Collected) -> list[float]:
-    return [float(task["params_added_percent"]) for task in collected.run.results["tasks"]]
 
 
 def prompts_collapse(cells: Cells) -> list[Verdict]:
@@ -214,3 +208,89 @@ def claims() -> list[Claim]:
             insensitive_to_the_order,
         ),
     ]  # fmt: skip
+
+
+def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]], changed: Sequence[str] = ()) -> str:
+    """The claims by what became of them; `changed` would be judged otherwise by runs on another processor."""
+    titles = {
+        HOLDS: "Hold here", FAILS: "**Do not hold here**", OPEN: "Not decided by these runs",
+        NOT_RUN: "Not run, or not in full",
+    }  # fmt: skip
+    found = {word: [f"({c.letter}) {c.title}" for c, lines in judged if of_claim(lines) == word] for word in titles}
+    told = [f"- {title}: {'; '.join(found[word])}." for word, title in titles.items() if found[word]]
+    alone = sorted({c.letter for c, lines in judged for line in lines if line.estimate and len(line.seeds) == 1})
+    if alone:
+        told.append(
+            f"- Of {', '.join(f'({letter})' for letter in alone)} at least one line rests on a single seed, which says "
+            "nothing about others."
+        )
+    if changed:
+        told.append(f"- With CHEEM's run on another kind of processor {', '.join(changed)}.")
+    return "\n".join(told)
+
+
+def unbeaten(
+    baselines: Sequence[tuple[str, Cell, Cell]], cells: Cells, measured: Mapping[str, Mapping[str, Any]]
+) -> str:
+    """Methods of which these runs do not show that CHEEM is more accurate, as more lines."""
+    told: dict[str, list[str]] = {FAILS: [], OPEN: []}
+    for title, ours, theirs in baselines:
+        line = compared(title, cells, ours, theirs, above)
+        if line.estimate is not None and line.word != HOLDS:
+            value, interval, *_ = shown(line)
+            ratio = measured[theirs.method]["flops_paper"]["mean"] / measured[ours.method]["flops_paper"]["mean"]
+            alone = "one seed; " if len(line.seeds) == 1 else ""
+            told[line.word].append(f"{title} (CHEEM {value}, {interval}; {alone}{ratio:.1f} times CHEEM's FLOPs)")
+    words = {FAILS: "**More accurate** than", OPEN: "No significant difference from"}
+    return "".join(
+        f"\n- {words[word]} CHEEM with the paper's router: {'; '.join(found)}."
+        for word, found in told.items() if found
+    )  # fmt: skip
+
+
+def of_claim(lines: Sequence[Verdict]) -> str:
+    """One word for all lines of a claim."""
+    words = {line.word for line in lines}
+    return next((word for word in (FAILS, NOT_RUN, OPEN) if word in words), HOLDS)
+
+
+def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
+    """A row per comparison."""
+    columns = ("claim", "compared", "verdict", *NUMBERS)
+    rows = [
+        (f"({claim.letter}) {claim.title}" if index == 0 else "", line.claim, _word(line), *shown(line))
+        for claim, lines in judged
+        for index, line in enumerate(lines)
+    ]
+    return Grid("", columns, tuple(rows), 3)
+
+
+def paired_grid(heading: str, pairs: Sequence[tuple[str, Cell, Cell]], cells: Cells) -> str:
+    """A row per pair of a title: the average accuracy of the one minus that of the other."""
+    lines = [compared(title, cells, one, other, lambda _: "") for title, one, other in pairs]
+    return Grid("", (heading, *NUMBERS), tuple((line.claim, *shown(line)) for line in lines), 1).to_markdown()
+
+
+NUMBERS = ("measured", "95 % interval", "over tasks", "p", "by seed")
+
+
+def shown(line: Verdict) -> tuple[str, ...]:
+    """Cells under `NUMBERS`."""
+    found = line.estimate
+    if found is None:
+        return line.why, *[NONE] * (len(NUMBERS) - 1)
+
+    def text_of(value: float) -> str:
+        text = f"{100 * value:+.1f}" if line.unit == "points" else f"{value:+.2f}"
+        return text.lstrip("+-") if not text.strip("+-0.") else text.replace("-", "−")
+
+    unit = f" {line.unit}" if line.unit else ""
+    seeds = ", ".join(f"{seed}: {text_of(value)}" for seed, value in zip(line.seeds, found.per_seed, strict=True))
+    p = "< 0.001" if found.p < 0.001 else f"{found.p:.3f}"
+    wide = NONE if found.over_tasks is None else " to ".join(map(text_of, found.over_tasks))
+    return f"{text_of(found.value)}{unit}", f"{text_of(found.low)} to {text_of(found.high)}", wide, p, seeds
+
+
+def _word(line: Verdict) -> str:
+    alone = line.estimate is not None and len(line.seeds) == 1
+    return f"{f'**{line.word}**' if line.word == FAILS else line.word}{' (one seed)' if alone else ''}"

@@ -75,10 +75,12 @@ def load(folder: Path) -> Cells:
         told = "; ".join(f"{directory}: {why}" for directory, why in left_out)
         raise ValueError(f"of the collected runs some cannot be used: {told}; remove them or collect them again")
     if not runs:
-        raise ValueError(f"{folder} holds no collected run; `python experiments/collect.py --to {folder}` brings some")
+        raise ValueError(
+            f"{folder} contains no collected run; `python experiments/collect.py --to {folder}` brings some"
+        )
     if len(places := sorted({run.place for run in runs})) > 1:
         told = " and ".join(f"{stream} on {backbone}" for stream, backbone in places)
-        raise ValueError(f"{folder} holds runs of {told}; a page is of one stream and one backbone")
+        raise ValueError(f"{folder} contains runs of {told}; a page is of one stream and one backbone")
     check_comparable(runs)
     orders = order_names(runs)
     found: dict[Cell, dict[int, Collected]] = {}
@@ -139,7 +141,7 @@ def unpacked(file: Path) -> tuple[ByTask, ByTask]:
                 np.unpackbits(held[name], count=int(sizes.sum())).astype(bool) for name in ("right", "right_given")
             ]
             if any(len(bits) != sizes.sum() for bits in found):
-                raise ValueError("it holds fewer bits than images")
+                raise ValueError("it contains fewer bits than images")
     except (ValueError, OSError, EOFError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{file} cannot be read ({error}); collect the run again") from error
     right, given = (tuple(np.split(bits, np.cumsum(sizes)[:-1])) for bits in found)

@@ -3,7 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from cheem_jax.backbone.config import CONFIGS, ViTConfig, at_image_size
+from cheem_jax.backbone.flops import executed_flops, executed_pass_flops, pass_flops
+from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.metrics import figure_of_merit
+from cheem_jax.core.ops import Placement
+from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.report.table import NONE, TOLD, Grid, number
 
 FLOPS = {"paper": "paper's FLOPs", "executed": "executed"}
@@ -14,6 +19,7 @@ class Side(NamedTuple):
 
     accuracy: float
     flops: Mapping[str, float]
+    is_one_seed: bool = False
 
 
 class Sides(NamedTuple):
@@ -25,14 +31,8 @@ class Sides(NamedTuple):
     rerouted: dict[str, Side]
 
 
-def merit_section(
-    titles: Mapping[str, str], measured: Mapping[str, Mapping[str, Any]], routers: Any | None,
-    searched: Mapping[str, Mapping[str, Any]], added: Mapping[str, float],
-) -> str:  # fmt: skip
-    """As Markdown: a row per method, by names with their `titles` and rows of `comparison`; `routers` is the study of
-    routers where it was made, `searched` rows of CHEEM with other searches by their titles. What the chosen router adds
-    to the FLOPs of methods with a network per task is `added`."""
-    sides = sides_of(titles, measured, routers, added)
+def merit_section(sides: Sides | None, searched: Mapping[str, Mapping[str, Any]]) -> str:
+    """As Markdown, a row per method; `searched` are rows of CHEEM with other searches by their titles."""
     if sides is None:
         return "It needs runs of CHEEM and of full fine-tuning, the reference."
     first, *more = sides.cheem.items()
@@ -53,21 +53,16 @@ have no router.
 {Grid("", columns, tuple(rows), 1).to_markdown()}"""
 
 
-def ahead_line(
-    titles: Mapping[str, str], measured: Mapping[str, Mapping[str, Any]], routers: Any | None,
-    added: Mapping[str, float],
-) -> str:  # fmt: skip
-    """Whom the figure of merit has ahead of CHEEM, as one more line; see `merit_section`."""
-    sides = sides_of(titles, measured, routers, added)
+def ahead_line(sides: Sides | None) -> str:
+    """Whom the figure of merit has ahead of CHEEM, as one more line."""
     if sides is None:
         return ""
-    alone = {titles[name] for name, row in measured.items() if len(row.get("seeds", ())) == 1}
     told = []
     for title, side in sides.cheem.items():
         better = []
         # the paper's router is compared with methods as they are
         for name, other in (sides.others | (sides.rerouted if told else {})).items():
-            value, seed = merit(sides.upper, side, other, "paper"), ", one seed" if name in alone else ""
+            value, seed = merit(sides.upper, side, other, "paper"), ", one seed" if other.is_one_seed else ""
             if value is not None and value < 1:
                 better.append(f"{name} ({value:.2f}{seed})")
             elif value is None and other.accuracy >= sides.upper > side.accuracy:
@@ -78,10 +73,15 @@ def ahead_line(
 
 
 def sides_of(
-    titles: Mapping[str, str], measured: Mapping[str, Mapping[str, Any]], routers: Any | None,
+    titles: Mapping[str, str],
+    measured: Mapping[str, Mapping[str, Any]],
+    routers: Mapping[str, Any] | None,
     added: Mapping[str, float],
-) -> Sides | None:  # fmt: skip
-    """All that are compared; None without CHEEM or the bound. See `merit_section`."""
+) -> Sides | None:
+    """All that are compared, from `titles` and rows of `comparison` by method; None without CHEEM or the bound.
+
+    `routers` is the study of routers where it was made; its choice adds `added` to the FLOPs of other methods.
+    """
     if "full_finetune" not in measured or "cheem" not in measured:
         return None
     upper = measured["full_finetune"]["local_average_accuracy"]["mean"]
@@ -99,9 +99,31 @@ def sides_of(
 
 def side_of(row: Mapping[str, Any]) -> Side:
     """Means over a method's runs."""
-    return Side(row["average_accuracy"]["mean"], {count: row[f"flops_{count}"]["mean"] for count in FLOPS})
+    flops = {count: row[f"flops_{count}"]["mean"] for count in FLOPS}
+    return Side(row["average_accuracy"]["mean"], flops, is_one_seed=len(row.get("seeds", ())) == 1)
 
 
 def merit(upper: float, own: Side, other: Side, count: str) -> float | None:
     """See `figure_of_merit`."""
     return figure_of_merit(upper, own.accuracy, own.flops[count], other.accuracy, other.flops[count])
+
+
+Results = Mapping[str, Any]
+
+
+def cost_of_router(results: Results, router: RouterConfig) -> dict[str, float]:
+    """What naming tasks so adds to the FLOPs per image of a run with the paper's router, by both counts.
+
+    For networks that leave the backbone before the pass of this router ends, or share nothing with it.
+    """
+    vit = at_image_size(CONFIGS[results["backbone"]], results["image_size"])
+    until, placement = router.until(vit.depth), results["placement"] or "mlp_down"
+    counts = {"paper": pass_flops, "executed": executed_pass_flops}
+    return {name: count(vit, placement, until) - count(vit, placement, vit.depth) for name, count in counts.items()}
+
+
+def behind_pass(vit: ViTConfig, placement: Placement, task: Mapping[str, Any], until: int) -> int:
+    """The router's pass up to a block, and a task's network from where it leaves what that pass has computed."""
+    begin = next((index for index, expert in enumerate(task["experts"][:until]) if expert != 0), until)
+    own = executed_flops(vit, placement, from_strings(task["architecture"]), len(task["classes"]), begin=begin)
+    return executed_pass_flops(vit, placement, until) + own

@@ -55,7 +55,7 @@ def printed() -> Mapping[str, Mapping[Cell, Printed]]:
             text = row["value"] + (f" ± {row['std']}" if row["std"] else "")
             number = Printed(float(row["value"]), text)
             if cell in found.setdefault(row["table"], {}):
-                raise ValueError(f"numbers.csv holds {cell} of the table {row['table']!r} twice")
+                raise ValueError(f"numbers.csv contains {cell} of the table {row['table']!r} twice")
             found[row["table"]][cell] = number
     return found
 

@@ -6,27 +6,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from charts import mean_std, spread
+from charts import frame, legend_below, mean_std, spread
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.routing.config import RouterConfig
-from cheem_jax.report.comparison import comparison
+from cheem_jax.report.comparison import comparison, measure
+from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import METHODS, NONE, TOLD, Grid
-from studies.paper.again import again_section, changed_verdicts, sizes_lines
-from studies.paper.beside import Beside, load_beside
-from studies.paper.claims import CHEEM, claims
+from studies.paper.again import Beside, again_section, changed_verdicts, load_beside, sizes_lines
+from studies.paper.claims import CHEEM, claims, in_short, paired_grid, unbeaten, verdict_grid
 from studies.paper.collected import Cell, Cells, is_usual, load, usual_of
-from studies.paper.merit import ahead_line, merit_section
+from studies.paper.merit import ahead_line, cost_of_router, merit_section, sides_of
 from studies.paper.paired import RESAMPLES
 from studies.paper.printed import Cell as PrintedCell
 from studies.paper.printed import printed
-from studies.paper.recount import cost_of_router
-from studies.paper.results_figure import accuracy_figure
 from studies.paper.results_setting import setting_sections
-from studies.paper.verdict_tables import in_short, paired_grid, unbeaten, verdict_grid
-from studies.routers import page as routers
-from studies.routers.page import told_gain
+from studies.routers.page import NAMES, sections_of, told_gain
 from studies.searching import report as searches
 
 Results = Mapping[str, Any]
@@ -40,42 +38,22 @@ class Row(NamedTuple):
     runs: Sequence[Results]
 
 
-class Study(NamedTuple):
-    """A study of finished runs that left its numbers beside them."""
-
-    title: str
-    text: Callable[[Mapping[str, Any]], str]
-    draw: Callable[[Mapping[str, Any], Path], bool] | None = None
-    """Makes its figure; False where there is nothing to be seen."""
-
-
-STUDIES = {
-    "routers": Study("Which router loses least", routers.sections_of),
-    "search": Study(
-        "How the supernet ranks architectures, and what searches find",
-        lambda found: "\n\n".join(searches.parts_of(found, 3)), searches.picture,
-    ),
-}  # fmt: skip
-"""By the name of the file with its numbers."""
+STUDIES = ("routers", "search")
+"""Studies of finished runs that left their numbers beside them, in files of these names."""
 
 
 def write_page(results: Path, page: Path) -> int:
-    """The page, and its figure in the folder of the page's name; returns the number of runs."""
-    cells = load(results)
+    """The page, and its figures in the folder of the page's name; returns the number of runs."""
+    cells, folder, notes = load(results), page.with_suffix(""), results.parent / "notes.md"
     rows = rows_of(cells)
-    figure = page.with_suffix("") / "accuracy.png"
-    notes = results.parent / "notes.md"
     files = {name: results.parent / f"{name}.json" for name in STUDIES}
     studies = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
-    figure.parent.mkdir(parents=True, exist_ok=True)
-    drawn = {
-        name: figure.with_name(f"{name}.png") for name, found in studies.items()
-        if (draw := STUDIES[name].draw) is not None and draw(found, figure.with_name(f"{name}.png"))
-    }  # fmt: skip
-    pictures = {name: f"{file.parent.name}/{file.name}" for name, file in {**drawn, "accuracy": figure}.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    is_drawn = "search" in studies and searches.picture(studies["search"], folder / "search.png")
+    pictures = {name: f"{folder.name}/{name}.png" for name in ("accuracy", *(["search"] if is_drawn else []))}
     by_hand = notes.read_text() if notes.is_file() else ""
     text = page_of(cells, rows, by_hand, pictures, studies, load_beside(results, cells))
-    accuracy_figure({row.title: row.runs for row in rows}, figure)
+    accuracy_figure({row.title: row.runs for row in rows}, folder / "accuracy.png")
     write_atomically(page, text)
     return sum(map(len, cells.values()))
 
@@ -97,6 +75,9 @@ def page_of(
     ]  # fmt: skip
     measured, titles = measured_of(rows), {row.method: row.title for row in reversed(rows)}
     searched = [row for row, cell in zip(variants, others, strict=True) if cell == RESUMED]
+    routers = studies.get("routers")
+    sides = sides_of(titles, measured, routers, added_by(routers, first))
+    deviation = " ± standard deviation" if any(len(row.runs) > 1 for row in rows) else ""
     parts = [
         f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
         HEAD,
@@ -104,9 +85,9 @@ def page_of(
         WORDS,
         in_short(judged, changed)
         + unbeaten(baselines, cells, measured)
-        + ahead_line(titles, measured, studies.get("routers"), added_by(studies.get("routers"), first))
-        + beyond(studies.get("routers"))
-        + lines_of_sizes(beside, measured, studies.get("routers"), first["image_size"]),
+        + ahead_line(sides)
+        + beyond(routers)
+        + sizes_lines(beside.sizes, measured, routers, first["image_size"]),
         "## What the paper claims, checked here",
         CLAIMS,
         verdict_grid(judged).to_markdown(),
@@ -121,7 +102,7 @@ def page_of(
         *([PAIRED_TEXT, paired_grid("variant", pairs, cells)] if others else []),
         *again_section(beside.again, cells, [*(cell for _, _, cell in baselines), *others], changed),
         "## Accuracy by task",
-        f"After the last task, in %, mean{' ± standard deviation' if several(rows) else ''} over runs.",
+        f"After the last task, in %, mean{deviation} over runs.",
         task_grid(
             [*rows, *variants], lambda run: last_row(run, "local_accuracy" if run["method"] in TOLD else "accuracy")
         ),
@@ -133,14 +114,9 @@ def page_of(
             lambda run: last_row(run, "local_accuracy") - last_row(run, "accuracy"),
         ),
         "## Figure of merit",
-        merit_section(
-            titles,
-            measured,
-            studies.get("routers"),
-            {row.title: measured_of([row])[row.method] for row in searched},
-            added_by(studies.get("routers"), first),
-        ),
-        *(part for name, found in studies.items() for part in study_parts(name, found, pictures, cells)),
+        merit_section(sides, {row.title: measured_of([row])[row.method] for row in searched}),
+        *(router_parts(routers, cells) if routers else []),
+        *(search_parts(studies["search"], pictures.get("search")) if "search" in studies else []),
         "## The paper's numbers",
         *beside_the_paper(rows, first["backbone"]),
         *setting_sections(cells, studies),
@@ -201,31 +177,19 @@ def measured_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return {row["method"]: row for row in reversed(found)}
 
 
-def not_counted(found: Mapping[str, Any], cells: Cells) -> list[str]:
-    """Collected runs that a study of routers should have counted and did not."""
+def router_parts(found: Mapping[str, Any], cells: Cells) -> list[str]:
+    """The study of routers, and the collected runs that it should have counted and did not."""
     known = [(run["method"], run["seed"]) for run in found["runs"]]
-    own = [(name, seed) for name in routers.NAMES for seed in cells.get(Cell(name), {})]
-    return [f"{METHODS[name]} with seed {seed}" for name, seed in own if (name, seed) not in known]
+    own = [(name, seed) for name in NAMES for seed in cells.get(Cell(name), {})]
+    left_out = [f"{METHODS[name]} with seed {seed}" for name, seed in own if (name, seed) not in known]
+    shown = [f"Not counted here yet: {', '.join(left_out)}."] if left_out else []
+    return ["## Which router loses least", sections_of(found), *shown]
 
 
-def lines_of_sizes(
-    beside: Beside, measured: Mapping[str, Mapping[str, Any]], routers: Mapping[str, Any] | None, pixels: int
-) -> str:  # fmt: skip
-    """What images of another size bring, as more lines."""
-    best = [row["average_accuracy"]["mean"] for method, row in measured.items() if method not in TOLD]
-    chosen = {} if routers is None else routers["chosen"]
-    best += [chosen[method]["accuracy"] for method in METHODS if method in chosen]
-    flops = measured["cheem"]["flops_paper"]["mean"] if "cheem" in measured else None
-    return sizes_lines(beside.sizes, pixels, max(best, default=1.0), flops)
-
-
-def study_parts(name: str, found: Mapping[str, Any], pictures: Mapping[str, str], cells: Cells) -> list[str]:
-    """A study's section, with its figure."""
-    study = STUDIES[name]
-    shown = [f"![{study.title}]({pictures[name]})"] if name in pictures else []
-    if name == "routers" and (left_out := not_counted(found, cells)):
-        shown.append(f"Not counted here yet: {', '.join(left_out)}.")
-    return [f"## {study.title}", study.text(found), *shown]
+def search_parts(found: Mapping[str, Any], picture: str | None) -> list[str]:
+    """The study of searches, with its figure."""
+    title = "How the supernet ranks architectures, and what searches find"
+    return [f"## {title}", "\n\n".join(searches.parts_of(found, 3)), *([f"![{title}]({picture})"] if picture else [])]
 
 
 def title_of(cell: Cell) -> str:
@@ -234,10 +198,6 @@ def title_of(cell: Cell) -> str:
 
 def results_of(cells: Cells, cell: Cell) -> list[Results]:
     return [collected.run.results for collected in cells[cell].values()]
-
-
-def several(rows: Sequence[Row]) -> bool:
-    return any(len(row.runs) > 1 for row in rows)
 
 
 def names_of(run: Results) -> list[str]:
@@ -361,3 +321,34 @@ def _ours(row: Mapping[str, Any] | None, name: str, *, is_told: bool) -> str:
     key = {"flops": "flops_paper"}.get(name, "local_average_accuracy" if is_told and "accuracy" in name else name)
     value = row[key]
     return NONE if value is None else f"{value['mean'] / 1e9:.2f}" if name == "flops" else f"{100 * value['mean']:.1f}"
+
+
+FOUND, GIVEN = "#1f77b4", "#c0792b"
+
+
+def accuracy_figure(rows: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) -> None:
+    """A line per method: mean with its standard deviation, and a point per run, without and with the task ID given."""
+    figure = Figure(figsize=(7.2, 1.5 + 0.42 * len(rows)), dpi=DPI, layout="constrained")
+    axes = figure.add_subplot()
+    for place, runs in enumerate(rows.values()):
+        for name, colour, shift in (("average_accuracy", FOUND, -0.14), ("local_average_accuracy", GIVEN, 0.14)):
+            values = [100 * value for run in runs if (value := measure(run, name)) is not None]
+            if (found := mean_std(values)) is None:
+                continue
+            axes.errorbar(
+                found["mean"], place + shift, xerr=found["std"], fmt="D", color=colour, markersize=5, capsize=3,
+                linewidth=1.5,
+            )  # fmt: skip
+            axes.plot(values, [place + shift] * len(values), "o", color=INK, markersize=2.5, zorder=3)
+    titles = [title.replace("$", r"\$").replace(" (", "\n(") for title in rows]
+    axes.set_yticks(range(len(rows)), titles, color=INK, fontsize=9)
+    axes.set(ylim=(len(rows) - 0.5, -0.5), xlim=(0, 100))
+    frame(axes, x="average accuracy after the last task, %", grid=True)
+    handles = [
+        Line2D([], [], color=FOUND, marker="D", markersize=5, linestyle="none", label="task-agnostic"),
+        Line2D([], [], color=GIVEN, marker="D", markersize=5, linestyle="none", label="task ID given"),
+        Line2D([], [], color=INK, marker="o", markersize=2.5, linestyle="none", label="one run"),
+    ]
+    legend_below(figure, handles)
+    figure.suptitle("Mean over runs; bars: standard deviation over seeds", fontsize=10, color=FAINT)
+    save(figure, file)

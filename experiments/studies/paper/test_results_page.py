@@ -13,11 +13,10 @@ from scipy.stats import spearmanr
 
 from cheem_jax.run.results import results_of
 from studies.paper import claims
-from studies.paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, above, below, within
+from studies.paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, above, below, in_short, within
 from studies.paper.collected import load, packed
-from studies.paper.merit import ahead_line, merit_section
+from studies.paper.merit import ahead_line, merit_section, sides_of
 from studies.paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
-from studies.paper.verdict_tables import in_short
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("one", "two", "three")
@@ -269,7 +268,7 @@ def test_a_verdict_that_hangs_on_the_processor_is_named(tmp_path):
 def test_what_does_not_belong_beside_the_runs_is_named(folder, run, why, tmp_path):
     write(tmp_path / "runs")
     write(tmp_path / folder, **run)
-    with pytest.raises(ValueError, match=f"{folder}.*seed-.* is no run .*: {why}; remove it"):
+    with pytest.raises(ValueError, match=f"{folder}.*seed-.* is not a run .*: {why}; remove it"):
         page_of(tmp_path)
     assert not (tmp_path / "docs/results.md").exists()
 
@@ -305,7 +304,7 @@ def test_damaged_and_mixed_runs_end_in_one_error(tmp_path):
 def test_the_page_has_no_tables_of_runs_beside_it(tmp_path):
     with pytest.raises(ValueError, match="leave out --runs and --only"):
         tables.main(tables.Tables(results=tmp_path, only="fom"))
-    with pytest.raises(ValueError, match=r"holds no collected run; .*experiments/collect.py"):
+    with pytest.raises(ValueError, match=r"contains no collected run; .*experiments/collect.py"):
         load(tmp_path)
 
 
@@ -341,7 +340,7 @@ def test_the_figure_of_merit_is_told_by_both_counts_and_of_both_routers():
         "cheem": {"accuracy": 0.65},
         "flops": {"paper": 1.6, "executed": 1.0},
     }
-    page = merit_section(titles, measured, {"chosen": chosen}, {}, {})
+    page = merit_section(sides_of(titles, measured, {"chosen": chosen}, {}), {})
 
     def cells(method):
         [line] = [line for line in page.splitlines() if line.startswith(f"| {method} |")]
@@ -352,21 +351,20 @@ def test_the_figure_of_merit_is_told_by_both_counts_and_of_both_routers():
     assert cells("CHEEM") == ["10.0", "–", "–", "2.50", "3.00"]
     assert cells("L2P") == ["-5.0", "–", "–", "–", "–"] and "FULL_FINETUNE" not in page
     assert cells("CHEEM, early LDA") == ["5.0", "0.40", "0.33", "–", "–"]
-    fair = merit_section(
-        titles, measured, {"chosen": {**chosen, "lora_cl": {"accuracy": 0.6}}}, {}, {"paper": -0.4, "executed": -0.5}
-    )
+    added, lora = {"paper": -0.4, "executed": -0.5}, {**chosen, "lora_cl": {"accuracy": 0.6}}
+    fair = merit_section(sides_of(titles, measured, {"chosen": lora}, added), {})
     # with the same router: gaps 0.1 and 0.05, FLOPs 2.6 / 1.6 and 2 / 1
     [line] = [line for line in fair.splitlines() if line.startswith("| LORA_CL, early LDA |")]
     assert [cell.strip() for cell in line.strip("|").split("|")][1:] == ["10.0", "1.30", "1.33", "3.25", "4.00"]
-    other = merit_section(titles, measured, None, {"CHEEM, resumed": row(0.65, 2.5, 1.0)}, {})
+    other = merit_section(sides_of(titles, measured, None, {}), {"CHEEM, resumed": row(0.65, 2.5, 1.0)})
     [line] = [line for line in other.splitlines() if line.startswith("| LORA_CL |")]
     assert line == "| LORA_CL | 20.0 | 3.00 | 3.33 | 4.80 | 10.00 |"  # gaps 0.2 and 0.05, FLOPs 3 / 2.5 and 2.5 / 1
-    assert "LDA" not in merit_section(titles, measured, None, {}, {})
+    assert "LDA" not in merit_section(sides_of(titles, measured, None, {}), {})
     few = {**measured, "ewc": {**row(0.58, 1.0, 1.0), "seeds": [0]}}  # gaps 0.12 and 0.1, half of the FLOPs
     lora = {**chosen, "lora_cl": {"accuracy": 0.69}}  # gaps 0.01 and 0.05, FLOPs 2.6 / 1.6
-    assert ahead_line({**titles, "ewc": "EWC"}, few, {"chosen": lora}, {"paper": -0.4, "executed": -0.5}).endswith(
+    assert ahead_line(sides_of({**titles, "ewc": "EWC"}, few, {"chosen": lora}, added)).endswith(
         "CHEEM with the paper's router: L2P (not below the reference), EWC (0.60, one seed); "
         "than CHEEM, early LDA: L2P (not below the reference), LORA_CL, early LDA (0.33)."
     )
-    assert ahead_line(titles, {"cheem": measured["cheem"]}, None, {}) == ""
-    assert "needs runs of CHEEM and of full" in merit_section(titles, {"cheem": measured["cheem"]}, None, {}, {})
+    assert ahead_line(sides_of(titles, {"cheem": measured["cheem"]}, None, {})) == ""
+    assert "needs runs of CHEEM and of full" in merit_section(None, {})

@@ -198,7 +198,7 @@ def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path, capsys):
 
 
 def test_wrong_names_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"--only names 'foms'; the tables are fom, .*counts"):
+    with pytest.raises(ValueError, match=r"--only names 'foms'; expected some of: fom, .*counts"):
         run_tables(tmp_path, "foms")
     with pytest.raises(ValueError, match="which is no"):
         run_tables(tmp_path, "fom")

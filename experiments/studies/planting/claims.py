@@ -55,6 +55,10 @@ class Verdict(NamedTuple):
         """The larger of the two."""
         return max(self.random or 0.0, self.exchanged)
 
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**self._asdict(), "value": None if np.isnan(self.value) else self.value, "chance": self.chance}
+
 
 class Measured(NamedTuple):
     """A claim about N structures."""
@@ -130,7 +134,9 @@ def judge(results: Mapping[str, Any], costs: Costs) -> dict[str, Verdict | None]
     """Every claim about one run; None where it had nothing to find, because no expert was there."""
     structure = structure_of(results, costs)
     rng = np.random.default_rng(results["seed"])
-    by_chance, similarity = expected(structure), similarity_of(results)
+    by_chance = expected(structure)
+    # S of every task to the earlier networks, the backbone's first; NaN where one skips the block
+    similarity = [np.array(task, float) for task in results["similarity"]]
     measured, random, exchanged = (
         measure(counts_of(drawn), by_chance)
         for drawn in (
@@ -213,11 +219,6 @@ def _similar(similarity: Sequence[Float[np.ndarray, "E L"]], task: int, kind: st
     yes = leads[0] and not any(value <= other for other in elsewhere)
     # where nobody leads, a yes is still as rare as one network among those compared
     return Verdict(value, level, bool(yes), None, float(np.mean(leads)) or 1 / len(networks))
-
-
-def similarity_of(results: Mapping[str, Any]) -> list[Float[np.ndarray, "E L"]]:
-    """S of every task to the earlier networks, the backbone's first; NaN where one skips the block."""
-    return [np.array([[np.nan if s is None else s for s in row] for row in task]) for task in results["similarity"]]
 
 
 def relative_and_rivals(task: int) -> tuple[int, list[int]]:

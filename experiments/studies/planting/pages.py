@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from charts import spread
-from jaxtyping import Float
 
 from cheem_jax.report.table import NONE, Grid
-from studies.planting.claims import CLAIMS, NUM_REDRAWN, Claim, Summary, Verdict, holm, judge, summarise
+from studies.planting.claims import CLAIMS, NUM_REDRAWN, Summary, Verdict, holm, judge, summarise
 from studies.planting.stream import NAMES, PLAN
 from studies.planting.structure import BASE, FAMILY, NEW, SKIP, STRANGER, Costs, counts_of, structure_of
 
@@ -53,8 +52,10 @@ def claims_grid(summaries: Sequence[Summary]) -> Grid:
     """Claims and samplings in rows."""
     rows = tuple(
         (
-            summary.claim, TITLES[summary.sampling], f"{summary.yes} of {summary.runs}", interval(summary),
-            percent(summary.chance), NONE if summary.p is None else f"{summary.p:.2g}",
+            summary.claim, TITLES[summary.sampling], f"{summary.yes} of {summary.runs}",
+            "{:.0f}–{:.0f} %".format(*(100 * end for end in summary.interval)) if summary.interval else NONE,
+            NONE if summary.chance is None else f"{100 * summary.chance:.0f} %",
+            NONE if summary.p is None else f"{summary.p:.2g}",
             spread({"mean": summary.value, "std": summary.std}, 2),
             NONE if summary.level is None else f"{summary.level:.2f}",
         )
@@ -87,20 +88,12 @@ def tasks_grid(runs: Runs, costs: Costs) -> Grid:
     return Grid("What the tasks got", columns, tuple(rows), 2)
 
 
-def cosine_grid(means: Mapping[str, Float[np.ndarray, "L D"]]) -> Grid:
-    """Cosine of mean CLS tokens in the plain backbone, mean over blocks: what there is to see before learning."""
-    unit = {name: mean / np.linalg.norm(mean, axis=-1, keepdims=True) for name, mean in means.items()}
-    rows = tuple(
-        (name, *(f"{(one * other).sum(-1).mean():.2f}" for other in unit.values())) for name, one in unit.items()
-    )
-    return Grid("What the plain backbone sees", ("", *means), rows, 1)
-
-
 def findings(runs: Runs, summaries: Sequence[Summary]) -> list[str]:
     """Plain sentences, the claims by how they came out."""
     sentences = []
     by_claim = {claim.name: {s.sampling: s for s in summaries if s.claim == claim.name} for claim in CLAIMS}
-    for sampling in runs:
+    for sampling, of_sampling in runs.items():
+        num = len(of_sampling)
         own = {name: found[sampling] for name, found in by_claim.items()}
         always = [name for name, s in own.items() if s.runs and s.yes == s.runs]
         never = [name for name, s in own.items() if s.runs and not s.yes]
@@ -113,7 +106,7 @@ def findings(runs: Runs, summaries: Sequence[Summary]) -> list[str]:
         ]  # fmt: skip
         told = "; ".join(f"{how}: {', '.join(names)}" for names, how in parts if names)
         sentences.append(
-            f"{TITLES[sampling]} sampling, {_runs(len(runs[sampling]))}, found {told}. More often than chance "
+            f"{TITLES[sampling]} sampling, {num} run{'' if num == 1 else 's'}, found {told}. More often than chance "
             f"explains (p < 0.05, each claim for itself): {', '.join(beyond) or 'none'}; "
             f"corrected for {len(p)} claims (Holm): {', '.join(corrected) or 'none'}."
         )
@@ -157,17 +150,16 @@ def _cost(runs: Runs) -> str:
     return f"Over all tasks, {'; '.join(told)}."
 
 
-def page(runs: Runs, judged: Judged, costs: Costs, means: Mapping[str, Float[np.ndarray, "L D"]], setting: str) -> str:
+def page(runs: Runs, judged: Judged, costs: Costs, setting: str) -> str:
     """`planted.md`."""
     parts = ["# Planted synergy", setting, "## Findings"]
     parts += findings(runs, judged.summaries)
-    parts += ["![networks found](architectures.png)", "![similarity to the relative](similarity.png)"]
+    parts += ["![target networks of all runs](architectures.png)"]
     for grid, note in (
         (plan_grid(), ""),
         (criteria_grid(), ""),
         (claims_grid(judged.summaries), NOTE),
         (tasks_grid(runs, costs), TASKS_NOTE),
-        (cosine_grid(means), COSINE_NOTE),
     ):
         parts += [f"## {grid.title}", grid.to_markdown(), *filter(None, [note])]
     return "\n\n".join(parts) + "\n"
@@ -186,22 +178,19 @@ TASKS_NOTE = """\
 Means over runs, ± standard deviation. Accuracy: with the true task given, since no router can tell shapes from its
 twin; frozen: a linear classifier on the plain backbone. From `of the family` (of earlier tasks of shapes) to `skip`:
 the mean number of blocks that take their expert from there; adapted: those of them that adapt it."""
-COSINE_NOTE = """\
-Cosine of the mean class tokens of the training images in the plain backbone, mean over blocks, of the first seed: the
-relations are in the data before anything is learned. `base` is the backbone's own task."""
 
 
 def table(summaries: Sequence[Summary]) -> str:
     """`planted.csv`: the claims by sampling, numbers unrounded."""
-    rows = [["" if value is None else str(value) for value in summary] for summary in summaries]
-    return Grid("", Summary._fields, tuple(map(tuple, rows)), 0).to_csv()
+    rows = tuple(tuple("" if value is None else str(value) for value in summary) for summary in summaries)
+    return Grid("", Summary._fields, rows, 0).to_csv()
 
 
 def numbers(runs: Runs, judged: Judged) -> dict[str, Any]:
     """`planted.json`: claims, verdicts by run, and the summaries."""
     return {
         "plan": [{**task._asdict(), "draw": None, "classes": len(task.classes)} for task in PLAN],
-        "claims": [_without_place(claim) for claim in CLAIMS],
+        "claims": [{**claim._asdict(), "task": NAMES[claim.task]} for claim in CLAIMS],
         "summaries": [summary._asdict() for summary in judged.summaries],
         "runs": [
             {
@@ -209,33 +198,9 @@ def numbers(runs: Runs, judged: Judged) -> dict[str, Any]:
                 "seed": results["seed"],
                 "base_means": results["base_means"],
                 "architectures": {task["name"]: task["architecture"] for task in results["tasks"]},
-                "verdicts": {name: verdict and _json(verdict) for name, verdict in verdicts.items()},
+                "verdicts": {name: verdict and verdict.to_json() for name, verdict in verdicts.items()},
             }
             for sampling, found in runs.items()
             for results, verdicts in zip(found, judged.verdicts[sampling], strict=True)
         ],
     }
-
-
-def _without_place(claim: Claim) -> dict[str, Any]:
-    return {**claim._asdict(), "task": NAMES[claim.task]}
-
-
-def _json(verdict: Verdict) -> dict[str, Any]:
-    value = None if np.isnan(verdict.value) else verdict.value
-    return {**verdict._asdict(), "value": value, "chance": verdict.chance}
-
-
-def interval(summary: Summary) -> str:
-    """In percent."""
-    return (
-        NONE if summary.low is None or summary.high is None else f"{100 * summary.low:.0f}–{100 * summary.high:.0f} %"
-    )
-
-
-def percent(value: float | None) -> str:
-    return NONE if value is None else f"{100 * value:.0f} %"
-
-
-def _runs(num: int) -> str:
-    return "1 run" if num == 1 else f"{num} runs"

@@ -81,7 +81,7 @@ def test_a_state_of_other_settings_is_refused_by_name(tiny, tmp_path):
     pretrain_micro.save_state(tmp_path / "state", tiny, {"x": np.ones(3)}, 7)
     state, step = pretrain_micro.load_state(tmp_path / "state", tiny, {"x": np.zeros(3)})
     assert step == 7 and state["x"].tolist() == [1, 1, 1]
-    with pytest.raises(ValueError, match="seed 0, now 5"):
+    with pytest.raises(ValueError, match="seed is 0 there and 5 here"):
         pretrain_micro.load_state(tmp_path / "state", dataclasses.replace(tiny, seed=5), {"x": np.zeros(3)})
 
 

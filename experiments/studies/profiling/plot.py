@@ -27,43 +27,39 @@ def profile_table(results: Results) -> str:
     """The Markdown table, with what it was measured on and what its columns mean."""
     machine = results["machine"]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "jax", "jaxlib", "flax"))
-    lines = [
-        "# Executors compared",
-        "",
-        f"{machine['device']} ({machine['platform']}; {machine['system']}); {versions}; {machine['date']}.",
-        "",
-        "| " + " | ".join(_HEADER) + " |",
-        "|---|" + "---:|" * 2 + "---|---|" + "---:|" * (len(_HEADER) - 5),
-    ]
+    rows: list[tuple[Any, ...]] = [_HEADER]
     for case in results["configurations"]:
         for name, entry in case["executors"].items():
-            cells = (
+            rows.append((
                 case["backbone"], case["image_size"], case["batch_size"], case["precision"], name, entry["programs"],
                 f"{entry['compile_seconds']:.1f}", f"{entry['first_step_seconds']:.3g}",
                 f"{entry['step_seconds']:.3g}", f"{entry['images_per_second']:.4g}",
                 f"{entry['flops_per_second'] / 1e9:.3g}", f"{case['peak_flops_per_second'] / 1e9:.4g}",
                 f"{100 * entry['share_of_peak']:.0f} %", f"{entry['memory_bytes'] / 1e6:.0f}",
-            )  # fmt: skip
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
+            ))  # fmt: skip
+    head, *body = ("| " + " | ".join(map(str, cells)) + " |" for cells in rows)
+    table = "\n".join([head, "|---|" + "---:|" * 2 + "---|---|" + "---:|" * (len(_HEADER) - 5), *body])
     signatures = {
         case["backbone"]: f"{case['num_signatures']} of {case['num_draws']}" for case in results["configurations"]
     }
-    device_memory = machine["platform"] != "cpu"
-    lines += [
-        "",
-        "- Every executor runs the same architectures, sampled uniformly over the candidates of a first task. Distinct",
-        f"  signatures: {', '.join(f'{name} {number}' for name, number in signatures.items())}.",
-        "- functions, compile s: what XLA compiled in the cold pass, without a persistent cache.",
-        "- cold step s: mean over the cold pass, in which every architecture is new. If samples rarely repeat, every",
-        "  step of `whole` costs this much; the others compile before the first step only.",
-        f"- step s: median over {results['repeats']} more passes with everything compiled, from uint8 images to",
-        "  updated parameters. `scan` runs several steps per call; its time is divided.",
-        "- GFLOP/s: FLOPs that these architectures need at least (`step_flops`) over the time taken; peak: of one",
-        "  large matrix product, measured after every pass.",
-        "- memory MB: growth of the peak during the cold pass, "
-        + ("on the device." if device_memory else "of the process, the compiler's own memory included."),
-    ]
-    return "\n".join(lines) + "\n"
+    where = "of the process, the compiler's own memory included." if machine["platform"] == "cpu" else "on the device."
+    return f"""# Executors compared
+
+{machine["device"]} ({machine["platform"]}; {machine["system"]}); {versions}; {machine["date"]}.
+
+{table}
+
+- Every executor runs the same architectures, sampled uniformly over the candidates of a first task. Distinct
+  signatures: {", ".join(f"{name} {number}" for name, number in signatures.items())}.
+- functions, compile s: what XLA compiled in the cold pass, without a persistent cache.
+- cold step s: mean over the cold pass, in which every architecture is new. If samples rarely repeat, every
+  step of `whole` costs this much; the others compile before the first step only.
+- step s: median over {results["repeats"]} more passes with everything compiled, from uint8 images to
+  updated parameters. `scan` runs several steps per call; its time is divided.
+- GFLOP/s: FLOPs that these architectures need at least (`step_flops`) over the time taken; peak: of one
+  large matrix product, measured after every pass.
+- memory MB: growth of the peak during the cold pass, {where}
+"""
 
 
 def cold_start_figure(results: Results, file: Path) -> None:

@@ -56,10 +56,10 @@ def test_a_small_study_writes_numbers_table_and_figure(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "changed, said",
     [
-        ({"executors": "stages,hole"}, "unknown executor 'hole'; expected some of: stages, whole, scan"),
+        ({"executors": "stages,hole"}, "--executors names 'hole'; expected some of: stages, whole, scan"),
         ({"backbones": "vit_nono"}, "unknown backbone 'vit_nono'; nearest: vit_nano"),
         ({"batch_sizes": "16,0"}, "batch size '0' is no whole number from 1 on"),
-        ({"precisions": "float16"}, "unknown precision 'float16'"),
+        ({"precisions": "float16"}, "--precisions names 'float16'"),
         ({"num_draws": 0}, "num_draws is 0; expected at least 1"),
         ({"executors": "stages", "record": True}, "--record compares all executors, not only stages"),
         ({"out": Path(__file__)}, "which is not a folder; expected one that exists or can be made"),

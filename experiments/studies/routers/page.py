@@ -1,9 +1,12 @@
 """The study of routers as Markdown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-NAMES = {"cheem": "CHEEM", "lora_cl": "LoRA-CL", "s_prompts": "S-Prompts"}
+from cheem_jax.report.table import METHODS, NONE, Grid
+
+NAMES = ("cheem", "lora_cl", "s_prompts")
+"""Methods with a network per task behind a router."""
 READS = {
     "last": "last class token",
     "early": "mean patch tokens at a quarter and at half of the depth",
@@ -20,12 +23,6 @@ def page_of(found: Mapping[str, Any]) -> str:
 def sections_of(found: Mapping[str, Any]) -> str:
     """All tables, without a heading of the first level."""
     return "\n\n".join([_compared(found), _by_task(found), _looked_twice(found), _all(found)])
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """A Markdown table; columns after the first few are aligned to the right."""
-    rule = ["---"] * num_left + ["---:"] * (len(head) - num_left)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
 
 
 def _percent(value: float) -> str:
@@ -57,17 +54,19 @@ def _compared(found: Mapping[str, Any]) -> str:
     methods = [method for method in NAMES if any(method in row for row in found["rows"])]
     head = ["reads", "router", "validation %", "task found %"]
     for method in methods:
-        head += [f"{NAMES[method]} %", f"{NAMES[method]}, gain"]
+        head += [f"{METHODS[method]} %", f"{METHODS[method]}, gain"]
     head += ["MFLOPs, paper", "MFLOPs, executed", "kB a task", "µs an image"]
     rows, first = [], found["rows"][0]
     for row in shown_rows(found):
         cells = [row["features"], _title(row, found), _percent(row["validation"]), _percent(row["found"]["test"])]
         for method in methods:
-            gain = "–" if row is first else told_gain(row[method]["gain"])
+            gain = NONE if row is first else told_gain(row[method]["gain"])
             cells += [_percent(row[method]["accuracy"]), gain]
         flops = [f"{row['flops'][name] / 1e6:.0f}" for name in ("paper", "executed")]
-        rows.append([*cells, *flops, _bytes(row["bytes_per_task"]), f"{row['microseconds_per_image']:.0f}"])
-    counts = ", ".join(f"{NAMES[method]} {sum(run['method'] == method for run in found['runs'])}" for method in methods)
+        rows.append((*cells, *flops, _bytes(row["bytes_per_task"]), f"{row['microseconds_per_image']:.0f}"))
+    counts = ", ".join(
+        f"{METHODS[method]} {sum(run['method'] == method for run in found['runs'])}" for method in methods
+    )
     reads = "; ".join(f"*{name}*: {told}" for name, told in READS.items())
     same, others, seeds = found["same_as_run"], found.get("same_answers", []), found["validated"]
     validated = ("seed " if len(seeds) == 1 else "seeds ") + ", ".join(map(str, seeds))
@@ -84,7 +83,7 @@ computed again, {again}; last bits and seeds of k-means explain the rest. Times 
 Shown: the paper's router, the chosen one, the best of each kind on validation images; all {len(found["rows"])} are
 below.
 
-{table(head, rows, 2)}"""
+{Grid("", tuple(head), tuple(rows), 2).to_markdown()}"""
 
 
 def _title(row: Mapping[str, Any], found: Mapping[str, Any]) -> str:
@@ -92,58 +91,51 @@ def _title(row: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def _all(found: Mapping[str, Any]) -> str:
-    head = ["reads", "router", "validation %", "task found %", "CHEEM %", "over the paper's", "kB a task"]
-    rows = [
-        [
+    head = ("reads", "router", "validation %", "task found %", "CHEEM %", "over the paper's", "kB a task")
+    rows = tuple(
+        (
             row["features"], _title(row, found), _percent(row["validation"]), _percent(row["found"]["test"]),
             _percent(row["cheem"]["accuracy"]),
-            "–" if row is found["rows"][0] else f"{100 * row['cheem']['gain']['value']:+.1f}".replace("-", "−"),
+            NONE if row is found["rows"][0] else f"{100 * row['cheem']['gain']['value']:+.1f}".replace("-", "−"),
             _bytes(row["bytes_per_task"]),
-        ]
+        )
         for row in found["rows"]
-    ]  # fmt: skip
-    return f"All routers that were tried:\n\n{table(head, rows, 2)}"
+    )  # fmt: skip
+    return f"All routers that were tried:\n\n{Grid('', head, rows, 2).to_markdown()}"
 
 
 def _by_task(found: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            row["task"], _percent(row["paper_found"]), _percent(row["chosen_found"]), _percent(row["paper"]),
-            _percent(row["chosen"]), _percent(row["given"]),
-        ]
-        for row in found["by_task"]
-    ]  # fmt: skip
-    keys = ("paper_found", "chosen_found", "paper", "chosen", "given")
-    means = {key: sum(row[key] for row in found["by_task"]) / len(found["by_task"]) for key in keys}
-    rows.append(["mean", *(_percent(means[key]) for key in keys)])
+    columns = {
+        "paper_found": "task found, paper's router %", "chosen_found": "task found, chosen %",
+        "paper": "accuracy, paper's router %", "chosen": "accuracy, chosen %", "given": "task ID given %",
+    }  # fmt: skip
+    means = {key: sum(row[key] for row in found["by_task"]) / len(found["by_task"]) for key in columns}
+    tasks = (*found["by_task"], {"task": "mean", **means})
+    rows = tuple((row["task"], *(_percent(row[key]) for key in columns)) for row in tasks)
     gap = means["given"] - means["paper"]
     share = (means["chosen"] - means["paper"]) / gap if gap > 0 else float("nan")
-    head = [
-        "task", "task found, paper's router %", "task found, chosen %", "accuracy, paper's router %",
-        "accuracy, chosen %", "task ID given %",
-    ]  # fmt: skip
     chosen = found["chosen"]
     return f"""CHEEM by task. Of the {100 * gap:.1f} points that the paper's router loses, the chosen one
 ({chosen["features"]}, {chosen["title"]}) recovers {100 * share:.0f} %.
 
-{table(head, rows)}"""
+{Grid("", ("task", *columns.values()), rows, 1).to_markdown()}"""
 
 
 def _looked_twice(found: Mapping[str, Any]) -> str:
-    rows = [
-        [
+    rows = tuple(
+        (
             str(one["seed"]), f"{100 * row['share']:g}", _percent(row["second"]), _percent(one["alone"]),
             _percent(row["accuracy"]), told_gain(row["gain"]),
-        ]
+        )
         for one in found["second_look"]
         for row in one["rows"]
-    ]  # fmt: skip
-    head = [
+    )  # fmt: skip
+    head = (
         "seed", "two networks, set on validation %", "two networks, test %", "router alone %", "decided together %",
         "gain",
-    ]  # fmt: skip
+    )  # fmt: skip
     return f"""A second look at close calls: the networks of both nearest tasks answer, and the confidence of their
 heads decides together with the router's lead, weighted on validation images. *Two networks* is the share of images with
 a second one; the bound is set on validation images (interval over images alone, one seed per row).
 
-{table(head, rows)}"""
+{Grid("", head, rows, 1).to_markdown()}"""

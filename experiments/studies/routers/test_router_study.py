@@ -12,9 +12,8 @@ import router_study
 
 from cheem_jax.backbone.config import CONFIGS, at_image_size
 from cheem_jax.core.routing.config import RouterConfig
-from studies.paper.recount import behind_pass, cost_of_router
-from studies.routers.second_look import Looked, by_task, decide
-from studies.routers.trying import PAPER
+from studies.paper.merit import behind_pass, cost_of_router
+from studies.routers.trying import PAPER, Looked, by_task, decide
 
 SHORT = (
     "--stream demo --preset demo --backbone vit_nano --tasks shapes,letters --cheem.supernet.epochs 1 "
@@ -33,7 +32,7 @@ def studied(tmp_path_factory):
         patched.setattr(router_study, "candidates", lambda: iter(FEW))
         router_study.main(settings)
         first = json.loads((folder / "out/routers.json").read_text())
-        patched.setattr("studies.routers.seen.features_on_the_way", None)  # what the backbone said is kept
+        patched.setattr("studies.routers.trying.features_on_the_way", None)  # what the backbone said is kept
         router_study.main(settings)
     return folder, first, json.loads((folder / "out/routers.json").read_text())
 
@@ -191,7 +190,7 @@ def test_collected_runs_of_another_stream_are_refused(collected):
     shutil.rmtree(folder / "seed-1")
     file = folder / "seed-0/results.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"seed": 1, "stream": "another"}))
-    with pytest.raises(ValueError, match="--collected .* holds runs of another stream"):
+    with pytest.raises(ValueError, match="--collected .* contains runs of another stream"):
         router_study.main(collected[1])
 
 
