@@ -475,7 +475,7 @@ def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):
     with pytest.raises(ValueError, match=r"has the setting search\.cost 'resumed', which no longer exists; use"):
         cheem_jax.open(copied)
     (copied / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         cheem_jax.open(copied)
     with pytest.raises(ValueError, match="not empty"):
         begin(copied)

@@ -12,7 +12,6 @@ import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -387,7 +386,7 @@ def test_running_requests_are_answered_before_the_server_ends(gated: Colours):
 def command(monkeypatch):
     """`cheem serve` with a predictor that is already there, and the port that it will listen on."""
     predictor = Colours()
-    monkeypatch.setattr(Serve, "open", lambda _: SimpleNamespace(predictor=lambda **_: predictor))
+    monkeypatch.setattr(Serve, "predictor", lambda *_, **__: predictor)
     with listen("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
     return predictor, Serve(memory=Path("pets"), port=port)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cheem_jax.cli.shared import Answering, OfData
+from cheem_jax.cli.shared import Answering, OfData, Predicting
 from cheem_jax.core.paths import shown
 from cheem_jax.memory import Score
 from cheem_jax.memory.predictor import Asked, Predictor, files_in, predict_files
@@ -29,38 +29,28 @@ SHOW_PROGRESS_FROM = 500
 
 
 @dataclasses.dataclass(frozen=True)
-class Predict(Answering):
-    """Say which task and class pictures belong to, and which blocks answered."""
+class Predict(Predicting):
+    """Say which task and class images belong to, and which blocks answered."""
 
-    pictures: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PICTURE")]
-    """Pictures, folders of pictures, or - for a list on standard input, one a line."""
+    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE")]
+    """Images, folders of images, or - for a list on standard input, one a line."""
     format: Literal["table", "csv", "json"] = "table"
     """A table for people, CSV, or one JSON object per line."""
     json: bool = False
     """Short for --format json."""
-    top: int = 5
-    """Classes to tell of each picture (in JSON; the table shows two)."""
-    open_set: float | None = None
-    """Answer `none of my tasks` for pictures farther from the nearest task than this share of its own validation
-    pictures, such as 0.05; default: every picture gets a task, as in the paper."""
     task: str | None = None
-    """The true task of all pictures, if you know it: its network alone answers."""
-    memory_gb: float | None = None
-    """Memory for the networks of tasks that are ready; default: a quarter of the device's. What was used longest ago is
-    dropped and made again when it is needed; answers are the same."""
+    """The task ID of all images, if you know it: only that task's network answers."""
 
 
 def predict_images(settings: Predict) -> int:
-    """Answers as they come; 1 where some pictures could not be answered."""
-    if not settings.pictures:
-        raise ValueError("no picture given; name pictures or folders, or - to read a list from standard input")
+    """Answers as they come; 1 where some images could not be answered."""
+    if not settings.images:
+        raise ValueError("no image given; name images or folders, or - to read a list from standard input")
     for stream in (sys.stdin, sys.stdout):  # names of files need not be valid text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="surrogateescape")
-    files, errors = _files(settings.pictures)
-    predictor = settings.open().predictor(
-        top=settings.top, open_set=settings.open_set, task=settings.task, memory_gb=settings.memory_gb
-    )
+    files, errors = _files(settings.images)
+    predictor = settings.predictor(task=settings.task)
     failed = list[Asked]()
 
     def answers() -> Iterator[Asked]:
@@ -88,7 +78,7 @@ def predict_images(settings: Predict) -> int:
 
 
 def _files(given: tuple[str, ...]) -> tuple[list[str], list[Asked]]:
-    """Every picture, and what cannot be looked through."""
+    """Every image, and what cannot be looked through."""
     places = [
         line
         for one in given
@@ -141,14 +131,14 @@ def _print_table(answered: Iterator[Asked]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate(OfData, Answering):
-    """Measure a memory on labelled pictures of tasks that it has learned."""
+    """Measure a memory on labelled images of tasks that it has learned."""
 
     task: str | None = None
     """Which task the data are, where their name differs."""
     split: Literal["test", "val", "train"] = "test"
-    """Which pictures; a split that the data lack is cut as it was for learning."""
+    """Which images; a split that the data lack is cut as it was for learning."""
     open_set: float | None = None
-    """As for `cheem predict`; a picture that is refused counts as wrong."""
+    """As for `cheem predict`; an image that is rejected counts as wrong."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -181,7 +171,7 @@ def _scores(scores: list[Score]) -> Table:
 
 @dataclasses.dataclass(frozen=True)
 class Info(Answering):
-    """Show what a memory holds: its tasks and their networks, the pool of experts, sizes."""
+    """Show what a memory contains: its tasks and their networks, the pool of experts, sizes."""
 
     json: bool = False
     """Print JSON instead: classes of every task and every expert's history as well."""
@@ -207,7 +197,7 @@ def show_info(settings: Info) -> None:
     for task, reason in found["lost"].items():
         progress.say(f"lost: {task}: {reason}")
     if found["learning"]:
-        progress.say(f"half learned: {found['learning']['name']}; the same `cheem learn` goes on with it")
+        progress.say(f"interrupted: {found['learning']['name']}; the same `cheem learn` resumes it")
     if not found["tasks"]:
         progress.say(f"no task yet: cheem learn {place} FOLDER")
         return

@@ -1,4 +1,4 @@
-"""`cheem convert`: weights of a plain timm ViT, DeiT or DINO in this library's format, with the means of its own task.
+"""`cheem convert`: weights of a plain timm ViT, DeiT or DINO in this library's format, with means of its own data.
 
     cheem convert --backbone deit_tiny --output deit_tiny.safetensors
     cheem convert --backbone deit_tiny --weights FILE --output deit_tiny.safetensors \

@@ -20,7 +20,7 @@ from cheem_jax.run.progress import Progress
 
 @dataclasses.dataclass(frozen=True)
 class Learn(OfData, OfMemory):
-    """Learn tasks into a memory, which is made if there is none; earlier tasks' pictures are not needed."""
+    """Learn tasks into a memory, which is made if there is none; images of earlier tasks are not needed."""
 
     name: str | None = None
     """The task's name; default: that of its folder."""
@@ -36,11 +36,11 @@ class Learn(OfData, OfMemory):
     seed: int | None = None
     """For a new memory: root of every PRNG key; default: 0."""
     base_data: str | None = None
-    """For a new memory: pictures of the backbone's own task, which anchor the similarity of tasks."""
+    """For a new memory: images of the pretraining data, which anchor the similarity of tasks."""
     keep_base: bool = False
-    """For a new memory: keep the backbone's own classes as one more target (with --base-data)."""
+    """For a new memory: keep the classes of the pretraining data as one more target (with --base-data)."""
     base_classes: Path | None = None
-    """For a new memory: a text file with the names of the backbone's own classes, one a line."""
+    """For a new memory: a text file with the names of those classes, one a line."""
     begin_with: Path | None = None
     """For a new memory: a run of CHEEM whose tasks it begins with."""
     engine: EngineConfig = EngineConfig()
@@ -48,11 +48,11 @@ class Learn(OfData, OfMemory):
     save_every: float | None = None
     """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
     discard_unfinished: bool = False
-    """Give up another task that was left half learned."""
+    """Give up another task that was interrupted."""
 
     @property
     def run_dir(self) -> Path:
-        """Where work can be gone on with after a stop."""
+        """Where work resumes after a stop."""
         return self.memory
 
 
@@ -71,7 +71,7 @@ def learn_tasks(settings: Learn) -> None:
     try:
         tasks = settings.load(plans, memory.config.image_size, progress)
     except BaseException:
-        if fresh and not memory.tasks:  # broken pictures leave no empty memory behind
+        if fresh and not memory.tasks:  # broken images leave no empty memory behind
             shutil.rmtree(memory.directory)
         raise
     memory.learn(
@@ -116,7 +116,7 @@ def _old_memory(settings: Learn, progress: Progress) -> OpenMemory:
         if (given := getattr(settings, name)) not in (None, known := getattr(memory.config, name))
     ]
     if settings.keep_base and not memory.config.keeps_base:
-        wrong.append("the backbone's own classes are not kept there")
+        wrong.append("the classes of the pretraining data are not kept there")
     if wrong:
         raise ValueError(
             f"memory {str(settings.memory)!r} was made with other settings: {'; '.join(wrong)}; leave them out, or "

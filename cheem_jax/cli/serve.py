@@ -4,18 +4,18 @@ import dataclasses
 import signal
 from types import FrameType
 
-from cheem_jax.cli.shared import Answering
+from cheem_jax.cli.shared import Predicting
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import shown
 from cheem_jax.run.progress import Progress
 
 BATCH_SIZES = (1, 8, 16)
-"""Sizes that are compiled beside the largest one: of 32 clients about ten meet in a batch."""
+"""Sizes that are compiled next to the largest one: of 32 clients about ten meet in a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve(Answering):
-    """Answer pictures over HTTP, with a page in the browser that shows which blocks ran (extra `serve`)."""
+class Serve(Predicting):
+    """Answer images over HTTP, with a page in the browser that shows which blocks ran (extra `serve`)."""
 
     host: str = "127.0.0.1"
     """Address to listen on; the default is reached from this machine only."""
@@ -24,22 +24,15 @@ class Serve(Answering):
     max_body_mb: float = 10
     """Megabytes (2^20 bytes) of a request."""
     max_pixels: int = 40_000_000
-    """Width times height of a picture."""
+    """Width times height of an image."""
     max_queue: int = 256
-    """Pictures in the server at one time; a request beyond them is refused with 429."""
+    """Images in the server at one time; a request beyond them is refused with 429."""
     timeout_s: float = 10
     """Seconds until a request is answered; a body that takes longer ends in 408, an answer in 503."""
     batch_wait_ms: float = 2
-    """Milliseconds that a picture waits for others to be answered with."""
+    """Milliseconds that an image waits for others to be answered with."""
     max_batch: int = 32
-    """Pictures that are answered together."""
-    open_set: float | None = None
-    """Share of a task's own pictures that may be answered with "none of my tasks"; default: always a task."""
-    top: int = 5
-    """Classes that are named, the most probable first."""
-    memory_gb: float | None = None
-    """Memory for the networks of tasks that are ready; default: a quarter of the device's. What was used longest ago is
-    dropped and made again when it is needed; answers are the same."""
+    """Images that are answered together."""
 
 
 def serve_memory(settings: Serve) -> None:
@@ -60,9 +53,7 @@ def serve_memory(settings: Serve) -> None:
     try:
         with listen(settings.host, settings.port) as listening:
             sizes = tuple(sorted({min(size, settings.max_batch) for size in (*BATCH_SIZES, settings.max_batch)}))
-            predictor = settings.open().predictor(
-                batch_sizes=sizes, open_set=settings.open_set, top=settings.top, memory_gb=settings.memory_gb
-            )
+            predictor = settings.predictor(batch_sizes=sizes)
             app = make_app(predictor, limits, hosts_of(listening, settings.host))
             server, service = make_server(app, limits), app.state.service
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -12,6 +12,7 @@ from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.data.task import Plan, Task
 from cheem_jax.memory import OpenMemory, open_memory
 from cheem_jax.memory.data import decoding
+from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.progress import Progress
 
 
@@ -35,6 +36,24 @@ class Answering(OfMemory):
     def open(self) -> OpenMemory:
         """The memory; raises as `open_memory`."""
         return open_memory(self.memory, weights=self.weights, usable=self.usable)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Predicting(Answering):
+    """How images without labels are answered."""
+
+    top: int = 5
+    """Classes that are named for each image, the most probable first (a table shows two)."""
+    open_set: float | None = None
+    """Answer `none of my tasks` for images farther from the nearest task than this share of that task's validation
+    images, such as 0.05; default: every image gets a task, as in the paper."""
+    memory_gb: float | None = None
+    """Memory for the networks of tasks that are ready; default: a quarter of the device's. Least recently used ones are
+    dropped and made again when needed; answers are the same."""
+
+    def predictor(self, **more: Any) -> Predictor:
+        """The memory's predictor, with `more` of its settings."""
+        return self.open().predictor(top=self.top, open_set=self.open_set, memory_gb=self.memory_gb, **more)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,7 @@ from cheem_jax.cheem.heads import FAR
 from cheem_jax.core.routing.centroids import distances
 from cheem_jax.core.routing.routers import make_router
 from cheem_jax.engine.choice import EngineConfig, make_executor
-from cheem_jax.export.programs import dense_ops, stored_ops
-from cheem_jax.export.subject import Run, Subject
+from cheem_jax.export.programs import Run, Subject, dense_ops, stored_ops
 from cheem_jax.run.method import Backbone
 
 TOLERANCE = 1e-4
@@ -55,7 +54,7 @@ def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int
     largest, scale = max(differences), max([0.0, *map(_largest, logits.values())])
     if not largest <= TOLERANCE * max(1.0, scale):
         raise RuntimeError(
-            f"the exported program differs from the network by {largest:.3g} (logits up to {scale:.3g}); nothing was "
+            f"the exported file differs from the network by {largest:.3g} (logits up to {scale:.3g}); nothing was "
             "written"
         )
     return largest, set(logits)

@@ -13,8 +13,7 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.task import check_names
 from cheem_jax.export import onnx_model, stablehlo, timm_weights
 from cheem_jax.export.checking import check, seconds_per_image
-from cheem_jax.export.programs import Program, memory_program, num_bytes, task_program
-from cheem_jax.export.subject import Artefact, Subject
+from cheem_jax.export.programs import Artefact, Program, Subject, memory_program, num_bytes, task_program
 
 Format = Literal["stablehlo", "onnx", "timm"]
 SUFFIXES: dict[Format, str] = {"stablehlo": ".stablehlo", "onnx": ".onnx", "timm": ".safetensors"}
@@ -96,7 +95,7 @@ def _make(subject: Subject, index: int | None, kind: Format, description: dict[s
         assert index is not None
         return timm_weights.make(subject, index, description)
     if (wanted := num_bytes(subject, index)) > LIMIT:
-        raise ValueError(f"weights of {wanted} bytes; a {kind} file holds less than 2 GiB, so export task by task")
+        raise ValueError(f"weights of {wanted} bytes; a {kind} file contains less than 2 GiB, so export task by task")
     program, size = _program(subject, index), subject.vit.config.image_size
     if kind == "onnx":
         return onnx_model.make(program, size, list(description["outputs"]), description)

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.export.programs import Program
-from cheem_jax.export.subject import Artefact
+from cheem_jax.export.programs import Artefact, Program
 
 OPSET = 18
 """The oldest one that has all operators, so that older runtimes read the file as well."""

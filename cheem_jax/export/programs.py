@@ -1,6 +1,8 @@
-"""What a file computes, as functions of uint8 images: one task's network, or the whole memory with its router."""
+"""What is exported, and what its file computes: one task's network, or the whole memory with its router."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +10,47 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
+from cheem_jax.backbone.vit import ViT
 from cheem_jax.cheem.heads import FAR
-from cheem_jax.core.ops import Adapt, LowRank, Ops, Reuse, Skip
-from cheem_jax.core.pool import BlockPool, Head, dense_expert
-from cheem_jax.core.routing.config import Metric
+from cheem_jax.core.ops import Adapt, LowRank, Ops, Placement, Reuse, Skip
+from cheem_jax.core.pool import BlockPool, Head, Pool, TaskMemory, dense_expert
+from cheem_jax.core.routing.config import Metric, RouterConfig
 from cheem_jax.core.routing.routers import OwnCovariance, RidgeOnTasks, SharedCovariance, make_router
 from cheem_jax.core.routing.statistics import projection
-from cheem_jax.export.subject import Subject
 
 Program = Callable[[UInt8[Array, "B S S 3"]], dict[str, Array]]
+"""Images to the outputs by name."""
 Distances = Callable[[Float[Array, "B E"]], Float[Array, "B T"]]
+Run = Callable[[np.ndarray], dict[str, np.ndarray]]
+"""Uint8 images `[B, S, S, 3]` to the outputs by name, through what is in the file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A memory that answers; ValueError for one that computes in another precision than float32."""
+
+    vit: ViT
+    """In float32, at the size of the images that it will be given."""
+    placement: Placement
+    pool: Pool
+    """Expert 0 of each block is the backbone's own."""
+    tasks: tuple[TaskMemory, ...]
+    """In the order of the router's centroids; a head has one column per class."""
+    router: RouterConfig
+    thresholds: tuple[float, ...] | None = None
+    """Open set: per task the largest distance to its nearest centroid that is still accepted; None is off."""
+
+    def __post_init__(self) -> None:
+        if (precision := self.vit.config.precision) != "float32":
+            raise ValueError(f"the backbone computes in {precision}; open the memory with float32 (EngineConfig)")
+
+
+class Artefact(NamedTuple):
+    """The bytes of a file, and a function that runs them."""
+
+    content: bytes
+    run: Run
+    notes: tuple[str, ...] = ()
 
 
 def dense_ops(subject: Subject, index: int) -> Ops:

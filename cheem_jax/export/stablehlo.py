@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.export.programs import Program
-from cheem_jax.export.subject import Artefact
+from cheem_jax.export.programs import Artefact, Program
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 

@@ -19,8 +19,7 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.params import build, params_of
 from cheem_jax.backbone.timm_names import from_timm, timm_name_of
 from cheem_jax.core.ops import Reuse
-from cheem_jax.export.programs import dense_ops
-from cheem_jax.export.subject import Artefact, Subject
+from cheem_jax.export.programs import Artefact, Subject, dense_ops
 
 
 def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:

@@ -1,8 +1,8 @@
 """The directory of a memory that a person keeps: complete in itself, and changed as a whole or not at all.
 
     config.json                     what the memory is, and the generation that counts
-    backbone.safetensors            the frozen backbone with its own head and mean class tokens
-    base/                           where the backbone's own task lies among features, if it is kept as a target
+    backbone.safetensors            the frozen backbone with its head and mean CLS tokens of its data
+    base/                           where the pretraining data lie among features, if their classes are kept as a target
     generation-0001/cheem/000-cats  one directory per task, as in a run
     metrics.jsonl                   how each task was learned and what was measured
 
@@ -28,7 +28,7 @@ from cheem_jax.core.pool import Memory
 from cheem_jax.memory.forgetting import changed_tasks
 from cheem_jax.run.checkpoint import saved_tasks
 from cheem_jax.run.directory import NAME
-from cheem_jax.run.record import to_json
+from cheem_jax.run.record import read_object, to_json
 from cheem_jax.run.removed import without_removed
 
 FORMAT = "cheem_jax-memory/1"
@@ -69,15 +69,12 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ValueError(f"no memory {str(directory)!r}; `cheem learn {directory} FOLDER` makes one")
     file = directory / NAME
     try:
-        held = json.loads(file.read_text())
+        held = read_object(file)
     except FileNotFoundError:
         raise ValueError(
             f"{str(directory)!r} is not a memory (it has no {NAME}); give a folder that `cheem learn` made, or a run's"
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON ({error}); restore it from a copy") from error
-    found = held.get("format") if isinstance(held, dict) else None
-    if found not in (FORMAT, RUN_FORMAT):
+    if (found := held.get("format")) not in (FORMAT, RUN_FORMAT):
         newer = isinstance(found, str) and found.startswith("cheem_jax-")
         told = (
             "a newer version of cheem_jax wrote it: pip install --upgrade cheem_jax" if newer else "it is not a memory"

@@ -61,9 +61,9 @@ def create(
 ) -> OpenMemory:
     """A memory without a task yet, in a new or empty folder; all or nothing.
 
-    `weights` as for `load_pretrained`. `method` are settings other than the preset's. `base_data` are pictures of the
-    backbone's own task (a folder or zip as for `learn`), which anchor the similarity of tasks; with `keep_base` the
-    backbone's own classes become one more target, named `base_classes` or after the folders of the data. Raises
+    `weights` as for `load_pretrained`. `method` are settings other than the preset's. `base_data` are images of the
+    pretraining data (a folder or zip as for `learn`), which anchor the similarity of tasks; with `keep_base` their
+    classes become one more target, named `base_classes` or after the folders of the data. Raises
     ValueError for settings that do not fit, FileNotFoundError without weights.
     """
     directory = absolute(directory)

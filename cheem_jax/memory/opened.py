@@ -274,9 +274,9 @@ class OpenMemory:
         open_set: float | None = None,
         task: str | None = None,
     ) -> list[Prediction]:
-        """The answer to each picture: a file, its bytes, a PIL image, or an array uint8 `[H, W, 3]` or `[N, H, W, 3]`.
+        """The answer to each image: a file, its bytes, a PIL image, or an array uint8 `[H, W, 3]` or `[N, H, W, 3]`.
 
-        `task` tells the true task of all of them. Raises ValueError or OSError naming what is no picture.
+        `task` tells the true task of all of them. Raises ValueError or OSError naming what is not an image.
         """
         if isinstance(images, str | bytes | Path | Image.Image) or (
             isinstance(images, np.ndarray) and images.ndim == 3
@@ -335,8 +335,7 @@ class OpenMemory:
             raise ValueError(
                 "one task's network has no router, so open_set means nothing there; leave out one of the two"
             )
-        from cheem_jax.export import export
-        from cheem_jax.export.subject import Subject
+        from cheem_jax.export import Subject, export
 
         thresholds = self.predictor(open_set=open_set).thresholds
         subject = Subject(
@@ -358,7 +357,7 @@ class OpenMemory:
     ) -> tuple[TaskInfo, ...]:
         """Learn one task or several, each from its own images alone; what is learned already from equal data stays.
 
-        Killed at any moment and called again with the same data it goes on; Ctrl-C raises Stopped after the running
+        Killed at any moment and called again with the same data it resumes; Ctrl-C raises Stopped after the running
         step. Raises ValueError for a task whose name is taken, where another one is unfinished (unless
         `discard_unfinished`), and for a run of an experiment, whose tasks are fixed.
         """
@@ -417,7 +416,7 @@ class OpenMemory:
     def forget(self, name: str, *, erase: bool = False) -> Forgotten:
         """Drop a task and what only it uses; every other task answers as before.
 
-        See `forgetting`. Raises ValueError for an unknown name, and while a task is half learned.
+        See `forgetting`. Raises ValueError for an unknown name, and while a task is interrupted.
         """
         self.check_writable()
         with self._writing():

@@ -270,7 +270,7 @@ def predict_files(predictor: Predictor, files: Iterable[str | Path]) -> Iterator
 
 
 def files_in(place: Path) -> list[str]:
-    """A file itself, or the pictures below a folder; ValueError where it holds none."""
+    """A file itself, or the images below a folder; ValueError where it holds none."""
     folder = absolute(place)
     if not folder.is_dir():
         return [str(place)]
