@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cheem_jax.cheem.closed_form import closed_form_score as closed_form_score
     from cheem_jax.cheem.evolution import search as search
     from cheem_jax.cheem.hee import sample as sample
     from cheem_jax.cheem.supernet import Supernet as Supernet
@@ -20,20 +21,21 @@ if TYPE_CHECKING:
     from cheem_jax.memory import begin_with as begin_with
     from cheem_jax.memory import create as create
     from cheem_jax.memory import open_memory as open
-    from cheem_jax.memory.prediction import Prediction as Prediction
+    from cheem_jax.memory.predictor import Prediction as Prediction
 
 __version__ = "0.1.0"
 __all__ = [
-    "OpenMemory", "Prediction", "Supernet", "SupernetState", "begin_with", "create", "grow", "make_step", "open",
-    "sample", "search", "supernet_score", "train_step",
+    "OpenMemory", "Prediction", "Supernet", "SupernetState", "begin_with", "closed_form_score", "create", "grow",
+    "make_step", "open", "sample", "search", "supernet_score", "train_step",
 ]  # fmt: skip
 
 _PLACES = {
     "OpenMemory": "memory.OpenMemory",
-    "Prediction": "memory.prediction.Prediction",
+    "Prediction": "memory.predictor.Prediction",
     "Supernet": "cheem.supernet.Supernet",
     "SupernetState": "cheem.supernet.SupernetState",
     "begin_with": "memory.begin_with",
+    "closed_form_score": "cheem.closed_form.closed_form_score",
     "create": "memory.create",
     "grow": "core.pool.grow",
     "make_step": "cheem.training.make_step",

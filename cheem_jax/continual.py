@@ -29,7 +29,6 @@ from cheem_jax.engine import hosts
 from cheem_jax.engine.choice import choose
 from cheem_jax.engine.compilation import Compilations, compilations
 from cheem_jax.engine.layout import make_layout
-from cheem_jax.networks import RouterWeights, base_means_of, networks_of
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.status import Status
 from cheem_jax.report.table import TOLD
@@ -42,7 +41,17 @@ from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import results_of
 from cheem_jax.run.rolling import Rolling, RunningTask
-from cheem_jax.run_config import RunConfig, check_fits, check_hosts, defaults_of, identity_of, setting_of
+from cheem_jax.run_config import (
+    RouterWeights,
+    RunConfig,
+    base_means_of,
+    check_fits,
+    check_hosts,
+    defaults_of,
+    identity_of,
+    networks_of,
+    setting_of,
+)
 
 SPARE_BYTES = 16 * 2**20
 """Room for what a task leaves besides its arrays: record, results, figures."""

@@ -1,23 +1,43 @@
-"""What a run learns and how: its settings, its identity in `config.json`, and what its record says at the beginning."""
+"""What a run is made of: its settings, its networks, and its identity in `config.json` and in the record.
+
+Networks are compiled once for all runs of a process.
+"""
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
+from cheem_jax.backbone.alexnet import PretrainedAlexNet, build_alexnet
 from cheem_jax.backbone.config import CONFIGS
+from cheem_jax.backbone.means import base_means
+from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.baselines.catalogue import MethodConfig, preset_of
+from cheem_jax.baselines.alexnet_encoder import AlexNetEncoder
+from cheem_jax.baselines.catalogue import MethodConfig, Networks, preset_of
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cheem.config import CheemConfig, Preset
+from cheem_jax.core.images import Images
+from cheem_jax.core.kernels import Precision
 from cheem_jax.core.keys import SeedsConfig
-from cheem_jax.data.task import Stream
+from cheem_jax.core.ops import Placement
+from cheem_jax.core.routing.config import PAPER
+from cheem_jax.data.task import Stream, hash_of_images
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine import hosts
-from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.engine.layout import MeshConfig
-from cheem_jax.networks import BaseMeans, RouterWeights
+from cheem_jax.engine.choice import EngineConfig, make_executor
+from cheem_jax.engine.compilation import jit_options
+from cheem_jax.engine.executor import Token
+from cheem_jax.engine.layout import ONE, Layout, MeshConfig
+from cheem_jax.run.method import Backbone, FrozenFeatures
+from cheem_jax.run.progress import Progress
+
+RouterWeights = Pretrained | PretrainedAlexNet
+"""Weights of a lighter network that infers the task ID instead of the backbone (CHEEM-lite)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +69,82 @@ def check_fits(stream: Stream, pretrained: Pretrained, router: RouterWeights | N
         raise ValueError("full_finetune is the upper bound itself: leave out --upper-bound")
 
 
+def networks_of(
+    pretrained: Pretrained,
+    router: RouterWeights | None,
+    config: MethodConfig,
+    engine: EngineConfig,
+    *,
+    workshop: dict[Any, Networks] | None = None,
+    layout: Layout = ONE,
+) -> Networks:
+    """The networks of a run; those in `workshop` are taken from there, with all that they have compiled."""
+    placement: Placement = getattr(config, "placement", "mlp_down")
+    token: Token = getattr(config, "token", "component")
+    reads, size = getattr(config, "router", PAPER), config.batch_size
+    workshop = {} if workshop is None else workshop
+    weights = (pretrained.sha256, pretrained.config, router and (router.sha256, router.config))
+    key = (weights, placement, token, size, engine, layout.place, layout.fsdp, reads.features)
+    if key not in workshop:
+        vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
+        executor = make_executor(vit, placement, engine, token=token, batch_size=size, layout=layout)
+        features = FrozenFeatures(executor, size)
+        router_features = features if reads.features == "last" else FrozenFeatures(Backbone(executor, reads), size)
+        if isinstance(router, PretrainedAlexNet):
+            if reads.features != "last":
+                raise ValueError(f"router features {reads.features!r} are of a ViT's blocks; alexnet has only `last`")
+            jit = functools.partial(jax.jit, compiler_options=jit_options(engine.precision, engine.deterministic))
+            router_features = FrozenFeatures(AlexNetEncoder(build_alexnet(router.config, router.params), jit=jit), size)
+        elif router is not None:
+            router_vit = build(dataclasses.replace(router.config, precision=engine.precision), router.params)
+            router_executor = make_executor(router_vit, placement, engine, batch_size=size, layout=layout)
+            router_features = FrozenFeatures(Backbone(router_executor, reads), size)
+        workshop[key] = Networks(executor, features, router_features)
+    return workshop[key]
+
+
+class BaseMeans(NamedTuple):
+    """Mean CLS tokens of the pretraining data, and the hash by which `config.json` knows them."""
+
+    values: np.ndarray | None = None
+    """mu of the base task, section 'Task similarity'; None: unknown, so its similarity is neutral (0)."""
+    means_sha256: str | None = None
+    """Of means that come with the weights."""
+    data_sha256: str | None = None
+    """Of the images on which they were measured: the last bits of a measured mean differ from machine to machine."""
+
+
+def base_means_of(
+    pretrained: Pretrained,
+    config: MethodConfig,
+    precision: Precision,
+    *,
+    images: Images | None,
+    progress: Progress,
+) -> BaseMeans:
+    """Those in the weights for exactly this image size, placement and token, else measured on the images, if any."""
+    if not isinstance(config, CheemConfig) or config.base_means == "neutral":
+        return BaseMeans()
+    setting = f"{pretrained.config.image_size}/{config.placement}/{config.token}"
+    if (known := pretrained.base_means.get(setting)) is not None:
+        if images is not None:
+            progress.say(f"the weights contain base means for {setting}: the base data is not needed")
+        return BaseMeans(known, means_sha256=hashlib.sha256(known.tobytes()).hexdigest())
+    if images is None:
+        return BaseMeans()
+    progress.say(f"measuring mean CLS tokens of the pretraining data on {len(images):,} images")
+    vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
+    measured = base_means(vit, images, batch_size=config.batch_size)[setting]
+    return BaseMeans(measured, data_sha256=hash_of_images(images))
+
+
 def identity_of(
     stream: Stream, pretrained: Pretrained, config: RunConfig, *, base: BaseMeans, router: RouterWeights | None
 ) -> dict[str, Any]:
     """All that decides what is learned, as in `config.json`; an upper bound can be added to a finished run."""
+    known, scaling = CONFIGS.get(pretrained.config.name), (pretrained.config.mean, pretrained.config.std)
+    unit = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    is_usual = scaling != unit if known is None else scaling == (known.mean, known.std)
     return {
         "format": "cheem_jax-run/1",
         "stream": stream.name,
@@ -69,7 +161,8 @@ def identity_of(
         "base_data_sha256": base.data_sha256,
         "data_sha256": {task.name: data_hash(task) for task in stream.tasks},
         "split_sha256": {task.name: task.split_sha256 for task in stream.tasks},
-        **_pixels(pretrained),
+        # where pixels are not scaled as the named backbone's are
+        **({} if is_usual else {"pixels": scaling}),
     }
 
 
@@ -77,15 +170,6 @@ def defaults_of(method: MethodConfig) -> dict[str, Any]:
     """Parts of an identity with their defaults: what a run did that was begun before a setting existed."""
     settings = {method.name: type(method)(), "seeds": SeedsConfig(), "engine": EngineConfig()}
     return {name: dataclasses.asdict(own) for name, own in settings.items()} | {"base_data_sha256": None}
-
-
-def _pixels(pretrained: Pretrained) -> dict[str, Any]:
-    """Where pixels are not scaled as the named backbone's are."""
-    config, known = pretrained.config, CONFIGS.get(pretrained.config.name)
-    scaling = (config.mean, config.std)
-    unit = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    usual = scaling != unit if known is None else scaling == (known.mean, known.std)
-    return {} if usual else {"pixels": scaling}
 
 
 def setting_of(

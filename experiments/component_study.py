@@ -27,10 +27,10 @@ from cheem_jax.cli.arguments import arguments_of
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.networks import networks_of
 from cheem_jax.run.directory import check_space
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
+from cheem_jax.run_config import networks_of
 
 PRESETS = {
     "paper": Training(20, (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)),

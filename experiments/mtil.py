@@ -38,10 +38,10 @@ from cheem_jax.engine import hosts
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.hosts import HostsConfig
 from cheem_jax.engine.layout import MeshConfig, make_layout
-from cheem_jax.networks import RouterWeights
 from cheem_jax.report.comparison import comparison_grid, narrow
 from cheem_jax.report.table import show
 from cheem_jax.run.progress import Progress
+from cheem_jax.run_config import RouterWeights
 
 T = TypeVar("T")
 DEMO = "demo"

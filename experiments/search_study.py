@@ -35,11 +35,11 @@ from cheem_jax.core.pool import Memory
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.task import hash_of_images
 from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.networks import networks_of
 from cheem_jax.run.checkpoint import load_meta, saved_tasks
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from cheem_jax.run.removed import without_removed
+from cheem_jax.run_config import networks_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

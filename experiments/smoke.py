@@ -24,9 +24,9 @@ from cheem_jax.baselines.catalogue import Networks, preset_of
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import select
-from cheem_jax.networks import RouterWeights
 from cheem_jax.report.table import Grid, format_flops
 from cheem_jax.run.progress import Progress
+from cheem_jax.run_config import RouterWeights
 
 DEPTH, IMAGE_SIZE, TASKS = 2, 64, ("shapes", "colours")
 MARK = f"smoke run: {DEPTH} blocks, random weights"

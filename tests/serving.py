@@ -13,9 +13,8 @@ import numpy as np
 import uvicorn
 from PIL import Image
 
-from cheem_jax.memory.prediction import Guess, NearTask, Prediction
+from cheem_jax.memory.predictor import Guess, NearTask, Prediction, Predictor
 from cheem_jax.serve.app import make_app
-from cheem_jax.serve.batching import Predictor
 from cheem_jax.serve.limits import Limits
 from cheem_jax.serve.server import address_of, hosts_of, listen, make_server
 from cheem_jax.serve.service import Service
@@ -29,7 +28,7 @@ def name_of(colour: tuple[int, int, int]) -> str:
     return "{}-{}-{}".format(*colour)
 
 
-class Colours:
+class Colours(Predictor):
     """The nearest of 64 colours, in two tasks; black is in neither. `gate` holds up every call while it is clear."""
 
     image_size = 8

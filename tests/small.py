@@ -70,6 +70,6 @@ def shared_executors():
         return made[place]
 
     with pytest.MonkeyPatch.context() as patched:
-        for module in ("answering", "making"):
+        for module in ("opened", "making"):
             patched.setattr(f"cheem_jax.memory.{module}.make_executor", make)
         yield

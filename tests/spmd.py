@@ -96,6 +96,7 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     import jax
     import numpy as np
 
+    from cheem_jax.cheem.closed_form import closed_form_score
     from cheem_jax.cheem.hee import uniform_table
     from cheem_jax.cheem.supernet import OpSettings, Supernet
     from cheem_jax.cheem.training import FitConfig, SupernetFit, constant_draws, fit, supernet_draws, supernet_score
@@ -139,11 +140,15 @@ def _work(name: str, vit, layout) -> dict[str, Any]:
     ).state  # fmt: skip
     genomes = np.unique(drawn, axis=0)[: 3 if name == "whole" else 12]
     score = supernet_score(executor, network, state, feed, labels, batch_size=BATCH, advance=quiet)(genomes)
+    closed_form = closed_form_score(
+        executor, network, state, train=feed, train_labels=labels, val=plain, val_labels=labels, batch_size=BATCH
+    )(genomes)
     base = [Dense(0, dense_expert(block, 0)) for block in executor.base_pool]
     means = token_means(executor, [base], plain, NUM, batch_size=BATCH, advance=quiet)
     chosen = answers(executor, base, state.head.params, plain, num=NUM, num_classes=3, batch_size=BATCH)
     return {
-        "drawn": drawn.tolist(), "losses": losses, "score": score.tolist(), "answers": chosen.tolist(),
+        "drawn": drawn.tolist(), "losses": losses, "score": score.tolist(), "closed_form": closed_form.tolist(),
+        "answers": chosen.tolist(),
         "means": means.means.tolist(), "features": means.features.tolist(),
         "weight_bytes": sum(leaf.addressable_shards[0].data.nbytes for leaf in executor.leaves),
     }  # fmt: skip

@@ -21,7 +21,7 @@ import small
 from flax import nnx
 from rich.console import Console
 
-from cheem_jax import continual, networks
+from cheem_jax import continual, run_config
 from cheem_jax.backbone.means import base_means
 from cheem_jax.baselines.catalogue import preset_of
 from cheem_jax.baselines.coda_prompt import CodaPromptConfig
@@ -54,7 +54,7 @@ _made = {}
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once():
     """One executor and one upper bound for all runs of equal settings and weights: programs are compiled once."""
-    make = networks.make_executor
+    make = run_config.make_executor
 
     bound = continual.FullFinetune
 
@@ -72,7 +72,7 @@ def compiled_once():
         return _made[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(networks, "make_executor", functools.partial(once, make))
+        patch.setattr(run_config, "make_executor", functools.partial(once, make))
         patch.setattr(continual, "FullFinetune", bound_once)
         yield
 
@@ -235,12 +235,13 @@ def test_the_sweep_of_the_upper_bound_goes_on_in_the_middle(finished, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["whole", "scan"])
-def test_going_on_is_exact_with_every_executor(tmp_path, name):
-    config = dataclasses.replace(CONFIG, engine=EngineConfig(executor=name, steps_per_call=2))
+@pytest.mark.parametrize("name, score", [("whole", "shared_head"), ("scan", "shared_head"), ("stages", "closed_form")])
+def test_going_on_is_exact_with_every_executor_and_score(tmp_path, name, score):
+    cheem = dataclasses.replace(CONFIG.cheem, score=score, score_images=24)
+    config = dataclasses.replace(CONFIG, cheem=cheem, engine=EngineConfig(executor=name, steps_per_call=2))
     stream = small.stream(1)
     whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
-    for phase, number in (("supernet", 3), ("finetune", 3)):
+    for phase, number in (("supernet", 3), ("search", 5), ("finetune", 3)):
         with pytest.raises(Stopped):
             progress = Signalling((phase, "task0"), number, signal.SIGINT)
             run_stream(stream, small.pretrained(), config, tmp_path / "run", progress)
@@ -376,7 +377,7 @@ def test_a_run_that_measured_base_means_goes_on_where_they_are_rounded_otherwise
     def on_another_machine(vit, images, *, batch_size):
         return {place: means * np.float32(1 + 1e-6) for place, means in base_means(vit, images).items()}
 
-    monkeypatch.setattr(networks, "base_means", on_another_machine)
+    monkeypatch.setattr(run_config, "base_means", on_another_machine)
     assert run(stream, small.pretrained(), base_images=pictures)["base_means"] == "known"
 
 

@@ -58,25 +58,19 @@ def test_a_sound_installation_computes_and_tells_where_everything_is(tmp_path):
     assert done.returncode == 0 and found["works"] is True, done.stdout + done.stderr
     assert {"python", "cheem_jax", *PACKAGES} <= {name.lower() for name in found["versions"]}
     assert found["devices"]["platform"] == "cpu" and found["devices"]["count"] >= 1
-    assert found["self_test"]["vit_micro"]["compiled"] >= 1 and found["self_test"]["vit_micro"]["seconds"] > 0
-    assert found["backbones"]["vit_micro"] == "bundled" and "--weights FILE" in found["backbones"]["deit_tiny"]
-    programs = found["caches"]["compiled programs"]
-    assert programs["place"].startswith(str(tmp_path / "c")) and programs["bytes"] > 0
-    assert found["caches"]["decoded pictures"] == {
-        "place": str(tmp_path / "c" / "cheem_jax" / "images"), "bytes": 0, "disk_free": programs["disk_free"]
-    }  # fmt: skip
-    assert found["hub"] is None  # the network was left alone
-    assert found["extras"]["tensorboard"] == {"missing": [], "get": "pip install 'cheem_jax[tensorboard]'"}
+    assert found["self_test"]["vit_micro_seconds"] > 0
+    assert found["caches"]["compiled functions"].startswith(str(tmp_path / "c"))
+    assert found["caches"]["decoded images"] == str(tmp_path / "c" / "cheem_jax" / "images")
+    assert found["extras"]["tensorboard"] == "installed"
 
 
 def test_a_broken_jax_is_told_last_with_the_way_out(tmp_path):
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("raise RuntimeError('jaxlib is too old\\nfor this jax')")
-    done = run(before=tmp_path, TFDS_DATA_DIR=str(tmp_path / "gone"))
+    done = run(before=tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
-    *table, problem, note, verdict = done.stdout.splitlines()
+    *table, problem, verdict = done.stdout.splitlines()
     assert problem.startswith("PROBLEM: devices: RuntimeError: jaxlib is too old for this jax; way out: pip install")
-    assert note.startswith("note: TFDS_DATA_DIR is ") and "no folder" in note
     assert verdict == "cheem cannot work here"
     assert any("scikit-learn" in line for line in table)
 
@@ -101,8 +95,8 @@ def test_a_gpu_that_jax_does_not_use_is_told_with_the_extra(installed, sound, gp
     installed("cheem_jax", "Provides-Extra: cuda12", "Requires-Dist: jax[cuda12] ; extra == 'cuda12'")
     installed("jax", "Provides-Extra: cuda12", "Requires-Dist: a-plugin ; extra == 'cuda12'")
     found, (note,) = doctor.look(doctor.Doctor())
-    assert found["gpus"] == ["NVIDIA H200, 143771 MiB, 570.1"]
-    assert found["extras"]["cuda12"]["missing"] == ["a-plugin"]
+    assert found["devices"]["nvidia-smi 0"] == "NVIDIA H200, 143771 MiB, 570.1"
+    assert found["extras"]["cuda12"] == "missing: a-plugin; pip install 'cheem_jax[cuda12]'"
     assert note == ("JAX does not use NVIDIA H200, 143771 MiB, 570.1", "pip install 'cheem_jax[cuda12]'", False)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     _, (note,) = doctor.look(doctor.Doctor())
@@ -121,7 +115,7 @@ def test_what_is_needed_and_missing_is_a_problem_and_what_is_old_a_note(installe
     assert doctor.examine(doctor.Doctor(json=True)) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["no-such-package"] is None and "only-elsewhere" not in found["versions"]
-    assert found["extras"] == {"more": {"missing": ["no-such-extra"], "get": "pip install 'cheem_jax[more]'"}}
+    assert found["extras"] == {"more": "missing: no-such-extra; pip install 'cheem_jax[more]'"}
     missing, old = found["problems"][:2]
     assert missing == {
         "what": "no-such-package is missing",

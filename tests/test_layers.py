@@ -19,7 +19,7 @@ ROWS = (
     ("report",),
     ("cheem",),
     ("baselines",),
-    ("networks", "run_config", "continual"),
+    ("run_config", "continual"),
     ("export",),
     ("memory",),
     ("serve",),
@@ -35,10 +35,7 @@ OPTIONAL = (
 NEEDS_AN_EXTRA = {
     "cheem_jax.data.benchmarks.builders",
     "cheem_jax.data.benchmarks.download",
-    *(
-        f"cheem_jax.serve.{name}"
-        for name in ("app", "connections", "limits", "metrics", "pictures", "server", "service")
-    ),
+    *(f"cheem_jax.serve.{name}" for name in ("app", "limits", "metrics", "server", "service")),
 }
 
 

@@ -27,6 +27,8 @@ def found_by(executors: list[str], layouts: list[str], folder) -> dict:
 def compare(one: dict, many: dict) -> None:
     assert len(one["losses"]) == spmd.STEPS
     assert many["drawn"] == one["drawn"] and many["score"] == one["score"] and many["answers"] == one["answers"]
+    # features differ by rounding, so an image between two classes may be answered otherwise
+    np.testing.assert_allclose(many["closed_form"], one["closed_form"], atol=1)
     np.testing.assert_allclose(many["losses"], one["losses"], rtol=1e-4)
     for name in ("means", "features"):
         np.testing.assert_allclose(many[name], one[name], rtol=1e-4, atol=1e-5)

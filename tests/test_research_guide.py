@@ -27,6 +27,7 @@ def test_the_code_of_the_page_runs_and_does_what_it_says():
     np.testing.assert_allclose(found["prefers_reuse"].sum(axis=1), 1)
     assert (found["prefers_reuse"][:, 0] > found["hee"][:, 0]).all()
 
+    assert found["right"].shape == (3,) and (found["right"] > 0).all()
     learning = [block for block, choice in enumerate(found["chosen"]) if choice.kind in ("adapt", "new")]
     assert {block for block, expert in enumerate(found["experts"]) if expert == 1} == set(learning)
     assert found["following"].sizes == tuple(2 if block in learning else 1 for block in range(len(pool)))

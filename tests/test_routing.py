@@ -28,7 +28,7 @@ from cheem_jax.baselines.s_prompts import SPromptsConfig
 from cheem_jax.cheem.expert_memory import ExpertMemory
 from cheem_jax.cheem.supernet import init_head_learner
 from cheem_jax.cheem.training import FitConfig
-from cheem_jax.cli.info import Info, show_info
+from cheem_jax.cli.ask import Info, show_info
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.keys import Keys
@@ -47,9 +47,9 @@ from cheem_jax.engine.passes import answers
 from cheem_jax.engine.scan import Scan
 from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import Whole
-from cheem_jax.networks import networks_of
 from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.method import Backbone, FrozenFeatures, Undisturbed, base_network
+from cheem_jax.run_config import networks_of
 from experiments import mtil
 
 KINDS = ("kmeans", "class_means", "lda", "gaussian", "ridge")
@@ -510,7 +510,7 @@ def test_what_the_router_keeps_is_on_the_disk_and_is_told(learned, capsys):
     assert min(first["bytes"], second["bytes"]) > 4 * triangle and info["bytes"] > first["bytes"] + second["bytes"]
     costs = memory._learner.costs(0)
     assert costs["centroid_params"] == triangle + 3 * 32
-    show_info(Info(memory.directory))
+    show_info(Info(memory=memory.directory))
     told = capsys.readouterr().out
     assert "task0" in told and f"{first['bytes'] / 2**10:.0f} kB" in told
 

@@ -30,6 +30,11 @@ class CheemConfig:
     """`uniform` is the paper's pure exploration: eps1 = eps2 = 1, mutation included."""
     exploration: ExplorationConfig = ExplorationConfig()
     search: SearchConfig = SearchConfig()
+    score: Literal["shared_head", "closed_form"] = "shared_head"
+    """What ranks candidates: the supernet's head on validation images, as in the paper, or a ridge head per candidate,
+    leave-one-out on training images and with validation images added."""
+    score_images: int = 0
+    """Training images that the score `closed_form` looks at, a seeded subsample; 0: all."""
     finetune: FitConfig = FitConfig(epochs=20)
     weights: Literal["initial", "inherited"] = "initial"
     """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has learned."""

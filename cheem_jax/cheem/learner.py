@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from cheem_jax.cheem.closed_form import closed_form_score
 from cheem_jax.cheem.config import CheemConfig
-from cheem_jax.cheem.evolution import Scored, SearchConfig, Searched, prepare_search, search
+from cheem_jax.cheem.evolution import Score, Scored, SearchConfig, Searched, prepare_search, search
 from cheem_jax.cheem.expert_memory import ExpertMemory, dense_task_network, task_network
 from cheem_jax.cheem.hee import cosines, exploit_table, norm_cosine, uniform_table, without
 from cheem_jax.cheem.supernet import Supernet
@@ -36,7 +37,7 @@ from cheem_jax.core.pool import Candidates, DenseExperts, candidates_of, grow, p
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Budget, Feed, Subset, feed_images, keep_tokens
-from cheem_jax.engine.passes import token_means
+from cheem_jax.engine.passes import Advance, token_means
 from cheem_jax.run.method import FrozenFeatures, Running
 
 
@@ -170,8 +171,9 @@ class Cheem(ExpertMemory):
 
     def search(self, learning: Learning, tables: Tables, trained: SupernetFit) -> Int[np.ndarray, "L"]:
         """Candidate indices of the chosen network; `underway.searched` holds what it was chosen from."""
-        config, underway, labels = self._search_config(), learning.underway, learning.task.val.labels
-        key, num = self.keys.at(learning.index, Phase.SEARCH), len(labels)
+        config, underway = self._search_config(), learning.underway
+        rows = self._scored_rows(learning)
+        key, num = self.keys.at(learning.index, Phase.SEARCH), len(rows) + len(learning.task.val.labels)
         done = 0 if underway.searched is None else underway.searched.generations
         left = config.population * num * (config.generations - done)
         saved = functools.partial(underway.saved, "supernet", trained)
@@ -181,10 +183,7 @@ class Cheem(ExpertMemory):
                 underway.searched = searched
                 advance(0, search_note(searched, num))
 
-            score = supernet_score(
-                self.executor, trained.supernet, trained.state, learning.val, labels,
-                batch_size=self.config.batch_size, advance=advance,
-            )  # fmt: skip
+            score = self._score(learning, trained, rows, advance)
             flops = architecture_flops(self.executor, trained.supernet)
             codes, _ = search(
                 key, score, flops, **tables._asdict(), num_images=num, config=config, on_generation=keep,
@@ -210,6 +209,31 @@ class Cheem(ExpertMemory):
                 advance=advance,
             )  # fmt: skip
 
+    def _scored_rows(self, learning: Learning) -> Int[np.ndarray, "N"]:
+        """The training images that the score looks at; none for the supernet's own head."""
+        config, num = self.config, len(learning.task.train.labels)
+        if config.score == "shared_head":
+            return np.arange(0)
+        return self._subsample(learning, Phase.SCORE, config.score_images, num)
+
+    def _subsample(self, learning: Learning, phase: Phase, wanted: int, num: int) -> Int[np.ndarray, "N"]:
+        """All of `num` rows, or a seeded choice of `wanted` of them in order."""
+        if not 0 < wanted < num:
+            return np.arange(num)
+        rng = np.random.default_rng(self.keys.seed_at(learning.index, phase))
+        return np.sort(rng.permutation(num)[:wanted])
+
+    def _score(self, learning: Learning, trained: SupernetFit, rows: Int[np.ndarray, "N"], advance: Advance) -> Score:
+        task, common = learning.task, {"batch_size": self.config.batch_size, "advance": advance}
+        if self.config.score == "shared_head":
+            return supernet_score(
+                self.executor, trained.supernet, trained.state, learning.val, task.val.labels, **common
+            )
+        return closed_form_score(
+            self.executor, trained.supernet, trained.state, train=Subset(learning.train, rows),
+            train_labels=task.train.labels[rows], val=learning.val, val_labels=task.val.labels, **common,
+        )  # fmt: skip
+
     def _search_config(self) -> SearchConfig:
         config = self.config.search
         return dataclasses.replace(config, epsilon=1.0) if self.config.sampling == "uniform" else config
@@ -234,7 +258,8 @@ class Cheem(ExpertMemory):
             ).means[0]
 
     def _search_report(self, learning: Learning, codes: np.ndarray) -> dict[str, Any]:
-        searched, num_images = learning.underway.searched, len(learning.task.val.labels)
+        searched = learning.underway.searched
+        num_images = len(self._scored_rows(learning)) + len(learning.task.val.labels)
         assert searched is not None, "the search is over"
         return search_report(codes, searched.scored, num_images=num_images, population=self.config.search.population)
 
@@ -254,10 +279,7 @@ class Cheem(ExpertMemory):
         """mu of the new task by the base network and every earlier task's; zeros where a task skipped the block."""
         config, task, candidates = self.config, learning.task, learning.candidates
         earlier, num = candidates.earlier, len(task.train.labels)
-        rows = np.arange(num)
-        if 0 < config.similarity_images < num:
-            rng = np.random.default_rng(self.keys.seed_at(learning.index, Phase.SIMILARITY))
-            rows = np.sort(rng.permutation(num)[: config.similarity_images])
+        rows = self._subsample(learning, Phase.SIMILARITY, config.similarity_images, num)
         means = np.zeros((len(earlier), self.executor.num_blocks, self.executor.config.width), np.float32)
         with learning.running.phase("similarity", len(rows) * len(earlier)) as advance:
             for part in together(earlier, candidates.experts, self.dense.limit):

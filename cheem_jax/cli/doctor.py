@@ -1,41 +1,32 @@
-"""`cheem doctor`: versions, devices, memory, caches and a small network, and for what is missing how to get it.
+"""`cheem doctor`: versions, devices, memory, caches and a small network, and how to get what is missing.
 
-Nothing but the standard library is imported before it is looked at: what may be broken runs in a process of its own.
+This process imports only the standard library: what may be broken, crash or hang runs in another one (`probe`).
 """
 
 import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from cheem_jax import __version__
 
-SETTINGS = (
-    "TFDS_DATA_DIR", "CHEEM_SHARED", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS",
-    "JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE",
-)  # fmt: skip
-"""Environment variables that decide where things are and what they run on."""
-FOLDERS = ("TFDS_DATA_DIR", "CHEEM_SHARED")
-SCARCE = 2**30
-"""Bytes of memory or disk below which a run will hardly go through."""
-REINSTALL = "pip install --force-reinstall cheem_jax"
 STEPS = {
-    "caches": REINSTALL,
-    "devices": "pip install --force-reinstall jax jaxlib, or if a GPU is the matter go without it by JAX_PLATFORMS=cpu",
+    "caches": "pip install --force-reinstall cheem_jax",
+    "devices": "pip install --force-reinstall jax jaxlib, or if a GPU is the reason do without it: JAX_PLATFORMS=cpu",
     "programs": "name another folder with JAX_COMPILATION_CACHE_DIR",
-    "jit": "pip install --force-reinstall jax jaxlib",
-    "vit_micro": REINSTALL,
-    "backbones": "pip install --force-reinstall huggingface_hub",
+    "vit_micro": "pip install --force-reinstall cheem_jax jax jaxlib",
+    "hub": "pip install --force-reinstall huggingface_hub, or give weights as files (--weights FILE)",
 }
-"""What the probe tells, in its order, and the way out where it does not come so far."""
+"""What `probe` tries, in its order, and the way out where it fails."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,85 +55,142 @@ def examine(settings: Doctor) -> int:
     works = not any(problem.needed for problem in problems)
     if settings.json:
         print(json.dumps({"works": works, **found, "problems": [p._asdict() for p in problems]}, indent=1))
-    else:
-        _show(found, problems)
+        return 0 if works else 1
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console, table = Console(width=None if sys.stdout.isatty() else 100), Table(show_header=False, box=None)
+    for section, entries in found.items():
+        for row, (name, value) in enumerate(entries.items()):
+            table.add_row(
+                Text("" if row else section, "bold"), Text(name), Text("missing" if value is None else str(value))
+            )
+    console.print(table)
+    for problem in problems:
+        kind = "PROBLEM" if problem.needed else "note"
+        console.print(Text(f"{kind}: {problem.what}; way out: {problem.way_out}"), soft_wrap=True)
+    console.print("cheem can work here" if works else "cheem cannot work here")
     return 0 if works else 1
 
 
-def look(settings: Doctor) -> tuple[dict[str, Any], list[Problem]]:
-    """Everything that can be found out, as plain JSON values, and what is wrong with it."""
+def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
+    """What can be found out, by section and name as JSON values, and what is wrong with it."""
     problems: list[Problem] = []
     told, end = _probe(settings)
     if end is not None:
         problems.append(end)
-    versions, extras = _versions(problems), _extras()
-    gpus, machine = _nvidia_gpus(), _machine(problems)
-    devices, programs, hub = told.get("devices", {}), told.get("programs", {}), told.get("hub")
+    versions, extras, machine, gpus = _versions(problems), _extras(), _machine(), _nvidia_gpus()
+    devices, programs, hub = told.get("devices", {}), told.get("programs", {}), told.get("hub", {})
     if gpus and devices.get("platform") == "cpu":
-        way_out = "read what `python -c 'import jax; jax.devices()'` says"
+        way_out = "read what `python -c 'import jax; jax.devices()'` prints"
         if "JAX_PLATFORMS" in os.environ:
             way_out = "unset JAX_PLATFORMS"
-        elif extras.get("cuda12", {}).get("missing"):
-            way_out = extras["cuda12"]["get"]
+        elif extras.get("cuda12", "installed") != "installed":
+            way_out = _getting("cuda12")
         problems.append(Problem(f"JAX does not use {gpus[0]}", way_out, needed=False))
     if "reason" in programs:
         problems.append(Problem(programs["reason"], STEPS["programs"], needed=False))
-    if hub and not hub["answers"]:
-        what = f"the hub does not answer ({hub['reason']})"
-        problems.append(Problem(what, "give weights as files (--weights FILE)", needed=False))
-    for name in FOLDERS:
-        if (folder := os.environ.get(name)) and not Path(folder).expanduser().is_dir():
-            what = f"{name} is {folder!r}, which is no folder"
-            problems.append(Problem(what, f"correct or unset {name}", needed=False))
-    places = {
-        "compiled programs": programs.get("place"),
-        **told.get("caches", {}),
-        "hub": told.get("backbones", {}).pop("place", None),
-    }
+    if "reason" in hub:
+        problems.append(Problem(f"the hub does not answer ({hub['reason']})", STEPS["hub"], needed=False))
+    places = {"compiled functions": programs.get("place"), **told.get("caches", {}), "hub": hub.get("cache")}
     found = {
         "versions": versions,
         "extras": extras,
         "machine": machine,
-        "gpus": gpus,
-        "devices": devices,
-        "caches": {name: _place(Path(place)) for name, place in places.items() if place},
-        "backbones": told.get("backbones", {}),
-        "hub": hub,
-        "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
-        "self_test": {step: told[step] for step in ("jit", "vit_micro") if step in told},
+        "devices": devices | {f"nvidia-smi {index}": gpu for index, gpu in enumerate(gpus)},
+        "caches": {name: place for name, place in places.items() if place},
+        "self_test": told.get("vit_micro", {}),
     }
     return found, problems
 
 
 def _probe(settings: Doctor) -> tuple[dict[str, dict[str, Any]], Problem | None]:
-    """What the other process told, by step, and what ended it."""
-    program = f"from cheem_jax.cli.probe import probe; probe({settings.network})"
-    # -P and the path of this process: it finds the packages that this one finds, and no others
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    output, reason = b"", None
+    """What the other process found, by step, and what ended it."""
+    context, told, reason = multiprocessing.get_context("spawn"), dict[str, dict[str, Any]](), None
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=probe, args=(sender, settings.network), daemon=True)
+    process.start()
+    sender.close()  # so that the end of the process ends the pipe
+    until = time.monotonic() + settings.timeout
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", program], env=environment, capture_output=True, timeout=settings.timeout
-        )
-        output = done.stdout
-        if done.returncode:
-            complaint = done.stderr.decode(errors="replace").strip().splitlines()
-            reason = " ".join([f"ended with status {done.returncode}", *complaint[-1:]])
-    except subprocess.TimeoutExpired as late:
-        output, reason = late.stdout or b"", f"no answer within {settings.timeout:g} seconds (--timeout)"
-    told: dict[str, dict[str, Any]] = {}
-    for line in output.splitlines():
-        with contextlib.suppress(
-            ValueError, LookupError, TypeError, AttributeError
-        ):  # a line cut off by the end, or somebody else's
-            entry = json.loads(line)
-            told[entry.pop("step")] = entry
+        while receiver.poll(max(until - time.monotonic(), 0)):
+            step, found = receiver.recv()
+            told[step] = found
+        reason = f"no answer within {settings.timeout:g} seconds (--timeout)"
+        process.kill()
+    except EOFError:
+        process.join()
+        if process.exitcode:
+            reason = f"ended with status {process.exitcode}"
     reason = told.pop("failed", {}).get("reason", reason)
     if reason is None:
         return told, None
-    step = next((step for step in STEPS if step not in told), "backbones")
-    # the hub is only one of the places that weights come from
-    return told, Problem(f"{step}: {reason}", STEPS[step], needed=step != "backbones")
+    step = next((step for step in STEPS if step not in told), "hub")
+    # weights may also come from files, so the hub is not needed
+    return told, Problem(f"{step}: {reason}", STEPS[step], needed=step != "hub")
+
+
+def probe(sender: Any, asks_the_hub: bool) -> None:
+    """Send what each of `STEPS` finds, and at last what the first one that does not work raises."""
+    try:
+        for step, found in _tried(asks_the_hub):
+            sender.send((step, found))
+    except Exception as error:  # a broken installation raises anything
+        sender.send(("failed", {"reason": _line(error)}))
+
+
+def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    # all imports stand where they are tried
+    from cheem_jax.data.cache import default_directory
+    from cheem_jax.data.sources import images_dir
+
+    yield "caches", {"decoded images": str(default_directory()), "decoded benchmarks": str(images_dir(None))}
+
+    start = time.perf_counter()
+    import jax
+
+    devices = jax.devices()
+    found = {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)}
+    yield "devices", {**found, "seconds": round(time.perf_counter() - start, 1)}
+
+    from cheem_jax.engine.compilation import keep_programs
+
+    try:
+        found = {"place": str(keep_programs() or "")}
+    except ValueError as error:
+        found = {"reason": str(error)}
+    yield "programs", found
+
+    import numpy as np
+
+    from cheem_jax.backbone.config import CONFIGS
+    from cheem_jax.backbone.params import build
+    from cheem_jax.backbone.weights import load_pretrained
+
+    start, pretrained = time.perf_counter(), load_pretrained("vit_micro")
+    vit, size = build(pretrained.config, pretrained.params), pretrained.config.image_size
+    features = jax.jit(lambda images: vit(images))(np.zeros((1, size, size, 3), np.uint8))
+    if not np.isfinite(features).all():
+        raise ArithmeticError("vit_micro computes non-finite features of a blank image")
+    yield "vit_micro", {"vit_micro_seconds": round(time.perf_counter() - start, 1)}
+
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+    from cheem_jax.backbone.hub import repository_of
+
+    found = {"cache": constants.HF_HUB_CACHE}
+    if asks_the_hub:
+        try:
+            name = CONFIGS["deit_tiny"].timm_name or ""
+            get_hf_file_metadata(hf_hub_url(repository_of(name), "model.safetensors"), timeout=10)
+        except Exception as error:  # the client's error classes differ between its releases
+            found["reason"] = _line(error)
+    yield "hub", found
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
 def _requirements(package: str, extra: str) -> Iterator[Any]:
@@ -169,10 +217,8 @@ def _versions(problems: list[Problem]) -> dict[str, str | None]:
     try:
         requirements = list(_requirements("cheem_jax", ""))
     except ImportError as error:  # the package's metadata, or what reads them
-        what = "cheem_jax is not installed, so nothing says which packages it needs"
-        if error.name == "packaging":
-            what = "the package `packaging` cannot be imported"
-        problems.append(Problem(what, "pip install cheem_jax, or pip install -e . in a checkout", needed=False))
+        way_out = "pip install cheem_jax, or pip install -e . in a checkout"
+        problems.append(Problem(f"required packages are unknown ({error})", way_out, needed=False))
         return versions
     for requirement in requirements:
         version = versions[requirement.name] = _version(requirement.name)
@@ -184,17 +230,18 @@ def _versions(problems: list[Problem]) -> dict[str, str | None]:
     return versions
 
 
-def _extras() -> dict[str, dict[str, Any]]:
-    """For every extra the packages that are missing, and how to get them."""
-    try:
-        extras = importlib.metadata.metadata("cheem_jax").get_all("Provides-Extra") or []
-        return {
-            extra: {"missing": missing, "get": f"pip install 'cheem_jax[{extra}]'"}
-            for extra in extras
-            for missing in [sorted(set(_missing("cheem_jax", extra)))]
-        }
-    except ImportError:  # told with the versions
-        return {}
+def _extras() -> dict[str, str]:
+    """For every extra whether it is installed, or what is missing and how to get it."""
+    found = {}
+    with contextlib.suppress(ImportError):  # reported with the versions
+        for extra in importlib.metadata.metadata("cheem_jax").get_all("Provides-Extra") or []:
+            missing = sorted(set(_missing("cheem_jax", extra)))
+            found[extra] = f"missing: {', '.join(missing)}; {_getting(extra)}" if missing else "installed"
+    return found
+
+
+def _getting(extra: str) -> str:
+    return f"pip install 'cheem_jax[{extra}]'"
 
 
 def _missing(package: str, extra: str) -> Iterator[str]:
@@ -216,88 +263,13 @@ def _nvidia_gpus() -> list[str]:
     return done.stdout.strip().splitlines()
 
 
-def _machine(problems: list[Problem]) -> dict[str, Any]:
-    """Cores, bytes of memory and of disk."""
+def _machine() -> dict[str, Any]:
+    """System, cores, gigabytes of memory and of free disk."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    page = os.sysconf("SC_PAGE_SIZE")
-    machine = {
+    memory, disk = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, shutil.disk_usage(".").free / 1e9
+    return {
         "system": platform.platform(),
         "cores": cores,
-        "memory": page * os.sysconf("SC_PHYS_PAGES"),
-        "memory_free": None,
-        "disk_free": shutil.disk_usage(".").free,
+        "memory_gb": round(memory, 1),
+        "disk_free_gb": round(disk, 1),
     }
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(line for line in lines if line.startswith("MemAvailable"))
-        machine["memory_free"] = int(free.split()[1]) * 1024
-    for what, where in (("memory", "memory_free"), ("disk", "disk_free")):
-        if machine[where] is not None and machine[where] < SCARCE:
-            way_out = "end other programs" if what == "memory" else "make room, or keep runs elsewhere with --run-dir"
-            problems.append(Problem(f"{machine[where] / 1e9:.1f} GB of {what} free", way_out, needed=False))
-    return machine
-
-
-def _place(folder: Path) -> dict[str, Any]:
-    """Bytes in a folder, and bytes free where it is or will be."""
-    total = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):  # gone meanwhile
-                total += os.lstat(os.path.join(parent, name)).st_size
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    return {"place": str(folder), "bytes": total, "disk_free": shutil.disk_usage(there).free}
-
-
-def _show(found: dict[str, Any], problems: list[Problem]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(width=None if sys.stdout.isatty() else 100)
-    table = Table(show_header=False, box=None)
-    for heading, name, value in _rows(found):
-        table.add_row(Text(heading, "bold"), Text(name), Text(value))
-    console.print(table)
-    for problem in problems:
-        kind = "PROBLEM" if problem.needed else "note"
-        console.print(Text(f"{kind}: {problem.what}; way out: {problem.way_out}"), soft_wrap=True)
-    works = not any(problem.needed for problem in problems)
-    console.print(Text("cheem can work here" if works else "cheem cannot work here"))
-
-
-def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Heading, name and value of every line; a heading stands only in its first line."""
-    machine, devices = found["machine"], found["devices"]
-    free = "" if machine["memory_free"] is None else f", {machine['memory_free'] / 1e9:.1f} GB free"
-    sections: dict[str, dict[str, str]] = {
-        "versions": {name: version or "missing" for name, version in found["versions"].items()},
-        "extras": {
-            name: f"missing: {', '.join(extra['missing'])}; {extra['get']}" if extra["missing"] else "installed"
-            for name, extra in found["extras"].items()
-        },
-        "machine": {
-            "system": machine["system"],
-            "cores": str(machine["cores"]),
-            "memory": f"{machine['memory'] / 1e9:.1f} GB{free}",
-            "disk": f"{machine['disk_free'] / 1e9:.1f} GB free here",
-        },
-        "devices": {
-            **{f"nvidia-smi {index}": gpu for index, gpu in enumerate(found["gpus"])},
-            "jax": "{count} x {platform} ({kind}), found in {seconds:.1f} s".format(**devices) if devices else "none",
-        },
-        "caches": {
-            name: f"{cache['place']}: {cache['bytes'] / 1e6:,.1f} MB, {cache['disk_free'] / 1e9:.1f} GB free"
-            for name, cache in found["caches"].items()
-        },
-        "backbones": found["backbones"] | ({"hub": "answers"} if (found["hub"] or {}).get("answers") else {}),
-        "settings": found["settings"],
-        "self-test": {
-            step: f"{told['seconds']:.2f} s"
-            + (f", {told['compiled']} compiled, {told['read_from_cache']} from the cache" if "compiled" in told else "")
-            for step, told in found["self_test"].items()
-        },
-    }
-    for heading, entries in sections.items():
-        for index, (name, value) in enumerate(entries.items()):
-            yield heading if index == 0 else "", name, value

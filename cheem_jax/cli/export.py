@@ -7,17 +7,15 @@ from typing import Annotated
 
 import tyro
 
+from cheem_jax.cli.shared import Answering
 from cheem_jax.export import SUFFIXES, Format
-from cheem_jax.memory import open_memory
 from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
-class Export:
+class Export(Answering):
     """Write one task's network, or the whole memory behind its router, for use without this library."""
 
-    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
-    """The memory's folder, or a finished run of CHEEM."""
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """The file to write: .onnx, .stablehlo (JAX's own), or .safetensors (a timm state dict of one task)."""
     format: Format | None = None
@@ -30,10 +28,6 @@ class Export:
     """Replace a file that exists."""
     json: bool = False
     """Print JSON instead."""
-    weights: Path | None = None
-    """Weights of a run, which holds none; default: as the run had them."""
-    usable: bool = False
-    """Where tasks of a memory are damaged, answer with the others."""
 
 
 def export_memory(settings: Export) -> None:
@@ -44,8 +38,7 @@ def export_memory(settings: Export) -> None:
     if kind is None:
         known = ", ".join(f"{suffix} ({name})" for name, suffix in SUFFIXES.items())
         raise ValueError(f"{str(settings.file)!r} has an unknown ending; expected one of {known}")
-    memory = open_memory(settings.memory, weights=settings.weights, usable=settings.usable)
-    done = memory.export(
+    done = settings.open().export(
         settings.file, kind, task=settings.task, open_set=settings.open_set, overwrite=settings.overwrite
     )
     if settings.json:

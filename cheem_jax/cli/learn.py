@@ -1,37 +1,29 @@
-"""`cheem learn`: a memory's first tasks, or one more, from folders of pictures."""
+"""`cheem learn` and `cheem forget`: a memory's first tasks, one more from folders of images, or one less."""
 
 import dataclasses
+import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from cheem_jax.cheem.config import Preset
+from cheem_jax.cli.shared import OfData, OfMemory
 from cheem_jax.core.paths import shown
-from cheem_jax.data.load import ImagesConfig, load_tasks
-from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.memory import OpenMemory, begin_with, create, open_memory
-from cheem_jax.memory.data import decoding
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
-class Learn:
+class Learn(OfData, OfMemory):
     """Learn tasks into a memory, which is made if there is none; earlier tasks' pictures are not needed."""
 
-    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
-    """The memory's folder."""
-    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """A folder or zip with <class>/<image> or <split>/<class>/<image>, a folder of such ones, a stream file (TOML), a
-    manifest (CSV, Parquet), or a name of `cheem data list`."""
     name: str | None = None
     """The task's name; default: that of its folder."""
-    tasks: str | None = None
-    """Names of the tasks to learn, in this order, separated by commas; default: all."""
     backbone: str | None = None
     """For a new memory: deit_tiny (the default), vit_base, vit_micro (bundled), another plain timm ViT by name."""
     weights: Path | None = None
@@ -51,12 +43,6 @@ class Learn:
     """For a new memory: a text file with the names of the backbone's own classes, one a line."""
     begin_with: Path | None = None
     """For a new memory: a run of CHEEM whose tasks it begins with."""
-    split_seed: int = 0
-    """Draws the splits that the data lack."""
-    data_dir: Path | None = None
-    """Where prepared data sets lie; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
-    images: ImagesConfig = ImagesConfig()
-    """Where decoded pictures are kept."""
     engine: EngineConfig = EngineConfig()
     """How networks are run."""
     save_every: float | None = None
@@ -73,8 +59,7 @@ class Learn:
 def learn_tasks(settings: Learn) -> None:
     """Read the data first, so that wrong ones leave no memory behind; then learn what is not learned yet."""
     progress = Progress()
-    names = None if settings.tasks is None else [name.strip() for name in settings.tasks.split(",")]
-    _, plans = plan_source(settings.data, names, data_dir=settings.data_dir, seed=settings.split_seed)
+    plans = settings.plans()
     if settings.name is not None and len(plans) > 1:
         raise ValueError(f"one name, {settings.name!r}, for {len(plans)} tasks: {[plan.name for plan in plans]}")
     fresh = not (settings.memory / NAME).exists()
@@ -83,10 +68,8 @@ def learn_tasks(settings: Learn) -> None:
         f"{'new memory ' if fresh else ''}{shown(memory.directory)}: {memory.config.backbone} at "
         f"{memory.config.image_size} pixels, {_tasks(len(memory.tasks))} so far"
     )
-    cache_dir = settings.images.cache_dir or cache_dir_of(settings.data, settings.data_dir)
-    images = dataclasses.replace(settings.images, cache_dir=cache_dir)
     try:
-        tasks = load_tasks(plans, memory.config.image_size, images, decoding(progress))
+        tasks = settings.load(plans, memory.config.image_size, progress)
     except BaseException:
         if fresh and not memory.tasks:  # broken pictures leave no empty memory behind
             shutil.rmtree(memory.directory)
@@ -105,16 +88,10 @@ def _tasks(num: int) -> str:
     return f"{num} task{'' if num == 1 else 's'}"
 
 
-FOR_A_NEW_ONE = (
-    "weights", "base_data", "base_classes", "begin_with", "backbone", "image_size", "preset", "seed", "keep_base",
-)  # fmt: skip
-
-
 def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
     if settings.begin_with is not None:
-        _refuse(
-            settings, set(FOR_A_NEW_ONE) - {"weights", "begin_with"}, "a memory that begins with a run takes the run's"
-        )
+        names = ("base_data", "base_classes", "backbone", "image_size", "preset", "seed", "keep_base")
+        _refuse(settings, names, "a memory that begins with a run takes the run's")
         progress.say(f"beginning with what {shown(settings.begin_with)} has learned")
         return begin_with(settings.memory, settings.begin_with, weights=settings.weights, engine=settings.engine)
     names = None
@@ -132,17 +109,13 @@ def _old_memory(settings: Learn, progress: Progress) -> OpenMemory:
     """The memory that is there; ValueError for settings that it does not have."""
     memory = open_memory(settings.memory, engine=settings.engine)
     memory.check_writable()
-    _refuse(settings, {"weights", "base_data", "base_classes", "begin_with"}, "a memory that is there has its own")
-    config = memory.config
-    held = {
-        "backbone": config.backbone, "image_size": config.image_size, "preset": config.preset, "seed": config.seed,
-    }  # fmt: skip
+    _refuse(settings, ("weights", "base_data", "base_classes", "begin_with"), "a memory that is there has its own")
     wrong = [
-        f"{name} is {value} there and {given} here"
-        for name, value in held.items()
-        if (given := getattr(settings, name)) is not None and given != value
+        f"{name} is {known} there and {given} here"
+        for name in ("backbone", "image_size", "preset", "seed")
+        if (given := getattr(settings, name)) not in (None, known := getattr(memory.config, name))
     ]
-    if settings.keep_base and not config.keeps_base:
+    if settings.keep_base and not memory.config.keeps_base:
         wrong.append("the backbone's own classes are not kept there")
     if wrong:
         raise ValueError(
@@ -152,7 +125,50 @@ def _old_memory(settings: Learn, progress: Progress) -> OpenMemory:
     return memory
 
 
-def _refuse(settings: Learn, names: Collection[str], reason: str) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in FOR_A_NEW_ONE if name in names and getattr(settings, name)]
+def _refuse(settings: Learn, names: Sequence[str], reason: str) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(settings, name)]
     if given:
         raise ValueError(f"{', '.join(given)}: {reason}; leave {'it' if len(given) == 1 else 'them'} out")
+
+
+@dataclasses.dataclass(frozen=True)
+class Forget(OfMemory):
+    """Drop a task and what only it uses; every other task answers as before, and this cannot be undone."""
+
+    task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
+    """The task's name."""
+    erase: bool = False
+    """Make full experts of those that were adapted from the task's own, so that these can go as well."""
+    json: bool = False
+    """Print JSON instead."""
+
+
+def forget_task(settings: Forget) -> None:
+    """Forget it, and say what had to stay and why."""
+    memory = open_memory(settings.memory)
+    done = memory.forget(settings.task, erase=settings.erase)
+    if settings.json:
+        removed, made_full = ([place._asdict() for place in places] for places in (done.removed, done.baked))
+        in_use, ancestors = (
+            [{**kept.place._asdict(), "tasks": list(kept.tasks)} for kept in group]
+            for group in (done.in_use, done.ancestors)
+        )
+        found = {"task": settings.task, "number": done.number, "removed": removed, "in_use": in_use}
+        print(json.dumps({**found, "ancestors": ancestors, "made_full": made_full}))
+        return
+    say = Progress().say
+    left = ", ".join(task.name for task in memory.tasks) or "no task"
+    num = len(done.removed)
+    say(
+        f"{shown(settings.memory)} has forgotten {settings.task!r} and {num} expert{'' if num == 1 else 's'} that only "
+        f"it used; its number {done.number} is never used again; {left} left"
+    )
+    for kept in done.in_use:
+        say(f"block {kept.place.block + 1}, expert {kept.place.expert} stays: used by {', '.join(kept.tasks)}")
+    for kept in done.ancestors:
+        say(
+            f"block {kept.place.block + 1}, expert {kept.place.expert} stays, no candidate for new tasks any more: "
+            f"what {', '.join(kept.tasks)} uses was adapted from it (--erase makes that a full expert)"
+        )
+    for place in done.baked:
+        say(f"block {place.block + 1}, expert {place.expert} is a full expert now")

@@ -68,44 +68,22 @@ def run_command(
 
 
 def _run(command: Callable[[Settings], int | None], settings: Settings, directory: Path | None, computes: bool) -> None:
-    with _reader_may_leave():
+    with _reader_may_leave(), _errors_in_a_line():
         try:
-            # of a picture that is too large: whoever reads it says so, by name and in one line
+            # of an image that is too large: whoever reads it says so, by name and in one line
             warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
             if computes:
                 _keep_programs()
             status = command(settings)
-        except (MemoryError, *_device_errors()) as error:
-            if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            reason = str(error).splitlines()[0] if str(error) else "no memory left"
-            print(
-                f"error: out of memory ({reason}); try a smaller batch size, less kept on the device (memory_gb) or a "
-                "smaller image size; finished tasks are safe",
-                file=sys.stderr,
-            )
-            raise SystemExit(2) from error
-        except (ValueError, OSError, FloatingPointError) as error:
-            if isinstance(error, BrokenPipeError) and _reader_is_gone():
-                raise
-            print(f"error: {' '.join(str(error).split()):.4000}", file=sys.stderr)
-            for line in getattr(error, "advice", ()):
-                print(f"  {line}", file=sys.stderr)
-            raise SystemExit(2) from error
-        except ImportError as error:
-            _end_for_what_is_missing(error)
         except KeyboardInterrupt as stop:
-            where = ""
-            if directory is not None and directory.exists():
-                where = f" Finished tasks are in {shown(directory)}; the same command resumes after them."
-            data = sys.modules.get("cheem_jax.cli.data")
+            number = stop.signal_number if isinstance(stop, Stopped) else signal.SIGINT
+            where, data = "", sys.modules.get("cheem_jax.cli.data")
             if data is not None and isinstance(settings, data.Prepare):
                 where = " What is ready is kept; the same command resumes."
-            number = signal.SIGINT
-            if isinstance(stop, Stopped):
-                number = stop.signal_number
-                if directory is not None:
-                    where = f" In {shown(directory)} {stop}; the same command resumes from there."
+            elif directory is not None and isinstance(stop, Stopped):
+                where = f" In {shown(directory)} {stop}; the same command resumes from there."
+            elif directory is not None and directory.exists():
+                where = f" Finished tasks are in {shown(directory)}; the same command resumes after them."
             print(f"\nstopped.{where}", file=sys.stderr)
             raise SystemExit(128 + number) from None
     if status:
@@ -113,7 +91,7 @@ def _run(command: Callable[[Settings], int | None], settings: Settings, director
 
 
 def _keep_programs() -> None:
-    # here and below JAX is not imported with this module, since not every command needs it
+    # JAX is not imported with this module, since not every command needs it
     from cheem_jax.engine.compilation import NotKept, keep_programs
 
     try:
@@ -122,19 +100,38 @@ def _keep_programs() -> None:
         print(f"note: {error}; they are compiled again in every run", file=sys.stderr)
 
 
-def _device_errors() -> tuple[type[Exception], ...]:
-    jax = sys.modules.get("jax")
-    return () if jax is None else (jax.errors.JaxRuntimeError,)
+@contextlib.contextmanager
+def _errors_in_a_line() -> Iterator[None]:
+    """Bad input and missing packages end in one line and status 2; a fault of our own keeps its traceback."""
+    try:
+        yield
+    except Exception as error:
+        if (sentence := _sentence(error)) is None:
+            raise
+        print(f"error: {sentence}", file=sys.stderr)
+        for line in getattr(error, "advice", ()):
+            print(f"  {line}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
-def _end_for_what_is_missing(error: ImportError) -> None:
-    """One line and status 2 for packages of others; a fault of our own keeps its traceback."""
-    if error.name is not None and error.name.split(".")[0] == "cheem_jax":
-        raise error
-    # without a name it is an extra's, and whoever raised it says how to get it
-    way_out = "" if error.name is None else "; `cheem doctor` tells what is missing and how to get it"
-    print(f"error: {' '.join(str(error).split())}{way_out}", file=sys.stderr)
-    raise SystemExit(2) from error
+def _sentence(error: Exception) -> str | None:
+    """What a user reads of an error; None for a fault of our own."""
+    text, jax = f"{' '.join(str(error).split()):.4000}", sys.modules.get("jax")
+    is_of_jax = jax is not None and isinstance(error, jax.errors.JaxRuntimeError)
+    if isinstance(error, MemoryError) or (is_of_jax and "RESOURCE_EXHAUSTED" in text):
+        reason = str(error).splitlines()[0] if text else "no memory left"
+        return (
+            f"out of memory ({reason}); try a smaller batch size, less kept on the device (memory_gb) or a smaller "
+            "image size; finished tasks are safe"
+        )
+    if isinstance(error, ImportError):
+        if error.name is None:  # an extra's, and whoever raised it says how to get it
+            return text
+        is_ours = error.name.split(".")[0] == "cheem_jax"
+        return None if is_ours else f"{text}; `cheem doctor` tells what is missing and how to get it"
+    if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        return None
+    return text if isinstance(error, ValueError | OSError | FloatingPointError) else None
 
 
 @contextlib.contextmanager
@@ -180,10 +177,9 @@ def main() -> None:
             raise SystemExit(2)
         command = COMMANDS[name]
         try:
-            kind, function = command.load()
-            settings = parse(kind, arguments, prog=f"cheem {name}")
-        except ImportError as error:
-            return _end_for_what_is_missing(error)
+            with _errors_in_a_line():
+                kind, function = command.load()
+                settings = parse(kind, arguments, prog=f"cheem {name}")
         except KeyboardInterrupt:
             raise SystemExit(128 + signal.SIGINT) from None
         run_command(function, settings, getattr(settings, "run_dir", None), computes=command.computes)

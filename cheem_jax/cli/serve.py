@@ -2,14 +2,9 @@
 
 import dataclasses
 import signal
-import warnings
-from pathlib import Path
 from types import FrameType
-from typing import Annotated
 
-import tyro
-from PIL import Image
-
+from cheem_jax.cli.shared import Answering
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import shown
 from cheem_jax.run.progress import Progress
@@ -19,11 +14,9 @@ BATCH_SIZES = (1, 8, 16)
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve:
+class Serve(Answering):
     """Answer pictures over HTTP, with a page in the browser that shows which blocks ran (extra `serve`)."""
 
-    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
-    """The directory of a memory, or of a finished run of CHEEM."""
     host: str = "127.0.0.1"
     """Address to listen on; the default is reached from this machine only."""
     port: int = 8000
@@ -47,35 +40,27 @@ class Serve:
     memory_gb: float | None = None
     """Memory for the networks of tasks that are ready; default: a quarter of the device's. What was used longest ago is
     dropped and made again when it is needed; answers are the same."""
-    weights: Path | None = None
-    """The backbone's weights, for a run that does not find them by itself."""
-    usable: bool = False
-    """Where tasks of a memory are damaged, answer with the others."""
 
 
 def serve_memory(settings: Serve) -> None:
     """Answers until Ctrl-C or SIGTERM; running requests are finished."""
-    _check(settings)
     try:
         from cheem_jax.serve.app import make_app
         from cheem_jax.serve.limits import Limits
         from cheem_jax.serve.server import address_of, hosts_of, listen, make_server
     except ImportError as error:
         raise ValueError(f"serving needs more packages ({error}); pip install 'cheem_jax[serve]'") from error
-    from cheem_jax.memory import open_memory
-
     limits = Limits(
         max_body_bytes=int(settings.max_body_mb * 2**20), max_pixels=settings.max_pixels,
         max_queue=settings.max_queue, max_batch=settings.max_batch,
         batch_wait_seconds=settings.batch_wait_ms / 1000, timeout_seconds=settings.timeout_s,
     )  # fmt: skip
     progress = Progress()
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the client is told instead
     usual = signal.signal(signal.SIGTERM, _stop)
     try:
         with listen(settings.host, settings.port) as listening:
             sizes = tuple(sorted({min(size, settings.max_batch) for size in (*BATCH_SIZES, settings.max_batch)}))
-            predictor = open_memory(settings.memory, weights=settings.weights, usable=settings.usable).predictor(
+            predictor = settings.open().predictor(
                 batch_sizes=sizes, open_set=settings.open_set, top=settings.top, memory_gb=settings.memory_gb
             )
             app = make_app(predictor, limits, hosts_of(listening, settings.host))
@@ -95,25 +80,6 @@ def serve_memory(settings: Serve) -> None:
                 raise service.failure
     finally:
         signal.signal(signal.SIGTERM, usual)
-
-
-def _check(settings: Serve) -> None:
-    wrong = [
-        f"{name} is {value:g}, expected {expected}"
-        for name, value, expected, is_right in (
-            ("port", settings.port, "0 to 65535", 0 <= settings.port <= 65535),
-            ("max_body_mb", settings.max_body_mb, "more than 0", 0 < settings.max_body_mb < float("inf")),
-            ("max_pixels", settings.max_pixels, "at least 1", settings.max_pixels >= 1),
-            ("max_queue", settings.max_queue, "at least 1", settings.max_queue >= 1),
-            ("timeout_s", settings.timeout_s, "more than 0", 0 < settings.timeout_s < float("inf")),
-            ("batch_wait_ms", settings.batch_wait_ms, "0 to 1000", 0 <= settings.batch_wait_ms <= 1000),
-            ("max_batch", settings.max_batch, "1 to 256", 1 <= settings.max_batch <= 256),
-            ("top", settings.top, "at least 1", settings.top >= 1),
-        )
-        if not is_right
-    ]
-    if wrong:
-        raise ValueError("; ".join(wrong))
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -30,6 +30,7 @@ class Phase(enum.IntEnum):
     METHOD_TUNING = 14
     ALIGNMENT = 15
     ALIGNMENT_ORDER = 16
+    SCORE = 17
 
 
 @dataclasses.dataclass(frozen=True)

@@ -172,7 +172,7 @@ def smallest(value: int) -> int:
 
 
 def total(values: np.ndarray) -> np.ndarray:
-    """The sum of the processes' integer arrays, in all of them."""
+    """The sum of the processes' arrays, in all of them; exact for integers, and where all but one hold zeros."""
     if count() == 1:
         return values
     return np.asarray(multihost_utils.process_allgather(values)).sum(axis=0)

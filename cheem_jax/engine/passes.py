@@ -52,14 +52,25 @@ def token_means(
 
 
 def network_features(
-    executor: Executor, network: Network, images: Feed, num: int, *, batch_size: int
-) -> Float[np.ndarray, "N D"]:
-    """Features of one network for every image."""
-    found = []
+    executor: Executor,
+    networks: Sequence[Network],
+    images: Feed,
+    num: int,
+    *,
+    batch_size: int,
+    advance: Advance = unwatched,
+) -> Float[np.ndarray, "P N D"]:
+    """Features of several networks for the same `num` images, shared prefixes run once per batch."""
+    found = np.empty((len(networks), num, executor.config.width), np.float32)
     for batch, tokens in _in_order(executor, images, num, batch_size):
-        (walked,) = executor.walk([network], tokens, batch.mask)
-        found.append(hosts.fetch(executor.features(walked.tokens))[: batch.size])
-    return np.concatenate(found)
+        # read when the whole batch is under way: a look at a result waits for the device
+        pending = [
+            (walked.index, executor.features(walked.tokens)) for walked in executor.walk(networks, tokens, batch.mask)
+        ]
+        for index, features in pending:
+            found[index, batch.rows[: batch.size]] = hosts.fetch(features)[: batch.size]
+        advance(batch.size * len(networks))
+    return found
 
 
 def features_on_the_way(

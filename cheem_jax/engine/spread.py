@@ -4,11 +4,11 @@ No sums between devices are needed, as a batch divided over them would need at e
 stay together, so that what they share still runs once (`Stages.walk`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from cheem_jax.backbone.flops import executed_halves
 from cheem_jax.core.images import in_turn
@@ -17,7 +17,7 @@ from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Feed, HostImages, Subset, feed_on
-from cheem_jax.engine.passes import Advance, count_right, unwatched
+from cheem_jax.engine.passes import Advance, count_right, network_features, unwatched
 
 
 def count_right_spread(
@@ -32,33 +32,68 @@ def count_right_spread(
     advance: Advance,
 ) -> Int[np.ndarray, "P"]:
     """`passes.count_right`, the networks divided over the devices where one holds a whole network."""
+    common = {"num_classes": num_classes, "batch_size": batch_size}
+    if not _divides(executor):
+        return count_right(executor, networks, head, images, labels, advance=advance, **common)
+    counts = np.zeros(len(networks), np.int32)
+
+    def evaluate(place: int, mine: Sequence[Network], feed: Feed, rows: np.ndarray) -> np.ndarray:
+        own = executor.layout.copy(head, place)
+        return count_right(executor.on(place), mine, own, feed, labels[rows], advance=unwatched, **common)
+
+    for group, _, right in _divided(executor, networks, images, len(labels), batch_size, evaluate, advance):
+        counts[group] += right
+    return hosts.total(counts).astype(np.int64)
+
+
+def features_spread(
+    executor: Executor, networks: Sequence[Network], images: Feed, num: int, *, batch_size: int, advance: Advance
+) -> Float[np.ndarray, "P N D"]:
+    """`passes.network_features`, the networks divided in the same way; every process gets all of them."""
+    if not _divides(executor):
+        return network_features(executor, networks, images, num, batch_size=batch_size, advance=advance)
+    found = np.zeros((len(networks), num, executor.config.width), np.float32)
+
+    def evaluate(place: int, mine: Sequence[Network], feed: Feed, rows: np.ndarray) -> np.ndarray:
+        return network_features(executor.on(place), mine, feed, len(rows), batch_size=batch_size)
+
+    for group, rows, features in _divided(executor, networks, images, num, batch_size, evaluate, advance):
+        found[np.ix_(group, rows)] = features
+    return hosts.total(found)
+
+
+def _divides(executor: Executor) -> bool:
+    return executor.layout.is_many and executor.layout.fsdp == 1
+
+
+def _divided(
+    executor: Executor,
+    networks: Sequence[Network],
+    images: Feed,
+    num: int,
+    batch_size: int,
+    evaluate: Callable[[int, Sequence[Network], Feed, np.ndarray], np.ndarray],
+    advance: Advance,
+) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
+    """Of each device of this process and each batch: the networks' indices, the images' rows, what `evaluate` made.
+
+    All devices work on one batch before the next, so that every process reports its progress as often as the others.
+    """
     layout = executor.layout
-    if not layout.is_many or layout.fsdp > 1:
-        return count_right(
-            executor, networks, head, images, labels, num_classes=num_classes, batch_size=batch_size, advance=advance
-        )
-    groups, counts = divided(executor, networks, layout.num), np.zeros(len(networks), np.int32)
-
-    def evaluate(place: int, feed: Feed, labels: np.ndarray) -> np.ndarray:
-        group = groups[place]
-        if not group:
-            return np.zeros(0, np.int32)
-        mine = [layout.copy(networks[index], place) for index in group]
-        return count_right(
-            executor.on(place), mine, layout.copy(head, place), feed_on(feed, executor.on(place)), labels,
-            num_classes=num_classes, batch_size=batch_size, advance=unwatched,
-        )  # fmt: skip
-
-    order = [batch.rows[: batch.size] for batch in batches(np.arange(len(labels)), batch_size)]
-    # all devices work on one batch before the next, so that every process reports its progress as often as the others
+    groups = divided(executor, networks, layout.num)
+    mine = {
+        place: [layout.copy(networks[index], place) for index in groups[place]]
+        for place in layout.local
+        if groups[place]
+    }
+    order = [batch.rows[: batch.size] for batch in batches(np.arange(num), batch_size)]
     with ThreadPoolExecutor(len(layout.local), "search") as threads:
         for rows, feed in zip(order, _parts(executor, images, order), strict=True):
-            num = len(layout.local)
-            found = threads.map(evaluate, layout.local, [feed] * num, [labels[rows]] * num)
-            for place, right in zip(layout.local, found, strict=True):
-                counts[groups[place]] += right
+            feeds = [feed_on(feed, executor.on(place)) for place in mine]
+            found = threads.map(evaluate, mine, mine.values(), feeds, [rows] * len(mine))
+            for place, result in zip(mine, found, strict=True):
+                yield groups[place], rows, result
             advance(len(rows) * len(networks))
-    return hosts.total(counts).astype(np.int64)
 
 
 def _parts(executor: Executor, images: Feed, order: Sequence[np.ndarray]) -> Iterator[Feed]:

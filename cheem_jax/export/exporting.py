@@ -1,17 +1,26 @@
 """A memory, or one task's network, written as a file that other programs run; checked before it is written."""
 
+import dataclasses
+import importlib.metadata
+import importlib.util
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from cheem_jax import __version__
+from cheem_jax.core.architecture import to_strings
 from cheem_jax.core.atomic import write_atomically
+from cheem_jax.data.task import check_names
 from cheem_jax.export import onnx_model, stablehlo, timm_weights
-from cheem_jax.export.artefact import Artefact, Format, describe
 from cheem_jax.export.checking import check, seconds_per_image
-from cheem_jax.export.programs import Program, dense_ops, memory_program, num_bytes, outputs_of, task_program
-from cheem_jax.export.subject import Subject
+from cheem_jax.export.programs import Program, memory_program, num_bytes, task_program
+from cheem_jax.export.subject import Artefact, Subject
 
+Format = Literal["stablehlo", "onnx", "timm"]
 SUFFIXES: dict[Format, str] = {"stablehlo": ".stablehlo", "onnx": ".onnx", "timm": ".safetensors"}
+PACKAGES: dict[Format, tuple[str, ...]] = {
+    "stablehlo": ("jax", "flatbuffers"), "onnx": ("jax", "jax2onnx", "onnx", "onnxruntime"), "timm": ("safetensors",),
+}  # fmt: skip
 LIMIT = 2**31 - 2**20
 """Bytes that a file of weights may hold: neither flatbuffers nor protobuf can write two gigabytes."""
 
@@ -32,80 +41,112 @@ def export(subject: Subject, file: Path, kind: Format, *, task: str | None = Non
     """Write the network of the named task, or without a name the whole routed memory.
 
     A task's network: `images` to `logits`. The memory: `images` to `task`, `logits` and `distance`; the pass that
-    names the task is shared with the task's network as far as they are equal, and only the named network runs. A
-    description (classes, architectures, inputs and outputs) goes into the file, or lies beside a StableHLO one as
+    infers the task is shared with the task's network as far as they are equal, and only that task's network runs. A
+    description (classes, architectures, inputs and outputs) goes into the file, or lies next to a StableHLO one as
     `<file>.json`. timm's weights are those of one task, whose name is needed where there are several.
 
     Raises ValueError for what cannot be exported or written so, and RuntimeError where the file's answers differ from
     the network's by more than 1e-4; then nothing is written.
     """
-    file = Path(file)
-    beside = file.with_name(f"{file.name}.json") if kind == "stablehlo" else None
-    _check_place(file, beside, kind, overwrite)
-    index = _index(subject, kind, task)
-    if kind == "stablehlo":
-        stablehlo.check_installed()
-    if kind == "onnx":
-        onnx_model.check_installed()
-    if kind != "timm" and (wanted := num_bytes(subject, index)) > LIMIT:
-        raise ValueError(f"weights of {wanted} bytes; a {kind} file holds less than 2 GiB, so export task by task")
-    description = describe(subject, index, kind)
+    description_file = file.with_name(f"{file.name}.json") if kind == "stablehlo" else None
+    _check_place(file, description_file, kind, overwrite)
+    names = [known.name for known in subject.tasks]
+    if task is None and kind == "timm":
+        if len(names) > 1:
+            raise ValueError(f"timm's weights are those of one task: name one of {', '.join(names)}")
+        task = names[0]
+    if task is not None:
+        check_names([task], names, "the memory")
+    index = None if task is None else names.index(task)
+    if missing := [package for package in PACKAGES[kind] if importlib.util.find_spec(package) is None]:
+        raise ValueError(f"{kind} needs {', '.join(missing)}; pip install 'cheem_jax[export]'")
+    description = _description(subject, index, kind)
     made = _make(subject, index, kind, description)
-    checked = check(subject, index, made.run)
-    seconds = seconds_per_image(made.run, subject.vit.config.image_size) if made.is_program else None
+    difference, compared = check(subject, index, made.run)
+    # timm's weights do not compute by themselves
+    seconds = None if kind == "timm" else seconds_per_image(made.run, subject.vit.config.image_size)
     notes = list(made.notes)
     if index is None:
-        unseen = [task.name for i, task in enumerate(subject.tasks) if i not in checked.tasks]
         notes.append("each image runs the backbone once and its own task's network from the first difference on")
-        if unseen:
+        if unseen := [name for i, name in enumerate(names) if i not in compared]:
             notes.append(f"not compared, as no random image led to them: {', '.join(unseen)}")
-    _write(file, made.content, beside, description)
-    return Exported(file, len(made.content), checked.largest_difference, seconds, tuple(notes))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, made.content)
+    if description_file is not None:
+        try:
+            write_atomically(description_file, json.dumps(description, indent=1))
+        except BaseException:
+            file.unlink()  # nobody could tell its classes
+            raise
+    return Exported(file, len(made.content), difference, seconds, tuple(notes))
 
 
-def _check_place(file: Path, beside: Path | None, kind: Format, overwrite: bool) -> None:
+def _check_place(file: Path, description_file: Path | None, kind: Format, overwrite: bool) -> None:
     if file.suffix != SUFFIXES[kind]:
         raise ValueError(f"{file}: a file of kind {kind!r} ends with {SUFFIXES[kind]!r}, not {file.suffix!r}")
-    for place in filter(None, (file, beside)):
+    for place in filter(None, (file, description_file)):
         if place.is_dir():
             raise ValueError(f"{place} is a folder; expected a file")
         if place.exists() and not overwrite:
             raise ValueError(f"{place} exists already; choose another file, or add --overwrite (overwrite=True)")
 
 
-def _index(subject: Subject, kind: Format, task: str | None) -> int | None:
-    if task is not None:
-        return subject.index(task)
-    if kind != "timm":
-        return None
-    if len(subject.tasks) > 1:
-        names = ", ".join(known.name for known in subject.tasks)
-        raise ValueError(f"timm's weights are those of one task and the memory holds several: name one of {names}")
-    return 0
-
-
 def _make(subject: Subject, index: int | None, kind: Format, description: dict[str, Any]) -> Artefact:
     if kind == "timm":
         assert index is not None
         return timm_weights.make(subject, index, description)
+    if (wanted := num_bytes(subject, index)) > LIMIT:
+        raise ValueError(f"weights of {wanted} bytes; a {kind} file holds less than 2 GiB, so export task by task")
     program, size = _program(subject, index), subject.vit.config.image_size
     if kind == "onnx":
-        return onnx_model.make(program, size, outputs_of(index), description)
+        return onnx_model.make(program, size, list(description["outputs"]), description)
     return stablehlo.make(program, size)
 
 
 def _program(subject: Subject, index: int | None) -> Program:
+    return memory_program(subject) if index is None else task_program(subject, index)
+
+
+def _description(subject: Subject, index: int | None, kind: Format) -> dict[str, Any]:
+    """What a reader of the file has to know, as JSON values: one task's network, or the memory (None)."""
+    config = subject.vit.config
+    tasks = subject.tasks if index is None else (subject.tasks[index],)
+    images = f"uint8 [batch, {config.image_size}, {config.image_size}, 3], RGB, resized to a square (bicubic)"
+    logits = f"float32 [batch, {max(len(task.classes) for task in tasks)}]"
+    description: dict[str, Any] = {
+        "format": "cheem_jax.export.1",
+        "kind": kind,
+        "contains": "memory" if index is None else "task",
+        "backbone": config.name,
+        "placement": subject.placement,
+        "image_size": config.image_size,
+        "mean": list(config.mean),
+        "std": list(config.std),
+        "inputs": {"images": f"{images}; (images / 255 - mean) / std is part of the program"},
+        "outputs": {"logits": logits},
+        "tasks": [
+            {
+                "name": task.name,
+                "classes": list(task.classes),
+                "architecture": to_strings(task.architecture),
+                "experts": list(task.experts),
+            }
+            for task in tasks
+        ],
+        "versions": {"cheem_jax": __version__, **{name: importlib.metadata.version(name) for name in PACKAGES[kind]}},
+    }
     if index is None:
-        return memory_program(subject)
-    return task_program(subject.vit, subject.placement, dense_ops(subject, index), subject.tasks[index].head)
-
-
-def _write(file: Path, content: bytes, beside: Path | None, description: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, content)
-    if beside is not None:
-        try:
-            write_atomically(beside, json.dumps(description, indent=1))
-        except BaseException:
-            file.unlink()  # nobody could tell its classes
-            raise
+        rejection = (
+            "; -1 where the distance to the nearest centroid or class mean of that task, in the router's metric, "
+            "exceeds its threshold"
+        )
+        description["outputs"] = {
+            "task": f"int32 [batch], position in `tasks`{'' if subject.thresholds is None else rejection}",
+            "logits": f"{logits} of that task; -1e30 in columns behind its last class",
+            "distance": f"float32 [batch, {len(tasks)}] to each task, as the router compares them",
+        }
+        description["router"] = {
+            **dataclasses.asdict(subject.router),
+            "thresholds": None if subject.thresholds is None else list(subject.thresholds),
+        }
+    return description

@@ -1,4 +1,8 @@
-"""ONNX through jax2onnx, checked in onnxruntime. A file holds each weight once, whichever tasks use it."""
+"""ONNX through jax2onnx, checked in onnxruntime. A file contains each weight once, whichever tasks use it.
+
+Two passes over the graph do what jax2onnx leaves to be desired in programs with branches and loops: a graph inside
+another one, a branch or a loop's body, may read whatever the graph around it contains.
+"""
 
 import importlib.metadata
 import json
@@ -12,31 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.export.artefact import Artefact
-from cheem_jax.export.onnx_graph import keep_outside, share_weights
 from cheem_jax.export.programs import Program
+from cheem_jax.export.subject import Artefact
 
 OPSET = 18
 """The oldest one that has all operators, so that older runtimes read the file as well."""
 
 
-def check_installed() -> None:
-    """Raises ValueError where a package of the extra `export` is missing."""
-    try:
-        with _quiet():
-            import jax2onnx  # noqa: F401  # pyright: ignore[reportMissingImports]
-            import onnx  # noqa: F401  # pyright: ignore[reportMissingImports]
-            import onnxruntime  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ValueError(
-            f"ONNX needs jax2onnx, onnx and onnxruntime ({error}); pip install 'cheem_jax[export]'"
-        ) from error
-
-
 def make(program: Program, image_size: int, outputs: Sequence[str], description: dict[str, Any]) -> Artefact:
     """The program for any number of images, its description as the metadata `cheem_jax`."""
-    import jax2onnx  # pyright: ignore[reportMissingImports]
-    import onnxruntime  # pyright: ignore[reportMissingImports]
+    with _quiet():
+        import jax2onnx  # pyright: ignore[reportMissingImports]
+        import onnxruntime  # pyright: ignore[reportMissingImports]
 
     def in_order(images):
         found = program(images)
@@ -49,8 +40,8 @@ def make(program: Program, image_size: int, outputs: Sequence[str], description:
                 inputs=[jax.ShapeDtypeStruct(("batch", image_size, image_size, 3), jnp.uint8)], input_names=["images"],
                 output_names=list(outputs), opset=OPSET, model_name="cheem_jax", return_mode="proto",
             )  # fmt: skip
-        share_weights(model.graph)
-        keep_outside(model.graph)
+        _share_weights(model.graph)
+        _keep_outside_loops(model.graph)
         for output in model.graph.output:  # named by the converter after a sentinel of its own
             output.type.tensor_type.shape.dim[0].dim_param = "batch"
         entry = model.metadata_props.add()
@@ -67,20 +58,91 @@ def make(program: Program, image_size: int, outputs: Sequence[str], description:
         found = session.run(list(outputs), {"images": images})
         return {name: np.asarray(value) for name, value in zip(outputs, found, strict=True)}
 
-    return Artefact(content, run, is_program=True, notes=(f"opset {OPSET}",))
+    return Artefact(content, run, notes=(f"opset {OPSET}",))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without remarks that users can do nothing about: jax2onnx tells of every library it knows and does not find."""
-    loggers = [logging.getLogger(name) for name in ("jax2onnx", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    """Without remarks that users can do nothing about: jax2onnx lists every library it knows and does not find."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable()
+        try:
             yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def _share_weights(graph: Any) -> None:
+    """Each distinct constant of a graph and of all inside it once, in the outermost graph.
+
+    As converted, every branch has constants of its own.
+    """
+    names, kept = dict[bytes, str](), []
+    for inner in list(_graphs(graph)):
+        renamed = {}
+        for constant in inner.initializer:
+            own, constant.name = constant.name, ""
+            content = constant.SerializeToString(deterministic=True)
+            if content not in names:
+                names[content] = constant.name = f"weight_{len(names)}"
+                kept.append(type(constant).FromString(constant.SerializeToString()))
+            renamed[own] = names[content]
+        del inner.initializer[:]
+        _rename(inner, renamed)
+    used = _read(graph)
+    graph.initializer.extend(constant for constant in kept if constant.name in used)
+
+
+def _keep_outside_loops(graph: Any) -> None:
+    """Loops read what no turn changes from the graph around them.
+
+    As converted, all of it is handed from turn to turn, and a runtime copies all weights for each image.
+    """
+    for node in graph.node:
+        if node.op_type == "Loop":
+            [body] = [attribute.g for attribute in node.attribute if attribute.name == "body"]
+            _keep_outside(graph, node, body)
+
+
+def _keep_outside(graph: Any, loop: Any, body: Any) -> None:
+    copied = {node.output[0]: node.input[0] for node in body.node if node.op_type == "Identity"}
+    inside = {name for inner in _graphs(body) for node in inner.node for name in node.output}
+    renamed, after = {}, {}
+    # a body takes the turn's number and a condition before what is carried, and gives a condition before it
+    for carried in reversed(range(len(loop.input) - 2)):
+        outer, given, left = loop.input[carried + 2], body.input[carried + 2].name, body.output[carried + 1].name
+        if copied.get(left) == given and outer not in inside:
+            renamed[given], after[loop.output[carried]] = outer, outer
+            del loop.input[carried + 2], loop.output[carried], body.input[carried + 2], body.output[carried + 1]
+    _rename(body, renamed)
+    _rename(graph, after)
+    used = _read(body)
+    dead = [node for node in body.node if node.op_type == "Identity" and node.output[0] not in used]
+    for node in dead:
+        body.node.remove(node)
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    """A graph and all inside it, each before those that it holds."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)
+
+
+def _read(graph: Any) -> set[str]:
+    """All names that are read in a graph or inside it, or come out."""
+    read = {name for inner in _graphs(graph) for node in inner.node for name in node.input}
+    return read | {output.name for inner in _graphs(graph) for output in inner.output}
+
+
+def _rename(graph: Any, renamed: dict[str, str]) -> None:
+    """Reads by new names, also in the graphs inside."""
+    for inner in _graphs(graph):
+        for node in inner.node:
+            for position, name in enumerate(node.input):
+                node.input[position] = renamed.get(name, name)
+        for output in inner.output:
+            output.name = renamed.get(output.name, output.name)

@@ -1,27 +1,23 @@
 """What a file computes, as functions of uint8 images: one task's network, or the whole memory with its router."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, UInt8
+from jaxtyping import Array, Float, UInt8
 
-from cheem_jax.backbone.vit import ViT
 from cheem_jax.cheem.heads import FAR
-from cheem_jax.core.ops import Adapt, LowRank, Ops, Placement, Reuse, Skip
+from cheem_jax.core.ops import Adapt, LowRank, Ops, Reuse, Skip
 from cheem_jax.core.pool import BlockPool, Head, dense_expert
-from cheem_jax.export.naming import distances_of, joined, to_centroids
+from cheem_jax.core.routing.config import Metric
+from cheem_jax.core.routing.routers import OwnCovariance, RidgeOnTasks, SharedCovariance, make_router
+from cheem_jax.core.routing.statistics import projection
 from cheem_jax.export.subject import Subject
 
-Outputs = dict[str, Array]
-Program = Callable[[UInt8[Array, "B S S 3"]], Outputs]
-
-
-def outputs_of(index: int | None) -> tuple[str, ...]:
-    """Names of what comes out, for one task's network or the memory (None)."""
-    return ("logits",) if index is not None else ("task", "logits", "distance")
+Program = Callable[[UInt8[Array, "B S S 3"]], dict[str, Array]]
+Distances = Callable[[Float[Array, "B E"]], Float[Array, "B T"]]
 
 
 def dense_ops(subject: Subject, index: int) -> Ops:
@@ -63,20 +59,17 @@ def _stored(kept: dict[tuple[int, int], Reuse | Adapt], pool: BlockPool, block: 
     return Adapt(full, LowRank(jnp.asarray(down), jnp.asarray(up)))
 
 
-def task_program(vit: ViT, placement: Placement, ops: Ops, head: Head) -> Program:
+def task_program(subject: Subject, index: int) -> Program:
     """Images to the logits of one task's network."""
-
-    def program(images):
-        return {"logits": vit(images, ops, placement=placement) @ head.weight + head.bias}
-
-    return program
+    ops, head = dense_ops(subject, index), subject.tasks[index].head
+    return lambda images: {"logits": subject.vit(images, ops, placement=subject.placement) @ head.weight + head.bias}
 
 
 def memory_program(subject: Subject) -> Program:
     """Images to task, that task's logits and the distances to all tasks.
 
-    The backbone's pass that names the task is the beginning of each task's network up to its first difference. What
-    comes after it runs image by image, and only for the task that was named: the work of an image is the same in every
+    The backbone's pass that infers the task is the beginning of each task's network up to its first difference. What
+    comes after it runs image by image, and only for the inferred task: the work of an image is the same in every
     batch, and does not grow with the number of tasks.
     """
     vit, placement, depth = subject.vit, subject.placement, subject.vit.config.depth
@@ -142,3 +135,78 @@ def num_bytes(subject: Subject, index: int | None) -> int:
     networks = stored_ops(subject) if index is None else [dense_ops(subject, index)]
     leaves = jax.tree.leaves((nnx.state(subject.vit), networks))
     return sum({id(leaf): leaf.nbytes for leaf in leaves}.values())
+
+
+def distances_of(subject: Subject) -> Distances:
+    """What the router of a memory compares, in float32: features to how far each task is."""
+    router = make_router(subject.router).follow([task.place for task in subject.tasks])
+    match router:
+        case SharedCovariance():
+            whitening = _single(router.whitening)
+            own = [_single(rows) for rows in np.split(router.rows, router.first[1:])]
+
+            def distances(features):
+                points = _unit(features) @ whitening
+                return jnp.sqrt(jnp.stack([_nearest(points, rows) for rows in own], axis=1))
+
+        case OwnCovariance():
+            parts = [(_single(whitening), _single(rows), size) for whitening, rows, size in router.parts]
+
+            def distances(features):
+                points = _unit(features)
+                return jnp.stack([_nearest(points @ whitening, rows) + size for whitening, rows, size in parts], axis=1)
+
+        case RidgeOnTasks():
+            directions = _single(projection(subject.tasks[0].centroids.shape[1], subject.router.projections))
+            weights = _single(router.weights)
+
+            def distances(features):
+                return -(jnp.maximum(_unit(features) @ directions, 0) @ weights)
+
+        case _:
+            return to_centroids(subject)
+    return distances
+
+
+def to_centroids(subject: Subject) -> Distances:
+    """To the nearest centroid of each task: the open set's thresholds are about that, whichever router there is."""
+    most = max(len(task.centroids) for task in subject.tasks)
+    # tasks with fewer centroids repeat their first one
+    own = [np.concatenate([task.centroids, np.repeat(task.centroids[:1], most, axis=0)]) for task in subject.tasks]
+    centroids = np.stack([rows[:most] for rows in own])
+    return lambda features: distances_to(features, centroids, subject.router.metric)
+
+
+def joined(parts: Sequence[Float[Array, "B D"]]) -> Float[Array, "B E"]:
+    """See `routing.statistics.joined`."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1)
+
+
+def distances_to(
+    features: Float[Array, "B E"], centroids: Float[np.ndarray, "T K E"], metric: Metric
+) -> Float[Array, "B T"]:
+    """To the nearest centroid of each task, as `CentroidIndex` compares them."""
+    points = _unit(features)[:, None]
+    flat = centroids.reshape(-1, centroids.shape[-1])
+    match metric:
+        case "l1":
+            found = jnp.abs(points - flat).sum(axis=-1)
+        case "l2":
+            found = jnp.sqrt(((points - flat) ** 2).sum(axis=-1))
+        case "cosine":
+            found = 1.0 - (points * (flat / np.linalg.norm(flat, axis=1, keepdims=True))).sum(axis=-1)
+    return found.reshape(-1, *centroids.shape[:2]).min(axis=2)
+
+
+def _nearest(points: Float[Array, "B E"], rows: Float[np.ndarray, "C E"]) -> Float[Array, "B"]:
+    # squares of differences: in float32 the expanded form would cancel
+    return ((points[:, None] - rows) ** 2).sum(axis=-1).min(axis=1)
+
+
+def _single(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float32)
+
+
+def _unit(features: Float[Array, "B E"]) -> Float[Array, "B E"]:
+    norm = jnp.sqrt((features * features).sum(axis=1, keepdims=True))
+    return features / jnp.maximum(norm, 1e-12)

@@ -10,18 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.export.artefact import Artefact
 from cheem_jax.export.programs import Program
+from cheem_jax.export.subject import Artefact
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-
-
-def check_installed() -> None:
-    """Raises ValueError where the package that writes StableHLO is missing."""
-    try:
-        import flatbuffers  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ValueError(f"StableHLO is written with flatbuffers ({error}); pip install 'cheem_jax[export]'") from error
 
 
 def make(program: Program, image_size: int) -> Artefact:
@@ -40,7 +32,7 @@ def make(program: Program, image_size: int) -> Artefact:
     def run(images: np.ndarray) -> dict[str, np.ndarray]:
         return {name: np.asarray(value) for name, value in call(images).items()}
 
-    return Artefact(content, run, is_program=True, notes=(f"runs on {', '.join(PLATFORMS)}",))
+    return Artefact(content, run, notes=(f"runs on {', '.join(PLATFORMS)}",))
 
 
 @contextmanager

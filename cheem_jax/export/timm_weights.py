@@ -19,9 +19,8 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.params import build, params_of
 from cheem_jax.backbone.timm_names import from_timm, timm_name_of
 from cheem_jax.core.ops import Reuse
-from cheem_jax.export.artefact import Artefact
 from cheem_jax.export.programs import dense_ops
-from cheem_jax.export.subject import Subject
+from cheem_jax.export.subject import Artefact, Subject
 
 
 def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
@@ -53,7 +52,7 @@ def make(subject: Subject, index: int, description: dict[str, Any]) -> Artefact:
     vit = build(config, from_timm(load(content), config))
     logits = jax.jit(lambda images: vit.logits(vit(images)))
     notes = [f"{name} is zero: the task skips this branch" for name in described["zeroed"]]
-    return Artefact(content, lambda images: {"logits": np.asarray(logits(images))}, False, tuple(notes))
+    return Artefact(content, lambda images: {"logits": np.asarray(logits(images))}, tuple(notes))
 
 
 def to_timm(params: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:

@@ -7,8 +7,7 @@ memory.learn("photos/cats")              # without the dogs
 memory.predict(["new.jpg"])[0].label
 """
 
-from cheem_jax.memory.answering import Score, TaskInfo
 from cheem_jax.memory.making import begin_with, create, open_memory
-from cheem_jax.memory.opened import OpenMemory
+from cheem_jax.memory.opened import OpenMemory, Score, TaskInfo
 
 __all__ = ["OpenMemory", "Score", "TaskInfo", "begin_with", "create", "open_memory"]

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from cheem_jax.core.atomic import to_disk, write_atomically
 from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.core.pool import Memory
 from cheem_jax.memory.forgetting import changed_tasks
-from cheem_jax.run.checkpoint import load_task, save_task, saved_tasks
+from cheem_jax.run.checkpoint import saved_tasks
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import to_json
 from cheem_jax.run.removed import without_removed
@@ -125,30 +125,24 @@ def tasks_root(directory: Path, held: Mapping[str, Any]) -> Path:
     return checkpoints_of(directory, held["generation"]) / "cheem"
 
 
-def write_generation(directory: Path, config: MemoryConfig, before: Memory, after: Memory, rank: int) -> Path:
+def write_generation(directory: Path, config: MemoryConfig, before: Memory, after: Memory, rank: int) -> None:
     """The next generation, complete and on the disk; it counts once `config.json` says so.
 
     Tasks that did not change share their files with the generation before.
     """
-    old = checkpoints_of(directory, config.generation) / "cheem"
-    new = checkpoints_of(directory, config.generation + 1)
-    partial = new.with_name(f".{new.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    old, new = (checkpoints_of(directory, config.generation + more) for more in (0, 1))
     shutil.rmtree(new, ignore_errors=True)  # of a process that was killed before it counted
-    root, changed = partial / "cheem", changed_tasks(before, after)
-    root.mkdir(parents=True)
-    for number, place in enumerate(saved_tasks(old)):
-        if number in after.forgotten:
-            save_forgotten(root, after, number)
-        elif number in changed:
-            save_memory_task(root, after, after.numbers.index(number), rank)
-        else:
-            _copy(place, root / place.name, _link)
-    for folder in (root, partial):
-        to_disk(folder)
-    os.replace(partial, new)
-    to_disk(directory)
-    return new
+    changed = changed_tasks(before, after)
+    with made_whole(new) as partial:
+        root = partial / "cheem"
+        root.mkdir()
+        for number, place in enumerate(saved_tasks(old / "cheem")):
+            if number in after.forgotten:
+                save_forgotten(root, after, number)
+            elif number in changed:
+                save_memory_task(root, after, after.numbers.index(number), rank)
+            else:
+                shutil.copytree(place, root / place.name, copy_function=_link)
 
 
 def _link(source: str, target: str) -> None:
@@ -159,37 +153,12 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def _copy(source: Path, target: Path, how: Callable[[str, str], object] = shutil.copy2) -> None:
-    """A folder again, on the disk before anything counts on it."""
-    shutil.copytree(source, target, copy_function=how)
-    for place in (*target.rglob("*"), target):
-        to_disk(place)
-
-
 def remove_old_generations(directory: Path, generation: int) -> None:
     """Take away every generation that does not count."""
     counting = checkpoints_of(directory, generation).name
     for folder in [*directory.glob("generation-*"), *directory.glob(".generation-*")]:
         if folder.name != counting:
             shutil.rmtree(folder)
-
-
-def save_base(directory: Path, arrays: Mapping[str, Any], classes: Sequence[str]) -> None:
-    """Keep where the backbone's own task lies among features."""
-    save_task(directory / BASE, arrays, {"name": "base", "classes": list(classes)})
-
-
-def load_base(directory: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Its arrays and class names; raises ValueError where they are damaged."""
-    arrays, meta = load_task(directory / BASE)
-    return arrays, tuple(meta["classes"])
-
-
-def copy_tasks(run: Path, root: Path) -> None:
-    """Begin a generation with the tasks of a run."""
-    root.mkdir(parents=True)
-    for place in saved_tasks(run / "checkpoints" / "cheem"):
-        _copy(place, root / place.name)
 
 
 def check_free(directory: Path) -> None:
@@ -201,8 +170,8 @@ def check_free(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def made_whole(directory: Path):
-    """A hidden sibling to fill, which becomes the directory at the end; nothing is left where that fails.
+def made_whole(directory: Path) -> Iterator[Path]:
+    """A hidden sibling to fill, which becomes the directory at the end, on the disk; nothing is left where that fails.
 
     Raises ValueError where there is something already.
     """
@@ -213,6 +182,8 @@ def made_whole(directory: Path):
     partial.mkdir(parents=True)
     try:
         yield partial
+        for place in (*partial.rglob("*"), partial):
+            to_disk(place)
         os.replace(partial, directory)
         to_disk(directory.parent)
     finally:

@@ -5,11 +5,11 @@ another task uses it, or while an adapted expert descends from it.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import BlockPool, Memory, StoredExpert, dense_expert, gone
+from cheem_jax.core.pool import Memory, StoredExpert, dense_expert, gone
 from cheem_jax.data.task import check_names
 
 
@@ -57,17 +57,17 @@ def forget(memory: Memory, name: str, *, erase: bool = False) -> Forgotten:
     left = dataclasses.replace(memory, tasks=tasks, forgotten=tuple(sorted((*memory.forgotten, number))))
     blocks, removed, in_use, ancestors, baked = [], [], [], [], []
     for b, block in enumerate(memory.pool):
-        used = {task.experts[b] for task in tasks} - {None}
+        used, block = {task.experts[b] for task in tasks} - {None}, list(block)
         if erase:
             for place, stored in enumerate(block):
                 own = stored.parent is not None and block[stored.parent].origin in left.forgotten
                 if own and stored.parent not in used and place in _needed(block, used):
-                    block = _replaced(block, place, StoredExpert(dense_expert(block, place), None, stored.origin))
+                    block[place] = StoredExpert(dense_expert(tuple(block), place), None, stored.origin)
                     baked.append(Place(b, place))
         needed = _needed(block, used)
         for place, stored in enumerate(block):
             if place not in needed and stored.origin is not None and not stored.is_gone:
-                block = _replaced(block, place, gone(stored.origin))
+                block[place] = gone(stored.origin)
                 removed.append(Place(b, place))
             elif place in needed and stored.origin == number:
                 who = tuple(
@@ -76,7 +76,7 @@ def forget(memory: Memory, name: str, *, erase: bool = False) -> Forgotten:
                     if (e := task.experts[b]) == place or (place not in used and place in set(_line(block, e)))
                 )
                 (in_use if place in used else ancestors).append(Kept(Place(b, place), who))
-        blocks.append(block)
+        blocks.append(tuple(block))
     left = dataclasses.replace(left, pool=tuple(blocks))
     return Forgotten(left, number, tuple(removed), tuple(in_use), tuple(ancestors), tuple(baked))
 
@@ -94,16 +94,62 @@ def changed_tasks(before: Memory, after: Memory) -> list[int]:
     ]
 
 
-def _line(block: BlockPool, expert: int | None) -> Iterator[int]:
+def _line(block: Sequence[StoredExpert], expert: int | None) -> Iterator[int]:
     """An expert and all that it descends from."""
     while expert is not None:
         yield expert
         expert = block[expert].parent
 
 
-def _needed(block: BlockPool, used: set[int | None]) -> set[int]:
+def _needed(block: Sequence[StoredExpert], used: set[int | None]) -> set[int]:
     return {ancestor for expert in used for ancestor in _line(block, expert)}
 
 
-def _replaced(block: BlockPool, place: int, stored: StoredExpert) -> BlockPool:
-    return (*block[:place], stored, *block[place + 1 :])
+def without_task(entries: Sequence[Mapping[str, Any]], index: int, name: str) -> list[dict[str, Any]]:
+    """A record as if the task at `index` had never been: its lines go, and its columns in the lines of others."""
+    return [changed for entry in entries if (changed := _without_task(dict(entry), index, name)) is not None]
+
+
+def _without_task(entry: dict[str, Any], index: int, name: str) -> dict[str, Any] | None:
+    match entry["event"]:
+        case "run":
+            known = {task: split for task, split in (entry.get("split_sha256") or {}).items() if task != name}
+            return {**entry, "split_sha256": known, "data": None, "command": None}
+        case "learned":
+            report = dict(entry["report"])
+            if report["index"] == index:
+                return None
+            if report["index"] > index:
+                report["index"] -= 1
+                if "similarity" in report:  # the base's row comes first
+                    report["similarity"] = _cut(report["similarity"], index + 1)
+            report["pool"] = [[_origin(expert, index) for expert in block] for block in report.get("pool", [])]
+            return {**entry, "report": report}
+        case "evaluated":
+            if entry["index"] == index:
+                return None
+            if entry["index"] > index:
+                entry["index"] -= 1
+                entry["methods"] = {
+                    method: {
+                        **found,
+                        "accuracy": _cut(found["accuracy"], index),
+                        "local_accuracy": _cut(found["local_accuracy"], index),
+                        "routing": [_cut(row, index) for row in _cut(found["routing"], index)],
+                    }
+                    for method, found in entry["methods"].items()
+                }
+            return {**entry, "checkpoints": {}}
+        case _:
+            return entry if entry.get("name") != name else None
+
+
+def _origin(expert: dict[str, Any], index: int) -> dict[str, Any]:
+    origin = expert["origin"]
+    if isinstance(origin, int):
+        origin = "forgotten" if origin == index else origin - (origin > index)
+    return {**expert, "origin": origin}
+
+
+def _cut(values: Sequence[Any], index: int) -> list[Any]:
+    return [*values[:index], *values[index + 1 :]]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,29 +17,29 @@ from cheem_jax.core.routing.centroids import calibrate, distances
 from cheem_jax.core.routing.statistics import fit_statistics
 from cheem_jax.data.task import Task, repeats
 from cheem_jax.engine.choice import EngineConfig, make_executor
-from cheem_jax.memory.answering import ENGINE
 from cheem_jax.memory.data import Data, tasks_of
 from cheem_jax.memory.directory import (
+    BASE,
     RUN_FORMAT,
     WEIGHTS,
     MemoryConfig,
     check_free,
     checkpoints_of,
     config_of,
-    copy_tasks,
     made_whole,
     read_config,
-    save_base,
     settings_of,
     tasks_root,
     write_config,
 )
 from cheem_jax.memory.opened import OpenMemory
+from cheem_jax.run.checkpoint import save_task, saved_tasks
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.method import Backbone, FrozenFeatures
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
 
+ENGINE = EngineConfig()
 _BASE_NUMBER = 2**32 - 1
 """The backbone's own place among the keys, which no task reaches."""
 
@@ -105,7 +106,7 @@ def create(
     with made_whole(directory) as partial:
         save_converted(partial / WEIGHTS, pretrained)
         if base is not None:
-            save_base(partial, base, classes)
+            save_task(partial / BASE, base, {"name": BASE, "classes": list(classes)})
         (checkpoints_of(partial, 1) / "cheem").mkdir(parents=True)
         Record.open(partial).write("run", **_setting(settings, pretrained))
         write_config(partial, settings)
@@ -131,7 +132,10 @@ def begin_with(
     own = [e for e in read(begun.directory) if e["event"] in ("learned", "evaluated")]
     with made_whole(directory) as partial:
         save_converted(partial / WEIGHTS, begun.pretrained)
-        copy_tasks(begun.directory, checkpoints_of(partial, 1) / "cheem")
+        root = checkpoints_of(partial, 1) / "cheem"
+        root.mkdir(parents=True)
+        for place in saved_tasks(begun.directory / "checkpoints" / "cheem"):
+            shutil.copytree(place, root / place.name)
         record = Record.open(partial)
         record.write("run", **_setting(config, begun.pretrained))
         kept = [e if e["event"] == "learned" else _only_cheem(e) for e in own if e.get("method", "cheem") == "cheem"]

@@ -1,38 +1,351 @@
-"""A memory that can change: learn one more task, forget one, all or nothing."""
+"""A memory directory while a process works with it: answer, measure, learn one more task, forget one."""
 
 import contextlib
 import dataclasses
+import functools
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+from PIL import Image
+
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cheem.saved_memory import open_memory as open_saved
+from cheem_jax.cheem.saved_memory import open_usable
 from cheem_jax.continual import RunContext, evaluate, learn_task
+from cheem_jax.core.architecture import Choice, to_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.interruption import Stop, stop_requests
-from cheem_jax.data.task import Task, repeats
+from cheem_jax.core.keys import Keys
+from cheem_jax.core.paths import absolute
+from cheem_jax.core.pool import DenseExperts, Head, TaskMemory
+from cheem_jax.core.pool import Memory as Pools
+from cheem_jax.core.routing.centroids import calibrate, distances
+from cheem_jax.data.task import Task, check_names, repeats
 from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.memory.answering import Answering, TaskInfo
-from cheem_jax.memory.data import Data, tasks_of
-from cheem_jax.memory.directory import BASE, remove_old_generations, write_config, write_generation
-from cheem_jax.memory.forgetting import Forgotten, forget
-from cheem_jax.memory.record import without_task
+from cheem_jax.engine.choice import EngineConfig, make_executor
+from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.feed import memory_budget
+from cheem_jax.memory.data import Data, Picture, pixels_of, tasks_of
+from cheem_jax.memory.directory import (
+    BASE,
+    MemoryConfig,
+    config_of,
+    read_config,
+    remove_old_generations,
+    tasks_root,
+    write_config,
+    write_generation,
+)
+from cheem_jax.memory.forgetting import Forgotten, forget, without_task
+from cheem_jax.memory.predictor import BATCH_SIZES, Prediction, Predictor, is_best
 from cheem_jax.report.status import Status
 from cheem_jax.run import fingerprint
+from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.directory import hold
+from cheem_jax.run.method import Backbone, FrozenFeatures, Running
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import NAME as RECORD
 from cheem_jax.run.record import Record, read, to_json
 from cheem_jax.run.results import results_of
 from cheem_jax.run.rolling import Rolling
 
+if TYPE_CHECKING:
+    from cheem_jax.export import Exported, Format
 
-class OpenMemory(Answering):
+DERIVED = (".status.json", "answers.npz", "report.html", "report.md", "figures", "tensorboard")
+"""What commands write into a memory's folder from its record, and can write again; names and classes are in it."""
+
+
+class TaskInfo(NamedTuple):
+    """A learned task."""
+
+    name: str
+    classes: tuple[str, ...]
+    architecture: tuple[str, ...]
+    """What runs in each block: `reuse:N`, `adapt:N` (of expert N), `new` or `skip`."""
+    number: int
+    """Its number among all tasks ever learned here, which is never used again."""
+
+
+class Score(NamedTuple):
+    """How a task's labelled images are answered; shares in [0, 1]."""
+
+    task: str
+    num_images: int
+    accuracy: float
+    """Right task and right class (task-agnostic)."""
+    accuracy_given: float
+    """Right class, the task ID given."""
+    found: float
+    """Right task."""
+
+
+class OpenMemory:
     """A memory directory, or a finished run of CHEEM to answer with.
 
     Nothing is read again until `refresh`, `learn` or `forget`; one process writes at a time, any number may predict.
     """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: MemoryConfig,
+        pretrained: Pretrained,
+        root: Path,
+        engine: EngineConfig,
+        *,
+        usable: bool = False,
+    ):
+        self.lost: dict[str, str] | None = {} if usable else None
+        """Why tasks cannot answer, by folder; None where a corrupted memory is not opened at all."""
+        self.directory, self.config, self.pretrained, self.engine = directory, config, pretrained, engine
+        self._root, self.is_run = root, root.parent.name == "checkpoints"
+        vit_config = dataclasses.replace(pretrained.config, precision=engine.precision)
+        method = config.method
+        self.vit = build(vit_config, pretrained.params)
+        self.executor: Executor = make_executor(
+            self.vit, method.placement, engine, token=method.token, batch_size=method.batch_size
+        )
+        place = f"{pretrained.config.image_size}/{method.placement}/{method.token}"
+        means = None if method.base_means == "neutral" else pretrained.base_means.get(place)
+        features = FrozenFeatures(Backbone(self.executor, method.router), method.batch_size)
+        self._learner = _Calibrated(self.executor, method, Keys(config.seed, config.seeds), means, features)
+        self._predictors: dict[Any, Predictor] = {}
+        self._networks: dict[float | None, TaskNetworks] = {}
+        self.refresh()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.directory)!r}, tasks={[task.name for task in self.tasks]})"
+
+    def refresh(self) -> None:
+        """Read again what another process may have learned or forgotten.
+
+        Raises ValueError that names every corrupted task.
+        """
+        if self.lost is not None:
+            self._learner.memory, self.lost = open_usable(self._root, self.executor.base_pool)
+        elif self.is_run:
+            self._learner.memory = open_saved(self._root, self.executor.base_pool)
+        else:
+            self._read()
+        self._drop_predictors()
+
+    def _drop_predictors(self) -> None:
+        self._predictors.clear()
+        self._networks.clear()
+
+    def _read(self) -> None:
+        held = read_config(self.directory)
+        config, root = config_of(held, self.directory), tasks_root(self.directory, held)
+        try:
+            memory = open_saved(root, self.executor.base_pool)
+        except (ValueError, OSError):
+            if read_config(self.directory)["generation"] == config.generation:
+                raise
+            memory = None
+        if memory is None or read_config(self.directory)["generation"] != config.generation:
+            return self._read()  # another process has forgotten a task meanwhile
+        missing = sorted(config.data_sha256.keys() - {task.name for task in memory.tasks})
+        if missing or memory.next_number < config.num_learned:
+            raise ValueError(
+                f"{root} lacks tasks that were learned ({', '.join(missing) or 'forgotten ones, which keep places'}); "
+                "restore it from a copy"
+            )
+        self.config, self._root, self._learner.memory = config, root, memory
+
+    # ---- what it knows
+
+    @property
+    def pools(self) -> Pools:
+        """The memory itself: experts per block, and what each task keeps."""
+        return self._learner.memory
+
+    @property
+    def tasks(self) -> tuple[TaskInfo, ...]:
+        """The learned tasks in order."""
+        return tuple(
+            TaskInfo(task.name, task.classes, tuple(to_strings(task.architecture)), number)
+            for task, number in zip(self.pools.tasks, self.pools.numbers, strict=True)
+        )
+
+    @property
+    def targets(self) -> tuple[TaskMemory, ...]:
+        """What may answer: the tasks, and the backbone's own classes where they are kept."""
+        base = self._base
+        return self.pools.tasks if base is None else (*self.pools.tasks, base)
+
+    @functools.cached_property
+    def _base(self) -> TaskMemory | None:
+        if not self.config.keeps_base:
+            return None
+        arrays, meta = load_task(self.directory / BASE)
+        assert self.vit.head is not None and self.vit.head.bias is not None
+        head, depth = Head(self.vit.head.kernel[...], self.vit.head.bias[...]), self.vit.config.depth
+        means = np.zeros((depth, self.vit.config.width), np.float32)
+        return TaskMemory(
+            BASE, tuple(meta["classes"]), (Choice("reuse", 0),) * depth, (0,) * depth, head, means,
+            arrays["centroids"], arrays["distances"], arrays.get("moments", {}),
+        )  # fmt: skip
+
+    def info(self) -> dict[str, Any]:
+        """What `cheem info` tells, as JSON values; bytes on the disk per task."""
+        sizes = dict(enumerate(map(_bytes_of, saved_tasks(self._root))))
+        costs = [self._learner.costs(index) for index in range(len(self.tasks))]
+        pool = self.pools.history()
+        return {
+            "directory": str(self.directory),
+            "kind": "run" if self.is_run else "memory",
+            "backbone": self.config.backbone,
+            "image_size": self.config.image_size,
+            "weights_sha256": self.config.weights_sha256,
+            "placement": self.config.method.placement,
+            "preset": self.config.preset,
+            "seed": self.config.seed,
+            "keeps_base": self.config.keeps_base,
+            "lost": self.lost or {},
+            "learning": self.config.learning,
+            "bytes": _bytes_of(self.directory),
+            "tasks": [
+                {
+                    **task._asdict(),
+                    "experts": cost["experts"],
+                    "bytes": sizes.get(task.number, 0),
+                    "flops": cost["flops_method"],
+                    "flops_executed": cost["flops_executed"],
+                    "params_added": cost["params_added"],
+                    "params_added_percent": cost["params_added_percent"],
+                    "calibrated": kept.distances is not None,
+                }
+                for task, cost, kept in zip(self.tasks, costs, self.pools.tasks, strict=True)
+            ],
+            "forgotten": list(self.pools.forgotten),
+            "pool": pool,
+            "candidates": [list(block) for block in self.pools.candidates()],
+        }
+
+    # ---- answering
+
+    def predictor(
+        self,
+        *,
+        batch_sizes: Sequence[int] = BATCH_SIZES,
+        top: int = 5,
+        open_set: float | None = None,
+        task: str | None = None,
+        memory_gb: float | None = None,
+    ) -> Predictor:
+        """Answers to decoded images `[N, S, S, 3]`; see `Predictor`. Made once for equal settings.
+
+        `task` tells the true task of all of them, whose network alone then answers. A network is put together when an
+        image first needs it, and of what was merged for that, `memory_gb` (2^30 bytes) stay for the next; default: what
+        the engine may keep. Answers do not depend on it.
+        """
+        place = (tuple(batch_sizes), top, open_set, task, memory_gb)
+        if place not in self._predictors:
+            targets = self.targets
+            if memory_gb not in self._networks:  # shared, whatever else is asked of them
+                pool = self.pools.pool
+                experts = self._learner.dense if memory_gb is None else DenseExperts(pool, memory_budget(memory_gb))
+                self._networks[memory_gb] = TaskNetworks(experts, targets)
+            networks = self._networks[memory_gb]
+            if task is not None:
+                check_names([task], [target.name for target in targets], f"memory {str(self.directory)!r}")
+                networks = networks.of([task])
+                targets = networks.tasks
+            self._predictors[place] = Predictor(
+                self.executor, targets, networks, self.config.method.router,
+                batch_sizes=batch_sizes, top=top, open_set=open_set,
+            )  # fmt: skip
+        return self._predictors[place]
+
+    def predict(
+        self,
+        images: Picture | Sequence[Picture],
+        *,
+        top: int = 5,
+        open_set: float | None = None,
+        task: str | None = None,
+    ) -> list[Prediction]:
+        """The answer to each picture: a file, its bytes, a PIL image, or an array uint8 `[H, W, 3]` or `[N, H, W, 3]`.
+
+        `task` tells the true task of all of them. Raises ValueError or OSError naming what is no picture.
+        """
+        if isinstance(images, str | bytes | Path | Image.Image) or (
+            isinstance(images, np.ndarray) and images.ndim == 3
+        ):
+            images = [images]
+        size = self.config.image_size
+        decoded = [pixels_of(image, size, f"image {i}") for i, image in enumerate(images)]
+        if not decoded:
+            return []
+        return self.predictor(top=top, open_set=open_set, task=task)(np.stack(decoded))
+
+    def evaluate(
+        self, data: Data, *, split: str = "test", task: str | None = None, open_set: float | None = None
+    ) -> list[Score]:
+        """How labelled images of learned tasks are answered; classes are matched by name.
+
+        Tasks of the data go by their names; `task` says which one a single one is. Raises ValueError for tasks or
+        classes that were not learned.
+        """
+        found = tasks_of(data, self.config.image_size)
+        if task is not None and len(found) != 1:
+            raise ValueError(f"{task!r} is one task, and the data hold {len(found)}: {[t.name for t in found]}")
+        names = [learned.name for learned in self.pools.tasks]
+        wanted = [task] if task is not None else [one.name for one in found]
+        check_names(wanted, names, f"memory {str(self.directory)!r}")
+        return [self._score(one, names.index(name), split, open_set) for one, name in zip(found, wanted, strict=True)]
+
+    def _score(self, task: Task, index: int, split: str, open_set: float | None) -> Score:
+        if split not in task.splits:
+            raise ValueError(f"split is {split!r}, expected one of {', '.join(task.splits)}")
+        images, labels, learned = task.splits[split].images, task.splits[split].labels, self.pools.tasks[index]
+        if unknown := sorted(set(task.classes) - set(learned.classes)):
+            raise ValueError(
+                f"task {learned.name!r} has not learned the classes {unknown[:8]}; it knows {list(learned.classes)[:8]}"
+            )
+        wanted = np.array([learned.classes.index(name) for name in task.classes])[labels].tolist()
+        answered = self.predictor(open_set=open_set).answer(images)
+        # `argmax` of a class needs the target's own logits, so only answers of the right task are looked at
+        own = (answered.targets == index).tolist()
+        right = [o and is_best(logits, w) for o, logits, w in zip(own, answered.logits, wanted, strict=True)]
+        told = self.predictor(task=learned.name).answer(images).logits
+        given = [is_best(logits, w) for logits, w in zip(told, wanted, strict=True)]
+        return Score(learned.name, len(labels), float(np.mean(right)), float(np.mean(given)), float(np.mean(own)))
+
+    def export(
+        self,
+        file: str | Path,
+        kind: "Format",
+        *,
+        task: str | None = None,
+        open_set: float | None = None,
+        overwrite: bool = False,
+    ) -> "Exported":
+        """Write one task's network, or without `task` the whole memory behind its router, for use elsewhere."""
+        if task is not None and open_set is not None:
+            raise ValueError(
+                "one task's network has no router, so open_set means nothing there; leave out one of the two"
+            )
+        from cheem_jax.export import export
+        from cheem_jax.export.subject import Subject
+
+        thresholds = self.predictor(open_set=open_set).thresholds
+        subject = Subject(
+            self.vit, self.config.method.placement, self.pools.pool, self.targets, self.config.method.router,
+            None if thresholds is None else tuple(map(float, thresholds)),
+        )  # fmt: skip
+        return export(subject, absolute(file), kind, task=task, overwrite=overwrite)
+
+    # ---- changing it
 
     def learn(
         self,
@@ -87,8 +400,7 @@ class OpenMemory(Answering):
             f"task {index + 1}: {task.name}, {len(task.classes)} classes, {len(task.train.labels):,} training images"
         )
         learn_task(task, number, self._learner, run, index=index)
-        known = {**self.config.data_sha256, task.name: data_sha256}
-        self._write(learning=None, data_sha256=known, tasks=self._names, num_learned=self.pools.next_number)
+        self._finish_learning()
         self._drop_predictors()
 
     def _measure(self, tasks: Sequence[Task], run: RunContext) -> None:
@@ -143,7 +455,16 @@ class OpenMemory(Answering):
             self.refresh()
             if self._tidy():
                 self.refresh()
-            yield Record.open(self.directory, fingerprint.digest(self._conditions()))
+            identity = {
+                "backbone": self.config.backbone,
+                "image_size": self.config.image_size,
+                "seed": self.config.seed,
+                "cheem": dataclasses.asdict(self.config.method),
+                "engine": dataclasses.asdict(self.engine),
+                "weights_sha256": self.config.weights_sha256,
+                "data_sha256": self.config.data_sha256,
+            }
+            yield Record.open(self.directory, fingerprint.digest(fingerprint.take(identity)))
 
     def _tidy(self) -> bool:
         """Finish what a killed process began; returns whether there was anything."""
@@ -159,16 +480,20 @@ class OpenMemory(Answering):
                 if told := [entry["report"] for entry in kept if entry["event"] == "learned"]:
                     max(told, key=lambda report: report["index"])["pool"] = self.pools.history()
                 Record(self.directory / RECORD).replace(kept)
-            for derived in DERIVED:
-                _discard(self.directory / derived)
+            for place in (self.directory / name for name in DERIVED):
+                shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
             self._write_results()
             self._write(forgetting=None)
-        begun = self.config.learning
-        if begun is not None and begun["number"] < self.pools.next_number:  # saved, but not yet told
-            known = {**self.config.data_sha256, begun["name"]: begun["data_sha256"]}
-            self._rolling().clear()
-            self._write(learning=None, data_sha256=known, tasks=self._names, num_learned=self.pools.next_number)
+        self._finish_learning()
         return self.config != before
+
+    def _finish_learning(self) -> None:
+        """Say in `config.json` that the task is learned, once it is saved."""
+        begun = self.config.learning
+        if begun is not None and begun["number"] < self.pools.next_number:
+            known = {**self.config.data_sha256, begun["name"]: begun["data_sha256"]}
+            self._rolling.clear()
+            self._write(learning=None, data_sha256=known, tasks=self._names, num_learned=self.pools.next_number)
 
     def check_writable(self) -> None:
         """Raises ValueError for a run of an experiment, and where a damaged memory was opened as far as it is whole."""
@@ -212,10 +537,11 @@ class OpenMemory(Answering):
         self._give_up()
 
     def _give_up(self) -> None:
-        """Drop what there is of a half learned task."""
-        self._rolling().clear()
+        """Drop what there is of an interrupted task."""
+        self._rolling.clear()
         self._write(learning=None, tasks=self._names)
 
+    @property
     def _rolling(self) -> Rolling:
         return Rolling(self._root, Stop())
 
@@ -234,25 +560,29 @@ class OpenMemory(Answering):
         else:
             (self.directory / "results.json").unlink(missing_ok=True)
 
-    def _conditions(self) -> dict[str, Any]:
-        identity = {
-            "backbone": self.config.backbone,
-            "image_size": self.config.image_size,
-            "seed": self.config.seed,
-            "cheem": dataclasses.asdict(self.config.method),
-            "engine": dataclasses.asdict(self.engine),
-            "weights_sha256": self.config.weights_sha256,
-            "data_sha256": self.config.data_sha256,
-        }
-        return fingerprint.take(identity)
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(task.name for task in self.pools.tasks)
 
 
-def _discard(place: Path) -> None:
-    if place.is_dir():
-        shutil.rmtree(place)
-    else:
-        place.unlink(missing_ok=True)
+class _Calibrated(Cheem):
+    """CHEEM that also keeps how far a task's validation images are from its centroids, for `none of my tasks`."""
+
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """See `Cheem.learn`."""
+        report = super().learn(task, running)
+        learned = self.memory.tasks[-1]
+        own = distances(self.features(task, "val"), [learned.centroids], self.router)[:, 0]
+        tasks = (*self.memory.tasks[:-1], dataclasses.replace(learned, distances=calibrate(own)))
+        self.memory = dataclasses.replace(self.memory, tasks=tasks)
+        self.features.forget(task)
+        return report
 
 
-DERIVED = (".status.json", "answers.npz", "report.html", "report.md", "figures", "tensorboard")
-"""What commands write into a memory's folder from its record, and can write again; names and classes are in it."""
+def _bytes_of(folder: Path) -> int:
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another process learns here
+                total += (Path(place) / name).stat().st_size
+    return total

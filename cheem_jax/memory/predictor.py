@@ -1,5 +1,6 @@
 """Answering for a whole memory: which task an image belongs to, which class of it, and whether to any at all."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +22,60 @@ from cheem_jax.data.files import FolderFiles, is_image, list_files
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import Inference
-from cheem_jax.memory.prediction import Guess, NearTask, Prediction
 from cheem_jax.run.method import base_network
 
 BATCH_SIZES = (1, 8, 32)
 """Images per call that programs are compiled for: a single picture, a few, and many."""
+
+
+class Guess(NamedTuple):
+    """A class of the answering task and its probability in [0, 1]."""
+
+    label: str
+    probability: float
+
+
+class NearTask(NamedTuple):
+    """A task and how far the image is from it: as the router compares them, below 0 for some kinds."""
+
+    task: str
+    distance: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The answer to one image, decided from that image alone."""
+
+    task: str | None
+    """The task whose network answered; None where the image belongs to none of them (open set)."""
+    guesses: tuple[Guess, ...]
+    """Classes of that task, the most probable first; () where there is no task, or its network gives no numbers."""
+    near: tuple[NearTask, ...]
+    """Tasks by distance, the nearest first."""
+    blocks: tuple[str, ...]
+    """What ran in each block of the answering network, such as `reuse:0`, `adapt:2`, `new`, `skip`; () without a
+    task."""
+
+    @property
+    def label(self) -> str | None:
+        """The class, None where there is no task."""
+        return self.guesses[0].label if self.guesses else None
+
+    @property
+    def probability(self) -> float | None:
+        """The class's probability within its task, None where there is no task."""
+        return self.guesses[0].probability if self.guesses else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "task": self.task,
+            "class": self.label,
+            "probability": self.probability,
+            "runners_up": [{"class": label, "probability": probability} for label, probability in self.guesses[1:]],
+            "near": [near._asdict() for near in self.near],
+            "blocks": list(self.blocks),
+        }
 
 
 class Answered(NamedTuple):
@@ -84,9 +134,7 @@ class Predictor:
         for size in self.batch_sizes:
             rows = executor.rows(size)
             sizes = sorted({min(rows, smaller) for smaller in self.batch_sizes if smaller <= size}, reverse=True)
-            self._inference[size] = Inference(
-                executor, base, networks, batch_size=size, sizes=sizes, reads=router
-            )  # fmt: skip
+            self._inference[size] = Inference(executor, base, networks, batch_size=size, sizes=sizes, reads=router)
 
     @property
     def image_size(self) -> int:
@@ -143,26 +191,24 @@ class Predictor:
         near = np.zeros((num, len(self.targets)))
         targets = np.zeros(num, np.int32)
         features = np.zeros((num, self.executor.config.width), np.float32)
-        for rows in self._parts(num):
-            part, known = images[rows], slice(rows[0], rows[-1] + 1)
-            inference = self._inference[next(s for s in self.batch_sizes if s >= len(rows))]
+        largest = self.batch_sizes[-1]
+        for start in range(0, num, largest):
+            part = images[start : start + largest]
+            known, size = slice(start, start + len(part)), len(part)
+            # padded to the smallest size that holds it
+            inference = self._inference[next(s for s in self.batch_sizes if s >= size)]
 
-            def route(seen: np.ndarray, known: slice = known) -> np.ndarray:
+            def route(seen: np.ndarray, known: slice = known, size: int = size) -> np.ndarray:
                 found = self.index.distances(seen)
-                routed, num = self._routed(found, seen), known.stop - known.start
-                near[known], targets[known] = found[:num], routed[:num]
+                routed = self._routed(found, seen)
+                near[known], targets[known] = found[:size], routed[:size]
                 return routed
 
-            features[known] = inference.features(HostImages(self.executor, part), len(rows), route)
+            features[known] = inference.features(HostImages(self.executor, part), size, route)
         heads = {target: self._head(target) for target in np.unique(targets).tolist()}
         pairs = zip(features, [heads[target] for target in targets.tolist()], strict=True)
         logits = [row @ weight + bias for row, (weight, bias) in pairs]
         return Answered(targets, logits, near)
-
-    def _parts(self, num: int) -> Iterator[np.ndarray]:
-        """Rows in parts of the largest size; the rest is padded to the smallest that holds it."""
-        largest = self.batch_sizes[-1]
-        return (np.arange(start, min(start + largest, num)) for start in range(0, num, largest))
 
     def _routed(self, found: Float[np.ndarray, "N T"], seen: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
         nearest = np.argmin(found, axis=1).astype(np.int32)

@@ -173,7 +173,7 @@ class Backbone:
         """See `Encoder.features`."""
         feed, num = HostImages(self.executor, images), len(images)
         if self.is_plain:
-            return network_features(self.executor, self.network, feed, num, batch_size=batch_size)
+            return network_features(self.executor, [self.network], feed, num, batch_size=batch_size)[0]
         parts = features_on_the_way(
             self.executor, self.network, feed, num=num, blocks=self.blocks, until=self.until, batch_size=batch_size
         )

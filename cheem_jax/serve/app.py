@@ -1,9 +1,14 @@
-"""The routes of the server."""
+"""The routes of the server, and the page in the browser."""
 
+import base64
 import contextlib
+import hashlib
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -11,18 +16,20 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cheem_jax import __version__
+from cheem_jax.core.ops import COLOURS
+from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.record import to_json
-from cheem_jax.serve.batching import Predictor
-from cheem_jax.serve.connections import Answered
 from cheem_jax.serve.limits import Limits, Refused
-from cheem_jax.serve.page import page
+from cheem_jax.serve.metrics import Metrics
 from cheem_jax.serve.service import Service
 
 PATHS = ("/", "/predict", "/health", "/metrics", "/memory")
-SENTENCES = {404: f"unknown path; there are {', '.join(PATHS)}", 405: "wrong method; pictures are sent with POST"}
+SENTENCES = {404: f"unknown path; there are {', '.join(PATHS)}", 405: "wrong method; images are sent with POST"}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+TEMPLATE = Path(__file__).with_name("page.html")
 
 
 def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)) -> Starlette:
@@ -36,11 +43,14 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
 
     async def predict(request: Request) -> Response:
         start = time.perf_counter()
-        answers = [answer.to_json() for answer in await service.answer(request)]
-        seconds = time.perf_counter() - start
-        if len(answers) == 1:
-            return JSONResponse(to_json({**answers[0], "seconds": seconds}))
-        return JSONResponse(to_json({"predictions": answers, "seconds": seconds}))
+        predictions = await service.answer(request)
+        for prediction in predictions:
+            service.metrics.images.labels(prediction.task or "(none)").inc()
+        answers, seconds = [one.to_json() for one in predictions], time.perf_counter() - start
+        found = (
+            {**answers[0], "seconds": seconds} if len(answers) == 1 else {"predictions": answers, "seconds": seconds}
+        )
+        return JSONResponse(to_json(found))
 
     async def health(request: Request) -> Response:
         if not service.is_warm:
@@ -54,7 +64,7 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
         })  # fmt: skip
 
     async def metrics(request: Request) -> Response:
-        return Response(service.metrics.text(), headers={"Content-Type": METRICS_TYPE})
+        return Response(generate_latest(service.metrics.registry), headers={"Content-Type": METRICS_TYPE})
 
     async def memory(request: Request) -> Response:
         return JSONResponse({
@@ -73,7 +83,7 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
         assert isinstance(error, HTTPException)
         sentence = SENTENCES.get(error.status_code, error.detail)
         if isinstance(error, Refused):
-            service.metrics.refused(error.reason)
+            service.metrics.refused.labels(error.reason).inc()
             sentence = error.detail
         return JSONResponse({"error": sentence}, error.status_code, error.headers)
 
@@ -86,7 +96,7 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
     app = Starlette(
         routes=[Route("/predict", predict, methods=["POST"]), *(Route(path, get[path]) for path in get)],
         middleware=[
-            Middleware(Answered, metrics=service.metrics),
+            Middleware(Counted, metrics=service.metrics),
             Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
         ],
         exception_handlers={HTTPException: refuse},
@@ -95,3 +105,56 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
     app.router.redirect_slashes = False
     app.state.service = service
     return app
+
+
+class Counted:
+    """Counts every request with its status and seconds, and forbids browsers to guess at the type of an answer."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics):
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        start, status = time.perf_counter(), 500  # what Starlette answers to an error of ours
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, answer)
+        finally:
+            self.metrics.answered(scope["path"], status, time.perf_counter() - start)
+
+
+def page() -> tuple[str, dict[str, str]]:
+    """The page and its headers; it asks for a memory under `/memory`, and loads and sends nothing elsewhere."""
+    colours = " ".join(f"--{kind}: {colour};" for kind, colour in COLOURS.items())
+    html = TEMPLATE.read_text().replace("/* colours of the ops */", colours)
+    policy = {
+        "default-src": "'none'",
+        "script-src": _hash_of("script", html),
+        "style-src": _hash_of("style", html),
+        "connect-src": "'self'",
+        "img-src": "blob: data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    headers = {
+        "Content-Type": "text/html; charset=utf-8",
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Referrer-Policy": "no-referrer",
+    }
+    return html, headers
+
+
+def _hash_of(element: str, html: str) -> str:
+    """How a policy names the one script or style that may be there."""
+    [text] = re.findall(f"<{element}>(.*?)</{element}>", html, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -8,7 +8,6 @@ import socket
 import uvicorn
 from starlette.applications import Starlette
 
-from cheem_jax.serve.connections import LINGER_SECONDS
 from cheem_jax.serve.limits import Limits
 
 MORE_CONNECTIONS = 512
@@ -19,6 +18,8 @@ MAX_HEAD = 2**15
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens, on a free port where `port` is 0; ValueError where that cannot be."""
+    if not 0 <= port <= 65535:  # the system would take it modulo 65536
+        raise ValueError(f"port is {port}, expected 0 to 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
@@ -53,6 +54,6 @@ def make_server(app: Starlette, limits: Limits) -> uvicorn.Server:
             app, loop="asyncio", http="h11", ws="none", lifespan="on", log_config=None, log_level="error",
             access_log=False, proxy_headers=False, server_header=False, h11_max_incomplete_event_size=MAX_HEAD,
             limit_concurrency=limits.max_queue + MORE_CONNECTIONS, timeout_keep_alive=patience,
-            timeout_graceful_shutdown=patience + math.ceil(LINGER_SECONDS),
+            timeout_graceful_shutdown=patience + 1,
         )
     )  # fmt: skip

@@ -122,7 +122,7 @@ def test_what_cannot_be_answered_is_told_in_a_sentence_and_the_next_picture_is_a
         "#file", files=[{"name": "notes.txt", "mimeType": "text/plain", "buffer": b"once upon a time"}]
     )
     page.locator("#error:not(:empty)").wait_for()
-    assert page.locator("#error").inner_text().startswith("The picture: not an image file of a known format (JPEG, ")
+    assert page.locator("#error").inner_text().startswith("The image: not an image file of a known format (JPEG, ")
     assert page.locator("#found").is_hidden() and lit(page).count() == 0 and page.locator("#picture").is_hidden()
     page.set_input_files("#file", files=[{"name": "a.png", "mimeType": "image/png", "buffer": bytes(2**19)}])
     expect(page.locator("#error")).to_contain_text("The file has 0.5 MB; at most 0.25 MB are accepted.")

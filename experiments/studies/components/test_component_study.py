@@ -19,9 +19,9 @@ from cheem_jax.core import metrics
 from cheem_jax.core.interruption import Stop, Stopped
 from cheem_jax.core.keys import Keys
 from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.networks import networks_of
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
+from cheem_jax.run_config import networks_of
 from studies.components.learning import Learner, Network, Training
 from studies.components.parts import COMPONENTS, components_of, num_params, pieces_of, put_back, taken
 from studies.components.report import rows_of

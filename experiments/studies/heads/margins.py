@@ -16,8 +16,8 @@ from cheem_jax.baselines.prompting import Prompting
 from cheem_jax.core.keys import Keys
 from cheem_jax.data.task import Stream, Task
 from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.networks import networks_of
 from cheem_jax.report.finished import RunRecord
+from cheem_jax.run_config import networks_of
 from studies.heads.theory import match_probability, match_with_unequal_rivals
 
 GLOBAL_HEADS = ("ewc", "moal", "coda_prompt", "dualprompt", "l2p")

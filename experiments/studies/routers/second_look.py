@@ -15,7 +15,7 @@ from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.core.routing.routers import make_router
 from cheem_jax.core.routing.statistics import fit_statistics
 from cheem_jax.data.task import Task
-from cheem_jax.memory.answering import Answering
+from cheem_jax.memory import OpenMemory
 from studies.routers.seen import Seen, features_of
 
 SHARES = (0.05, 0.1, 0.2, 0.4)
@@ -38,7 +38,7 @@ class Looked(NamedTuple):
 
 
 def look(
-    memory: Answering,
+    memory: OpenMemory,
     tasks: Sequence[Task],
     seen: Sequence[Seen],
     config: RouterConfig,

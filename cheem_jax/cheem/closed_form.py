@@ -1,0 +1,143 @@
+"""How well a linear head can do on given features: ridge regression with exact leave-one-out, in closed form.
+
+A head that all sampled architectures share is a compromise between them, and its accuracy hardly ranks them. Here every
+architecture is scored by the best ridge head on its own features, without a gradient step.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from cheem_jax.cheem.evolution import Score
+from cheem_jax.cheem.supernet import Supernet, SupernetState
+from cheem_jax.cheem.training import dense_network
+from cheem_jax.core.keys import next_power_of_two
+from cheem_jax.core.ops import Expert
+from cheem_jax.engine.executor import Executor, Place
+from cheem_jax.engine.feed import Feed
+from cheem_jax.engine.passes import Advance, unwatched
+from cheem_jax.engine.spread import features_spread
+
+PENALTIES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+"""Ridge penalties to select from, per image: features are standardised, so each has as much variance as images."""
+
+FEATURE_BYTES = 2**28
+"""Features that are held at a time, whatever the number of candidates."""
+
+
+class HeadFit(NamedTuple):
+    """Right answers of a closed-form head, and the penalty that it was fitted with."""
+
+    left_out: Int[Array, ""]
+    """Fitted images that are classified correctly by the head fitted to all others."""
+    held_out: Int[Array, ""]
+    """Images with a label that were not fitted and are classified correctly."""
+    penalty: Float[Array, ""]
+
+
+@functools.partial(jax.jit, static_argnames="num_outputs")
+def fit_head(
+    features: Float[Array, "N D"],
+    labels: Int[Array, "N"],
+    fitted: Bool[Array, "N"],
+    num_classes: int | Int[Array, ""],
+    *,
+    num_outputs: int,
+) -> HeadFit:
+    """Ridge regression of one-hot labels on standardised features, with the penalty of the best leave-one-out accuracy.
+
+    `fitted` marks the images that the head is fitted to, at least two. The others, where their label is not -1, are
+    counted in `held_out`. Labels lie in [0, num_classes); `num_outputs` >= num_classes pads the classes, so that few
+    compiled functions serve all tasks. Ties between penalties go to the larger. The leave-one-out answers follow from
+    one fit: with the leverage h of an image, its residual without it is the residual divided by 1 - h.
+    Mean and scale of the features come from all fitted images; the intercept is left out with its image.
+    """
+    with jax.default_matmul_precision("highest"):
+        mask = fitted[:, None].astype(jnp.float32)
+        num = mask.sum()
+        x = features.astype(jnp.float32)
+        x = x - (x * mask).sum(0) / num
+        deviation = jnp.sqrt((x * x * mask).sum(0) / num)
+        # a feature that never changes says nothing; dividing by its deviation would make rounding errors a feature
+        x = x * jnp.where(deviation > 1e-6, 1 / jnp.maximum(deviation, 1e-6), 0.0)
+        y = jax.nn.one_hot(labels, num_outputs)
+        share = (y * mask).sum(0) / num
+        # in the eigenvectors of the Gram matrix every penalty is a division
+        eigenvalues, vectors = jnp.linalg.eigh((x * mask).T @ x)
+        z = x @ vectors
+        moments = (z * mask).T @ (y - share)
+
+        def right(penalty):
+            shrunk = jnp.maximum(eigenvalues, 0.0) + penalty * num
+            answers = z @ (moments / shrunk[:, None]) + share
+            leverage = 1 / num + (z * z / shrunk).sum(1)
+            # y - r / (1 - h) without the image; images that were not fitted are answered as they are
+            alone = y - (y - answers) / jnp.maximum(1 - leverage, 1e-6)[:, None]
+            logits = jnp.where(fitted[:, None], alone, answers)
+            logits = jnp.where(jnp.arange(num_outputs) < num_classes, logits, -jnp.inf)
+            is_right = (logits.argmax(1) == labels) & jnp.isfinite(features).all()
+            return (is_right & fitted).sum(), (is_right & ~fitted).sum()
+
+        # from the largest on: `argmax` takes the first of equals
+        penalties = jnp.asarray(sorted(PENALTIES, reverse=True), jnp.float32)
+        left_out, held_out = jax.lax.map(right, penalties)
+        best = left_out.argmax()
+        return HeadFit(left_out[best], held_out[best], penalties[best])
+
+
+def closed_form_score(
+    executor: Executor,
+    supernet: Supernet,
+    state: SupernetState,
+    *,
+    train: Feed,
+    train_labels: Int[np.ndarray, "N"],
+    val: Feed,
+    val_labels: Int[np.ndarray, "M"],
+    batch_size: int,
+    advance: Advance = unwatched,
+) -> Score:
+    """The search's fitness with a closed-form head per candidate: genomes `[P, L]` to right answers `[P]` of N + M.
+
+    Training images count as answered by the head fitted to all others of them, validation images by the head fitted to
+    the training images. Features come from the supernet's weights; its own head is not used.
+    """
+    merged: dict[Place, Expert] = {}
+    num_train, num_outputs = len(train_labels), next_power_of_two(supernet.num_classes)
+    labels = np.concatenate([train_labels, val_labels])
+    # padded, so that few compiled functions serve all tasks; a label of -1 is never right
+    padding = next_power_of_two(len(labels)) - len(labels)
+    padded = np.pad(labels, (0, padding), constant_values=-1)
+    fitted = np.arange(len(padded)) < num_train
+
+    def score(genomes: np.ndarray) -> np.ndarray:
+        correct = np.zeros(len(genomes))
+        for part in _parts(genomes, 4 * len(labels) * executor.config.width):
+            networks = [dense_network(supernet, state, genomes[index], merged) for index in part]
+            features = np.concatenate(
+                [
+                    features_spread(executor, networks, feed, num, batch_size=batch_size, advance=advance)
+                    for feed, num in ((train, num_train), (val, len(val_labels)))
+                ],
+                axis=1,
+            )
+            for index, own in zip(part, features, strict=True):
+                own = np.pad(own, ((0, padding), (0, 0)))
+                fit = fit_head(own, padded, fitted, np.int32(supernet.num_classes), num_outputs=num_outputs)
+                correct[index] = int(fit.left_out) + int(fit.held_out)
+        return correct
+
+    return score
+
+
+def _parts(genomes: Int[np.ndarray, "P L"], bytes_each: int) -> Iterator[Sequence[int]]:
+    """Indices of genomes whose features fit into `FEATURE_BYTES`, those with a common beginning side by side."""
+    order = sorted(range(len(genomes)), key=lambda index: genomes[index].tolist())
+    size = max(FEATURE_BYTES // bytes_each, 1)
+    for start in range(0, len(order), size):
+        yield order[start : start + size]

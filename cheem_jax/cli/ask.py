@@ -1,0 +1,239 @@
+"""`cheem predict`, `cheem evaluate` and `cheem info`: what a memory answers, how well, and what it contains."""
+
+import csv
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cheem_jax.cli.shared import Answering, OfData
+from cheem_jax.core.paths import shown
+from cheem_jax.memory import Score
+from cheem_jax.memory.predictor import Asked, Predictor, files_in, predict_files
+from cheem_jax.run.progress import Progress
+
+COLUMNS: list[str] = [
+    "file", "task", "class", "probability", "second", "second_probability", "distance", "blocks", "error",
+]  # fmt: skip
+SHOW_PROGRESS_FROM = 500
+"""Images from which on a bar is shown."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Predict(Answering):
+    """Say which task and class pictures belong to, and which blocks answered."""
+
+    pictures: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PICTURE")]
+    """Pictures, folders of pictures, or - for a list on standard input, one a line."""
+    format: Literal["table", "csv", "json"] = "table"
+    """A table for people, CSV, or one JSON object per line."""
+    json: bool = False
+    """Short for --format json."""
+    top: int = 5
+    """Classes to tell of each picture (in JSON; the table shows two)."""
+    open_set: float | None = None
+    """Answer `none of my tasks` for pictures farther from the nearest task than this share of its own validation
+    pictures, such as 0.05; default: every picture gets a task, as in the paper."""
+    task: str | None = None
+    """The true task of all pictures, if you know it: its network alone answers."""
+    memory_gb: float | None = None
+    """Memory for the networks of tasks that are ready; default: a quarter of the device's. What was used longest ago is
+    dropped and made again when it is needed; answers are the same."""
+
+
+def predict_images(settings: Predict) -> int:
+    """Answers as they come; 1 where some pictures could not be answered."""
+    if not settings.pictures:
+        raise ValueError("no picture given; name pictures or folders, or - to read a list from standard input")
+    for stream in (sys.stdin, sys.stdout):  # names of files need not be valid text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="surrogateescape")
+    files, errors = _files(settings.pictures)
+    predictor = settings.open().predictor(
+        top=settings.top, open_set=settings.open_set, task=settings.task, memory_gb=settings.memory_gb
+    )
+    failed = list[Asked]()
+
+    def answers() -> Iterator[Asked]:
+        for asked in _answers(predictor, files, errors):
+            if asked.prediction is None:
+                failed.append(asked)
+            yield asked
+
+    match "json" if settings.json else settings.format:
+        case "json":
+            for asked in answers():
+                print(json.dumps(asked.to_json()))
+        case "csv":
+            writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            for asked in answers():
+                writer.writerow(_row(asked))
+        case "table":
+            _print_table(answers())
+            for asked in failed:
+                print(f"{asked.file}: {asked.error}", file=sys.stderr)
+    if failed:
+        print(f"error: {len(failed)} of {len(files) + len(errors)} could not be answered", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _files(given: tuple[str, ...]) -> tuple[list[str], list[Asked]]:
+    """Every picture, and what cannot be looked through."""
+    places = [
+        line
+        for one in given
+        for line in ([line.rstrip("\r\n") for line in sys.stdin if line.strip()] if one == "-" else [one])
+    ]
+    files, errors = list[str](), list[Asked]()
+    for place in places:
+        try:
+            files += files_in(Path(place))
+        except (ValueError, OSError) as error:
+            errors.append(Asked(place, None, str(error).removeprefix(f"{place}: ")))
+    return files, errors
+
+
+def _answers(predictor: Predictor, files: list[str], errors: list[Asked]) -> Iterator[Asked]:
+    yield from errors
+    if len(files) < SHOW_PROGRESS_FROM:
+        yield from predict_files(predictor, files)
+        return
+    with Progress(Console(stderr=True)).phase("predict", task="images", total=len(files)) as advance:
+        for asked in predict_files(predictor, files):
+            yield asked
+            advance(1)
+
+
+def _row(asked: Asked) -> dict[str, Any]:
+    if (found := asked.prediction) is None:
+        return {"file": asked.file, "error": asked.error}
+    row = {"file": asked.file, "task": found.task, "distance": f"{found.near[0].distance:.6f}"}
+    columns = (("class", "probability"), ("second", "second_probability"))
+    for (label, probability), guess in zip(columns, found.guesses, strict=False):
+        row |= {label: guess.label, probability: f"{guess.probability:.6f}"}
+    return {**row, "blocks": " ".join(found.blocks)}
+
+
+def _print_table(answered: Iterator[Asked]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("image", "task", "class", "second choice", "blocks"):
+        table.add_column(name, overflow="fold")
+    for asked in answered:
+        if (found := asked.prediction) is None:
+            continue
+        best = [f"{label} {100 * probability:.0f} %" for label, probability in found.guesses[:2]]
+        first, second = (*best, "", "")[:2]
+        letters = "".join(block[0].upper() for block in found.blocks)  # as in the tables: R, A, N, S
+        table.add_row(*map(Text, (asked.file, found.task or "none of my tasks", first, second, letters)))
+    if table.row_count:
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate(OfData, Answering):
+    """Measure a memory on labelled pictures of tasks that it has learned."""
+
+    task: str | None = None
+    """Which task the data are, where their name differs."""
+    split: Literal["test", "val", "train"] = "test"
+    """Which pictures; a split that the data lack is cut as it was for learning."""
+    open_set: float | None = None
+    """As for `cheem predict`; a picture that is refused counts as wrong."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+def evaluate_memory(settings: Evaluate) -> None:
+    """One line per task, and the average."""
+    progress = Progress(Console(stderr=True))
+    memory = settings.open()
+    tasks = settings.load(settings.plans(), memory.config.image_size, progress)
+    scores = memory.evaluate(tasks, split=settings.split, task=settings.task, open_set=settings.open_set)
+    if settings.json:
+        print(json.dumps({"split": settings.split, "tasks": [score._asdict() for score in scores]}, indent=1))
+        return
+    Console(width=None if sys.stdout.isatty() else 100).print(_scores(scores))
+
+
+def _scores(scores: list[Score]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("task")
+    for name in ("pictures", "right %", "task given %", "task found %"):
+        table.add_column(name, justify="right")
+    for score in scores:
+        shares = (score.accuracy, score.accuracy_given, score.found)
+        table.add_row(Text(score.task), f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in shares))
+    if len(scores) > 1:
+        means = np.mean([(score.accuracy, score.accuracy_given, score.found) for score in scores], axis=0)
+        table.add_row("average", "", *(f"{100 * mean:.1f}" for mean in means), style="bold")
+    return table
+
+
+@dataclasses.dataclass(frozen=True)
+class Info(Answering):
+    """Show what a memory holds: its tasks and their networks, the pool of experts, sizes."""
+
+    json: bool = False
+    """Print JSON instead: classes of every task and every expert's history as well."""
+
+
+def show_info(settings: Info) -> None:
+    """Print it."""
+    found = settings.open().info()
+    if settings.json:
+        print(json.dumps(found, indent=1))
+        return
+    progress = Progress()
+    place = shown(Path(found["directory"]))
+    kind = "run" if found["kind"] == "run" else "memory"
+    progress.say(
+        f"{kind} {place}: {found['backbone']} at {found['image_size']} pixels, experts at "
+        f"{found['placement']}, preset {found['preset']}, seed {found['seed']}, {_size(found['bytes'])} on the disk"
+    )
+    if found["keeps_base"]:
+        progress.say("the backbone's own classes are a target as well")
+    if found["forgotten"]:
+        progress.say(f"forgotten: {len(found['forgotten'])}, whose numbers {found['forgotten']} are never used again")
+    for task, reason in found["lost"].items():
+        progress.say(f"lost: {task}: {reason}")
+    if found["learning"]:
+        progress.say(f"half learned: {found['learning']['name']}; the same `cheem learn` goes on with it")
+    if not found["tasks"]:
+        progress.say(f"no task yet: cheem learn {place} FOLDER")
+        return
+    progress.console.print(_tasks(found))
+    for task in found["tasks"]:
+        progress.architecture(task["name"], task["architecture"])
+    progress.say("experts per block: " + " ".join(_experts(block) for block in found["pool"]))
+
+
+def _tasks(found: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("task")
+    for name in ("number", "classes", "added %", "GFLOPs", "executed", "on disk", "open set"):
+        table.add_column(name, justify="right")
+    for task in found["tasks"]:
+        table.add_row(
+            Text(task["name"]), str(task["number"]), str(len(task["classes"])), f"{task['params_added_percent']:.2f}",
+            f"{task['flops'] / 1e9:.3f}", f"{task['flops_executed'] / 1e9:.3f}", _size(task["bytes"]),
+            "calibrated" if task["calibrated"] else "no",
+        )  # fmt: skip
+    return table
+
+
+def _experts(block: list[dict[str, Any]]) -> str:
+    return str(sum(expert["kind"] != "gone" for expert in block))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} kB"
