@@ -26,7 +26,8 @@ SIDE = 112
 MARGIN, GAP, TITLE, CAPTION = 28, 12, 50, 24
 """Pixels, as all positions are, so that images keep whole pixels."""
 
-Images = UInt8[np.ndarray, "K S S 3"]
+Images = UInt8[np.ndarray, "_ _ _ 3"]
+"""`[K, S, S, 3]`, of other sizes in each group."""
 
 
 class StreamRow(NamedTuple):
@@ -42,7 +43,7 @@ class StreamRow(NamedTuple):
 
 
 def contact_sheet(
-    images: Images, labels: Integer[np.ndarray, "K"], classes: Sequence[str], file: Path, *, title: str
+    images: Images, labels: Integer[np.ndarray, "_"], classes: Sequence[str], file: Path, *, title: str
 ) -> None:
     """Examples of each class over its name, as many as there is room for.
 
