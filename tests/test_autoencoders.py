@@ -111,7 +111,7 @@ def test_conv5_at_224_has_8_7_million_parameters_and_17_3_mflops():
 
 @pytest.mark.parametrize("name", ["hidden", "iterations", "decay_every", "batch_size"])
 def test_impossible_settings_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name} is 0; an auto-encoder needs at least 1"):
+    with pytest.raises(ValueError, match=f"{name} is 0; expected at least 1"):
         AutoEncoderConfig(**{name: 0})
     with pytest.raises(ValueError, match=r"learning_rate is -1.0; expected a positive number"):
         AutoEncoderConfig(learning_rate=-1.0)

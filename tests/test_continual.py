@@ -28,7 +28,7 @@ from cheem_jax.baselines.coda_prompt import CodaPromptConfig
 from cheem_jax.baselines.dualprompt import DualPromptConfig
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.baselines.l2p import L2pConfig
-from cheem_jax.baselines.lora_finetune import LoraFinetuneConfig
+from cheem_jax.baselines.lora_cl import LoraFinetuneConfig
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core import metrics

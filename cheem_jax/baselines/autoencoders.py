@@ -19,6 +19,7 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.baselines.fitting import Inputs, over_batches
+from cheem_jax.baselines.settings import at_least_one, positive
 from cheem_jax.cheem.training import NOTE_EVERY
 from cheem_jax.core.keys import key_at, order_at
 from cheem_jax.engine.batches import batches, num_batches
@@ -49,11 +50,8 @@ class AutoEncoderConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "iterations", "decay_every", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; an auto-encoder needs at least 1")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; expected a positive number")
+        at_least_one(self, "hidden", "iterations", "decay_every", "batch_size")
+        positive(self, "learning_rate")
 
 
 class AutoEncoders:

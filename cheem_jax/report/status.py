@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cheem_jax.engine.passes import Advance
 from cheem_jax.report.memories import is_memory
 from cheem_jax.report.table import TOLD
 from cheem_jax.run import record
-from cheem_jax.run.progress import Advance
 
 NAME = ".status.json"
 OWNER, CONFIG = ".owner.json", "config.json"
