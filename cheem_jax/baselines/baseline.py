@@ -72,7 +72,7 @@ class Baseline(abc.ABC):
 
 
 class TrainedBaseline(Baseline):
-    """A baseline that trains by gradients on a backbone. `Fitter` and config are the subclass's."""
+    """A baseline that trains by gradients on a backbone, with the `fitter` of its own loss."""
 
     fitter: Fitter
     config: Any
@@ -101,26 +101,30 @@ class TrainedBaseline(Baseline):
         fitting.running, fitting.clock = running, Clock.of(running)
         return fitting
 
-    def fit(
-        self, fitting: Fitting, fixed: Any, labels: Int[np.ndarray, "N"], inputs: Inputs, number: int, advance: Advance
-    ) -> None:
-        """Train in place to the last epoch; `number` is the task's among the keys. Raises as `Fitter.run`."""
-        self.fitter.run(
-            fitting, fixed, labels, inputs, self.config.fit, batch_size=self.config.batch_size,
-            order_key=self.keys.at(number, Phase.METHOD_ORDER), noise_key=self.keys.at(number, Phase.METHOD_NOISE),
-            advance=advance,
-        )  # fmt: skip
-
     def left(self, fitting: Fitting, labels: Int[np.ndarray, "N"]) -> int:
         """Images that a fit still has to train on, counted once per epoch."""
         return images_left(fitting.state, self.config.fit, len(labels), self.config.batch_size)
 
     def train(
-        self, fitting: Fitting, fixed: Any, labels: Int[np.ndarray, "N"], inputs: Inputs, number: int | None = None
-    ) -> None:
-        """`fit` as the phase `train`; the next task's number is its position by default."""
+        self, fitting: Fitting, fixed: Any, labels: Int[np.ndarray, "N"], inputs: Inputs, *,
+        number: int | None = None, after_step: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Train in place to the last epoch, as the phase `train`. Raises as `Fitter.run`.
+
+        `number` is the task's among the keys (default: its position); `after_step` runs before a step is reported.
+        """
+        number = len(self.classes) if number is None else number
         with fitting.phase("train", self.left(fitting, labels)) as advance:
-            self.fit(fitting, fixed, labels, inputs, len(self.classes) if number is None else number, advance)
+
+            def advanced(num_images: int, note: str = "", /) -> None:
+                after_step()
+                advance(num_images, note)
+
+            self.fitter.run(
+                fitting, fixed, labels, inputs, self.config.fit, batch_size=self.config.batch_size,
+                order_key=self.keys.at(number, Phase.METHOD_ORDER), noise_key=self.keys.at(number, Phase.METHOD_NOISE),
+                advance=advanced,
+            )  # fmt: skip
 
     def over(self, function: Callable[[dict[str, Any]], Any], inputs: Inputs, advance: Advance = unwatched) -> Any:
         """See `over_batches`."""
@@ -141,7 +145,7 @@ class OwnHeads(TrainedBaseline):
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
         """The inferred task ID of each image, and its features by the network of the given, or else the inferred task.
 
-        `query` gives the router's features; None: the task IDs are given, and returned.
+        `query` gives the router's features; without it task IDs are given, and the inferred ones count for nothing.
         """
 
     def classes_for(self, features: Float[np.ndarray, "N D"], tasks: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
@@ -153,8 +157,9 @@ class OwnHeads(TrainedBaseline):
         check_given(self.name, len(self.classes), tasks)
         given = None if tasks is None else np.asarray(tasks, np.int32)
         query = (lambda: self.router_features.compute(images)) if tasks is None else None
-        found, features = self.run(images, given, query)
-        return Inferred(found, self.classes_for(features, found))
+        chosen, features = self.run(images, given, query)
+        used = chosen if given is None else given
+        return Inferred(used, self.classes_for(features, used))
 
     def answers(self, index: int, task: Task) -> Answers:
         """See `Method.answers`."""

@@ -72,13 +72,9 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
         case "cheem_lite":
             return CheemLiteConfig(**vars(PRESETS[preset]))
     kind = next(kind for kind in get_args(Baseline) if kind.name == method)
-    match preset:
-        case "paper" | "cheem_plus":  # which differ for CHEEM alone
-            return kind()
-        case "quick" | "quick_plus":
-            return _sized(kind(), "quick")
-        case "demo":
-            return _sized(kind(), "demo")
+    if preset in ("paper", "cheem_plus"):  # which differ for CHEEM alone
+        return kind()
+    return _sized(kind(), "demo" if preset == "demo" else "quick")
 
 
 def _sized(config: Any, preset: Literal["quick", "demo"]) -> Any:

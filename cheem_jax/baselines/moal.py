@@ -207,17 +207,15 @@ class Moal(AdapterBaseline):
         steps, begins = num_batches(len(labels), self.config.batch_size), self.known is None
         if "averaged" in fitting.more:
             adapters = unnumbered(adapters, fitting.more["averaged"])
-        with fitting.phase("train", self.left(fitting, labels)) as advance:
 
-            def advanced(num_images: int, note: str = "", /) -> None:
-                nonlocal adapters
-                if not begins and fitting.state.step % steps == 0:
-                    adapters = self._average(adapters, fitting.learned[0])
-                    fitting.more["averaged"] = numbered(adapters)
-                advance(num_images, note)
+        def average_each_epoch() -> None:
+            nonlocal adapters
+            if not begins and fitting.state.step % steps == 0:
+                adapters = self._average(adapters, fitting.learned[0])
+                fitting.more["averaged"] = numbered(adapters)
 
-            fixed = (self.executor.leaves, np.int32(self.classes.num + len(task.classes)))
-            self.fit(fitting, fixed, labels, Inputs(task.train.images), len(self.classes), advanced)
+        fixed = (self.executor.leaves, np.int32(self.classes.num + len(task.classes)))
+        self.train(fitting, fixed, labels, Inputs(task.train.images), after_step=average_each_epoch)
         return fitting.learned[0] if begins else adapters
 
     def _first_head(
@@ -296,7 +294,8 @@ class Moal(AdapterBaseline):
         adapters, analytic = Adapters(**jax.tree.map(jnp.asarray, arrays["adapters"])), Analytic(**arrays["analytic"])
         if analytic.inverse.dtype != np.float64:
             raise ValueError(f"the analytic head is {analytic.inverse.dtype}, expected float64")
-        self.known = MoalState(**{**arrays, "adapters": adapters, "analytic": analytic})
+        parts = {"adapters": adapters, "analytic": analytic, "sigma": jnp.asarray(arrays["sigma"])}
+        self.known = MoalState(**{**arrays, **parts})
 
 
 def _parts(order: np.ndarray, size: int) -> Iterator[np.ndarray]:

@@ -99,7 +99,7 @@ class OwnPrompts(OwnHeads):
         if self.left(fitting, labels):
             with fitting.clock("keep"):
                 inputs = self.inputs(task, running)
-            self.train(fitting, (self.executor.leaves, np.int32(num)), labels, inputs, number)
+            self.train(fitting, (self.executor.leaves, np.int32(num)), labels, inputs, number=number)
         prompts, head = fitting.learned
         with fitting.clock("features"):
             features = self.router_features(task, "train")
