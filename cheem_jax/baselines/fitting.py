@@ -62,6 +62,11 @@ class FitBatch(NamedTuple):
     key: jax.Array
 
 
+def fit_batch(inputs: dict[str, Any], labels: Any, weights: Any) -> FitBatch:
+    """A batch for a loss without noise."""
+    return FitBatch(inputs, labels, weights, np.zeros(()))  # pyright: ignore[reportArgumentType]
+
+
 Loss = Callable[[Any, Any, FitBatch], jax.Array]
 """Loss of one batch, a pure function of what is learned, what is fixed, and the batch."""
 
@@ -209,9 +214,7 @@ class Fitter:
             coming = ahead(self.layout, self._batches(inputs, labels, pieces[begin:]))
             for step, (batch, size) in enumerate(coming, begin):
                 batch = batch._replace(key=key_at(noise_key, state.step))
-                fitting.learned, fitting.moments, loss = self._stepped(
-                    fitting, _scaled(scale, rates[step]), fixed, batch
-                )
+                loss = self.step(fitting, _scaled(scale, rates[step]), fixed, batch)
                 state.running.append(loss)
                 state.step += 1
                 if (step - begin) % NOTE_EVERY == 0:
@@ -220,21 +223,26 @@ class Fitter:
                     finish_epoch(state, config, [piece.size for piece in pieces], rates)
                 advance(size, note)
 
-    def _stepped(self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch) -> tuple[Any, Any, jax.Array]:
+    def step(self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch) -> jax.Array:
+        """One step of the optimizer, in place; the loss before it, NaN where that or a gradient is non-finite."""
         size = len(batch.labels)
         rows = self.rows(size, WORKING_SET)
         if rows == size:
-            return self._step(fitting.learned, fitting.moments, rate, fixed, batch)
-        parts = [_part(batch, slice(start, start + rows)) for start in range(0, size, rows)]
-        found = functools.reduce(add, side_by_side(lambda part: self._gradient(fitting.learned, fixed, part), parts))
-        return self._update(fitting.learned, fitting.moments, rate, *found)
+            found = self._step(fitting.learned, fitting.moments, rate, fixed, batch)
+        else:
+            parts = [_part(batch, slice(start, start + rows)) for start in range(0, size, rows)]
+            gradient = functools.partial(self._gradient, fitting.learned, fixed)
+            grads = functools.reduce(add, side_by_side(gradient, parts))
+            found = self._update(fitting.learned, fitting.moments, rate, *grads)
+        fitting.learned, fitting.moments, loss = found
+        return loss
 
     def _batches(self, inputs: Inputs, labels: np.ndarray, pieces: Sequence[Rows]) -> Iterator[tuple[FitBatch, int]]:
         layout = self.layout
         read = inputs.follow([piece.rows for piece in pieces], layout)
         for piece, found in zip(pieces, read, strict=True):
             own, weights = layout.rows(labels[piece.rows]), layout.weights(piece.mask / piece.mask.sum())
-            yield FitBatch(found, own, weights, np.zeros(())), piece.size  # pyright: ignore[reportArgumentType]
+            yield fit_batch(found, own, weights), piece.size
 
 
 def _part(batch: FitBatch, part: slice) -> FitBatch:

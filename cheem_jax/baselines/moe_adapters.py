@@ -27,7 +27,6 @@ from cheem_jax.baselines.autoencoders import (
     AutoEncoderConfig,
     AutoEncoders,
     autoencoder_flops,
-    autoencoder_params,
 )
 from cheem_jax.baselines.baseline import OwnHeads, params_report, plain_flops
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Init, Inputs
@@ -245,7 +244,7 @@ class MoeAdapters(OwnHeads):
 
     def bytes_beside(self, task: Task) -> int:
         """See `TrainedBaseline.bytes_beside`: an auto-encoder."""
-        return 4 * autoencoder_params(self.encoder.width, self.config.autoencoder.hidden)
+        return 4 * 4 * self.encoder.width * self.config.autoencoder.hidden
 
     def run(
         self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray] | None

@@ -31,7 +31,7 @@ from cheem_jax.baselines.adapters import (
     unit,
 )
 from cheem_jax.baselines.baseline import params_report
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, fit_batch
 from cheem_jax.baselines.settings import at_least_one, expect, positive
 from cheem_jax.cheem.heads import FAR, local_cross_entropy
 from cheem_jax.core.images import Images
@@ -120,17 +120,9 @@ class Tuna(AdapterBaseline):
             found = jnp.exp(logs)
             return found, -(found * logs).sum(axis=-1)
 
-        aligner = directions("sgd")
-
-        @functools.partial(executor.jit, donate_argnums=(0, 1))
-        def align(weight, moments, rate, features, labels, num):
-            def loss(weight):
-                near = config.temperature * cosines(features, weight)
-                return local_cross_entropy(near, labels, jnp.full(len(labels), 1 / len(labels)), 0, num)
-
-            value, grads = jax.value_and_grad(loss)(weight)
-            updates, moments = aligner.update(grads, moments, weight)
-            return weight - rate * updates, moments, value
+        def alignment_loss(weight, num, batch: FitBatch):
+            near = config.temperature * cosines(batch.inputs["features"], weight)
+            return local_cross_entropy(near, batch.labels, batch.weights, 0, num)
 
         @functools.partial(executor.jit, static_argnums=3)
         def sample(key, mean, spread, num):
@@ -138,7 +130,8 @@ class Tuna(AdapterBaseline):
             return mean + (noise * spread if spread.ndim == 1 else noise @ spread.T)
 
         self.fitter = Fitter(loss, directions(config.optimizer), jit=executor.jit, layout=executor.layout)
-        self._answer, self._align, self._aligner, self._sample = answer, align, aligner, sample
+        self.aligner = Fitter(alignment_loss, directions("sgd"), jit=executor.jit)
+        self._answer, self._sample = answer, sample
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -222,8 +215,8 @@ class Tuna(AdapterBaseline):
         means = np.concatenate([some.means for some in gaussians])
         spreads = np.concatenate([some.spreads for some in gaussians])
         labels = np.repeat(np.arange(len(means), dtype=np.int32), size)
-        weight, losses = jnp.copy(padded_columns(head)), []
-        moments = self._aligner.init(weight)
+        fitting, losses = self.aligner.begun(padded_columns(head)), []
+        weights = np.full(size, 1 / size, np.float32)
         for epoch in range(config.alignment_epochs):
             sampled = np.concatenate([
                 np.asarray(self._sample(keys.at(index, Phase.ALIGNMENT, epoch, c), means[c], spreads[c], size))
@@ -233,10 +226,8 @@ class Tuna(AdapterBaseline):
             rate = config.alignment_rate * 0.5 * (1 + math.cos(math.pi * epoch / ALIGNMENT_PERIOD))
             running = []
             for rows in order:
-                weight, moments, loss = self._align(
-                    weight, moments, np.float32(rate), sampled[rows], labels[rows], np.int32(len(means))
-                )
-                running.append(loss)
+                batch = fit_batch({"features": sampled[rows]}, labels[rows], weights)
+                running.append(self.aligner.step(fitting, np.float32(rate), np.int32(len(means)), batch))
                 advance(size)
             losses.append(float(np.mean(jax.device_get(running))))
             if not math.isfinite(losses[-1]):
@@ -244,7 +235,7 @@ class Tuna(AdapterBaseline):
                     f"tuna: non-finite loss of the alignment in epoch {epoch + 1}; set an alignment_rate below "
                     f"{config.alignment_rate}"
                 )
-        return np.asarray(weight)[:, : len(means)], losses
+        return np.asarray(fitting.learned)[:, : len(means)], losses
 
     def _old_rows(self) -> Float[np.ndarray, "T L r"]:
         """Mean unit rows of the stored adapters' up halves; for future tasks 0, which overlaps with nothing."""
