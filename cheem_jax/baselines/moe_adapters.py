@@ -243,7 +243,7 @@ class MoeAdapters(OwnHeads):
         }
 
     def bytes_beside(self, task: Task) -> int:
-        """See `TrainedBaseline.bytes_beside`: an auto-encoder."""
+        """See `TrainedBaseline.bytes_beside`: an auto-encoder, whose biases are fewer than its weights."""
         return 4 * 4 * self.encoder.width * self.config.autoencoder.hidden
 
     def run(

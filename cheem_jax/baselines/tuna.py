@@ -192,12 +192,10 @@ class Tuna(AdapterBaseline):
 
         The paper's count (T + 1) F0 contains neither adapters nor heads.
         """
-        once, num_tasks = (
-            adapted_flops(self.executor.config, self.config.bottleneck),
-            max(self.num_tasks, len(self.bank)),
-        )
-        once["flops_executed"] += 2 * self.executor.config.width * self.classes.num
-        return {count: num_passes(num_tasks) * flops for count, flops in once.items()}
+        vit, passes = self.executor.config, num_passes(max(self.num_tasks, len(self.bank)))
+        once = adapted_flops(vit, self.config.bottleneck)
+        once["flops_executed"] += 2 * vit.width * self.classes.num
+        return {count: passes * flops for count, flops in once.items()}
 
     @property
     def num_samples(self) -> int:
