@@ -177,7 +177,7 @@ class Ewc(OneHead):
                 f"starts with {task.name!r}: call check(tasks) first, or give one penalty"
             )
         if tunes and len(self._first) == 1:
-            tunes, self.penalty = False, penalties[0]
+            tunes, self.penalty = False, self.config.penalties[0]
         before = self.known or self.pretrained()
         fitting = self.begun(self.start(task), running)
         tried = np.array(fitting.more.get("tried", np.full(len(penalties), np.nan)), np.float64)
@@ -270,7 +270,7 @@ class Ewc(OneHead):
         for task in self._first[1:]:
             trial.learn(task, Within(advance))
         for index, task in enumerate(self._first):
-            found = trial.predict(task.val.images)
+            found = trial.classes.inferred(trial.logits(task.val.images))
             accuracies.append(((found.tasks == index) & (found.classes == task.val.labels)).mean())
         return float(np.mean(accuracies))
 

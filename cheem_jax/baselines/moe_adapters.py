@@ -253,6 +253,7 @@ class MoeAdapters(OwnHeads):
         known, chosen = [task.autoencoder for task in self.tasks], given
         if query:
             chosen = self.autoencoders.route(query(), known, batch_size=self.config.batch_size)
+        assert chosen is not None
         routers = np.zeros((next_power_of_two(len(self.tasks)), *self.tasks[0].router.shape), np.float32)
         routers[: len(self.tasks)] = [task.router for task in self.tasks]
         return chosen, self._over(self.experts, routers, images, chosen if given is None else given)[0]

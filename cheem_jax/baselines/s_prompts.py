@@ -86,6 +86,7 @@ class SPrompts(OwnPrompts):
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
         """See `OwnHeads.run`."""
         chosen = self.route(query()) if query else given
+        assert chosen is not None
         tasks, stack = chosen if given is None else given, self.stack()
         inputs = Inputs(images, task=tasks, weight=np.ones(len(images), np.float32))
         return chosen, self.over(lambda read: self._answer(self.executor.leaves, stack, read), inputs)
