@@ -65,10 +65,10 @@ def compiled_once():
             _made[key] = make(vit, *settings, **named)
         return _made[key]
 
-    def bound_once(executor, features, config, keys, num_tasks):  # all runs here that have a bound have one seed
-        key = (id(executor), config)
+    def bound_once(given, config, keys, num_tasks):  # all runs here that have a bound have one seed
+        key = (id(given.executor), config)
         if key not in _made:
-            _made[key] = bound(executor, features, config, keys, num_tasks)
+            _made[key] = bound(given, config, keys, num_tasks)
         return _made[key]
 
     with pytest.MonkeyPatch.context() as patch:
