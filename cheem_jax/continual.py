@@ -15,7 +15,7 @@ import numpy as np
 from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.catalogue import Networks, make
-from cheem_jax.baselines.frozen_linear import FrozenLinear
+from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
 from cheem_jax.baselines.full_finetune import FullFinetune
 from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.core import metrics
@@ -101,7 +101,7 @@ def run_stream(
     notes = learner.check(stream.tasks)
     methods: tuple[Method, ...] = (learner,)
     if isinstance(config.method, CheemConfig):  # CHEEM has to beat this baseline, so it always runs too
-        methods = (learner, FrozenLinear(keys, networks.features, networks.router_features, config.method.router))
+        methods = (learner, FrozenLinear(networks, FrozenLinearConfig(config.method.router), keys, num_tasks))
 
     with contextlib.ExitStack() as held, stop_requests() as stop:
         claimed: list[bool] = []
@@ -153,7 +153,7 @@ def run_stream(
             _write_results(directory, tensorboard)
         if config.upper_bound is not None:
             _write_report(directory, tensorboard)
-            bound = FullFinetune(networks.executor, networks.features, config.upper_bound, keys, num_tasks)
+            bound = FullFinetune(networks, config.upper_bound, keys, num_tasks)
             _measure_bounds(stream, bound, run)
         return _write_report(directory, tensorboard)
 
@@ -316,8 +316,8 @@ def _measure_bounds(stream: Stream, bound: FullFinetune, run: RunContext) -> Non
             index=index,
             name=task.name,
             **found._asdict(),
-            flops_paper=backbone_flops(bound.vit_config),
-            flops_executed=executed_backbone_flops(bound.vit_config),
+            flops_paper=backbone_flops(bound.executor.config),
+            flops_executed=executed_backbone_flops(bound.executor.config),
             **start.since(),
         )
         running.rolling.clear()

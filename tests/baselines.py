@@ -15,7 +15,7 @@ from compiling import count_compilations
 from cheem_jax.cheem.heads import Classes
 from cheem_jax.core.keys import Keys
 from cheem_jax.engine.stages import Stages
-from cheem_jax.run.method import FrozenFeatures, Method
+from cheem_jax.run.method import FrozenFeatures, Method, Networks
 from cheem_jax.run.rolling import Saved
 
 
@@ -63,10 +63,13 @@ def stages() -> Stages:
     return Stages(small.backbone(), "mlp_down")
 
 
-def learner(kind: Callable[..., Method], config: Any, *, seed: int = 0, num_tasks: int = 3, **more: Any) -> Any:
-    """A method over the small backbone."""
+def learner(
+    kind: Callable[..., Method], config: Any, *, seed: int = 0, num_tasks: int = 3,
+    router_features: FrozenFeatures | None = None,
+) -> Any:  # fmt: skip
+    """A method over the small backbone, which also infers the task ID where no other features are given."""
     features = FrozenFeatures(stages(), config.batch_size)
-    return kind(stages(), features, config, Keys(seed), num_tasks, **more)
+    return kind(Networks(stages(), features, router_features or features), config, Keys(seed), num_tasks)
 
 
 def check_method(begun: Method, directory: Path, *, told: bool = False, stops: bool = True) -> Method:

@@ -14,7 +14,7 @@ import small
 
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.baselines.frozen_linear import FrozenLinear, fit_head
+from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig, fit_head
 from cheem_jax.cheem import hee
 from cheem_jax.cheem.config import PAPER, PLUS, PRESETS, QUICK
 from cheem_jax.cheem.expert_memory import dense_task_network
@@ -25,7 +25,7 @@ from cheem_jax.data.demo import demo_stream
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import token_means
 from cheem_jax.engine.stages import Stages
-from cheem_jax.run.method import FrozenFeatures, Undisturbed
+from cheem_jax.run.method import FrozenFeatures, Networks, Undisturbed
 
 
 def learner(config=small.QUICK, stages=None, key=0, base_means=None):
@@ -184,7 +184,7 @@ def test_a_lighter_router_gives_its_own_centroids():
 def test_the_frozen_yardstick_learns_routes_and_comes_back(tmp_path):
     stages = Stages(small.backbone(), "mlp_down")
     features = FrozenFeatures(stages, 16)
-    frozen = FrozenLinear(Keys(0), features, features, small.QUICK.router)
+    frozen = FrozenLinear(Networks(stages, features, features), FrozenLinearConfig(small.QUICK.router), Keys(0), 2)
     tasks = small.stream(2).tasks
     for task in tasks:
         frozen.learn(task, Undisturbed())
@@ -201,7 +201,7 @@ def test_a_ridge_head_of_two_classes_answers_like_scikit_learn():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(60, 5)).astype(np.float32)
     labels = (x[:, 0] + 0.3 * rng.normal(size=60) > 0).astype(np.int32)
-    weight, bias, _ = fit_head(x[:40], labels[:40], x[40:], labels[40:])
+    (weight, bias), _ = fit_head(x[:40], labels[:40], x[40:], labels[40:])
     assert weight.shape == (5, 2)
     assert ((x @ weight + bias).argmax(axis=1) == labels).mean() > 0.8
 

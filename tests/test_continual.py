@@ -28,7 +28,7 @@ from cheem_jax.baselines.coda_prompt import CodaPromptConfig
 from cheem_jax.baselines.dualprompt import DualPromptConfig
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.baselines.l2p import L2pConfig
-from cheem_jax.baselines.lora_finetune import LoraFinetuneConfig
+from cheem_jax.baselines.lora_cl import LoraFinetuneConfig
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core import metrics
@@ -65,10 +65,10 @@ def compiled_once():
             _made[key] = make(vit, *settings, **named)
         return _made[key]
 
-    def bound_once(executor, features, config, keys, num_tasks):  # all runs here that have a bound have one seed
-        key = (id(executor), config)
+    def bound_once(given, config, keys, num_tasks):  # all runs here that have a bound have one seed
+        key = (id(given.executor), config)
         if key not in _made:
-            _made[key] = bound(executor, features, config, keys, num_tasks)
+            _made[key] = bound(given, config, keys, num_tasks)
         return _made[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -121,7 +121,7 @@ def test_tasks_learn_the_same_in_any_order_and_with_or_without_kept_tokens(begun
         method: Any = fresh(begun)
         method.executor.budget = budget
         reports = {f"task{index}": method.learn(small.task(f"task{index}", index), Undisturbed()) for index in order}
-        return {task.name: task for task in method.tasks}, reports, method
+        return dict(zip(method.classes.names, method.tasks, strict=True)), reports, method
 
     before = begun.executor.budget
     try:
@@ -177,7 +177,7 @@ def test_impossible_settings_are_refused_and_thin_covariances_told(begun):
         learner(Diki, dataclasses.replace(CONFIG, layers="first8"))
     other = FrozenFeatures(Stages(small.backbone(), "mlp_down"), 16)
     with pytest.raises(ValueError, match="give it the features of its own backbone"):
-        Diki(begun.executor, other, CONFIG, begun.keys, 3)
+        learner(Diki, CONFIG, router_features=other)
     assert layers_of("last3", 4) == (1, 2, 3) and layers_of("first8", 12) == tuple(range(8))
     tasks = [small.task("small", 0, num=16), small.task("large", 1)]
     assert [note.split(": ")[-1] for note in begun.check(tasks)] == ["small"]

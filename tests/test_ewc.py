@@ -98,8 +98,9 @@ def spelled_out():
 )
 def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images(kind, num):
     ewc, task = fresh(begun(kind)), small.task("colours", 0, num=num)
-    leaves, head = ewc._begun(ewc._before(), 0, 0, 3).learned
-    found = ewc.add_fisher(ewc._before().fisher, leaves, head, task, index=0, advance=quiet)
+    fitting = ewc.fitter.begun(ewc.start(task))
+    leaves, head = fitting.learned
+    found = ewc.add_fisher(ewc.pretrained().fisher, fitting, task, quiet)
 
     values, gradient = spelled_out()
     labels = task.train.labels
@@ -173,14 +174,14 @@ def test_the_penalty_is_the_best_on_validation_and_a_stopped_search_goes_on(tmp_
         right.append(((found.tasks == index) & (found.classes == task.val.labels)).mean())
     assert accuracies["100.0"] == pytest.approx(np.mean(right), abs=1e-9)
 
-    # training takes 6 steps, the Fisher information 3 chunks, each penalty 2 x 6 + 3 + 3 x 2
-    stopped, watched = fresh(searching), Watched(until=9 + 21 + 3)
+    # training takes 6 steps, the Fisher information 3 chunks, each penalty 2 x (6 + 3)
+    stopped, watched = fresh(searching), Watched(until=9 + 18 + 3)
     with pytest.raises(Interrupted):
         stopped.learn(tasks[0], watched)
     assert np.isnan(watched.left.arrays["tried"]).tolist() == [False, True, True]
     again, counted = fresh(searching), Watched(saved=watched.left)
     assert again.learn(tasks[0], counted)["penalty_accuracies"] == accuracies
-    assert counted.reports == 3 + 2 * 21
+    assert counted.reports == 3 + 2 * 18
     again.save(tmp_path)
     opened = fresh(searching)
     opened.open(tmp_path)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, left, over_batches
-from cheem_jax.cheem.training import FitConfig
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, over_batches
+from cheem_jax.cheem.training import FitConfig, images_left
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(21, 3)).astype(np.float32), np.arange(21, dtype=np.int32) % 2
@@ -30,7 +30,7 @@ def test_a_batch_computed_in_parts_learns_what_it_learns_as_a_whole():
     whole, parts = fitted(Fitter(loss)), fitted(Fitter(loss, rows=lambda batch_size, working_set: 2))
     np.testing.assert_allclose(parts.learned, whole.learned, rtol=1e-5)
     np.testing.assert_allclose(parts.state.losses, whole.state.losses, rtol=1e-5)
-    assert left(whole, CONFIG, 21, 8) == 0
+    assert images_left(whole.state, CONFIG, 21, 8) == 0
 
 
 def test_a_fit_of_least_squares_ends_where_the_closed_form_is():

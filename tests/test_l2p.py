@@ -68,12 +68,12 @@ def test_a_key_loss_over_the_batch_leaves_out_its_padding():
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ValueError, match=r"top_k is 6 of a pool of 5; expected 1\.\.5"):
+    with pytest.raises(ValueError, match=r"top_k is 6; expected 1\.\.5, the pool"):
         dataclasses.replace(CONFIG, top_k=6)
-    for length in (3, 0, -2):
-        with pytest.raises(ValueError, match="an even one"):
+    for length, expected in ((3, "an even number"), (0, "at least 1"), (-2, "at least 1")):
+        with pytest.raises(ValueError, match=f"length is {length}; expected {expected}"):
             dataclasses.replace(CONFIG, length=length)
-    with pytest.raises(ValueError, match="at least 1 token"):
+    with pytest.raises(ValueError, match="length is 0; expected at least 1"):
         dataclasses.replace(CONFIG, inject="tokens", length=0)
     with pytest.raises(ValueError, match=r"layers \(7,\) are invalid for this backbone; expected some of 0\.\.3"):
         learner(L2p, dataclasses.replace(CONFIG, layers=(7,)))

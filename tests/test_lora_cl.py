@@ -12,8 +12,7 @@ from baselines import check_method, learner
 
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.flops import backbone_flops, pair_flops
-from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
-from cheem_jax.baselines.lora_finetune import LoraFinetune, LoraFinetuneConfig
+from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig, LoraFinetune, LoraFinetuneConfig
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.kernels import product
 from cheem_jax.core.ops import Adapt, LowRank, apply_op
@@ -97,5 +96,5 @@ def test_a_task_reports_two_passes_and_its_upper_bound_one():
     assert reports[0]["flops_method"] == 2 * plain + 4 * pair_flops(small.CONFIG, "mlp_down", 2)
     assert reports[1]["flops_method"] == plain
     assert reports[1]["flops_executed"] < reports[0]["flops_executed"]
-    with pytest.raises(ValueError, match="at least rank 1"):
+    with pytest.raises(ValueError, match="rank is 0; expected at least 1"):
         dataclasses.replace(LoraClConfig(), rank=0)

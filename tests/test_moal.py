@@ -94,13 +94,13 @@ def test_without_factor_and_rumination_two_tasks_give_the_ridge_regression_on_bo
     first = moal.known.adapters
     moal.learn(tasks[1], Undisturbed())
     assert moal.known.adapters is first
-    x = np.concatenate([lift(moal.features(first, task.train.images), moal.known.projection) for task in tasks])
+    x = np.concatenate([lift(moal.features_with(first, task.train.images), moal.known.projection) for task in tasks])
     y = one_hot(np.concatenate([tasks[0].train.labels, 3 + tasks[1].train.labels]), 7)
     closed = np.linalg.solve(x.T @ x + report["ridge"] * np.eye(40), x.T @ y)
     np.testing.assert_allclose(moal.known.analytic.weight, closed, atol=1e-8)
     np.testing.assert_allclose(
         moal.logits(tasks[0].test.images),
-        lift(moal.features(first, tasks[0].test.images), moal.known.projection) @ closed,
+        lift(moal.features_with(first, tasks[0].test.images), moal.known.projection) @ closed,
         atol=1e-6,
     )
     # the factor is the first task's alone
@@ -186,7 +186,7 @@ def test_rumination_learns_again_what_the_head_gets_wrong_and_nothing_else():
     # once more by hand, from where plain least squares ends
     known, labels = with_it.known, 3 + tasks[1].train.labels
     analytic = Analytic(*(part.copy() for part in without.known.analytic))
-    features = with_it.features(known.adapters, tasks[1].train.images)
+    features = with_it.features_with(known.adapters, tasks[1].train.images)
     examples = [(feature, int(c)) for feature, c in zip(features, labels, strict=True)]
     for c, new in enumerate(nearest_new(known.means, 3)):
         examples += [(f - known.means[new] + known.means[c], c) for f in features[labels == new]]
@@ -205,10 +205,10 @@ def test_rumination_learns_again_what_the_head_gets_wrong_and_nothing_else():
 @pytest.mark.full
 def test_new_columns_of_the_auxiliary_head_begin_small_or_at_zero():
     moal = learned(fresh(begun()), small.stream(2).tasks[:1])
-    old = np.asarray(moal.known.auxiliary.weight)[:, :3]
+    old = moal.known.auxiliary
     for kind, least in (("small", 1e-3), ("zeros", 0.0)):
         moal.config = dataclasses.replace(CONFIG, aux_init=kind)
-        weight = np.asarray(moal._begin(moal.known, 1, 3, 4)[1].weight)
+        weight = np.asarray(moal.start(small.task("next", 1, num_classes=4))[1])
         np.testing.assert_array_equal(weight[:, :3], old)
         assert np.abs(weight[:, 3:7]).max() == 0 if kind == "zeros" else np.abs(weight[:, 3:7]).mean() > least
     moal.config = dataclasses.replace(CONFIG, aux_init="zeros")
@@ -251,7 +251,7 @@ def test_impossible_settings_are_refused_and_much_memory_is_said():
         ({"first_scale": 0.0}, "first_scale is 0.0"),
         ({"ema": 1.5}, "ema is 1.5"),
         ({"analytic_batch": 0}, "analytic_batch is 0"),
-        ({"bottleneck": 0}, "a rank of at least 1"),
+        ({"bottleneck": 0}, "bottleneck is 0; expected at least 1"),
     ):
         with pytest.raises(ValueError, match=sentence):
             dataclasses.replace(CONFIG, **wrong)

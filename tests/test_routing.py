@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import small
-from baselines import check_method, stages
+from baselines import check_method, learner, stages
 from scipy.spatial.distance import cdist
 from scipy.stats import multivariate_normal
 from sklearn.linear_model import Ridge
@@ -22,7 +22,7 @@ from cheem_jax.backbone.alexnet import AlexNetConfig, PretrainedAlexNet
 from cheem_jax.backbone.config import config_of
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
-from cheem_jax.baselines.frozen_linear import FrozenLinear
+from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
 from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
 from cheem_jax.baselines.s_prompts import SPromptsConfig
 from cheem_jax.cheem.expert_memory import ExpertMemory
@@ -31,7 +31,6 @@ from cheem_jax.cheem.training import FitConfig
 from cheem_jax.cli.ask import Info, show_info
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import from_strings
-from cheem_jax.core.keys import Keys
 from cheem_jax.core.ops import Reuse, init_new
 from cheem_jax.core.pool import Memory
 from cheem_jax.core.routing.centroids import distances, fit_centroids, normalise, route, threshold
@@ -413,9 +412,9 @@ def test_a_router_that_reads_early_makes_tasks_cheaper():
 @pytest.mark.parametrize("kind", ["lda", "gaussian", "ridge"])
 def test_the_frozen_yardstick_keeps_moments_and_comes_back(kind, tmp_path):
     config = RouterConfig(kind, "early", projections=30)
-    features, tasks = FrozenFeatures(stages(), 16), small.stream(2).tasks
+    tasks = small.stream(2).tasks
     named = FrozenFeatures(Backbone(stages(), config), 16)
-    frozen, again = (FrozenLinear(Keys(0), features, named, config) for _ in range(2))
+    frozen, again = (learner(FrozenLinear, FrozenLinearConfig(config), router_features=named) for _ in range(2))
     for task in tasks:
         report = frozen.learn(task, Undisturbed())
         frozen.save(tmp_path)
@@ -432,7 +431,7 @@ def test_the_frozen_yardstick_keeps_moments_and_comes_back(kind, tmp_path):
 def test_lora_cl_keeps_every_law_with_another_router(tmp_path):
     config = LoraClConfig(rank=2, fit=FitConfig(epochs=2, learning_rate=1e-2), batch_size=16, router=EARLY)
     features = FrozenFeatures(Backbone(stages(), EARLY), 16)
-    method = check_method(LoraCl(stages(), features, config, Keys(0), 3), tmp_path)
+    method = check_method(learner(LoraCl, config, router_features=features), tmp_path)
     assert all(task.moments["scatter"].shape == (32 * 33 // 2,) for task in method.memory.tasks)
 
 

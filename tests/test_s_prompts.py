@@ -38,7 +38,7 @@ def test_tasks_learn_the_same_in_any_order_and_images_of_all_share_one_program(b
             report = method.learn(small.task(f"task{index}", index), Undisturbed())
         # 3 tokens of 16, a head of 17 x 3, 2 centroids
         assert (report["params_learned"], report["params_stored"]) == (48 + 51, 48 + 51 + 32)
-        return {task.name: task for task in method.tasks}, method
+        return dict(zip(method.classes.names, method.tasks, strict=True)), method
 
     forwards, _ = learned([0, 1, 2])
     backwards, method = learned([2, 1, 0])
@@ -49,6 +49,7 @@ def test_tasks_learn_the_same_in_any_order_and_images_of_all_share_one_program(b
     images = np.asarray(small.task("task0", 0).test.images)
     three = method.predict(images)
     method.tasks.append(method.tasks[0])  # a fourth task fits the stack of three
+    method.classes.add("task3", method.classes.classes[0])
     with compilations() as programs:
         four = method.predict(images, np.full(len(images), 3, np.int32))
     assert programs.count == 0
@@ -84,7 +85,7 @@ def test_the_named_task_is_the_nearest_in_l1_by_brute_force(begun):
     points = features / np.linalg.norm(features, axis=1, keepdims=True)
     away = points[:, None, None] - np.stack(centroids)  # [N, T, K, D]
     by_l1, by_l2 = np.abs(away).sum(-1).min(-1).argmin(-1), (away**2).sum(-1).min(-1).argmin(-1)
-    np.testing.assert_array_equal(method.inferred(features), by_l1)
+    np.testing.assert_array_equal(method.route(features), by_l1)
     assert (by_l1 != by_l2).any()
 
 
@@ -113,7 +114,7 @@ def test_the_reported_flops_count_the_router_and_the_longer_sequence(begun):
 
 
 def test_impossible_settings_are_refused_and_few_images_told(begun):
-    with pytest.raises(ValueError, match="length is 0; a task needs at least 1 prompt token"):
+    with pytest.raises(ValueError, match="length is 0; expected at least 1"):
         SPromptsConfig(length=0)
     many = learner(SPrompts, SPromptsConfig(router=RouterConfig(num_centroids=41)))
     assert many.check(small.stream(2).tasks) == [

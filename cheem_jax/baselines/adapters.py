@@ -5,7 +5,6 @@ starts at 0, so a network with new adapters is the plain backbone. (AdaptFormer:
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,14 +16,16 @@ from jaxtyping import Array, Float
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.backbone.vit import Adapter, ViT
-from cheem_jax.baselines.fitting import Inputs, over_batches
+from cheem_jax.baselines.baseline import OneHead, plain_flops
+from cheem_jax.baselines.fitting import Init, Inputs
+from cheem_jax.baselines.settings import at_least_one, positive, shares
 from cheem_jax.cheem.heads import grow_head
-from cheem_jax.cheem.training import FitConfig, check_batch_size
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import Precision, product
-from cheem_jax.core.pool import Head
-from cheem_jax.engine.executor import Executor
-from cheem_jax.engine.passes import Advance
+from cheem_jax.core.keys import Keys, Phase, next_power_of_two
+from cheem_jax.engine.passes import Advance, unwatched
+from cheem_jax.run.method import Networks
 
 Optimizer = Literal["adam", "sgd"]
 
@@ -54,13 +55,42 @@ class AdapterConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
-        if self.bottleneck < 1:
-            raise ValueError(f"bottleneck is {self.bottleneck}; an adapter needs a rank of at least 1")
-        if not self.scale > 0:
-            raise ValueError(f"scale is {self.scale}; expected a positive number")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}; expected a share in [0, 1)")
+        at_least_one(self, "batch_size", "bottleneck")
+        positive(self, "scale")
+        shares(self, "dropout")
+
+
+class AdapterBaseline(OneHead):
+    """A frozen backbone with adapters, and heads on its features."""
+
+    config: AdapterConfig
+
+    def __init__(self, networks: Networks, config: Any, keys: Keys, num_tasks: int):
+        super().__init__(networks, config, keys, num_tasks)
+        executor = self.executor
+
+        @executor.jit
+        def features(adapters, leaves, images):
+            return adapted_features(executor.vit_of(leaves), adapters, images, config)
+
+        self._features = features
+
+    def features_with(
+        self, adapters: Adapters, images: Images, advance: Advance = unwatched
+    ) -> Float[np.ndarray, "N D"]:
+        """Features of the network with these adapters."""
+        leaves = self.executor.leaves
+        return self.over(lambda read: self._features(adapters, leaves, read["images"]), Inputs(images), advance)
+
+    def new_adapters(self, index: int) -> Adapters:
+        """The initial adapters, were task `index` the first."""
+        key = self.keys.at(index, Phase.METHOD_INIT, Init.LEARNED)
+        return init_adapters(key, self.executor.config, self.config.bottleneck)
+
+    def new_columns(self, index: int, num: int) -> Float[np.ndarray, "D C"]:
+        """The initial columns of a cosine head for the `num` classes of task `index`."""
+        key = self.keys.at(index, Phase.METHOD_INIT, Init.HEAD)
+        return np.asarray(grow_head(key, None, self.executor.config.width, 0, num).weight)[:, :num]
 
 
 def init_adapters(key: jax.Array, config: ViTConfig, bottleneck: int) -> Adapters:
@@ -86,6 +116,16 @@ def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
     return adapter_flops(config, bottleneck) * (tokens - config.num_tokens + 1) // tokens
 
 
+def adapted_flops(config: ViTConfig, bottleneck: int) -> dict[str, int]:
+    """FLOPs per image of a pass with adapters and without a head; the paper's count contains no adapters."""
+    plain = plain_flops(config, 0)
+    return {
+        "flops_method": plain["flops_method"],
+        "flops_explicit": plain["flops_explicit"] + adapter_flops(config, bottleneck),
+        "flops_executed": plain["flops_executed"] + executed_adapter_flops(config, bottleneck),
+    }
+
+
 def adapted_features(
     vit: ViT, adapters: Adapters, images: Array, config: AdapterConfig, key: jax.Array | None = None
 ) -> Float[Array, "B D"]:
@@ -94,24 +134,6 @@ def adapted_features(
     keys = [None] * depth if key is None else list(jax.random.split(key, depth))
     found = {block: _beside(adapters, block, config, vit.config.precision, keys[block]) for block in range(depth)}
     return vit.features(vit.run_blocks(vit.embed(images), adapters=found))
-
-
-def compiled_features(executor: Executor, config: AdapterConfig) -> Callable[..., Float[np.ndarray, "N D"]]:
-    """A function of adapters, any number of images and (optional) an `Advance`: features of the adapted network."""
-
-    @executor.jit
-    def of_batch(adapters, leaves, images):
-        return adapted_features(executor.vit_of(leaves), adapters, images, config)
-
-    def features(adapters: Adapters, images: Images, advance: Advance | None = None) -> Float[np.ndarray, "N D"]:
-        def of_rows(read: dict[str, Any]) -> jax.Array:
-            return of_batch(adapters, executor.leaves, read["images"])
-
-        return over_batches(
-            of_rows, Inputs(images), batch_size=config.batch_size, advance=advance, layout=executor.layout
-        )
-
-    return features
 
 
 def _beside(
@@ -137,15 +159,10 @@ def cosines(features: Float[Array, "B D"], weight: Float[Array, "D P"]) -> Float
     return unit(features) @ unit(weight, axis=0)
 
 
-def grow_weight(key: jax.Array, weight: np.ndarray | jax.Array | None, width: int, num_seen: int, num_new: int) -> Head:
-    """A cosine head (its bias is 0 and unused) with `num_new` more columns; the first `num_seen` stay as they are."""
-    head = None if weight is None else cosine_head(weight)
-    return grow_head(key, head, width, num_seen, num_new)
-
-
-def cosine_head(weight: np.ndarray | jax.Array) -> Head:
-    """A weight as a head; on the host, because on the device every number of classes would be compiled."""
-    return Head(np.asarray(weight), np.zeros(weight.shape[1], np.float32))  # pyright: ignore[reportArgumentType]
+def padded_columns(weight: Float[np.ndarray, "D C"]) -> Float[jax.Array, "D P"]:
+    """A cosine head's weight, padded to a power of two, so that few compiled functions serve all numbers of classes."""
+    num = weight.shape[1]
+    return jnp.asarray(np.pad(weight, ((0, 0), (0, next_power_of_two(num) - num))))
 
 
 def directions(optimizer: Optimizer, decay: float = 5e-4) -> optax.GradientTransformation:

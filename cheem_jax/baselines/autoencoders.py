@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Float, Int
 
-from cheem_jax.baselines.fitting import Inputs, over_batches
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, fit_batch, over_batches
+from cheem_jax.baselines.settings import at_least_one, positive
 from cheem_jax.cheem.training import NOTE_EVERY
 from cheem_jax.core.keys import key_at, order_at
 from cheem_jax.engine.batches import batches, num_batches
@@ -49,11 +49,8 @@ class AutoEncoderConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "iterations", "decay_every", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; an auto-encoder needs at least 1")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate is {self.learning_rate}; expected a positive number")
+        at_least_one(self, "hidden", "iterations", "decay_every", "batch_size")
+        positive(self, "learning_rate")
 
 
 class AutoEncoders:
@@ -61,20 +58,12 @@ class AutoEncoders:
 
     def __init__(self, width: int, config: AutoEncoderConfig, *, jit: Callable[..., Any] = jax.jit):
         self.width, self.config = width, config
-        adam = optax.scale_by_adam()
+        self._init, self._errors = jit(lambda key: init_autoencoder(key, width, config.hidden)), jit(errors)
 
-        @jit
-        def begin(key):
-            learned = init_autoencoder(key, width, config.hidden)
-            return learned, adam.init(learned)
+        def loss(learned, fixed, batch: FitBatch):
+            return (errors(learned, batch.inputs["features"]) * batch.weights).sum()
 
-        @functools.partial(jit, donate_argnums=(0, 1))
-        def step(learned, moments, rate, features, weights):
-            loss, grads = jax.value_and_grad(lambda learned: (errors(learned, features) * weights).sum())(learned)
-            updates, moments = adam.update(grads, moments)
-            return jax.tree.map(lambda p, u: p - rate * u, learned, updates), moments, loss
-
-        self._begin, self._step, self._errors = begin, step, jit(errors)
+        self.fitter = Fitter(loss, jit=jit)
 
     def fit(
         self, init_key: jax.Array, order_key: jax.Array, features: Float[np.ndarray, "N E"], advance: Advance
@@ -85,15 +74,16 @@ class AutoEncoders:
         """
         config, num = self.config, len(features)
         steps, note = num_batches(num, config.batch_size), ""
-        (learned, moments), losses = self._begin(init_key), list[float]()
+        no_labels = np.zeros(config.batch_size, np.int32)
+        fitting, losses = self.fitter.begun(self._init(init_key)), list[float]()
         for epoch in range(-(-config.iterations // steps)):
             # MoE-Adapters' step schedule; the fit ends after `iterations` steps, also within an epoch
             rate = np.float32(config.learning_rate * 0.1 ** (epoch // config.decay_every))
             order = order_at(key_at(order_key, epoch), num)
             left, running = config.iterations - epoch * steps, []
             for piece in itertools.islice(batches(order, config.batch_size), left):
-                weights = piece.mask / piece.mask.sum()
-                learned, moments, loss = self._step(learned, moments, rate, features[piece.rows], weights)
+                batch = fit_batch({"features": features[piece.rows]}, no_labels, piece.mask / piece.mask.sum())
+                loss = self.fitter.step(fitting, rate, None, batch)
                 if len(running) % NOTE_EVERY == 0:
                     note = f"auto-encoder, step {epoch * steps + len(running) + 1}, error {float(loss):.4f}"
                 running.append(loss)
@@ -104,7 +94,7 @@ class AutoEncoders:
                     f"non-finite error of an auto-encoder in epoch {epoch + 1}; check that the router's features are "
                     f"finite, or set a learning rate below {config.learning_rate}"
                 )
-        return learned, losses
+        return fitting.learned, losses
 
     def images(self, num: int) -> int:
         """Images that a fit on `num` of them reads in all its iterations."""
@@ -140,11 +130,6 @@ def errors(learned: AutoEncoder, features: Float[Array, "B E"]) -> Float[Array, 
     hidden = jax.nn.relu(product(inputs, learned.down) + learned.down_bias)
     reconstructed = jax.nn.sigmoid(product(hidden, learned.up) + learned.up_bias)
     return ((reconstructed - inputs) ** 2).mean(axis=-1)
-
-
-def autoencoder_params(width: int, hidden: int) -> int:
-    """Parameters of one auto-encoder."""
-    return 2 * width * hidden + hidden + width
 
 
 def autoencoder_flops(width: int, hidden: int) -> int:

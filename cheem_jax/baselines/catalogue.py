@@ -2,7 +2,7 @@
 
 import dataclasses
 import difflib
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from cheem_jax.baselines.ewc import Ewc, EwcConfig
 from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
 from cheem_jax.baselines.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.baselines.l2p import L2p, L2pConfig
-from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig
-from cheem_jax.baselines.lora_finetune import LoraFinetune, LoraFinetuneConfig
+from cheem_jax.baselines.lora_cl import LoraCl, LoraClConfig, LoraFinetune, LoraFinetuneConfig
 from cheem_jax.baselines.moal import Moal, MoalConfig
 from cheem_jax.baselines.moe_adapters import MoeAdapters, MoeAdaptersConfig
 from cheem_jax.baselines.s_prompts import SPrompts, SPromptsConfig
@@ -23,8 +22,7 @@ from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.lite import CheemLite, CheemLiteConfig
 from cheem_jax.core.keys import Keys
-from cheem_jax.engine.executor import Executor
-from cheem_jax.run.method import FrozenFeatures, Method
+from cheem_jax.run.method import Method, Networks
 
 Name = Literal[
     "cheem", "cheem_lite", "lora_cl", "s_prompts", "l2p", "dualprompt", "coda_prompt", "diki", "ewc", "tuna", "moal",
@@ -43,25 +41,16 @@ NEED_A_ROUTER = ("cheem_lite", "moe_adapters")
 DEMO_BOUND: dict[str, Any] = {"epochs": 24, "learning_rates": (1e-3,)}
 """The upper bound on the demo stream, with as many epochs as CHEEM's fine-tuning there."""
 
-_WITHOUT_ROUTER: dict[type, type] = {
-    L2pConfig: L2p,
-    DualPromptConfig: DualPrompt,
-    CodaPromptConfig: CodaPrompt,
-    DikiConfig: Diki,
-    EwcConfig: Ewc,
-    TunaConfig: Tuna,
-    MoalConfig: Moal,
-    FullFinetuneConfig: FullFinetune,
-    LoraFinetuneConfig: LoraFinetune,
-}
-
-
-class Networks(NamedTuple):
-    """The backbone's executor, its features, and those that infer the task ID (the same without a router network)."""
-
-    executor: Executor
-    features: FrozenFeatures
-    router_features: FrozenFeatures
+LEARNERS: dict[str, Any] = {
+    kind.name: kind
+    for kind in (
+        LoraCl, SPrompts, L2p, DualPrompt, CodaPrompt, Diki, Ewc, Tuna, Moal, MoeAdapters, FullFinetune, LoraFinetune,
+        FrozenLinear,
+    )
+}  # fmt: skip
+"""The baselines by name."""
+TAKE_A_ROUTER = ("lora_cl", "s_prompts", "moe_adapters", "frozen_linear")
+"""The baselines that infer the task ID by the router's features."""
 
 
 def check_name(method: str) -> Name:
@@ -83,13 +72,9 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
         case "cheem_lite":
             return CheemLiteConfig(**vars(PRESETS[preset]))
     kind = next(kind for kind in get_args(Baseline) if kind.name == method)
-    match preset:
-        case "paper" | "cheem_plus":  # which differ for CHEEM alone
-            return kind()
-        case "quick" | "quick_plus":
-            return _sized(kind(), "quick")
-        case "demo":
-            return _sized(kind(), "demo")
+    if preset in ("paper", "cheem_plus"):  # which differ for CHEEM alone
+        return kind()
+    return _sized(kind(), "demo" if preset == "demo" else "quick")
 
 
 def _sized(config: Any, preset: Literal["quick", "demo"]) -> Any:
@@ -131,20 +116,9 @@ def make(
             f"{config.name} infers the task ID with another network than the one that predicts; give it one: --router "
             "deit_tiny, --router alexnet --router-weights FILE, or --router vit_nano"
         )
-    # subclasses first: LoraFinetuneConfig is a LoraClConfig too
-    match config:
-        case CheemLiteConfig():
-            return CheemLite(executor, config, keys, base_means, router_features)
-        case CheemConfig():
-            return Cheem(executor, config, keys, base_means, router_features)
-        case LoraClConfig() if not isinstance(config, LoraFinetuneConfig):
-            return LoraCl(executor, router_features, config, keys, num_tasks)
-        case SPromptsConfig():
-            return SPrompts(executor, router_features, config, keys, num_tasks)
-        case MoeAdaptersConfig():
-            return MoeAdapters(executor, features, config, keys, num_tasks, router_features=router_features)
-        case FrozenLinearConfig():
-            return FrozenLinear(keys, features, router_features, config.router)
-    if not shared:
+    if isinstance(config, CheemConfig):
+        kind = CheemLite if isinstance(config, CheemLiteConfig) else Cheem
+        return kind(executor, config, keys, base_means, router_features)
+    if config.name not in TAKE_A_ROUTER and not shared:
         raise ValueError(f"{config.name} infers no task ID with a router, so it takes no --router; leave it out")
-    return cast(Any, _WITHOUT_ROUTER[type(config)])(executor, features, config, keys, num_tasks)
+    return LEARNERS[config.name](networks, config, keys, num_tasks)

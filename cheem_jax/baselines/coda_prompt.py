@@ -7,8 +7,8 @@ Attention-based Prompting for Rehearsal-Free Continual Learning", CVPR 2023.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import prefix_flops
-from cheem_jax.baselines.l2p import check_layers
 from cheem_jax.baselines.prompting import Attached, PromptFlops, Prompting, Prompts, halves
-from cheem_jax.cheem.training import FitConfig, check_batch_size
-from cheem_jax.core.keys import Keys
+from cheem_jax.baselines.settings import at_least_one, expect, halved
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.data.task import Task
-from cheem_jax.engine.executor import Executor
-from cheem_jax.run.method import FrozenFeatures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,27 +39,21 @@ class CodaPromptConfig:
     batch_size: int = 128
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
-        if self.pool < 1:
-            raise ValueError(f"pool is {self.pool}; expected at least one component per task")
-        if self.length < 2 or self.length % 2:
-            raise ValueError(f"length is {self.length}; expected an even number, half keys and half values")
-        if not self.orthogonality >= 0:
-            raise ValueError(f"orthogonality is {self.orthogonality}; expected 0 (none) or a positive weight")
+        at_least_one(self, "batch_size", "pool")
+        halved(self, "length")
+        expect(self, "orthogonality", self.orthogonality >= 0, "0 (none) or a positive weight")
 
 
 class CodaPrompt(Prompting):
     """See the module."""
 
     name = "coda_prompt"
-    divided = True
+    config: CodaPromptConfig
 
-    def __init__(
-        self, executor: Executor, features: FrozenFeatures, config: CodaPromptConfig, keys: Keys, num_tasks: int
-    ):
-        self.config, self.rows = config, config.pool // num_tasks
-        check_layers(config.layers, executor.config.depth)
-        super().__init__(executor, features, config, keys, num_tasks)
+    @property
+    def rows(self) -> int:
+        """Components per task and block."""
+        return self.config.pool // self.num_tasks
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -90,6 +81,15 @@ class CodaPrompt(Prompting):
                 f"the pool was divided among {self.num_tasks} tasks and has none left for task {index + 1}; the number "
                 "of tasks must be known before the first is learned"
             )
+
+    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """See `Baseline.restore`; ValueError where the pool was divided among another number of tasks."""
+        if meta["num_tasks"] != self.num_tasks:
+            raise ValueError(
+                f"its prompts are divided among {meta['num_tasks']} tasks, not {self.num_tasks}; open it with the "
+                "number of tasks that it was learned with"
+            )
+        super().restore(index, arrays, meta)
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
         """See `Prompting.begin_task`: the task's rows, sampled orthogonal to those of all earlier tasks."""

@@ -21,19 +21,18 @@ from sklearn.covariance import ledoit_wolf_shrinkage
 
 from cheem_jax.backbone.flops import executed_halves, prefix_flops
 from cheem_jax.backbone.vit import SidePrefix, ViT
-from cheem_jax.baselines.costs import plain_flops
-from cheem_jax.baselines.fitting import Inputs, over_batches
-from cheem_jax.baselines.l2p import check_layers
+from cheem_jax.baselines.baseline import plain_flops
+from cheem_jax.baselines.fitting import Inputs
 from cheem_jax.baselines.own_prompts import OwnPrompts, PromptedTask
-from cheem_jax.cheem.training import FitConfig, check_batch_size
+from cheem_jax.baselines.prompting import check_layers
+from cheem_jax.baselines.settings import at_least_one, expect, positive
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.routing.centroids import normalise
 from cheem_jax.data.task import Task
 from cheem_jax.engine import hosts
-from cheem_jax.engine.batches import batches
-from cheem_jax.engine.executor import Executor
-from cheem_jax.run.method import FrozenFeatures, Running
+from cheem_jax.run.method import Networks, Running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,26 +57,24 @@ class DikiConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
-        if self.length < 1:
-            raise ValueError(f"length is {self.length}; a block needs at least 1 pair of a key and a value")
-        if self.cov_shrinkage != "ledoit_wolf" and not 0 <= self.cov_shrinkage <= 1:
-            raise ValueError(f"cov_shrinkage is {self.cov_shrinkage}; expected a share in [0, 1], or ledoit_wolf")
-        if not self.jitter > 0:
-            raise ValueError(f"jitter is {self.jitter}; expected a positive number, or covariances may be singular")
+        at_least_one(self, "batch_size", "length")
+        is_share = self.cov_shrinkage == "ledoit_wolf" or 0 <= self.cov_shrinkage <= 1
+        expect(self, "cov_shrinkage", is_share, "a share in [0, 1], or ledoit_wolf")
+        positive(self, "jitter")
 
 
 class Diki(OwnPrompts):
     """See the module."""
 
     name = "diki"
+    config: DikiConfig
 
-    def __init__(self, executor: Executor, features: FrozenFeatures, config: DikiConfig, keys: Keys, num_tasks: int):
-        if not features.of(executor):
+    def __init__(self, networks: Networks, config: DikiConfig, keys: Keys, num_tasks: int):
+        executor = networks.executor
+        if not networks.router_features.of(executor):
             raise ValueError("diki infers the task ID within its own pass; give it the features of its own backbone")
-        self.config = config
         self.layers = layers_of(config.layers, executor.config.depth)
-        super().__init__(executor, features, config, keys)
+        super().__init__(networks, config, keys, num_tasks)
 
         @executor.jit
         def tokens_and_features(leaves, images):
@@ -126,14 +123,9 @@ class Diki(OwnPrompts):
         images, num, vit = task.train.images, len(task.train.labels), self.executor.config
         if 4 * num * vit.num_tokens * vit.width > self.executor.budget:
             return Inputs(images)
-        kept = np.empty((num, vit.num_tokens, vit.width), np.float32)
-        pieces = list(batches(np.arange(num), self.config.batch_size))
-        coming = self.executor.layout.read(images, [piece.rows for piece in pieces])
         with running.phase("keep", num) as advance:
-            for piece, read in zip(pieces, coming, strict=True):
-                kept[piece.rows[: piece.size]] = hosts.fetch(self._tokens(self.executor.leaves, read))[: piece.size]
-                advance(piece.size)
-        return Inputs(tokens=kept)
+            leaves = self.executor.leaves
+            return Inputs(tokens=self.over(lambda read: self._tokens(leaves, read["images"]), Inputs(images), advance))
 
     def fit_router(self, features: Float[np.ndarray, "N E"], number: int) -> dict[str, np.ndarray]:
         gaussian = fit_gaussian(features, shrinkage=self.config.cov_shrinkage, jitter=self.config.jitter)
@@ -141,9 +133,9 @@ class Diki(OwnPrompts):
         return {"mean": gaussian.mean, "factor": gaussian.factor[rows, columns]}
 
     def run(
-        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray], *, infer: bool
+        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray] | None
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-        """See `OwnPrompts.run`: one pass to the first prefix; from there on one without and one with prefixes."""
+        """See `OwnHeads.run`: one pass to the first prefix; from there on one without and one with prefixes."""
         leaves, stack, confident = self.executor.leaves, self.stack(), self.config.mix == "confidence"
         gaussians = [gaussian_of(task) for task in self.tasks]
 
@@ -151,7 +143,7 @@ class Diki(OwnPrompts):
             size = len(read["images"])
             chosen, weight = read.get("task"), np.ones(size, np.float32)
             # the pass up to the first prefix is shared by the router and the prediction
-            if infer or confident:
+            if query or confident:
                 tokens, features = self._tokens_and_features(leaves, read["images"])
                 features = hosts.fetch(features)
                 densities = np.stack([log_density(features, gaussian) for gaussian in gaussians], axis=1)
@@ -164,17 +156,18 @@ class Diki(OwnPrompts):
             return chosen, self._answer(leaves, stack, {"tokens": tokens, "task": used, "weight": weight})
 
         inputs = Inputs(images) if given is None else Inputs(images, task=given)
-        return over_batches(answer, inputs, batch_size=self.config.batch_size, layout=self.executor.layout)
+        return self.over(answer, inputs)
 
-    def router_numbers(self, num_images: int) -> int:
-        """See `OwnPrompts.router_numbers`: a mean and the triangle of a covariance."""
+    def bytes_beside(self, task: Task) -> int:
+        """See `TrainedBaseline.bytes_beside`: a mean and the triangle of a covariance, in float64."""
         width = self.executor.config.width
-        return width + width * (width + 1) // 2
+        return 8 * (width + width * (width + 1) // 2)
 
-    def more_report(self, features: Float[np.ndarray, "N E"], task: PromptedTask) -> dict[str, Any]:
-        """Mean log-density per dimension of the task's training images, of which `confidence` takes the sigmoid."""
-        mean = float(log_density(features, gaussian_of(task)).mean())
-        return {"log_density_per_dimension": mean / features.shape[1], "layers": list(self.layers)}
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """See `OwnPrompts.learn`; reports the mean log-density per dimension, of which `confidence` is the sigmoid."""
+        report, features = super().learn(task, running), self.router_features(task, "train")
+        mean = float(log_density(features, gaussian_of(self.tasks[-1])).mean())
+        return {**report, "log_density_per_dimension": mean / features.shape[1], "layers": list(self.layers)}
 
     def flops(self, num_classes: int) -> dict[str, int]:
         """See `OwnPrompts.flops`: one pass, and the blocks from the first prefix on a second time.
@@ -250,10 +243,7 @@ def mixing_weight(log_densities: Float64[np.ndarray, "N"], width: int) -> Float[
 
 def layers_of(layers: Literal["last3", "first8"] | tuple[int, ...], depth: int) -> tuple[int, ...]:
     """The blocks with prefixes, in order; ValueError for blocks that the backbone does not have."""
-    if layers == "last3":
-        layers = tuple(range(depth - 3, depth))
-    elif layers == "first8":
-        layers = tuple(range(8))
-    assert not isinstance(layers, str)
-    check_layers(layers, depth)
-    return tuple(sorted(layers))
+    named = {"last3": tuple(range(depth - 3, depth)), "first8": tuple(range(8))}
+    blocks = named[layers] if isinstance(layers, str) else layers
+    check_layers(blocks, depth)
+    return tuple(sorted(blocks))

@@ -7,8 +7,7 @@ Prompting for Rehearsal-Free Continual Learning", ECCV 2022, in the form of the 
 """
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -17,13 +16,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import prefix_flops
-from cheem_jax.baselines.l2p import check_layers
 from cheem_jax.baselines.prompting import Attached, PromptFlops, Prompting, Prompts, cosine, halves
-from cheem_jax.cheem.training import FitConfig, check_batch_size
+from cheem_jax.baselines.settings import at_least_one, expect, halved
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.keys import Keys
 from cheem_jax.data.task import Task
-from cheem_jax.engine.executor import Executor
-from cheem_jax.run.method import FrozenFeatures
+from cheem_jax.run.method import Networks, Running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,40 +51,40 @@ class DualPromptConfig:
     batch_size: int = 128
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
-        if self.pool is not None and self.pool < 1:
-            raise ValueError(f"pool is {self.pool}; expected one slot per task, or none to follow the number of tasks")
-        for name in ("general_length", "expert_length"):
-            if (length := getattr(self, name)) < 2 or length % 2:
-                raise ValueError(f"{name} is {length}; expected an even number, half keys and half values")
+        at_least_one(self, "batch_size")
+        none = "one slot per task, or none to follow the number of tasks"
+        expect(self, "pool", self.pool is None or self.pool >= 1, none)
+        halved(self, "general_length", "expert_length")
         if both := set(self.general_layers) & set(self.expert_layers):
             raise ValueError(f"blocks {sorted(both)} have a general and an expert prompt; expected one of them")
+        if not self.expert_layers:
+            raise ValueError("expert_layers is empty; without expert prompts nothing tells the tasks apart")
 
 
 class DualPrompt(Prompting):
     """See the module."""
 
     name = "dualprompt"
+    config: DualPromptConfig
 
-    def __init__(
-        self, executor: Executor, features: FrozenFeatures, config: DualPromptConfig, keys: Keys, num_tasks: int
-    ):
-        self.config, self.pool = config, max(10, num_tasks) if config.pool is None else config.pool
-        check_layers((*config.general_layers, *config.expert_layers), executor.config.depth)
-        if not config.expert_layers:
-            raise ValueError("expert_layers is empty; without expert prompts nothing tells the tasks apart")
-        super().__init__(executor, features, config, keys, num_tasks)
+    def __init__(self, networks: Networks, config: DualPromptConfig, keys: Keys, num_tasks: int):
+        super().__init__(networks, config, keys, num_tasks)
+        self.pool = max(10, num_tasks) if config.pool is None else config.pool
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """See `Prompting.layers`."""
+        return (*self.config.general_layers, *self.config.expert_layers)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
         self._check_slot(len(tasks) - 1)
         return []
 
-    def open(self, root: Path) -> None:
-        """See `Method.open`; the number of slots is that of training, whatever the number of tasks is now."""
-        super().open(root)
-        if self.prompts:
-            self.pool = self.prompts["expert"].shape[1]
+    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """See `Baseline.restore`; the number of slots is that of training, whatever the number of tasks is now."""
+        super().restore(index, arrays, meta)
+        self.pool = self.prompts["expert"].shape[1]
 
     def _check_slot(self, index: int) -> None:
         if index >= self.pool:
@@ -150,13 +148,14 @@ class DualPrompt(Prompting):
         tables = 1 if config.shared_keys else len(config.expert_layers)
         return PromptFlops(general + expert, 2 * tables * self.pool * vit.width)
 
-    def more_report(self, query: Float[np.ndarray, "N D"], index: int) -> dict[str, Any]:
-        """See `Prompting.more_report`: shares of the task's training images by inferred slot, per block."""
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """See `Prompting.learn`; reports shares of the training images by inferred slot, per block."""
+        report, query, index = super().learn(task, running), self.features(task, "train"), len(self.classes) - 1
         spread = []
         for keys in np.asarray(self.prompts["keys"])[:, : index + 1]:
             near = query @ (keys / np.linalg.norm(keys, axis=1, keepdims=True)).T
             spread.append((np.bincount(near.argmax(axis=1), minlength=index + 1) / len(query)).tolist())
-        return {"slots_chosen": spread}
+        return {**report, "slots_chosen": spread}
 
 
 def nearest_slot(query: Float[Array, "B D"], keys: Float[Array, "S D"], last: Int[Array, ""]) -> Int[Array, "B"]:

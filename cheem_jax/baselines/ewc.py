@@ -6,45 +6,33 @@ et al., "Overcoming catastrophic forgetting in neural networks", PNAS 2017, with
 Schwarz et al., "Progress & Compress: A scalable framework for continual learning", ICML 2018.
 """
 
+import copy
 import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from cheem_jax.backbone.flops import backbone_params
-from cheem_jax.baselines.costs import params_report, plain_flops
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, left, numbered, over_batches, unnumbered
-from cheem_jax.baselines.saving import restore_last, save_and_restore
-from cheem_jax.cheem.heads import (
-    FAR,
-    Classes,
-    columns,
-    cut,
-    grow_head,
-    head_logits,
-    local_cross_entropy,
-    padded,
-    saved_classes,
-    with_columns,
-)
-from cheem_jax.cheem.training import FitConfig, check_batch_size
+from cheem_jax.baselines.baseline import OneHead, params_report, plain_flops
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, numbered, unnumbered
+from cheem_jax.baselines.settings import at_least_one, expect, positive
+from cheem_jax.cheem.heads import FAR, cut, grow_head, head_logits, local_cross_entropy, padded
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys, Phase, order_at
 from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
-from cheem_jax.engine.executor import Executor
-from cheem_jax.engine.inference import Inferred
 from cheem_jax.engine.passes import Advance
-from cheem_jax.run.method import Answers, Clock, FrozenFeatures, Running, check_given
+from cheem_jax.run.method import Networks, Running
 from cheem_jax.run.rolling import Saved
 
 TUNED_ON = 3
@@ -56,7 +44,6 @@ GRADIENT_BYTES = 2**30
 class Noise(enum.IntEnum):
     """What `Phase.METHOD_NOISE` samples; the number is part of the key, so members are only ever appended."""
 
-    TRAINING = 0
     LABELS = 1
     """Labels of the Fisher information, from the network's softmax."""
     IMAGES = 2
@@ -86,15 +73,12 @@ class EwcConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
+        at_least_one(self, "batch_size")
+        positive(self, "head_learning_rate")
         if not self.penalties or not all(0 <= penalty < float("inf") for penalty in self.penalties):
             raise ValueError(f"penalties are {self.penalties}; expected at least one, all finite and at least 0")
-        if not 0 <= self.gamma <= 1:
-            raise ValueError(f"gamma is {self.gamma}; expected 0 (only the last task's Fisher) to 1 (all tasks' sum)")
-        if self.fisher_images < 0:
-            raise ValueError(f"fisher_images is {self.fisher_images}; expected a number of images, or 0 for all")
-        if not self.head_learning_rate > 0:
-            raise ValueError(f"head_learning_rate is {self.head_learning_rate}; expected a positive number")
+        expect(self, "gamma", 0 <= self.gamma <= 1, "0 (only the last task's Fisher) to 1 (all tasks' sum)")
+        expect(self, "fisher_images", self.fisher_images >= 0, "a number of images, or 0 for all")
 
 
 class EwcState(NamedTuple):
@@ -102,18 +86,32 @@ class EwcState(NamedTuple):
 
     leaves: list[jax.Array]
     fisher: list[jax.Array]
-    head: Head | None
+    head: Head
+    """The columns of all classes so far, without padding, on the host."""
 
 
-class Ewc:
+class Within(NamedTuple):
+    """Learning a task within a phase of another one: only its images are reported."""
+
+    advance: Advance
+    saved: Saved | None = None
+
+    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> AbstractContextManager[Advance]:
+        """See `Running.phase`."""
+        return nullcontext(self.advance)
+
+
+class Ewc(OneHead):
     """See the module."""
 
     name = "ewc"
+    is_whole = True
+    config: EwcConfig
 
-    def __init__(self, executor: Executor, features: FrozenFeatures, config: EwcConfig, keys: Keys, num_tasks: int):
-        self.executor, self.config, self.keys = executor, config, keys
+    def __init__(self, networks: Networks, config: EwcConfig, keys: Keys, num_tasks: int):
+        super().__init__(networks, config, keys, num_tasks)
+        executor = self.executor
         self.known: EwcState | None = None
-        self.classes = Classes()
         self.penalty = config.penalties[0] if len(config.penalties) == 1 else None
         """The strength in use; None before it is selected."""
         self._first: list[Task] = []
@@ -129,8 +127,9 @@ class Ewc:
             (leaves, head), (known, fisher, strength, num) = learned, fixed
             found = logits(leaves, head, batch.inputs["images"])
             local = local_cross_entropy(found, batch.labels, batch.weights, 0, num)
+            moved = sum((f * (leaf - star) ** 2).sum() for leaf, star, f in zip(leaves, known, fisher, strict=True))
             # CE + lambda / 2 * sum F (theta - theta*)^2 (Kirkpatrick et al., eq. 3), F and theta* of online EWC
-            return local + 0.5 * strength * moved(leaves, known, fisher)
+            return local + 0.5 * strength * moved
 
         @functools.partial(executor.jit, donate_argnums=0)
         def add_fisher(sums, leaves, head, images, labels, weights, rows, key, num):
@@ -155,7 +154,7 @@ class Ewc:
         def scaled(fisher, factor):
             return jax.tree.map(lambda leaf: factor * leaf, fisher)
 
-        self._fitter = Fitter(loss, _optimizer(config), jit=executor.jit, layout=executor.layout)
+        self.fitter = Fitter(loss, _optimizer(config), jit=executor.jit, layout=executor.layout)
         self._add_fisher, self._scaled, self._answer = add_fisher, scaled, executor.jit(logits)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
@@ -170,9 +169,8 @@ class Ewc:
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Train backbone and head under the penalty, then add the task's Fisher information."""
-        index, num, seen = len(self.classes), len(task.classes), self.classes.num
-        penalties, vit = self.config.penalties, self.executor.config
-        tunes = index == 0 and len(penalties) > 1
+        penalties, vit, begins = self.config.penalties, self.executor.config, not self.classes
+        tunes = begins and len(penalties) > 1
         if tunes and [shown.name for shown in self._first[:1]] != [task.name]:
             raise ValueError(
                 f"ewc selects one of {len(penalties)} penalties on a stream's first tasks, but knows no stream that "
@@ -180,60 +178,55 @@ class Ewc:
             )
         if tunes and len(self._first) == 1:
             tunes, self.penalty = False, self.config.penalties[0]
-        clock, tried = Clock.of(running), np.full(len(penalties), np.nan)
-        if running.saved and "tried" in running.saved.arrays:
-            tried = np.array(running.saved.arrays["tried"], np.float64)
-        before = self._before()
-        fitting = self._begun(before, index, seen, num, running.saved)
-
-        def state() -> Saved:
-            return fitting.saved(clock, tried=tried)
-
-        total = left(fitting, self.config.fit, len(task.train.labels), self.config.batch_size)
-        strength = 0.0 if index == 0 else self.penalty
-        with clock("train"), running.phase("train", total, state) as advance:
-            self._train(fitting, before, task, index=index, strength=strength, advance=advance)
-        with clock("fisher"), running.phase("fisher", self._num_fisher(task), state) as advance:
-            leaves, head = fitting.learned
-            fisher = self.add_fisher(before.fisher, leaves, head, task, index=index, advance=advance)
-        known = EwcState(leaves, fisher, self._head_with(before, head, index, seen, num))
-        if tunes:
-            with clock("penalty"):
-                self._tune(known, tried, running, state)
-            self.penalty = penalties[int(tried.argmax())]
-        self.known = known
+        before = self.known or self.pretrained()
+        fitting = self.begun(self.start(task), running)
+        tried = np.array(fitting.more.get("tried", np.full(len(penalties), np.nan)), np.float64)
+        fitting.more["tried"] = tried
+        strength, num = np.float32(0 if begins else self.penalty), np.int32(len(task.classes))
+        fixed = (before.leaves, before.fisher, strength, num)
+        self.train(fitting, fixed, task.train.labels, Inputs(task.train.images))
+        with fitting.phase("fisher", self._num_fisher(task)) as advance:
+            fisher = self.add_fisher(before.fisher, fitting, task, advance)
+        leaves, own = fitting.learned
+        head = jax.tree.map(lambda *parts: np.concatenate(parts, axis=-1), before.head, cut(own, len(task.classes)))
+        self.known = EwcState(leaves, fisher, head)
         self.classes.add(task.name, task.classes)
-        backbone, head = backbone_params(vit), (vit.width + 1) * num
+        if tunes:
+            self._tune(tried, fitting)
+            self.penalty = penalties[int(tried.argmax())]
+        backbone, head = backbone_params(vit), (vit.width + 1) * len(task.classes)
         # the weights replace the pretrained ones; their Fisher information is stored with the first task
-        stored = (backbone if index == 0 else 0) + head
+        stored = (backbone if begins else 0) + head
         return {
-            "name": task.name,
             "penalty": self.penalty,
             **({"penalty_accuracies": dict(zip(map(str, penalties), tried.tolist(), strict=True))} if tunes else {}),
-            **plain_flops(vit, seen + num),
+            **plain_flops(vit, self.classes.num),
             **params_report(vit, added=0, learned=backbone + head, stored=stored),
-            **fitting.report(clock),
+            **fitting.report(),
         }
 
-    def bytes_needed(self, task: Task) -> int:
-        """See `Method.bytes_needed`: weights, Fisher information, head; two rolling checkpoints with Adam's moments."""
-        params = sum(leaf.size for leaf in self.executor.leaves)
-        head = (self.executor.config.width + 1) * 2 * (self.classes.num + len(task.classes))
-        return 4 * (2 * params + head + 2 * 3 * (params + head))
+    def pretrained(self) -> EwcState:
+        """The state before the first task."""
+        leaves, width = list(self.executor.leaves), self.executor.config.width
+        empty = Head(np.zeros((width, 0), np.float32), np.zeros(0, np.float32))  # pyright: ignore[reportArgumentType]
+        return EwcState(leaves, self._scaled(leaves, np.float32(0)), empty)
 
-    def add_fisher(
-        self, fisher: list[jax.Array], leaves: list[jax.Array], head: Head, task: Task, *, index: int, advance: Advance
-    ) -> list[jax.Array]:
-        """The running Fisher information plus that of task `index`; `head` contains the task's columns alone."""
-        labels, batched = task.train.labels, self.config.fisher == "batch"
+    def start(self, task: Task) -> tuple[list[jax.Array], Head]:
+        """The backbone's weights, and columns of the task's classes alone: its loss sees no others."""
+        before, key = self.known or self.pretrained(), self.keys.at(len(self.classes), Phase.METHOD_INIT)
+        return before.leaves, grow_head(key, None, self.executor.config.width, 0, len(task.classes))
+
+    def add_fisher(self, fisher: list[jax.Array], fitting: Fitting, task: Task, advance: Advance) -> list[jax.Array]:
+        """The running Fisher information plus that of the next task, whose training has finished."""
+        labels, keys, index, (leaves, head) = task.train.labels, self.keys, len(self.classes), fitting.learned
         rows = np.arange(len(labels))
         if 0 < self.config.fisher_images < len(labels):
-            order = order_at(self.keys.at(index, Phase.METHOD_NOISE, Noise.IMAGES), len(labels))
+            order = order_at(keys.at(index, Phase.METHOD_NOISE, Noise.IMAGES), len(labels))
             rows = np.sort(order[: self.config.fisher_images])
-        if batched:
+        if self.config.fisher == "batch":
             # shuffled as in training, because neighbours may be of one class
-            rows = rows[order_at(self.keys.at(index, Phase.METHOD_NOISE, Noise.BATCHES), len(rows))]
-        key = self.keys.at(index, Phase.METHOD_NOISE, Noise.LABELS)
+            rows = rows[order_at(keys.at(index, Phase.METHOD_NOISE, Noise.BATCHES), len(rows))]
+        key = keys.at(index, Phase.METHOD_NOISE, Noise.LABELS)
         pieces = list(batches(rows, self.chunk))
         read = Inputs(task.train.images).follow([piece.rows for piece in pieces])
         sums = self._scaled(fisher, np.float32(self.config.gamma))
@@ -247,55 +240,21 @@ class Ewc:
             advance(piece.size)
         return jax.block_until_ready(sums)
 
-    def _before(self) -> EwcState:
-        if self.known is not None:
-            return self.known
-        leaves = list(self.executor.leaves)
-        return EwcState(leaves, self._scaled(leaves, np.float32(0)), None)
-
-    def _begun(self, before: EwcState, index: int, seen: int, num: int, saved: Saved | None = None) -> Fitting:
-        return self._fitter.begun((before.leaves, columns(self._grown(before, index, seen, num), seen, num)), saved)
-
-    def _grown(self, before: EwcState, index: int, seen: int, num: int) -> Head:
-        key = self.keys.at(index, Phase.METHOD_INIT)
-        return grow_head(key, before.head, self.executor.config.width, seen, num)
-
-    def _head_with(self, before: EwcState, own: Head, index: int, seen: int, num: int) -> Head:
-        return with_columns(self._grown(before, index, seen, num), own, seen, num)
-
-    def _train(
-        self, fitting: Fitting, before: EwcState, task: Task, *, index: int, strength: float | None, advance: Advance
-    ) -> None:
-        assert strength is not None
-        fixed = (before.leaves, before.fisher, np.float32(strength), np.int32(len(task.classes)))
-        self._fitter.run(
-            fitting,
-            fixed,
-            task.train.labels,
-            Inputs(task.train.images),
-            self.config.fit,
-            batch_size=self.config.batch_size,
-            order_key=self.keys.at(index, Phase.METHOD_ORDER),
-            noise_key=self.keys.at(index, Phase.METHOD_NOISE, Noise.TRAINING),
-            advance=advance,
-        )
-
     def _num_fisher(self, task: Task) -> int:
         num = len(task.train.labels)
         return min(num, self.config.fisher_images) if self.config.fisher_images else num
 
-    def _tune(self, begun: EwcState, tried: np.ndarray, running: Running, state: Callable[[], Saved]) -> None:
+    def _tune(self, tried: np.ndarray, fitting: Fitting) -> None:
         """Fill in the validation accuracy of each penalty that was not tried yet.
 
         The first task has no penalty, so all start from its state, with the keys that the stream itself will use.
         """
         tasks, todo = self._first, np.flatnonzero(np.isnan(tried))
-        training = sum(self.config.fit.epochs * len(task.train.labels) for task in tasks[1:])
-        fishers, validation = sum(map(self._num_fisher, tasks[1:-1])), sum(len(task.val.labels) for task in tasks)
-        with running.phase("penalty", len(todo) * (training + fishers + validation), state) as advance:
+        total = sum(self.config.fit.epochs * len(task.train.labels) + self._num_fisher(task) for task in tasks[1:])
+        with fitting.phase("penalty", len(todo) * total) as advance:
             for place in todo:
                 try:
-                    tried[place] = self._accuracy_with(self.config.penalties[place], begun, tasks, advance)
+                    tried[place] = self._accuracy_with(self.config.penalties[place], advance)
                 except FloatingPointError:
                     tried[place] = -1.0
         if tried.max() < 0:
@@ -304,70 +263,38 @@ class Ewc:
                 f"{self.config.penalties}; set a learning rate below {self.config.fit.learning_rate}"
             )
 
-    def _accuracy_with(self, strength: float, known: EwcState, tasks: Sequence[Task], advance: Advance) -> float:
-        first = np.cumsum([0, *(len(task.classes) for task in tasks)])
-        for index, task in enumerate(tasks[1:], 1):
-            seen, num = int(first[index]), len(task.classes)
-            fitting = self._begun(known, index, seen, num)
-            self._train(fitting, known, task, index=index, strength=strength, advance=advance)
-            (leaves, head), fisher = fitting.learned, known.fisher
-            if index + 1 < len(tasks):  # no task follows the last one, so nothing needs its Fisher information
-                fisher = self.add_fisher(fisher, leaves, head, task, index=index, advance=advance)
-            known = EwcState(leaves, fisher, self._head_with(known, head, index, seen, num))
-        accuracies = []
-        for index, task in enumerate(tasks):
-            logits = self._logits(known, task.val.images, advance)[:, : first[-1]]
-            right = np.isfinite(logits).all(axis=1) & (logits.argmax(axis=1) == first[index] + task.val.labels)
-            accuracies.append(right.mean())
+    def _accuracy_with(self, strength: float, advance: Advance) -> float:
+        """Average validation accuracy on the first tasks, of which the first one is learned, with this penalty."""
+        trial, accuracies = copy.copy(self), []
+        trial.penalty, trial.classes = strength, copy.deepcopy(self.classes)
+        for task in self._first[1:]:
+            trial.learn(task, Within(advance))
+        for index, task in enumerate(self._first):
+            found = trial.classes.inferred(trial.logits(task.val.images))
+            accuracies.append(((found.tasks == index) & (found.classes == task.val.labels)).mean())
         return float(np.mean(accuracies))
 
-    def _logits(self, known: EwcState, images: Images, advance: Advance | None = None) -> Float[np.ndarray, "N P"]:
-        def answer(read: dict[str, Any]) -> jax.Array:
-            return self._answer(known.leaves, known.head, read["images"])
-
-        return over_batches(
-            answer, Inputs(images), batch_size=self.config.batch_size, advance=advance, layout=self.executor.layout
-        )
-
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        """Logits of all classes so far, padded, for each image."""
+        """See `OneHead.logits`."""
         assert self.known is not None
-        return self._logits(self.known, images)
+        leaves, head = self.known.leaves, padded(self.known.head)
+        return self.over(lambda read: self._answer(leaves, head, read["images"]), Inputs(images))
 
-    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """See `Method.predict`."""
-        check_given(self.name, len(self.classes), tasks)
-        return self.classes.inferred(self.logits(images), tasks)
+    def arrays(self) -> dict[str, Any]:
+        """Weights, Fisher information and head, which every task changes."""
+        assert self.known is not None
+        leaves, fisher, head = self.known
+        return {"backbone": numbered(leaves), "fisher": numbered(fisher), "head": head._asdict()}
 
-    def answers(self, index: int, task: Task) -> Answers:
-        """See `Method.answers`."""
-        return self.classes.answers(self.logits(task.test.images), index)
+    def meta(self) -> dict[str, Any]:
+        """The strength of the penalty."""
+        return {"penalty": self.penalty}
 
-    def save(self, root: Path) -> None:
-        """See `Method.save`: weights, Fisher information and head, which every task changes."""
-        assert self.known is not None and self.known.head is not None
-        arrays = {
-            "backbone": numbered(self.known.leaves),
-            "fisher": numbered(self.known.fisher),
-            "head": cut(self.known.head, self.classes.num)._asdict(),
-        }
-        self.known = save_and_restore(root, self.classes.last, arrays, self._restored, penalty=self.penalty)
-
-    def open(self, root: Path) -> None:
-        """See `Method.open`: the last task's state; earlier checkpoints give their classes alone."""
-        self.classes, self.known = saved_classes(root), restore_last(root, self._restored)
-
-    def _restored(self, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> EwcState:
-        like, self.penalty = self.executor.leaves, meta["penalty"]
+    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """See `Baseline.restore`."""
+        like, self.penalty = list(self.executor.leaves), meta["penalty"]
         weights, fisher = unnumbered(like, arrays["backbone"]), unnumbered(like, arrays["fisher"])
-        return EwcState(weights, fisher, padded(Head(**arrays["head"])))
-
-
-def moved(leaves: Sequence[Array], known: Sequence[Array], fisher: Sequence[Array]) -> Float[Array, ""]:
-    """Sum over all weights of F (theta - theta*)^2: how far each moved, weighted by its Fisher information."""
-    return sum(
-        ((f * (leaf - star) ** 2).sum() for leaf, star, f in zip(leaves, known, fisher, strict=True)), jnp.zeros(())
-    )
+        self.known = EwcState(weights, fisher, Head(**arrays["head"]))
 
 
 def squared_gradients(

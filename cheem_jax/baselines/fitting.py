@@ -4,12 +4,13 @@ A method gives the loss of a batch as a pure function of what is learned, what i
 step serves every task. Keys and data order follow from the step, so a resumed fit ends as an uninterrupted one.
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +18,17 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from cheem_jax.cheem.training import NOTE_EVERY, FitConfig, FitState, finish_epoch, images_left, learning_rate_at
+from cheem_jax.cheem.training import NOTE_EVERY, FitConfig, FitState, finish_epoch, learning_rate_at
 from cheem_jax.core.images import Images
-from cheem_jax.core.keys import Keys, Phase, key_at, order_at
+from cheem_jax.core.keys import key_at, order_at
 from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import Rows, batches, num_batches
 from cheem_jax.engine.executor import add, guard
 from cheem_jax.engine.feed import ahead
 from cheem_jax.engine.layout import ONE, Layout
 from cheem_jax.engine.parts import side_by_side
-from cheem_jax.engine.passes import Advance
-from cheem_jax.run.method import Clock, Running
+from cheem_jax.engine.passes import Advance, unwatched
+from cheem_jax.run.method import Clock, Running, Undisturbed
 from cheem_jax.run.rolling import Saved
 
 T = TypeVar("T")
@@ -61,14 +62,9 @@ class FitBatch(NamedTuple):
     key: jax.Array
 
 
-@runtime_checkable
-class FitSettings(Protocol):
-    """The settings that every method with gradient training has."""
-
-    @property
-    def fit(self) -> FitConfig: ...
-    @property
-    def batch_size(self) -> int: ...
+def fit_batch(inputs: dict[str, Any], labels: Any, weights: Any) -> FitBatch:
+    """A batch for a loss without noise."""
+    return FitBatch(inputs, labels, weights, np.zeros(()))  # pyright: ignore[reportArgumentType]
 
 
 Loss = Callable[[Any, Any, FitBatch], jax.Array]
@@ -95,11 +91,15 @@ class Inputs:
 
 @dataclasses.dataclass
 class Fitting:
-    """What is learned, the optimizer's state, and the progress of both."""
+    """What is learned, the optimizer's state, the progress of both, and the task that they belong to."""
 
     learned: Any
     moments: Any
     state: FitState = dataclasses.field(default_factory=FitState)
+    more: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Further arrays of the method, which its rolling checkpoints keep."""
+    running: Running = Undisturbed()
+    clock: Clock = dataclasses.field(default_factory=Clock)
 
     def arrays(self) -> dict[str, Any]:
         """The arrays of a rolling checkpoint, by name."""
@@ -112,13 +112,19 @@ class Fitting:
         """The JSON values of a rolling checkpoint."""
         return {"step": self.state.step, "losses": self.state.losses, "skipped": self.state.skipped}
 
-    def saved(self, clock: Clock, **more: Any) -> Saved:
-        """A rolling checkpoint of this fit, with `more` arrays of the method."""
-        return Saved({**self.arrays(), **more}, {**self.meta(), "seconds": clock.so_far()})
+    def saved(self) -> Saved:
+        """A rolling checkpoint of this fit."""
+        return Saved({**self.arrays(), **self.more}, {**self.meta(), "seconds": self.clock.so_far()})
 
-    def report(self, clock: Clock) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def phase(self, name: str, total: int) -> Iterator[Advance]:
+        """A phase of the task, `total` in images, which counts its seconds and may be interrupted."""
+        with self.clock(name), self.running.phase(name, total, self.saved) as advance:
+            yield advance
+
+    def report(self) -> dict[str, Any]:
         """A finished fit's part of its task's report."""
-        return {"losses": self.state.losses, "skipped_steps": self.state.skipped, "seconds": clock.seconds}
+        return {"losses": self.state.losses, "skipped_steps": self.state.skipped, "seconds": self.clock.seconds}
 
 
 class Fitter:
@@ -176,6 +182,7 @@ class Fitter:
             running = [float(loss) for loss in saved.arrays.get("running", ())]
             meta = saved.meta
             fitting.state = FitState(meta["step"], list(meta["losses"]), [*running], meta["skipped"])
+            fitting.more = {name: part for name, part in saved.arrays.items() if name not in ("fitting", "running")}
         return fitting
 
     def run(
@@ -207,9 +214,7 @@ class Fitter:
             coming = ahead(self.layout, self._batches(inputs, labels, pieces[begin:]))
             for step, (batch, size) in enumerate(coming, begin):
                 batch = batch._replace(key=key_at(noise_key, state.step))
-                fitting.learned, fitting.moments, loss = self._stepped(
-                    fitting, _scaled(scale, rates[step]), fixed, batch
-                )
+                loss = self.step(fitting, _scaled(scale, rates[step]), fixed, batch)
                 state.running.append(loss)
                 state.step += 1
                 if (step - begin) % NOTE_EVERY == 0:
@@ -218,21 +223,26 @@ class Fitter:
                     finish_epoch(state, config, [piece.size for piece in pieces], rates)
                 advance(size, note)
 
-    def _stepped(self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch) -> tuple[Any, Any, jax.Array]:
+    def step(self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch) -> jax.Array:
+        """One step of the optimizer, in place; the loss before it, NaN where that or a gradient is non-finite."""
         size = len(batch.labels)
         rows = self.rows(size, WORKING_SET)
         if rows == size:
-            return self._step(fitting.learned, fitting.moments, rate, fixed, batch)
-        parts = [_part(batch, slice(start, start + rows)) for start in range(0, size, rows)]
-        found = functools.reduce(add, side_by_side(lambda part: self._gradient(fitting.learned, fixed, part), parts))
-        return self._update(fitting.learned, fitting.moments, rate, *found)
+            found = self._step(fitting.learned, fitting.moments, rate, fixed, batch)
+        else:
+            parts = [_part(batch, slice(start, start + rows)) for start in range(0, size, rows)]
+            gradient = functools.partial(self._gradient, fitting.learned, fixed)
+            grads = functools.reduce(add, side_by_side(gradient, parts))
+            found = self._update(fitting.learned, fitting.moments, rate, *grads)
+        fitting.learned, fitting.moments, loss = found
+        return loss
 
     def _batches(self, inputs: Inputs, labels: np.ndarray, pieces: Sequence[Rows]) -> Iterator[tuple[FitBatch, int]]:
         layout = self.layout
         read = inputs.follow([piece.rows for piece in pieces], layout)
         for piece, found in zip(pieces, read, strict=True):
             own, weights = layout.rows(labels[piece.rows]), layout.weights(piece.mask / piece.mask.sum())
-            yield FitBatch(found, own, weights, np.zeros(())), piece.size  # pyright: ignore[reportArgumentType]
+            yield fit_batch(found, own, weights), piece.size
 
 
 def _part(batch: FitBatch, part: slice) -> FitBatch:
@@ -244,58 +254,12 @@ def _scaled(scale: Any, rate: float) -> Any:
     return jax.tree.map(lambda s: np.float32(s * rate), scale)
 
 
-def left(fitting: Fitting, config: FitConfig, num_images: int, batch_size: int) -> int:
-    """Images that a fit still has to train on, counted once per epoch."""
-    return images_left(fitting.state, config, num_images, batch_size)
-
-
-def train_task(
-    fitter: Fitter,
-    fitting: Fitting,
-    fixed: Any,
-    labels: Int[np.ndarray, "N"],
-    inputs: Inputs,
-    *,
-    config: FitSettings,
-    keys: Keys,
-    number: int,
-    running: Running,
-    clock: Clock,
-    state: Callable[[], Saved] | None = None,
-    after_step: Callable[[], None] = lambda: None,
-) -> None:
-    """Train a task in place to the last epoch, as its phase `train`.
-
-    `number` is the task's among the keys. `state` gives the rolling checkpoint (default: the fit alone), `after_step`
-    runs after each step, before its checkpoint. Raises as `Fitter.run`.
-    """
-    total = left(fitting, config.fit, len(labels), config.batch_size)
-    state = functools.partial(fitting.saved, clock) if state is None else state
-    with clock("train"), running.phase("train", total, state) as advance:
-
-        def advanced(num_images: int, note: str = "", /) -> None:
-            after_step()
-            advance(num_images, note)
-
-        fitter.run(
-            fitting,
-            fixed,
-            labels,
-            inputs,
-            config.fit,
-            batch_size=config.batch_size,
-            order_key=keys.at(number, Phase.METHOD_ORDER),
-            noise_key=keys.at(number, Phase.METHOD_NOISE),
-            advance=advanced,
-        )
-
-
 def over_batches(
     function: Callable[[dict[str, Any]], Any],
     inputs: Inputs,
     *,
     batch_size: int,
-    advance: Advance | None = None,
+    advance: Advance = unwatched,
     layout: Layout = ONE,
 ) -> Any:
     """What a compiled function gives for all inputs, computed in batches of one shape: a pytree of arrays `[N, ...]`.
@@ -304,14 +268,15 @@ def over_batches(
     """
     if not len(inputs):
         raise ValueError("there are no images to predict; expected at least 1")
-    pieces = list(batches(np.arange(len(inputs)), batch_size))
-    found = []
+    pieces, found = list(batches(np.arange(len(inputs)), batch_size)), None
     for piece, read in zip(pieces, inputs.follow([piece.rows for piece in pieces], layout), strict=True):
         part = hosts.fetch(function(read))
-        found.append(jax.tree.map(lambda values: values[: piece.size], part))  # noqa: B023 (called at once)
-        if advance is not None:
-            advance(piece.size)
-    return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+        if found is None:
+            found = jax.tree.map(lambda values: np.empty((len(inputs), *values.shape[1:]), values.dtype), part)
+        for all_values, values in zip(jax.tree.leaves(found), jax.tree.leaves(part), strict=True):
+            all_values[piece.rows[: piece.size]] = values[: piece.size]
+        advance(piece.size)
+    return found
 
 
 def numbered(tree: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ split. Learning in the backbone is worth its cost only if it is more accurate th
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -14,9 +13,9 @@ from jaxtyping import Float, Int
 from sklearn.linear_model import RidgeClassifier
 from sklearn.preprocessing import StandardScaler
 
-from cheem_jax.baselines.saving import restore_all, save_and_restore
+from cheem_jax.baselines.baseline import Baseline
+from cheem_jax.baselines.settings import at_least_one
 from cheem_jax.cheem.heads import classes_by_task
-from cheem_jax.cheem.training import check_batch_size
 from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.pool import Head
 from cheem_jax.core.routing.config import RouterConfig, TaskStatistics
@@ -24,7 +23,7 @@ from cheem_jax.core.routing.routers import Router, make_router
 from cheem_jax.core.routing.statistics import fit_statistics, num_kept
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.run.method import Answers, Clock, FrozenFeatures, Running, check_given, check_router
+from cheem_jax.run.method import Answers, Clock, Networks, Running, check_given, check_router
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
 """Ridge penalties to select from."""
@@ -39,28 +38,27 @@ class FrozenLinearConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
+        at_least_one(self, "batch_size")
 
 
 class LinearTask(NamedTuple):
     """A task's head on raw features, and the router's statistics."""
 
-    name: str
-    classes: tuple[str, ...]
-    weight: Float[np.ndarray, "D C"]
-    bias: Float[np.ndarray, "C"]
+    head: Head
     statistics: TaskStatistics
 
 
-class FrozenLinear:
+class FrozenLinear(Baseline):
     """Ridge heads on frozen features; the task ID is inferred as in CHEEM."""
 
     name = "frozen_linear"
 
-    def __init__(self, keys: Keys, features: FrozenFeatures, router_features: FrozenFeatures, router: RouterConfig):
-        self.keys, self.features, self.router_features, self.router = keys, features, router_features, router
+    def __init__(self, networks: Networks, config: FrozenLinearConfig, keys: Keys, num_tasks: int):
+        super().__init__()
+        _, self.features, self.router_features = networks
+        self.keys, self.router = keys, config.router
         self.tasks: list[LinearTask] = []
-        self._index = make_router(router)
+        self._index = make_router(config.router)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -71,26 +69,28 @@ class FrozenLinear:
         """Fit the task's head, then the router's statistics."""
         clock = Clock()
         with clock("head"):
-            weight, bias, penalty = fit_head(
+            head, penalty = fit_head(
                 self.features(task, "train"), task.train.labels, self.features(task, "val"), task.val.labels
             )
         with clock("router"):
             seed = self.keys.seed_at(len(self.tasks), Phase.CENTROIDS)
             features = self.router_features(task, "train")
             statistics = fit_statistics(features, task.train.labels, self.router, seed=seed)
-        self.tasks.append(LinearTask(task.name, task.classes, weight, bias, statistics))
+        self.tasks.append(LinearTask(head, statistics))
+        self.classes.add(task.name, task.classes)
         shared = self.features is self.router_features
         encoders = [self.features.encoder] if shared else [self.features.encoder, self.router_features.encoder]
-        head = weight.size + bias.size
+        num_params = head.weight.size + head.bias.size
         return {
-            "name": task.name,
             "penalty": penalty,
             "flops_method": sum(encoder.flops() for encoder in encoders),
             "flops_explicit": sum(encoder.flops(count_attention=True) for encoder in encoders),
-            "flops_executed": sum(encoder.executed_flops() for encoder in encoders) + 2 * weight.size,
+            "flops_executed": sum(encoder.executed_flops() for encoder in encoders) + 2 * head.weight.size,
             "params_added_percent": 0.0,
-            "params_learned": head,
-            "params_stored": head + statistics.centroids.size + sum(part.size for part in statistics.moments.values()),
+            "params_learned": num_params,
+            "params_stored": num_params
+            + statistics.centroids.size
+            + sum(part.size for part in statistics.moments.values()),
             "seconds": clock.seconds,
         }
 
@@ -101,9 +101,12 @@ class FrozenLinear:
 
     def answers(self, index: int, task: Task) -> Answers:
         """See `Method.answers`."""
-        learned = self.tasks[index]
-        local = (self.features(task, "test") @ learned.weight + learned.bias).argmax(axis=1).astype(np.int32)
+        local = classes_by_task(self.features(task, "test"), self._heads, np.full(len(task.test.labels), index))
         return Answers(local, self.index.route(self.router_features(task, "test")), local)
+
+    @property
+    def _heads(self) -> list[Head]:
+        return [task.head for task in self.tasks]
 
     @property
     def index(self) -> Router:
@@ -117,31 +120,25 @@ class FrozenLinear:
         if tasks is None:
             same = self.features is self.router_features
             tasks = self.index.route(features if same else self.router_features.compute(images))
-        heads = [Head(t.weight, t.bias) for t in self.tasks]  # pyright: ignore[reportArgumentType]
-        return Inferred(np.asarray(tasks, np.int32), classes_by_task(features, heads, tasks))
+        return Inferred(np.asarray(tasks, np.int32), classes_by_task(features, self._heads, tasks))
 
-    def save(self, root: Path) -> None:
-        """See `Method.save`."""
-        index, task = len(self.tasks) - 1, self.tasks[-1]
-        arrays: dict[str, Any] = {"weight": task.weight, "bias": task.bias, "centroids": task.statistics.centroids}
-        if task.statistics.moments:
-            arrays["moments"] = dict(task.statistics.moments)
-        self.tasks[-1] = save_and_restore(root, (index, task.name, task.classes), arrays, _restored)
+    def arrays(self) -> dict[str, Any]:
+        """The last task."""
+        head, statistics = self.tasks[-1]
+        # Orbax keeps no empty tree
+        moments = {"moments": dict(statistics.moments)} if statistics.moments else {}
+        return {**head._asdict(), "centroids": statistics.centroids, **moments}
 
-    def open(self, root: Path) -> None:
-        """See `Method.open`."""
-        self.tasks = restore_all(root, _restored)
-
-
-def _restored(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> LinearTask:
-    statistics = TaskStatistics(arrays["centroids"], arrays.get("moments", {}))
-    return LinearTask(meta["name"], tuple(meta["classes"]), arrays["weight"], arrays["bias"], statistics)
+    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """See `Baseline.restore`."""
+        statistics = TaskStatistics(arrays["centroids"], arrays.get("moments", {}))
+        self.tasks[index:] = [LinearTask(Head(**{name: arrays[name] for name in Head._fields}), statistics)]
 
 
 def fit_head(
     train: Float[np.ndarray, "N D"], labels: np.ndarray, val: Float[np.ndarray, "M D"], val_labels: np.ndarray
-) -> tuple[Float[np.ndarray, "D C"], Float[np.ndarray, "C"], float]:
-    """Weight and bias of the ridge head that is the most accurate on the validation split, and its penalty.
+) -> tuple[Head, float]:
+    """The ridge head that is the most accurate on the validation split, and its penalty.
 
     Ties go to the largest penalty. The head takes raw features: their standardisation is folded into it.
     """
@@ -160,4 +157,5 @@ def fit_head(
     # w.(x - m) / s + b = (w / s).x + (b - (w / s).m)
     weight = (coefficients / scaler.scale_).T
     bias = intercept - np.asarray(scaler.mean_) @ weight
-    return weight.astype(np.float32), bias.astype(np.float32), penalty
+    head = Head(weight.astype(np.float32), bias.astype(np.float32))  # pyright: ignore[reportArgumentType]
+    return head, penalty

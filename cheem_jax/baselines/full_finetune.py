@@ -5,8 +5,7 @@ the validation split (1e-3 with Adam destroys a pretrained ViT), the head has a 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -15,20 +14,19 @@ import numpy as np
 from jaxtyping import Int
 
 from cheem_jax.backbone.flops import backbone_params
-from cheem_jax.baselines.costs import params_report, plain_flops
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, left, numbered, over_batches, unnumbered
-from cheem_jax.baselines.saving import restore_all, save_and_restore
+from cheem_jax.baselines.baseline import TrainedBaseline, params_report, plain_flops
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, numbered, unnumbered
+from cheem_jax.baselines.settings import at_least_one
 from cheem_jax.cheem.heads import FAR, cut, head_logits, local_cross_entropy, padded
 from cheem_jax.cheem.supernet import init_head_learner
-from cheem_jax.cheem.training import FitConfig, check_batch_size
+from cheem_jax.cheem.training import FitConfig, images_left
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two
 from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Split, Task
-from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.inference import Inferred
 from cheem_jax.engine.passes import Advance
-from cheem_jax.run.method import Answers, Clock, FrozenFeatures, Running, check_given
+from cheem_jax.run.method import Answers, Clock, Networks, Running, check_given
 from cheem_jax.run.record import to_json
 from cheem_jax.run.rolling import Saved
 
@@ -53,8 +51,7 @@ class FullFinetuneConfig:
             raise ValueError(
                 f"learning rates are {self.learning_rates}, {self.head_learning_rate}; expected positive numbers"
             )
-        check_batch_size(self.batch_size)
-        FitConfig(self.epochs)
+        at_least_one(self, "batch_size", "epochs")
 
 
 class UpperBound(NamedTuple):
@@ -65,26 +62,18 @@ class UpperBound(NamedTuple):
     learning_rate: float
 
 
-class Finetuned(NamedTuple):
-    """One task's network: all leaves of the backbone, and the padded head."""
-
-    name: str
-    classes: tuple[str, ...]
-    leaves: tuple[jax.Array, ...]
-    head: Head
-
-
-class FullFinetune:
+class FullFinetune(TrainedBaseline):
     """See the module; every task starts from the pretrained weights."""
 
     name = "full_finetune"
     told = True
+    config: FullFinetuneConfig
 
-    def __init__(
-        self, executor: Executor, features: FrozenFeatures, config: FullFinetuneConfig, keys: Keys, num_tasks: int
-    ):
-        self.executor, self.config, self.keys, self.vit_config = executor, config, keys, executor.config
-        self.tasks: list[Finetuned] = []
+    def __init__(self, networks: Networks, config: FullFinetuneConfig, keys: Keys, num_tasks: int):
+        super().__init__(networks, config, keys, num_tasks)
+        executor = self.executor
+        self.tasks: list[tuple[tuple[jax.Array, ...], Head]] = []
+        """Each task's network: all leaves of the backbone, and the padded head."""
 
         def logits(params, images):
             leaves, head = params
@@ -104,22 +93,18 @@ class FullFinetune:
             # fewer and larger parts, because each computes a gradient of all weights
             return executor.rows(batch_size, 6 * working_set)
 
-        self._fitter, self._answer = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=rows), answer
-
-    def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
-        return []
+        self.fitter, self._answer = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=rows), answer
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Fine-tune the next task and keep its network."""
-        clock, vit = Clock.of(running), self.vit_config
+        clock, vit = Clock.of(running), self.executor.config
         with clock("train"):
-            bound, (leaves, head) = self._sweep(len(self.tasks), task, running, clock)
-        self.tasks.append(Finetuned(task.name, task.classes, leaves, head))
+            bound, params = self._sweep(len(self.tasks), task, running, clock)
+        self.tasks.append(params)
+        self.classes.add(task.name, task.classes)
         backbone, num = backbone_params(vit), len(task.classes)
         learned = backbone + (vit.width + 1) * num
         return {
-            "name": task.name,
             "learning_rate": bound.learning_rate,
             "validation_accuracy": bound.val_accuracy,
             **plain_flops(vit, num),
@@ -133,76 +118,62 @@ class FullFinetune:
         return found._replace(test_accuracy=self._accuracy(params, task.test, len(task.classes)))
 
     def _sweep(self, index: int, task: Task, running: Running, clock: Clock) -> tuple[UpperBound, Any]:
-        config, keys = self.config, self.keys
-        sweep = self._begun(index, task, running.saved)
-        rates = config.learning_rates
-        with running.phase("upper bound", self._images_left(sweep, task), lambda: self._saved(sweep, clock)) as advance:
-            while sweep.rate < len(rates):
-                rate = rates[sweep.rate]
+        """The bound of a task, without test accuracy, and the parameters at the selected rate."""
+        config, keys, num, labels = self.config, self.keys, len(task.classes), task.train.labels
+        rates, settings, saved = config.learning_rates, to_json(dataclasses.asdict(config)), running.saved
+        if saved is not None and saved.meta["config"] != settings:
+            saved = None
+        begin = self.start(task, index)
+        fitting, first, best, best_params = self.fitter.begun(begin, saved), 0, UpperBound(0.0, 0.0, 0.0), None
+        if saved is not None:
+            first, best = saved.meta["rate"], UpperBound(*saved.meta["best"])
+            if "best" in saved.arrays:
+                best_params = unnumbered(fitting.learned, saved.arrays["best"])
+        number = first
+
+        def state() -> Saved:
+            arrays = {} if best_params is None else {"best": numbered(best_params)}
+            more = {"seconds": clock.so_far(), "rate": number, "best": list(best), "config": settings}
+            return Saved({**fitting.arrays(), **arrays}, {**fitting.meta(), **more})
+
+        left = images_left(fitting.state, FitConfig(config.epochs), len(labels), config.batch_size)
+        left += (len(rates) - first - 1) * config.epochs * len(labels)
+        with running.phase("upper bound", left, state) as advance:
+            for number in range(first, len(rates)):
+                rate = rates[number]
                 try:
-                    self._fitter.run(
-                        sweep.fitting, np.int32(len(task.classes)), task.train.labels, Inputs(task.train.images),
-                        self._fit(rate), batch_size=config.batch_size,
-                        order_key=keys.at(index, Phase.UPPER_BOUND_ORDER),
-                        noise_key=keys.at(index, Phase.METHOD_NOISE),
-                        advance=_noted(advance, f"rate {rate:g}, "), scale=(1.0, config.head_learning_rate / rate),
+                    self.fitter.run(
+                        fitting, np.int32(num), labels, Inputs(task.train.images), FitConfig(config.epochs, rate),
+                        batch_size=config.batch_size, order_key=keys.at(index, Phase.UPPER_BOUND_ORDER),
+                        noise_key=keys.at(index, Phase.METHOD_NOISE), advance=_noted(advance, f"rate {rate:g}, "),
+                        scale=(1.0, config.head_learning_rate / rate),
                     )  # fmt: skip
-                    accuracy = self._accuracy(sweep.fitting.learned, task.val, len(task.classes))
+                    accuracy = self._accuracy(fitting.learned, task.val, num)
                 except FloatingPointError:
                     accuracy = 0.0  # too large a rate, which is what the sweep is to find out
-                if accuracy > sweep.best.val_accuracy:
-                    sweep.best, sweep.best_params = UpperBound(0.0, accuracy, rate), sweep.fitting.learned
-                sweep.rate += 1
-                sweep.fitting = self._fresh(index, task)
-        if sweep.best_params is None:
+                if accuracy > best.val_accuracy:
+                    best, best_params = UpperBound(0.0, accuracy, rate), fitting.learned
+                fitting = self.fitter.begun(begin)
+        if best_params is None:
             raise FloatingPointError(
                 f"full fine-tuning of task {task.name!r} predicts no validation image right at any of the learning "
                 f"rates {rates}; set smaller ones"
             )
-        return sweep.best, sweep.best_params
+        return best, best_params
 
-    def _fit(self, rate: float) -> FitConfig:
-        return FitConfig(self.config.epochs, rate)
+    def start(self, task: Task, index: int | None = None) -> tuple[tuple[jax.Array, ...], Head]:
+        """The pretrained backbone, and a head."""
+        key = self.keys.at(len(self.tasks) if index is None else index, Phase.UPPER_BOUND_INIT)
+        head = init_head_learner(key, self.executor.config.width, next_power_of_two(len(task.classes))).params
+        return tuple(self.executor.leaves), head
 
-    def bytes_needed(self, task: Task) -> int:
-        """See `Method.bytes_needed`: parameters, Adam's moments and the best so far, in two rolling checkpoints."""
-        head = (self.vit_config.width + 1) * next_power_of_two(len(task.classes))
-        return 4 * 4 * 2 * (sum(leaf.size for leaf in self.executor.leaves) + head)
-
-    def _images_left(self, sweep: "_Sweep", task: Task) -> int:
-        config, num = self.config, len(task.train.labels)
-        if sweep.rate == len(config.learning_rates):
-            return 0
-        this = left(sweep.fitting, self._fit(1.0), num, config.batch_size)
-        return this + (len(config.learning_rates) - sweep.rate - 1) * config.epochs * num
-
-    def _saved(self, sweep: "_Sweep", clock: Clock) -> Saved:
-        best = {} if sweep.best_params is None else {"best": numbered(sweep.best_params)}
-        arrays, meta = sweep.fitting.saved(clock, **best)
-        meta |= {"rate": sweep.rate, "best": list(sweep.best), "config": to_json(dataclasses.asdict(self.config))}
-        return Saved(arrays, meta)
-
-    def _fresh(self, index: int, task: Task, saved: Saved | None = None) -> Fitting:
-        key = self.keys.at(index, Phase.UPPER_BOUND_INIT)
-        head = init_head_learner(key, self.vit_config.width, next_power_of_two(len(task.classes))).params
-        return self._fitter.begun((tuple(self.executor.leaves), head), saved)
-
-    def _begun(self, index: int, task: Task, saved: Saved | None) -> "_Sweep":
-        if saved is None or saved.meta["config"] != to_json(dataclasses.asdict(self.config)):
-            return _Sweep(self._fresh(index, task))
-        sweep = _Sweep(self._fresh(index, task, saved), saved.meta["rate"], UpperBound(*saved.meta["best"]))
-        if "best" in saved.arrays:
-            sweep.best_params = unnumbered(sweep.fitting.learned, saved.arrays["best"])
-        return sweep
+    def bytes_beside(self, task: Task) -> int:
+        """See `TrainedBaseline.bytes_beside`: the best parameters so far, in two rolling checkpoints."""
+        return 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
 
     def _answers(self, params: Any, images: Images, num_classes: int) -> Int[np.ndarray, "N"]:
         num = np.int32(num_classes)
-
-        def answer(read: dict[str, Any]) -> jax.Array:
-            return self._answer(params, read["images"], num)
-
-        found = over_batches(answer, Inputs(images), batch_size=self.config.batch_size, layout=self.executor.layout)
-        return found.astype(np.int32)
+        return self.over(lambda read: self._answer(params, read["images"], num), Inputs(images)).astype(np.int32)
 
     def _accuracy(self, params: Any, split: Split, num_classes: int) -> float:
         return float((self._answers(params, split.images, num_classes) == split.labels).mean())
@@ -213,39 +184,24 @@ class FullFinetune:
         assert tasks is not None
         classes = np.zeros(len(images), np.int32)
         for index in np.unique(tasks):
-            rows, task = np.flatnonzero(tasks == index), self.tasks[index]
-            classes[rows] = self._answers((task.leaves, task.head), images[rows], len(task.classes))
+            rows = np.flatnonzero(tasks == index)
+            classes[rows] = self._answers(self.tasks[index], images[rows], len(self.classes.classes[index]))
         return Inferred(np.asarray(tasks, np.int32), classes)
 
     def answers(self, index: int, task: Task) -> Answers:
         """See `Method.answers`."""
-        learned = self.tasks[index]
-        found = self._answers((learned.leaves, learned.head), task.test.images, len(learned.classes))
+        found = self._answers(self.tasks[index], task.test.images, len(self.classes.classes[index]))
         return Answers(found, np.full(len(found), index, np.int32), found)
 
-    def save(self, root: Path) -> None:
-        """See `Method.save`."""
-        index, task = len(self.tasks) - 1, self.tasks[-1]
-        arrays = {"backbone": numbered(task.leaves), "head": cut(task.head, len(task.classes))._asdict()}
-        self.tasks[-1] = save_and_restore(root, (index, task.name, task.classes), arrays, self._restored)
+    def arrays(self) -> dict[str, Any]:
+        """The last task's network."""
+        leaves, head = self.tasks[-1]
+        return {"backbone": numbered(leaves), "head": cut(head, len(self.classes.classes[-1]))._asdict()}
 
-    def open(self, root: Path) -> None:
-        """See `Method.open`."""
-        self.tasks = restore_all(root, self._restored)
-
-    def _restored(self, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> Finetuned:
+    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """See `Baseline.restore`."""
         leaves = unnumbered(tuple(self.executor.leaves), arrays["backbone"])
-        return Finetuned(meta["name"], tuple(meta["classes"]), leaves, padded(Head(**arrays["head"])))
-
-
-@dataclasses.dataclass
-class _Sweep:
-    """Progress of one task's sweep: the current rate's fit and number, and the best rate so far."""
-
-    fitting: Fitting
-    rate: int = 0
-    best: UpperBound = UpperBound(0.0, 0.0, 0.0)
-    best_params: Any = None
+        self.tasks[index:] = [(leaves, padded(Head(**arrays["head"])))]
 
 
 def _noted(advance: Advance, before: str) -> Advance:

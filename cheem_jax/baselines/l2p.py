@@ -16,12 +16,14 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import executed_halves, prefix_flops, token_flops
 from cheem_jax.backbone.vit import Prefix
+from cheem_jax.baselines.fitting import whole
 from cheem_jax.baselines.prompting import Attached, PromptFlops, Prompting, Prompts, cosine
-from cheem_jax.cheem.training import FitConfig, check_batch_size
+from cheem_jax.baselines.settings import at_least_one, expect, halved
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.routing.centroids import normalise
-from cheem_jax.engine.executor import Executor
-from cheem_jax.run.method import FrozenFeatures
+from cheem_jax.data.task import Task
+from cheem_jax.run.method import Networks, Running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +53,11 @@ class L2pConfig:
     batch_size: int = 128
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
-        if not 1 <= self.top_k <= self.pool:
-            raise ValueError(f"top_k is {self.top_k} of a pool of {self.pool}; expected 1..{self.pool}")
-        if self.inject == "prefix" and (self.length < 2 or self.length % 2):
-            raise ValueError(f"length is {self.length}; a prefix needs an even one, half keys and half values")
-        if self.length < 1:
-            raise ValueError(f"length is {self.length}; a prompt needs at least 1 token")
-        if self.inject == "tokens" and self.layers != (0,):
+        at_least_one(self, "batch_size", "length")
+        expect(self, "top_k", 1 <= self.top_k <= self.pool, f"1..{self.pool}, the pool")
+        if self.inject == "prefix":
+            halved(self, "length")
+        elif self.layers != (0,):
             raise ValueError(f"layers are {self.layers}; tokens enter before the first block alone: (0,)")
 
 
@@ -66,14 +65,12 @@ class L2p(Prompting):
     """See the module."""
 
     name = "l2p"
+    config: L2pConfig
 
-    def __init__(self, executor: Executor, features: FrozenFeatures, config: L2pConfig, keys: Keys, num_tasks: int):
-        self.config = config
-        check_layers(config.layers, executor.config.depth)
-        super().__init__(executor, features, config, keys, num_tasks)
-
-    def each_by_itself(self) -> bool:
-        return self.config.key_loss == "image"
+    def __init__(self, networks: Networks, config: L2pConfig, keys: Keys, num_tasks: int):
+        super().__init__(networks, config, keys, num_tasks)
+        if config.key_loss == "batch":
+            self.fitter.rows = whole  # an image's loss depends on the others of its batch
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
         """See `Prompting.begin_task`: a pool sampled once, which every task continues to train."""
@@ -109,14 +106,13 @@ class L2p(Prompting):
                 found[layer] = Prefix(_joined(keys), _joined(values))
         return Attached(found, config.key_weight * key_loss, tokens)
 
-    def more_report(self, query: Float[np.ndarray, "N D"], index: int) -> dict[str, Any]:
-        """See `Prompting.more_report`: how many of the task's training images select each prompt, per block."""
-        uses = []
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """See `Prompting.learn`; reports how many of the training images select each prompt, per block."""
+        report, query, uses = super().learn(task, running), normalise(self.features(task, "train")), []
         for keys in np.asarray(self.prompts["keys"]):
-            near = normalise(query) @ normalise(keys).T
-            picked = np.argsort(-near, axis=1, kind="stable")[:, : self.config.top_k]
+            picked = np.argsort(-(query @ normalise(keys).T), axis=1, kind="stable")[:, : self.config.top_k]
             uses.append(np.bincount(picked.ravel(), minlength=self.config.pool).tolist())
-        return {"prompts_picked": uses}
+        return {**report, "prompts_picked": uses}
 
     def prompt_flops(self) -> PromptFlops:
         """See `Prompting.prompt_flops`: cosines to all keys; tokens pass all linear layers, prefixes none."""
@@ -137,10 +133,3 @@ class L2p(Prompting):
 
 def _joined(prompts: Float[Array, "B k P D"]) -> Float[Array, "B kP D"]:
     return prompts.reshape(len(prompts), -1, prompts.shape[-1])
-
-
-def check_layers(layers: tuple[int, ...], depth: int) -> None:
-    """ValueError for blocks that the backbone does not have."""
-    wrong = [layer for layer in layers if not 0 <= layer < depth]
-    if wrong or not layers or len(set(layers)) < len(layers):
-        raise ValueError(f"layers {layers} are invalid for this backbone; expected some of 0..{depth - 1}, each once")

@@ -3,6 +3,9 @@
 It is CHEEM with Adapt everywhere and no search: y = W h + b + B A h per block, from the pretrained weights and not from
 the task before, so tasks are independent and their order changes nothing. Low-rank pairs after Hu et al., "LoRA:
 Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual learner is a baseline of the CHEEM paper.
+
+LoRA fine-tuning, which the paper's table of upper bounds lists next to full fine-tuning, has the same networks with the
+same seed, bit for bit, and the task ID given; adapters are merged into the backbone, so an image costs one plain pass.
 """
 
 import dataclasses
@@ -11,9 +14,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from cheem_jax.backbone.flops import backbone_flops
+from cheem_jax.baselines.settings import at_least_one
 from cheem_jax.cheem.expert_memory import ExpertMemory, kept_by_router
 from cheem_jax.cheem.supernet import OpSettings, Supernet
-from cheem_jax.cheem.training import FitConfig, check_batch_size, constant_draws, fit, images_left
+from cheem_jax.cheem.training import FitConfig, constant_draws, fit, images_left
 from cheem_jax.cheem.underway import Underway
 from cheem_jax.core.architecture import Choice, encode
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two, task_number
@@ -21,9 +26,8 @@ from cheem_jax.core.ops import Placement
 from cheem_jax.core.pool import TaskMemory, dense_experts, grow
 from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.data.task import Task
-from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
-from cheem_jax.run.method import FrozenFeatures, Running
+from cheem_jax.run.method import Networks, Running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +44,7 @@ class LoraClConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
-        if self.rank < 1:
-            raise ValueError(f"rank is {self.rank}; a low-rank pair needs at least rank 1")
+        at_least_one(self, "batch_size", "rank")
 
 
 class LoraCl(ExpertMemory):
@@ -50,14 +52,8 @@ class LoraCl(ExpertMemory):
 
     name = "lora_cl"
 
-    def __init__(
-        self,
-        executor: Executor,
-        features: FrozenFeatures,
-        config: LoraClConfig,
-        keys: Keys,
-        num_tasks: int,
-    ):
+    def __init__(self, networks: Networks, config: LoraClConfig, keys: Keys, num_tasks: int):
+        executor, _, features = networks
         super().__init__(executor, features, config.router, rank=config.rank, batch_size=config.batch_size)
         self.config, self.keys = config, keys
 
@@ -110,3 +106,22 @@ class LoraCl(ExpertMemory):
         pairs = self.executor.num_blocks * self.rank * sum(weight.shape)
         head = (self.executor.config.width + 1) * next_power_of_two(len(task.classes))
         return 4 * (3 * 2 * (pairs + head) + self.router_numbers(task))
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraFinetuneConfig(LoraClConfig):
+    """The settings of LoRA-CL; those of the router are not looked at."""
+
+    name: ClassVar[str] = "lora_finetune"
+
+
+class LoraFinetune(LoraCl):
+    """LoRA-CL with the task ID given."""
+
+    name = "lora_finetune"
+    told = True
+
+    def costs(self, index: int) -> dict[str, Any]:
+        """As LoRA-CL's with merged adapters, as the paper counts its upper bounds, and no router."""
+        plain = [backbone_flops(self.executor.config, count_attention=count) for count in (False, True)]
+        return {**super().costs(index), "flops": plain[0], "flops_method": plain[0], "flops_explicit": plain[1]}

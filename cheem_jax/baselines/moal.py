@@ -11,7 +11,6 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -20,34 +19,26 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Float, Int
 
-from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.baselines.adapters import (
+    AdapterBaseline,
     AdapterConfig,
     Adapters,
     adapted_features,
+    adapted_flops,
     adapter_params,
-    compiled_features,
-    cosine_head,
     cosines,
     directions,
-    executed_adapter_flops,
-    grow_weight,
-    init_adapters,
+    padded_columns,
 )
-from cheem_jax.baselines.costs import params_report, plain_flops
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Init, Inputs, numbered, train_task, unnumbered
-from cheem_jax.baselines.saving import restore_last, save_and_restore
-from cheem_jax.cheem.heads import Classes, local_cross_entropy, padded, saved_classes
+from cheem_jax.baselines.baseline import params_report
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, Inputs, numbered, unnumbered
+from cheem_jax.baselines.settings import at_least_one, expect
+from cheem_jax.cheem.heads import local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys, Phase, order_at
-from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import num_batches
-from cheem_jax.engine.executor import Executor
-from cheem_jax.engine.inference import Inferred
-from cheem_jax.engine.passes import Advance
-from cheem_jax.run.method import Answers, Clock, FrozenFeatures, Running, check_given
-from cheem_jax.run.rolling import Saved
+from cheem_jax.run.method import Networks, Running
 
 RIDGES = tuple(10.0**power for power in range(-8, 9))
 """Penalties of the first task's ridge regression to select from."""
@@ -90,13 +81,9 @@ class MoalConfig(AdapterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("hidden", "analytic_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if not 0 < self.first_scale <= 1:
-            raise ValueError(f"first_scale is {self.first_scale}; expected a factor above 0, at most 1 (exact)")
-        if not 0 <= self.ema <= 1:
-            raise ValueError(f"ema is {self.ema}; expected 0 (no average) to 1 (adapters stay as they are)")
+        at_least_one(self, "hidden", "analytic_batch")
+        expect(self, "first_scale", 0 < self.first_scale <= 1, "a factor above 0, at most 1 (exact)")
+        expect(self, "ema", 0 <= self.ema <= 1, "0 (no average) to 1 (adapters stay as they are)")
 
 
 class Analytic(NamedTuple):
@@ -113,27 +100,30 @@ class MoalState(NamedTuple):
     """What MoAL stores between tasks."""
 
     adapters: Adapters
-    auxiliary: Head
+    auxiliary: Float[np.ndarray, "D C"]
+    """The weight of the auxiliary cosine head."""
     sigma: jax.Array
     projection: Float[np.ndarray, "H D"]
     analytic: Analytic
     means: Float[np.ndarray, "C D"]
 
 
-class Moal:
+class Moal(AdapterBaseline):
     """See the module."""
 
     name = "moal"
+    is_whole = True
+    config: MoalConfig
 
-    def __init__(self, executor: Executor, features: FrozenFeatures, config: MoalConfig, keys: Keys, num_tasks: int):
-        self.executor, self.config, self.keys = executor, config, keys
+    def __init__(self, networks: Networks, config: MoalConfig, keys: Keys, num_tasks: int):
+        super().__init__(networks, config, keys, num_tasks)
+        executor = self.executor
         self.known: MoalState | None = None
-        self.classes = Classes()
 
         def loss(learned, fixed, batch: FitBatch):
-            (adapters, head, sigma), (leaves, num) = learned, fixed
+            (adapters, weight, sigma), (leaves, num) = learned, fixed
             vit, images = executor.vit_of(leaves), batch.inputs["images"]
-            near = cosines(adapted_features(vit, adapters, images, config, batch.key), head.weight)
+            near = cosines(adapted_features(vit, adapters, images, config, batch.key), weight)
             # sigma is a learned scale: cosines alone are too small for a softmax
             return local_cross_entropy(sigma * near, batch.labels, batch.weights, 0, num)
 
@@ -141,8 +131,8 @@ class Moal:
         def average(old, new):
             return jax.tree.map(lambda a, b: config.ema * a + (1 - config.ema) * b, old, new)
 
-        self._fitter = Fitter(loss, directions(config.optimizer), jit=executor.jit, layout=executor.layout)
-        self.features, self._average = compiled_features(executor, config), average
+        self.fitter = Fitter(loss, directions(config.optimizer), jit=executor.jit, layout=executor.layout)
+        self._average = average
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -155,49 +145,33 @@ class Moal:
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Train adapters and auxiliary head, average them, then update the analytic head."""
-        config, keys, index, num = self.config, self.keys, len(self.classes), len(task.classes)
+        config, known, index, num = self.config, self.known, len(self.classes), len(task.classes)
         seen, vit, num_images = self.classes.num, self.executor.config, len(task.train.labels)
-        clock, known = Clock.of(running), self.known
-        begun = self._begin(known, index, seen, num)
-        fitting = self._fitter.begun(begun, running.saved)
-        averaged = begun[0]
-        if running.saved and "averaged" in running.saved.arrays:
-            averaged = unnumbered(averaged, running.saved.arrays["averaged"])
-        steps = num_batches(num_images, config.batch_size)
-
-        def state() -> Saved:
-            return fitting.saved(clock, averaged=numbered(averaged))
-
-        def average_each_epoch() -> None:
-            nonlocal averaged
-            if known is not None and fitting.state.step % steps == 0:
-                averaged = self._average(averaged, fitting.learned[0])
-
         labels = task.train.labels + np.int32(seen)
-        fixed = (self.executor.leaves, np.int32(seen + num))
-        train_task(
-            self._fitter, fitting, fixed, labels, Inputs(task.train.images), config=config, keys=keys, number=index,
-            running=running, clock=clock, state=state, after_step=average_each_epoch,
-        )  # fmt: skip
-        adapters, auxiliary, sigma = fitting.learned
-        adapters = adapters if known is None else averaged
-        more: dict[str, Any] = {}
-        with clock("features"), running.phase("features", num_images * (2 if known else 1), state) as advance:
-            new = self.features(adapters, task.train.images, advance)
-            old = self.features(known.adapters, task.train.images, advance) if known else new
-        means = class_means(new, task.train.labels, num)
-        with clock("head"):
+        start = self.start(task)
+        fitting = self.begun(start, running)
+        adapters = self._trained(fitting, task, labels, start[0])
+        _, auxiliary, sigma = fitting.learned
+        with fitting.phase("features", num_images * (2 if known else 1)) as advance:
+            new = self.features_with(adapters, task.train.images, advance)
+            old = self.features_with(known.adapters, task.train.images, advance) if known else new
+        means, more = class_means(new, task.train.labels, num), {}
+        with fitting.clock("head"):
             if known is None:
-                projection = _projection(keys.at(index, Phase.METHOD_INIT, Init.EXTRA), config.hidden, vit.width)
-                with running.phase("head", num_images, state) as advance:
-                    analytic, more["ridge"] = self._first_head(projection, new, labels, num, advance)
+                key, bound = self.keys.at(index, Phase.METHOD_INIT, Init.EXTRA), vit.width**-0.5
+                shape = (config.hidden, vit.width)
+                projection = np.asarray(jax.random.uniform(key, shape, minval=-bound, maxval=bound))
+                with running.phase("head", num_images, fitting.saved) as advance:
+                    analytic, more["ridge"] = self._first_head(projection, new, labels, num)
+                    advance(num_images)
             else:
                 projection, old_means = known.projection, known.means
                 if config.compensate:
-                    order = order_at(keys.at(index, Phase.ALIGNMENT_ORDER, Order.DRIFT), num_images)
+                    order = order_at(self.keys.at(index, Phase.ALIGNMENT_ORDER, Order.DRIFT), num_images)
                     old_means = (old_means @ drift_map(old[order], new[order])).astype(np.float32)
                 means = np.concatenate([old_means, means])
-                analytic, more = self._next_head(known, new, labels, means, index=index, running=running, state=state)
+                analytic, more = self._next_head(known, new, labels, means, index, fitting)
+        auxiliary = np.asarray(auxiliary)[:, : seen + num]
         self.known = MoalState(adapters, auxiliary, sigma, projection, analytic, means)
         self.classes.add(task.name, task.classes)
         begins, hidden, width = known is None, config.hidden, vit.width
@@ -205,62 +179,69 @@ class Moal:
         stored = (added + 1 + hidden * (width + hidden) if begins else 0) + (2 * width + hidden) * num
         learned = added + 1 + (width + hidden) * (seen + num)
         return {
-            "name": task.name,
             **self.costs(),
             **more,
             **params_report(vit, added=added if begins else 0, learned=learned, stored=stored),
-            **fitting.report(clock),
+            **fitting.report(),
         }
 
     def costs(self) -> dict[str, int]:
         """FLOPs per image; the paper counts one plain pass, neither adapters nor head."""
-        vit, rank = self.executor.config, self.config.bottleneck
-        plain, head = plain_flops(vit, 0), 2 * self.config.hidden * (vit.width + self.classes.num)
-        return {
-            "flops_method": plain["flops_method"],
-            "flops_explicit": plain["flops_explicit"] + adapter_flops(vit, rank) + head,
-            "flops_executed": plain["flops_executed"] + executed_adapter_flops(vit, rank) + head,
-        }
+        vit, found = self.executor.config, adapted_flops(self.executor.config, self.config.bottleneck)
+        head = 2 * self.config.hidden * (vit.width + self.classes.num)
+        return {count: flops + (0 if count == "flops_method" else head) for count, flops in found.items()}
 
-    def _begin(self, known: MoalState | None, index: int, seen: int, num: int) -> tuple[Adapters, Head, jax.Array]:
-        """The start of training: all that is stored, with columns for the new classes."""
-        vit, config, keys = self.executor.config, self.config, self.keys
-        key = keys.at(index, Phase.METHOD_INIT, Init.HEAD)
-        if known is None:
-            adapters = init_adapters(keys.at(index, Phase.METHOD_INIT, Init.LEARNED), vit, config.bottleneck)
-            return adapters, grow_weight(key, None, vit.width, 0, num), jnp.ones(())
-        head = grow_weight(key, known.auxiliary.weight, vit.width, seen, num)
-        if config.aux_init == "zeros":
-            weight = np.array(head.weight)
-            weight[:, seen:] = 0
-            head = cosine_head(weight)
-        return known.adapters, head, known.sigma
+    def start(self, task: Task) -> tuple[Adapters, jax.Array, jax.Array]:
+        """Adapters, the auxiliary head with columns for the new classes, and its scale."""
+        index = len(self.classes)
+        columns = self.new_columns(index, len(task.classes))
+        if self.known is None:
+            return self.new_adapters(index), padded_columns(columns), jnp.ones(())
+        if self.config.aux_init == "zeros":
+            columns = np.zeros_like(columns)
+        weight = np.concatenate([self.known.auxiliary, columns], axis=1)
+        return self.known.adapters, padded_columns(weight), self.known.sigma
+
+    def _trained(self, fitting: Fitting, task: Task, labels: np.ndarray, adapters: Adapters) -> Adapters:
+        """The first task's adapters as trained, else their moving average over epochs, which starts at `adapters`."""
+        steps, begins = num_batches(len(labels), self.config.batch_size), self.known is None
+        if "averaged" in fitting.more:
+            adapters = unnumbered(adapters, fitting.more["averaged"])
+
+        def average_each_epoch() -> None:
+            nonlocal adapters
+            if not begins and fitting.state.step % steps == 0:
+                adapters = self._average(adapters, fitting.learned[0])
+                fitting.more["averaged"] = numbered(adapters)
+
+        fixed = (self.executor.leaves, np.int32(self.classes.num + len(task.classes)))
+        self.train(fitting, fixed, labels, Inputs(task.train.images), after_step=average_each_epoch)
+        return fitting.learned[0] if begins else adapters
 
     def _first_head(
-        self, projection: np.ndarray, features: np.ndarray, labels: np.ndarray, num: int, advance: Advance
+        self, projection: np.ndarray, features: np.ndarray, labels: np.ndarray, num: int
     ) -> tuple[Analytic, float]:
         """Ridge regression, and its penalty, which is selected on the last fifth of the shuffled training images."""
-        config, num_images = self.config, len(features)
-        order = order_at(self.keys.at(0, Phase.ALIGNMENT_ORDER, Order.RIDGE), num_images)
-        cut = max(1, num_images * 4 // 5)
-        held = order[cut:] if cut < num_images else order
+        order = order_at(self.keys.at(0, Phase.ALIGNMENT_ORDER, Order.RIDGE), len(features))
+        cut = max(1, len(features) * 4 // 5)
+        held = order[cut:]
 
         def rows(order: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-            for part in _parts(order, config.analytic_batch):
+            for part in _parts(order, self.config.analytic_batch):
                 yield lift(features[part], projection), one_hot(labels[part], num)
 
         moments, products = second_moments(rows(order[:cut]))
-        penalty = best_ridge(moments, products, functools.partial(rows, held))
-        if cut < num_images:
+        # a single image is held out and learned
+        penalty = best_ridge(moments, products, functools.partial(rows, held if len(held) else order))
+        if len(held):
             more_moments, more_products = second_moments(rows(held))
             moments, products = moments + more_moments, products + more_products
         inverse, penalty = ridge_inverse(moments, penalty)
-        advance(num_images)
-        return Analytic(inverse, config.first_scale * (inverse @ products)), penalty
+        return Analytic(inverse, self.config.first_scale * (inverse @ products)), penalty
 
     def _next_head(
-        self, known: MoalState, features: np.ndarray, labels: np.ndarray, means: np.ndarray, *, index: int,
-        running: Running, state: Callable[[], Saved],
+        self, known: MoalState, features: np.ndarray, labels: np.ndarray, means: np.ndarray, index: int,
+        fitting: Fitting,
     ) -> tuple[Analytic, dict[str, Any]]:  # fmt: skip
         """Recursive least squares on the new features, then rumination; and the images that both looked at."""
         config, seen, num = self.config, known.analytic.weight.shape[1], len(means)
@@ -273,12 +254,11 @@ class Moal:
             again = len(sources)
         shifts = np.zeros_like(means)
         shifts[:seen] = means[:seen] - means[nearest_new(means, seen)]
-        with running.phase("head", len(labels) + again, state) as advance:
+        with fitting.running.phase("head", len(labels) + again, fitting.saved) as advance:
             for part in _parts(np.arange(len(labels)), config.analytic_batch):
                 least_squares(analytic, lift(features[part], known.projection), one_hot(labels[part], num))
                 advance(len(part))
-            key = self.keys.at(index, Phase.ALIGNMENT_ORDER, Order.RUMINATION)
-            order = order_at(key, again) if again else np.arange(0)
+            order = order_at(self.keys.at(index, Phase.ALIGNMENT_ORDER, Order.RUMINATION), again)
             for part in _parts(order, config.analytic_batch):
                 own = classes[part]
                 lifted = lift(features[sources[part]] + shifts[own], known.projection)
@@ -290,65 +270,32 @@ class Moal:
         inverse = (analytic.inverse + analytic.inverse.T) / 2
         return Analytic(inverse, analytic.weight), {"ruminated": again, "ruminated_wrong": wrong}
 
-    def bytes_needed(self, task: Task) -> int:
-        """See `Method.bytes_needed`: the state; two rolling checkpoints of all trained, both moments, the average."""
-        vit, config = self.executor.config, self.config
-        num, adapters = self.classes.num + len(task.classes), adapter_params(vit, config.bottleneck)
-        single = adapters + 2 * vit.width * num + config.hidden * vit.width
-        double = config.hidden * (config.hidden + num)
-        return 4 * single + 8 * double + 4 * 2 * (4 * adapters + 3 * 2 * vit.width * num)
+    def bytes_beside(self, task: Task) -> int:
+        """See `TrainedBaseline.bytes_beside`: the analytic head with its projection, all means, averaged adapters."""
+        vit, hidden, num = self.executor.config, self.config.hidden, self.classes.num + len(task.classes)
+        averaged = 2 * adapter_params(vit, self.config.bottleneck)
+        return 8 * hidden * (hidden + num) + 4 * (hidden * vit.width + vit.width * num + averaged)
 
     def logits(self, images: Images) -> Float[np.ndarray, "N C"]:
-        """The analytic head's logits of all classes."""
+        """See `OneHead.logits`: those of the analytic head."""
         assert self.known is not None
-        features, known = self.features(self.known.adapters, images), self.known
+        features, known = self.features_with(self.known.adapters, images), self.known
         parts = _parts(np.arange(len(features)), self.config.analytic_batch)
         return np.concatenate([lift(features[part], known.projection) @ known.analytic.weight for part in parts])
 
-    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """See `Method.predict`."""
-        check_given(self.name, len(self.classes), tasks)
-        return self.classes.inferred(self.logits(images), tasks)
-
-    def answers(self, index: int, task: Task) -> Answers:
-        """See `Method.answers`."""
-        return self.classes.answers(self.logits(task.test.images), index)
-
-    def save(self, root: Path) -> None:
-        """See `Method.save`: the whole state, as every task changes it."""
+    def arrays(self) -> dict[str, Any]:
+        """The whole state, as every task changes it."""
         assert self.known is not None
-        arrays = {
-            "adapters": self.known.adapters._asdict(),
-            "auxiliary": np.asarray(self.known.auxiliary.weight)[:, : self.classes.num],
-            "sigma": self.known.sigma,
-            "projection": self.known.projection,
-            "analytic": self.known.analytic._asdict(),
-            "means": self.known.means,
-        }
-        self.known = save_and_restore(root, self.classes.last, arrays, _restored)
+        known = self.known
+        return {**known._asdict(), "adapters": known.adapters._asdict(), "analytic": known.analytic._asdict()}
 
-    def open(self, root: Path) -> None:
-        """See `Method.open`: the last task's state; earlier checkpoints give their classes alone."""
-        self.classes, self.known = saved_classes(root), restore_last(root, _restored)
-
-
-def _restored(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> MoalState:
-    analytic = Analytic(**arrays["analytic"])
-    if analytic.inverse.dtype != np.float64:
-        raise ValueError(f"the analytic head is {analytic.inverse.dtype}, expected float64")
-    return MoalState(
-        adapters=Adapters(**{name: jnp.asarray(part) for name, part in arrays["adapters"].items()}),
-        auxiliary=padded(cosine_head(arrays["auxiliary"])),
-        sigma=jnp.asarray(arrays["sigma"]),
-        projection=arrays["projection"],
-        analytic=analytic,
-        means=arrays["means"],
-    )
-
-
-def _projection(key: jax.Array, hidden: int, width: int) -> Float[np.ndarray, "H D"]:
-    bound = width**-0.5
-    return np.asarray(jax.random.uniform(key, (hidden, width), minval=-bound, maxval=bound))
+    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """See `Baseline.restore`."""
+        adapters, analytic = Adapters(**jax.tree.map(jnp.asarray, arrays["adapters"])), Analytic(**arrays["analytic"])
+        if analytic.inverse.dtype != np.float64:
+            raise ValueError(f"the analytic head is {analytic.inverse.dtype}, expected float64")
+        parts = {"adapters": adapters, "analytic": analytic, "sigma": jnp.asarray(arrays["sigma"])}
+        self.known = MoalState(**{**arrays, **parts})
 
 
 def _parts(order: np.ndarray, size: int) -> Iterator[np.ndarray]:

@@ -9,10 +9,8 @@ heads instead of texts.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -23,26 +21,25 @@ from jaxtyping import Array, Bool, Float, Int
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import adapter_flops, backbone_flops
 from cheem_jax.backbone.vit import Adapter
+from cheem_jax.baselines.adapters import executed_adapter_flops
 from cheem_jax.baselines.autoencoders import (
     AutoEncoder,
     AutoEncoderConfig,
     AutoEncoders,
     autoencoder_flops,
-    autoencoder_params,
 )
-from cheem_jax.baselines.costs import params_report, plain_flops
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Init, Inputs, over_batches, train_task
-from cheem_jax.baselines.saving import restore_all, save_and_restore
-from cheem_jax.cheem.heads import FAR, classes_by_task, cut, grow_head, head_logits, local_cross_entropy
-from cheem_jax.cheem.training import FitConfig, check_batch_size
+from cheem_jax.baselines.baseline import OwnHeads, params_report, plain_flops
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Init, Inputs
+from cheem_jax.baselines.settings import at_least_one, expect, positive, shares
+from cheem_jax.cheem.heads import FAR, cut, grow_head, head_logits, local_cross_entropy
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import Precision, dot
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two
 from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Task
-from cheem_jax.engine.executor import Executor
-from cheem_jax.engine.inference import Inferred
-from cheem_jax.run.method import Answers, Clock, Encoder, FrozenFeatures, Running, check_given
+from cheem_jax.engine.passes import unwatched
+from cheem_jax.run.method import Encoder, Networks, Running
 
 ACTIVE = 2
 """Experts per image and block."""
@@ -77,18 +74,11 @@ class MoeAdaptersConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
-        if self.experts < ACTIVE:
-            raise ValueError(f"experts is {self.experts}; expected at least {ACTIVE}, as an image gets {ACTIVE}")
-        if self.bottleneck < 1:
-            raise ValueError(f"bottleneck is {self.bottleneck}; an expert needs a rank of at least 1")
-        if not 0 <= self.freeze <= self.experts:
-            raise ValueError(f"freeze is {self.freeze} of {self.experts} experts; expected 0 (never)..{self.experts}")
-        if not self.scale > 0:
-            raise ValueError(f"scale is {self.scale}; expected a positive number")
-        for name in ("dropout", "label_smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a share in [0, 1)")
-        check_batch_size(self.batch_size)
+        at_least_one(self, "batch_size", "bottleneck")
+        expect(self, "experts", self.experts >= ACTIVE, f"at least {ACTIVE}, as an image gets {ACTIVE}")
+        expect(self, "freeze", 0 <= self.freeze <= self.experts, f"0 (never)..{self.experts}, the experts")
+        positive(self, "scale")
+        shares(self, "dropout", "label_smoothing")
 
 
 class Experts(NamedTuple):
@@ -118,32 +108,21 @@ class Training(NamedTuple):
 class MoeTask(NamedTuple):
     """A learned task's router weights, head and auto-encoder."""
 
-    name: str
-    classes: tuple[str, ...]
     router: Float[np.ndarray, "L D E"]
     head: Head
     autoencoder: AutoEncoder
 
 
-class MoeAdapters:
-    """See the module. The auto-encoders read `router_features`: AlexNet's conv5 in the paper, by default `features`."""
+class MoeAdapters(OwnHeads):
+    """See the module. The auto-encoders read the router's features: AlexNet's conv5 in the paper."""
 
     name = "moe_adapters"
+    config: MoeAdaptersConfig
 
-    def __init__(
-        self,
-        executor: Executor,
-        features: FrozenFeatures,
-        config: MoeAdaptersConfig,
-        keys: Keys,
-        num_tasks: int,
-        *,
-        router_features: FrozenFeatures | None = None,
-    ):
-        self.executor, self.config, self.keys, self.num_tasks = executor, config, keys, num_tasks
-        self.router_features = features if router_features is None else router_features
+    def __init__(self, networks: Networks, config: MoeAdaptersConfig, keys: Keys, num_tasks: int):
+        super().__init__(networks, config, keys, num_tasks)
+        executor, depth = self.executor, self.executor.config.depth
         self.autoencoders = AutoEncoders(self.encoder.width, config.autoencoder, jit=executor.jit)
-        depth = executor.config.depth
         self.experts: Experts | None = None
         self.frozen: Bool[np.ndarray, "L E"] = np.zeros((depth, config.experts), bool)
         self.tasks: list[MoeTask] = []
@@ -178,7 +157,8 @@ class MoeAdapters:
                 head_logits(head, features), batch.labels, batch.weights, num, config.label_smoothing
             )
 
-        self._fitter, self._adapted = Fitter(loss, jit=executor.jit, layout=executor.layout), executor.jit(adapted)
+        self.fitter = Fitter(loss, jit=executor.jit, layout=executor.layout)
+        self._adapted = executor.jit(adapted)
 
     @property
     def encoder(self) -> Encoder:
@@ -203,145 +183,108 @@ class MoeAdapters:
             )
         return said
 
+    def start(self, task: Task) -> tuple[Experts, np.ndarray, np.ndarray, Head]:
+        """All experts, a router, weights for its noise, and a head."""
+        vit, keys, index, experts = self.executor.config, self.keys, len(self.tasks), self.experts
+        if experts is None:
+            experts = init_experts(keys.at(index, Phase.METHOD_INIT, Init.LEARNED), vit, self.config)
+        router = noise = np.zeros((vit.depth, vit.width, self.config.experts), np.float32)
+        key = keys.at(index, Phase.METHOD_INIT, Init.HEAD)
+        return experts, router, noise, grow_head(key, None, vit.width, 0, len(task.classes))
+
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Train the experts that are not frozen, a router and a head; freeze the most used; fit an auto-encoder."""
         config, keys, index, num = self.config, self.keys, len(self.tasks), len(task.classes)
-        vit, clock = self.executor.config, Clock.of(running)
-        experts = self.experts
-        if experts is None:
-            experts = init_experts(keys.at(index, Phase.METHOD_INIT, Init.LEARNED), vit, config)
-        router = noise = np.zeros((vit.depth, vit.width, config.experts), np.float32)
-        head = grow_head(keys.at(index, Phase.METHOD_INIT, Init.HEAD), None, vit.width, 0, num)
-        fitting = self._fitter.begun((experts, router, noise, head), running.saved)
-        images, num_images = task.train.images, len(task.train.labels)
-        fixed = (self.executor.leaves, self.frozen, np.int32(num))
-        train_task(
-            self._fitter, fitting, fixed, task.train.labels, Inputs(images),
-            config=config, keys=keys, number=index, running=running, clock=clock,
-        )  # fmt: skip
+        vit, images, num_images = self.executor.config, task.train.images, len(task.train.labels)
+        fitting = self.begun(self.start(task), running)
+        self.train(fitting, (self.executor.leaves, self.frozen, np.int32(num)), task.train.labels, Inputs(images))
         experts, router, _, head = fitting.learned
-        state = functools.partial(fitting.saved, clock)
-        with clock("experts"), running.phase("experts", num_images, state) as advance:
+        with fitting.phase("experts", num_images) as advance:
             tasks = np.zeros(num_images, np.int32)
             _, chosen = self._over(experts, np.asarray(router)[None], images, tasks, advance)
             uses = count_uses(chosen, config.experts)
-        with clock("features"):
+        with fitting.clock("features"):
             features = self.router_features(task, "train")
-        with clock("router"), running.phase("router", self.autoencoders.images(num_images), state) as advance:
+        with fitting.phase("router", self.autoencoders.images(num_images)) as advance:
             init_key, order_key = keys.at(index, Phase.METHOD_INIT, Init.EXTRA), keys.at(index, Phase.ALIGNMENT_ORDER)
             autoencoder, errors = self.autoencoders.fit(init_key, order_key, features, advance)
 
         before, begins = self.frozen, self.experts is None
         self.experts, self.frozen = experts, freeze(before, uses, config.freeze)
-        self.tasks.append(MoeTask(task.name, task.classes, np.asarray(router), cut(head, num), autoencoder))
+        self.tasks.append(MoeTask(np.asarray(router), cut(head, num), autoencoder))
+        self.classes.add(task.name, task.classes)
         all_experts = sum(leaf.size for leaf in experts)
         added = router.size + (all_experts if begins else 0)
         own = (vit.width + 1) * num + sum(leaf.size for leaf in autoencoder)
         # the router is trained with weights for its noise, which are dropped after training
         learned = int((~before).sum()) * (all_experts // before.size) + 2 * router.size + own
         return {
-            "name": task.name,
             **self.costs(num),
             **params_report(vit, added=added, learned=learned, stored=added + own),
             "experts_free": (~before).sum(axis=1).tolist(),
             "experts_frozen": [np.flatnonzero(row).tolist() for row in self.frozen & ~before],
             "expert_uses": uses.tolist(),
             "router_errors": errors,
-            **fitting.report(clock),
+            **fitting.report(),
         }
 
     def costs(self, num_classes: int) -> dict[str, int]:
         """FLOPs per image after the whole stream: F0, the encoder, all tasks' auto-encoders, two experts per block."""
         vit, encoder, num = self.executor.config, self.encoder, max(self.num_tasks, len(self.tasks))
         identify = num * autoencoder_flops(encoder.width, self.config.autoencoder.hidden)
-        adapters = adapter_flops(vit, ACTIVE * self.config.bottleneck)
-        # the last block adapts the CLS token alone; all tasks' routers compute logits, of which an image uses its own
-        ran = adapters * ((vit.depth - 1) * vit.num_tokens + 1) // (vit.depth * vit.num_tokens)
+        ran = executed_adapter_flops(vit, ACTIVE * self.config.bottleneck)
+        # all tasks' routers compute logits, of which an image uses its own
         routers = vit.depth * 2 * vit.width * self.config.experts * next_power_of_two(num)
+        executed = plain_flops(vit, num_classes)["flops_executed"] + encoder.executed_flops()
         return {
             "flops_method": moe_flops(vit, encoder, self.config, num),
             "flops_explicit": moe_flops(vit, encoder, self.config, num, count_attention=True),
-            "flops_executed": plain_flops(vit, num_classes)["flops_executed"]
-            + encoder.executed_flops()
-            + identify
-            + ran
-            + routers,
+            "flops_executed": executed + identify + ran + routers,
         }
 
-    def bytes_needed(self, task: Task) -> int:
-        """See `Method.bytes_needed`: experts and the task's arrays; two rolling checkpoints with Adam's moments."""
-        vit, config = self.executor.config, self.config
-        experts = vit.depth * config.experts * (2 * config.bottleneck * vit.width + config.bottleneck + vit.width)
-        routers, head = 2 * vit.depth * vit.width * config.experts, (vit.width + 1) * 2 * len(task.classes)
-        autoencoder = autoencoder_params(self.encoder.width, config.autoencoder.hidden)
-        return 4 * (2 * 3 * (experts + routers + head) + autoencoder)
+    def bytes_beside(self, task: Task) -> int:
+        """See `TrainedBaseline.bytes_beside`: an auto-encoder, whose biases are fewer than its weights."""
+        return 4 * 4 * self.encoder.width * self.config.autoencoder.hidden
 
-    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """See `Method.predict`."""
-        check_given(self.name, len(self.tasks), tasks)
-        if tasks is None:
-            tasks = self._route(self.router_features.compute(images))
-        tasks = np.asarray(tasks, np.int32)
-        return Inferred(tasks, self._classes(images, tasks))
-
-    def answers(self, index: int, task: Task) -> Answers:
-        """See `Method.answers`."""
-        local = self._classes(task.test.images, np.full(len(task.test.labels), index, np.int32))
-        return Answers(local, self._route(self.router_features(task, "test")), local)
-
-    def _route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
-        known = [task.autoencoder for task in self.tasks]
-        return self.autoencoders.route(features, known, batch_size=self.config.batch_size)
-
-    def _classes(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
-        """The class of each image by the router and head of its task."""
+    def run(
+        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray] | None
+    ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
+        """See `OwnHeads.run`; the task is that of the auto-encoder with the lowest error."""
+        known, chosen = [task.autoencoder for task in self.tasks], given
+        if query:
+            chosen = self.autoencoders.route(query(), known, batch_size=self.config.batch_size)
+        assert chosen is not None
         routers = np.zeros((next_power_of_two(len(self.tasks)), *self.tasks[0].router.shape), np.float32)
         routers[: len(self.tasks)] = [task.router for task in self.tasks]
-        features, _ = self._over(self.experts, routers, images, tasks)
-        return classes_by_task(features, [task.head for task in self.tasks], tasks)
+        return chosen, self._over(self.experts, routers, images, chosen if given is None else given)[0]
 
-    def _over(self, experts, routers, images: Images, tasks, advance=None) -> tuple[np.ndarray, np.ndarray]:
+    def _over(self, experts, routers, images: Images, tasks, advance=unwatched) -> tuple[np.ndarray, np.ndarray]:
         """Features `[N, D]` and chosen experts `[N, L, k]`; `routers` `[T, L, D, E]` are indexed by `tasks` `[N]`."""
-        routers = jnp.asarray(routers)
-
-        def run(read: dict[str, Any]):
-            return self._adapted(experts, routers, self.executor.leaves, read["images"], read["tasks"])
-
-        return over_batches(
-            run,
+        routers, leaves = jnp.asarray(routers), self.executor.leaves
+        return self.over(
+            lambda read: self._adapted(experts, routers, leaves, read["images"], read["tasks"]),
             Inputs(images, tasks=tasks),
-            batch_size=self.config.batch_size,
-            advance=advance,
-            layout=self.executor.layout,
+            advance,
         )
 
-    def save(self, root: Path) -> None:
-        """See `Method.save`: the last task, and all experts, as later tasks may change them."""
-        index, task = len(self.tasks) - 1, self.tasks[-1]
+    def arrays(self) -> dict[str, Any]:
+        """The last task, and all experts, as later tasks may change them."""
         assert self.experts is not None
-        arrays = {
+        router, head, autoencoder = self.tasks[-1]
+        return {
             "experts": self.experts._asdict(),
             "frozen": self.frozen,
-            "router": task.router,
-            "head": task.head._asdict(),
-            "autoencoder": task.autoencoder._asdict(),
+            "router": router,
+            "head": head._asdict(),
+            "autoencoder": autoencoder._asdict(),
         }
-        self.experts, self.frozen, self.tasks[-1] = save_and_restore(
-            root, (index, task.name, task.classes), arrays, _restored
-        )
 
-    def open(self, root: Path) -> None:
-        """See `Method.open`."""
-        self.tasks, self.experts, self.frozen = [], None, np.zeros_like(self.frozen)
-        for self.experts, self.frozen, task in restore_all(root, _restored):
-            self.tasks.append(task)
-
-
-def _restored(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> tuple[Experts, np.ndarray, MoeTask]:
-    experts = Experts(**{name: jnp.asarray(values) for name, values in arrays["experts"].items()})
-    autoencoder = AutoEncoder(**{name: jnp.asarray(values) for name, values in arrays["autoencoder"].items()})
-    task = MoeTask(meta["name"], tuple(meta["classes"]), arrays["router"], Head(**arrays["head"]), autoencoder)
-    return experts, np.asarray(arrays["frozen"]), task
+    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """See `Baseline.restore`."""
+        self.experts = Experts(**jax.tree.map(jnp.asarray, arrays["experts"]))
+        self.frozen = np.asarray(arrays["frozen"])
+        autoencoder = AutoEncoder(**jax.tree.map(jnp.asarray, arrays["autoencoder"]))
+        self.tasks[index:] = [MoeTask(arrays["router"], Head(**arrays["head"]), autoencoder)]
 
 
 def init_experts(key: jax.Array, vit: ViTConfig, config: MoeAdaptersConfig) -> Experts:

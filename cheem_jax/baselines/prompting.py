@@ -6,8 +6,7 @@ prediction is the largest logit of all classes: the paper's comparison of heads 
 """
 
 import abc
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +16,14 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import executed_backbone_flops
 from cheem_jax.backbone.vit import Prefix, ViT
-from cheem_jax.baselines.costs import params_report, plain_flops
-from cheem_jax.baselines.fitting import FitBatch, FitSettings, Fitter, Init, Inputs, over_batches, train_task, whole
-from cheem_jax.baselines.saving import restore_all, save_and_restore
-from cheem_jax.cheem.heads import Classes, cut, grow_head, head_logits, local_cross_entropy, padded
+from cheem_jax.baselines.baseline import OneHead, params_report, plain_flops
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Init, Inputs
+from cheem_jax.cheem.heads import cut, grow_head, head_logits, local_cross_entropy, padded
+from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys, Phase
 from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Task
-from cheem_jax.engine.executor import Executor
-from cheem_jax.engine.inference import Inferred
-from cheem_jax.run.method import Answers, Clock, FrozenFeatures, Running, check_given
+from cheem_jax.run.method import Answers, Networks, Running
 
 Prompts = dict[str, Array]
 """A method's learned arrays by name, of all tasks together."""
@@ -51,19 +48,15 @@ class PromptFlops(NamedTuple):
     """Prompts through linear layers: none for keys and values."""
 
 
-class Prompting(abc.ABC):
+class Prompting(OneHead):
     """A frozen backbone with prompts and one head over all classes."""
 
-    name = "prompting"
-    divided = False
-    """Whether the prompts are divided among all tasks beforehand, so that a row's meaning depends on their number."""
-
-    def __init__(self, executor: Executor, features: FrozenFeatures, config: FitSettings, keys: Keys, num_tasks: int):
-        self.executor, self.features, self.keys, self.num_tasks = executor, features, keys, num_tasks
-        self.config = config
+    def __init__(self, networks: Networks, config: Any, keys: Keys, num_tasks: int):
+        super().__init__(networks, config, keys, num_tasks)
+        executor = self.executor
+        check_layers(self.layers, executor.config.depth)
         self.prompts: Prompts = {}
         self.head: Head | None = None
-        self.classes = Classes()
 
         def logits(prompts, head, leaves, inputs, task, weights):
             vit = executor.vit_of(leaves)
@@ -81,12 +74,13 @@ class Prompting(abc.ABC):
         def answer(prompts, head, leaves, inputs, task):
             return logits(prompts, head, leaves, inputs, task, None)[0]
 
-        rows = executor.rows if self.each_by_itself() else whole
-        self.fitter, self._answer = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=rows), answer
+        self._answer = answer
+        self.fitter = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=executor.rows)
 
-    def each_by_itself(self) -> bool:
-        """Whether no image's loss depends on the other images of its batch."""
-        return True
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Blocks with prompts."""
+        return self.config.layers
 
     @abc.abstractmethod
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
@@ -110,35 +104,28 @@ class Prompting(abc.ABC):
     def num_params(self, index: int) -> tuple[int, int]:
         """The numbers of prompt parameters that task `index` trains and that it adds to those stored."""
 
-    def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
-        return []
+    def start(self, task: Task) -> tuple[Prompts, Head]:
+        """All prompts, and the whole head."""
+        keys, index, width = self.keys, len(self.classes), self.executor.config.width
+        prompts = self.begin_task(keys.at(index, Phase.METHOD_INIT, Init.LEARNED), self.prompts, index)
+        key = keys.at(index, Phase.METHOD_INIT, Init.HEAD)
+        return prompts, grow_head(key, self.head, width, self.classes.num, len(task.classes))
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Train the prompts and the task's columns of the head."""
-        keys, index, num, seen = self.keys, len(self.classes), len(task.classes), self.classes.num
-        clock, width = Clock.of(running), self.executor.config.width
-        with clock("features"):
+        index, num, vit = len(self.classes), len(task.classes), self.executor.config
+        fitting = self.begun(self.start(task), running)
+        with fitting.clock("features"):
             query = self.features(task, "train")
-        prompts = self.begin_task(keys.at(index, Phase.METHOD_INIT, Init.LEARNED), self.prompts, index)
-        head = grow_head(keys.at(index, Phase.METHOD_INIT, Init.HEAD), self.head, width, seen, num)
-        fitting = self.fitter.begun((prompts, head), running.saved)
-        fixed = (self.executor.leaves, np.int32(index), np.int32(seen), np.int32(num))
-        train_task(
-            self.fitter, fitting, fixed, task.train.labels, Inputs(task.train.images, query=query),
-            config=self.config, keys=keys, number=index, running=running, clock=clock,
-        )  # fmt: skip
+        fixed = (self.executor.leaves, np.int32(index), np.int32(self.classes.num), np.int32(num))
+        self.train(fitting, fixed, task.train.labels, Inputs(task.train.images, query=query))
         self.prompts, self.head = fitting.learned
         self.classes.add(task.name, task.classes)
-        (learned, added), head_params = self.num_params(index), (width + 1) * num
+        (learned, added), head_params = self.num_params(index), (vit.width + 1) * num
         return {
-            "name": task.name,
             **self.costs(),
-            **params_report(
-                self.executor.config, added=added, learned=learned + head_params, stored=added + head_params
-            ),
-            **fitting.report(clock),
-            **self.more_report(query, index),
+            **params_report(vit, added=added, learned=learned + head_params, stored=added + head_params),
+            **fitting.report(),
         }
 
     def costs(self) -> dict[str, int]:
@@ -151,59 +138,31 @@ class Prompting(abc.ABC):
             "flops_executed": executed_backbone_flops(vit) + plain["flops_executed"] + sum(prompts),
         }
 
-    def more_report(self, query: Float[np.ndarray, "N D"], index: int) -> dict[str, Any]:
-        """More entries of a task's report, from the queries of its training images."""
-        return {}
-
-    def bytes_needed(self, task: Task) -> int:
-        """See `Method.bytes_needed`: prompts and head, in two rolling checkpoints with Adam's moments."""
-        shapes = jax.eval_shape(lambda: self.begin_task(jax.random.key(0), {}, 0))
-        prompts = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-        head = (self.executor.config.width + 1) * 2 * (self.classes.num + len(task.classes))
-        return 4 * 2 * 3 * (prompts + head)
-
-    def logits(self, inputs: Inputs) -> Float[np.ndarray, "N P"]:
-        """Logits of all classes, padded, for images with their queries."""
-        last = np.int32(len(self.classes) - 1)
-
-        def answer(read: dict[str, Any]) -> jax.Array:
-            return self._answer(self.prompts, self.head, self.executor.leaves, read, last)
-
-        return over_batches(answer, inputs, batch_size=self.config.batch_size, layout=self.executor.layout)
-
-    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """See `Method.predict`."""
-        check_given(self.name, len(self.classes), tasks)
-        return self.classes.inferred(self.logits(Inputs(images, query=self.features.compute(images))), tasks)
+    def logits(self, images: Images, query: Float[np.ndarray, "N D"] | None = None) -> Float[np.ndarray, "N P"]:
+        """See `OneHead.logits`; `query` are the images' frozen features, if they are known."""
+        last, query = np.int32(len(self.classes) - 1), self.features.compute(images) if query is None else query
+        return self.over(
+            lambda read: self._answer(self.prompts, self.head, self.executor.leaves, read, last),
+            Inputs(images, query=query),
+        )
 
     def answers(self, index: int, task: Task) -> Answers:
         """See `Method.answers`."""
-        return self.classes.answers(self.logits(Inputs(task.test.images, query=self.features(task, "test"))), index)
+        return self.classes.answers(self.logits(task.test.images, self.features(task, "test")), index)
 
-    def save(self, root: Path) -> None:
-        """See `Method.save`: the prompts and the whole head, as later tasks may change them."""
+    def arrays(self) -> dict[str, Any]:
+        """The prompts and the whole head, as later tasks may change them."""
         assert self.head is not None
-        arrays = {"prompts": self.prompts, "head": cut(self.head, self.classes.num)._asdict()}
-        self.prompts, self.head = save_and_restore(root, self.classes.last, arrays, _restored, num_tasks=self.num_tasks)
+        return {"prompts": self.prompts, "head": cut(self.head, self.classes.num)._asdict()}
 
-    def open(self, root: Path) -> None:
-        """See `Method.open`."""
-        self.prompts, self.head, self.classes = {}, None, Classes()
-        restore_all(root, self._open_task)
+    def meta(self) -> dict[str, Any]:
+        """The number of tasks, among which the prompts may be divided."""
+        return {"num_tasks": self.num_tasks}
 
-    def _open_task(self, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        if self.divided and meta["num_tasks"] != self.num_tasks:
-            raise ValueError(
-                f"its prompts are divided among {meta['num_tasks']} tasks, not {self.num_tasks}; open it with the "
-                "number of tasks that it was learned with"
-            )
-        self.classes.add(meta["name"], meta["classes"])
-        self.prompts, self.head = _restored(arrays, meta)
-
-
-def _restored(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> tuple[Prompts, Head]:
-    prompts = {name: jnp.asarray(values) for name, values in arrays["prompts"].items()}
-    return prompts, padded(Head(**arrays["head"]))
+    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """See `Baseline.restore`."""
+        self.prompts = jax.tree.map(jnp.asarray, arrays["prompts"])
+        self.head = padded(Head(**arrays["head"]))
 
 
 def _features(vit: ViT, images: Array, attached: Attached) -> Float[Array, "B D"]:
@@ -225,3 +184,10 @@ def cosine(a: Float[Array, "... D"], b: Float[Array, "... D"]) -> Float[Array, "
     """Cosine over the last axis; its gradient is finite at zero vectors too."""
     norms = jnp.sqrt((a * a).sum(-1) + 1e-24) * jnp.sqrt((b * b).sum(-1) + 1e-24)
     return (a * b).sum(-1) / norms
+
+
+def check_layers(layers: tuple[int, ...], depth: int) -> None:
+    """ValueError for blocks that the backbone does not have."""
+    wrong = [layer for layer in layers if not 0 <= layer < depth]
+    if wrong or not layers or len(set(layers)) < len(layers):
+        raise ValueError(f"layers {layers} are invalid for this backbone; expected some of 0..{depth - 1}, each once")

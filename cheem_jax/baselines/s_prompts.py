@@ -8,7 +8,7 @@ Pre-trained Transformers: An Occam's Razor for Domain Incremental Learning", Neu
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,16 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import executed_backbone_flops, token_flops
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.baselines.costs import plain_flops
-from cheem_jax.baselines.fitting import Inputs, over_batches
+from cheem_jax.baselines.baseline import plain_flops
+from cheem_jax.baselines.fitting import Inputs
 from cheem_jax.baselines.own_prompts import OwnPrompts
-from cheem_jax.cheem.training import FitConfig, check_batch_size
+from cheem_jax.baselines.settings import at_least_one
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
-from cheem_jax.core.keys import Keys, Phase
+from cheem_jax.core.keys import Phase
 from cheem_jax.core.routing.centroids import fit_centroids, route
 from cheem_jax.core.routing.config import PAPER, RouterConfig
 from cheem_jax.data.task import Task
-from cheem_jax.engine.executor import Executor
-from cheem_jax.run.method import FrozenFeatures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +41,7 @@ class SPromptsConfig:
     batch_size: int = 64
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
-        if self.length < 1:
-            raise ValueError(f"length is {self.length}; a task needs at least 1 prompt token")
+        at_least_one(self, "batch_size", "length")
         if (self.router.kind, self.router.features) != (PAPER.kind, PAPER.features):
             raise ValueError(
                 f"router kind {self.router.kind!r}, features {self.router.features!r}: S-Prompts is defined by "
@@ -56,12 +53,7 @@ class SPrompts(OwnPrompts):
     """See the module."""
 
     name = "s_prompts"
-
-    def __init__(
-        self, executor: Executor, features: FrozenFeatures, config: SPromptsConfig, keys: Keys, num_tasks: int
-    ):
-        self.config = config
-        super().__init__(executor, features, config, keys)
+    config: SPromptsConfig
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -90,27 +82,26 @@ class SPrompts(OwnPrompts):
         return {"centroids": fit_centroids(features, seed=seed, config=self.config.router)}
 
     def run(
-        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray], *, infer: bool
+        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray] | None
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-        chosen = self.inferred(query()) if given is None or infer else given
-        inputs = Inputs(images, task=chosen if given is None else given, weight=np.ones(len(images), np.float32))
-        stack = self.stack()
+        """See `OwnHeads.run`."""
+        chosen = self.route(query()) if query else given
+        assert chosen is not None
+        tasks, stack = chosen if given is None else given, self.stack()
+        inputs = Inputs(images, task=tasks, weight=np.ones(len(images), np.float32))
+        return chosen, self.over(lambda read: self._answer(self.executor.leaves, stack, read), inputs)
 
-        def answer(read: dict[str, Any]) -> jax.Array:
-            return self._answer(self.executor.leaves, stack, read)
-
-        return chosen, over_batches(answer, inputs, batch_size=self.config.batch_size, layout=self.executor.layout)
-
-    def inferred(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
+    def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
         """The task of the nearest centroid."""
         return route(features, [task.router["centroids"] for task in self.tasks], self.config.router)
 
-    def router_numbers(self, num_images: int) -> int:
-        return self.config.router.num_centroids * self.features.encoder.width
+    def bytes_beside(self, task: Task) -> int:
+        """See `TrainedBaseline.bytes_beside`: the centroids."""
+        return 4 * self.config.router.num_centroids * self.router_features.encoder.width
 
     def flops(self, num_classes: int) -> dict[str, int]:
         """See `OwnPrompts.flops`: 2 F0 + n TOK if the backbone itself infers the task ID, for n prompt tokens."""
-        vit, encoder, extra = self.executor.config, self.features.encoder, self.config.length
+        vit, encoder, extra = self.executor.config, self.router_features.encoder, self.config.length
         plain, linear = plain_flops(vit, num_classes), token_flops(vit, extra)
         attention = 4 * vit.depth * vit.width * ((vit.num_tokens + extra) ** 2 - vit.num_tokens**2)
         prompted = executed_backbone_flops(vit, extra) + 2 * vit.width * num_classes

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -19,34 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.baselines.adapters import (
+    AdapterBaseline,
     AdapterConfig,
     Adapters,
     adapted_features,
+    adapted_flops,
     adapter_params,
-    compiled_features,
-    cosine_head,
     cosines,
     directions,
-    executed_adapter_flops,
-    grow_weight,
-    init_adapters,
+    padded_columns,
     unit,
 )
-from cheem_jax.baselines.costs import params_report, plain_flops
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Init, Inputs, over_batches, train_task
-from cheem_jax.baselines.saving import restore_all, save_and_restore
-from cheem_jax.cheem.heads import FAR, Classes, columns, local_cross_entropy, padded, saved_classes, with_columns
+from cheem_jax.baselines.baseline import params_report
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, fit_batch
+from cheem_jax.baselines.settings import at_least_one, expect, positive
+from cheem_jax.cheem.heads import FAR, local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys, Phase, order_at
-from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Task
 from cheem_jax.engine import hosts
-from cheem_jax.engine.executor import Executor
-from cheem_jax.engine.inference import Inferred
 from cheem_jax.engine.passes import Advance
-from cheem_jax.run.method import Answers, Clock, FrozenFeatures, Running, check_given
+from cheem_jax.run.method import Networks, Running
 
 JITTER = 1e-4
 """Added to every variance: classes of few images have a covariance without full rank."""
@@ -82,16 +75,10 @@ class TunaConfig(AdapterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.temperature > 0:
-            raise ValueError(f"temperature is {self.temperature}; expected a positive factor of the cosines")
-        for name in ("margin", "orthogonality"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 (none) or more")
-        if self.alignment_epochs < 0 or self.alignment_samples < 1 or not self.alignment_rate > 0:
-            raise ValueError(
-                f"the alignment has {self.alignment_epochs} epochs, {self.alignment_samples} x batch_size samples and "
-                f"the rate {self.alignment_rate}; expected 0 epochs (none) or more, 1 sample or more, a positive rate"
-            )
+        positive(self, "temperature", "alignment_rate")
+        at_least_one(self, "alignment_samples")
+        for name in ("margin", "orthogonality", "alignment_epochs"):
+            expect(self, name, getattr(self, name) >= 0, "0 (none) or more")
 
 
 class Gaussians(NamedTuple):
@@ -101,56 +88,50 @@ class Gaussians(NamedTuple):
     spreads: Float[np.ndarray, "C D *D"]
 
 
-class Tuna:
+class Tuna(AdapterBaseline):
     """See the module."""
 
     name = "tuna"
+    config: TunaConfig
 
-    def __init__(self, executor: Executor, features: FrozenFeatures, config: TunaConfig, keys: Keys, num_tasks: int):
-        self.executor, self.config, self.keys, self.num_tasks = executor, config, keys, num_tasks
+    def __init__(self, networks: Networks, config: TunaConfig, keys: Keys, num_tasks: int):
+        super().__init__(networks, config, keys, num_tasks)
+        executor = self.executor
         self.bank: list[Adapters] = []
         """A copy after each task; the next task continues from the last one."""
         self.gaussians: list[Gaussians] = []
-        self.head: Head | None = None
-        self.classes = Classes()
+        self.head: Float[np.ndarray, "D C"] = np.zeros((executor.config.width, 0), np.float32)
+        """The weight of the cosine head, of all classes so far."""
 
         def loss(learned, fixed, batch: FitBatch):
-            (adapters, head), (leaves, old, strength, num) = learned, fixed
+            (adapters, weight), (leaves, old, strength, num) = learned, fixed
             images, vit = batch.inputs["images"], executor.vit_of(leaves)
-            near = cosines(adapted_features(vit, adapters, images, config, batch.key), head.weight)
+            near = cosines(adapted_features(vit, adapters, images, config, batch.key), weight)
             # a margin makes training harder than prediction: the true class has to win by it
             lowered = near - config.margin * jax.nn.one_hot(batch.labels, near.shape[-1])
             found = local_cross_entropy(config.temperature * lowered, batch.labels, batch.weights, 0, num)
             return found + strength * overlap(mean_rows(adapters), old)
 
         @executor.jit
-        def answer(adapters, head, leaves, images, num):
+        def answer(adapters, weight, leaves, images, num):
             features = adapted_features(executor.vit_of(leaves), adapters, images, config)
-            near = config.temperature * cosines(features, head.weight)
+            near = config.temperature * cosines(features, weight)
             logs = jax.nn.log_softmax(jnp.where(jnp.arange(near.shape[-1]) < num, near, FAR))
             found = jnp.exp(logs)
             return found, -(found * logs).sum(axis=-1)
 
-        aligner = directions("sgd")
-
-        @functools.partial(executor.jit, donate_argnums=(0, 1))
-        def align(weight, moments, rate, features, labels, num):
-            def loss(weight):
-                near = config.temperature * cosines(features, weight)
-                return local_cross_entropy(near, labels, jnp.full(len(labels), 1 / len(labels)), 0, num)
-
-            value, grads = jax.value_and_grad(loss)(weight)
-            updates, moments = aligner.update(grads, moments, weight)
-            return weight - rate * updates, moments, value
+        def alignment_loss(weight, num, batch: FitBatch):
+            near = config.temperature * cosines(batch.inputs["features"], weight)
+            return local_cross_entropy(near, batch.labels, batch.weights, 0, num)
 
         @functools.partial(executor.jit, static_argnums=3)
         def sample(key, mean, spread, num):
             noise = jax.random.normal(key, (num, len(mean)))
             return mean + (noise * spread if spread.ndim == 1 else noise @ spread.T)
 
-        self._fitter = Fitter(loss, directions(config.optimizer), jit=executor.jit, layout=executor.layout)
-        self.features, self._answer = compiled_features(executor, config), answer
-        self._align, self._aligner, self._sample = align, aligner, sample
+        self.fitter = Fitter(loss, directions(config.optimizer), jit=executor.jit, layout=executor.layout)
+        self.aligner = Fitter(alignment_loss, directions("sgd"), jit=executor.jit)
+        self._answer, self._sample = answer, sample
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -171,29 +152,28 @@ class Tuna:
             )
         return said
 
+    def start(self, task: Task) -> tuple[Adapters, jax.Array]:
+        """Adapters, and the columns of the task's classes."""
+        index = len(self.bank)
+        adapters = self.bank[-1] if self.bank else self.new_adapters(index)
+        return adapters, padded_columns(self.new_columns(index, len(task.classes)))
+
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Train the adapters and the task's head, keep a copy, align all heads."""
-        config, keys, index, num = self.config, self.keys, len(self.bank), len(task.classes)
-        seen, vit, clock = self.classes.num, self.executor.config, Clock.of(running)
-        adapters = self.bank[-1] if self.bank else self.begin(keys.at(index, Phase.METHOD_INIT, Init.LEARNED))
-        weight, head_key = self.head and self.head.weight, keys.at(index, Phase.METHOD_INIT, Init.HEAD)
-        grown = grow_weight(head_key, weight, vit.width, seen, num)
-        fitting = self._fitter.begun((adapters, columns(grown, seen, num)), running.saved)
+        config, index, num, labels = self.config, len(self.bank), len(task.classes), task.train.labels
+        seen, vit = self.classes.num, self.executor.config
+        fitting = self.begun(self.start(task), running)
         strength = config.orthogonality * math.exp(-(index + 1))
         fixed = (self.executor.leaves, self._old_rows(), np.float32(strength), np.int32(num))
-        train_task(
-            self._fitter, fitting, fixed, task.train.labels, Inputs(task.train.images),
-            config=config, keys=keys, number=index, running=running, clock=clock,
-        )  # fmt: skip
+        self.train(fitting, fixed, labels, Inputs(task.train.images))
         adapters, own = fitting.learned
-        state = functools.partial(fitting.saved, clock)
-        with clock("statistics"), running.phase("statistics", len(task.train.labels), state) as advance:
-            features = self.features(adapters, task.train.images, advance)
-            gaussians = [*self.gaussians, gaussians_of(features, task.train.labels, num, config.statistics)]
-        head, losses = with_columns(grown, own, seen, num), []
+        with fitting.phase("statistics", len(labels)) as advance:
+            features = self.features_with(adapters, task.train.images, advance)
+            gaussians = [*self.gaussians, gaussians_of(features, labels, num, config.statistics)]
+        head, losses = np.concatenate([self.head, np.asarray(own)[:, :num]], axis=1), []
         if index and config.alignment_epochs:
             total = config.alignment_epochs * (seen + num) * self.num_samples
-            with clock("alignment"), running.phase("alignment", total, state) as advance:
+            with fitting.phase("alignment", total) as advance:
                 head, losses = self.aligned(head, gaussians, index, advance)
         self.bank.append(adapters)
         self.gaussians, self.head = gaussians, head
@@ -201,11 +181,10 @@ class Tuna:
         added, head_params = adapter_params(vit, config.bottleneck), vit.width * num
         stored = added + head_params + sum(leaf.size for leaf in gaussians[-1])
         return {
-            "name": task.name,
             **self.costs(),
             **params_report(vit, added=added, learned=added + head_params, stored=stored),
             "alignment_losses": losses,
-            **fitting.report(clock),
+            **fitting.report(),
         }
 
     def costs(self) -> dict[str, int]:
@@ -213,17 +192,10 @@ class Tuna:
 
         The paper's count (T + 1) F0 contains neither adapters nor heads.
         """
-        vit, rank = self.executor.config, self.config.bottleneck
-        plain, passes = plain_flops(vit, self.classes.num), num_passes(max(self.num_tasks, len(self.bank)))
-        return {
-            "flops_method": passes * plain["flops_method"],
-            "flops_explicit": passes * (plain["flops_explicit"] + adapter_flops(vit, rank)),
-            "flops_executed": passes * (plain["flops_executed"] + executed_adapter_flops(vit, rank)),
-        }
-
-    def begin(self, key: jax.Array) -> Adapters:
-        """The initial adapters of the first task."""
-        return init_adapters(key, self.executor.config, self.config.bottleneck)
+        vit, passes = self.executor.config, num_passes(max(self.num_tasks, len(self.bank)))
+        once = adapted_flops(vit, self.config.bottleneck)
+        once["flops_executed"] += 2 * vit.width * self.classes.num
+        return {count: passes * flops for count, flops in once.items()}
 
     @property
     def num_samples(self) -> int:
@@ -231,8 +203,8 @@ class Tuna:
         return self.config.alignment_samples * self.config.batch_size
 
     def aligned(
-        self, head: Head, gaussians: Sequence[Gaussians], index: int, advance: Advance
-    ) -> tuple[Head, list[float]]:
+        self, head: Float[np.ndarray, "D C"], gaussians: Sequence[Gaussians], index: int, advance: Advance
+    ) -> tuple[Float[np.ndarray, "D C"], list[float]]:
         """The head, trained on features sampled from the Gaussians of all classes, and the mean loss of each pass.
 
         Raises FloatingPointError for a non-finite loss.
@@ -241,8 +213,8 @@ class Tuna:
         means = np.concatenate([some.means for some in gaussians])
         spreads = np.concatenate([some.spreads for some in gaussians])
         labels = np.repeat(np.arange(len(means), dtype=np.int32), size)
-        weight, losses = jnp.copy(head.weight), []
-        moments = self._aligner.init(weight)
+        fitting, losses = self.aligner.begun(padded_columns(head)), []
+        weights = np.full(size, 1 / size, np.float32)
         for epoch in range(config.alignment_epochs):
             sampled = np.concatenate([
                 np.asarray(self._sample(keys.at(index, Phase.ALIGNMENT, epoch, c), means[c], spreads[c], size))
@@ -252,10 +224,8 @@ class Tuna:
             rate = config.alignment_rate * 0.5 * (1 + math.cos(math.pi * epoch / ALIGNMENT_PERIOD))
             running = []
             for rows in order:
-                weight, moments, loss = self._align(
-                    weight, moments, np.float32(rate), sampled[rows], labels[rows], np.int32(len(means))
-                )
-                running.append(loss)
+                batch = fit_batch({"features": sampled[rows]}, labels[rows], weights)
+                running.append(self.aligner.step(fitting, np.float32(rate), np.int32(len(means)), batch))
                 advance(size)
             losses.append(float(np.mean(jax.device_get(running))))
             if not math.isfinite(losses[-1]):
@@ -263,7 +233,7 @@ class Tuna:
                     f"tuna: non-finite loss of the alignment in epoch {epoch + 1}; set an alignment_rate below "
                     f"{config.alignment_rate}"
                 )
-        return cosine_head(weight), losses
+        return np.asarray(fitting.learned)[:, : len(means)], losses
 
     def _old_rows(self) -> Float[np.ndarray, "T L r"]:
         """Mean unit rows of the stored adapters' up halves; for future tasks 0, which overlaps with nothing."""
@@ -272,64 +242,37 @@ class Tuna:
             rows[index] = mean_rows(adapters)
         return rows.astype(np.float32)
 
-    def bytes_needed(self, task: Task) -> int:
-        """See `Method.bytes_needed`: adapters, heads, Gaussians; two rolling checkpoints with Adam's moments."""
-        vit, num = self.executor.config, len(task.classes)
-        spread = vit.width if self.config.statistics == "covariance" else 1
-        head = vit.width * 2 * (self.classes.num + num)
-        learned = adapter_params(vit, self.config.bottleneck) + head
-        return 4 * (learned + num * vit.width * (1 + spread) + 2 * 3 * learned)
+    def bytes_beside(self, task: Task) -> int:
+        """See `TrainedBaseline.bytes_beside`: the task's Gaussians, and the columns of earlier classes."""
+        width, num = self.executor.config.width, len(task.classes)
+        spread = width if self.config.statistics == "covariance" else 1
+        return 4 * (num * width * (1 + spread) + width * self.classes.num)
 
-    def scores(self, images: Images) -> tuple[Float[np.ndarray, "N P"], Int[np.ndarray, "N"]]:
-        """Summed probabilities of all classes for each image, and the task whose adapters have the lowest entropy."""
-        assert self.head is not None
-        head, leaves, num = self.head, self.executor.leaves, np.int32(self.classes.num)
-        universal = None
-        if len(self.bank) > 1:
-            universal = merge(self.bank) if self.config.universal == "merged" else self.bank[-1]
-            universal = jax.tree.map(jnp.asarray, universal)
+    def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
+        """See `OneHead.logits`: the probabilities by the most certain adapters plus those by the universal ones."""
+        head, leaves, num = padded_columns(self.head), self.executor.leaves, np.int32(self.classes.num)
+        universal = merge(self.bank) if self.config.universal == "merged" else self.bank[-1]
+        universal = jax.tree.map(jnp.asarray, universal)
 
-        def run(read: dict[str, Any]):
+        def run(read: dict[str, Any]) -> Float[np.ndarray, "N P"]:
             found = hosts.fetch([self._answer(adapters, head, leaves, read["images"], num) for adapters in self.bank])
             probabilities, entropies = (np.stack(parts) for parts in zip(*found, strict=True))
-            # p of the adapters with the lowest entropy plus p of the universal ones
-            total, chosen = most_certain(probabilities, entropies)
-            if universal is None:
-                return total, chosen
-            return total + hosts.fetch(self._answer(universal, head, leaves, read["images"], num)[0]), chosen
+            total = most_certain(probabilities, entropies)
+            if len(self.bank) == 1:
+                return total
+            return total + hosts.fetch(self._answer(universal, head, leaves, read["images"], num)[0])
 
-        return over_batches(run, Inputs(images), batch_size=self.config.batch_size, layout=self.executor.layout)
+        return self.over(run, Inputs(images))
 
-    def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """See `Method.predict`."""
-        check_given(self.name, len(self.bank), tasks)
-        return self.classes.inferred(self.scores(images)[0], tasks)
+    def arrays(self) -> dict[str, Any]:
+        """The last task's adapters and Gaussians, and all heads."""
+        return {"adapters": self.bank[-1]._asdict(), "gaussians": self.gaussians[-1]._asdict(), "head": self.head}
 
-    def answers(self, index: int, task: Task) -> Answers:
-        """See `Method.answers`."""
-        return self.classes.answers(self.scores(task.test.images)[0], index)
-
-    def save(self, root: Path) -> None:
-        """See `Method.save`: the last task's adapters and Gaussians, and all heads."""
-        assert self.head is not None
-        arrays = {
-            "adapters": self.bank[-1]._asdict(),
-            "gaussians": self.gaussians[-1]._asdict(),
-            "head": np.asarray(self.head.weight)[:, : self.classes.num],
-        }
-        self.bank[-1], self.gaussians[-1], self.head = save_and_restore(root, self.classes.last, arrays, _restored)
-
-    def open(self, root: Path) -> None:
-        """See `Method.open`."""
-        self.bank, self.gaussians, self.head, self.classes = [], [], None, saved_classes(root)
-        for adapters, gaussians, self.head in restore_all(root, _restored):
-            self.bank.append(adapters)
-            self.gaussians.append(gaussians)
-
-
-def _restored(arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> tuple[Adapters, Gaussians, Head]:
-    adapters = Adapters(**{name: jnp.asarray(part) for name, part in arrays["adapters"].items()})
-    return adapters, Gaussians(**arrays["gaussians"]), padded(cosine_head(arrays["head"]))
+    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """See `Baseline.restore`."""
+        self.bank[index:] = [Adapters(**jax.tree.map(jnp.asarray, arrays["adapters"]))]
+        self.gaussians[index:] = [Gaussians(**arrays["gaussians"])]
+        self.head = arrays["head"]
 
 
 def num_passes(num_tasks: int) -> int:
@@ -349,10 +292,9 @@ def _merged(tasks: Float[np.ndarray, "T *S"]) -> Float[np.ndarray, "*S"]:
 
 def most_certain(
     probabilities: Float[np.ndarray, "T N P"], entropies: Float[np.ndarray, "T N"]
-) -> tuple[Float[np.ndarray, "N P"], Int[np.ndarray, "N"]]:
-    """For each image the probabilities with the lowest entropy, and the task of their adapters (ties: the earliest)."""
-    chosen = entropies.argmin(axis=0)
-    return probabilities[chosen, np.arange(len(chosen))], chosen
+) -> Float[np.ndarray, "N P"]:
+    """For each image the probabilities with the lowest entropy (ties: of the earliest task's adapters)."""
+    return probabilities[entropies.argmin(axis=0), np.arange(entropies.shape[1])]
 
 
 def mean_rows(adapters: Adapters) -> Float[jax.Array, "L r"]:

@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cheem_jax.engine.passes import Advance
 from cheem_jax.report.memories import is_memory
 from cheem_jax.run import record
 from cheem_jax.run.directory import NAME as CONFIG
 from cheem_jax.run.directory import OWNER
-from cheem_jax.run.progress import Advance
 from cheem_jax.run.results import results_of
 
 NAME = ".status.json"

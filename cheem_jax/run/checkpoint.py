@@ -79,7 +79,7 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
         to_disk(directory.parent.parent)  # which may be new as well
     except Exception as error:  # Orbax writes in C++ and raises many kinds; all mean the same to a reader
         _remove_for_good(partial)
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = _first_line(error)
         reason = reason if len(reason) < 160 else f"... {reason[-120:]}"  # what came first in a chain comes last
         raise OSError(
             f"checkpoint {directory} could not be written ({reason}); nothing saved before is touched, and the same "
@@ -133,8 +133,8 @@ def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     directory = absolute(directory)
     meta, manifest = load_meta(directory), load_manifest(directory)
     with named(directory):
-        found = _hash_files(directory)
-        if wrong := sorted(name for name in found.keys() | manifest["files"].keys() if _differs(name, found, manifest)):
+        found, files = _hash_files(directory), manifest["files"]
+        if wrong := sorted(name for name in found.keys() | files.keys() if found.get(name) != files.get(name)):
             raise CorruptedCheckpoint(f"missing, changed or foreign files: {wrong[:5]}")
         arrays = _restore(directory / "arrays")
         if content_hash(arrays, meta) != manifest["content_sha256"]:
@@ -142,13 +142,8 @@ def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return arrays, meta
 
 
-def load_tasks(directories: Sequence[Path]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Several tasks; one error names every corrupted one."""
-    return list(each_task(directories))
-
-
 def each_task(directories: Sequence[Path]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The same one after the other, up to the first corrupted one; the ValueError comes at the end."""
+    """Several tasks one after the other, up to the first corrupted one; then one ValueError names all of these."""
     wrong = []
     for directory in directories:
         try:
@@ -200,13 +195,13 @@ def _restore(arrays: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds, and the hashes said that the files are right
         raise OSError(
-            f"its files have the hashes of its manifest, but Orbax could not read them: {_first_line(error)}"
+            f"its files have the hashes of its manifest, but Orbax could not read them: {_first_line(error)[:500]}"
         ) from error
     raise CorruptedCheckpoint(f"its files of {size} bytes promise {promised} bytes of arrays")
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:500]
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 @contextlib.contextmanager
@@ -223,7 +218,7 @@ def named(directory: Path) -> Iterator[None]:
     except Exception as error:
         if str(error).startswith(f"checkpoint {directory} "):  # an inner block has named it already
             raise
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else _first_line(error)
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else _first_line(error)[:500]
         if isinstance(error, CORRUPTED):
             raise CorruptedCheckpoint(
                 f"checkpoint {directory} is corrupted ({reason}); restore it from a copy"
@@ -268,10 +263,6 @@ def _hash_file(file: Path) -> str:
         return "no regular file"
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _differs(name: str, found: Mapping[str, str], manifest: Mapping[str, Any]) -> bool:
-    return found.get(name) != manifest["files"].get(name)
 
 
 def saved_tasks(root: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Dense, Executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.engine.passes import Advance, features_on_the_way, network_features
+from cheem_jax.engine.passes import Advance, features_on_the_way, network_features, unwatched
 from cheem_jax.run.rolling import Saved
 
 
@@ -44,7 +44,7 @@ class Undisturbed:
 
     def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> AbstractContextManager[Advance]:
         """See `Running.phase`."""
-        return nullcontext(lambda num_images, note="", /: None)
+        return nullcontext(unwatched)
 
 
 class Answers(NamedTuple):
@@ -86,7 +86,7 @@ class Method(Protocol):
         ...
 
     def open(self, root: Path) -> None:
-        """Replace the state by the checkpoints below `root`; raises ValueError if one is corrupted."""
+        """Before the first task: take over the checkpoints below `root`; raises ValueError if one is corrupted."""
         ...
 
     def answers(self, index: int, task: Task) -> Answers:
@@ -224,6 +224,14 @@ class FrozenFeatures:
         """Drop the training and validation features of a learned task: exemplar-free learning keeps none."""
         for split in ("train", "val"):
             self._known.pop((task.name, split), None)
+
+
+class Networks(NamedTuple):
+    """The backbone's executor, its features, and those that infer the task ID (the same without a router network)."""
+
+    executor: Executor
+    features: FrozenFeatures
+    router_features: FrozenFeatures
 
 
 def check_given(method: str, num_tasks: int, tasks: np.ndarray | None, *, told: bool = False) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 from rich import progress as bars
 from rich.console import Console
@@ -12,14 +11,10 @@ from rich.text import Text
 
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import COLOURS
+from cheem_jax.engine.passes import Advance
 
 SECONDS_BETWEEN_LINES = 15.0
 NAME_WIDTH = 20
-
-
-class Advance(Protocol):
-    def __call__(self, num_images: int, note: str = "") -> None:
-        """Count images as done; the note (a loss, an epoch) is shown next to them."""
 
 
 class Progress:

@@ -45,11 +45,7 @@ def _results_of(entries: Sequence[Entry]) -> dict[str, Any]:
         "peak_memory_bytes": max(entry["peak_memory_bytes"] for entry in evaluated),
         "tasks": [_task(report, entry["seconds"]) for report, entry in zip(main, evaluated, strict=True)],
         "engine": {key: setting.get(key) for key in ("executor", "precision", "device")} | main[-1].get("engine", {}),
-        "compile": {
-            "programs": sum(entry["compile"]["programs"] for entry in timed),
-            "cached": sum(entry["compile"]["cached"] for entry in timed),
-            "seconds": sum(entry["compile"]["seconds"] for entry in timed),
-        },
+        "compile": {key: sum(entry["compile"][key] for entry in timed) for key in ("programs", "cached", "seconds")},
         "seconds_total": sum(entry["seconds"] for entry in timed),
         "yardsticks": yardsticks,
     }

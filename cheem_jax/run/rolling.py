@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from cheem_jax.core.interruption import Stop
 from cheem_jax.engine import hosts
-from cheem_jax.engine.passes import Advance
+from cheem_jax.engine.passes import Advance, unwatched
 from cheem_jax.run.checkpoint import load_task, save_task
 
 ROLLING_FORMAT = "cheem_jax-running/2"
@@ -129,7 +129,7 @@ class RunningTask:
         Raises Stopped out of `advance` where a signal has asked for it, after saving.
         """
         rolling, calls = self.rolling, itertools.count(1)
-        with self._phase(name, total) if total else _nothing_left() as shown:
+        with self._phase(name, total) if total else contextlib.nullcontext(unwatched) as shown:
 
             def advance(num_images: int, note: str = "", /) -> None:
                 # what is shown comes last: whoever reads it may be gone
@@ -143,11 +143,6 @@ class RunningTask:
                 shown(num_images, note)
 
             yield advance
-
-
-@contextlib.contextmanager
-def _nothing_left() -> Iterator[Advance]:
-    yield lambda num_images, note="", /: None
 
 
 def _remove(directories: list[Path]) -> None:

@@ -21,7 +21,7 @@ from cheem_jax.core.architecture import Choice, encode
 from cheem_jax.core.keys import Keys, next_power_of_two
 from cheem_jax.core.pool import Head
 from cheem_jax.engine.stages import Stages
-from cheem_jax.run.method import FrozenFeatures
+from cheem_jax.run.method import FrozenFeatures, Networks
 from experiments.bench import measure, steps
 from experiments.bench.measure import Bench, Row, alternate, difference, medians, ratio
 
@@ -65,7 +65,7 @@ def l2p(
     """One pass over the images with prompts at the first block; the optimiser included."""
     config = L2pConfig(fit=FitConfig(epochs=1), batch_size=batch)
     features = FrozenFeatures(executor, batch)
-    method = L2p(executor, features, config, Keys(0), 1)
+    method = L2p(Networks(executor, features, features), config, Keys(0), 1)
     query = features.compute(images)
     prompts = method.begin_task(jax.random.key(1), {}, 0)
     width, columns = executor.config.width, next_power_of_two(NUM_CLASSES)

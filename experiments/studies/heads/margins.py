@@ -10,7 +10,6 @@ from study import check_same, rebuilt
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.catalogue import Networks, make, preset_of
 from cheem_jax.baselines.ewc import Ewc
-from cheem_jax.baselines.fitting import Inputs
 from cheem_jax.baselines.moal import Moal
 from cheem_jax.baselines.prompting import Prompting
 from cheem_jax.core.keys import Keys
@@ -197,7 +196,7 @@ def logits_of(method: Prompting | Ewc | Moal, task: Task) -> Float[np.ndarray, "
     """Logits of a task's test images for all classes, padding behind them."""
     images = task.test.images
     if isinstance(method, Prompting):
-        return method.logits(Inputs(images, query=method.features(task, "test")))
+        return method.logits(images, method.features(task, "test"))
     return method.logits(images)
 
 
