@@ -26,7 +26,7 @@ from cheem_jax.core.kernels import Precision
 from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.core.ops import Placement
 from cheem_jax.core.routing.config import PAPER
-from cheem_jax.data.task import Stream, hash_of_images
+from cheem_jax.data.task import Stream, hash_of
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine import hosts
 from cheem_jax.engine.choice import EngineConfig, make_executor
@@ -135,7 +135,7 @@ def base_means_of(
     progress.say(f"measuring mean CLS tokens of the pretraining data on {len(images):,} images")
     vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
     measured = base_means(vit, images, batch_size=config.batch_size)[setting]
-    return BaseMeans(measured, data_sha256=hash_of_images(images))
+    return BaseMeans(measured, data_sha256=hash_of(images))
 
 
 def identity_of(

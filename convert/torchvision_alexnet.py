@@ -76,11 +76,8 @@ def read_checkpoint(checkpoint: Path) -> dict[str, np.ndarray]:
         tensors = {name: np.ascontiguousarray(value.detach().float().numpy()) for name, value in state.items()}
     except Exception as error:  # unpickling raises almost anything on a broken file
         raise ValueError(f"{checkpoint} is no readable state dict ({_reason(error)}); is it complete?") from error
-    has_classifier = any(name.startswith("classifier.") for name in tensors)
-    head = tensors.get("classifier.6.bias", np.zeros(0))
-    config = AlexNetConfig(feature="fc7", num_classes=head.size) if has_classifier else AlexNetConfig()
     try:
-        from_torchvision(tensors, config)
+        from_torchvision(tensors, AlexNetConfig())
     except ValueError as error:
         raise ValueError(f"{checkpoint.name}: {error}") from error
     return tensors

@@ -29,9 +29,8 @@ from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.benchmarks.table import Order
-from cheem_jax.data.cache import Phase
 from cheem_jax.data.demo import demo_stream
-from cheem_jax.data.load import ImagesConfig, load_tasks, load_train
+from cheem_jax.data.load import ImagesConfig, Phase, load_tasks, load_train
 from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.data.task import Stream, select
 from cheem_jax.engine import hosts

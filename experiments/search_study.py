@@ -33,7 +33,7 @@ from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.keys import Keys, SeedsConfig
 from cheem_jax.core.pool import Memory
 from cheem_jax.data.load import ImagesConfig
-from cheem_jax.data.task import hash_of_images
+from cheem_jax.data.task import hash_of
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.run.checkpoint import load_meta, saved_tasks
 from cheem_jax.run.progress import Progress
@@ -214,7 +214,7 @@ def means_of(
             raise ValueError(f"{run} knew mean class tokens of the backbone's own task; give its --base-data")
         vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
         found = base_means(vit, loaded.base_images, batch_size=config.batch_size)[place]
-        if data is not None and hash_of_images(loaded.base_images) != data:
+        if data is not None and hash_of(loaded.base_images) != data:
             raise ValueError(f"{run} saw other pictures of the backbone's own task; give its --base-data")
     if data is None and hashlib.sha256(found.tobytes()).hexdigest() != wanted:
         progress.say("the mean class tokens of the backbone's own task are not bit for bit the run's")

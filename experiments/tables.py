@@ -264,7 +264,7 @@ def counts() -> list[Grid]:
     grids = []
     for stream, names in (("MTIL", MTIL["default"]), ("VDD", VDD)):
         tasks = [BY_NAME[name] for name in names.split()]
-        rows = tuple((t.title, *map(str, t.counts), str(t.num_classes)) for t in tasks)
+        rows = tuple((t.name, *map(str, t.counts), str(t.num_classes)) for t in tasks)
         grids.append(Grid(f"{COUNTS}: {stream}", columns, rows, 1))
     return grids
 

@@ -11,7 +11,7 @@ import numpy as np
 import scipy.io
 from PIL import Image
 
-from cheem_jax.data.benchmarks import readers
+from cheem_jax.data.benchmarks.table import BY_NAME
 
 Files = dict[str, bytes]
 Contents = dict[str, Files]
@@ -117,14 +117,14 @@ def eurosat() -> Contents:
     return {
         "EuroSAT.zip": {
             f"2750/{name}/{name}_{i}.jpg": picture(next(numbers), size=(64, 64))
-            for name in readers.EUROSAT_CLASSES
+            for name in BY_NAME["eurosat"].class_names
             for i in (1, 2)
         }
     }
 
 
 def caltech101() -> Contents:
-    folders = {name: name for name in readers.CALTECH101_CLASSES}
+    folders = {name: name for name in BY_NAME["caltech101"].class_names}
     folders |= {"background_google": "BACKGROUND_Google", "faces": "Faces", "motorbikes": "Motorbikes"}
     files = {f"101_ObjectCategories/{folders[name]}/tmp": b"" for name in ("background_google",)}
     for label, folder in enumerate(folders.values()):

@@ -89,24 +89,6 @@ def test_both_convolutional_features_are_what_numpy_computes(tensors):
     assert (conv5 < 0).any() and (pooled >= 0).all()
 
 
-def test_the_hidden_layers_and_the_head_read_the_pooled_maps_channels_first(tensors, monkeypatch):
-    monkeypatch.setattr(alexnet, "HIDDEN", 32)  # all 4096 take seconds
-    config = AlexNetConfig(63, "fc7", num_classes=3)
-    rng = np.random.default_rng(2)
-    dense = {}
-    for index, (outputs, inputs) in {1: (32, 9216), 4: (32, 32), 6: (3, 32)}.items():
-        weight = rng.standard_normal((outputs, inputs), np.float32) / inputs**0.5
-        dense |= {f"classifier.{index}.weight": weight, f"classifier.{index}.bias": np.ones(outputs, np.float32)}
-    built = build_alexnet(config, from_torchvision(tensors | dense, config))
-    _, x = plain_alexnet(tensors, IMAGES[:1])
-    for index in (1, 4):
-        x = np.maximum(x @ dense[f"classifier.{index}.weight"].T + 1, 0)
-    features = built(jnp.asarray(IMAGES[:1]))
-    np.testing.assert_allclose(features, x, rtol=0, atol=1e-5 * x.max())
-    logits = x @ dense["classifier.6.weight"].T + 1
-    np.testing.assert_allclose(built.logits(features), logits, rtol=0, atol=1e-5 * np.abs(logits).max())
-
-
 def test_an_answer_does_not_depend_on_its_company(tensors):
     params = from_torchvision(tensors, SMALL)
     together = run(SMALL, params, IMAGES)
@@ -137,13 +119,13 @@ def test_bins_of_seven_rows_in_three_overlap():
 @pytest.mark.parametrize(
     ("size", "sides", "widths"),
     [
-        (224, (55, 27, 13, 13, 13), (9216, 4096, 43_264)),
-        (96, (23, 11, 5, 5, 5), (9216, 4096, 6400)),
-        (63, (15, 7, 3, 3, 3), (9216, 4096, 2304)),
+        (224, (55, 27, 13, 13, 13), (9216, 43_264)),
+        (96, (23, 11, 5, 5, 5), (9216, 6400)),
+        (63, (15, 7, 3, 3, 3), (9216, 2304)),
     ],
 )
 def test_maps_and_features_have_torchvisions_sizes(size, sides, widths):
-    configs = [AlexNetConfig(size), AlexNetConfig(size, "fc7"), AlexNetConfig(size, "conv5")]
+    configs = [AlexNetConfig(size), AlexNetConfig(size, "conv5")]
     assert alexnet.map_sides(configs[0]) == sides
     assert tuple(config.width for config in configs) == widths
     for config in configs:
@@ -154,22 +136,14 @@ def test_maps_and_features_have_torchvisions_sizes(size, sides, widths):
         assert outputs.shape == (2, config.width) and outputs.dtype == np.float32
 
 
-def test_flops_at_224_are_655_million_multiply_adds_of_convolutions_and_714_in_all():
-    # 70.3 + 224.0 + 112.1 + 149.5 + 99.7 M, then 37.7 + 16.8 + 4.1 M
-    config = AlexNetConfig()
-    assert alexnet.convolution_flops(config) == 2 * 655_566_528
-    assert alexnet.whole_flops(config) == 2 * 714_188_480
-    assert round(alexnet.convolution_flops(config) / 1e9, 3) == 1.311
-
-
-@pytest.mark.parametrize(("feature", "giga"), [("pooled_conv", 1.311), ("conv5", 1.311), ("fc7", 1.420)])
-def test_a_feature_costs_what_leads_to_it(feature, giga):
-    assert round(alexnet.flops(AlexNetConfig(feature=feature)) / 1e9, 3) == giga
+@pytest.mark.parametrize("feature", ["pooled_conv", "conv5"])
+def test_flops_at_224_are_655_million_multiply_adds_of_convolutions(feature):
+    # 70.3 + 224.0 + 112.1 + 149.5 + 99.7 M
+    assert alexnet.flops(AlexNetConfig(feature=feature)) == 2 * 655_566_528
 
 
 def test_parameters_are_torchvisions():
-    whole = shapes_of(AlexNetConfig(feature="fc7", num_classes=1000))
-    assert sum(int(np.prod(shape)) for shape in whole.values()) == 61_100_840
+    assert sum(int(np.prod(shape)) for shape in shapes_of(SMALL).values()) == 2_469_696
     assert {torchvision_name_of(name) for name in shapes_of(SMALL)} == {
         f"features.{index}.{leaf}" for index in LAYERS for leaf in ("weight", "bias")
     }
@@ -181,17 +155,10 @@ def test_the_smallest_image_has_63_pixels(make):
         make(62)
 
 
-def test_only_fc7_is_followed_by_a_head():
-    with pytest.raises(ValueError, match="a head of 10 classes reads 'fc7', not 'conv5'"):
-        AlexNetConfig(feature="conv5", num_classes=10)
-
-
-def test_images_of_another_size_and_logits_without_a_head_are_refused(tensors):
+def test_images_of_another_size_are_refused(tensors):
     built = build_alexnet(SMALL, from_torchvision(tensors, SMALL))
     with pytest.raises(ValueError, match="images of 64 x 64 pixels, expected 63 x 63"):
         built(jnp.zeros((1, 64, 64, 3), np.uint8))
-    with pytest.raises(ValueError, match="carries no head; build it with feature='fc7' and num_classes"):
-        built.logits(jnp.zeros((1, 9216)))
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "npz"])
@@ -218,16 +185,6 @@ def test_a_converted_file_passes_on_its_origin_and_leaves_an_unused_classifier_a
     loaded = load_alexnet(file)
     assert (loaded.source, loaded.sha256) == ("alexnet.pth", "ab" * 32)
     assert loaded.params.keys() == shapes_of(AlexNetConfig()).keys()
-
-
-def test_fc7_needs_the_classifier(tmp_path, tensors):
-    safetensors.numpy.save_file(tensors, tmp_path / "alexnet.safetensors")
-    with pytest.raises(ValueError) as error:
-        load_alexnet(tmp_path / "alexnet.safetensors", feature="fc7")
-    assert "alexnet.safetensors: " in str(error.value) and "\n" not in str(error.value)
-    assert "missing: classifier.1.bias, classifier.1.weight, classifier.4.bias, classifier.4.weight;" in str(
-        error.value
-    )
 
 
 def test_weights_of_another_network_are_refused_in_one_message(tmp_path, tensors):

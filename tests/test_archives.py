@@ -8,7 +8,7 @@ from pathlib import Path
 import official
 import pytest
 
-from cheem_jax.data.benchmarks.archives import is_listed, members
+from cheem_jax.data.benchmarks.archives import members
 
 FILES = {"top/a.txt": b"a" * 700, "top/deep/er/b.txt": b"", "top/c.bin": bytes(range(256)) * 40}
 
@@ -19,7 +19,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def tar_of(*headers: tarfile.TarInfo) -> bytes:
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for header in headers:
             archive.addfile(header, io.BytesIO(bytes(header.size)))
     return buffer.getvalue()
@@ -43,19 +43,13 @@ def test_a_folder_and_every_archive_of_it_hold_the_same(tmp_path):
     assert contents(folder) == FILES
     for name, data in {
         "a.zip": official.zipped(FILES),
-        "a.tar": official.tar(FILES, "w"),
         "a.tgz": official.tar(FILES),
         "zip under a wrong name.tar.gz": official.zipped(FILES),
-        "dots.tar": official.tar({f"./{name}": data for name, data in FILES.items()}, "w"),
+        "dots.tgz": official.tar({f"./{name}": data for name, data in FILES.items()}),
     }.items():
         before = sorted(tmp_path.rglob("*"))
         assert contents(with_file(tmp_path, name, data)) == FILES, name
         assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / name])  # nothing was unpacked
-
-
-def test_only_a_tar_must_be_read_to_list_its_files(tmp_path):
-    assert is_listed(tmp_path) and is_listed(with_file(tmp_path, "a.zip", official.zipped(FILES)))
-    assert not is_listed(with_file(tmp_path, "a.tar", official.tar(FILES, "w")))
 
 
 def test_what_an_archiver_on_a_mac_adds_is_left_out(tmp_path):
@@ -64,36 +58,25 @@ def test_what_an_archiver_on_a_mac_adds_is_left_out(tmp_path):
         assert contents(with_file(tmp_path, name, data)) == FILES
 
 
-@pytest.mark.parametrize(
-    "evil, fault",
-    [
-        (header("../evil"), "not a plain relative one"),
-        (header("top/../../evil"), "not a plain relative one"),
-        (header("/etc/evil"), "not a plain relative one"),
-        (header("top\\evil"), "not a plain relative one"),
-        (header("C:/evil"), "not a plain relative one"),
-        (header("top/./evil"), "not a plain relative one"),
-        (header("evil", tarfile.SYMTYPE, linkname="/etc/passwd"), "it is a link to '/etc/passwd'"),
-        (header("evil", tarfile.LNKTYPE, linkname="good"), "it is a link to 'good'"),
-        (header("evil", tarfile.FIFOTYPE), "neither a file nor a folder"),
-        (header("evil", tarfile.CHRTYPE), "neither a file nor a folder"),
-        (header("good"), "'good' occurs twice"),
-    ],
-)
-def test_tar_members_that_no_image_set_has_are_refused(tmp_path, evil, fault):
-    path = with_file(tmp_path, "a.tar", tar_of(header("good", size=5), evil))
-    with pytest.raises(ValueError, match=rf"a\.tar.*{fault}"):
-        contents(path)
-    assert not (tmp_path.parent / "evil").exists()
+def test_nothing_but_the_files_of_a_tar_is_read_and_nothing_is_written(tmp_path):
+    others = [
+        header("evil", tarfile.SYMTYPE, linkname="/etc/passwd"),
+        header("evil", tarfile.LNKTYPE, linkname="good"),
+        header("evil", tarfile.FIFOTYPE),
+        header("evil", tarfile.CHRTYPE),
+    ]
+    path = with_file(tmp_path, "a.tgz", tar_of(header("good", size=5), *others, header("../up", size=1)))
+    assert contents(path) == {"good": bytes(5)}
+    assert list(tmp_path.iterdir()) == [path] and not (tmp_path.parent / "up").exists()
 
 
 def test_a_tar_member_of_absurd_size_is_refused_before_it_is_read(tmp_path):
     huge = header("huge.jpg", size=2**40).tobuf(tarfile.GNU_FORMAT)
-    with pytest.raises(ValueError, match=r"a\.tar.*'huge\.jpg': it unpacks to 1099511627776 bytes, expected"):
-        contents(with_file(tmp_path, "a.tar", tar_of(header("good"))[:512] + huge))
+    with pytest.raises(ValueError, match=r"a\.tgz.*'huge\.jpg': it unpacks to 1099511627776 bytes, expected"):
+        contents(with_file(tmp_path, "a.tgz", gzip.compress(huge + bytes(1024))))
     long_name = header("././@LongLink", tarfile.GNUTYPE_LONGNAME, size=2**30).tobuf(tarfile.GNU_FORMAT)
-    with pytest.raises(ValueError, match=r"a\.tar.*it unpacks to 1073741824 bytes"):
-        contents(with_file(tmp_path, "a.tar", long_name + bytes(1024)))
+    with pytest.raises(ValueError, match=r"a\.tgz.*it unpacks to 1073741824 bytes"):
+        contents(with_file(tmp_path, "a.tgz", gzip.compress(long_name + bytes(1024))))
 
 
 def test_zip_members_that_no_image_set_has_are_refused(tmp_path):
@@ -111,17 +94,12 @@ def test_zip_members_that_no_image_set_has_are_refused(tmp_path):
         contents(with_file(tmp_path, "a.zip", bytes(data)))
 
 
-@pytest.mark.parametrize("name", ["a.tar.gz", "a.tar", "a.zip"])
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.zip"])
 def test_an_archive_cut_off_anywhere_is_refused(tmp_path, name):
-    make = {"a.tar.gz": official.tar, "a.tar": lambda files: official.tar(files, "w"), "a.zip": official.zipped}[name]
-    whole = make(FILES)
-    # a tar is filled up with zeros behind its end mark, which may be missing
-    end = len(whole.rstrip(b"\0")) if name == "a.tar" else len(whole)
-    for length in itertools.chain(range(1, end, 97), range(end - 20, end - 1)):
-        with pytest.raises(ValueError, match=rf"{name}.*download it again|{name} is not a readable zip"):
+    whole = official.zipped(FILES) if name == "a.zip" else official.tar(FILES)
+    for length in itertools.chain(range(0, len(whole), 97), range(len(whole) - 20, len(whole) - 1)):
+        with pytest.raises(ValueError, match=rf"{name}.*download it again"):
             contents(with_file(tmp_path, name, whole[:length]))
-    with pytest.raises(ValueError, match=f"{name} is empty"):
-        contents(with_file(tmp_path, name, b""))
 
 
 def test_flipped_bytes_are_noticed(tmp_path):
@@ -129,29 +107,17 @@ def test_flipped_bytes_are_noticed(tmp_path):
     packed[-8] ^= 1  # the checksum, which gzip compares at the very end
     with pytest.raises(ValueError, match=r"a\.tgz.*CRC check failed.*download it again"):
         contents(with_file(tmp_path, "a.tgz", bytes(packed)))
-    plain = bytearray(official.tar({"a": b"x", "b": b"y"}, "w"))
-    plain[1024] ^= 1  # the second header: tarfile alone would take it for the end
-    for name, data in {"a.tar": bytes(plain), "a.tar.gz": gzip.compress(bytes(plain))}.items():
-        with pytest.raises(ValueError, match=rf"{name}: corrupted.*header.*download it again"):
-            contents(with_file(tmp_path, name, data))
     stored = official.zipped({"a.txt": b"quite a long text"}).replace(b"quite", b"quilt")
     with pytest.raises(ValueError, match=r"a\.zip.*a\.txt.*CRC"):
         contents(with_file(tmp_path, "a.zip", stored))
 
 
-@pytest.mark.parametrize(
-    "page", [b"<!DOCTYPE html><html>404</html>", b"\n <HTML><body>Sign in", b"<?xml version='1.0'?>"]
-)
-def test_a_web_page_saved_as_an_archive_is_called_one(tmp_path, page):
+@pytest.mark.parametrize("data", [b"<!DOCTYPE html><html>404</html>", b"quite another thing" * 99, b""])
+def test_what_is_no_archive_or_not_there_is_named(tmp_path, data):
     for name in ("a.zip", "a.tar.gz"):
-        with pytest.raises(ValueError, match=f"{name} is a web page, not an archive; .* download it again"):
-            contents(with_file(tmp_path, name, page))
-
-
-def test_what_is_no_archive_or_not_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"a\.tar\.gz: corrupted, truncated or not a tar archive"):
-        contents(with_file(tmp_path, "a.tar.gz", b"quite another thing" * 99))
-    with pytest.raises(FileNotFoundError, match="nowhere: no such folder or archive"):
+        with pytest.raises(ValueError, match=rf"{name}: corrupted, truncated or neither a zip nor a tar\.gz"):
+            contents(with_file(tmp_path, name, data))
+    with pytest.raises(FileNotFoundError, match="nowhere: no such folder or zip"):
         contents(tmp_path / "nowhere")
 
 
@@ -171,15 +137,15 @@ def test_a_link_to_a_folder_elsewhere_counts_by_its_own_name(tmp_path):
 def test_a_tar_that_unpacks_to_a_hundred_times_its_size_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("cheem_jax.data.benchmarks.archives.SMALL_BYTES", 2**20)
     path = with_file(tmp_path, "a.tgz", official.tar({f"{i}.bin": bytes(2**20) for i in range(9)}))
-    with pytest.raises(ValueError, match=r"a\.tgz: refused as a bomb"):
+    with pytest.raises(ValueError, match=r"a\.tgz: .*refused as a bomb"):
         contents(path)
     path = with_file(tmp_path, "b.tgz", gzip.compress(official.tar({"a": b"x"}, "w") + bytes(2**24)))
-    with pytest.raises(ValueError, match=r"b\.tgz: .*more than \d+ bytes follow the last member"):
+    with pytest.raises(ValueError, match=r"b\.tgz: .*refused as a bomb: more than \d+ bytes unpacked"):
         contents(path)
 
 
 def test_a_tar_of_too_many_members_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("cheem_jax.data.benchmarks.archives.MAX_FILES", 3)
-    path = with_file(tmp_path, "a.tar", tar_of(*(header(str(i)) for i in range(5))))
-    with pytest.raises(ValueError, match=r"a\.tar: refused as a bomb: more than 3 members"):
+    path = with_file(tmp_path, "a.tgz", tar_of(*(header(str(i)) for i in range(5))))
+    with pytest.raises(ValueError, match=r"a\.tgz: .*refused as a bomb: more than 3 members"):
         contents(path)

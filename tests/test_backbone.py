@@ -125,7 +125,7 @@ def test_one_message_lists_all_that_is_missing_unexpected_and_misshapen(nano):
     with pytest.raises(ValueError) as error:
         check_params(NANO, params)
     message = str(error.value)
-    assert "missing: blocks.[0-2,4].up.bias;" in message
+    assert "missing: blocks.*.up.bias (of 4 blocks);" in message
     assert "unexpected: extra;" in message
     assert "misshapen: norm.scale is (7,), expected (48,)" in message
 

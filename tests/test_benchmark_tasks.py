@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cheem_jax.data.benchmarks.prepare import cut_by_rule, plan_benchmark, plan_of, registered, splits_file
-from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, OWN, TASKS, Counts, members_of, order_of
+from cheem_jax.data.benchmarks.prepare import cut_by_rule, plan_of, registered, splits_file
+from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, TASKS, Counts, members_of, order_of
 from cheem_jax.data.load import load_tasks
-from cheem_jax.data.records import find_prepared, open_prepared, plan_tfds
+from cheem_jax.data.records import Records, find_prepared, open_prepared, plan_tfds
 from cheem_jax.data.sources import plan_source
 
 OFFICIAL_SIZES = {
@@ -39,20 +39,20 @@ OFFICIAL_SIZES = {
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
 def test_the_papers_counts_follow_from_the_split_rules(task):
-    keys = {split: [f"{split}{row}" for row in range(num)] for split, num in OFFICIAL_SIZES[task.name].items()}
+    sizes = dict(OFFICIAL_SIZES[task.name])
     if task.name == "imagenet12":  # the same rule on a twentieth part, which is quicker to sort
-        keys["train"] = keys["train"][: 1232167 // 20]
-    labels = {split: np.arange(len(names), dtype=np.int32) % task.num_classes for split, names in keys.items()}
-    total = {label: sum((found == label).sum() for found in labels.values()) for label in (0, task.num_classes - 1)}
-    cut_by_rule(task.rule, keys, labels, seed=0)
-    found = Counts(*(len(labels[split]) for split in ("train", "val", "test")))
+        sizes["train"] //= 20
+    members = {split: {f"{split}{row}": row % task.num_classes for row in range(num)} for split, num in sizes.items()}
+    before = {key: label for labels in members.values() for key, label in labels.items()}
+    cut_by_rule(task.rule, members, seed=0)
+    found = Counts(*(len(members[split]) for split in ("train", "val", "test")))
     if task.name == "imagenet12":
         assert found.val == 61608 // 10 and 1232167 // 10 == task.counts.val
         assert 1232167 - task.counts.val == task.counts.train and found.test == task.counts.test
     else:
         assert found == task.counts
-    assert total == {label: sum((part == label).sum() for part in labels.values()) for label in total}
-    assert len({name for names in keys.values() for name in names}) == sum(found)
+    assert {key: label for labels in members.values() for key, label in labels.items()} == before
+    assert len(before) == sum(found)
 
 
 def test_the_streams_are_those_of_the_paper():
@@ -73,7 +73,7 @@ def prepared(tmp_path_factory):
 
     data_dir, tasks = tmp_path_factory.mktemp("data"), {}
     for task in TASKS:
-        splits = [*task.train, *filter(None, (task.val, task.test))]
+        splits = [*task.train, *task.val, *task.test]
         small_task(data_dir, task, dict.fromkeys(splits, 4))
         num = task.num_classes
         counts = {
@@ -86,13 +86,18 @@ def prepared(tmp_path_factory):
     return data_dir, tasks
 
 
+def chosen(files, rows):
+    """Some of the records."""
+    return Records(files.directory, files.image, [files.places[row] for row in rows], [files.keys[row] for row in rows])
+
+
 @pytest.mark.parametrize("name", [*BY_NAME])
 def test_every_task_loads_as_a_users_run_loads_it(prepared, name):
     data_dir, tasks = prepared
     plan = plan_of(tasks[name], data_dir)
     assert plan.name == name and len(plan.classes) == tasks[name].num_classes
     few = dataclasses.replace(plan, **{
-        split: dataclasses.replace(part, files=part.files.chosen(rows), labels=part.labels[rows])
+        split: dataclasses.replace(part, files=chosen(part.files, rows), labels=part.labels[rows])
         for split, part in plan.splits.items()
         for rows in [np.unique(part.labels, return_index=True)[1]]
     })  # fmt: skip
@@ -142,7 +147,7 @@ def test_splits_other_than_those_written_down_are_refused(prepared):
 def test_wrong_counts_name_the_task_and_both_numbers(prepared):
     data_dir, _ = prepared
     with pytest.raises(ValueError, match=r"task 'mnist' has 30/10/40 train/val/test .* expected 54,000/6,000/10,000"):
-        plan_benchmark("mnist", data_dir)
+        plan_of(BY_NAME["mnist"], data_dir)
 
 
 def test_an_example_is_the_same_wherever_it_was_prepared(prepared, tmp_path):
@@ -164,7 +169,10 @@ def test_withheld_labels_are_refused(prepared):
     data_dir, _ = prepared
     labels = {"train": np.repeat([0, 1], 6), "test": np.full(4, -1)}
     prepare_small(data_dir / "withheld", "visual_domain_decathlon/daimlerpedcls:1.2.0", labels, key="name")
-    with pytest.raises(ValueError, match="4 of 4 examples of split 'test' have the label -1"):
+    with pytest.raises(
+        ValueError,
+        match="4 of 4 examples of split 'test' have labels outside 0..1 .*are withheld",
+    ):
         plan_tfds("visual_domain_decathlon/daimlerpedcls", data_dir / "withheld")
 
 
@@ -186,7 +194,7 @@ def test_what_is_not_prepared_is_named(prepared, tmp_path):
     with pytest.raises(ValueError, match="'a b' is not the name of a TFDS data set"):
         find_prepared("a b", data_dir)
     with pytest.raises(FileNotFoundError, match="is not prepared"):
-        plan_benchmark("food101", tmp_path)
+        plan_of(BY_NAME["food101"], tmp_path)
 
 
 def test_a_damaged_data_set_is_named(prepared, tmp_path):
@@ -365,6 +373,6 @@ def test_a_record_of_splits_that_makes_no_sense_is_told(prepared, tmp_path, text
 def test_every_file_that_a_stock_builder_fetches_has_a_registered_hash():
     """Some of their addresses are not encrypted, so nothing else would tell a file that was changed on the way."""
     pytest.importorskip("tensorflow_datasets", reason="the extra `datasets` is not installed")
-    archives = [a for task in TASKS if task.builder not in OWN for a in registered(task, Path("/nonexistent"))]
+    archives = [a for task in TASKS if not task.archives for a in registered(task, Path("/nonexistent"))]
     assert sum(archive.url.startswith("http://") for archive in archives) > 5
     assert all(re.fullmatch("[0-9a-f]{64}", archive.hash or "") and archive.num_bytes for archive in archives)

@@ -1,6 +1,7 @@
 """`cheem data` as a user types it."""
 
 import dataclasses
+import hashlib
 import json
 
 import numpy as np
@@ -11,9 +12,8 @@ from test_data_cache import pictures
 
 from cheem_jax.cli import main as cli
 from cheem_jax.data import ImagesConfig, load_tasks, plan_task
-from cheem_jax.data.benchmarks import prepare as preparing
 from cheem_jax.data.benchmarks.prepare import manual_dir
-from cheem_jax.data.benchmarks.table import BY_NAME, OWN, Counts
+from cheem_jax.data.benchmarks.table import BY_NAME, Counts
 
 
 @pytest.fixture
@@ -42,10 +42,13 @@ def picture(file):
 def gtsrb(tmp_path, monkeypatch):
     """A data folder with small archives of one task, which the table then expects."""
     pytest.importorskip("tensorflow_datasets", reason="needs the extra `datasets`")
-    monkeypatch.setitem(BY_NAME, "gtsrb", dataclasses.replace(BY_NAME["gtsrb"], counts=Counts(43, 43, 43)))
-    archives = tuple(a._replace(hash=None) for a in OWN["gtsrb"])
-    monkeypatch.setitem(preparing.OWN, "gtsrb", archives)
-    official.put(manual_dir(tmp_path / "data"), official.gtsrb())
+    place = official.put(manual_dir(tmp_path / "data"), official.gtsrb())
+    archives = tuple(
+        archive._replace(hash=hashlib.sha256((place / archive.file).read_bytes()).hexdigest())
+        for archive in BY_NAME["gtsrb"].archives
+    )
+    task = dataclasses.replace(BY_NAME["gtsrb"], counts=Counts(43, 43, 43), archives=archives)
+    monkeypatch.setitem(BY_NAME, "gtsrb", task)
     return tmp_path / "data"
 
 

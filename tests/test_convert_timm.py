@@ -14,9 +14,8 @@ from PIL import Image
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.backbone.means import base_means, pooled_means
 from cheem_jax.backbone.params import build, shapes_of
-from cheem_jax.backbone.resample import resample_position
 from cheem_jax.backbone.timm_names import from_timm, infer_config, timm_name_of
-from cheem_jax.backbone.weights import Pretrained, load_pretrained, resize, save_converted
+from cheem_jax.backbone.weights import Pretrained, load_pretrained, resample_position, resize, save_converted
 from cheem_jax.cli import convert
 from cheem_jax.cli import main as cli
 from cheem_jax.core.ops import Reuse

@@ -113,7 +113,7 @@ def test_meta_json_names_the_classes_in_label_order(tmp_path):
             b'{"classes": ["cat", "cow"]}',
             r"\['dog'\] are neither names nor label numbers|\['cat', 'dog'\] are neither",
         ),
-        (b'{"classes": ["cat", "dog", "eel"]}', "split 'test': no image of 1 of 3 classes: 'eel'"),
+        (b'{"classes": ["cat", "dog", "eel"]}', "split 'train': no image of 1 of 3 classes: 'eel'"),
     ],
 )
 def test_a_wrong_meta_json_is_refused(tmp_path, meta, complaint):
@@ -193,7 +193,7 @@ def test_classes_too_small_to_be_cut_are_named(tmp_path):
     [
         ({"readme.txt": b"x"}, "no images in it; expected <train"),
         (layout(train={"cat": 3}), "has 1 class"),
-        ({"cat/1.png": png(), "cat/2.png": png()}, "has 1 class"),
+        ({"cat/1.png": png(), "cat/2.png": png()}, "too few in 'cat'"),
         (
             layout(train={"cat": 3, "dog": 3}, test={"cat": 1}),
             "split 'test': no image of 1 of 2 classes: 'dog'",
@@ -202,10 +202,10 @@ def test_classes_too_small_to_be_cut_are_named(tmp_path):
             layout(train={"cat": 3, "dog": 3}, test={"cat": 1, "dog": 1, "eel": 1}),
             r"test.*train does not.*\['eel'\]",
         ),
-        (layout(train={"cat": 3, "dog": 3}, val={"cat": 1, "dog": 1}), "train and val but no test folder"),
+        (layout(train={"cat": 3, "dog": 3}, val={"cat": 1, "dog": 1}), "train and val but no test split"),
         (
             layout(val={"cat": 3, "dog": 3}, test={"cat": 1, "dog": 1}),
-            r"no train folder among \['test', 'val'\]",
+            r"no split 'train', only \['test', 'val'\]",
         ),
         (FULL | layout(tset={"cat": 1}), r"\['tset'\] are not splits; known are train, val"),
         (FULL | layout(valid={"cat": 1}), r"several folders for one split \['val'\]"),

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import urllib3
 
 from cheem_jax.data.benchmarks import download as module
 from cheem_jax.data.benchmarks.download import download
-from cheem_jax.data.benchmarks.table import OWN
+from cheem_jax.data.benchmarks.table import TASKS
 
 BODY = bytes(range(256)) * 4096 * 3  # 3 MiB
 CUT = 15 * 2**16
@@ -124,43 +125,42 @@ def quick(monkeypatch):
     monkeypatch.setattr(module, "BACKOFF", 0)
 
 
-def interrupted(server: Server, file: Path, **options) -> None:
+def interrupted(server: Server, file: Path) -> None:
     """A download whose connection breaks after `CUT` bytes, for good."""
     server.faults = [cut_after(CUT)] + [cut_after(0)] * 9
     with pytest.raises(OSError, match=rf"images.zip cannot be downloaded: .*resumes from byte {CUT}.*put the file at"):
-        download(server.url, file, **options)
+        download(server.url, file, SHA256)
     server.faults.clear()
     server.requested.clear()
 
 
 def test_a_plain_download_leaves_the_file_alone_and_reports_its_bytes(server, tmp_path):
     file, seen = tmp_path / "sub" / "images.zip", []
-    download(server.url, file, known_hash=SHA256.upper(), size=len(BODY), on_progress=seen.append)
+    download(server.url, file, SHA256.upper(), on_progress=seen.append)
     assert file.read_bytes() == BODY and names(file.parent) == ["images.zip"] and sum(seen) == len(BODY)
-    download(server.url, tmp_path / "b.zip", known_hash=f"md5:{MD5}")
+    download(server.url, tmp_path / "b.zip", f"md5:{MD5}")
     assert server.requested == [None, None]
 
 
 def test_a_body_without_a_length_ends_with_the_connection(server, tmp_path):
     server.sized, seen = False, []
-    download(server.url, tmp_path / "a.zip", on_progress=seen.append)
+    download(server.url, tmp_path / "a.zip", SHA256, on_progress=seen.append)
     assert (tmp_path / "a.zip").read_bytes() == BODY and sum(seen) == len(BODY)
 
 
 def test_a_cut_connection_is_resumed_where_it_broke(server, tmp_path):
     server.faults, seen = [cut_after(CUT), cut_after(2 * CUT)], []
-    download(server.url, tmp_path / "a.zip", known_hash=SHA256, on_progress=seen.append)
+    download(server.url, tmp_path / "a.zip", SHA256, on_progress=seen.append)
     assert server.requested == [None, f"bytes={CUT}-", f"bytes={2 * CUT}-"] and sum(seen) == len(BODY)
 
 
-@pytest.mark.parametrize("known", [None, SHA256])
-def test_a_later_call_resumes_what_an_earlier_one_left(server, tmp_path, known):
+def test_a_later_call_resumes_what_an_earlier_one_left(server, tmp_path):
     file, seen = tmp_path / "a.zip", []
-    interrupted(server, file, known_hash=known)
-    assert names(tmp_path) == ["a.zip.part", "a.zip.part.version"]
-    download(server.url, file, known_hash=known, on_progress=seen.append)
+    interrupted(server, file)
+    assert names(tmp_path) == ["a.zip.part"]
+    download(server.url, file, SHA256, on_progress=seen.append)
     assert server.requested == [f"bytes={CUT}-"] and file.read_bytes() == BODY and sum(seen) == len(BODY)
-    assert names(tmp_path) == (["a.zip"] if known else ["a.zip", "a.zip.sha256"])
+    assert names(tmp_path) == ["a.zip"]
 
 
 def test_an_interrupted_download_leaves_no_file_and_is_resumed(server, tmp_path):
@@ -170,9 +170,9 @@ def test_an_interrupted_download_leaves_no_file_and_is_resumed(server, tmp_path)
 
     server.faults = [cut_after(2**20 + 2**19)]
     with pytest.raises(KeyboardInterrupt):
-        download(server.url, tmp_path / "a.zip", known_hash=SHA256, on_progress=lambda num: num and ctrl_c(num))
-    assert names(tmp_path) == ["a.zip.part", "a.zip.part.version"]
-    download(server.url, tmp_path / "a.zip", known_hash=SHA256)
+        download(server.url, tmp_path / "a.zip", SHA256, on_progress=lambda num: num and ctrl_c(num))
+    assert names(tmp_path) == ["a.zip.part"]
+    download(server.url, tmp_path / "a.zip", SHA256)
     assert server.requested[-1] is not None and (tmp_path / "a.zip").read_bytes() == BODY
 
 
@@ -180,35 +180,31 @@ def test_retries_count_failures_without_headway(server, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "RETRIES", 1)
     server.body = BODY * 3
     server.faults = [cut_after(end * 2**20 + 2**16) for end in range(1, 9)]
-    download(server.url, tmp_path / "a.zip")
+    download(server.url, tmp_path / "a.zip", hashlib.sha256(BODY * 3).hexdigest())
     assert len(server.requested) == 9 and (tmp_path / "a.zip").read_bytes() == BODY * 3
 
 
 def test_a_server_that_ignores_ranges_sends_all_again(server, tmp_path):
     server.ranges, server.faults, seen = False, [cut_after(CUT)], []
-    download(server.url, tmp_path / "a.zip", known_hash=SHA256, on_progress=seen.append)
+    download(server.url, tmp_path / "a.zip", SHA256, on_progress=seen.append)
     assert server.requested == [None, f"bytes={CUT}-"] and sum(seen) == len(BODY)
 
 
-@pytest.mark.parametrize(("known", "second"), [(None, None), (SHA256, f"bytes={CUT}-")])
-def test_without_a_validator_only_a_known_hash_allows_resuming(server, tmp_path, known, second):
-    server.etag, server.faults = None, [cut_after(CUT)]
-    download(server.url, tmp_path / "a.zip", known_hash=known)
-    assert server.requested == [None, second] and (tmp_path / "a.zip").read_bytes() == BODY
-
-
-def test_a_file_that_changed_meanwhile_starts_again(server, tmp_path):
+def test_a_mixture_of_two_versions_is_told_and_the_next_call_starts_again(server, tmp_path):
     file = tmp_path / "a.zip"
     interrupted(server, file)
-    server.body, server.etag = BODY[::-1], '"two"'
-    download(server.url, file)
-    assert file.read_bytes() == BODY[::-1] and server.requested == [f"bytes={CUT}-"]
+    server.body = BODY[::-1]
+    with pytest.raises(ValueError, match="does not match the known hash"):
+        download(server.url, file, hashlib.sha256(server.body).hexdigest())
+    assert names(tmp_path) == []
+    download(server.url, file, hashlib.sha256(server.body).hexdigest())
+    assert server.requested == [f"bytes={CUT}-", None] and file.read_bytes() == BODY[::-1]
 
 
 def test_a_wrong_content_range_starts_again(server, tmp_path):
     wrong = status(206, Content_Range=f"bytes 5-{len(BODY) - 1}/{len(BODY)}")
     server.faults = [cut_after(CUT), wrong]
-    download(server.url, tmp_path / "a.zip", known_hash=SHA256)
+    download(server.url, tmp_path / "a.zip", SHA256)
     assert server.requested == [None, f"bytes={CUT}-", None]
 
 
@@ -216,35 +212,29 @@ def test_a_part_that_is_complete_already_only_gets_its_name(server, tmp_path):
     file = tmp_path / "a.zip"
     interrupted(server, file)
     (tmp_path / "a.zip.part").write_bytes(BODY)
-    download(server.url, file)
+    download(server.url, file, SHA256)
     assert file.read_bytes() == BODY and server.requested == [f"bytes={len(BODY)}-"]
 
 
 def test_a_part_that_is_too_long_is_downloaded_again(server, tmp_path):
     (tmp_path / "a.zip.part").write_bytes(BODY + b"x")
-    download(server.url, tmp_path / "a.zip", known_hash=SHA256)
+    download(server.url, tmp_path / "a.zip", SHA256)
     assert server.requested == [f"bytes={len(BODY) + 1}-", None] and (tmp_path / "a.zip").read_bytes() == BODY
 
 
 def test_a_corrupted_part_is_told_and_the_next_call_starts_again(server, tmp_path):
     (tmp_path / "a.zip.part").write_bytes(bytes(CUT))
     with pytest.raises(ValueError, match="does not match the known hash"):
-        download(server.url, tmp_path / "a.zip", known_hash=SHA256)
+        download(server.url, tmp_path / "a.zip", SHA256)
     assert names(tmp_path) == []
-    download(server.url, tmp_path / "a.zip", known_hash=SHA256)
+    download(server.url, tmp_path / "a.zip", SHA256)
     assert server.requested == [f"bytes={CUT}-", None]
 
 
 def test_a_wrong_hash_names_both_and_keeps_nothing(server, tmp_path):
     with pytest.raises(ValueError, match=f"images.zip: MD5 hash .*expected md5:1{{32}} but got {MD5}"):
-        download(server.url, tmp_path / "a.zip", known_hash=f"md5:{'1' * 32}")
+        download(server.url, tmp_path / "a.zip", f"md5:{'1' * 32}")
     assert names(tmp_path) == [] and len(server.requested) == 1
-
-
-def test_a_wrong_size_is_known_before_the_body(server, tmp_path):
-    with pytest.raises(ValueError, match="images.zip: the server has 3145728 bytes, expected 7"):
-        download(server.url, tmp_path / "a.zip", size=7)
-    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("code", [401, 403, 404, 410])
@@ -253,17 +243,17 @@ def test_a_refused_file_is_not_asked_for_again(server, tmp_path, code):
     with pytest.raises(
         OSError, match=rf"images.zip cannot be downloaded: HTTP status {code} .*put the file at .*a.zip"
     ):
-        download(server.url, tmp_path / "a.zip")
+        download(server.url, tmp_path / "a.zip", SHA256)
     assert len(server.requested) == 1 and names(tmp_path) == []
 
 
 @pytest.mark.parametrize("code", [429, 500, 503])
 def test_a_busy_server_is_asked_again(server, tmp_path, code):
     server.faults = [status(code)] * module.RETRIES
-    download(server.url, tmp_path / "a.zip", known_hash=SHA256)
+    download(server.url, tmp_path / "a.zip", SHA256)
     server.faults = [status(code)] * 9
     with pytest.raises(OSError, match=f"images.zip cannot be downloaded: HTTP status {code}"):
-        download(server.url, tmp_path / "b.zip")
+        download(server.url, tmp_path / "b.zip", SHA256)
 
 
 def test_a_server_is_waited_for_as_long_as_it_asks_but_not_for_ever(server, tmp_path, monkeypatch):
@@ -271,7 +261,7 @@ def test_a_server_is_waited_for_as_long_as_it_asks_but_not_for_ever(server, tmp_
     date = formatdate(0, usegmt=True)  # gone by
     server.faults = [status(503, Retry_After="1"), status(429, Retry_After="99999"), status(500, Retry_After=date)]
     start = time.monotonic()
-    download(server.url, tmp_path / "a.zip", known_hash=SHA256)
+    download(server.url, tmp_path / "a.zip", SHA256)
     assert 2 <= time.monotonic() - start < 600 and len(server.requested) == 4
 
 
@@ -280,10 +270,10 @@ def test_a_hanging_server_ends_in_an_error(server, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "RETRIES", 2)
     server.faults = [hang] * 9
     with pytest.raises(OSError, match="cannot be downloaded: .*timed out"):
-        download(server.url, tmp_path / "a.zip")
+        download(server.url, tmp_path / "a.zip", SHA256)
     server.faults = [hang_after(200_000)] * 9
     with pytest.raises(OSError, match="cannot be downloaded: .*timed out"):
-        download(server.url, tmp_path / "a.zip")
+        download(server.url, tmp_path / "a.zip", SHA256)
     assert not (tmp_path / "a.zip").exists()
 
 
@@ -291,39 +281,20 @@ def test_a_port_where_nothing_listens_is_a_clear_error(tmp_path):
     with Server() as gone:
         url = gone.url
     with pytest.raises(OSError, match="cannot be downloaded: .*Connection refused"):
-        download(url, tmp_path / "a.zip")
+        download(url, tmp_path / "a.zip", SHA256)
 
 
 def test_a_web_page_is_no_archive(server, tmp_path):
     server.content_type = "text/html; charset=utf-8"
-    with pytest.raises(ValueError, match="web page arrived where a.tar.gz was expected, probably a login"):
-        download(server.url, tmp_path / "a.tar.gz")
+    with pytest.raises(ValueError, match=r"web page arrived where an archive was expected.*a\.tar\.gz"):
+        download(server.url, tmp_path / "a.tar.gz", SHA256)
     assert names(tmp_path) == []
-    download(server.url, tmp_path / "page.html")
-
-
-def test_a_file_without_a_known_hash_is_held_to_its_first_one(server, tmp_path):
-    file = tmp_path / "a.zip"
-    download(server.url, file)
-    assert (tmp_path / "a.zip.sha256").read_text() == f"{SHA256}  a.zip\n"
-    file.unlink()
-    server.body = BODY[::-1]
-    with pytest.raises(ValueError, match=f"expected {SHA256} .*replaced the file, delete .*a.zip.sha256"):
-        download(server.url, file)
-    assert names(tmp_path) == ["a.zip.sha256"]
-
-
-@pytest.mark.parametrize("content", [b"?", b"\xff" * 64])
-def test_a_hash_file_without_a_hash_is_named(tmp_path, content):
-    (tmp_path / "a.zip.sha256").write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.zip\.sha256 does not contain a SHA-256 \(64 hexadecimal digits\)"):
-        download("https://example.org/a.zip", tmp_path / "a.zip")
 
 
 def test_a_place_that_cannot_be_written_is_a_clear_error(server, tmp_path):
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(OSError, match="cannot write .*taken/a.zip.*choose a folder"):
-        download(server.url, tmp_path / "taken" / "a.zip")
+        download(server.url, tmp_path / "taken" / "a.zip", SHA256)
     assert server.requested == []
 
 
@@ -331,28 +302,27 @@ def test_a_place_that_cannot_be_written_is_a_clear_error(server, tmp_path):
 def test_a_full_disk_is_a_clear_error(server, tmp_path):
     (tmp_path / "a.zip.part").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device; make room"):
-        download(server.url, tmp_path / "a.zip")
+        download(server.url, tmp_path / "a.zip", SHA256)
 
 
 @pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://host/a.zip", "images.zip", "http:///a.zip"])
 def test_only_web_addresses_are_downloaded(tmp_path, url):
-    with pytest.raises((ValueError, OSError), match="begins with http:// or https://|Invalid URL"):
-        download(url, tmp_path / "a.zip")
+    with pytest.raises((ValueError, OSError), match="cannot be downloaded: (No connection adapters|Invalid URL)"):
+        download(url, tmp_path / "a.zip", SHA256)
 
 
 def test_a_redirect_is_followed_but_not_to_a_local_file(server, tmp_path):
     server.faults = [status(302, Location=server.url + "/moved here")]
-    download(server.url, tmp_path / "a.zip", known_hash=SHA256)
+    download(server.url, tmp_path / "a.zip", SHA256)
     server.faults = [status(302, Location="file:///etc/hostname")]
     with pytest.raises(OSError, match="file:///etc/hostname"):
-        download(server.url, tmp_path / "b.zip")
+        download(server.url, tmp_path / "b.zip", SHA256)
 
 
-def test_every_registered_address_is_encrypted_and_all_but_one_file_have_a_hash():
-    archives = [archive for known in OWN.values() for archive in known]
+def test_every_registered_address_is_encrypted_and_every_file_has_a_hash():
+    archives = [archive for task in TASKS for archive in task.archives]
     assert all(archive.url is None or archive.url.startswith("https://") for archive in archives)
-    # its publisher gives no hash; the first download's is kept next to it
-    assert [archive.file for archive in archives if archive.hash is None] == ["fgvc-aircraft-2013b.tar.gz"]
+    assert all(re.fullmatch("[0-9a-f]{64}|md5:[0-9a-f]{32}", archive.hash) for archive in archives)
 
 
 @pytest.mark.parametrize("target", ["http://example.org/b.zip", "file:///etc/hostname", "//example.org/b.zip"])
@@ -367,9 +337,9 @@ def test_an_encrypted_address_does_not_lead_to_one_that_is_not(tmp_path, monkeyp
 
     monkeypatch.setattr(requests.adapters.HTTPAdapter, "send", send)
     if target.startswith("//"):  # the same scheme
-        return download("https://example.org/a.zip", tmp_path / "a.zip", known_hash=SHA256)
+        return download("https://example.org/a.zip", tmp_path / "a.zip", SHA256)
     with pytest.raises(ValueError, match=f"a.zip: it leads to {target}, which is not encrypted"):
-        download("https://example.org/a.zip", tmp_path / "a.zip")
+        download("https://example.org/a.zip", tmp_path / "a.zip", SHA256)
     assert asked == ["https://example.org/a.zip"] and names(tmp_path) == []
 
 
@@ -380,6 +350,6 @@ def test_a_wait_that_makes_no_sense_is_a_clear_error_or_none(server, tmp_path, m
         f"HTTP/1.1 503 Busy\r\nRetry-After: {value}\r\nContent-Length: 0\r\n\r\n".encode()
     )]  # fmt: skip
     try:
-        download(server.url, tmp_path / "a.zip")
+        download(server.url, tmp_path / "a.zip", SHA256)
     except (ValueError, OSError) as error:
         assert str(error).startswith(server.url)

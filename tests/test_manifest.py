@@ -117,12 +117,10 @@ def test_paths_are_posix_ones_below_the_root(tmp_path):
     assert keys == [f"{name}/{i}.png" for name in NAMES for i in range(4)]
 
 
-def test_label_numbers_are_named_by_a_column_or_by_themselves(tmp_path):
+def test_label_numbers_are_their_own_names(tmp_path):
     photos(tmp_path)
     number = {"cat": 1, "dog": 0}
     lines = [f"{name}/{i}.png,{number[name]},{name}" for name in NAMES for i in range(4)]
-    file = table(tmp_path / "a.csv", "path,label,class_name", *lines)
-    assert plan_manifest(file).classes == ("dog", "cat")
     plan = plan_manifest(table(tmp_path / "b.csv", "path,label,note", *lines))
     assert plan.classes == ("0", "1")
     assert {(key[:3], name) for part in members(plan).values() for key, name in part} == {("cat", "1"), ("dog", "0")}
@@ -155,13 +153,13 @@ def test_eleven_label_numbers_keep_their_order(tmp_path):
         (["path,label", *rows(), "cat/0.png"], "expected 2 fields in every row.*line 10: 1;.*put"),
         (["path,label", *rows(), "a,b.png,cat"], "line 10: 3"),
         (["path,label", *rows(), '"cat/0.png,cat'], "line 10: not readable as CSV"),
-        (["path,label", *rows(), "cat/0\0.png,cat"], "line 10: a NUL byte"),
-        (["path,label,split", *rows(end="{name},test")], r"no row of split 'train', only \['test'\]"),
-        (["path,label,split", *WITH_SPLITS[:3]], "has 1 class"),
+        (["path,label", *rows(), "cat/0\0.png,cat"], "line 10: path .* is not one below the root"),
+        (["path,label,split", *rows(end="{name},test")], r"no split 'train', only \['test'\]"),
+        (["path,label,split", *WITH_SPLITS[:4]], "has 1 class"),
         (["path,label,split", *[line for line in WITH_SPLITS if "test" not in line]], "train and val but no test"),
         (
             ["path,label,split", *[line.replace("dog,train", "dog,val") for line in WITH_SPLITS]],
-            r"1 class\(es\) that train does not have: 'dog' \(line 6, val\)",
+            "split 'train': no image of 1 of 2 classes: 'dog'",
         ),
         (["path,label,split", *WITH_SPLITS[:-1]], "split 'test': no image of 1 of 2 classes: 'dog'"),
         (["path,label", *rows()[:6]], "needs 3 images or more; too few in 'dog'"),
@@ -176,28 +174,17 @@ def test_unusable_tables_are_refused_by_line(tmp_path, lines, complaint):
 @pytest.mark.parametrize(
     ("labels", "complaint"),
     [
-        (("1", "2"), r"the first label is 1 \(line 2\), expected 0; subtract one from every label, or write class"),
-        (("0", "3"), "labels go up to 3, and 2 below it do not occur, first 1; number"),
-        (("0", "9" * 18), "do not occur, first 1; number"),
-        (("0", "-1"), r"line 6: label -1 is negative; leave out"),
-        (("0.0", "1.0"), "line 2: label '0.0' is not a whole number"),
-        (("0,cat", "1,"), r"4 fault.*line 6: empty class_name"),
-        (("0,cat", "1,cat"), r"class names must be unique, repeated: \['cat'\]"),
+        (("1", "2"), r"line 6: label 2 among 2 different ones, expected numbers 0..1; number the classes from 0"),
+        (("0", "3"), "line 6: label 3 among 2 different ones, expected numbers 0..1; number"),
+        (("0", "9" * 18), "line 6: label 9{18} among 2 different ones"),
+        (("0", "-1"), "line 6: label -1 among 2 different ones"),
     ],
 )
 def test_label_numbers_that_do_not_count_from_zero_are_refused(tmp_path, labels, complaint):
     photos(tmp_path)
     lines = [f"{name}/{i}.png,{label}" for name, label in zip(NAMES, labels, strict=True) for i in range(4)]
-    header = "path,label,class_name" if "," in labels[0] else "path,label"
     with pytest.raises(ValueError, match=complaint):
-        plan_manifest(table(tmp_path / "pets.csv", header, *lines))
-
-
-def test_a_label_with_two_names_is_refused(tmp_path):
-    photos(tmp_path)
-    lines = [*rows(end="0,cat")[:4], *rows(end="1,dog{i}")[4:]]
-    with pytest.raises(ValueError, match="3 fault.*line 7: label 1 is called 'dog1', and 'dog0' before"):
-        plan_manifest(table(tmp_path / "pets.csv", "path,label,class_name", *lines))
+        plan_manifest(table(tmp_path / "pets.csv", "path,label", *lines))
 
 
 def test_other_encodings_are_refused_with_their_line(tmp_path):
@@ -254,7 +241,7 @@ def test_parquet_says_the_same_as_csv(tmp_path):
         ({"file": ["a"], "label": [0]}, r"no column 'path' among \['file', 'label'\]"),
         ({"path": ["a", None], "label": [0, None]}, "2 fault.*row 2: empty path; row 2: empty label"),
         ({"path": ["a"], "label": [0.5]}, r"column 'label' contains float \(0.5\); expected text or whole numbers"),
-        ({"path": ["a"], "label": [True]}, "column 'label' contains bool"),
+        ({"path": ["a"], "label": [True]}, "row 1: column 'label' contains bool"),
         ({"path": [b"a"], "label": [1]}, "column 'path' contains bytes"),
         ({"path": ["a\0b"], "label": [1]}, "row 1: path .* is not one below the root"),
         ({"path": [], "label": []}, "no rows"),
@@ -306,5 +293,5 @@ def test_a_first_line_too_long_for_a_field_is_told(tmp_path):
 def test_one_class_alone_is_told_with_the_file(tmp_path):
     (tmp_path / "1.png").write_bytes(b"x")
     (tmp_path / "cars.csv").write_text("path,label\n1.png,car\n")
-    with pytest.raises(ValueError, match=r"cars\.csv: task 'cars' has 1 class"):
+    with pytest.raises(ValueError, match="cars.csv: .* too few in 'car'"):
         plan_manifest(tmp_path / "cars.csv")

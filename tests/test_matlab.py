@@ -25,36 +25,36 @@ def saved(**options) -> bytes:
 @pytest.mark.parametrize("compressed", [False, True])
 def test_cells_and_numbers_are_read_in_matlabs_order(compressed):
     data = saved(do_compression=compressed)
-    assert read_variable(data, "names") == ["AM General Hummer SUV 2000", "Citroën C4"]
-    assert read_variable(data, "numbers") == [1, 3, 2, 4]  # columns first
+    assert read_variable(data, "names", "list.mat") == ["AM General Hummer SUV 2000", "Citroën C4"]
+    assert read_variable(data, "numbers", "list.mat") == [1, 3, 2, 4]  # columns first
 
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_a_struct_array_of_any_length_is_read_row_by_row(num):
     rows = [("00001.jpg", 2), ("00002.jpg", 196)][:num]
-    annotations = read_variable(official.car_annotations(rows), "annotations")
+    annotations = read_variable(official.car_annotations(rows), "annotations", "list.mat")
     assert [(row["fname"], row["class"]) for row in annotations] == rows
     assert list(annotations[0]) == ["bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2", "class", "fname"]
 
 
 def test_a_variable_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="variable 'x' cannot be read: KeyError"):
-        read_variable(saved(), "x")
+    with pytest.raises(ValueError, match="list.mat: variable 'x' cannot be read: KeyError"):
+        read_variable(saved(), "x", "list.mat")
 
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_truncated_file_is_refused(compressed):
     data = saved(do_compression=compressed)
     for length in (0, 140, len(data) - 8):
-        with pytest.raises(ValueError, match="variable 'numbers' cannot be read"):
-            read_variable(data[:length], "numbers")
+        with pytest.raises(ValueError, match="list.mat: variable 'numbers' cannot be read"):
+            read_variable(data[:length], "numbers", "list.mat")
 
 
 def test_a_file_that_ends_scipys_process_is_one_error():
     data = bytearray(official.car_annotations([("00001.jpg", 2), ("00002.jpg", 196)]))
     data[416] ^= 64  # a size that points out of the file
-    with pytest.raises(ValueError, match="variable 'annotations' cannot be read"):
-        read_variable(bytes(data), "annotations")
+    with pytest.raises(ValueError, match="list.mat: variable 'annotations' cannot be read"):
+        read_variable(bytes(data), "annotations", "list.mat")
 
 
 def test_what_promises_more_than_there_is_takes_no_memory(monkeypatch):
@@ -62,15 +62,15 @@ def test_what_promises_more_than_there_is_takes_no_memory(monkeypatch):
     flags = struct.pack("<IIII", 6, 8, 1, 0)  # a cell
     size = struct.pack("<IIii", 5, 8, 2**31 - 1, 2**31 - 1)
     body = flags + size + struct.pack("<IHH", 1, 1, 0) + b"x"
-    with pytest.raises(ValueError, match="variable 'x' cannot be read"):
-        read_variable(header + struct.pack("<II", 14, len(body)) + body, "x")
+    with pytest.raises(ValueError, match="list.mat: variable 'x' cannot be read"):
+        read_variable(header + struct.pack("<II", 14, len(body)) + body, "x", "list.mat")
     bomb = zlib.compress(bytes(2**28))
     monkeypatch.setattr(matlab, "MAX_BYTES", 2**30)
-    with pytest.raises(ValueError, match="variable 'x' cannot be read"):
-        read_variable(header + struct.pack("<II", 15, len(bomb)) + bomb, "x")
+    with pytest.raises(ValueError, match="list.mat: variable 'x' cannot be read"):
+        read_variable(header + struct.pack("<II", 15, len(bomb)) + bomb, "x", "list.mat")
 
 
 def test_a_file_that_takes_too_long_is_refused(monkeypatch):
     monkeypatch.setattr(matlab, "SECONDS", 0.001)
-    with pytest.raises(ValueError, match="variable 'names' was not read within 0.001 seconds"):
-        read_variable(saved(), "names")
+    with pytest.raises(ValueError, match="list.mat: variable 'names' was not read within 0.001 seconds"):
+        read_variable(saved(), "names", "list.mat")

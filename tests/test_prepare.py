@@ -15,7 +15,7 @@ import pytest
 from cheem_jax.data.benchmarks import download
 from cheem_jax.data.benchmarks import prepare as preparing
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, splits_file, status_of
-from cheem_jax.data.benchmarks.table import BY_NAME, OWN, TASKS, Archive, Counts
+from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Archive, Counts
 
 pytest.importorskip("tensorflow_datasets", reason="needs the extra `datasets`")
 
@@ -26,16 +26,24 @@ def silent(phase, task, total):
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """Makes a task of the table expect what the small archives hold, whose hashes nobody has published."""
+def gtsrb(monkeypatch):
+    """Makes the table expect the small archives of GTSRB that lie in a folder, and 43 images in each split."""
 
-    def shrink(name: str, counts: Counts, num_classes: int) -> None:
-        task = dataclasses.replace(BY_NAME[name], counts=counts, num_classes=num_classes)
-        monkeypatch.setitem(BY_NAME, name, task)
-        archives = tuple(a._replace(hash=None, num_bytes=None) for a in OWN[task.builder])
-        monkeypatch.setitem(preparing.OWN, task.builder, archives)
+    def expect(place: Path, counts: tuple[int, int, int] = (43, 43, 43), url: str | None = None) -> tuple[Archive, ...]:
+        archives = tuple(
+            Archive(
+                archive.file,
+                hashlib.sha256((place / archive.file).read_bytes()).hexdigest(),
+                (place / archive.file).stat().st_size,
+                url and f"{url}/{archive.file}",
+            )
+            for archive in BY_NAME["gtsrb"].archives
+        )
+        task = dataclasses.replace(BY_NAME["gtsrb"], counts=Counts(*counts), archives=archives)
+        monkeypatch.setitem(BY_NAME, "gtsrb", task)
+        return archives
 
-    return shrink
+    return expect
 
 
 @pytest.fixture
@@ -56,9 +64,8 @@ def server(tmp_path):
     server.server_close()
 
 
-def test_archives_that_lie_in_the_manual_folder_are_prepared_and_stay(tmp_path, small):
-    small("gtsrb", Counts(43, 43, 43), 43)
-    official.put(manual_dir(tmp_path), official.gtsrb())
+def test_archives_that_lie_in_the_manual_folder_are_prepared_and_stay(tmp_path, gtsrb):
+    gtsrb(official.put(manual_dir(tmp_path), official.gtsrb()))
     assert status_of(BY_NAME["gtsrb"], tmp_path).state == "archives"
     plan = prepare("gtsrb", tmp_path, silent)
     assert [len(part.labels) for part in plan.splits.values()] == [43, 43, 43]
@@ -68,15 +75,9 @@ def test_archives_that_lie_in_the_manual_folder_are_prepared_and_stay(tmp_path, 
     assert prepare("gtsrb", tmp_path, silent).split_sha256 == plan.split_sha256
 
 
-def test_archives_are_downloaded_where_they_can_be(tmp_path, small, server, monkeypatch):
+def test_archives_are_downloaded_where_they_can_be(tmp_path, gtsrb, server):
     folder, address = server
-    small("gtsrb", Counts(43, 43, 43), 43)
-    official.put(folder, official.gtsrb())
-    archives = [
-        Archive(file.name, file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest(), f"{address}/{file.name}")
-        for file in sorted(folder.iterdir())
-    ]
-    monkeypatch.setitem(preparing.OWN, "gtsrb", tuple(archives))
+    archives = gtsrb(official.put(folder, official.gtsrb()), url=address)
     seen = []
 
     @contextmanager
@@ -91,12 +92,11 @@ def test_archives_are_downloaded_where_they_can_be(tmp_path, small, server, monk
     assert sum(num for name, *_, num in seen if name == "index") == 129
 
 
-def test_a_download_of_other_bytes_prepares_nothing(tmp_path, small, server, monkeypatch):
+def test_a_download_of_other_bytes_prepares_nothing(tmp_path, gtsrb, server):
     folder, address = server
-    small("gtsrb", Counts(43, 43, 43), 43)
-    official.put(folder, official.gtsrb())
-    archives = [Archive(file.name, None, "0" * 64, f"{address}/{file.name}") for file in sorted(folder.iterdir())]
-    monkeypatch.setitem(preparing.OWN, "gtsrb", tuple(archives))
+    archives = gtsrb(official.put(folder, official.gtsrb()), url=address)
+    others = tuple(archive._replace(hash="0" * 64) for archive in archives)
+    BY_NAME["gtsrb"] = dataclasses.replace(BY_NAME["gtsrb"], archives=others)  # undone with what `gtsrb` sets
     with pytest.raises(ValueError, match="0000"):
         prepare("gtsrb", tmp_path / "data", silent)
     assert not (tmp_path / "data" / "gtsrb").exists()
@@ -119,15 +119,14 @@ def test_archives_that_must_be_brought_are_all_named(tmp_path):
         prepare("sun397", tmp_path, silent)
 
 
-def test_wrong_counts_after_preparing_name_the_task_and_both_numbers(tmp_path, small):
-    small("gtsrb", Counts(23976, 2664, 12630), 43)
-    official.put(manual_dir(tmp_path), official.gtsrb())
+def test_wrong_counts_after_preparing_name_the_task_and_both_numbers(tmp_path, gtsrb):
+    gtsrb(official.put(manual_dir(tmp_path), official.gtsrb()), (23976, 2664, 12630))
     with pytest.raises(ValueError, match=r"task 'gtsrb' has 43/43/43 .* expected 23,976/2,664/12,630"):
         prepare("gtsrb", tmp_path, silent)
 
 
 def test_without_tensorflow_a_stock_builder_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparing, "has_tensorflow", lambda: False)
+    monkeypatch.setattr(preparing.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         ValueError, match=r"preparing 'mnist' needs TensorFlow once.*pip install 'cheem_jax\[prepare\]'"
     ):
@@ -157,9 +156,8 @@ def test_commands_that_are_advised_can_be_pasted(tmp_path):
     assert f"--data-dir '{folder}'`" in status_of(BY_NAME["gtsrb"], folder).advice
 
 
-def test_what_a_killed_preparation_left_is_no_data_set_and_is_cleared_away(tmp_path, small):
-    small("gtsrb", Counts(43, 43, 43), 43)
-    official.put(manual_dir(tmp_path), official.gtsrb())
+def test_what_a_killed_preparation_left_is_no_data_set_and_is_cleared_away(tmp_path, gtsrb):
+    gtsrb(official.put(manual_dir(tmp_path), official.gtsrb()))
     leftover = tmp_path / "gtsrb" / "incomplete.ABCDEF_1.0.0"
     leftover.mkdir(parents=True)
     (leftover / "dataset_info.json").write_text("{}")
@@ -177,9 +175,8 @@ def test_a_half_unpacked_folder_is_told_and_nothing_is_downloaded(tmp_path, monk
         prepare("aircraft", tmp_path, silent)
 
 
-def test_a_second_process_waits_for_the_first_and_finds_its_work_done(tmp_path, small):
-    small("gtsrb", Counts(43, 43, 43), 43)
-    official.put(manual_dir(tmp_path), official.gtsrb())
+def test_a_second_process_waits_for_the_first_and_finds_its_work_done(tmp_path, gtsrb):
+    gtsrb(official.put(manual_dir(tmp_path), official.gtsrb()))
     (tmp_path / "cheem_jax").mkdir()
     lock, said = filelock.FileLock(tmp_path / "cheem_jax" / "prepare.lock"), []
 

@@ -10,7 +10,7 @@ import official
 import pytest
 from PIL import Image
 
-from cheem_jax.data.benchmarks import readers
+from cheem_jax.data.benchmarks.archives import Example, Reading
 from cheem_jax.data.benchmarks.readers import (
     read_aircraft,
     read_caltech101,
@@ -19,7 +19,7 @@ from cheem_jax.data.benchmarks.readers import (
     read_gtsrb,
     read_sun397,
 )
-from cheem_jax.data.benchmarks.reading import Example, Reading, make_reading
+from cheem_jax.data.benchmarks.table import BY_NAME
 
 READERS = {
     "aircraft": (read_aircraft, official.aircraft),
@@ -38,7 +38,7 @@ def unpacked(request) -> bool:
 
 def examples(reading: Reading) -> dict[str, dict[str, Example]]:
     """By split and key."""
-    found = {split: list(read()) for split, read in reading.splits.items()}
+    found = {split: list(source.read()) for split, source in reading.sources.items()}
     assert all(len({example.key for example in split}) == len(split) for split in found.values())
     return {split: {example.key: example for example in sorted(found[split])} for split in found}
 
@@ -56,12 +56,12 @@ def test_aircraft_variants_may_hold_spaces_and_slashes(tmp_path, unpacked):
     reading = read_aircraft(official.put(tmp_path, contents, unpacked=unpacked))
     assert reading.classes == ("707-320", "Boeing 737-700", "F/A-18")
     assert labels(reading) == {
-        "train": {"0000000": 0, "0000001": 1, "0000002": 2},
-        "validation": {"0000100": 0, "0000101": 1, "0000102": 2},
-        "test": {"0000200": 0, "0000201": 1, "0000202": 2},
+        "train": {"0000000.jpg": 0, "0000001.jpg": 1, "0000002.jpg": 2},
+        "validation": {"0000100.jpg": 0, "0000101.jpg": 1, "0000102.jpg": 2},
+        "test": {"0000200.jpg": 0, "0000201.jpg": 1, "0000202.jpg": 2},
     }
     files = contents["fgvc-aircraft-2013b.tar.gz"]
-    image = examples(reading)["test"]["0000201"].image
+    image = examples(reading)["test"]["0000201.jpg"].image
     assert image == files["fgvc-aircraft-2013b/data/images/0000201.jpg"]
 
 
@@ -78,7 +78,7 @@ def test_an_aircraft_no_taller_than_the_strip_is_named(tmp_path):
     contents = official.aircraft()
     name = "fgvc-aircraft-2013b/data/images/0000001.jpg"
     contents["fgvc-aircraft-2013b.tar.gz"][name] = official.picture(1, size=(8, 20))
-    with pytest.raises(ValueError, match=rf"{name}: .*8 x 20 pixels; .*more than 20 rows"):
+    with pytest.raises(ValueError, match=rf"{name}: .*20 rows, of which 20 are to be cut off"):
         examples(read_aircraft(official.put(tmp_path, contents), cut_strip=True))
 
 
@@ -136,15 +136,15 @@ def test_sun397_keys_are_the_lines_of_the_first_partition(tmp_path, unpacked):
             assert example.image == contents["SUN397.tar.gz"][f"SUN397{key}"]
 
 
-def test_eurosat_has_one_split_and_file_names_as_keys(tmp_path, unpacked):
+def test_eurosat_has_one_split(tmp_path, unpacked):
     contents = official.eurosat()
     reading = read_eurosat(official.put(tmp_path, contents, unpacked=unpacked))
-    assert list(reading.splits) == ["train"]
+    assert list(reading.sources) == ["train"]
     found = examples(reading)["train"]
     assert {key: e.label for key, e in found.items()} == {
-        f"{name}_{i}.jpg": label for label, name in enumerate(readers.EUROSAT_CLASSES) for i in (1, 2)
+        f"{name}/{name}_{i}.jpg": label for label, name in enumerate(BY_NAME["eurosat"].class_names) for i in (1, 2)
     }
-    assert found["River_2.jpg"].image == contents["EuroSAT.zip"]["2750/River/River_2.jpg"]
+    assert found["River/River_2.jpg"].image == contents["EuroSAT.zip"]["2750/River/River_2.jpg"]
 
 
 def test_caltech101_is_one_split_with_its_background_class(tmp_path, unpacked):
@@ -178,10 +178,10 @@ def test_folders_archives_and_a_second_reading_agree(tmp_path, name):
 def test_everything_missing_is_listed_at_once(tmp_path, name):
     read, contents = READERS[name]
     needed = list(contents())
-    for place, message in [(tmp_path, "missing"), (tmp_path / "nowhere", "no such folder")]:
+    for place in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(FileNotFoundError) as caught:
             read(place)
-        assert str(caught.value).startswith(f"{place}: {message}")
+        assert str(caught.value).startswith(f"{place}: missing")
         assert [archive for archive in needed if archive not in str(caught.value)] == []
     if len(needed) > 1:
         official.put(tmp_path, {needed[0]: contents()[needed[0]]})
@@ -204,7 +204,7 @@ def test_damaged_archives_are_named_and_give_no_data_set(tmp_path, name, damage)
 @pytest.mark.parametrize(
     "name, image, first",
     [
-        ("aircraft", "fgvc-aircraft-2013b/data/images/0000101.jpg", "0000101"),
+        ("aircraft", "fgvc-aircraft-2013b/data/images/0000101.jpg", "0000101.jpg"),
         ("gtsrb", "GTSRB/Training/00005/00000_00001.ppm", "00005/00000_00001.ppm"),
         ("gtsrb", "GTSRB/Final_Test/Images/00007.ppm", "00007.ppm"),
         ("cars", "cars_test/00002.jpg", "00002.jpg"),
@@ -217,7 +217,7 @@ def test_listed_images_that_are_absent_are_counted_and_named(tmp_path, name, ima
     (place / image).unlink()
     message = rf"1 of \d+ listed images are absent, first \['{first}'\]"
     with pytest.raises(ValueError, match=message):
-        read(place)  # of a folder this shows before an image is read
+        examples(read(place))
     shorter = {
         archive: {key: data for key, data in files.items() if key != image} for archive, files in contents().items()
     }
@@ -228,10 +228,10 @@ def test_listed_images_that_are_absent_are_counted_and_named(tmp_path, name, ima
 def test_a_class_without_images_is_named(tmp_path):
     place = official.put(tmp_path, official.eurosat(), unpacked=True)
     shutil.rmtree(place / "2750" / "River")
-    with pytest.raises(ValueError, match="eurosat in .*no image of 1 of 10 classes: 'River'"):
+    with pytest.raises(ValueError, match="task 'eurosat', .*no image of 1 of 10 classes: 'River'"):
         read_eurosat(place)
     official.write(place, {"2750/Moon/Moon_1.jpg": official.picture(1)})
-    with pytest.raises(ValueError, match=r"2750: folders \['Moon'\] are no classes of this data set"):
+    with pytest.raises(ValueError, match=r"2750: 1 images .* of no class of this data set, .*'moon'"):
         read_eurosat(place)
 
 
@@ -245,7 +245,7 @@ def test_car_labels_that_count_from_zero_are_refused(tmp_path):
     contents = official.cars()
     zero_based = official.car_annotations([("00001.jpg", 0), ("00002.jpg", 1)])
     contents[official.CAR_TEST_LIST][official.CAR_TEST_LIST] = zero_based
-    with pytest.raises(ValueError, match=r"withlabels\.mat: class numbers \[0\]; they count from 1 to 2"):
+    with pytest.raises(ValueError, match=r"withlabels\.mat: 1 images .* of no class .*'00001.jpg' of class 0"):
         read_cars(official.put(tmp_path, contents))
 
 
@@ -257,7 +257,7 @@ def test_car_lists_of_another_shape_are_refused(tmp_path):
         (official.mat(other=np.zeros(2)), "variable 'annotations' cannot be read"),
         (official.mat(annotations=np.zeros(2)), "need the fields fname and class"),
         (b"<html>sign in</html>", "variable 'annotations' cannot be read"),
-        (official.car_annotations([("00001.jpg", 1), ("00001.jpg", 2)]), r"more than once: \['00001.jpg'\]"),
+        (official.car_annotations([("00001.jpg", 1), ("00001.jpg", 2)]), "1 images come twice .*'00001.jpg'"),
     ]:
         file.write_bytes(data)
         with pytest.raises(ValueError, match=rf"withlabels\.mat: .*{message}"):
@@ -275,34 +275,29 @@ def test_lists_that_do_not_fit_are_refused(tmp_path):
 
     train = "fgvc-aircraft-2013b/data/images_variant_train.txt"
     for line, message in [
-        ("0000000 Concorde", "train.txt: line '0000000 Concorde' names no variant"),
-        ("0000000", "train.txt: line '0000000' names no variant"),
-        ("0000000 F/A-18\n0000000 F/A-18", r"more than once: \['0000000'\]"),
+        ("0000000 Concorde", "train.txt: 1 images .* of no class .*'0000000.jpg' of class 'Concorde'"),
+        ("0000000", "train.txt: 1 images .* of no class .*'0000000.jpg' of class ''"),
+        ("0000000 F/A-18\n0000000 F/A-18", "1 images come twice .*'0000000.jpg'"),
         ("0000000 F/A-18", "no image of 2 of 3 classes: '707-320', 'Boeing 737-700'"),
-        ("\n".join(f"000010{i} {name}" for i, name in enumerate(official.VARIANTS)), "in both train and validation"),
         ("\udcff", "not a text file in UTF-8"),
     ]:
         with pytest.raises(ValueError, match=message):
             read_with(train, "aircraft", "fgvc-aircraft-2013b.tar.gz", line.encode(errors="surrogateescape"))
-    with pytest.raises(
-        ValueError, match=r"Training_01.txt: 1 lines of no class in ClassName.txt, first \['/z/x.jpg'\]"
-    ):
+    with pytest.raises(ValueError, match="Training_01.txt: 1 images .* of no class .*'/z/x.jpg' of class '/z'"):
         read_with("Training_01.txt", "sun397", "Partitions.zip", b"/z/x.jpg")
     unlabelled = official.text("Filename;Width;Height", "00000.ppm;8;8")
     for data, message in [(unlabelled, "line 2: expected columns Filename and ClassId"), (b"", "no image of 43")]:
         with pytest.raises(ValueError, match=message):
             read_with("GT-final_test.csv", "gtsrb", "GTSRB_Final_Test_GT.zip", data)
     outside = official.text(official.TRUTH_HEADER, "00000.ppm;8;8;1;1;7;7;43")
-    with pytest.raises(ValueError, match=r"split 'test': labels \[43\] outside 0..42"):
+    with pytest.raises(ValueError, match="1 images .* of no class .*'00000.ppm' of class 43"):
         read_with("GT-final_test.csv", "gtsrb", "GTSRB_Final_Test_GT.zip", outside)
-    with pytest.raises(ValueError, match=r"labels \[99\] outside 0..42"):
-        read_with("GTSRB/Training/00099/x.ppm", "gtsrb", "GTSRB-Training_fixed.zip", b"P6")
 
 
 def test_an_archive_without_its_lists_is_another_version(tmp_path):
     contents = official.aircraft()
     del contents["fgvc-aircraft-2013b.tar.gz"]["fgvc-aircraft-2013b/data/variants.txt"]
-    with pytest.raises(FileNotFoundError, match=r"2013b\.tar\.gz: missing data/variants\.txt in it"):
+    with pytest.raises(FileNotFoundError, match=r"2013b\.tar\.gz: missing variants\.txt in it"):
         read_aircraft(official.put(tmp_path, contents))
 
 
@@ -326,8 +321,3 @@ def test_readers_import_no_tensorflow():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert not {"tensorflow", "tensorflow_datasets"} & set(done.stdout.split())
-
-
-def test_a_single_class_is_no_data_set():
-    with pytest.raises(ValueError, match="expected at least 2"):
-        make_reading("one", ("only",), {})

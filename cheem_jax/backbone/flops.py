@@ -11,21 +11,20 @@ from cheem_jax.core.ops import Placement
 
 def backbone_flops(config: ViTConfig, *, count_attention: bool = False) -> int:
     """The plain backbone without head."""
-    tokens, width = config.num_tokens, config.width
-    embed = config.num_patches * 3 * config.patch_size**2 * width
-    linear = tokens * (4 * width * width + 2 * width * config.mlp_width)
-    attention = 2 * tokens * tokens * width if count_attention else 0
-    return 2 * (embed + config.depth * (linear + attention))
+    return pass_flops(config, "mlp_down", config.depth, count_attention=count_attention)
 
 
 def pass_flops(config: ViTConfig, placement: Placement, until: int, *, count_attention: bool = False) -> int:
     """The plain backbone up to the tokens that every choice at block `until` shares; whole where that is L."""
-    if until == config.depth:
-        return backbone_flops(config, count_attention=count_attention)
-    embed = 2 * config.num_patches * 3 * config.patch_size**2 * config.width
     attention = branch_flops(config, "attn_proj", count_attention=count_attention)
     block = attention + branch_flops(config, "mlp_down")
-    return embed + until * block + (attention if placement == "mlp_down" else 0)
+    shared = attention if placement == "mlp_down" and until < config.depth else 0
+    return embed_flops(config) + until * block + shared
+
+
+def embed_flops(config: ViTConfig) -> int:
+    """Patches to tokens."""
+    return 2 * config.num_patches * 3 * config.patch_size**2 * config.width
 
 
 def branch_flops(config: ViTConfig, placement: Placement, *, count_attention: bool = False) -> int:
@@ -83,7 +82,7 @@ def executed_flops(
     blocks = range(begin or 0, config.depth)
     halves = {block: executed_halves(config, last=block == config.depth - 1) for block in blocks}
     if begin is None:
-        total = 2 * config.num_patches * 3 * config.patch_size**2 * config.width
+        total = embed_flops(config)
     else:
         total = -halves[begin][0] if placement == "mlp_down" else 0
     for block in blocks:
@@ -98,16 +97,15 @@ def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> 
     """`pass_flops` as it runs."""
     if until == config.depth:
         return executed_backbone_flops(config)
-    embed = 2 * config.num_patches * 3 * config.patch_size**2 * config.width
     *before, (attention, _) = (executed_halves(config, last=i == config.depth - 1) for i in range(until + 1))
-    return embed + sum(map(sum, before)) + (attention if placement == "mlp_down" else 0)
+    return embed_flops(config) + sum(map(sum, before)) + (attention if placement == "mlp_down" else 0)
 
 
 def executed_backbone_flops(config: ViTConfig, num_extra: int = 0) -> int:
     """The plain backbone as it runs, without head, with so many extra tokens in all blocks."""
     blocks = range(config.depth)
     halves = (executed_halves(config, last=block == config.depth - 1, num_extra=num_extra) for block in blocks)
-    return 2 * config.num_patches * 3 * config.patch_size**2 * config.width + sum(map(sum, halves))
+    return embed_flops(config) + sum(map(sum, halves))
 
 
 def executed_halves(config: ViTConfig, *, last: bool, num_extra: int = 0) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Parameters as a flat dict of names, and how a `ViT` is built from one.
+"""Parameters as a flat dict of names, and how a network is built from one.
 
 Names follow the module's attributes, joined by dots: `patch.kernel`, `class_token`, `blocks.3.qkv.bias`,
 `norm.scale`. Kernels are `[in, out]`; the patch kernel is `[patch * patch * 3, D]` in height, width, channel
@@ -7,7 +7,8 @@ order.
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,19 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.vit import ViT
 
 Params = Mapping[str, np.ndarray]
-_BLOCK = re.compile(r"blocks\.(\d+)\.")
+Network = TypeVar("Network", bound=nnx.Module)
+_BLOCK = re.compile(r"blocks\.\d+\.")
 
 
 @functools.cache
 def shapes_of(config: ViTConfig) -> Mapping[str, tuple[int, ...]]:
     """Every parameter's name and shape; looked up once, since tracing a large network takes a second."""
-    _, state = nnx.split(nnx.eval_shape(lambda: ViT(config, nnx.Rngs(0))))
+    return shapes(lambda: ViT(config, nnx.Rngs(0)))
+
+
+def shapes(make: Callable[[], nnx.Module]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters of the network that `make` makes; no number is computed."""
+    _, state = nnx.split(nnx.eval_shape(make))
     return {_dotted(name): tuple(leaf.shape) for name, leaf in nnx.to_flat_state(state)}
 
 
@@ -38,48 +45,66 @@ def check_params(config: ViTConfig, params: Params) -> None:
 
 
 def mismatches(wanted: Mapping[str, tuple[int, ...]], tensors: Params) -> str:
-    """Every missing, unexpected and misshapen tensor in one line; empty where all fit."""
-    misshapen = [
-        (name, f" is {tuple(tensors[name].shape)}, expected {shape}")
-        for name, shape in wanted.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
+    """Every missing, unexpected and misshapen tensor in one line; empty where all fit.
+
+    What several blocks have in common comes once, such as `blocks.*.up.kernel (of 12 blocks)`.
+    """
     kinds = {
-        "missing": _by_block((name, "") for name in wanted.keys() - tensors.keys()),
-        "unexpected": _by_block((name, "") for name in tensors.keys() - wanted.keys()),
-        "misshapen": _by_block(misshapen),
+        "missing": list(wanted.keys() - tensors.keys()),
+        "unexpected": list(tensors.keys() - wanted.keys()),
+        "misshapen": [
+            f"{name} is {tuple(tensors[name].shape)}, expected {shape}"
+            for name, shape in wanted.items()
+            if name in tensors and tuple(tensors[name].shape) != shape
+        ],
     }
-    return "; ".join(f"{kind}: {', '.join(lines)}" for kind, lines in kinds.items() if lines)
-
-
-def _by_block(complaints: Iterable[tuple[str, str]]) -> list[str]:
-    """Sorted lines; what several blocks have in common is one line, such as `blocks.[0-3,5].up.kernel`."""
-    groups: dict[tuple[str, str], list[int]] = {}
-    for name, remark in complaints:
-        block = _BLOCK.match(name)
-        groups.setdefault((_BLOCK.sub("blocks.*.", name), remark), []).append(int(block[1]) if block else 0)
-    return sorted(name.replace("*", _ranges(blocks)) + remark for (name, remark), blocks in groups.items())
-
-
-def _ranges(numbers: list[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return f"[{','.join(str(run[0]) if len(run) == 1 else f'{run[0]}-{run[-1]}' for run in runs)}]"
+    complaints = []
+    for kind, lines in kinds.items():
+        alike: dict[str, list[str]] = {}
+        for line in lines:
+            alike.setdefault(_BLOCK.sub("blocks.*.", line), []).append(line)
+        shown = [same[0] if len(same) == 1 else f"{line} (of {len(same)} blocks)" for line, same in alike.items()]
+        if shown:
+            complaints.append(f"{kind}: {', '.join(sorted(shown))}")
+    return "; ".join(complaints)
 
 
 def build(config: ViTConfig, params: Params) -> ViT:
     """The module with these weights in float32; raises as `check_params` does."""
     check_params(config, params)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: ViT(config, nnx.Rngs(0))))
+    return filled(lambda: ViT(config, nnx.Rngs(0)), params)
+
+
+def filled(make: Callable[[], Network], params: Params) -> Network:
+    """The network that `make` makes, with these weights in float32, which must fit."""
+    graphdef, state = nnx.split(nnx.eval_shape(make))
     flat = {name: leaf.replace(jnp.asarray(np.asarray(params[_dotted(name)], np.float32)))
             for name, leaf in nnx.to_flat_state(state)}  # fmt: skip
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def from_torch(
+    tensors: Params,
+    shapes: Mapping[str, tuple[int, ...]],
+    theirs: Mapping[str, tuple[str, tuple[int, ...]]],
+    *,
+    unused: Collection[str],
+    what: str,
+) -> dict[str, np.ndarray]:
+    """Our parameters in float32 from PyTorch's layout, `[out, in]` or `[out, in, height, width]`.
+
+    `theirs` has the name and shape of each of our parameters there. One ValueError, which begins with `what`, lists
+    every missing, unexpected and misshapen tensor; those named in `unused` are left out.
+    """
+    found = {name: value for name, value in tensors.items() if name not in unused}
+    if complaint := mismatches(dict(theirs.values()), found):
+        raise ValueError(f"{what}: {complaint}")
+    axes = {2: (1, 0), 4: (2, 3, 1, 0)}  # of a linear layer and of a convolution
+    params = {}
+    for name, shape in shapes.items():
+        tensor = tensors[theirs[name][0]]
+        params[name] = tensor.transpose(axes.get(tensor.ndim, range(tensor.ndim))).reshape(shape).astype(np.float32)
+    return params
 
 
 def init_params(config: ViTConfig, key: jax.Array) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from cheem_jax.backbone.config import CONFIGS, ViTConfig, check_fields
-from cheem_jax.backbone.params import mismatches, shapes_of
+from cheem_jax.backbone.params import from_torch, shapes_of
 
 Rgb = tuple[float, float, float]
 _MODULES = {
@@ -47,17 +47,10 @@ def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str,
     out.
     """
     shapes = shapes_of(config)
-    wanted = {timm_name_of(name): _timm_shape(name, shape, config) for name, shape in shapes.items()}
-    unused = {"head.weight", "head.bias"} if config.num_classes == 0 else set()
-    complaint = mismatches(wanted, {name: value for name, value in tensors.items() if name not in unused})
-    if complaint:
-        raise ValueError(
-            f"timm weights do not fit backbone {config.name!r}: {complaint}; were they made for another architecture?"
-        )
-    return {
-        name: _our_layout(name, tensors[timm_name_of(name)]).reshape(shape).astype(np.float32)
-        for name, shape in shapes.items()
-    }
+    theirs = {name: (timm_name_of(name), _timm_shape(name, shape, config)) for name, shape in shapes.items()}
+    unused = ("head.weight", "head.bias") if config.num_classes == 0 else ()
+    what = f"timm weights do not fit backbone {config.name!r} (were they made for another architecture?)"
+    return from_torch(tensors, shapes, theirs, unused=unused, what=what)
 
 
 def _timm_shape(name: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[int, ...]:
@@ -66,12 +59,6 @@ def _timm_shape(name: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[i
     if name.endswith(".kernel"):
         return shape[::-1]
     return {"class_token": (1, 1, *shape), "position": (1, *shape)}.get(name, shape)
-
-
-def _our_layout(name: str, tensor: np.ndarray) -> np.ndarray:
-    if name == "patch.kernel":
-        return tensor.transpose(2, 3, 1, 0)
-    return tensor.T if name.endswith(".kernel") else tensor
 
 
 def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict | None) -> ViTConfig:

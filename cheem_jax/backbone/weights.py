@@ -1,4 +1,4 @@
-"""Pretrained weights: where they come from (package, file, hub), and the converted file format.
+"""Pretrained weights: where they come from (package, file, hub), their image size, and the converted file format.
 
 A converted file is one safetensors file: parameters under our names, mean class tokens of the backbone's own
 task under `base_means/<image size>/<placement>/<token>`, and in its header the format, config, source and
@@ -9,18 +9,18 @@ import dataclasses
 import difflib
 import hashlib
 import json
-import os
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from cheem_jax.backbone.config import BUNDLED, CONFIGS, ViTConfig, at_image_size, check_fields
-from cheem_jax.backbone.hub import download
 from cheem_jax.backbone.params import check_params
-from cheem_jax.backbone.resample import resample_position
 from cheem_jax.backbone.timm_names import from_timm, infer_config
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
 
@@ -65,7 +65,7 @@ def load_pretrained(backbone: str, *, weights: str | Path | None = None, image_s
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing; make it with `python experiments/pretrain_micro.py`")
     else:
-        file, hub_config, source = download((known and known.timm_name) or backbone)
+        file, hub_config, source = _download((known and known.timm_name) or backbone)
 
     tensors, metadata = read_tensors(file)
     try:
@@ -116,35 +116,28 @@ def save_converted(file: str | Path, pretrained: Pretrained) -> None:
         "source": pretrained.source,
         "sha256": pretrained.sha256,
     }
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(save(tensors, metadata))  # unlike `save_file` with the user's own file mode
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(file, save(tensors, metadata))  # unlike `save_file` with the user's own file mode
 
 
 def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """All tensors and the header's metadata (empty for npz); ValueError names a file that cannot be read."""
     from safetensors import SafetensorError, safe_open
 
+    metadata: dict[str, str] = {}
     if file.suffix == ".npz":
-        return _numbers(file, read_npz(file)), {}
-    if file.suffix != ".safetensors":
+        tensors = read_npz(file)
+    elif file.suffix == ".safetensors":
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+                metadata = dict(opened.metadata() or {})
+        except (SafetensorError, TypeError, AttributeError, KeyError, OSError) as error:  # types NumPy does not have
+            raise ValueError(f"{file} is not a readable safetensors file ({error}); is it complete?") from error
+    else:
         raise ValueError(f"{file}: expected a .safetensors or .npz file (pickled .bin and .pth files are not read)")
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-            return _numbers(file, tensors), dict(opened.metadata() or {})
-    except (SafetensorError, TypeError, AttributeError, KeyError, OSError) as error:  # types that NumPy does not have
-        raise ValueError(f"{file} is not a readable safetensors file ({error}); is it complete?") from error
-
-
-def _numbers(file: Path, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same; ValueError for what is no number."""
     if wrong := sorted(name for name, value in tensors.items() if value.dtype.kind not in "fiub"):
-        raise ValueError(f"{file}: {wrong[:5]} hold no real numbers, expected weights")
-    return tensors
+        raise ValueError(f"{file}: {wrong[:5]} contain no real numbers, expected weights")
+    return tensors, metadata
 
 
 def sha256_of(file: Path) -> str:
@@ -175,10 +168,9 @@ def _from_converted(
         raise ValueError(f"converted for backbone {stored.name!r} (as {stored}), not for {backbone!r}")
     means = {name.removeprefix(_MEANS): value for name, value in tensors.items() if name.startswith(_MEANS)}
     shape = (stored.depth, stored.width)
-    if wrong := sorted(name for name, mean in means.items() if mean.shape != shape or mean.dtype != np.float32):
-        raise ValueError(f"base means {wrong[:4]} are not float32 {shape}; convert the weights again")
-    if wrong := sorted(name for name, mean in means.items() if not np.isfinite(mean).all()):
-        raise ValueError(f"base means {wrong[:4]} are not finite; convert the weights again")
+    right = {name for name, m in means.items() if m.shape == shape and m.dtype == np.float32 and np.isfinite(m).all()}
+    if wrong := sorted(means.keys() - right):
+        raise ValueError(f"base means {wrong[:4]} are not finite float32 {shape}; convert the weights again")
     return Pretrained(stored, params, metadata["source"], metadata["sha256"], means)
 
 
@@ -191,3 +183,73 @@ def _config_beside(file: Path) -> dict | None:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{config} is not readable JSON ({error})") from error
     return loaded if isinstance(loaded, dict) else None
+
+
+def _download(timm_name: str) -> tuple[Path, dict, str]:
+    """The model's safetensors file in the local cache, its `config.json`, and what to call the source.
+
+    Files that the cache holds are used without asking the network. Raises FileNotFoundError where the hub
+    cannot be reached or has no such model.
+    """
+    repository = repository_of(timm_name)
+    way_out = (
+        f"pass a local file instead (--weights FILE), e.g. model.safetensors from https://huggingface.co/{repository}"
+    )
+    from huggingface_hub.errors import RepositoryNotFoundError  # slow to import, and mostly not needed
+
+    try:
+        weights = _cached_or_fetched(repository, "model.safetensors")
+        config = json.loads(_cached_or_fetched(repository, "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError("its config.json is no JSON object")
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(f"the hub has no model {repository!r}: check the name, or {way_out}") from error
+    except Exception as error:  # the client's error classes differ between its releases
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FileNotFoundError(f"cannot download {repository!r} ({reason}); {way_out}") from error
+    return weights, config, f"hub:{repository}"
+
+
+def repository_of(timm_name: str) -> str:
+    """Where the hub keeps a model; the QuickGELU variants share the weights of their plain names."""
+    return f"timm/{timm_name.replace('_clip_quickgelu_', '_clip_')}"
+
+
+def _cached_or_fetched(repository: str, filename: str) -> Path:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repository, filename)
+    if isinstance(cached, str):
+        return Path(cached)
+    # Asked once and without retries: the download itself would try a missing network for half a minute.
+    get_hf_file_metadata(hf_hub_url(repository, filename))
+    return Path(hf_hub_download(repository, filename))
+
+
+def resample_position(position: Float[np.ndarray, "N D"], num_patches: int) -> Float[np.ndarray, "M D"]:
+    """The embedding for a square grid of `num_patches`, as timm resamples it; the class token's row stays as it is."""
+    class_token, grid = position[:1], position[1:]
+    before, after = math.isqrt(len(grid)), math.isqrt(num_patches)
+    if before**2 != len(grid) or after**2 != num_patches:
+        raise ValueError(f"position embeddings are resampled between square grids, not {len(grid)} -> {num_patches}")
+    if before == after:
+        return position
+    matrix = bicubic_matrix(before, after)
+    square = grid.astype(np.float64).reshape(before, before, -1)
+    resampled = np.einsum("ih,jw,hwd->ijd", matrix, matrix, square, optimize=True)
+    return np.concatenate([class_token, resampled.reshape(num_patches, -1)]).astype(np.float32)
+
+
+def bicubic_matrix(before: int, after: int) -> Float[np.ndarray, "after before"]:
+    """Antialiased bicubic resampling along one axis: Keys' kernel with a = -1/2, widened when it shrinks.
+
+    Pixel centres lie at halves. Samples beyond the edge are left out and the rows rescaled to sum to 1, as in
+    torch's `interpolate(mode="bicubic", antialias=True)`, which uses this kernel for enlarging too.
+    """
+    scale = before / after
+    centre = scale * (np.arange(after) + 0.5)
+    distance = np.abs(np.arange(before)[None, :] + 0.5 - centre[:, None]) / max(scale, 1.0)
+    near = (1.5 * distance - 2.5) * distance**2 + 1
+    far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
+    weights = np.where(distance < 1, near, np.where(distance < 2, far, 0.0))
+    return weights / weights.sum(axis=1, keepdims=True)

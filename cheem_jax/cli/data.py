@@ -2,12 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -16,20 +17,19 @@ from rich.table import Table
 from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Order, members_of
-from cheem_jax.data.cache import cache_place, default_directory
 from cheem_jax.data.decode import Progress as OnProgress
 from cheem_jax.data.decode import decode_in_order
-from cheem_jax.data.load import ImagesConfig, load_tasks
+from cheem_jax.data.load import SPLIT_NAMES, ImagesConfig, cache_place, default_directory, load_tasks
 from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
-from cheem_jax.data.task import Plan, check_names
-from cheem_jax.data.verify import Findings, Listed, verify, verify_cache
+from cheem_jax.data.task import Part, Plan, check_names
+from cheem_jax.data.verify import Findings, verify, verify_cache
 from cheem_jax.run.progress import Progress
 
 SHOWN = 96
-"""Pixels of the pictures on a contact sheet."""
+"""Pixels of the images on a contact sheet."""
 SAID = 10
-"""Broken files that are told one by one."""
+"""Broken files that are listed one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Prepare:
     image_size: int | None = None
     """Also decode and resize all images to this many pixels now; otherwise the first run does it."""
     cache_dir: Path | None = None
-    """Where decoded images are kept; default: `cheem_jax/core/images` in the data folder."""
+    """Where decoded images are kept; default: `cheem_jax/images` in the data folder."""
     split_seed: int = 0
     """Seed of the splits that a data set lacks."""
 
@@ -99,9 +99,8 @@ class Show:
 def list_data(settings: List) -> None:
     """A table of the benchmarks' tasks, or the same as JSON."""
     data_dir = settings.data_dir or default_data_dir()
-    names = _names(settings.what)
     rows = []
-    for task in map(BY_NAME.__getitem__, names):
+    for task in map(BY_NAME.__getitem__, _names(settings.what)):
         status = status_of(task, data_dir)
         rows.append({
             "task": task.name,
@@ -119,9 +118,7 @@ def list_data(settings: List) -> None:
         return
     table = Table(title=f"Tasks in {data_dir}", title_justify="left")
     for column in ("task", "in", "state", "train", "val", "test", "classes", "on disk", "licence"):
-        table.add_column(
-            column, justify="right" if column in ("train", "val", "test", "classes", "on disk") else "left"
-        )
+        table.add_column(column, justify="left" if column in ("task", "in", "state", "licence") else "right")
     for row in rows:
         table.add_row(
             row["task"], " ".join(row["benchmarks"]), row["state"], *(f"{n:,}" for n in row["images"].values()),
@@ -137,16 +134,15 @@ def list_data(settings: List) -> None:
 
 
 def prepare_data(settings: Prepare) -> None:
-    """Prepare task by task; what fails is told at the end, and the exit status is then 2."""
+    """Prepare task by task; what fails is reported at the end, and the exit status is then 2."""
     data_dir = settings.data_dir or default_data_dir()
     progress, failed = Progress(), {}
     for name in _names(settings.what):
         try:
-            plan = prepare(name, data_dir, lambda phase, task, total: _phase(progress, phase, task, total),
-                           seed=settings.split_seed)  # fmt: skip
+            plan = prepare(name, data_dir, functools.partial(_phase, progress), seed=settings.split_seed)
             if settings.image_size is not None:
                 images = ImagesConfig("cache", settings.cache_dir or images_dir(data_dir))
-                load_tasks([plan], settings.image_size, images, lambda task, num: _phase(progress, "decode", task, num))
+                load_tasks([plan], settings.image_size, images, functools.partial(_phase, progress, "decode"))
             counts = ", ".join(f"{len(part.labels):,} {split}" for split, part in plan.splits.items())
             progress.say(f"{name}: ready, {counts}; splits sha256 {plan.split_sha256[:16]}")
         except (ValueError, OSError) as error:
@@ -164,20 +160,23 @@ def prepare_data(settings: Prepare) -> None:
 def verify_data(settings: Verify) -> None:
     """Findings of every task; ValueError if some task is not sound."""
     name, plans = plan_source(settings.what, data_dir=settings.data_dir, seed=settings.split_seed)
-    progress = Progress() if not settings.json else None
+    if settings.cache_dir is not None and not settings.cache_dir.is_dir():
+        raise FileNotFoundError(f"--cache-dir {settings.cache_dir}: no such folder")
+    progress = None if settings.json else Progress()
     unsound, found = [], {}
     for plan in plans:
         with _phase(progress, "verify", plan.name, plan.num_images) as on_progress:
             findings = verify(plan, on_progress=on_progress)
-        found[plan.name] = {"split_sha256": plan.split_sha256, **findings.to_json()}
         caches, damaged = [], []
         for place in _caches(plan, settings):
             try:
-                verify_cache(place)
+                verify_cache(place, plan)
                 caches.append(str(place))
             except ValueError as error:
                 damaged.append(str(error))
-        found[plan.name] |= {"caches": caches, "damaged_caches": damaged}
+        found[plan.name] = {
+            "split_sha256": plan.split_sha256, **findings.to_json(), "caches": caches, "damaged_caches": damaged,
+        }  # fmt: skip
         if damaged or not findings.sound:
             unsound.append(plan.name)
         if progress is not None:
@@ -190,33 +189,35 @@ def verify_data(settings: Verify) -> None:
 
 def show_data(settings: Show) -> None:
     """Write the figures and say where they are."""
-    if (settings.what is None) == (settings.stream is None):
-        raise ValueError("give either the task to show or --stream with a benchmark; e.g. `cheem data show food101`")
-    progress = Progress()
     source = settings.what or settings.stream
-    assert source is not None
+    if source is None or None not in (settings.what, settings.stream):
+        raise ValueError("give either the task to show or --stream with a benchmark; e.g. `cheem data show food101`")
+    if settings.split not in SPLIT_NAMES:
+        raise ValueError(f"split {settings.split!r} is none of {', '.join(SPLIT_NAMES)}")
     # drawing takes seconds to import, which no other command should wait for
-    from cheem_jax.report.data_figures import contact_sheet, stream_figure
+    from cheem_jax.report.data_figures import StreamRow, contact_sheet, stream_figure
 
     name, plans = plan_source(source, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed)
-    stem = _slug(name)
+    progress = Progress()
     if settings.stream is not None:
-        file = settings.output or absolute(f"{stem}.png")
-        stream_figure([_row(plan) for plan in plans], file, title=f"{name}: {len(plans)} tasks")
+        rows = []
+        for plan in plans:
+            images = _images(plan.train, _some_of_each_class(plan.train.labels)[:5])
+            train, val, test = (len(part.labels) for part in plan.splits.values())
+            rows.append(StreamRow(plan.name, len(plan.classes), train, val, test, images))
+        file = settings.output or absolute(f"{_slug(name)}.png")
+        stream_figure(rows, file, title=f"{name}: {len(plans)} tasks")
         progress.say(f"wrote {shown(file)}")
         return
-    if settings.split not in ("train", "val", "test"):
-        raise ValueError(f"split {settings.split!r} is none of train, val, test")
     for plan in plans:
         part = plan.splits[settings.split]
         rows = _some_of_each_class(part.labels, max(1, 80 // len(plan.classes)))
-        images = np.concatenate(list(decode_in_order(part.files, SHOWN, rows)))
         file = settings.output or absolute(f"{_slug(plan.name)}.png")
         if len(plans) > 1:
-            file = (settings.output or absolute(f"{stem}-sheets")) / f"{_slug(plan.name)}.png"
+            file = (settings.output or absolute(f"{_slug(name)}-sheets")) / f"{_slug(plan.name)}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         title = f"{plan.name} · {settings.split} · {len(plan.classes):,} classes · {len(part.labels):,} images"
-        contact_sheet(images, part.labels[rows], plan.classes, file, title=title)
+        contact_sheet(_images(part, rows), part.labels[rows], plan.classes, file, title=title)
         progress.say(f"wrote {shown(file)}")
 
 
@@ -242,8 +243,6 @@ def _phase(progress: Progress | None, phase: str, task: str, total: int) -> Iter
 
 def _caches(plan: Plan, settings: Verify) -> list[Path]:
     """Decoded copies of a plan, of any size."""
-    if settings.cache_dir is not None and not settings.cache_dir.is_dir():
-        raise FileNotFoundError(f"--cache-dir {settings.cache_dir}: no such folder")
     roots = [settings.cache_dir, images_dir(settings.data_dir), default_directory()]
     found = []
     for root in filter(None, dict.fromkeys(roots)):
@@ -258,18 +257,12 @@ def _slug(name: str) -> str:
     return re.sub(r"[^\w-]+", "_", name)
 
 
-def _row(plan: Plan) -> Any:
-    from cheem_jax.report.data_figures import StreamRow
-
-    part = plan.train
-    rows = _some_of_each_class(part.labels)[:5]
-    examples = np.concatenate(list(decode_in_order(part.files, SHOWN, rows)))
-    num_train, num_val, num_test = (len(found.labels) for found in plan.splits.values())
-    return StreamRow(plan.name, len(plan.classes), num_train, num_val, num_test, examples)
+def _images(part: Part, rows: np.ndarray) -> np.ndarray:
+    return np.concatenate(list(decode_in_order(part.files, SHOWN, rows)))
 
 
 def _some_of_each_class(labels: np.ndarray, num: int = 1) -> np.ndarray:
-    """Rows of up to `num` pictures of each class, the first of every class first."""
+    """Rows of up to `num` images of each class, the first of every class first."""
     order = np.argsort(labels, kind="stable")
     starts = np.searchsorted(labels[order], np.arange(labels.max() + 1))
     place = np.arange(len(labels)) - starts[labels[order]]
@@ -285,28 +278,25 @@ def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[s
     """One task's findings for people."""
     counts = ", ".join(f"{num:,} {split}" for split, num in findings.num.items())
     (few, least), (many, most) = findings.smallest_class, findings.largest_class
-    modes = ", ".join(f"{num:,} {mode}" for mode, num in sorted(findings.modes.items()))
     sizes = f"{least:,}" if least == most else f"{least:,} ({few}) to {most:,} ({many})"
     progress.say(f"{plan.name}: {counts}; {findings.num_classes:,} classes of {sizes} training images")
     if findings.smallest_image and findings.largest_image:
         small, large = ("x".join(map(str, size)) for size in (findings.smallest_image, findings.largest_image))
+        modes = ", ".join(f"{num:,} {mode}" for mode, num in findings.modes.items())
         progress.say(f"  {small} to {large} pixels, {modes}; {_megabytes(findings.num_bytes)}; {plan.source}")
     progress.say(f"  splits sha256 {plan.split_sha256}")
     for place in caches:
-        progress.say(f"  decoded pictures intact: {place}")
-    for reason in damaged:
-        progress.say(f"  NOT SOUND: {reason}")
-    _tell_pairs(progress, "copies in two splits (counted, not refused: some public sets have them)", findings.across)
-    if findings.num_within:
-        progress.say(f"  {findings.num_within:,} copies within a split")
-    _tell_pairs(progress, "pictures under two labels", findings.contradictory)
-    for line in findings.broken[:SAID]:
+        progress.say(f"  decoded images intact: {place}")
+    copies = {
+        "copies in two splits (counted, not refused: some public sets have them)": findings.across,
+        "copies within a split": findings.within,
+        "images under two labels": findings.contradictory,
+    }
+    for what, pairs in copies.items():
+        if pairs:
+            one, other = pairs[0]
+            progress.say(f"  {len(pairs):,} {what}, first {one.key} ({one.label}) and {other.key} ({other.label})")
+    for line in [*damaged, *findings.broken[:SAID]]:
         progress.say(f"  NOT SOUND: {line}")
     if len(findings.broken) > SAID:
-        progress.say(f"  NOT SOUND: and {len(findings.broken) - SAID:,} more broken files (--json tells all)")
-
-
-def _tell_pairs(progress: Progress, what: str, pairs: Sequence[tuple[Listed, Listed]]) -> None:
-    if pairs:
-        first, second = pairs[0]
-        progress.say(f"  {len(pairs):,} {what}, first {first.key} ({first.label}) and {second.key} ({second.label})")
+        progress.say(f"  NOT SOUND: and {len(findings.broken) - SAID:,} more broken files (--json lists all)")

@@ -142,7 +142,7 @@ def probe(sender: Any, asks_the_hub: bool) -> None:
 
 def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     # all imports stand where they are tried
-    from cheem_jax.data.cache import default_directory
+    from cheem_jax.data.load import default_directory
     from cheem_jax.data.sources import images_dir
 
     yield "caches", {"decoded images": str(default_directory()), "decoded benchmarks": str(images_dir(None))}
@@ -177,7 +177,7 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
 
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 
-    from cheem_jax.backbone.hub import repository_of
+    from cheem_jax.backbone.weights import repository_of
 
     found = {"cache": constants.HF_HUB_CACHE}
     if asks_the_hub:

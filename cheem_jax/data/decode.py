@@ -1,5 +1,6 @@
 """Image files to pixels: one decoder for every source, so that all of them give the same image."""
 
+import contextlib
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -36,29 +37,32 @@ def decode_image(data: bytes, image_size: int, *, name: str = "image") -> UInt8[
     """
     if image_size < 1:
         raise ValueError(f"image_size must be at least 1, got {image_size}")
-    return np.asarray(_decode(data, (image_size, image_size), name))
+    with opened(data, name) as image:
+        return np.asarray(_to_rgb(image).resize((image_size, image_size), Image.Resampling.BICUBIC))
 
 
 def decode_pixels(data: bytes, *, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
     """As `decode_image`, in the image's own size."""
-    return np.asarray(_decode(data, None, name))
+    with opened(data, name) as image:
+        return np.asarray(_to_rgb(image))
 
 
-def _decode(data: bytes, size: tuple[int, int] | None, name: str) -> Image.Image:
+@contextlib.contextmanager
+def opened(data: bytes, name: str) -> Iterator[Image.Image]:
+    """An image file that is no bomb; whatever is raised while it is in use becomes a ValueError that names it."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are accepted")
-            refuse_bombs(image, data)
-            rgb = _to_rgb(image)
-            return rgb if size is None else rgb.resize(size, Image.Resampling.BICUBIC)
+            _refuse_bombs(image, data)
+            yield image
     except UnidentifiedImageError:
         raise ValueError(f"{name}: not an image file of a known format ({', '.join(FORMATS)})") from None
     except Exception as error:  # Pillow's parsers raise almost anything on a broken file
         raise ValueError(f"{name}: the image cannot be decoded: {error}") from error
 
 
-def refuse_bombs(image: Image.Image, data: bytes) -> None:
+def _refuse_bombs(image: Image.Image, data: bytes) -> None:
     """ValueError for what takes much more work or memory than the image's size suggests."""
     if (scans := data.count(b"\xff\xda\0")) > MAX_SCANS:
         raise ValueError(f"{scans} scans, at most {MAX_SCANS} are accepted")
@@ -83,28 +87,6 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
 
 
-def decode_in_order(
-    files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray
-) -> Iterator[UInt8[np.ndarray, "n S S 3"]]:
-    """The images of these rows in pieces; blank for a broken file.
-
-    No more than a few hundred images are in memory at a time. All broken files are reported in one ValueError, once
-    everything has been decoded.
-    """
-    broken: list[str] = []
-    for piece in _decoded(files, image_size, rows, PIECE):
-        images = np.zeros((len(piece), image_size, image_size, 3), np.uint8)
-        for place, image in enumerate(piece):
-            if isinstance(image, str):
-                broken.append(image)
-            else:
-                images[place] = image
-        yield images
-    if broken:
-        more = f"; and {len(broken) - 5} more" if len(broken) > 5 else ""
-        raise ValueError(f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}")
-
-
 class Piece(NamedTuple):
     """Some files in order: their places for people, the images of those that are intact, and why others are not."""
 
@@ -114,22 +96,14 @@ class Piece(NamedTuple):
     """One for each file, empty for an intact one."""
 
 
-def decode_pieces(files: Encoded, image_size: int, size: int) -> Iterator[Piece]:
-    """All files in pieces of at most `size`; a broken one is reported and stops nothing."""
-    start = 0
-    for piece in _decoded(files, image_size, range(len(files)), size):
-        intact = [image for image in piece if not isinstance(image, str)]
-        images = np.stack(intact) if intact else np.zeros((0, image_size, image_size, 3), np.uint8)
-        names = [files.where(row) for row in range(start, start + len(piece))]
-        start += len(piece)
-        yield Piece(names, images, [image if isinstance(image, str) else "" for image in piece])
+def decode_pieces(
+    files: Encoded, image_size: int, size: int, rows: Sequence[int] | np.ndarray | None = None
+) -> Iterator[Piece]:
+    """These rows, or all files, in pieces of at most `size`; a broken one is reported and stops nothing.
 
-
-def _decoded(
-    files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray, size: int
-) -> Iterator[list[np.ndarray | str]]:
-    """Each row's image, or why it has none, decoded by a few threads (Pillow releases the interpreter's lock)."""
-    rows = [int(row) for row in rows]
+    A few threads decode (Pillow releases the interpreter's lock), and two pieces are in memory at a time.
+    """
+    rows = range(len(files)) if rows is None else [int(row) for row in rows]
 
     def decode(row: int) -> np.ndarray | str:
         try:
@@ -143,12 +117,32 @@ def _decoded(
         pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
         coming = [pool.map(decode, piece) for piece in pieces[:1]]
         try:
-            for number in range(len(pieces)):
+            for number, piece in enumerate(pieces, start=1):
                 # the next piece starts before this one is complete, so that no thread idles
-                coming += [pool.map(decode, piece) for piece in pieces[number + 1 : number + 2]]
-                yield list(coming.pop(0))
+                coming += [pool.map(decode, following) for following in pieces[number : number + 1]]
+                found = list(coming.pop(0))
+                none = np.zeros((0, image_size, image_size, 3), np.uint8)
+                intact = [image[None] for image in found if not isinstance(image, str)]
+                errors = [image if isinstance(image, str) else "" for image in found]
+                yield Piece([files.where(row) for row in piece], np.concatenate([none, *intact]), errors)
         finally:
             pool.shutdown(cancel_futures=True)  # of a caller that stopped early
+
+
+def decode_in_order(
+    files: Encoded, image_size: int, rows: Sequence[int] | np.ndarray
+) -> Iterator[UInt8[np.ndarray, "n S S 3"]]:
+    """The images of these rows in pieces, without those that are broken.
+
+    All broken files are reported in one ValueError, once everything has been decoded.
+    """
+    broken: list[str] = []
+    for piece in decode_pieces(files, image_size, PIECE, rows):
+        broken += filter(None, piece.errors)
+        yield piece.images
+    if broken:
+        more = f"; and {len(broken) - 5} more" if len(broken) > 5 else ""
+        raise ValueError(f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}")
 
 
 def decode_many(

@@ -48,7 +48,7 @@ class FolderFiles:
         return self.names[row]
 
     def where(self, row: int) -> str:
-        return str(self.root / self.names[row])
+        return str(self.file(row))
 
     def file(self, row: int) -> Path:
         """Where it lies."""
@@ -92,22 +92,13 @@ class ZipFiles:
                 if self._archive is None:
                     if stamp_of([self.path]) != self.stamp:
                         raise ValueError("the zip has changed since its names were read")
-                    self._archive = _Archive(self.path)
-                return self._archive.read_member(self.root + self.names[row])
+                    self._archive = zipfile.ZipFile(self.path)
+                member = self._archive.getinfo(self.root + self.names[row])
+                with self._archive.open(member) as stream:
+                    # no more bytes than the zip's directory says, whatever the packed bytes would unpack to
+                    return stream.read(member.file_size + 1)
         except Exception as error:  # checksum, compression method, cut-off file: zipfile and zlib raise many types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
-
-
-class _Archive(zipfile.ZipFile):
-    """Closes its file when nothing refers to it any more."""
-
-    def read_member(self, name: str) -> bytes:
-        """No more bytes than the zip's directory says, whatever the packed bytes would unpack to."""
-        with self.open(name) as member:
-            return member.read(self.getinfo(name).file_size + 1)
-
-    def __del__(self):
-        self.close()
 
 
 def files_of(path: Path, names: Sequence[str], root: str = "") -> FolderFiles | ZipFiles:
@@ -130,7 +121,7 @@ def list_files(path: Path, *, any_name: bool = False) -> list[str]:
     not a zip or a zip with members that no image set has.
     """
     if path.is_dir():
-        names = sorted(_list_folder(path))
+        names = sorted(f"{folder}{name}" for folder, _, names in _walk(path) for name in names if not is_hidden(name))
     elif path.is_file():
         names = sorted(_list_zip(path))
     else:
@@ -147,11 +138,7 @@ def list_files(path: Path, *, any_name: bool = False) -> list[str]:
 
 def empty_folders(path: Path) -> list[str]:
     """Visible folders below a folder that contain nothing at all, by relative name."""
-    return sorted(
-        Path(folder).relative_to(path).as_posix()
-        for folder, subfolders, names in _walk(path)
-        if not subfolders and not names and Path(folder) != path
-    )
+    return sorted(folder[:-1] for folder, subfolders, names in _walk(path) if folder and not subfolders and not names)
 
 
 def is_image(name: str) -> bool:
@@ -162,48 +149,28 @@ def is_hidden(part: str) -> bool:
     return part.startswith(".") or part == "__MACOSX"
 
 
-def _list_folder(path: Path) -> Iterable[str]:
-    for folder, _, names in _walk(path):
-        parts = Path(folder).relative_to(path).parts
-        yield from ("/".join((*parts, name)) for name in names if not is_hidden(name))
-
-
 def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-    """As `os.walk`, without hidden folders; a folder that cannot be read is an error, not an empty one."""
+    """As `os.walk`, without hidden folders, which are named relative to `path` ("" or "folder/")."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error  # a folder that cannot be read is not an empty one
+
     num = 0
-    for folder, subfolders, names in os.walk(path, followlinks=True, onerror=_fail):
+    for folder, subfolders, names in os.walk(path, followlinks=True, onerror=fail):
         num += len(subfolders) + len(names)
         if num > MAX_FILES:  # a few links to parents are enough, since each multiplies
             raise ValueError(f"{path}: more than {MAX_FILES} files and folders; are there links to parent folders?")
-        deep = len(Path(folder).relative_to(path).parts) >= MAX_DEPTH
-        subfolders[:] = [] if deep else [name for name in subfolders if not is_hidden(name)]
-        yield folder, subfolders, names
-
-
-def _fail(error: OSError) -> NoReturn:
-    raise error
+        parts = Path(folder).relative_to(path).parts
+        subfolders[:] = [name for name in subfolders if not is_hidden(name)] if len(parts) < MAX_DEPTH else []
+        yield "".join(f"{part}/" for part in parts), subfolders, names
 
 
 def _list_zip(path: Path) -> set[str]:
     try:
-        archive = zipfile.ZipFile(path)
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
     except Exception as error:  # corrupted directories also raise OSError, struct.error, NotImplementedError
         raise ValueError(f"{path} is not a readable zip file ({error}); expected a zip or a folder") from error
-    files: set[str] = set()
-    with archive:
-        _refuse_bomb(path, archive.infolist())
-        for member in archive.infolist():
-            if fault := _fault(member):
-                raise ValueError(f"{path}: refused because of member {member.filename!r}: {fault}")
-            if member.is_dir() or any(is_hidden(part) for part in member.filename.split("/")):
-                continue
-            if member.filename in files:
-                raise ValueError(f"{path}: member {member.filename!r} occurs twice")
-            files.add(member.filename)
-    return files
-
-
-def _refuse_bomb(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
     size = path.stat().st_size
     if len(members) > MAX_FILES:
         raise ValueError(f"{path}: {len(members)} members, expected at most {MAX_FILES}; use several zips")
@@ -212,11 +179,23 @@ def _refuse_bomb(path: Path, members: Sequence[zipfile.ZipInfo]) -> None:
     total = sum(member.file_size for member in members)
     if total > max(SMALL_BYTES, MAX_RATIO * size):
         raise ValueError(f"{path}: refused as a bomb: {size} bytes unpack to {total}, over {MAX_RATIO} times as many")
+    files: set[str] = set()
+    for member in members:
+        if fault := _fault(member):
+            raise ValueError(f"{path}: refused because of member {member.filename!r}: {fault}")
+        if member.is_dir() or any(map(is_hidden, member.filename.split("/"))):
+            continue
+        if member.filename in files:
+            raise ValueError(f"{path}: member {member.filename!r} occurs twice")
+        files.add(member.filename)
+    return files
 
 
 def _fault(member: zipfile.ZipInfo) -> str | None:
     """What makes a zip member unsafe or absurd, if anything."""
-    if not is_plain(member.filename):
+    name = member.filename
+    # names must stay below the folder that they would be unpacked to
+    if "\\" in name or name[1:2] == ":" or not {"", ".", ".."}.isdisjoint(name.removesuffix("/").split("/")):
         return "its name is not a plain relative one"
     if member.flag_bits & 1:
         return "it is encrypted"
@@ -224,12 +203,6 @@ def _fault(member: zipfile.ZipInfo) -> str | None:
         # zipfile unpacks the others to any size at once, whatever the directory says
         return f"it is packed by method {member.compress_type}; zip it again, stored or deflated"
     return too_large(member.file_size)
-
-
-def is_plain(name: str) -> bool:
-    """Whether a member's name stays below the folder that it would be unpacked to."""
-    parts = name.removesuffix("/").split("/")
-    return "\\" not in name and parts[0][1:2] != ":" and not any(part in ("", ".", "..") for part in parts)
 
 
 def too_large(num_bytes: int) -> str | None:

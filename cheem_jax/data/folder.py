@@ -6,11 +6,9 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from cheem_jax.data.files import IMAGE_SUFFIXES, empty_folders, files_of, is_hidden, is_image, list_files, stamp_of
-from cheem_jax.data.splits import SPLITS, cut_missing
-from cheem_jax.data.task import Part, Plan, check_names, repeats
+from cheem_jax.data.splits import SPLITS, Members, check_splits, cut_missing
+from cheem_jax.data.task import Plan, check_names, repeats
 
 LAYOUT = "<train|val|test>/<class>/<image>, or <class>/<image> without splits"
 
@@ -51,10 +49,8 @@ def _find_tasks(path: Path) -> dict[str, Path]:
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such folder or zip file")
     entries = [entry for entry in path.iterdir() if not is_hidden(entry.name)]
-    if any(entry.is_dir() and entry.name.lower() == "train" for entry in entries):
-        return {_name(path): path}  # a single task
-    if any(entry.is_dir() and _has_images(entry) for entry in entries):
-        return {_name(path): path}  # one as well: folders of images are classes
+    if any(entry.is_dir() and (entry.name.lower() == "train" or _has_images(entry)) for entry in entries):
+        return {_name(path): path}  # a single task: folders of images are classes
     places = [entry for entry in entries if entry.is_dir() or entry.suffix.lower() == ".zip"]
     if repeated := repeats(map(_name, places)):
         raise ValueError(f"{path} contains a folder and a zip of the same name: {repeated}; keep one of each")
@@ -63,8 +59,6 @@ def _find_tasks(path: Path) -> dict[str, Path]:
             f"{path} contains {num} images and no folder; put those of each class into a folder of its own, such "
             f"as {path.name}/cat and {path.name}/dog"
         )
-    if not places:
-        raise ValueError(f"{path}: no task found; expected zips or folders with {LAYOUT}")
     return {_name(place): place for place in places}
 
 
@@ -81,56 +75,52 @@ def _name(path: Path) -> str:
 
 def _plan(path: Path, names: Sequence[str], task: str, seed: int) -> Plan:
     root, grouped = _group(path, [file for file in names if is_image(file)])
-    if "train" not in grouped:
-        raise ValueError(f"{path}: no train folder among {sorted(grouped)}; expected {LAYOUT}")
-    if "val" in grouped and "test" not in grouped:
-        raise ValueError(f"{path}: train and val but no test folder; add one, or leave train alone to be cut")
-    folders = sorted({file.split("/")[-2] for file in grouped["train"]})
+    check_splits(str(path), grouped.keys())
     if path.is_dir() and (empty := empty_folders(path)):
         raise ValueError(
             f"{path}: folders without any file: {empty[:8]}; fill them, or remove them if no class is meant"
         )
-    _refuse_folders_without_image(path, root, names, grouped["train"][0].count("/"))
+    _refuse_folders_without_image(path, root, names, (root + next(iter(grouped["train"]))).count("/"))
+    folders = sorted(set(grouped["train"].values()))
     classes, label_of = _label_folders(path, folders, _class_names(path, f"{root}meta.json", names))
-    labels = {}
-    for split, members in grouped.items():
-        if unknown := sorted({file.split("/")[-2] for file in members} - set(label_of)):
+    members: Members = {}
+    for split, folder_of in grouped.items():
+        if unknown := sorted(set(folder_of.values()) - set(label_of)):
             # ascii shows the difference between accents that are composed in two ways and look the same
             raise ValueError(f"{path}: classes in {split} that train does not have: {ascii(unknown[:8])}")
-        labels[split] = np.array([label_of[file.split("/")[-2]] for file in members], np.int32)
-    files = [path / file for members in grouped.values() for file in members] if path.is_dir() else [path]
-    keys = {split: [file.removeprefix(root) for file in members] for split, members in grouped.items()}
-    cut_missing(task, str(path), classes, keys, labels, seed)
-    parts = {split: Part(files_of(path, keys[split], root), labels[split]) for split in keys}
-    return Plan(task, classes, **parts, source=str(path.resolve()), stamp=stamp_of(files))
+        members[split] = {file: label_of[folder] for file, folder in folder_of.items()}
+    files = [path / root / file for labels in members.values() for file in labels] if path.is_dir() else [path]
+    cut_missing(str(path), classes, members, seed)
+    return Plan.of(
+        task,
+        classes,
+        members,
+        lambda keys: files_of(path, keys, root),
+        source=str(path.resolve()),
+        stamp=stamp_of(files),
+    )
 
 
-def _group(path: Path, images: list[str]) -> tuple[str, dict[str, list[str]]]:
-    """The enclosing folder ("" or "name/") and the images of each split, sorted."""
+def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]]]:
+    """The enclosing folder ("" or "name/"), and the class folder of each split's images by their names below it."""
     if not images:
         raise ValueError(f"{path}: no images in it; expected {LAYOUT}")
-    parts = {file: file.split("/") for file in images}
-    depth = max(map(len, parts.values()))
-    tops = {names[0] for names in parts.values()}
+    depth = max(file.count("/") for file in images)
+    tops = {file.split("/")[0] for file in images}
     root = ""
-    if depth > 2 and len(tops) == 1 and (depth > 3 or tops.isdisjoint(_split_folders(tops))):
-        root = f"{tops.pop()}/"
-        parts = {file: names[1:] for file, names in parts.items()}
-        depth -= 1
-    for file, names in parts.items():
-        if len(names) != depth or depth not in (2, 3):
+    if depth > 1 and len(tops) == 1 and (depth > 2 or tops.isdisjoint(_split_folders(tops))):
+        root, depth = f"{tops.pop()}/", depth - 1
+    found: dict[str, dict[str, str]] = {}
+    for file in images:
+        folders = file.removeprefix(root).split("/")[:-1]
+        if len(folders) != depth or depth not in (1, 2):
             raise ValueError(f"{path}: image {file!r} is at an unexpected place; expected {LAYOUT}")
-    if depth == 2:
-        return root, {"train": images}
-    folders = sorted({names[0] for names in parts.values()})
-    if unknown := sorted(set(folders) - _split_folders(folders)):
+        found.setdefault(folders[0] if depth == 2 else "train", {})[file.removeprefix(root)] = folders[-1]
+    if unknown := sorted(found.keys() - _split_folders(found)):
         raise ValueError(f"{path}: {unknown[:8]} are not splits; known are {', '.join(SPLITS)} ({LAYOUT})")
-    if doubled := repeats(SPLITS[folder.lower()] for folder in folders):
-        raise ValueError(f"{path}: several folders for one split {doubled}: {folders}")
-    grouped: dict[str, list[str]] = {}
-    for file, names in parts.items():
-        grouped.setdefault(SPLITS[names[0].lower()], []).append(file)
-    return root, grouped
+    if doubled := repeats(SPLITS[folder.lower()] for folder in found):
+        raise ValueError(f"{path}: several folders for one split {doubled}: {sorted(found)}")
+    return root, {SPLITS[folder.lower()]: folder_of for folder, folder_of in found.items()}
 
 
 def _refuse_folders_without_image(path: Path, root: str, files: Sequence[str], depth: int) -> None:

@@ -1,22 +1,36 @@
-"""Plans to tasks: images decoded into memory, into files that are mapped into it, or when they are needed."""
+"""Plans to tasks: images decoded into memory, into files that are mapped into it, or when they are needed.
+
+The files of a plan, an image size and a version of the decoder are a cache: a folder `<task>-<size>-<key>` with one
+`.npy` per split and `cache.json`. It is written under another name and renamed when it is complete, so a folder of that
+name can be trusted; a lock makes a second process wait for the first.
+"""
 
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
+import filelock
 import numpy as np
 
 from cheem_jax.core.paths import absolute
-from cheem_jax.data.cache import Phase, bytes_needed, cached, default_directory
 from cheem_jax.data.decode import DECODER_VERSION, Progress, decode_image, decode_in_order, decode_many
 from cheem_jax.data.files import Encoded
 from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.task import Part, Plan, Split, Stream, Task, hash_of
 
+FORMAT = "cheem_jax-images/1"
+SPLIT_NAMES = ("train", "val", "test")
+
+Phase = Callable[[str, int], AbstractContextManager[Progress]]
+"""Opens a phase of work on a task, by the task's name and its number of images; gives the function that counts them."""
 Keep = Literal["auto", "memory", "cache", "stream"]
 
 IN_MEMORY = 2**30
@@ -47,16 +61,11 @@ def load_tasks(
 ) -> tuple[Task, ...]:
     """Tasks with their images; raises ValueError naming every file that is not an image."""
     total = sum(bytes_needed(plan.num_images, image_size) for plan in plans)
-    names = ("train", "val", "test")
-    return tuple(
-        Task(
-            plan.name,
-            plan.classes,
-            **_load(plan, names, image_size, config, total, phase or _silent),
-            split_sha256=plan.split_sha256,
-        )
-        for plan in plans
-    )
+    tasks = []
+    for plan in plans:
+        splits = _load(plan, SPLIT_NAMES, image_size, config, total, phase or _silent)
+        tasks.append(Task(plan.name, plan.classes, **splits, split_sha256=plan.split_sha256))
+    return tuple(tasks)
 
 
 def load_task(path: str | Path, *, image_size: int, seed: int = 0) -> Task:
@@ -90,29 +99,132 @@ def _load(
         keep = "memory" if total_bytes <= IN_MEMORY else "stream" if too_large else "cache"
     if keep == "cache":
         return cached(plan, image_size, config.cache_dir or default_directory(), phase, names)
+    splits = {}
     if keep == "stream":
-        # the pixels follow from this, and none has been decoded yet
-        known = f"{plan.split_sha256} {plan.stamp} {image_size} {DECODER_VERSION}"
-        return {
-            name: Split(
-                StreamedImages(part.files, image_size, workers=config.workers),
-                part.labels,
-                hashlib.sha256(f"{known} {name}".encode()).hexdigest(),
-            )
-            for name, part in parts.items()
-        }
+        for name, part in parts.items():
+            # the pixels follow from this, and none has been decoded yet
+            known = f"{plan.split_sha256} {plan.stamp} {image_size} {DECODER_VERSION} {name}"
+            images = StreamedImages(part.files, image_size, workers=config.workers)
+            splits[name] = Split(images, part.labels, hashlib.sha256(known.encode()).hexdigest())
+        return splits
     with phase(plan.name, num) as on_progress:
-        return {name: _in_memory(part, image_size, on_progress) for name, part in parts.items()}
-
-
-def _in_memory(part: Part, image_size: int, on_progress: Progress) -> Split:
-    images = decode_many(part.files, image_size, on_progress=on_progress)
-    return Split(images, part.labels, hash_of([images], part.labels))
+        for name, part in parts.items():
+            images = decode_many(part.files, image_size, on_progress=on_progress)
+            splits[name] = Split(images, part.labels, hash_of(images, part.labels))
+    return splits
 
 
 @contextlib.contextmanager
 def _silent(task: str, num_images: int) -> Iterator[Progress]:
     yield lambda num_images: None
+
+
+def default_directory() -> Path:
+    """Where caches are by default: in the user's cache folder."""
+    return absolute(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "cheem_jax" / "images"
+
+
+def bytes_needed(num_images: int, image_size: int) -> int:
+    """Bytes of so many decoded images."""
+    return num_images * image_size * image_size * 3
+
+
+def cache_place(plan: Plan, image_size: int, root: Path, names: Sequence[str] = SPLIT_NAMES) -> Path:
+    """The folder of a plan's decoded images, whether it exists or not.
+
+    Its name has what decides the pixels of some splits: which files in which order, their stamp, the size and the
+    decoder.
+    """
+    digest = hashlib.sha256(json.dumps([FORMAT, DECODER_VERSION, image_size, plan.source, plan.stamp]).encode())
+    for split in names:
+        part = plan.splits[split]
+        digest.update(f"{split} {len(part.files)}\n".encode())
+        for row, label in enumerate(part.labels.tolist()):
+            digest.update(f"{part.files.key(row)}\t{label}\n".encode())
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", plan.name)[:60]
+    return root / f"{name}-{image_size}-{digest.hexdigest()[:16]}"
+
+
+def cached(
+    plan: Plan, image_size: int, root: Path, phase: Phase, names: Sequence[str] = SPLIT_NAMES
+) -> dict[str, Split]:
+    """Splits with their images mapped from files, which are made if they do not exist.
+
+    Waits for another process that makes them. Raises ValueError for broken images, OSError if there is no room or no
+    permission; then nothing is left.
+    """
+    place = cache_place(plan, image_size, root, names)
+    if not place.is_dir():
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with filelock.FileLock(f"{place}.lock"):
+                if not place.is_dir():
+                    _make(plan, names, image_size, place, phase)
+        except OSError as error:
+            raise OSError(
+                f"the decoded images of {plan.name!r} cannot be kept in {root}: {error.strerror or error}; name "
+                "another folder for decoded images, one with room and write permission"
+            ) from error
+    return open_cache(place, plan, names)
+
+
+def open_cache(place: Path, plan: Plan, names: Sequence[str] = SPLIT_NAMES) -> dict[str, Split]:
+    """Splits of a plan with the images of a finished cache. Raises ValueError naming what is corrupted."""
+    try:
+        meta = json.loads((place / "cache.json").read_text())
+        splits = {}
+        for name in names:
+            labels = plan.splits[name].labels
+            # mapped, so that a header that promises more than there is takes no memory
+            images = np.lib.format.open_memmap(place / f"{name}.npy", mode="r")
+            if images.shape != (len(labels), meta["image_size"], meta["image_size"], 3) or images.dtype != np.uint8:
+                raise ValueError(f"{name} has the shape {images.shape} of {images.dtype}")
+            splits[name] = Split(images, labels, str(meta["splits"][name]["sha256"]))
+    except PermissionError as error:
+        raise OSError(f"the cache {place} cannot be read ({error.strerror}: {error.filename})") from error
+    except Exception as error:  # NumPy's parser of headers raises almost anything on a broken file
+        raise ValueError(
+            f"the cache {place} is corrupted ({error!r}); remove this folder and it is made again"
+        ) from error
+    return splits
+
+
+def _make(plan: Plan, names: Sequence[str], image_size: int, place: Path, phase: Phase) -> None:
+    """Decode everything into a folder next to the place, then rename it. Only one process does this at a time."""
+    partial = place.with_name(f"{place.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    num_images = sum(len(plan.splits[name].labels) for name in names)
+    needed, free = bytes_needed(num_images, image_size), shutil.disk_usage(place.parent).free
+    if needed > free:
+        raise OSError(f"{needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB free")
+    partial.mkdir()
+    try:
+        splits = {}
+        with phase(plan.name, num_images) as on_progress:
+            for name in names:
+                part = plan.splits[name]
+                splits[name] = {"sha256": _write(partial / f"{name}.npy", part, image_size, on_progress)}
+        meta = {"task": plan.name, "source": plan.source, "image_size": image_size, "splits": splits}
+        (partial / "cache.json").write_text(json.dumps(meta, indent=1) + "\n")
+        os.rename(partial, place)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write(file: Path, part: Part, image_size: int, on_progress: Progress) -> str:
+    """A `.npy` written piece by piece, so that a full disk is an error here and no signal later; returns its hash."""
+    digest = hashlib.sha256(part.labels.astype("<i4").tobytes())
+    header = {"descr": "|u1", "fortran_order": False, "shape": (len(part.labels), image_size, image_size, 3)}
+    with file.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, header)
+        for piece in decode_in_order(part.files, image_size, range(len(part.files))):
+            stream.write(piece.data)
+            digest.update(piece.data)
+            on_progress(len(piece))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return digest.hexdigest()
 
 
 class StreamedImages:
@@ -144,7 +256,7 @@ class StreamedImages:
         """
         grain = _grain()
         batch_size, num_threads = len(order[0]), max(2, min(16, os.cpu_count() or 1))
-        images = grain.MapDataset.source(_ImageSource(self.files, self.image_size, np.concatenate(order)))
+        images = grain.MapDataset.source(np.concatenate(order).tolist()).map(self._decode)
         if self.workers:  # whole batches, since each process takes every so many-th element
             reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
             options = grain.MultiprocessingOptions(num_workers=self.workers, per_worker_buffer_size=2)
@@ -153,18 +265,7 @@ class StreamedImages:
         reading = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=3 * batch_size)
         return iter(images.to_iter_dataset(reading).batch(batch_size))
 
-
-class _ImageSource:
-    """A data source of Grain's: decoded images in the order in which they are wanted."""
-
-    def __init__(self, files: Encoded, image_size: int, rows: np.ndarray):
-        self.files, self.image_size, self.rows = files, image_size, rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        row = int(self.rows[index])
+    def _decode(self, row: int) -> np.ndarray:
         return decode_image(self.files.read(row), self.image_size, name=self.files.where(row))
 
 

@@ -14,9 +14,9 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,8 @@ from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.decode import Progress, decode_pixels
 from cheem_jax.data.files import stamp_of
-from cheem_jax.data.splits import SPLITS, cut_missing
-from cheem_jax.data.task import Part, Plan
+from cheem_jax.data.splits import SPLITS, Members, cut_missing
+from cheem_jax.data.task import Plan
 
 BY_BYTES, BY_PIXELS = "bytes", "pixels"
 MAX_CLASSES = 1_000_000
@@ -38,13 +38,12 @@ _OWN_FEATURE = re.compile(r"tensorflow_datasets\.core\.features\.[a-z_]+\.[A-Za-
 class Records:
     """Images of a prepared data set: each in a split of TFDS's at a position."""
 
-    def __init__(self, directory: Path, image: str, splits: Sequence[str], positions: np.ndarray, keys: Sequence[str]):
-        self.directory, self.image = directory, image
-        self.splits, self.positions, self.keys = list(splits), positions, list(keys)
+    def __init__(self, directory: Path, image: str, places: Sequence[tuple[str, int]], keys: Sequence[str]):
+        self.directory, self.image, self.places, self.keys = directory, image, list(places), list(keys)
         self._lock, self._opened = threading.Lock(), dict[str, Any]()
 
     def __reduce__(self):
-        return Records, (self.directory, self.image, self.splits, self.positions, self.keys)
+        return Records, (self.directory, self.image, self.places, self.keys)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -53,23 +52,27 @@ class Records:
         return self.keys[row]
 
     def where(self, row: int) -> str:
-        return f"{self.directory} split {self.splits[row]!r} #{self.positions[row]} ({self.keys[row]})"
+        split, position = self.places[row]
+        return f"{self.directory} split {split!r} #{position} ({self.keys[row]})"
 
     def read(self, row: int) -> bytes:
-        split = self.splits[row]
+        split, position = self.places[row]
         with self._lock:  # opening alone: array_record's readers serve many threads at a time
             if split not in self._opened:
                 self._opened[split] = _source(self.directory, self.image, split)
         try:
-            return self._opened[split][int(self.positions[row])][self.image]
+            return self._opened[split][position][self.image]
         except Exception as error:  # array_record and protobuf raise their own
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
-    def chosen(self, rows: np.ndarray, keys: Sequence[str] | None = None) -> "Records":
-        """Some of them in the given order, under other keys if those are given."""
-        splits = [self.splits[row] for row in rows]
-        named = [self.keys[row] for row in rows] if keys is None else keys
-        return Records(self.directory, self.image, splits, self.positions[rows], named)
+
+class Row(NamedTuple):
+    """One image of a prepared data set; sorted by key, then label, then place."""
+
+    key: str
+    label: int
+    split: str
+    position: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +86,10 @@ class Prepared:
     label: str
     features: tuple[str, ...]
     classes: tuple[str, ...]
-    splits: dict[str, int]
+    splits: tuple[str, ...]
 
-    def index(
-        self, splits: Sequence[str], key: str | None = None, *, on_progress: Progress | None = None
-    ) -> tuple[Records, np.ndarray]:
-        """All images of some splits and their labels int32 `[N]`, sorted by key.
+    def index(self, splits: Iterable[str], key: str | None = None, *, on_progress: Progress | None = None) -> list[Row]:
+        """All images of some splits, sorted.
 
         `key` names the text feature that tells images apart, `class/FEATURE` if it does so within a class only,
         or says that the file's bytes or pixels do; by default the first feature that looks like a file name. Every
@@ -96,25 +97,38 @@ class Prepared:
         Raises ValueError for unlabelled images.
         """
         key = key or next((name for name in NAME_FEATURES if name in self.features), BY_BYTES)
-        rows: list[tuple[str, int, str, int]] = []  # sorted by key, then label, then place
+        rows: list[Row] = []
         for split in splits:
             names, labels = self._known(split, key, on_progress)
-            rows += [
-                (name, label, split, at) for at, (name, label) in enumerate(zip(names, labels.tolist(), strict=True))
-            ]
-        rows.sort()
-        repeated = collections.Counter[str]()
-        keys = []
-        for name, *_ in rows:  # the same image twice
-            repeated[name] += 1
-            keys.append(name if repeated[name] == 1 else f"{name}#{repeated[name]}")
-        positions = np.array([position for *_, position in rows], np.int64)
-        records = Records(self.directory, self.image, [split for _, _, split, _ in rows], positions, keys)
-        return records, np.array([label for _, label, _, _ in rows], np.int32)
+            rows += map(Row, names, labels.tolist(), [split] * len(names), range(len(names)))
+        return sorted(rows)
+
+    def plan(self, task: str, rows: Mapping[str, Sequence[Row]], classes: Sequence[str], cut: Callable) -> Plan:
+        """A task from rows of some of our splits; `cut` makes the others from train, in place."""
+        members: Members = {}
+        places: dict[str, tuple[str, int]] = {}
+        for split, found in rows.items():
+            members[split] = {}
+            repeated = collections.Counter[str]()
+            for row in found:
+                repeated[row.key] += 1
+                # the same image may come twice, and be in two official splits: its key must say which is meant
+                number = f"#{repeated[row.key]}" if repeated[row.key] > 1 else ""
+                key = f"{split}/{row.key}{number}"
+                members[split][key], places[key] = row.label, (row.split, row.position)
+        cut(members)
+        return Plan.of(
+            task,
+            classes,
+            members,
+            lambda keys: Records(self.directory, self.image, [places[key] for key in keys], keys),
+            source=f"tfds:{self.full_name}",
+            stamp=_stamp(self.directory),
+        )
 
     def _known(self, split: str, key: str, on_progress: Progress | None) -> tuple[list[str], np.ndarray]:
         """Keys and labels of one split in TFDS's order, from an earlier pass if nothing has changed since."""
-        mark = hashlib.sha256(f"{key} {stamp(self.directory)}".encode()).hexdigest()[:16]
+        mark = hashlib.sha256(f"{key} {_stamp(self.directory)}".encode()).hexdigest()[:16]
         file = self.directory / ".cheem_jax" / f"{split}-{mark}.npz"
         # what does not exist or was truncated by a crash is made again
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -139,15 +153,12 @@ class Prepared:
                 on_progress(1)
         if not found:
             raise ValueError(f"{self.full_name}: split {split!r} in {self.directory} has no example; prepare it again")
-        if max(found) >= len(self.classes) or min(found) < -1:
-            raise ValueError(
-                f"{self.directory}, split {split!r}: labels {min(found)}..{max(found)} of {len(self.classes)} classes"
-            )
         labels = np.array(found, np.int32)
-        if unlabelled := int((labels < 0).sum()):
+        if outside := int(np.sum((labels < 0) | (labels >= len(self.classes)))):
             raise ValueError(
-                f"{self.full_name}: {unlabelled} of {len(labels)} examples of split {split!r} have the label -1: "
-                "their labels are withheld, so nothing can be learned from or measured on them; use another split"
+                f"{self.full_name}: {outside} of {len(labels)} examples of split {split!r} have labels outside "
+                f"0..{len(self.classes) - 1} ({labels.min()} to {labels.max()}); -1 says that the labels are withheld, "
+                "so that nothing can be learned from or measured on these images; use another split"
             )
         with contextlib.suppress(OSError):  # somebody else's data set, or a full disk: the next run reads all again
             file.parent.mkdir(exist_ok=True)
@@ -179,39 +190,22 @@ def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed
     folders. Raises FileNotFoundError or ValueError.
     """
     prepared = open_prepared(spec, data_dir or default_data_dir())
-    known = {split: SPLITS[split] for split in prepared.splits if split in SPLITS}
-    if "train" not in known.values():
+    if "train" not in prepared.splits:
         raise ValueError(f"{prepared.full_name} has no train split, only {sorted(prepared.splits)}")
-    indexed = {ours: prepared.index([split]) for split, ours in known.items()}
-    task = name or prepared.full_name.split("/")[0]
-    parts = cut_parts(
-        indexed, lambda keys, labels: cut_missing(task, prepared.full_name, prepared.classes, keys, labels, seed)
+    return prepared.plan(
+        name or prepared.full_name.split("/")[0],
+        {SPLITS[split]: prepared.index([split]) for split in prepared.splits if split in SPLITS},
+        prepared.classes,
+        lambda members: cut_missing(prepared.full_name, prepared.classes, members, seed),
     )
-    return Plan(task, prepared.classes, **parts, source=f"tfds:{prepared.full_name}", stamp=stamp(prepared.directory))
-
-
-def cut_parts(
-    known: Mapping[str, tuple[Records, np.ndarray]], cut: Callable[[dict[str, list[str]], dict[str, np.ndarray]], None]
-) -> dict[str, Part]:
-    """All three splits from those that are known; `cut` makes the others from keys and labels of train, in place."""
-    # an image may be in two official splits, and its key must say which is meant
-    keys = {split: [f"{split}/{key}" for key in records.keys] for split, (records, _) in known.items()}
-    places = {key: (split, row) for split, names in keys.items() for row, key in enumerate(names)}
-    labels = {split: found for split, (_, found) in known.items()}
-    cut(keys, labels)
-    parts = {}
-    for split, names in keys.items():
-        origin, rows = known[places[names[0]][0]][0], np.array([places[name][1] for name in names], int)
-        parts[split] = Part(origin.chosen(rows, names), labels[split])
-    return parts
 
 
 def all_pictures(spec: str, split: str, data_dir: Path | None) -> Records:
     """The images of one split, or of a slice such as `train[:1000]`, in TFDS's order; labels are not read."""
     prepared = open_prepared(spec, data_dir or default_data_dir())
-    num = len(_source(prepared.directory, prepared.image, split))
-    keys = [f"{split}#{row}" for row in range(num)]
-    return Records(prepared.directory, prepared.image, [split] * num, np.arange(num), keys)
+    positions = range(len(_source(prepared.directory, prepared.image, split)))
+    places = [(split, position) for position in positions]
+    return Records(prepared.directory, prepared.image, places, [f"{split}#{position}" for position in positions])
 
 
 def open_prepared(spec: str, data_dir: Path) -> Prepared:
@@ -223,9 +217,9 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
         features = builder.info.features
         image = _only(features, tfds.features.Image, "image")
         label = _only(features, tfds.features.ClassLabel, "label")
-        sizes = {name: info.num_examples for name, info in builder.info.splits.items()}
-        if sum(sizes.values()) > (num_bytes := sum(file.stat().st_size for file in directory.iterdir())):
-            raise ValueError(f"its metadata says {sum(sizes.values())} examples in {num_bytes} bytes")
+        num_examples = sum(info.num_examples for info in builder.info.splits.values())
+        if num_examples > (num_bytes := sum(file.stat().st_size for file in directory.iterdir())):
+            raise ValueError(f"its metadata says {num_examples} examples in {num_bytes} bytes")
         if (num := features[label].num_classes or 0) > MAX_CLASSES:
             raise ValueError(f"{num} classes, expected at most {MAX_CLASSES}")
         classes = tuple(features[label].names)
@@ -238,7 +232,8 @@ def open_prepared(spec: str, data_dir: Path) -> Prepared:
             f"{directory} was prepared in the format {kind!r}, which needs TensorFlow to be read; prepare it again in "
             f"'array_record' (`cheem data prepare`, or file_format='array_record'), after moving this folder away"
         )
-    return Prepared(directory, builder.info.full_name, image, label, tuple(features), classes, sizes)
+    splits = tuple(builder.info.splits)
+    return Prepared(directory, builder.info.full_name, image, label, tuple(features), classes, splits)
 
 
 def find_prepared(spec: str, data_dir: Path) -> Path:
@@ -249,25 +244,19 @@ def find_prepared(spec: str, data_dir: Path) -> Path:
             f"{spec!r} is not the name of a TFDS data set; expected NAME[/CONFIG][:VERSION], e.g. eurosat/rgb:2.0.0"
         )
     name, config, version = matched.groups()
-    below = data_dir / name / config if config else data_dir / name
-    found = _versions(below, version)
-    if not found and config is None:
-        found = [directory for folder in below.glob("*/") for directory in _versions(folder, version)]
-        if configs := sorted({directory.parent.name for directory in found} if len(found) > 1 else ()):
-            raise ValueError(f"{spec!r} is prepared in several configs in {data_dir}; name one: {configs}")
+    found: list[Path] = []
+    for folder in [f"{name}/{config}"] if config else [name, f"{name}/*"]:
+        # what a killed preparation left has another name than a version
+        infos = data_dir.glob(f"{folder}/{version or '*'}/dataset_info.json")
+        found = found or [info.parent for info in infos if re.fullmatch(r"\d+\.\d+\.\d+", info.parent.name)]
     if not found:
         raise FileNotFoundError(f"{spec!r} is not prepared in {data_dir}")
+    if len(configs := sorted({directory.parent.name for directory in found})) > 1:
+        raise ValueError(f"{spec!r} is prepared in several configs in {data_dir}; name one: {configs}")
     return max(found, key=lambda directory: tuple(map(int, directory.name.split("."))))
 
 
-def _versions(folder: Path, version: str | None) -> list[Path]:
-    """Prepared directories in a folder; what a killed preparation left is not one of them."""
-    found = (info.parent for info in folder.glob(f"{version or '*'}/dataset_info.json"))
-    return [directory for directory in found if re.fullmatch(r"\d+\.\d+\.\d+", directory.name)]
-
-
-def stamp(directory: Path) -> str:
-    """`Plan.stamp` of a prepared data set."""
+def _stamp(directory: Path) -> str:
     return stamp_of(sorted(file for file in directory.iterdir() if file.is_file()))
 
 

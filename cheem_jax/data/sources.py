@@ -6,15 +6,15 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from cheem_jax.core.paths import absolute
-from cheem_jax.data.benchmarks.prepare import plan_benchmark, status_of
+from cheem_jax.data.benchmarks.prepare import plan_of, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
-from cheem_jax.data.cache import default_directory
 from cheem_jax.data.folder import plan_stream, plan_task
+from cheem_jax.data.load import default_directory
 from cheem_jax.data.manifest import plan_manifest
 from cheem_jax.data.records import default_data_dir, plan_tfds
 from cheem_jax.data.task import Plan, check_names, repeats
@@ -92,7 +92,7 @@ def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int
             f"`cheem data prepare {source} --data-dir {shlex.quote(str(data_dir))}` gets those that can be got",
             [f"{name}: {status.advice}" for name, status in missing.items()],
         )
-    return [plan_benchmark(name, data_dir, seed=seed) for name in names]
+    return [plan_of(BY_NAME[name], data_dir, seed=seed) for name in names]
 
 
 def _nearest(source: str, path: Path) -> str:
@@ -100,16 +100,6 @@ def _nearest(source: str, path: Path) -> str:
     siblings = [str(path.parent / entry.name) for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(source, [*BENCHMARKS, *BY_NAME, *siblings], n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(near)}?" if near else f"; benchmarks are {', '.join(BENCHMARKS)}"
-
-
-class Entry(NamedTuple):
-    """One `[[task]]` of a stream file, checked as far as the file alone allows."""
-
-    kind: str
-    """Of `KINDS`."""
-    value: str
-    name: str
-    root: str | None
 
 
 def plan_stream_file(
@@ -128,12 +118,11 @@ def plan_stream_file(
     """
     file = absolute(file)
     content = _read_toml(file)
-    entries = _entries(file, content)
+    tables = _named_tables(file, content)
     if tasks is not None:
-        check_names(tasks, [entry.name for entry in entries], f"stream {file}")
-        by_name = {entry.name: entry for entry in entries}
-        entries = [by_name[name] for name in tasks]
-    plans = [_plan_entry(entry, file.parent, data_dir, content.get("seed", seed)) for entry in entries]
+        check_names(tasks, list(tables), f"stream {file}")
+    seed = content.get("seed", seed)
+    plans = [_plan_table(name, tables[name], file.parent, data_dir, seed) for name in tasks or tables]
     return content.get("name", file.resolve().stem), plans
 
 
@@ -148,20 +137,20 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: not readable as TOML: {error}") from error
 
 
-def _entries(file: Path, content: dict[str, Any]) -> list[Entry]:
-    """Every task of the file, or one ValueError for all that is wrong."""
-    faults = [*_unknown(content, ("name", "seed", "task")), *_not_text(content, ("name",))]
+def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """The `[[task]]` tables by the names of the tasks, or one ValueError for all that is wrong."""
+    faults = _wrong_keys(content, ("name",), ("seed", "task"))
     seed = content.get("seed", 0)
     if type(seed) is not int or not -(2**63) <= seed < 2**63:  # true would pass for one
-        faults.append(f"seed must be a whole number of at most 64 bits, got {_shown(seed)}")
+        faults.append("seed must be a whole number of at most 64 bits")
     tables = content.get("task", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         faults, tables = [*faults, "`task` must be a list of tables; write [[task]]"], []
     elif not tables:
         faults.append("no task in it; write [[task]] and below it one of " + ", ".join(KINDS))
-    entries = []
+    names = []
     for number, table in enumerate(tables, start=1):
-        wrong = [*_unknown(table, ("name", "root", *KINDS)), *_not_text(table, ("name", "root", *KINDS))]
+        wrong = _wrong_keys(table, ("name", "root", *KINDS))
         kinds = [kind for kind in KINDS if kind in table]
         if len(kinds) != 1:
             wrong.append(f"expected exactly one of {', '.join(KINDS)}, got {' and '.join(kinds) or 'none'}")
@@ -169,33 +158,26 @@ def _entries(file: Path, content: dict[str, Any]) -> list[Entry]:
             wrong.append(f"`root` goes with `manifest`, not with `{kinds[0]}`")
         faults += [f"task {number}: {fault}" for fault in wrong]
         if not wrong:
-            value = table[kinds[0]]
-            name = table.get("name") or _default_name(kinds[0], value, file.parent)
-            entries.append(Entry(kinds[0], value, name, table.get("root")))
-    if repeated := repeats(entry.name for entry in entries):
+            names.append(table.get("name") or _default_name(kinds[0], table[kinds[0]], file.parent))
+    if repeated := repeats(names):
         faults.append(f"several tasks are called {repeated}; give each a `name` of its own")
     if faults:
         raise ValueError(f"{file}: {'; '.join(faults)}")
-    return entries
+    return dict(zip(names, tables, strict=True))
 
 
-def _unknown(table: dict[str, Any], known: Sequence[str]) -> Iterable[str]:
-    for key in sorted(set(table) - set(known)):
-        near = difflib.get_close_matches(key, known, n=1)
-        yield f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}")
-
-
-def _not_text(table: dict[str, Any], keys: Iterable[str]) -> Iterable[str]:
-    for key in keys:
-        if key in table and not (isinstance(table[key], str) and table[key].strip() and "\0" not in table[key]):
-            yield f"{key} must be text, got {_shown(table[key])}"
-
-
-def _shown(value: Any) -> str:
-    try:
-        return f"{value!r:.40}"
-    except ValueError:  # whole numbers of thousands of digits
-        return "a number of thousands of digits"
+def _wrong_keys(table: dict[str, Any], texts: Sequence[str], others: Sequence[str] = ()) -> list[str]:
+    """Faults of a table with unknown keys, or with something else than text under the keys `texts`."""
+    faults, known = [], sorted((*texts, *others))
+    for key, value in table.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            faults.append(
+                f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}")
+            )
+        elif key in texts and (not isinstance(value, str) or not value.strip() or "\0" in value):
+            faults.append(f"{key} must be text without NUL, got {type(value).__name__}")
+    return faults
 
 
 def _default_name(kind: str, value: str, folder: Path) -> str:
@@ -211,15 +193,16 @@ def _place(folder: Path, text: str) -> Path:
     return absolute(folder / os.path.expanduser(text))
 
 
-def _plan_entry(entry: Entry, folder: Path, data_dir: Path | None, seed: int) -> Plan:
-    match entry.kind:
-        case "path":
-            return plan_task(_place(folder, entry.value), name=entry.name, seed=seed)
-        case "manifest":
-            root = None if entry.root is None else _place(folder, entry.root)
-            return plan_manifest(_place(folder, entry.value), name=entry.name, root=root, seed=seed)
-        case "tfds":
-            return plan_tfds(entry.value, data_dir, name=entry.name, seed=seed)
+def _plan_table(name: str, table: dict[str, str], folder: Path, data_dir: Path | None, seed: int) -> Plan:
+    match table:
+        case {"path": path}:
+            return plan_task(_place(folder, path), name=name, seed=seed)
+        case {"manifest": manifest}:
+            root = _place(folder, table["root"]) if "root" in table else None
+            return plan_manifest(_place(folder, manifest), name=name, root=root, seed=seed)
+        case {"tfds": spec}:
+            return plan_tfds(spec, data_dir, name=name, seed=seed)
         case _:
-            check_names([entry.value], sorted(BY_NAME), "the benchmarks' table")
-            return dataclasses.replace(plan_benchmark(entry.value, data_dir, seed=seed), name=entry.name)
+            task = table["benchmark"]
+            check_names([task], sorted(BY_NAME), "the benchmarks' table")
+            return dataclasses.replace(plan_of(BY_NAME[task], data_dir or default_data_dir(), seed=seed), name=name)

@@ -5,12 +5,13 @@ comes first (n is the size of the part that is divided).
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from cheem_jax.data.task import check_class_names, check_labels
+Members = dict[str, dict[str, int]]
+"""The label of every image by its key, for each split."""
 
 SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 """Usual names of splits, in lower case, and ours."""
@@ -47,36 +48,40 @@ def cut(labels: np.ndarray, num: int, *, keep: int, order: Int[np.ndarray, "N"])
     return mask
 
 
-def cut_missing(
-    task: str, where: str, classes: Sequence[str], keys: dict[str, list[str]], labels: dict[str, np.ndarray], seed: int
-) -> None:
-    """Adds the splits that `keys` and `labels` lack, in place, taking their examples from train.
+def check_splits(where: str, splits: Collection[str]) -> None:
+    """ValueError for splits that people give and that nothing can be cut from; `where` names their folder or file."""
+    if "train" not in splits:
+        raise ValueError(f"{where}: no split 'train', only {sorted(splits)}")
+    if "val" in splits and "test" not in splits:
+        raise ValueError(f"{where}: train and val but no test split; add one, or leave train alone to be cut")
 
-    Raises ValueError for wrong classes or labels in the splits that exist, and for classes that have too few examples.
+
+def cut_missing(where: str, classes: Sequence[str], members: Members, seed: int) -> None:
+    """Adds the splits that `members` lacks, in place, taking their images from train.
+
+    Raises ValueError for classes that have too few images.
     """
-    check_class_names(task, classes, where)
-    for split, members in labels.items():
-        check_labels(task, split, classes, members, where)
-    missing = [split for split in ("test", "val") if split not in keys]
-    sizes = np.bincount(labels["train"], minlength=len(classes))
+    missing = [split for split in ("test", "val") if split not in members]
+    if not missing:
+        return
+    sizes = np.bincount(list(members["train"].values()), minlength=len(classes))
     if scarce := [name for name, size in zip(classes, sizes, strict=True) if size <= len(missing)]:
         raise ValueError(
             f"{where}: to cut {' and '.join(missing)} from train every class needs {len(missing) + 1} "
             f"images or more; too few in {', '.join(map(repr, scarce[:8]))}"
         )
     for i, split in enumerate(missing, start=1):
-        num = tenths(len(keys["train"]), TEST_TENTHS if split == "test" else VAL_TENTHS)
-        move(keys, labels, split, num, keep=len(missing) - i + 1, seed=seed)
+        num = tenths(len(members["train"]), TEST_TENTHS if split == "test" else VAL_TENTHS)
+        move(members, split, num, keep=len(missing) - i + 1, seed=seed)
 
 
-def move(
-    keys: dict[str, list[str]], labels: dict[str, np.ndarray], split: str, num: int, *, keep: int, seed: int
-) -> None:
-    """Cuts `num` examples of train, in place, and calls them `split`."""
-    train, members = labels["train"], keys["train"]
-    mask = cut(train, num, keep=keep, order=seeded_order(members, seed))
-    for name, chosen in ((split, mask), ("train", ~mask)):
-        keys[name], labels[name] = [members[row] for row in np.flatnonzero(chosen)], train[chosen]
+def move(members: Members, split: str, num: int, *, keep: int, seed: int) -> None:
+    """Cuts `num` images of train, in place, and calls them `split`."""
+    keys = list(members["train"])
+    labels = np.array(list(members["train"].values()))
+    chosen = cut(labels, num, keep=keep, order=seeded_order(keys, seed))
+    for name, mask in ((split, chosen), ("train", ~chosen)):
+        members[name] = {keys[row]: int(labels[row]) for row in np.flatnonzero(mask)}
 
 
 def _allot(sizes: np.ndarray, num: int, most: np.ndarray) -> list[int]:

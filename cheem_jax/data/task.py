@@ -6,7 +6,7 @@ import difflib
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -89,7 +89,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """A task before decoding. Raises ValueError unless every split contains every class and no file is in two."""
+    """A task before decoding. Raises ValueError unless every split contains every class."""
 
     name: str
     classes: tuple[str, ...]
@@ -101,19 +101,27 @@ class Plan:
     stamp: str
     """Changes when the files do (by size and time, or by version), so that no outdated decoded copy is used."""
 
+    @staticmethod
+    def of(
+        name: str,
+        classes: Sequence[str],
+        members: Mapping[str, Mapping[str, int]],
+        files: Callable[[Sequence[str]], Encoded],
+        *,
+        source: str,
+        stamp: str,
+    ) -> "Plan":
+        """The plan whose splits have these labels by key; `files` gives the files of some keys."""
+        parts = {
+            split: Part(files(list(labels)), np.array(list(labels.values()), np.int32))
+            for split, labels in members.items()
+        }
+        return Plan(name, tuple(classes), **parts, source=source, stamp=stamp)
+
     def __post_init__(self):
-        check_class_names(self.name, self.classes)
-        split_of: dict[str, str] = {}
+        check_class_names(self.name, self.classes, self.source)
         for split, part in self.splits.items():
-            check_labels(self.name, split, self.classes, part.labels)
-            for row in range(len(part.files)):
-                key = part.files.key(row)
-                if key in split_of:
-                    raise ValueError(
-                        f"task {self.name!r}: {key!r} of {self.source} is listed in {split_of[key]!r} and again in "
-                        f"{split!r}; an image may be in one split, once"
-                    )
-                split_of[key] = split
+            check_labels(self.name, split, self.classes, part.labels, self.source)
 
     @property
     def splits(self) -> dict[str, Part]:
@@ -143,22 +151,16 @@ def select(stream: Stream, names: Sequence[str]) -> Stream:
 def fingerprint(task: Task) -> str:
     """SHA-256 over names, shapes, pixels and labels: what a run has been given."""
     shapes = {name: split.images.shape for name, split in task.splits.items()}
-    known = [split.sha256 or hash_of([split.images[:]], split.labels) for split in task.splits.values()]
+    known = [split.sha256 or hash_of(split.images, split.labels) for split in task.splits.values()]
     return hashlib.sha256(json.dumps([task.name, task.classes, shapes, known]).encode()).hexdigest()
 
 
-def hash_of(pieces: Iterable[np.ndarray], labels: np.ndarray) -> str:
-    """`Split.sha256` of images that come in pieces."""
-    digest = hashlib.sha256(labels.astype("<i4").tobytes())
-    for images in pieces:
-        digest.update(np.ascontiguousarray(images).data)
+def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) -> str:
+    """SHA-256 over labels, if there are any, and pixels, which are read in chunks: `Split.sha256`."""
+    digest = hashlib.sha256(b"" if labels is None else labels.astype("<i4").tobytes())
+    for start in range(0, len(images), chunk):
+        digest.update(np.ascontiguousarray(images[start : start + chunk]).data)
     return digest.hexdigest()
-
-
-def hash_of_images(images: Images, chunk: int = 256) -> str:
-    """SHA-256 over the pixels of images that have no labels."""
-    pieces = (images[start : start + chunk] for start in range(0, len(images), chunk))
-    return hash_of(pieces, np.zeros(0, np.int32))
 
 
 def check_names(names: Sequence[str], known: Sequence[str], where: str) -> None:
@@ -175,7 +177,7 @@ def check_names(names: Sequence[str], known: Sequence[str], where: str) -> None:
 
 
 def check_class_names(task: str, classes: Sequence[str], where: str = "") -> None:
-    """ValueError unless there are at least two class names, all different; `where` names a file."""
+    """ValueError unless there are at least two class names, all different; `where` names their source."""
     subject = f"{where}: task {task!r}" if where else f"task {task!r}"
     if len(classes) < 2:
         raise ValueError(f"{subject} has {len(classes)} class(es) {list(classes)}; expected at least 2")
@@ -184,7 +186,7 @@ def check_class_names(task: str, classes: Sequence[str], where: str = "") -> Non
 
 
 def check_labels(task: str, split: str, classes: Sequence[str], labels: np.ndarray, where: str = "") -> None:
-    """ValueError for labels out of range and for classes without an image; `where` names a file."""
+    """ValueError for labels out of range and for classes without an image; `where` names their source."""
     subject = f"{where}: task {task!r}, split {split!r}" if where else f"task {task!r}, split {split!r}"
     outside = np.unique(labels[(labels < 0) | (labels >= len(classes))])
     if outside.size:

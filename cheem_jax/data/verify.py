@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from cheem_jax.data.cache import open_cache
 from cheem_jax.data.decode import FORMATS, PIECE, Progress, decode_image
 from cheem_jax.data.files import Encoded
+from cheem_jax.data.load import open_cache
 from cheem_jax.data.task import Plan, hash_of
 
 SMALL = 32
 """Every pixel is decoded; what is kept of an image for a moment has this size."""
-EXAMPLES = 5
 
 Size = tuple[int, int]
 """Width and height in pixels."""
@@ -36,13 +35,7 @@ class Listed(NamedTuple):
     key: str
 
 
-class Look(NamedTuple):
-    """What one readable image shows."""
-
-    digest: bytes
-    num_bytes: int
-    size: Size
-    mode: str
+Pairs = list[tuple[Listed, Listed]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,14 +58,12 @@ class Findings:
     """Images by Pillow's mode: RGB, L (grey), P (palette), ..."""
     broken: list[str]
     """A line naming file and reason for every image that cannot be used."""
-    across: list[tuple[Listed, Listed]]
+    across: Pairs
     """Copies in two splits, each after the first of its kind."""
-    contradictory: list[tuple[Listed, Listed]]
+    contradictory: Pairs
     """Copies under two labels."""
-    num_within: int
-    """Images that are copies of another one in their split."""
-    within: list[tuple[Listed, Listed]]
-    """The first few of those."""
+    within: Pairs
+    """Copies in one split."""
 
     @property
     def sound(self) -> bool:
@@ -87,7 +78,7 @@ class Findings:
 def verify(plan: Plan, *, on_progress: Progress | None = None, workers: int | None = None) -> Findings:
     """Reads and decodes every image with a few threads, and continues after a broken one."""
     broken: list[str] = []
-    copies: dict[bytes, list[tuple[str, int, int]]] = {}  # split, label and row of every readable image, by digest
+    copies: dict[bytes, list[Listed]] = {}  # every readable image by its digest
     modes: collections.Counter[str] = collections.Counter()
     sizes: set[Size] = set()
     num_bytes = 0
@@ -97,27 +88,23 @@ def verify(plan: Plan, *, on_progress: Progress | None = None, workers: int | No
                 if isinstance(seen, str):
                     broken.append(seen)
                     continue
-                copies.setdefault(seen.digest, []).append((split, int(part.labels[row]), row))
-                modes[seen.mode] += 1
-                sizes.add(seen.size)
-                num_bytes += seen.num_bytes
+                digest, size, mode, length = seen
+                listed = Listed(split, plan.classes[part.labels[row]], part.files.key(row))
+                copies.setdefault(digest, []).append(listed)
+                modes[mode] += 1
+                sizes.add(size)
+                num_bytes += length
 
-    def listed(place: tuple[str, int, int]) -> Listed:
-        split, label, row = place
-        return Listed(split, plan.classes[label], plan.splits[split].files.key(row))
-
-    across, contradictory, within, num_within = [], [], [], 0
+    across, contradictory, within = Pairs(), Pairs(), Pairs()
     for first, *others in copies.values():
-        of_split = {first[0]: first}
+        of_split = {first.split: first}
         for other in others:
-            if (earlier := of_split.setdefault(other[0], other)) is not other:
-                num_within += 1
-                if len(within) < EXAMPLES:
-                    within.append((listed(earlier), listed(other)))
-            if other[0] != first[0]:
-                across.append((listed(first), listed(other)))
-            if other[1] != first[1]:
-                contradictory.append((listed(first), listed(other)))
+            if (earlier := of_split.setdefault(other.split, other)) is not other:
+                within.append((earlier, other))
+            if other.split != first.split:
+                across.append((first, other))
+            if other.label != first.label:
+                contradictory.append((first, other))
     counts = dict(zip(plan.classes, np.bincount(plan.train.labels, minlength=len(plan.classes)).tolist(), strict=True))
     by_area = sorted(sizes, key=lambda size: (math.prod(size), size))
     return Findings(
@@ -133,22 +120,26 @@ def verify(plan: Plan, *, on_progress: Progress | None = None, workers: int | No
         broken=broken,
         across=across,
         contradictory=contradictory,
-        num_within=num_within,
         within=within,
     )
 
 
-def _looks(files: Encoded, pool: ThreadPoolExecutor, on_progress: Progress | None) -> Iterator[Look | str]:
-    """A look at each image in turn, or why there is none; each thread keeps only one image in memory."""
+def _looks(
+    files: Encoded, pool: ThreadPoolExecutor, on_progress: Progress | None
+) -> Iterator[tuple[bytes, Size, str, int] | str]:
+    """Digest, size, mode and number of bytes of each image in turn, or why it cannot be used.
 
-    def look(row: int) -> Look | str:
+    Each thread keeps only one image in memory.
+    """
+
+    def look(row: int) -> tuple[bytes, Size, str, int] | str:
         try:
             data = files.read(row)
             decode_image(data, SMALL, name=files.where(row))
         except (ValueError, OSError) as error:
             return str(error)
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # the header again
-            return Look(hashlib.sha256(data).digest(), len(data), image.size, image.mode)
+            return hashlib.sha256(data).digest(), image.size, image.mode, len(data)
 
     for start in range(0, len(files), PIECE):
         rows = range(start, min(start + PIECE, len(files)))
@@ -157,15 +148,12 @@ def _looks(files: Encoded, pool: ThreadPoolExecutor, on_progress: Progress | Non
             on_progress(len(rows))
 
 
-def verify_cache(place: Path) -> None:
+def verify_cache(place: Path, plan: Plan) -> None:
     """Reads decoded copies to the end; raises ValueError naming the splits that are not what was written."""
-    if not place.is_dir():
-        raise FileNotFoundError(f"{place}: no such folder; expected one with decoded images and cache.json")
     corrupted = []
-    for name, split in open_cache(place).items():
-        pieces = (split.images[start : start + PIECE] for start in range(0, len(split.images), PIECE))
-        if (found := hash_of(pieces, split.labels)) != split.sha256:
-            corrupted.append(f"{name}.npy with {name}.labels.npy ({found[:12]}..., expected {split.sha256!s:.12}...)")
+    for name, split in open_cache(place, plan).items():
+        if (found := hash_of(split.images, split.labels)) != split.sha256:
+            corrupted.append(f"{name}.npy ({found[:12]}..., expected {split.sha256!s:.12}...)")
     if corrupted:
         raise ValueError(
             f"the cache {place} is corrupted: {'; '.join(corrupted)} do not have the SHA-256 in cache.json; remove "

@@ -1,108 +1,106 @@
-"""Members of folders, zips and tars, read in place: nothing is ever unpacked to disk."""
+"""What the readers of the data sets share: archives read in place, their lists, and their labelled images.
+
+Nothing is ever unpacked to disk.
+"""
 
 import contextlib
+import dataclasses
 import functools
 import gzip
 import io
 import tarfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Literal
+import zipfile
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
-from cheem_jax.data.files import MAX_FILES, MAX_RATIO, SMALL_BYTES, files_of, is_hidden, is_plain, list_files, too_large
+import numpy as np
+
+from cheem_jax.data.files import (
+    MAX_FILES,
+    MAX_RATIO,
+    SMALL_BYTES,
+    FolderFiles,
+    files_of,
+    is_hidden,
+    list_files,
+    too_large,
+)
+from cheem_jax.data.task import check_labels
+
+ARCHIVE_SUFFIXES = (".zip", ".tgz", ".gz")
 
 Reader = Callable[[], bytes]
+KeyOf = Callable[[str], str | None]
+"""The key of the image under a member's name; None for what is no image of the data set."""
 
 
 def members(path: Path) -> Iterator[tuple[str, Reader]]:
     """Every visible file with a function that reads it, which is valid until the next file is asked for.
 
-    Names of a folder begin with the folder's own name, as in an archive made of it. Raises FileNotFoundError,
-    or ValueError naming archive and member for what is corrupted, truncated, huge or no plain file.
+    `path` is a folder, zip or tar.gz; for a tar.gz inside come the files in that. Names of a folder begin with the
+    folder's own name, as in an archive made of it. Raises FileNotFoundError, or ValueError naming the archive for
+    what is corrupted, truncated or huge.
     """
-    kind = _kind(path)
-    if kind == "tar":
+    if path.is_file() and not zipfile.is_zipfile(path):
         with path.open("rb") as file:
-            yield from tar_members(file, str(path))
+            yield from _tar_members(file, str(path))
         return
     names = list_files(path)
     files = files_of(path, names)
-    top = f"{path.absolute().name}/" if kind == "folder" else ""
+    top = f"{path.absolute().name}/" if path.is_dir() else ""
     for row, name in enumerate(names):
-        yield top + name, functools.partial(files.read, row)
+        if name.endswith(".tar.gz"):
+            yield from _tar_members(io.BytesIO(files.read(row)), files.where(row))
+        else:
+            yield top + name, functools.partial(files.read, row)
 
 
-def is_listed(path: Path) -> bool:
-    """Whether the names in `path` can be listed without reading the files."""
-    return _kind(path) != "tar"
-
-
-def tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Reader]]:
-    """`members` of an open tar or tar.gz; `where` names it in errors."""
-    seen: set[str] = set()
-    num, most = 0, max(SMALL_BYTES, MAX_RATIO * file.seek(0, io.SEEK_END))
+def _tar_members(file: io.BufferedIOBase, where: str) -> Iterator[tuple[str, Reader]]:
+    """`members` of an open tar.gz; `where` names it in errors. Links and devices have no bytes and are left out."""
+    most = max(SMALL_BYTES, MAX_RATIO * file.seek(0, io.SEEK_END))
     file.seek(0)
-    with contextlib.ExitStack() as stack:
-        with _named(where):
-            plain = stack.enter_context(_decompressed(file))
-            archive = stack.enter_context(tarfile.open(fileobj=plain, mode="r|", tarinfo=_Header))
-        while True:
-            with _named(where):
-                member = archive.next()
-            if member is None:
-                break
-            name, num = member.name.removeprefix("./"), num + 1
-            if num > MAX_FILES or archive.offset > most:
-                raise ValueError(f"{where}: refused as a bomb: more than {MAX_FILES} members, or {most} bytes unpacked")
-            if fault := _fault(name, member):
-                raise ValueError(f"{where}: refused because of member {member.name!r}: {fault}")
-            if member.isdir() or any(is_hidden(part) for part in name.split("/")):
-                continue
-            if name in seen:
-                raise ValueError(f"{where}: member {name!r} occurs twice")
-            seen.add(name)
-            yield name, functools.partial(_read_member, archive, member, where)
-        with _named(where):
-            for _ in range(most // 2**20 + 1):
-                if not plain.read(2**20):  # gzip compares its checksum when it has come to the end
-                    return
-            raise ValueError(f"more than {most} bytes follow the last member")
+    with _named(where), _Unpacked(file, most) as unpacked, tarfile.open(fileobj=unpacked, mode="r:") as archive:
+        for number, member in enumerate(archive, start=1):
+            if number > MAX_FILES:
+                raise ValueError(f"refused as a bomb: more than {MAX_FILES} members")
+            if fault := too_large(member.size):
+                raise ValueError(f"member {member.name!r}: {fault}")
+            name = member.name.removeprefix("./")
+            if member.isfile() and not any(map(is_hidden, name.split("/"))):
+                yield name, functools.partial(_read_member, archive, member, where)
+        # tarfile takes what is damaged for the end; gzip notices that by its checksum, when it has come to the end
+        while unpacked.read(2**20):
+            pass
 
 
-class _Header(tarfile.TarInfo):
-    """tarfile takes a corrupted or missing header for the end of the archive; here it is an error."""
+class _Unpacked(gzip.GzipFile):
+    """Refuses to unpack to more than `most` bytes in all, or to more at once than a member may have."""
 
-    @classmethod
-    def fromtarfile(cls, archive: tarfile.TarFile):
-        try:
-            return super().fromtarfile(archive)
-        except tarfile.HeaderError as error:
-            if type(error).__name__ == "EOFHeaderError":  # the mark at the end; the type stubs leave its class out
-                raise
-            raise ValueError(f"corrupted or missing header: {error}") from error
+    def __init__(self, file: io.BufferedIOBase, most: int):
+        super().__init__(fileobj=file, mode="rb")
+        self.most = most
 
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str):
-        header = super().frombuf(buf, encoding, errors)
-        # also of long-name headers, which tarfile reads into memory without asking
-        if fault := too_large(header.size):
-            raise ValueError(f"member {header.name!r}: {fault}")
-        return header
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and (fault := too_large(size)):  # of a header: tarfile reads long names without asking
+            raise ValueError(fault)
+        data = super().read(size)
+        self._refuse_beyond(self.tell())
+        return data
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._refuse_beyond(offset)
+        return super().seek(offset, whence)
+
+    def _refuse_beyond(self, place: int) -> None:
+        if place > self.most:
+            raise ValueError(f"refused as a bomb: more than {self.most} bytes unpacked")
 
 
-def _kind(path: Path) -> Literal["folder", "zip", "tar"]:
-    """What `path` is by its first bytes, since browsers and mirrors change suffixes."""
-    if path.is_dir():
-        return "folder"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such folder or archive")
-    with path.open("rb") as file:
-        head = file.read(512)
-    if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:14].lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise ValueError(f"{path} is a web page, not an archive; the download went wrong, download it again")
-    if not head:
-        raise ValueError(f"{path} is empty; expected a zip, tar or tar.gz")
-    return "zip" if head.startswith(b"PK") else "tar"
+def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> bytes:
+    with _named(f"{where}: member {member.name!r}"):
+        file: Any = archive.extractfile(member)
+        return file.read()
 
 
 @contextlib.contextmanager
@@ -112,30 +110,127 @@ def _named(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise ValueError(
-            f"{where}: corrupted, truncated or not a tar archive ({error or type(error).__name__}); download it again"
+            f"{where}: corrupted, truncated or neither a zip nor a tar.gz ({error or type(error).__name__}); download "
+            "it again"
         ) from error
 
 
-def _decompressed(file: io.BufferedIOBase) -> contextlib.AbstractContextManager[Any]:
-    # not left to tarfile: it takes the end of a truncated gzip file for the end of the archive
-    magic = file.read(2)
-    file.seek(0)
-    return gzip.open(file, "rb") if magic == b"\x1f\x8b" else contextlib.nullcontext(file)
+class Missing(FileNotFoundError):
+    """An archive that does not exist, unlike one whose content is incomplete."""
 
 
-def _fault(name: str, member: tarfile.TarInfo) -> str | None:
-    """What makes a tar member unsafe or absurd, if anything."""
-    if name != "." and not is_plain(name):
-        return "its name is not a plain relative one"
-    if member.issym() or member.islnk():
-        return f"it is a link to {member.linkname!r}"
-    if not (member.isfile() or member.isdir()):
-        return "it is neither a file nor a folder"
-    return too_large(member.size)
+def locate(place: Path, *needed: tuple[str, ...]) -> list[Path]:
+    """Of each tuple the first name that exists below `place`, folders before archives.
+
+    The official archive comes first in its tuple. FileNotFoundError lists all that is missing.
+    """
+    existing = [[place / name for name in names if (place / name).exists()] for names in needed]
+    if missing := [" or ".join(names) for names, paths in zip(needed, existing, strict=True) if not paths]:
+        raise Missing(f"{place}: missing {', '.join(missing)}; put the archive or what it unpacks to there")
+    return [next((path for path in paths if path.is_dir()), paths[0]) for paths in existing]
 
 
-def _read_member(archive: tarfile.TarFile, member: tarfile.TarInfo, where: str) -> bytes:
-    with _named(f"{where}: member {member.name!r}"):
-        file = archive.extractfile(member)
-        assert file is not None  # only folders and devices have none
-        return file.read()
+def read_files(path: Path, *names: str) -> list[bytes]:
+    """Small files by the end of their names from a folder or archive; or `path` itself, if it is the file."""
+    if path.is_file() and path.suffix.lower() not in ARCHIVE_SUFFIXES:
+        return [FolderFiles(path.parent, [path.name]).read(0)]
+    found: dict[str, bytes] = {}
+    for member, read in members(path):
+        for name in names:
+            if name not in found and f"/{member}".endswith(f"/{name}"):
+                found[name] = read()
+        if len(found) == len(names):
+            break
+    if missing := [name for name in names if name not in found]:
+        raise FileNotFoundError(f"{path}: missing {', '.join(missing)} in it; is it another version of the data set?")
+    return [found[name] for name in names]
+
+
+def lines_of(data: bytes, where: str) -> list[str]:
+    """The non-empty lines of a list."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not a text file in UTF-8: {error}") from error
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def label_keys(rows: Iterable[tuple[str, Hashable]], classes: Sequence[Hashable], where: str) -> dict[str, int]:
+    """Labels by key, from keys and their classes; ValueError for an unknown class and for a key that comes twice."""
+    label_of = {name: label for label, name in enumerate(classes)}
+    labels: dict[str, int] = {}
+    wrong = []
+    for key, name in rows:
+        if key in labels or name not in label_of:
+            wrong.append(f"{key!r} of class {name!r}")
+        else:
+            labels[key] = label_of[name]
+    if wrong:
+        raise ValueError(
+            f"{where}: {len(wrong)} images come twice or are of no class of this data set, first {wrong[:3]}"
+        )
+    return labels
+
+
+def below(folder: str, depth: int, suffix: str) -> KeyOf:
+    """Keys are the last `depth` parts of the names right below `folder`."""
+
+    def key_of(name: str) -> str | None:
+        parts = name.split("/")
+        inside = len(parts) > depth and parts[-depth - 1] == folder
+        return "/".join(parts[-depth:]) if inside and PurePosixPath(name).suffix.lower() == suffix else None
+
+    return key_of
+
+
+class Example(NamedTuple):
+    """An encoded image; `key` is unique in its split."""
+
+    key: str
+    image: bytes
+    label: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The images of one split: where they are, and the label of each key."""
+
+    path: Path
+    key_of: KeyOf
+    labels: Mapping[str, int]
+    convert: Callable[[bytes, str], bytes] | None = None
+    """Re-codes an image, given its bytes and its name for errors."""
+
+    def read(self) -> Iterator[Example]:
+        """Every labelled image once; ValueError if some are absent or occur twice."""
+        seen: set[str] = set()
+        for name, read in members(self.path):
+            key = self.key_of(name)
+            if key is None or key not in self.labels:
+                continue
+            if key in seen:
+                raise ValueError(f"{self.path}: image {key!r} occurs twice, the second time as {name!r}")
+            seen.add(key)
+            image = read() if self.convert is None else self.convert(read(), f"{self.path}: {name}")
+            yield Example(key, image, self.labels[key])
+        if absent := sorted(self.labels.keys() - seen):
+            raise ValueError(
+                f"{self.path}: {len(absent)} of {len(self.labels)} listed images are absent, first {absent[:3]}; "
+                "was it unpacked or downloaded only in part? Download or unpack it again, or remove a folder that was "
+                "unpacked in part, so that the archive next to it is read"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """A data set ready to be read. Raises ValueError for a split without an image of some class."""
+
+    name: str
+    """For errors."""
+    classes: tuple[str, ...]
+    sources: Mapping[str, Source]
+    """By split."""
+
+    def __post_init__(self):
+        for split, source in self.sources.items():
+            check_labels(self.name, split, self.classes, np.array(list(source.labels.values()), np.int64))

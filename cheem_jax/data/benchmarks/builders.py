@@ -13,15 +13,8 @@ from typing import Any, NamedTuple
 
 import tensorflow_datasets as tfds
 
-from cheem_jax.data.benchmarks.readers import (
-    read_aircraft,
-    read_caltech101,
-    read_cars,
-    read_eurosat,
-    read_gtsrb,
-    read_sun397,
-)
-from cheem_jax.data.benchmarks.reading import Example, Reading
+from cheem_jax.data.benchmarks import readers
+from cheem_jax.data.benchmarks.archives import Reading, Source
 from cheem_jax.data.decode import Progress
 
 ORIGIN = "Read from the official files in a folder that the user filled, not downloaded by TensorFlow Datasets."
@@ -33,76 +26,64 @@ class DataSet(NamedTuple):
     version: str
     read: Callable[[Path], Reading]
     description: str
-    citation: str
-    homepage: str
     key: str
     """The feature that contains an example's key."""
-    text: Callable[[str], str] = str
+    text: Callable[[PurePosixPath], str] = str
     """What the stock builder stores for a key."""
     image_shape: tuple[int | None, int | None, int] = (None, None, 3)
 
 
 _AIRCRAFT = DataSet(
     "1.0.0",
-    read_aircraft,
-    "FGVC-Aircraft 2013b: 100 aircraft variants in an official train, validation and test part.",
-    "Maji et al., Fine-Grained Visual Classification of Aircraft, arXiv 1306.5151, 2013",
-    "https://www.robots.ox.ac.uk/~vgg/data/fgvc-aircraft/",
+    readers.read_aircraft,
+    "FGVC-Aircraft 2013b (robots.ox.ac.uk/~vgg/data/fgvc-aircraft): 100 variants, official parts.",
     "file_name",
+    lambda key: key.stem,
 )
 DATA_SETS = {
     "fgvc_aircraft/default": _AIRCRAFT,
     "fgvc_aircraft/without_strip": _AIRCRAFT._replace(
-        read=functools.partial(read_aircraft, cut_strip=True),
+        read=functools.partial(readers.read_aircraft, cut_strip=True),
         description=f"{_AIRCRAFT.description} The lowest 20 pixels are cut off; JPEG, quality 95.",
     ),
     "gtsrb": DataSet(
         "1.0.0",
-        read_gtsrb,
-        "German Traffic Sign Recognition Benchmark: 43 signs, PPM coded as PNG without loss.",
-        "Stallkamp et al., Man vs. computer, Neural Networks 32, 2012",
-        "https://benchmark.ini.rub.de/",
+        readers.read_gtsrb,
+        "German Traffic Sign Recognition Benchmark (benchmark.ini.rub.de): 43 signs, PPM coded as PNG without loss.",
         "file_name",
     ),
     "cars196": DataSet(
         "2.1.0",
-        read_cars,
-        "Stanford Cars: 196 makes, models and years, without the bounding boxes.",
-        "Krause et al., 3D Object Representations for Fine-Grained Categorization, 3dRR 2013",
-        "https://ai.stanford.edu/~jkrause/cars/car_dataset.html",
+        readers.read_cars,
+        "Stanford Cars (Krause et al., 3dRR 2013): 196 makes, models and years, without the bounding boxes.",
         "id",
-        lambda key: PurePosixPath(key).stem,
+        lambda key: key.stem,
     ),
     "sun397/standard-part1-120k": DataSet(
         "4.0.0",
-        read_sun397,
-        "SUN397: 397 scenes, the first official partition. The images are the original ones of any size, "
-        "not re-coded to 120,000 pixels as the name of the configuration says of TensorFlow Datasets' own.",
-        "Xiao et al., SUN Database: Large-scale Scene Recognition from Abbey to Zoo, CVPR 2010; original images",
-        "https://vision.princeton.edu/projects/2010/SUN/",
+        readers.read_sun397,
+        "SUN397 (vision.princeton.edu/projects/2010/SUN): 397 scenes, the first official partition. The images are "
+        "the original ones, not re-coded to 120,000 pixels as the configuration of TensorFlow Datasets' own.",
         "file_name",
     ),
     "eurosat/rgb": DataSet(
         "2.0.0",
-        read_eurosat,
-        "EuroSAT: ten kinds of land use seen by Sentinel-2, in red, green and blue.",
-        "Helber et al., EuroSAT: A Novel Dataset and Deep Learning Benchmark, arXiv 1709.00029, 2017",
-        "https://github.com/phelber/eurosat",
+        readers.read_eurosat,
+        "EuroSAT (github.com/phelber/eurosat): ten kinds of land use seen by Sentinel-2, in red, green and blue.",
         "filename",
-        image_shape=(64, 64, 3),
+        lambda key: key.name,
+        (64, 64, 3),
     ),
     # as TFDS's, but one split with everything instead of 30 sampled images of each class and the rest
     "caltech101": DataSet(
         "3.0.2",
-        read_caltech101,
-        "Caltech-101: 101 classes and the background class; all images are in train.",
-        "Fei-Fei et al., Learning generative visual models from few training examples, CVPR Workshop 2004",
-        "https://doi.org/10.22002/D1.20086",
+        readers.read_caltech101,
+        "Caltech-101 (doi.org/10.22002/D1.20086): 101 classes and the background class; all images are in train.",
         "image/file_name",
-        lambda key: PurePosixPath(key).name,
+        lambda key: key.name,
     ),
 }
-"""By `<name>` or `<name>/<config>`; a name alone stands for its first configuration."""
+"""By `<name>` or `<name>/<config>`."""
 
 
 def prepare_from_folder(name: str, data_dir: Path, place: Path, on_progress: Progress = lambda num: None) -> Path:
@@ -112,14 +93,13 @@ def prepare_from_folder(name: str, data_dir: Path, place: Path, on_progress: Pro
     could be taken for a prepared data set. `on_progress` counts images. Raises what the readers raise, ValueError for
     an unknown name.
     """
-    full_name = next((known for known in DATA_SETS if name in (known, known.partition("/")[0])), None)
-    if full_name is None:
+    if name not in DATA_SETS:
         raise ValueError(f"no builder named {name!r}; there are {', '.join(DATA_SETS)}")
-    data_set = DATA_SETS[full_name]
-    directory = data_dir / full_name / data_set.version
+    data_set = DATA_SETS[name]
+    directory = data_dir / name / data_set.version
     if (directory / "dataset_info.json").is_file():
         return directory
-    builder = _builder(full_name, data_dir, data_set, data_set.read(place), on_progress)
+    builder = _builder(name, data_dir, data_set, data_set.read(place), on_progress)
     config = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
     tfds.disable_progress_bar()  # `on_progress` counts already
     try:
@@ -154,18 +134,15 @@ def _builder(full_name: str, data_dir: Path, data_set: DataSet, reading: Reading
                 description=f"{data_set.description} {ORIGIN}",
                 features=tfds.features.FeaturesDict(features),
                 supervised_keys=("image", "label"),
-                homepage=data_set.homepage,
-                citation=f"{data_set.citation} ({ORIGIN})",
             )
 
         def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
-            del dl_manager  # nothing is downloaded
-            return {split: self._generate_examples(read) for split, read in reading.splits.items()}
+            return {split: self._generate_examples(source) for split, source in reading.sources.items()}
 
-        def _generate_examples(self, read: Callable[[], Iterator[Example]]) -> Iterator[tuple[str, dict[str, Any]]]:
-            for key, image, label in read():
+        def _generate_examples(self, source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
+            for key, image, label in source.read():
                 on_progress(1)
-                yield key, {"image": image, "label": label, data_set.key: data_set.text(key)}
+                yield key, {"image": image, "label": label, data_set.key: data_set.text(PurePosixPath(key))}
 
         def _log_download_bytes(self) -> None:
             """Nothing: TFDS would print here what it downloads."""

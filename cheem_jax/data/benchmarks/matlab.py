@@ -29,10 +29,11 @@ print(json.dumps(rows, default=lambda value: value.tolist()))
 """
 
 
-def read_variable(data: bytes, name: str) -> list[Any]:
+def read_variable(data: bytes, name: str, where: str) -> list[Any]:
     """The elements of a variable of a `.mat` file in MATLAB's order; those of a struct array are dicts by field.
 
-    Raises ValueError for a file that is corrupted, has no such variable, or takes too much time or memory.
+    Raises ValueError for a file that is corrupted, has no such variable, or takes too much time or memory; `where`
+    names the file in it.
     """
     try:
         done = subprocess.run(
@@ -44,8 +45,9 @@ def read_variable(data: bytes, name: str) -> list[Any]:
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         )
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"variable {name!r} was not read within {SECONDS} seconds") from error
+        raise ValueError(f"{where}: variable {name!r} was not read within {SECONDS} seconds") from error
     if done.returncode != 0:
         last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise ValueError(f"variable {name!r} cannot be read: {last_line or f'signal {-done.returncode}'}")
+        reason = last_line or f"signal {-done.returncode}"
+        raise ValueError(f"{where}: variable {name!r} cannot be read: {reason}; download it again")
     return json.loads(done.stdout)

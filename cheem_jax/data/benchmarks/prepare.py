@@ -16,31 +16,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import filelock
-import numpy as np
 
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.data.benchmarks.reading import Missing
-from cheem_jax.data.benchmarks.table import (
-    BY_HAND,
-    BY_NAME,
-    OWN,
-    WITHOUT_TENSORFLOW,
-    Archive,
-    BenchmarkTask,
-    Counts,
-    Rule,
-)
+from cheem_jax.data.benchmarks.archives import Missing
+from cheem_jax.data.benchmarks.table import BY_NAME, Archive, BenchmarkTask, Counts, Rule
 from cheem_jax.data.decode import Progress
-from cheem_jax.data.records import (
-    Records,
-    cut_parts,
-    default_data_dir,
-    find_prepared,
-    import_tfds,
-    open_prepared,
-    stamp,
-)
-from cheem_jax.data.splits import TEST_TENTHS, VAL_TENTHS, move, tenths
+from cheem_jax.data.records import Row, find_prepared, import_tfds, open_prepared
+from cheem_jax.data.splits import TEST_TENTHS, VAL_TENTHS, Members, move, tenths
 from cheem_jax.data.task import Plan
 
 Work = Callable[[str, str, int], AbstractContextManager[Progress]]
@@ -66,29 +48,24 @@ def status_of(task: BenchmarkTask, data_dir: Path) -> Status:
     with contextlib.suppress(FileNotFoundError):
         directory = find_prepared(task.spec, data_dir)
         return Status("ready", "", sum(file.stat().st_size for file in directory.iterdir() if file.is_file()))
-    archives = OWN.get(task.builder, ())
     place = manual_dir(data_dir)
-    absent = [archive for archive in archives if not (place / archive.file).exists()]
-    size = sum((place / archive.file).stat().st_size for archive in archives if archive not in absent)
+    absent = [archive for archive in task.archives if not (place / archive.file).exists()]
+    size = sum((place / archive.file).stat().st_size for archive in task.archives if archive not in absent)
     command = f"`cheem data prepare {task.name} --data-dir {shlex.quote(str(data_dir))}`"
-    if archives and not absent:
+    if task.archives and not absent:
         return Status("archives", command, size)
-    reason = f" ({BY_HAND[task.builder]})" if task.builder in BY_HAND else ""
+    reason = f" ({task.by_hand})" if task.by_hand else ""
     first = ""
     if by_hand := [archive.file for archive in absent if archive.url is None]:
         first = f"put {', '.join(by_hand)} into {place}{reason}, then "
-    elif _needs_tensorflow(task):
+    elif lacks_tensorflow(task):
         first = f"`pip install 'cheem_jax[prepare]'`{reason}, then "
     return Status("missing", f"{first}{command}", size)
 
 
-def has_tensorflow() -> bool:
-    """Whether TensorFlow could be imported, without importing it."""
-    return importlib.util.find_spec("tensorflow") is not None
-
-
-def _needs_tensorflow(task: BenchmarkTask) -> bool:
-    return task.builder not in OWN and task.builder not in WITHOUT_TENSORFLOW and not has_tensorflow()
+def lacks_tensorflow(task: BenchmarkTask) -> bool:
+    """Whether a task is prepared with TensorFlow and that is not installed (it is not imported for this)."""
+    return not task.archives and task.needs_tensorflow and importlib.util.find_spec("tensorflow") is None
 
 
 def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
@@ -105,7 +82,7 @@ def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
             for leftover in (data_dir / task.builder).glob(f"incomplete.*_{task.version}"):
                 shutil.rmtree(leftover)  # of a process that was killed
             manual_dir(data_dir).mkdir(parents=True, exist_ok=True)
-            if task.builder in OWN:
+            if task.archives:
                 _from_archives(task, data_dir, phase)
             else:
                 _from_stock_builder(task, data_dir, phase)
@@ -138,59 +115,52 @@ def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
         with phase("prepare", task.name, sum(task.counts)) as on_progress:
             prepare_from_folder(task.builder, data_dir, place, on_progress)
 
-    place, archives = manual_dir(data_dir), OWN[task.builder]
-    _check_archives(task.name, archives, place, phase)
+    place = manual_dir(data_dir)
+    present = [archive for archive in task.archives if (place / archive.file).is_file()]
+    _get(task.name, present, place, phase)
     try:
         build()
     except Missing as error:
-        if any(archive.url is None for archive in archives):
-            raise FileNotFoundError(f"{error}; {BY_HAND[task.builder]}") from error
-        _download(task.name, archives, place, phase)
+        if task.by_hand:
+            raise FileNotFoundError(f"{error}; {task.by_hand}") from error
+        _get(task.name, [archive for archive in task.archives if archive not in present], place, phase)
         build()
 
 
-def _download(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
-    """Downloads the archives that are absent, resuming where an earlier attempt stopped."""
+def _get(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
+    """Downloads the archives that are absent, and checks those that the user brought or that were there before.
+
+    Raises ValueError for an archive that is not the published one.
+    """
     # made with libraries that come with the extra `datasets`
     from cheem_jax.data.benchmarks.download import download
 
     for archive in archives:
         file = place / archive.file
-        if file.is_file():
-            continue
-        assert archive.url is not None
-        with phase("download", f"{name} {archive.file}", archive.num_bytes or 0) as on_progress:
-            download(archive.url, file, known_hash=archive.hash, size=archive.num_bytes, on_progress=on_progress)
-
-
-def _check_archives(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> None:
-    """ValueError for an archive, brought by the user or downloaded earlier, that is not the published one."""
-    for archive in archives:
-        file = place / archive.file
-        if not file.is_file() or archive.hash is None:
+        if not file.is_file():
+            assert archive.url is not None
+            with phase("download", f"{name} {archive.file}", archive.num_bytes) as on_progress:
+                download(archive.url, file, archive.hash, on_progress=on_progress)
             continue
         kind, _, wanted = archive.hash.rpartition(":")
-        size, digest = file.stat().st_size, hashlib.new(kind or "sha256")
+        size = file.stat().st_size
         with file.open("rb") as stream, phase("check", f"{name} {archive.file}", size) as on_progress:
-            while piece := stream.read(2**24):
-                digest.update(piece)
-                on_progress(len(piece))
-        if digest.hexdigest() != wanted:
+            found = hashlib.file_digest(stream, kind or "sha256").hexdigest()
+            on_progress(size)
+        if found != wanted:
             raise ValueError(
-                f"{file} ({size:,} bytes) has the {digest.name} {digest.hexdigest()}, the published archive {wanted}: "
+                f"{file} ({size:,} bytes) has the {kind or 'sha256'} {found}, the published archive {wanted}: "
                 "truncated or another version; move it away and download it again"
             )
 
 
 def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
-    if _needs_tensorflow(task):
+    if lacks_tensorflow(task):
         raise ValueError(
             f"preparing {task.builder!r} needs TensorFlow once (reading it does not): "
             "`pip install 'cheem_jax[prepare]'`, then give the command again"
         )
-    archives = registered(task, data_dir)
-    _check_archives(task.name, archives, manual_dir(data_dir), phase)
-    _download(task.name, archives, manual_dir(data_dir), phase)
+    _get(task.name, registered(task, data_dir), manual_dir(data_dir), phase)
     with phase("prepare", task.name, sum(task.counts)):
         prepare_stock(task.spec, data_dir)
 
@@ -198,7 +168,7 @@ def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> Non
 def registered(task: BenchmarkTask, data_dir: Path) -> list[Archive]:
     """The files that TFDS's own builder of a task downloads, with their registered hashes."""
     infos = import_tfds().builder(task.spec, data_dir=data_dir).url_infos
-    found = [Archive(info.filename, int(info.size), info.checksum, url) for url, info in infos.items()]
+    found = [Archive(info.filename, info.checksum, int(info.size), url) for url, info in infos.items()]
     # the decathlon's one list of files serves all its configurations, and ImageNet's 6.5 GB only one of them
     return [a for a in found if "imagenet" not in a.file or task.builder.endswith("imagenet12")]
 
@@ -223,47 +193,37 @@ def prepare_stock(spec: str, data_dir: Path) -> Path:
         ) from error
 
 
-def plan_benchmark(name: str, data_dir: Path | None, *, seed: int = 0) -> Plan:
+def plan_of(task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: Progress | None = None) -> Plan:
     """A task with the paper's splits, from the data set that TFDS has prepared; `seed` draws what is cut.
 
     Raises FileNotFoundError if it is not prepared, ValueError if its counts or splits are not the expected ones.
     """
-    return plan_of(BY_NAME[name], data_dir or default_data_dir(), seed=seed)
-
-
-def plan_of(task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: Progress | None = None) -> Plan:
-    """As `plan_benchmark`, for a task that may be in no table."""
     prepared = open_prepared(task.spec, data_dir)
-    wanted = {"train": task.train, "val": (task.val,), "test": (task.test,)}
-    known: dict[str, tuple[Records, np.ndarray]] = {}
-    kept = [label for label, name in enumerate(prepared.classes) if name not in task.dropped]
-    renumbered = np.full(len(prepared.classes), -1)
-    renumbered[kept] = np.arange(len(kept))
-    for split, names in wanted.items():
-        if names == (None,):
+    classes = tuple(name for name in prepared.classes if name not in task.dropped)
+    label_of = {prepared.classes.index(name): label for label, name in enumerate(classes)}
+    rows: dict[str, list[Row]] = {}
+    for split, names in {"train": task.train, "val": task.val, "test": task.test}.items():
+        if not names:
             continue  # is cut from train
-        present = [name for name in names if name in prepared.splits]
+        present = [name for name in prepared.splits if name in names]
         if not present:
             raise ValueError(f"{prepared.directory} has no split {names}, only {sorted(prepared.splits)}")
-        records, labels = prepared.index(present, task.key, on_progress=on_progress)
-        rows = np.flatnonzero(np.isin(labels, kept))
-        known[split] = records.chosen(rows), renumbered[labels[rows]].astype(np.int32)
-    parts = cut_parts(known, lambda keys, labels: cut_by_rule(task.rule, keys, labels, seed))
-    classes = tuple(prepared.classes[label] for label in kept)
-    plan = Plan(task.name, classes, **parts, source=f"tfds:{prepared.full_name}", stamp=stamp(prepared.directory))
+        found = prepared.index(present, task.key, on_progress=on_progress)
+        rows[split] = [row._replace(label=label_of[row.label]) for row in found if row.label in label_of]
+    plan = prepared.plan(task.name, rows, classes, lambda members: cut_by_rule(task.rule, members, seed))
     _check_counts(task, plan)
     _check_splits(task, plan, data_dir, seed)
     return plan
 
 
-def cut_by_rule(rule: Rule, keys: dict[str, list[str]], labels: dict[str, np.ndarray], seed: int) -> None:
+def cut_by_rule(rule: Rule, members: Members, seed: int) -> None:
     """Cuts what a task lacks from train, in place."""
     if rule == "test and val":
-        move(keys, labels, "test", tenths(len(keys["train"]), TEST_TENTHS), keep=2, seed=seed)
+        move(members, "test", tenths(len(members["train"]), TEST_TENTHS), keep=2, seed=seed)
     if rule == "decathlon":
-        move(keys, labels, "val", len(keys["train"]) // 10, keep=1, seed=seed)
+        move(members, "val", len(members["train"]) // 10, keep=1, seed=seed)
     elif rule != "official":
-        move(keys, labels, "val", tenths(len(keys["train"]), VAL_TENTHS), keep=1, seed=seed)
+        move(members, "val", tenths(len(members["train"]), VAL_TENTHS), keep=1, seed=seed)
 
 
 def _check_counts(task: BenchmarkTask, plan: Plan) -> None:
