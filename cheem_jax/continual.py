@@ -31,7 +31,7 @@ from cheem_jax.engine.compilation import Compilations, compilations
 from cheem_jax.engine.layout import make_layout
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.status import Status
-from cheem_jax.report.table import TOLD
+from cheem_jax.report.table import UPPER_BOUNDS
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_manifest, load_meta, saved_tasks
@@ -291,7 +291,7 @@ def _measured(answers: Mapping[int, Answers], tasks: Mapping[int, Task], num: in
 def _say_accuracy(present: Sequence[tuple[int, Task]], method: str, measured: Mapping[str, Any], progress: Progress):
     index, task = present[-1]
     accuracy, given = measured["accuracy"], 100 * measured["local_accuracy"][index]
-    beside = "task ID given" if method in TOLD else f"{given:.1f} % with the task ID given"
+    beside = "task ID given" if method in UPPER_BOUNDS else f"{given:.1f} % with the task ID given"
     average = 100 * float(np.mean([accuracy[index] for index, _ in present]))
     over = f"; average over {len(present)} tasks {average:.1f} %" if len(present) > 1 else ""
     progress.say(f"{task.name}: {100 * accuracy[index]:.1f} % ({beside}){over}")

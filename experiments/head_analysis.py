@@ -27,7 +27,7 @@ from study import Source
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.keys import key_at
 from cheem_jax.report.finished import RunRecord, check_comparable, numbers_of, order_names, read, variant_of
-from cheem_jax.report.table import METHODS, TOLD, Grid
+from cheem_jax.report.table import METHODS, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
 
 COMPARED = "l2p,dualprompt,coda_prompt,s_prompts,diki,cheem"
@@ -103,7 +103,7 @@ def shown(folders: Sequence[Path]) -> tuple[list[RunRecord], list[tuple[Path, st
     orders, kept = order_names(runs), []
     for run in runs:
         order, variant = orders[run.results["stream"], run.order], variant_of(run)
-        if run.results["method"] in TOLD:
+        if run.results["method"] in UPPER_BOUNDS:
             left_out.append((run.directory, "an upper bound is given the task"))
         elif order != "default" or variant:
             left_out.append((run.directory, f"a run of its own kind ({variant or order})"))

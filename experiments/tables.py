@@ -25,7 +25,7 @@ from cheem_jax.core import metrics
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, VDD
 from cheem_jax.report.finished import RunRecord, check_comparable, numbers_of, order_names, read, variant_of
-from cheem_jax.report.table import METHODS, TOLD, Grid
+from cheem_jax.report.table import METHODS, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
 
 
@@ -62,7 +62,7 @@ BASELINES = (
 SUMMARY = ("average_accuracy", "average_forgetting", "flops")
 LAYOUTS = {
     "fom": Layout("Figure of merit of CHEEM", ("fom",), BASELINES, ("",)),
-    "upper_bounds": Layout("CHEEM and the upper bounds", SUMMARY, (*TOLD, "cheem"), ("",)),
+    "upper_bounds": Layout("CHEEM and the upper bounds", SUMMARY, (*UPPER_BOUNDS, "cheem"), ("",)),
     "breakdown": Layout("Accuracy, forgetting and FLOPs", SUMMARY, (*BASELINES, "cheem"), ("",)),
     "taskwise_flops": Layout("FLOPs of CHEEM by task", ("flops",), ("cheem",), ("",), per_task=True),
     "training_time": Layout("Hours of training per task", ("hours",), (*BASELINES, "cheem"), ("",)),

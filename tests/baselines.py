@@ -72,10 +72,10 @@ def learner(
     return kind(Networks(stages(), features, router_features or features), config, Keys(seed), num_tasks)
 
 
-def check_method(begun: Method, directory: Path, *, told: bool = False, stops: bool = True) -> Method:
+def check_method(begun: Method, directory: Path, *, needs_task_id: bool = False, stops: bool = True) -> Method:
     """Every law that holds for any method, from before its first task.
 
-    `told` ones are given the true task; those that do not stop are too fast to be worth it.
+    Those that need the task ID are given it; those that do not stop are too fast to be worth it.
     """
 
     def make() -> Method:
@@ -91,19 +91,19 @@ def check_method(begun: Method, directory: Path, *, told: bool = False, stops: b
         assert all(report[cost] >= 0 for cost in costs) and sum(report["seconds"].values()) > 0
     images = np.concatenate([task.test.images[:9] for task in tasks])
     true = np.repeat(np.arange(3), 9).astype(np.int32)
-    given, answers = true if told else None, method.answers(1, tasks[1])
+    given, answers = true if needs_task_id else None, method.answers(1, tasks[1])
     found = method.predict(images, given)
     assert found.tasks.max() <= 2 and found.classes.min() >= 0
 
     # the same image in other company: reversed, and among few
-    backwards = method.predict(images[::-1], given[::-1] if told else None)
-    few = method.predict(images[3:8], given[3:8] if told else None)
+    backwards = method.predict(images[::-1], given[::-1] if needs_task_id else None)
+    few = method.predict(images[3:8], given[3:8] if needs_task_id else None)
     for part, rows in ((backwards, slice(None, None, -1)), (few, slice(3, 8))):
         np.testing.assert_array_equal(part.tasks, found.tasks[rows])
         np.testing.assert_array_equal(part.classes, found.classes[rows])
 
     # what is measured is what is predicted
-    own = method.predict(tasks[1].test.images, np.full(20, 1, np.int32) if told else None)
+    own = method.predict(tasks[1].test.images, np.full(20, 1, np.int32) if needs_task_id else None)
     np.testing.assert_array_equal(answers.chosen_task, own.tasks)
     right = own.tasks == 1
     np.testing.assert_array_equal(answers.chosen_class[right], own.classes[right])

@@ -11,7 +11,7 @@ from cheem_jax.cheem.config import PRESETS
 from cheem_jax.cheem.lite import CheemLiteConfig
 from cheem_jax.core.keys import Keys
 from cheem_jax.report import table
-from cheem_jax.report.table import TOLD
+from cheem_jax.report.table import UPPER_BOUNDS
 from cheem_jax.run.method import FrozenFeatures, Method
 
 
@@ -43,7 +43,7 @@ def test_every_method_is_made_from_its_settings(name):
     method = make(fitting_config(name), networks(routed=name in NEED_A_ROUTER), Keys(0), 2)
     assert isinstance(method, Method) and method.name == name
     assert all(isinstance(note, str) for note in method.check(small.stream(2).tasks))
-    assert getattr(method, "told", False) == (name in TOLD)
+    assert getattr(method, "told", False) == (name in UPPER_BOUNDS)
 
 
 @pytest.mark.parametrize("name", ["frozen_linear", pytest.param("cheem_lite", marks=pytest.mark.full)])
@@ -79,4 +79,4 @@ def test_a_router_for_a_method_without_one_is_refused():
 
 def test_tables_know_every_method():
     assert set(table.METHODS) == set(NAMES)
-    assert set(table.TOLD) < set(NAMES)
+    assert set(table.UPPER_BOUNDS) < set(NAMES)

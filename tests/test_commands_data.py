@@ -129,7 +129,7 @@ def test_show_draws_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch
         (("list", "vdd,mtil"), "no task 'vdd'"),
         (("verify", "nowhere"), "nowhere: no such folder, zip, stream file or benchmark"),
         (("verify", "mtil"), "11 of 11 tasks of 'mtil' are not prepared"),
-        (("verify", ".", "--cache-dir", "typo"), "no task found"),
+        (("verify", ".", "--cache-dir", "typo"), "contains no task"),
         (("verify", "tfds:mnist"), "'mnist' is not prepared in"),
         (("show",), "give either the task to show or --stream"),
         (("show", "mnist", "--stream", "mtil"), "give either the task to show or --stream"),

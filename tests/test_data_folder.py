@@ -293,9 +293,9 @@ def test_a_single_task_is_a_stream_of_one(tmp_path):
 
 def test_unusable_streams_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty: no task found"):
+    with pytest.raises(ValueError, match="empty contains no task"):
         load_stream(tmp_path / "empty", image_size=4)
-    with pytest.raises(ValueError, match="no task found"):
+    with pytest.raises(ValueError, match="contains no task"):
         load_stream(tmp_path, image_size=4)
     write(tmp_path / "cars", FULL)
     with pytest.raises(ValueError, match="has no task 'car'; did you mean cars?"):

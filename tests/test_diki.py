@@ -176,7 +176,7 @@ def test_impossible_settings_are_refused_and_thin_covariances_told(begun):
     with pytest.raises(ValueError, match=r"invalid for this backbone; expected some of 0\.\.3"):
         learner(Diki, dataclasses.replace(CONFIG, layers="first8"))
     other = FrozenFeatures(Stages(small.backbone(), "mlp_down"), 16)
-    with pytest.raises(ValueError, match="give it the features of its own backbone"):
+    with pytest.raises(ValueError, match="give it the features of the same backbone"):
         learner(Diki, CONFIG, router_features=other)
     assert layers_of("last3", 4) == (1, 2, 3) and layers_of("first8", 12) == tuple(range(8))
     tasks = [small.task("small", 0, num=16), small.task("large", 1)]

@@ -15,7 +15,7 @@ CONFIG = FullFinetuneConfig(epochs=2, learning_rates=(1e-3, 1e-2), head_learning
 
 @pytest.mark.full
 def test_full_finetuning_learns_saves_opens_and_answers_per_image(tmp_path):
-    check_method(learner(FullFinetune, CONFIG), tmp_path, told=True)
+    check_method(learner(FullFinetune, CONFIG), tmp_path, needs_task_id=True)
 
 
 def test_the_rate_is_picked_on_validation_and_every_task_starts_from_the_pretrained_weights():

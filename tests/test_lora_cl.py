@@ -32,7 +32,7 @@ def test_lora_cl_learns_saves_opens_and_answers_per_image(begun, tmp_path):
 
 
 def test_lora_finetuning_is_told_the_task_and_refuses_to_guess(tmp_path):
-    method = check_method(learner(LoraFinetune, LoraFinetuneConfig(**SETTINGS)), tmp_path, told=True)
+    method = check_method(learner(LoraFinetune, LoraFinetuneConfig(**SETTINGS)), tmp_path, needs_task_id=True)
     with pytest.raises(ValueError, match="give the true task ID of each image"):
         method.predict(np.zeros((1, 8, 8, 3), np.uint8))
 

@@ -165,7 +165,6 @@ def test_every_page_with_allowed_words_exists():
     assert not [name for name in ALLOWED if not (ROOT / name).is_file()]
 
 
-@pytest.mark.xfail(strict=False, reason="help texts are being rewritten")
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_the_help_of_a_command_uses_the_words_of_the_field(name):
     hits = hits_in(help_of(name))
@@ -175,7 +174,6 @@ def test_the_help_of_a_command_uses_the_words_of_the_field(name):
 MODULES = sorted(module for module in PACKAGE.rglob("*.py") if any(messages_of(module)))
 
 
-@pytest.mark.xfail(strict=False, reason="messages are being rewritten")
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.relative_to(PACKAGE).as_posix())
 def test_the_errors_of_a_module_use_the_words_of_the_field(module):
     hits = [hit for message in messages_of(module) for hit in hits_in(message)]

@@ -72,7 +72,7 @@ class Diki(OwnPrompts):
     def __init__(self, networks: Networks, config: DikiConfig, keys: Keys, num_tasks: int):
         executor = networks.executor
         if not networks.router_features.of(executor):
-            raise ValueError("diki infers the task ID within its own pass; give it the features of its own backbone")
+            raise ValueError("diki infers the task ID within one pass; give it the features of the same backbone")
         self.layers = layers_of(config.layers, executor.config.depth)
         super().__init__(networks, config, keys, num_tasks)
 

@@ -66,7 +66,7 @@ class FullFinetune(TrainedBaseline):
     """See the module; every task starts from the pretrained weights."""
 
     name = "full_finetune"
-    told = True
+    needs_task_id = True
     config: FullFinetuneConfig
 
     def __init__(self, networks: Networks, config: FullFinetuneConfig, keys: Keys, num_tasks: int):
@@ -180,7 +180,7 @@ class FullFinetune(TrainedBaseline):
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`; the task IDs must be given."""
-        check_given(self.name, len(self.tasks), tasks, told=True)
+        check_given(self.name, len(self.tasks), tasks, needs_task_id=True)
         assert tasks is not None
         classes = np.zeros(len(images), np.int32)
         for index in np.unique(tasks):

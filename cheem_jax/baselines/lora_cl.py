@@ -98,7 +98,7 @@ class LoraCl(ExpertMemory):
 
     def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
         """See `ExpertMemory.kept_beside`."""
-        return [] if self.told else kept_by_router(task)
+        return [] if self.needs_task_id else kept_by_router(task)
 
     def bytes_needed(self, task: Task) -> int:
         """All pairs and the head with Adam's moments, twice (a rolling checkpoint and its successor); router once."""
@@ -119,7 +119,7 @@ class LoraFinetune(LoraCl):
     """LoRA-CL with the task ID given."""
 
     name = "lora_finetune"
-    told = True
+    needs_task_id = True
 
     def costs(self, index: int) -> dict[str, Any]:
         """As LoRA-CL's with merged adapters, as the paper counts its upper bounds, and no router."""

@@ -27,10 +27,10 @@ from cheem_jax.run.method import Answers, Clock, FrozenFeatures, base_network, c
 
 
 class ExpertMemory:
-    """A memory of experts behind a router by task centroids, or, `told` the true task, without one."""
+    """A memory of experts behind a router by task centroids; a method that needs the task ID has no router."""
 
     name = "expert_memory"
-    told = False
+    needs_task_id = False
 
     def __init__(
         self, executor: Executor, features: FrozenFeatures, router: RouterConfig, *, rank: int, batch_size: int
@@ -42,7 +42,7 @@ class ExpertMemory:
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
-        if not self.told:
+        if not self.needs_task_id:
             check_router(tasks, self.router)
         return []
 
@@ -50,9 +50,9 @@ class ExpertMemory:
         self, task: Task, *, pool: Pool, architecture: Architecture, experts: tuple[int | None, ...], head: Head,
         means: np.ndarray, seed: int, clock: Clock,
     ) -> None:  # fmt: skip
-        """Go on with a pool that has grown, and one task more, which the router gets to know unless it is told."""
+        """Go on with a pool that has grown, and one task more, which the router learns too, where there is one."""
         before, place = self.memory, TaskStatistics(np.zeros((1, 1), np.float32))
-        if not self.told:
+        if not self.needs_task_id:
             with clock("router"):
                 place = fit_statistics(self.features(task, "train"), task.train.labels, self.router, seed=seed)
         learned = TaskMemory(
@@ -83,7 +83,9 @@ class ExpertMemory:
         skipped = [choice.kind for choice in task.architecture].count("skip")
         saved = [branch_flops(vit, placement, count_attention=count) for count in (True, False)]
         attention = backbone_flops(vit, count_attention=True) - backbone_flops(vit) - skipped * (saved[0] - saved[1])
-        router = [0 if self.told else self.features.encoder.flops(count_attention=count) for count in (False, True)]
+        router = (0, 0)
+        if not self.needs_task_id:
+            router = tuple(self.features.encoder.flops(count_attention=count) for count in (False, True))
         return {
             "name": task.name,
             "classes": list(task.classes),
@@ -103,7 +105,7 @@ class ExpertMemory:
 
     def router_numbers(self, task: Task) -> int:
         """Numbers that naming a task keeps of it, at most."""
-        return 0 if self.told else num_kept(self.router, self.features.encoder.width, len(task.classes))
+        return 0 if self.needs_task_id else num_kept(self.router, self.features.encoder.width, len(task.classes))
 
     def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
         """What a task keeps beside experts and head, and needs."""
@@ -112,8 +114,8 @@ class ExpertMemory:
     def _executed(self, index: int) -> int:
         """Task identification and the task's network: resumed where it leaves the backbone, if that names the task."""
         task, vit, begin = self.memory.tasks[index], self.executor.config, None
-        identify = 0 if self.told else self.features.encoder.executed_flops()
-        if not self.told and self.features.of(self.executor):
+        identify = 0 if self.needs_task_id else self.features.encoder.executed_flops()
+        if not self.needs_task_id and self.features.of(self.executor):
             begin = next((i for i, expert in enumerate(task.experts) if expert != 0), vit.depth)
             begin = min(begin, self.router.until(vit.depth))
         own = executed_flops(vit, self.executor.placement, task.architecture, len(task.classes), begin=begin)
@@ -130,7 +132,7 @@ class ExpertMemory:
 
         With a lighter router its own features name the task and nothing is shared.
         """
-        check_given(self.name, len(self.memory.tasks), tasks, told=self.told)
+        check_given(self.name, len(self.memory.tasks), tasks, needs_task_id=self.needs_task_id)
         if tasks is None and self.features.of(self.executor):
             feed = HostImages(self.executor, images)
             return self.inference()(feed, len(images), self.index.route)
@@ -149,17 +151,17 @@ class ExpertMemory:
     def answers(self, index: int, task: Task) -> Answers:
         """Answers to a learned task's test images."""
         local = self.predict_given(index, task)
-        if self.told:
+        if self.needs_task_id:
             return Answers(local, np.full(len(local), index, np.int32), local)
         return Answers(local, self.index.route(self.features(task, "test")), local)
 
     def predict_given(self, index: int, task: Task) -> np.ndarray:
-        """Classes that task `index`'s network gives the test images, the task being told."""
+        """Classes that task `index`'s network gives the test images, given the task ID."""
         learned, images, batch_size = self.memory.tasks[index], task.test.images, self.batch_size
         network, head = task_network(self.dense, learned.experts), padded(learned.head)
         feed = HostImages(self.executor, images)
         sizes = {"num": len(images), "num_classes": len(learned.classes), "batch_size": batch_size}
-        if self.told or self.features.known(task, "test") or not self.features.ends(self.executor):
+        if self.needs_task_id or self.features.known(task, "test") or not self.features.ends(self.executor):
             return answers(self.executor, network, head, feed, **sizes)
         base = base_network(self.executor)
         found, features = answers_and_features(self.executor, base, network, head, feed, **sizes)

@@ -129,21 +129,6 @@ def padded(head: Head) -> Head:
     return Head(jnp.asarray(weight), jnp.asarray(np.pad(np.asarray(head.bias), (0, extra))))
 
 
-def columns(head: Head, first: int, num: int) -> Head:
-    """A task's columns of a head, padded: all that a task learns if its loss sees no other column."""
-    weight, bias = np.asarray(head.weight), np.asarray(head.bias)
-    own = Head(weight[:, first : first + num], bias[first : first + num])  # pyright: ignore[reportArgumentType]
-    return padded(own)
-
-
-def with_columns(head: Head, own: Head, first: int, num: int) -> Head:
-    """The head with a task's columns put back."""
-    weight, bias = np.array(head.weight), np.array(head.bias)
-    # on the host: on the device every length would be compiled
-    weight[:, first : first + num], bias[first : first + num] = cut(own, num)
-    return Head(jnp.asarray(weight), jnp.asarray(bias))
-
-
 def classes_by_task(
     features: Float[np.ndarray, "N D"], heads: Sequence[Head], tasks: Int[np.ndarray, "N"]
 ) -> Int[np.ndarray, "N"]:

@@ -39,7 +39,7 @@ def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0
         if tasks is not None or places[name].is_file() or any(map(is_image, files)):
             plans.append(_plan(places[name], files, name, seed))
     if not plans:
-        raise ValueError(f"{path}: no task found; expected zips or folders with {LAYOUT}")
+        raise ValueError(f"{path} contains no task; expected zips or folders with {LAYOUT}")
     return plans
 
 
@@ -56,7 +56,7 @@ def _find_tasks(path: Path) -> dict[str, Path]:
         raise ValueError(f"{path} contains a folder and a zip of the same name: {repeated}; keep one of each")
     if not places and (num := sum(is_image(entry.name) for entry in entries)):
         raise ValueError(
-            f"{path} contains {num} images and no folder; put those of each class into a folder of its own, such "
+            f"{path} contains {num} images and no folder; put those of each class into a separate folder, such "
             f"as {path.name}/cat and {path.name}/dog"
         )
     return {_name(place): place for place in places}

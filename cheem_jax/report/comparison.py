@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from cheem_jax.core import metrics
-from cheem_jax.report.table import METHODS, NONE, TOLD, Grid, format_flops, number, percent
+from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid, format_flops, number, percent
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Results by method, one per seed."""
@@ -48,7 +48,7 @@ def measure(run: Mapping[str, Any], name: str) -> float | None:
     """One number of a run's results; upper bounds have no task-agnostic accuracy."""
     if name.startswith("flops_"):
         return run["flops"][name.removeprefix("flops_")]
-    if run["method"] in TOLD and name in ("average_accuracy", "average_forgetting"):
+    if run["method"] in UPPER_BOUNDS and name in ("average_accuracy", "average_forgetting"):
         return None
     value = run.get(name)
     if name == "fom":
@@ -57,7 +57,7 @@ def measure(run: Mapping[str, Any], name: str) -> float | None:
 
 
 def _figure_of_merit(rows: Mapping[str, Mapping[str, Any]], other: Mapping[str, Any]) -> dict[str, Any] | None:
-    if not {"cheem", "full_finetune"} <= set(rows) or other["method"] in ("cheem", *TOLD):
+    if not {"cheem", "full_finetune"} <= set(rows) or other["method"] in ("cheem", *UPPER_BOUNDS):
         return None
     upper, own = rows["full_finetune"]["local_average_accuracy"], rows["cheem"]
     value = metrics.figure_of_merit(

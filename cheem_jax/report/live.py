@@ -8,7 +8,17 @@ from rich.text import Text
 
 from cheem_jax.report.memories import after_learning, left_undone, num_forgotten, unmeasured
 from cheem_jax.report.status import Doing, Snapshot
-from cheem_jax.report.table import ARCHITECTURE, METHODS, NONE, SIZES, TOLD, Grid, method_grid, percent, task_grid
+from cheem_jax.report.table import (
+    ARCHITECTURE,
+    METHODS,
+    NONE,
+    SIZES,
+    UPPER_BOUNDS,
+    Grid,
+    method_grid,
+    percent,
+    task_grid,
+)
 from cheem_jax.run.progress import duration
 
 SILENT = 60.0
@@ -80,7 +90,7 @@ def averages(seen: Snapshot) -> list[str]:
         mean, num = after_learning(results)
         return [] if mean is None else [f"right after learning {percent(mean)} %, mean of {_num_tasks(num)}"]
     given = f"{percent(results['local_average_accuracy'])} %"
-    if results["method"] in TOLD:
+    if results["method"] in UPPER_BOUNDS:
         return [f"average accuracy {given}"]
     forgetting = results["average_forgetting"]
     return [

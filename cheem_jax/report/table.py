@@ -35,7 +35,7 @@ METHODS = {
     "lora_finetune": "LoRA fine-tuning",
     "full_finetune": "full fine-tuning",
 }
-TOLD = ("full_finetune", "lora_finetune")
+UPPER_BOUNDS = ("full_finetune", "lora_finetune")
 """Upper bounds, which are given the task ID."""
 EXPLAINED = {
     "frozen_linear": "frozen, linear heads: on the pretrained backbone's features, with the same router",
@@ -127,7 +127,7 @@ def method_grid(results: Results) -> Grid:
     )  # fmt: skip
     rows = []
     for name, run in _runs(results).items():
-        is_bound = name in TOLD  # it is given the task ID, so it has no task-agnostic accuracy
+        is_bound = name in UPPER_BOUNDS  # it is given the task ID, so it has no task-agnostic accuracy
         local = run.get("local_average_accuracy", run.get("average_accuracy") if is_bound else None)
         flops = run.get("flops") or {}
         rows.append((
@@ -154,7 +154,7 @@ def task_grid(results: Results) -> Grid:
     for name, run in runs.items():
         short = SHORT.get(name, name)
         for key, title in (("accuracy", f"{short}\n%"), ("local_accuracy", f"{short}\ngiven\n%")):
-            if run.get(key) and (key, name in TOLD) != ("accuracy", True):
+            if run.get(key) and (key, name in UPPER_BOUNDS) != ("accuracy", True):
                 columns.append(title)
                 accuracies.append(last_row(run[key]))
     if unmeasured(results):
@@ -217,7 +217,7 @@ def letters(architecture: Sequence[str]) -> str:
 
 def accuracy_key(method: str) -> str:
     """Where a method's accuracies are in its results: upper bounds are given the task ID."""
-    return "local_accuracy" if method in TOLD else "accuracy"
+    return "local_accuracy" if method in UPPER_BOUNDS else "accuracy"
 
 
 def last_row(accuracy: Sequence[Any]) -> Sequence[int | float | None]:

@@ -18,7 +18,7 @@ import filelock
 import numpy as np
 
 from cheem_jax.report.memories import as_of_run
-from cheem_jax.report.table import TOLD
+from cheem_jax.report.table import UPPER_BOUNDS
 from cheem_jax.run.directory import NAME as CONFIG
 from cheem_jax.run.record import read, read_object
 from cheem_jax.run.results import averages, matrices
@@ -137,7 +137,7 @@ def _measured(
     What a memory did not measure is left out, and an average that would need it.
     """
     routed, given = matrices(evaluated, method)
-    accuracy = given if method in TOLD else routed
+    accuracy = given if method in UPPER_BOUNDS else routed
     for index, name in names.items():
         if not np.isnan(accuracy[-1, index]):
             yield f"accuracy/{name}", float(accuracy[-1, index])

@@ -234,11 +234,11 @@ class Networks(NamedTuple):
     router_features: FrozenFeatures
 
 
-def check_given(method: str, num_tasks: int, tasks: np.ndarray | None, *, told: bool = False) -> None:
-    """ValueError if nothing was learned, if a task ID is out of range, or if `told` and no task IDs are given."""
+def check_given(method: str, num_tasks: int, tasks: np.ndarray | None, *, needs_task_id: bool = False) -> None:
+    """ValueError if nothing was learned, or if task IDs are out of range or missing where a method needs them."""
     if not num_tasks:
         raise ValueError(f"nothing has been learned yet, so {method} has no task to infer; learn a task first")
-    if told and tasks is None:
+    if needs_task_id and tasks is None:
         raise ValueError(f"{method} is an upper bound: give the true task ID of each image")
     if tasks is not None and len(tasks) and not (0 <= np.min(tasks) and np.max(tasks) < num_tasks):
         given = sorted(set(np.asarray(tasks).tolist()))

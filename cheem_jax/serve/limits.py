@@ -85,7 +85,7 @@ def check_head(request: Request, limits: Limits) -> None:
         raise Refused(
             415, "content_type",
             f"a body of type {kind:.60} is not accepted; send the image as image/* or application/octet-stream, or "
-            "files in a form (curl -F picture=@cat.jpg)",
+            "files in a form (curl -F image=@cat.jpg)",
         )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ async def _files_of_form(request: Request, pieces: AsyncGenerator[bytes, None], 
     files = [await value.read() for _, value in form.multi_items() if isinstance(value, UploadFile)]
     await form.close()
     if not files:
-        raise Refused(400, "form", "the form has no file; send one with a file name (curl -F picture=@cat.jpg)")
+        raise Refused(400, "form", "the form has no file; send one with a file name (curl -F image=@cat.jpg)")
     return files
 
 

@@ -21,7 +21,7 @@ from cheem_jax.report.page.examples import Examples, examples
 from cheem_jax.report.page.headline import Tile, heading, suffix_of, tiles_of
 from cheem_jax.report.page.search import search_chart
 from cheem_jax.report.page.specs import Chart, EmptySection, Results
-from cheem_jax.report.table import MEANING, METHODS, TOLD, Grid, method_grid, setting_rows, task_grid
+from cheem_jax.report.table import MEANING, METHODS, UPPER_BOUNDS, Grid, method_grid, setting_rows, task_grid
 from cheem_jax.run.differences import leaves, summary
 from cheem_jax.run.record import to_json
 
@@ -164,7 +164,7 @@ def _sections(run: RunRecord, recorded: Recorded, *, images: bool) -> list[Secti
     if num > 1:
         found.append(_section("forgetting", "Forgetting", "What later tasks cost the earlier ones.",
             charts=lambda: (charts.forgetting(results),)))  # fmt: skip
-        if results["method"] not in TOLD and results.get("routing"):
+        if results["method"] not in UPPER_BOUNDS and results.get("routing"):
             found.append(_section("routing", "Routing", "The task ID inferred for each task's images.",
                 charts=lambda: (charts.routing(results),)))  # fmt: skip
     if "similarity" in results:

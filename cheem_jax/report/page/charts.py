@@ -33,7 +33,7 @@ from cheem_jax.report.page.specs import (
     single,
     task_axis,
 )
-from cheem_jax.report.table import TOLD, accuracy_key, spread
+from cheem_jax.report.table import UPPER_BOUNDS, accuracy_key, spread
 from cheem_jax.run.progress import duration
 
 CURVES = 40
@@ -45,7 +45,7 @@ PANELS = 60
 def accuracy_matrix(results: Results) -> Chart:
     """Accuracy after learning each task (row) on each task (column), task-agnostic and with the task ID given."""
     panels = {"task ID inferred": "accuracy", "task ID given": "local_accuracy"}
-    if results["method"] in TOLD:
+    if results["method"] in UPPER_BOUNDS:
         del panels["task ID inferred"]
     hover = "after %{y}<br>tested on %{x}<br><b>%{z:.1f} %</b>"
     variants = tuple(
@@ -181,7 +181,7 @@ def accuracy_against_flops(found: Mapping[str, Sequence[Results]], titles: Mappi
     """A mark per method: mean accuracy over FLOPs by the paper's convention; bars are standard deviations."""
     rows = [row for row in comparison(found) if row["flops_paper"] and row["flops_paper"]["mean"] > 0]
     methods = {row["method"]: found[row["method"]][0]["method"] for row in rows}
-    bounds = [row for row in rows if methods[row["method"]] in TOLD]
+    bounds = [row for row in rows if methods[row["method"]] in UPPER_BOUNDS]
     own = [row for row in rows if methods[row["method"]].startswith("cheem")]
     others = [row for row in rows if row not in bounds and row not in own]
     groups = (

@@ -5,7 +5,7 @@ from typing import Any
 
 from cheem_jax.report.finished import RunRecord, variant_of
 from cheem_jax.report.memories import UNAVAILABLE, after_learning, left_undone, num_forgotten, unmeasured
-from cheem_jax.report.table import METHODS, NONE, TOLD, format_flops, number, percent, plain_flops
+from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, format_flops, number, percent, plain_flops
 
 Tile = tuple[str, str, str, str]
 """One headline number: its title, value and unit, and a note."""
@@ -66,7 +66,7 @@ def _about_memory(run: RunRecord) -> list[str]:
 
 def tiles_of(results: Mapping[str, Any]) -> tuple[Tile, ...]:
     """The headline numbers."""
-    is_bound, flops, plain = results["method"] in TOLD, results["flops"], plain_flops(results)
+    is_bound, flops, plain = results["method"] in UPPER_BOUNDS, results["flops"], plain_flops(results)
     tiles = []
     if results["local_average_accuracy"] is None:
         (mean, count), num = after_learning(results), len(results["tasks"])

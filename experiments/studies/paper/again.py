@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cheem_jax.report.comparison import comparison
-from cheem_jax.report.table import METHODS, TOLD, Grid
+from cheem_jax.report.table import METHODS, UPPER_BOUNDS, Grid
 from cheem_jax.run.differences import settings_apart, summary
 from studies.paper.claims import CHEEM, Claim, Verdict, compared, of_claim, shown
 from studies.paper.collected import Cell, Cells, Collected, is_usual, load
@@ -129,13 +129,13 @@ def sizes_lines(
     sizes: Sequence[Cells], measured: Mapping[str, Mapping[str, Any]], routers: Mapping[str, Any] | None, pixels: int
 ) -> str:
     """What runs on other sizes of images reached, as more lines; all else is of the page's size, `pixels`."""
-    best = [row["average_accuracy"]["mean"] for method, row in measured.items() if method not in TOLD]
+    best = [row["average_accuracy"]["mean"] for method, row in measured.items() if method not in UPPER_BOUNDS]
     best += [] if routers is None else [row["accuracy"] for row in map(routers["chosen"].get, METHODS) if row]
     highest, flops = max(best, default=1.0), measured["cheem"]["flops_paper"]["mean"] if "cheem" in measured else None
     told = []
     for cells in sizes:
         for cell, found in cells.items():
-            if cell.method in TOLD:
+            if cell.method in UPPER_BOUNDS:
                 continue
             [row] = comparison({cell.method: [one.run.results for one in found.values()]})
             accuracy, given, cost = (

@@ -9,7 +9,7 @@ from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.metrics import figure_of_merit
 from cheem_jax.core.ops import Placement
 from cheem_jax.core.routing.config import RouterConfig
-from cheem_jax.report.table import NONE, TOLD, Grid, number
+from cheem_jax.report.table import NONE, UPPER_BOUNDS, Grid, number
 
 FLOPS = {"paper": "paper's FLOPs", "executed": "executed"}
 
@@ -85,7 +85,7 @@ def sides_of(
     if "full_finetune" not in measured or "cheem" not in measured:
         return None
     upper = measured["full_finetune"]["local_average_accuracy"]["mean"]
-    sides = {name: side_of(row) for name, row in measured.items() if name not in TOLD}
+    sides = {name: side_of(row) for name, row in measured.items() if name not in UPPER_BOUNDS}
     cheem, rerouted = {"CHEEM": sides.pop("cheem")}, {}
     if routers is not None:
         chosen = routers["chosen"]

@@ -15,7 +15,7 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.report.comparison import comparison, measure
 from cheem_jax.report.figures import DPI, FAINT, INK, save
-from cheem_jax.report.table import METHODS, NONE, TOLD, Grid
+from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid
 from studies.paper.again import Beside, again_section, changed_verdicts, load_beside, sizes_lines
 from studies.paper.claims import CHEEM, claims, in_short, paired_grid, unbeaten, verdict_grid
 from studies.paper.collected import Cell, Cells, is_usual, load, usual_of
@@ -71,7 +71,7 @@ def page_of(
     variants = [Row(cell.title, cell.method, results_of(cells, cell)) for cell in others]
     baselines = [
         (cell.title, CHEEM, cell) for cell in cells
-        if CHEEM in cells and cell.method not in (*TOLD, CHEEM.method) and is_usual(cells, cell)
+        if CHEEM in cells and cell.method not in (*UPPER_BOUNDS, CHEEM.method) and is_usual(cells, cell)
     ]  # fmt: skip
     measured, titles = measured_of(rows), {row.method: row.title for row in reversed(rows)}
     searched = [row for row, cell in zip(variants, others, strict=True) if cell == RESUMED]
@@ -104,13 +104,14 @@ def page_of(
         "## Accuracy by task",
         f"After the last task, in %, mean{deviation} over runs.",
         task_grid(
-            [*rows, *variants], lambda run: last_row(run, "local_accuracy" if run["method"] in TOLD else "accuracy")
+            [*rows, *variants],
+            lambda run: last_row(run, "local_accuracy" if run["method"] in UPPER_BOUNDS else "accuracy"),
         ),
         "## What task-ID inference costs",
         "Accuracy with the task ID given minus task-agnostic accuracy, in points: lost by the router, or, with one "
         "head over all tasks, to classes of other tasks.",
         task_grid(
-            [row for row in rows if row.method not in TOLD],
+            [row for row in rows if row.method not in UPPER_BOUNDS],
             lambda run: last_row(run, "local_accuracy") - last_row(run, "accuracy"),
         ),
         "## Figure of merit",
@@ -193,7 +194,7 @@ def search_parts(found: Mapping[str, Any], picture: str | None) -> list[str]:
 
 
 def title_of(cell: Cell) -> str:
-    return cell.title + (" *" if cell.method in TOLD else "")
+    return cell.title + (" *" if cell.method in UPPER_BOUNDS else "")
 
 
 def results_of(cells: Cells, cell: Cell) -> list[Results]:
@@ -267,7 +268,7 @@ def method_grid(rows: Sequence[Row]) -> Grid:
 
 def at_once(row: Row) -> dict[str, Any] | None:
     """Accuracy on each task right after it was learned, among the tasks so far, mean over tasks."""
-    if row.method in TOLD:
+    if row.method in UPPER_BOUNDS:
         return None
     found = [np.mean([line[index] for index, line in enumerate(run["accuracy"])]) for run in row.runs]
     return mean_std([float(value) for value in found])
@@ -302,7 +303,7 @@ def beside_the_paper(rows: Sequence[Row], backbone: str) -> list[str]:
     for method in told:
         line = [title_of(Cell(method))]
         for name in PAPER:
-            line.append(_ours(ours.get(method), name, is_told=method in TOLD))
+            line.append(_ours(ours.get(method), name, is_told=method in UPPER_BOUNDS))
             cells = [PrintedCell(stream, backbone, method, name) for stream in places]
             line += [theirs[cell].text if cell in theirs else NONE for cell in cells]
         lines.append(tuple(line))
