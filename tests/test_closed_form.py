@@ -11,12 +11,17 @@ from sklearn.linear_model import Ridge
 from cheem_jax.backbone.params import build
 from cheem_jax.cheem import closed_form
 from cheem_jax.cheem.closed_form import PENALTIES, closed_form_score, fit_head
+from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.supernet import OpSettings, Supernet
 from cheem_jax.cheem.training import dense_network
+from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import network_features
+from cheem_jax.report.finished import Recorded
+from cheem_jax.report.page.search import search_chart
+from cheem_jax.run.method import FrozenFeatures, Undisturbed
 
 
 def images(num: int, width: int, labels: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -151,3 +156,15 @@ def test_more_candidates_compile_nothing(compilations):
     with compilations() as programs:
         scored(executor, np.array([[3, 2, 1, 0], [1, 1, 1, 1], [2, 3, 0, 2]]))
     assert programs.count == 0
+
+
+def test_the_report_says_what_the_search_ranked_by():
+    config = dataclasses.replace(small.QUICK, score="closed_form", score_images=24)
+    stages = executor_of("stages")
+    report = Cheem(stages, config, Keys(0), None, FrozenFeatures(stages, 16)).learn(TASK, Undisturbed())
+    search = report["search"]
+    assert search["score"] == "closed_form" and search["num_images"] == 24 + len(TASK.val.labels)
+    assert report["score"] == search["correct"][search["chosen"]] / search["num_images"] <= report["best_score"]
+    assert "validation_accuracy" not in report
+    (chart,) = search_chart(Recorded({}, [report]), 0.02).variants
+    assert "ridge head" in str(chart)

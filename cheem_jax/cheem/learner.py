@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from cheem_jax.cheem.closed_form import closed_form_score
 from cheem_jax.cheem.config import CheemConfig
-from cheem_jax.cheem.evolution import Score, Scored, SearchConfig, Searched, prepare_search, search
+from cheem_jax.cheem.evolution import Score, SearchConfig, Searched, prepare_search, search
 from cheem_jax.cheem.expert_memory import ExpertMemory, dense_task_network, task_network
 from cheem_jax.cheem.hee import cosines, exploit_table, norm_cosine, uniform_table, without
 from cheem_jax.cheem.supernet import Supernet
@@ -258,10 +258,24 @@ class Cheem(ExpertMemory):
             ).means[0]
 
     def _search_report(self, learning: Learning, codes: np.ndarray) -> dict[str, Any]:
-        searched = learning.underway.searched
-        num_images = len(self._scored_rows(learning)) + len(learning.task.val.labels)
+        searched, config = learning.underway.searched, self.config
         assert searched is not None, "the search is over"
-        return search_report(codes, searched.scored, num_images=num_images, population=self.config.search.population)
+        scored, num_images = searched.scored, len(self._scored_rows(learning)) + len(learning.task.val.labels)
+        chosen = int(np.flatnonzero((scored.genomes == codes).all(axis=1))[0])
+        reached, best = float(scored.correct[chosen]) / num_images, float(np.nanmax(scored.correct)) / num_images
+        found = {
+            "correct": scored.correct.tolist(),
+            "flops": scored.flops.astype(int).tolist(),
+            "population": config.search.population,
+            "num_images": num_images,
+            "chosen": chosen,
+        }
+        if config.score == "shared_head":
+            accuracies = {"validation_accuracy": reached, "best_validation_accuracy": best}
+        else:  # training images count too
+            found["score"] = config.score
+            accuracies = {"score": reached, "best_score": best}
+        return {"searched": len(scored.genomes), "search": found, **accuracies}
 
     def bytes_needed(self, task: Task) -> int:
         """Everything sampled in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor).
@@ -323,20 +337,3 @@ def search_note(searched: Searched, num_images: int) -> str:
     """What a search has found so far."""
     best = 100 * np.nanmax(searched.scored.correct) / num_images
     return f"generation {searched.generations}: {len(searched.scored.genomes)} networks, best {best:.1f} %"
-
-
-def search_report(codes: Int[np.ndarray, "L"], scored: Scored, *, num_images: int, population: int) -> dict[str, Any]:
-    """What a task's report says about its search; `codes` is the architecture that it chose among `scored`."""
-    chosen = int(np.flatnonzero((scored.genomes == codes).all(axis=1))[0])
-    return {
-        "searched": len(scored.genomes),
-        "search": {
-            "correct": scored.correct.tolist(),
-            "flops": scored.flops.astype(int).tolist(),
-            "population": population,
-            "num_images": num_images,
-            "chosen": chosen,
-        },
-        "validation_accuracy": float(scored.correct[chosen]) / num_images,
-        "best_validation_accuracy": float(np.nanmax(scored.correct)) / num_images,
-    }

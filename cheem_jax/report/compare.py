@@ -18,7 +18,8 @@ CIRCUMSTANCES = frozenset((
 
 STORY = (
     "index", "name", "classes", "num_train", "num_val", "num_test", "similarity", "supernet_losses", "search",
-    "searched", "validation_accuracy", "best_validation_accuracy", "architecture", "experts", "finetune_losses",
+    "searched", "validation_accuracy", "best_validation_accuracy", "score", "best_score", "architecture", "experts",
+    "finetune_losses",
 )  # fmt: skip
 """The order in which a task's report came about; everything else came later."""
 

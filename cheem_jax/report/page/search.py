@@ -1,4 +1,4 @@
-"""Every architecture that the search evaluated: FLOPs against validation accuracy, one chart per task."""
+"""Every architecture that the search evaluated: FLOPs against its score, one chart per task."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +11,12 @@ from cheem_jax.report.table import spread
 
 CHARTS = 60
 """Tasks with a chart."""
+WHAT = {
+    "shared_head": "accuracy on the validation images",
+    "closed_form": "accuracy of a ridge head for it alone, on training images (leave-one-out) and validation images",
+}
+AXES = {"shared_head": "validation accuracy, %", "closed_form": "accuracy of a ridge head, %"}
+"""By the score of the search."""
 
 
 def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
@@ -23,11 +29,11 @@ def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
         raise EmptySection("No architecture of the search has a score.")
     kept = [scored[place] for place in spread(len(scored), CHARTS)]
     variants = tuple(
-        Variant(f"T{index} {reports[index]['name']}", _scatter(reports[index]["search"], tolerance)) for index in kept
+        Variant(f"T{index} {reports[index]['name']}", _scatter(reports[index], tolerance)) for index in kept
     )
     caption = (
-        "Every architecture that the search evaluated: FLOPs of the architecture against accuracy on the validation "
-        "images. The colour is the generation; the ring marks the target network"
+        "Every architecture that the search evaluated: FLOPs of the architecture against "
+        f"{WHAT[score_of(reports[0])]}. The colour is the generation; the ring marks the target network"
     )
     if tolerance is not None:
         points = f"{100 * tolerance:g} points"
@@ -40,7 +46,13 @@ def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
     return Chart(caption, variants, 420, choose="task")
 
 
-def _scatter(search: Mapping[str, Any], tolerance: float | None) -> Spec:
+def score_of(report: Mapping[str, Any]) -> str:
+    """What the search of a learned task ranked by; records of the supernet's own head do not say it."""
+    return report["search"].get("score", "shared_head")
+
+
+def _scatter(report: Mapping[str, Any], tolerance: float | None) -> Spec:
+    search = report["search"]
     accuracy = np.array([np.nan if value is None else value for value in search["correct"]], np.float64)
     accuracy *= 100 / search["num_images"]
     flops, chosen = np.asarray(search["flops"], np.float64) / 1e6, search["chosen"]
@@ -72,5 +84,5 @@ def _scatter(search: Mapping[str, Any], tolerance: float | None) -> Spec:
     margin = 0.05 * (best - lowest) + 0.1
     return plot(
         [dots, ring], axis(f"MFLOPs of the architecture<br>{note}"),
-        axis("validation accuracy, %", range=[lowest - margin, best + margin]), shapes=[band] if tolerance else [],
+        axis(AXES[score_of(report)], range=[lowest - margin, best + margin]), shapes=[band] if tolerance else [],
     )  # fmt: skip
