@@ -43,7 +43,7 @@ def test_every_method_is_made_from_its_settings(name):
     method = make(fitting_config(name), networks(routed=name in NEED_A_ROUTER), Keys(0), 2)
     assert isinstance(method, Method) and method.name == name
     assert all(isinstance(note, str) for note in method.check(small.stream(2).tasks))
-    assert getattr(method, "told", False) == (name in UPPER_BOUNDS)
+    assert getattr(method, "needs_task_id", False) == (name in UPPER_BOUNDS)
 
 
 @pytest.mark.parametrize("name", ["frozen_linear", pytest.param("cheem_lite", marks=pytest.mark.full)])

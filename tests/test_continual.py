@@ -237,8 +237,8 @@ def test_the_sweep_of_the_upper_bound_goes_on_in_the_middle(finished, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("name, score", [("whole", "shared_head"), ("scan", "shared_head"), ("stages", "closed_form")])
 def test_going_on_is_exact_with_every_executor_and_score(tmp_path, name, score):
-    cheem = dataclasses.replace(CONFIG.cheem, score=score, score_images=24)
-    config = dataclasses.replace(CONFIG, cheem=cheem, engine=EngineConfig(executor=name, steps_per_call=2))
+    method = dataclasses.replace(CONFIG.method, score=score, score_images=24)
+    config = dataclasses.replace(CONFIG, method=method, engine=EngineConfig(executor=name, steps_per_call=2))
     stream = small.stream(1)
     whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())
     for phase, number in (("supernet", 3), ("search", 5), ("finetune", 3)):

@@ -409,7 +409,7 @@ def test_a_folder_of_class_folders_is_a_task_of_its_own(tmp_path):
     write(tmp_path / "photos" / "birds", {f"{name}/{i}.png": png(i) for name in ("owl", "rook") for i in range(8)})
     assert [plan.name for plan in plan_stream(pets)] == ["pets"]
     assert [plan.name for plan in plan_stream(tmp_path / "photos")] == ["birds", "pets"]
-    with pytest.raises(ValueError, match="8 images and no folder; put those of each class into a folder of its own"):
+    with pytest.raises(ValueError, match="8 images and no folder; put those of each class into a separate folder"):
         plan_stream(pets / "cat")
 
 

@@ -121,7 +121,7 @@ def test_a_model_that_pools_over_the_patches_is_refused():
 
 
 def test_unknown_preprocessing_is_asked_for_and_never_guessed():
-    with pytest.raises(ValueError, match=r"mean and std .* unknown: put the model's config.json .* beside"):
+    with pytest.raises(ValueError, match=r"mean and std .* unknown: put the model's config.json .* next to"):
         infer_config("vit_tiny_patch4_12.mystery", timm_tensors(), None)
 
 

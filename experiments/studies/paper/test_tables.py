@@ -213,7 +213,7 @@ def test_latex_is_escaped_and_the_paper_alone_makes_tables(tmp_path):
     out = run_tables(tmp_path, "breakdown", "counts")
     text = (out / "breakdown-1.tex").read_text()
     assert r"accuracy \%, paper" in text and r"44.6 $\pm$ 6.4" in text and r"vit\_base" in text
-    assert "| FGVC Aircraft | 3334 | 3333 | 3333 | 100 |" in (out / "tables.md").read_text()
+    assert "| aircraft | 3334 | 3333 | 3333 | 100 |" in (out / "tables.md").read_text()
     assert Cell("mtil", "vit_base", "ewc", "flops") in printed()["breakdown"]
 
 
