@@ -33,6 +33,7 @@ def settings(monkeypatch, tmp_path):
     return compare.Compare(methods="frozen_linear,diki", run_dir=tmp_path)
 
 
+@pytest.mark.full
 def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_are(settings, monkeypatch, capsys):
     run = mtil.run
 

@@ -88,6 +88,7 @@ def spelled_out():
     return jax.jit(log_probabilities), jax.jit(gradient)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind, num",
     [

@@ -76,6 +76,7 @@ def check_memory(subject: Subject, found: dict[str, np.ndarray], tasks: list[int
         assert (found["logits"][row, len(logits) :] < -1e29).all()
 
 
+@pytest.mark.full
 def test_stablehlo_answers_in_a_process_without_the_library(tmp_path):
     subject = example.subject("attn_proj", "cosine")
     memory = export(subject, tmp_path / "memory.stablehlo", "stablehlo")

@@ -116,6 +116,7 @@ def test_processes_that_would_do_different_things_are_told_apart_before_anything
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_coordinator_that_cannot_be_reached_is_an_error_after_the_patience():
     with pytest.raises(ValueError, match="127.0.0.1:9 could not be reached in 5 s .*is process 0 running"):
         hosts.connect(HostsConfig("127.0.0.1:9", 2, 1, patience=5))

@@ -292,6 +292,7 @@ def test_the_papers_flops_are_twelve_auto_encoders_and_two_experts_of_rank_8(
     assert moe_flops(vit, conv5, config, 12, count_attention=True) == found + attention
 
 
+@pytest.mark.full
 def test_a_report_counts_the_auto_encoders_of_the_whole_stream(begun):
     moe = anew(begun)
     first, second = (moe.learn(small.task(f"task{i}", i), Undisturbed()) for i in range(2))

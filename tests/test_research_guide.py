@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from cheem_jax.cheem.hee import sample
 from cheem_jax.core.architecture import decode
@@ -11,6 +12,7 @@ from cheem_jax.core.architecture import decode
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "research.md"
 
 
+@pytest.mark.full
 def test_the_code_of_the_page_runs_and_does_what_it_says():
     found = {}
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):

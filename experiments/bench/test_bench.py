@@ -121,6 +121,7 @@ def test_an_unknown_part_is_refused():
         run.main(run.All(only="step"))
 
 
+@pytest.mark.full
 def test_without_accelerator_the_gpu_benchmark_ends_in_one_line_and_status_2(tmp_path):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

@@ -26,7 +26,9 @@ MANY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "num"), FEW.items())
+@pytest.mark.parametrize(
+    ("name", "num"), [pytest.param(*one, marks=pytest.mark.full if one[0] == "readers" else ()) for one in FEW.items()]
+)
 @pytest.mark.filterwarnings("ignore")  # of libraries, about what is damaged
 def test_a_few_hostile_files_are_read_or_refused_by_name(name, num, tmp_path):
     tried = hostile.fuzz(name, range(num), tmp_path)

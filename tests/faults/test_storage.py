@@ -25,6 +25,7 @@ def _count(tally, found):
     )
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_there_whole_or_not_at_all(faulty, tally, tmp_path):
     found = faulty.call("storage_faults", scenario="save_memory_task", folder=str(tmp_path), variants=VARIANTS)
     # how many parts a checkpoint is written in differs a little from time to time
