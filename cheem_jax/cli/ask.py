@@ -158,7 +158,7 @@ def evaluate_memory(settings: Evaluate) -> None:
 def _scores(scores: list[Score]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("task")
-    for name in ("pictures", "right %", "task given %", "task found %"):
+    for name in ("images", "accuracy %", "task ID given %", "task ID right %"):
         table.add_column(name, justify="right")
     for score in scores:
         shares = (score.accuracy, score.accuracy_given, score.found)

@@ -80,7 +80,7 @@ def learn_tasks(settings: Learn) -> None:
     )  # fmt: skip
     place, names = shown(memory.directory), ", ".join(task.name for task in memory.tasks)
     progress.say(
-        f"{place} holds {_tasks(len(memory.tasks))}: {names}; cheem predict {place} PICTURES answers for all of them"
+        f"{place} contains {_tasks(len(memory.tasks))}: {names}; cheem predict {place} IMAGES answers for all of them"
     )
 
 
