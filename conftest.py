@@ -27,7 +27,7 @@ import pytest
 from compiling import Compilations, count_compilations
 from jaxtyping import install_import_hook
 
-gc.disable()  # what importing makes by the million is no garbage; `pytest_collection_finish` switches it on
+gc.disable()  # imports create millions of objects that stay; `pytest_collection_finish` enables collection again
 # Only what is imported from here on is checked, so nothing above may lead to these packages.
 # As pyright has it, an int will do for a float.
 _BEARTYPE = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"

@@ -49,7 +49,7 @@ def decode_pixels(data: bytes, *, name: str = "image") -> UInt8[np.ndarray, "H W
 
 @contextlib.contextmanager
 def opened(data: bytes, name: str) -> Iterator[Image.Image]:
-    """An image file that is no bomb; whatever is raised while it is in use becomes a ValueError that names it."""
+    """An open image file; a decompression bomb, or an error while it is in use, becomes a ValueError that names it."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:

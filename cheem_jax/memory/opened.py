@@ -420,7 +420,7 @@ class OpenMemory:
         """
         self.check_writable()
         with self._writing():
-            read(self.directory)  # a damaged record is told before anything changes
+            read(self.directory)  # a corrupted record is reported before anything changes
             learning = self.config.learning
             if learning is not None and learning["name"] == name and name not in self._names:
                 self._give_up()
@@ -495,7 +495,7 @@ class OpenMemory:
             self._write(learning=None, data_sha256=known, tasks=self._names, num_learned=self.pools.next_number)
 
     def check_writable(self) -> None:
-        """Raises ValueError for a run of an experiment, and where a damaged memory was opened as far as it is whole."""
+        """Raises ValueError for a run of an experiment, and where a corrupted memory was opened for answering alone."""
         if self.lost is not None:
             raise ValueError(f"{str(self.directory)!r} was opened for answering alone (usable); open it without that")
         if self.is_run:

@@ -49,7 +49,7 @@ class Prediction:
     task: str | None
     """The task whose network answered; None where the image belongs to none of them (open set)."""
     guesses: tuple[Guess, ...]
-    """Classes of that task, the most probable first; () where there is no task, or its network gives no numbers."""
+    """Classes of that task, most probable first; empty without a task, and where a logit is non-finite."""
     near: tuple[NearTask, ...]
     """Tasks by distance, the nearest first."""
     blocks: tuple[str, ...]
@@ -58,12 +58,12 @@ class Prediction:
 
     @property
     def label(self) -> str | None:
-        """The class, None where there is no task."""
+        """The most probable class; None without one."""
         return self.guesses[0].label if self.guesses else None
 
     @property
     def probability(self) -> float | None:
-        """The class's probability within its task, None where there is no task."""
+        """The probability of that class within its task; None without one."""
         return self.guesses[0].probability if self.guesses else None
 
     def to_json(self) -> dict[str, Any]:
