@@ -1,5 +1,7 @@
 """What a step touches, and what fitting does."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from cheem_jax.cheem.training import (
 )
 from cheem_jax.core.architecture import Choice, from_strings
 from cheem_jax.core.pool import dense_experts
+from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.feed import Budget, HostImages, ahead, keep_tokens, memory_budget
 from cheem_jax.engine.layout import ONE
 from cheem_jax.engine.stages import Stages
@@ -88,6 +91,21 @@ def test_the_first_adam_step_moves_every_entry_by_the_rate():
     after = stepped(before, ["reuse:0"] * 4)
     moved = np.abs(np.array(after.head.params.weight) - np.array(before.head.params.weight))[:, :3]
     np.testing.assert_allclose(moved, 1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("executor", ["stages", "whole", "scan"])
+def test_new_may_move_by_a_multiple_of_the_rate(executor):
+    settings, choices = OpSettings(rank=2, new_init="copy", new_rate=0.1), ["adapt:0", "new", "reuse:0", "skip"]
+    net, own = (
+        dataclasses.replace(NET, settings=settings),
+        make_executor(small.backbone(), "mlp_down", EngineConfig(executor=executor), batch_size=16),
+    )
+    before = net.with_learners(net.init(), [from_strings(choices)])
+    after, _ = train_step(own, net, before, from_strings(choices), STEP, rate=1e-2)
+
+    for place, leaf, rate in (((0, ADAPT), "up", 1e-2), ((1, NEW), "weight", 1e-3)):
+        old, new = (np.array(getattr(state.learners[place].params, leaf)) for state in (before, after))
+        assert np.abs(new - old).max() == pytest.approx(rate, rel=2e-2)
 
 
 def test_frozen_experts_are_never_updated():
@@ -209,7 +227,12 @@ def test_an_epoch_explores_or_exploits_as_a_whole():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: FitConfig(epochs=0), lambda: FitConfig(1, learning_rate=0), lambda: ExplorationConfig(epsilon=2)],
+    [
+        lambda: FitConfig(epochs=0),
+        lambda: FitConfig(1, learning_rate=0),
+        lambda: ExplorationConfig(epsilon=2),
+        lambda: OpSettings(new_rate=0),
+    ],
 )
 def test_senseless_settings_are_refused(make):
     with pytest.raises(ValueError, match=r"is (0|2)"):

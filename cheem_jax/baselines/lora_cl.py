@@ -72,7 +72,7 @@ class LoraCl(ExpertMemory):
                 "training images", executor, train, num, (), batch_size=batch_size, budget=budget
             )  # fmt: skip
         left = images_left(progress, config.fit, num, batch_size)
-        saved = functools.partial(underway.saved, "finetune", fitting)
+        saved = functools.partial(underway.saved, {"finetune": fitting})
         with clock("train"), running.phase("train", left, saved) as advance:
             fit(
                 executor, fitting, train, task.train.labels,

@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from cheem_jax.cheem.evolution import SearchConfig
+from cheem_jax.cheem.finals import FinalsConfig
 from cheem_jax.cheem.supernet import OpSettings
 from cheem_jax.cheem.training import ExplorationConfig, FitConfig, check_batch_size
 from cheem_jax.core.ops import KINDS, Kind, Placement
@@ -36,6 +37,8 @@ class CheemConfig:
     score_images: int = 0
     """Training images that the score `closed_form` looks at, a seeded subsample; 0: all."""
     finetune: FitConfig = FitConfig(epochs=20)
+    finals: FinalsConfig = FinalsConfig()
+    """Networks that are fine-tuned in rounds, of which one is kept; the paper fine-tunes the search's best alone."""
     weights: Literal["initial", "inherited"] = "initial"
     """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has learned."""
     router: RouterConfig = RouterConfig()

@@ -16,12 +16,14 @@ from cheem_jax.cheem.closed_form import closed_form_score
 from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cheem.evolution import Score, SearchConfig, Searched, prepare_search, search
 from cheem_jax.cheem.expert_memory import ExpertMemory, dense_task_network, task_network
+from cheem_jax.cheem.finals import Finalist, epochs_of, finalists, rounds
 from cheem_jax.cheem.hee import cosines, exploit_table, norm_cosine, uniform_table, without
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import (
     SupernetFit,
     architecture_flops,
     constant_draws,
+    dense_network,
     fit,
     frozen_prefix,
     images_left,
@@ -29,7 +31,7 @@ from cheem_jax.cheem.training import (
     supernet_draws,
     supernet_score,
 )
-from cheem_jax.cheem.underway import Underway
+from cheem_jax.cheem.underway import FINALIST, Underway
 from cheem_jax.core.architecture import decode
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two
 from cheem_jax.core.ops import Expert
@@ -37,7 +39,7 @@ from cheem_jax.core.pool import Candidates, DenseExperts, candidates_of, grow, p
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Budget, Feed, Subset, feed_images, keep_tokens
-from cheem_jax.engine.passes import Advance, token_means
+from cheem_jax.engine.passes import Advance, answers, token_means
 from cheem_jax.run.method import FrozenFeatures, Running
 
 
@@ -46,6 +48,14 @@ class Tables(NamedTuple):
 
     exploit: Float[np.ndarray, "L C"]
     uniform: Float[np.ndarray, "L C"]
+
+
+class Finished(NamedTuple):
+    """The network that is kept, as it was trained: under which name, and by which of the finalists."""
+
+    name: str
+    fit: SupernetFit
+    finalist: Finalist
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +101,13 @@ class Cheem(ExpertMemory):
         similarity = self.similarity(learning)
         tables = self.tables(learning, similarity)
         trained = self.train_supernet(learning, tables)
-        codes = self.search(learning, tables, trained)
-        finetuned = self.finetune(learning, trained, codes)
-        network, state, chosen = finetuned.supernet, finetuned.state, decode(codes, learning.candidates.sizes)
+        self.search(learning, tables, trained)
+        finished = self.final(learning, trained)
+        network, state = finished.fit.supernet, finished.fit.state
+        chosen = decode(finished.finalist.codes, learning.candidates.sizes)
         architecture = learning.candidates.in_pool(chosen)
         pool, used = grow(self.memory.pool, architecture, network.learned(state, chosen), index)
-        means = self._means(learning, finetuned, task_network(DenseExperts(pool, 0), used))
+        means = self._means(learning, finished, task_network(DenseExperts(pool, 0), used))
         self.remember(
             task, pool=pool, architecture=architecture, experts=used, head=network.trained_head(state), means=means,
             seed=self.keys.seed_at(index, Phase.CENTROIDS), clock=clock,
@@ -105,10 +116,10 @@ class Cheem(ExpertMemory):
             **self.costs(len(self.memory.tasks) - 1),
             "pool": self.memory.history(),
             "similarity": [[None if np.isnan(s) else round(float(s), 6) for s in row] for row in similarity],
-            "supernet_losses": underway.supernet.losses,
-            "finetune_losses": underway.finetune.losses,
+            "supernet_losses": trained.progress.losses,
+            "finetune_losses": finished.fit.progress.losses,
             "skipped_steps": underway.skipped,
-            **self._search_report(learning, codes),
+            **self._search_report(learning, finished),
             "not_kept": list(dict.fromkeys(learning.budget.refused)),
             "engine": self.executor.counters(),
             "seconds": clock.seconds,
@@ -162,7 +173,7 @@ class Cheem(ExpertMemory):
             epsilon=epsilon,
         )  # fmt: skip
         left = images_left(fitting.progress, config.supernet, len(labels), config.batch_size)
-        saved = functools.partial(underway.saved, "supernet", fitting)
+        saved = functools.partial(underway.saved, {"supernet": fitting})
         with underway.clock("supernet"), learning.running.phase("supernet", left, saved) as advance:
             return fit(
                 self.executor, fitting, learning.train, labels, draws=draws, config=config.supernet,
@@ -176,7 +187,7 @@ class Cheem(ExpertMemory):
         key, num = self.keys.at(learning.index, Phase.SEARCH), len(rows) + len(learning.task.val.labels)
         done = 0 if underway.searched is None else underway.searched.generations
         left = config.population * num * (config.generations - done)
-        saved = functools.partial(underway.saved, "supernet", trained)
+        saved = functools.partial(underway.saved, {"supernet": trained})
         with underway.clock("search"), learning.running.phase("search", left, saved) as advance:
 
             def keep(searched: Searched) -> None:
@@ -191,23 +202,88 @@ class Cheem(ExpertMemory):
             )  # fmt: skip
         return codes
 
-    def finetune(self, learning: Learning, trained: SupernetFit, codes: Int[np.ndarray, "L"]) -> SupernetFit:
-        """The chosen network trained stand-alone, as a supernet of which nothing else was sampled."""
-        config, underway, labels = self.config, learning.underway, learning.task.train.labels
-        supernet, architecture = self._supernet(learning, Phase.FINETUNE_INIT), decode(codes, learning.candidates.sizes)
-        fitting = underway.fitting("finetune", supernet)
-        if config.weights == "inherited" and not fitting.progress.step:
-            fitting.state = trained.supernet.inherit(trained.state, architecture)
-        prefix = frozen_prefix(supernet, architecture)
-        unchanged = self._kept(learning, "what fine-tuning leaves unchanged", learning.train, len(labels), prefix)
-        left = images_left(fitting.progress, config.finetune, len(labels), config.batch_size)
-        saved = functools.partial(underway.saved, "finetune", fitting)
-        with underway.clock("finetune"), learning.running.phase("finetune", left, saved) as advance:
+    def finetune(
+        self, learning: Learning, trained: SupernetFit | None, codes: Int[np.ndarray, "L"]
+    ) -> SupernetFit:  # fmt: skip
+        """A network trained stand-alone, as a supernet of which nothing else was sampled.
+
+        `trained` is needed only where weights are inherited.
+        """
+        return self._fine_tuned(learning, trained, [Finalist(codes, self.config.finetune.learning_rate)]).fit
+
+    def final(self, learning: Learning, trained: SupernetFit) -> Finished:
+        """The network that is kept: the best of the search, or the one that leads the finals, trained to the end."""
+        config, searched = self.config, learning.underway.searched
+        assert searched is not None, "the search is over"
+        num = len(self._scored_rows(learning)) + len(learning.task.val.labels)
+        field = finalists(
+            searched.scored, num, config.search.tolerance, config=config.finals, rate=config.finetune.learning_rate
+        )
+        return self._fine_tuned(learning, trained, field)
+
+    def _fine_tuned(self, learning: Learning, trained: SupernetFit | None, field: Sequence[Finalist]) -> Finished:
+        config, underway, num = self.config.finetune, learning.underway, len(learning.task.train.labels)
+        names = [f"{FINALIST}{i}" for i in range(len(field))] if len(field) > 1 else ["finetune"]
+        alive, plan, fits = list(range(len(field))), rounds(len(field), config.epochs), dict[str, SupernetFit]()
+        images = learning.train
+        if len(field) == 1:  # several would have to keep theirs side by side
+            supernet = self._supernet(learning, Phase.FINETUNE_INIT)
+            prefix = frozen_prefix(supernet, decode(field[0].codes, learning.candidates.sizes))
+            images = self._kept(learning, "what fine-tuning leaves unchanged", images, num, prefix)
+
+        def train(i: int, until: int) -> SupernetFit:
+            if names[i] not in fits:
+                fits[names[i]] = self._begun(learning, trained, names[i], field[i].codes)
             return fit(
-                self.executor, fitting, unchanged, labels, draws=constant_draws(codes), config=config.finetune,
-                batch_size=config.batch_size, order_key=self.keys.at(learning.index, Phase.FINETUNE_ORDER),
-                advance=advance,
+                self.executor, fits[names[i]], images, learning.task.train.labels,
+                draws=constant_draws(field[i].codes), config=dataclasses.replace(config, learning_rate=field[i].rate),
+                batch_size=self.config.batch_size, order_key=self.keys.at(learning.index, Phase.FINETUNE_ORDER),
+                advance=advance, until=until,
             )  # fmt: skip
+
+        done = [underway.fits[name] for name in names if name in underway.fits]
+        left = num * (epochs_of(plan, len(field), config.epochs) - config.epochs * len(done))
+        left += sum(images_left(one, config, num, self.config.batch_size) for one in done)
+        saved = functools.partial(underway.saved, fits)
+        with underway.clock("finetune"), learning.running.phase("finetune", left, saved) as advance:
+            for number, (until, kept) in enumerate(plan):
+                for i in alive:
+                    right = underway.finals.setdefault(names[i], [])
+                    if len(right) == number:
+                        try:
+                            right.append(self._right(learning, train(i, until), field[i].codes))
+                        except FloatingPointError:  # the others go on
+                            right.append(-1)
+                alive = sorted(alive, key=lambda i: -underway.finals[names[i]][number])[:kept]
+                for name in set(names) - {names[i] for i in alive}:
+                    fits.pop(name, None)
+                    underway.learned.pop(name, None)
+            (best,) = alive
+            if -1 in underway.finals.get(names[best], ()):
+                raise FloatingPointError(
+                    "every finalist had a non-finite loss or gradient; try lower learning rates than "
+                    f"{', '.join(f'{one.rate:g}' for one in field)}"
+                )
+            return Finished(names[best], train(best, config.epochs), field[best])
+
+    def _begun(
+        self, learning: Learning, trained: SupernetFit | None, name: str, codes: Int[np.ndarray, "L"]
+    ) -> SupernetFit:  # fmt: skip
+        """The fine-tuning of this name, from where it was saved or from its start."""
+        fitting = learning.underway.fitting(name, self._supernet(learning, Phase.FINETUNE_INIT))
+        if self.config.weights == "inherited" and not fitting.progress.step:
+            assert trained is not None, "inherited weights come from a supernet"
+            fitting.state = trained.supernet.inherit(trained.state, decode(codes, learning.candidates.sizes))
+        return fitting
+
+    def _right(self, learning: Learning, fitting: SupernetFit, codes: Int[np.ndarray, "L"]) -> int:
+        """Right answers on validation images."""
+        labels, head = learning.task.val.labels, fitting.state.head.params
+        found = answers(
+            self.executor, dense_network(fitting.supernet, fitting.state, codes, {}), head, learning.val,
+            num=len(labels), num_classes=fitting.supernet.num_classes, batch_size=self.config.batch_size,
+        )  # fmt: skip
+        return int((found == labels).sum())
 
     def _scored_rows(self, learning: Learning) -> Int[np.ndarray, "N"]:
         """The training images that the score looks at; none for the supernet's own head."""
@@ -248,17 +324,17 @@ class Cheem(ExpertMemory):
         key, num_classes = self.keys.at(learning.index, phase), len(learning.task.classes)
         return Supernet(key, learning.candidates.experts, num_classes, self.config.ops)
 
-    def _means(self, learning: Learning, finetuned: SupernetFit, finished: Network) -> Float[np.ndarray, "L D"]:
+    def _means(self, learning: Learning, finished: Finished, network: Network) -> Float[np.ndarray, "L D"]:
         """mu of the finished network over the training images."""
         underway, num = learning.underway, len(learning.task.train.labels)
-        saved = functools.partial(underway.saved, "finetune", finetuned)
+        saved = functools.partial(underway.saved, {finished.name: finished.fit})
         with underway.clock("finetune"), learning.running.phase("means", num, saved) as advance:
             return token_means(
-                self.executor, [finished], learning.train, num, batch_size=self.config.batch_size, advance=advance
+                self.executor, [network], learning.train, num, batch_size=self.config.batch_size, advance=advance
             ).means[0]
 
-    def _search_report(self, learning: Learning, codes: np.ndarray) -> dict[str, Any]:
-        searched, config = learning.underway.searched, self.config
+    def _search_report(self, learning: Learning, finished: Finished) -> dict[str, Any]:
+        searched, config, codes = learning.underway.searched, self.config, finished.finalist.codes
         assert searched is not None, "the search is over"
         scored, num_images = searched.scored, len(self._scored_rows(learning)) + len(learning.task.val.labels)
         chosen = int(np.flatnonzero((scored.genomes == codes).all(axis=1))[0])
@@ -275,6 +351,9 @@ class Cheem(ExpertMemory):
         else:  # training images count too
             found["score"] = config.score
             accuracies = {"score": reached, "best_score": best}
+        if learning.underway.finals:
+            found["finals"] = list(learning.underway.finals.values())
+            found["learning_rate"] = finished.finalist.rate
         return {"searched": len(scored.genomes), "search": found, **accuracies}
 
     def bytes_needed(self, task: Task) -> int:

@@ -8,7 +8,7 @@ memory grows with what was explored and not with the pool.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import jax
@@ -58,10 +58,14 @@ class OpSettings:
     """Rank of Adapt's low-rank pair; the paper states none, and 40 gives 68.1 GFLOPs for ViT-B where it prints 68.2."""
     new_init: Literal["random", "copy", "zero"] = "random"
     """Start of New: truncated normal 0.02, a copy of the base expert, or zeros."""
+    new_rate: float = 1.0
+    """Adam's rate of New as a multiple of that of Adapt and head: a full matrix wants smaller steps than they do."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank is {self.rank}; a low-rank pair needs at least rank 1")
+        if not self.new_rate > 0:
+            raise ValueError(f"new_rate is {self.new_rate}; expected a positive multiple of the learning rate")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,7 +88,8 @@ class Supernet:
     def setup(self) -> Setup:
         """What an executor has to know of it to train it."""
         num_inputs, width = self.experts[0][0].weight.shape
-        return Setup(self.experts, self.num_classes, adam_update, blank_learners(num_inputs, width, self.settings.rank))
+        update, blank = adam_updates(self.settings.new_rate), blank_learners(num_inputs, width, self.settings.rank)
+        return Setup(self.experts, self.num_classes, update, blank)
 
     def init(self) -> SupernetState:
         """The state before the first step: a head, and no candidate sampled."""
@@ -226,3 +231,14 @@ def adam_update(learner: Learner, grads: Expert | LowRank | Head, learning_rate,
     params = jax.tree.map(lambda p, s: p - learning_rate * s, learner.params, steps)
     updated = learner._replace(params=params, adam=adam)
     return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(loss), new, old), updated, learner)
+
+
+@functools.cache
+def adam_updates(new_rate: float) -> Callable[..., Any]:
+    """`adam_update` where New's rate is a multiple of the others'; the same function for the same multiple."""
+
+    def update(learner: Learner, grads: Expert | LowRank | Head, learning_rate, loss) -> Learner:
+        rate = new_rate * learning_rate if isinstance(learner.params, Expert) else learning_rate
+        return adam_update(learner, grads, rate, loss)
+
+    return adam_update if new_rate == 1 else jax.jit(update)

@@ -21,7 +21,7 @@ from cheem_jax.engine import hosts
 from cheem_jax.engine.passes import Advance, unwatched
 from cheem_jax.run.checkpoint import load_task, save_task
 
-ROLLING_FORMAT = "cheem_jax-running/3"
+ROLLING_FORMAT = "cheem_jax-running/4"
 """Nothing resumes from that of another version: its task begins again."""
 SECONDS_BETWEEN = 30.0
 """At least so many seconds between two rolling checkpoints, by default."""

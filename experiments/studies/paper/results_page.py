@@ -25,7 +25,6 @@ from studies.paper.printed import Cell as PrintedCell
 from studies.paper.printed import printed
 from studies.paper.results_setting import setting_sections
 from studies.routers.page import NAMES, sections_of, told_gain
-from studies.searching import report as searches
 
 Results = Mapping[str, Any]
 
@@ -38,29 +37,26 @@ class Row(NamedTuple):
     runs: Sequence[Results]
 
 
-STUDIES = ("routers", "search")
-"""Studies of finished runs that left their numbers beside them, in files of these names."""
+ROUTERS = "routers.json"
+"""What the study of routers on the same runs left beside them."""
 
 
 def write_page(results: Path, page: Path) -> int:
     """The page, and its figures in the folder of the page's name; returns the number of runs."""
     cells, folder, notes = load(results), page.with_suffix(""), results.parent / "notes.md"
     rows = rows_of(cells)
-    files = {name: results.parent / f"{name}.json" for name in STUDIES}
-    studies = {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
+    file = results.parent / ROUTERS
+    routers = json.loads(file.read_text()) if file.is_file() else None
     folder.mkdir(parents=True, exist_ok=True)
-    is_drawn = "search" in studies and searches.picture(studies["search"], folder / "search.png")
-    pictures = {name: f"{folder.name}/{name}.png" for name in ("accuracy", *(["search"] if is_drawn else []))}
     by_hand = notes.read_text() if notes.is_file() else ""
-    text = page_of(cells, rows, by_hand, pictures, studies, load_beside(results, cells))
+    text = page_of(cells, rows, by_hand, f"{folder.name}/accuracy.png", routers, load_beside(results, cells))
     accuracy_figure({row.title: row.runs for row in rows}, folder / "accuracy.png")
     write_atomically(page, text)
     return sum(map(len, cells.values()))
 
 
 def page_of(
-    cells: Cells, rows: Sequence[Row], notes: str, pictures: Mapping[str, str], studies: Mapping[str, Any],
-    beside: Beside,
+    cells: Cells, rows: Sequence[Row], notes: str, picture: str, routers: Mapping[str, Any] | None, beside: Beside,
 ) -> str:  # fmt: skip
     """The whole page as Markdown; `notes` was written by hand and is taken as it is."""
     first = rows[0].runs[0]
@@ -75,7 +71,6 @@ def page_of(
     ]  # fmt: skip
     measured, titles = measured_of(rows), {row.method: row.title for row in reversed(rows)}
     searched = [row for row, cell in zip(variants, others, strict=True) if cell == RESUMED]
-    routers = studies.get("routers")
     sides = sides_of(titles, measured, routers, added_by(routers, first))
     deviation = " ± standard deviation" if any(len(row.runs) > 1 for row in rows) else ""
     parts = [
@@ -96,7 +91,7 @@ def page_of(
         "## Methods",
         METHODS_TEXT,
         method_grid(rows).to_markdown(),
-        f"![Average accuracy of every method and run, with the task ID given and inferred]({pictures['accuracy']})",
+        f"![Average accuracy of every method and run, with the task ID given and inferred]({picture})",
         *([BASELINES_TEXT, paired_grid("CHEEM minus", baselines, cells)] if baselines else []),
         *(["### Variants and other orders", method_grid(variants).to_markdown()] if variants else []),
         *([PAIRED_TEXT, paired_grid("variant", pairs, cells)] if others else []),
@@ -117,10 +112,9 @@ def page_of(
         "## Figure of merit",
         merit_section(sides, {row.title: measured_of([row])[row.method] for row in searched}),
         *(router_parts(routers, cells) if routers else []),
-        *(search_parts(studies["search"], pictures.get("search")) if "search" in studies else []),
         "## The paper's numbers",
         *beside_the_paper(rows, first["backbone"]),
-        *setting_sections(cells, studies),
+        *setting_sections(cells, routers is not None),
         *(["## What these runs do not show", notes.strip()] if notes else []),
     ]
     return "\n\n".join(parts) + "\n"
@@ -185,12 +179,6 @@ def router_parts(found: Mapping[str, Any], cells: Cells) -> list[str]:
     left_out = [f"{METHODS[name]} with seed {seed}" for name, seed in own if (name, seed) not in known]
     shown = [f"Not counted here yet: {', '.join(left_out)}."] if left_out else []
     return ["## Which router loses least", sections_of(found), *shown]
-
-
-def search_parts(found: Mapping[str, Any], picture: str | None) -> list[str]:
-    """The study of searches, with its figure."""
-    title = "How the supernet ranks architectures, and what searches find"
-    return [f"## {title}", "\n\n".join(searches.parts_of(found, 3)), *([f"![{title}]({picture})"] if picture else [])]
 
 
 def title_of(cell: Cell) -> str:

@@ -8,8 +8,8 @@ from cheem_jax.run.removed import REMOVED, without_removed
 from studies.paper.collected import Cells, Collected, is_usual, usual_of
 
 
-def setting_sections(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Setting, tasks, settings of every method, machines, commands; `studies` are those that left their numbers."""
+def setting_sections(cells: Cells, has_routers: bool) -> list[str]:
+    """Setting, tasks, settings of every method, machines, commands, that of the study of routers where there is one."""
     runs = [run for found in cells.values() for run in found.values()]
     return [
         "## What was run",
@@ -27,7 +27,7 @@ def setting_sections(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> 
         "SHA-256 of every set in its `config.json`. With equal code, versions and machine a new run has the same "
         "numbers: collect it into another folder OTHER, and `experiments/reproduce.py docs/results/runs/cheem/seed-0 "
         "--against OTHER/cheem/seed-0` compares them.",
-        "```bash\n" + "\n".join(commands(cells, studies)) + "\n```",
+        "```bash\n" + "\n".join(commands(cells, has_routers)) + "\n```",
     ]
 
 
@@ -131,8 +131,8 @@ SHARED = (
 """Options of a recorded command that `compare.py` has as well."""
 
 
-def commands(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Commands that make the usual runs, those of the same seeds together, then the studies and this page."""
+def commands(cells: Cells, has_routers: bool) -> Iterator[str]:
+    """Commands that make the usual runs, those of the same seeds together, then the study of routers and this page."""
     groups: dict[str, list[str]] = {}
     shared: dict[str, str] = {}
     for cell, found in cells.items():
@@ -144,16 +144,8 @@ def commands(cells: Cells, studies: Mapping[str, Mapping[str, Any]]) -> Iterator
     for seeds, methods in groups.items():
         names = ",".join(dict.fromkeys(methods))
         yield f"python experiments/compare.py {told} \\\n    --methods {names} --seeds {seeds} --run-dir RUNS"
-    if "routers" in studies:
+    if has_routers:
         yield "python experiments/router_study.py --runs RUNS --out ROUTERS && cp ROUTERS/routers.json docs/results"
-    if "search" in studies:
-        found = studies["search"]
-        yield (
-            f"python experiments/search_study.py --run RUN --study {','.join(found['supernets'])} --num {found['num']} "
-            f"--search-seeds {','.join(map(str, found['search_seeds']))} \\\n"
-            f"    --run-dir SEARCH && cp SEARCH/search_study.json docs/results/search.json"
-            f"  # RUN: CHEEM, seed {found['seed']}, tasks in the order {','.join(found['order'])}"
-        )
     yield "python experiments/collect.py --runs RUNS --to docs/results/runs"
     yield "python experiments/tables.py --results docs/results/runs --page docs/results.md"
 

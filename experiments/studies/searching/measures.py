@@ -1,127 +1,144 @@
-"""What the record of a study says: how the supernet ranks, and what each search costs and finds."""
+"""What the record of a study says: how the scores rank networks, what each recipe finds, and what that costs."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from scipy.stats import kendalltau, spearmanr
+from scipy.stats import spearmanr
 
-from studies.searching.units import PAPER, Entry
+from studies.searching.units import Entry
 
 RESAMPLES = 2000
-TRAINED = (1, 2, 3, 5, 10)
-"""Networks that are drawn and trained, for comparison with a search."""
-MEASURES = ("supernet_accuracy", "candidate_images", "flops", "flops_resumed", "val_accuracy", "test_accuracy")
-PLACE = ("task", "variant", "seed")
-COMPARED = {"val": ("supernet", "val"), "test": ("supernet", "test"), "retrained": ("val", "test")}
-"""What is correlated with what."""
-CORRELATIONS: dict[str, Callable[..., Any]] = {"spearman": spearmanr, "kendall": kendalltau}
+SCORES = ("shared_head", "closed_form")
+OWN = "own"
+"""The rate of a recipe that chooses it."""
 
 
-class Points(NamedTuple):
-    """The sampled architectures of a task that were retrained, accuracies in [0, 1]."""
-
-    supernet: Float[np.ndarray, "P"]
-    val: Float[np.ndarray, "P"]
-    test: Float[np.ndarray, "P"]
-
-
-def points_of(entries: Sequence[Entry], task: str) -> Points:
-    """Supernet accuracy and accuracies after retraining, of those sampled architectures that have all three."""
-    retrained = _retrained(entries, task)
-    found = []
-    for entry in entries:
-        if (entry["event"], entry.get("task")) == ("drawn", task):
-            for genome, accuracy in zip(entry["genomes"], entry["supernet_accuracy"], strict=True):
-                own = retrained.get(tuple(genome), {})
-                found.append((accuracy, own.get("val_accuracy"), own.get("test_accuracy")))
-    whole = [point for point in found if None not in point]
-    return Points(*np.array(whole, np.float64).reshape(-1, 3).T)
-
-
-def correlation(*pairs: tuple[Float[np.ndarray, "P"], Float[np.ndarray, "P"]], kind: str) -> dict[str, Any] | None:
-    """A rank correlation, mean over the `pairs`, with the 95 % interval of a bootstrap over the architectures of each;
-    None where all of a pair are equal."""
+def correlation(*pairs: tuple[Float[np.ndarray, "P"], Float[np.ndarray, "P"]]) -> dict[str, Any] | None:
+    """Spearman's rank correlation, mean over the `pairs`, with the 95 % interval of a bootstrap over the networks of
+    each; None where all of a pair are equal."""
 
     def found(x: np.ndarray, y: np.ndarray) -> float:
         if len(x) < 3 or not np.ptp(x) or not np.ptp(y):
             return float("nan")
-        return float(CORRELATIONS[kind](x, y).statistic)
+        result: Any = spearmanr(x, y)
+        return float(result.statistic)
 
-    value = np.mean([found(x, y) for x, y in pairs])
-    if np.isnan(value):
+    if not pairs or np.isnan(value := float(np.mean([found(x, y) for x, y in pairs]))):
         return None
     rng = np.random.default_rng(0)
     drawn = [[(x[rows], y[rows]) for rows in rng.integers(0, len(x), (RESAMPLES, len(x)))] for x, y in pairs]
     low, high = np.nanquantile(np.mean([[found(*one) for one in own] for own in drawn], axis=0), (0.025, 0.975))
-    return {"value": float(value), "low": float(low), "high": float(high), "num": sum(len(x) for x, _ in pairs)}
+    return {"value": value, "low": float(low), "high": float(high), "num": sum(len(x) for x, _ in pairs)}
 
 
-def correlations(*tasks: Points) -> dict[str, Any]:
-    """Of the supernet's accuracy with what retraining reaches, on validation and on test images, mean over tasks; and
-    of both after retraining, which says how well images that nobody chose by could be foretold at all."""
+def rankings(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """A row per task and position whose sampled networks are all trained, and their mean: how each score correlates
+    with accuracy after stand-alone training, over validation and test images."""
+    rows, pairs = [], {name: [] for name in SCORES}
+    for sampled in entries:
+        if sampled["event"] != "sampled":
+            continue
+        same = {name: sampled[name] for name in ("task", "position", "data_sha256", "settings", "num", "rate")}
+        trained = {tuple(e["genome"]): e for e in entries if e["event"] == "trained" and same.items() <= e.items()}
+        reached = [accuracy_of(trained.get(tuple(genome))) for genome in sampled["genomes"]]
+        if None in reached:
+            continue
+        own = {name: (np.array(sampled[name]), np.array(reached, np.float64)) for name in SCORES}
+        for name, pair in own.items():
+            pairs[name].append(pair)
+        points = {name: sampled[name] for name in SCORES} | {"reached": reached}
+        rows.append({
+            "task": sampled["task"], "position": sampled["position"], "rate": sampled["rate"], "points": points,
+            **{name: correlation(pair) for name, pair in own.items()},
+        })  # fmt: skip
+    mean = {"task": "mean", "position": "", **{name: correlation(*pairs[name]) for name in SCORES}}
+    return [*rows, mean] if len(rows) > 1 else rows
+
+
+def accuracy_of(entry: Entry | None) -> float | None:
+    """Accuracy over validation and test images together; None where training failed or is not over."""
+    if entry is None or entry["test_accuracy"] is None:
+        return None
+    counts = np.array([entry["num_val"], entry["num_test"]])
+    return float(counts @ [entry["val_accuracy"], entry["test_accuracy"]] / counts.sum())
+
+
+def found_by(entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """A row per task and position: mean test accuracy over the seeds by recipe and rate, and at the rate that is best
+    on validation images; `reuse` is the all-Reuse network at its best rate."""
+    rows = []
+    for task, position in dict.fromkeys((e["task"], e["position"]) for e in entries if e["event"] == "learned"):
+        own = [e for e in entries if (e.get("task"), e.get("position")) == (task, position)]
+        recipes = dict.fromkeys(e["recipe"] for e in own if e["event"] == "learned")
+        row: dict[str, Any] = {"task": task, "position": position, "recipes": {}}
+        for recipe in recipes:
+            row["recipes"][recipe] = _by_rate([e for e in own if e.get("recipe") == recipe])
+        row["reuse"] = _by_rate([e for e in own if e["event"] == "reuse"])
+        rows.append(row)
+    return rows
+
+
+def _by_rate(entries: Sequence[Entry]) -> dict[str, Any]:
+    """Test accuracy of each seed by rate, and the rate with the best mean on validation images, or `own` where the
+    recipe chooses; a network that could not be trained counts as 0."""
+    own: dict[str, list[Entry]] = {}
+    for entry in entries:
+        own.setdefault(OWN if entry["rate"] is None else f"{entry['rate']:g}", []).append(entry)
+    val = {rate: float(np.mean([entry["val_accuracy"] or 0 for entry in found])) for rate, found in own.items()}
     return {
-        name: {
-            kind: correlation(*((getattr(points, x), getattr(points, y)) for points in tasks), kind=kind)
-            for kind in CORRELATIONS
-        }
-        for name, (x, y) in COMPARED.items()
+        "best_rate": OWN if OWN in own else max(val, key=lambda rate: val[rate], default=None),
+        "test": {rate: {str(e["seed"]): e["test_accuracy"] or 0.0 for e in found} for rate, found in own.items()},
     }
 
 
-def best_of(points: Points, num: int) -> float:
-    """Test accuracy of that of `num` networks which is best on validation images, mean over all ways to take `num`."""
-    order, total = np.argsort(-points.val, kind="stable"), len(points.val)
-    ways = np.array([math.comb(total - 1 - place, num - 1) for place in range(total)])
-    return float(points.test[order] @ ways / math.comb(total, num))
-
-
-def without_search(points: Mapping[str, Points], num: int) -> list[dict[str, Any]]:
-    """What networks reach that are drawn and trained, half by HEE and half uniformly, of tasks whose `num` were all
-    retrained; a row per kind and number of networks, `trained`, of which validation images choose one."""
-    whole = {task: own for task, own in points.items() if len(own.val) == num}
-    halves = {"HEE": slice(0, num // 2), "uniform": slice(num // 2, num)}
-    return [
-        {
-            "drawn": name, "trained": trained,
-            "test_accuracy": {task: best_of(Points(*(v[half] for v in own)), trained) for task, own in whole.items()},
-        }
-        for name, half in halves.items() for trained in TRAINED if whole and trained <= num // 2
-    ]  # fmt: skip
-
-
-def trainings(winner: Entry, own: Mapping[str, int], epochs: Mapping[str, int]) -> float:
-    """What a search costs with its supernet and its network's training, in trainings of one network; a training step
-    counts three times a forward pass."""
-    scoring = winner["candidate_images"] / (3 * epochs["finetune"] * own["num_train"])
-    return epochs["supernet"] / epochs["finetune"] + scoring + 1
-
-
-def winners_of(entries: Sequence[Entry], task: str) -> list[Entry]:
-    """Every finished search of a task with what its winner costs and reaches, where that was retrained."""
-    retrained = _retrained(entries, task)
-    searches = [entry for entry in entries if (entry["event"], entry.get("task")) == ("searched", task)]
-    found = [
-        {**retrained[tuple(entry["genome"])], **entry} for entry in searches if tuple(entry["genome"]) in retrained
+def gain(rows: Sequence[Mapping[str, Any]], recipe: str, other: str, rate: str | None) -> dict[str, Any] | None:
+    """Points that a recipe is ahead of another at a rate, or each at its best (None): mean over tasks of the means over
+    their common seeds, with the 95 % interval of a bootstrap over tasks and seeds."""
+    differences = []
+    for row in rows:
+        if not {recipe, other} <= row["recipes"].keys():
+            continue
+        sides = [row["recipes"][name] for name in (recipe, other)]
+        tests = [side["test"].get(side["best_rate"] if rate is None else rate, {}) for side in sides]
+        if seeds := tests[0].keys() & tests[1].keys():
+            differences.append(np.array([tests[0][seed] - tests[1][seed] for seed in sorted(seeds)]))
+    if not differences:
+        return None
+    rng = np.random.default_rng(0)
+    drawn = [
+        np.mean([rng.choice(differences[i], len(differences[i])).mean() for i in tasks])
+        for tasks in rng.integers(0, len(differences), (RESAMPLES, len(differences)))
     ]
-    return [{key: entry[key] for key in (*PLACE, "architecture", *MEASURES)} for entry in found]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    value = float(np.mean([own.mean() for own in differences]))
+    return {"value": value, "low": float(low), "high": float(high), "num": len(differences)}
 
 
-def summary(winners: Sequence[Entry]) -> list[dict[str, Any]]:
-    """A row of the paper's search, means over tasks and seeds; none without any."""
-    own = [entry for entry in winners if entry["variant"] == PAPER]
-    means = {measure: _mean([entry[measure] for entry in own]) for measure in MEASURES}
-    return [{"variant": PAPER, "searches": len(own), **means}] if own else []
+def costs(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
+    """Means by recipe over what all recipes learned: forward passes, seconds by phase, FLOPs and parameters added.
 
-
-def _retrained(entries: Sequence[Entry], task: str) -> dict[tuple[int, ...], Entry]:
-    return {
-        tuple(entry["genome"]): entry for entry in entries if (entry["event"], entry.get("task")) == ("finetuned", task)
-    }
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return float(np.mean(there)) if there else None
+    A recipe that chooses its rates counts where it does.
+    """
+    learned = [entry for entry in entries if entry["event"] == "learned" and entry["genome"] is not None]
+    chooses = {entry["recipe"] for entry in learned if entry["rate"] is None}
+    recipes = dict.fromkeys(entry["recipe"] for entry in learned)
+    by_place: dict[tuple[Any, ...], dict[str, list[Entry]]] = {}
+    for entry in learned:
+        if entry["rate"] is None or entry["recipe"] not in chooses:
+            place = tuple(entry[name] for name in ("task", "position", "seed"))
+            by_place.setdefault(place, {}).setdefault(entry["recipe"], []).append(entry)
+    common = [found for found in by_place.values() if found.keys() == recipes.keys()]
+    means = {}
+    for recipe in recipes if common else ():
+        own = [entry for found in common for entry in found[recipe]]
+        means[recipe] = {
+            "num": len(own),
+            **{name: float(np.mean([entry[name] for entry in own])) for name in ("passes", "flops", "params_added")},
+            "seconds": {
+                phase: float(np.mean([entry["seconds"].get(phase, 0.0) for entry in own]))
+                for phase in dict.fromkeys(phase for entry in own for phase in entry["seconds"])
+            },
+        }
+    return means

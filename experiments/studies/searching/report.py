@@ -4,211 +4,162 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from charts import frame, write_page
+from charts import ACCURACY, COST, frame, write_page
 from matplotlib.figure import Figure
 
 from cheem_jax.report.figures import DPI, INK, save
-from cheem_jax.report.table import NONE, Grid, format_flops, letters, number, percent
-from studies.searching.measures import (
-    COMPARED,
-    CORRELATIONS,
-    correlations,
-    points_of,
-    summary,
-    trainings,
-    winners_of,
-    without_search,
-)  # fmt: skip
-from studies.searching.units import PAPER, Entry
+from cheem_jax.report.table import NONE, Grid, format_flops, number, percent
+from studies.searching.measures import SCORES, costs, found_by, gain, rankings
+from studies.searching.units import Entry
 
 NAME = "search_study"
-COLUMNS = (
-    "super-\nnet %", "images\nscored", "FLOPs\npaper", "FLOPs,\nshared\nprefix", "vali-\ndation %", "test %",
-)  # fmt: skip
-OTHERS = """The searches other than the paper's (`search.cost resumed`, `search.rungs`, `search.warm_start`) no longer
-exist, since none was better; commit 8285c44, which recorded these numbers, has them."""
-TITLES = {"spearman": "Spearman", "kendall": "Kendall"}
+TITLES = {"shared_head": "shared head", "closed_form": "closed form"}
+PAPER, PLUS = "quick", "plus"
 
 
 def write(directory: Path, entries: Sequence[Entry], setting: Mapping[str, Any]) -> list[Grid]:
     """Page, numbers and figure of what the record holds so far; returns the tables."""
     found = found_in(entries, setting)
-    parts = [f"# The search on {found['stream']}, {found['backbone']}", *parts_of(found, 2)]
+    title = f"# The search on {found['stream']}, {found['backbone']} at {found['image_size']} pixels"
+    parts = [title, *(grid.to_markdown() for grid in grids_of(found))]
     if picture(found, directory / f"{NAME}.png"):
-        parts.append(f"![accuracy in the supernet against accuracy after retraining]({NAME}.png)")
+        parts.append(f"![Score against accuracy, and what each recipe finds]({NAME}.png)")
     write_page(directory / NAME, "\n\n".join(parts) + "\n", found)
     return grids_of(found)
 
 
 def found_in(entries: Sequence[Entry], setting: Mapping[str, Any]) -> dict[str, Any]:
-    """All numbers of the page, as JSON values; `losses` of the setting are the run's own by task."""
-    own = {name: value for name, value in setting.items() if name not in ("tasks", "losses")}
-    tasks = [task for task in setting["tasks"] if any(entry.get("task") == task for entry in entries)]
-    supernets = {
-        entry["task"]: {
-            **{name: entry[name] for name in ("num_train", "num_val", "num_test")},
-            "same_losses": None if (losses := setting["losses"].get(entry["task"])) is None
-            else losses == entry["losses"],
-        }
-        for entry in entries if entry["event"] == "supernet" and entry["task"] in tasks
-    }  # fmt: skip
-    points = {task: points_of(entries, task) for task in tasks}
-    winners = [winner for task in tasks for winner in winners_of(entries, task)]
-    winners = [winner for winner in winners if winner["seed"] in setting["search_seeds"]]
+    """All numbers of the page, as JSON values."""
+    rows = found_by(entries)
+    rates = dict.fromkeys(rate for row in rows for own in row["recipes"].values() for rate in own["test"])
+    others = dict.fromkeys(name for row in rows for name in row["recipes"] if name != PAPER)
+    gains = [
+        {"recipe": name, "rate": rate, **value}
+        for name in others
+        for rate in (*rates, None)
+        if (value := gain(rows, name, PAPER, rate)) is not None
+    ]
+    names = ("stream", "backbone", "image_size")
     return {
-        **own,
-        "supernets": supernets,
-        "points": {
-            task: {name: values.tolist() for name, values in own._asdict().items()} for task, own in points.items()
-        },
-        "ranking": {
-            **{task: correlations(own) for task, own in points.items()},
-            **({"mean over tasks": correlations(*points.values())} if len(points) > 1 else {}),
-        },
-        "drawn": without_search(points, setting["num"]),
-        "variants": summary(winners),
-        "winners": winners,
-    }
-
-
-def parts_of(found: Mapping[str, Any], level: int) -> list[str]:
-    """What was done and all tables, as Markdown under headings of a level."""
-    parts = [told(found)]
-    for grid in grids_of(found):
-        parts += [f"{'#' * level} {grid.title}", grid.to_markdown(), *([grid.caption] if grid.caption else [])]
-    return parts
+        **{name: setting[name] for name in names}, "ranking": rankings(entries), "found": rows, "gains": gains,
+        "costs": costs(entries),
+    }  # fmt: skip
 
 
 def grids_of(found: Mapping[str, Any]) -> list[Grid]:
-    """How the supernet ranks, and what searches found as far as their networks were retrained."""
-    winners = found["winners"]
-    return [
-        ranking_grid(found["ranking"]),
-        *([drawn_grid(found)] if found["drawn"] else []),
-        *([variant_grid(found["variants"]), task_grid(winners)] if winners else []),
-    ]
+    """The tables that have rows."""
+    grids = [ranking_grid(found["ranking"]), found_grid(found["found"]), gain_grid(found["gains"])]
+    return [grid for grid in (*grids, cost_grid(found["costs"])) if grid.rows]
 
 
-def told(found: Mapping[str, Any]) -> str:
-    """What was done, and whether the supernets are those of the run."""
-    lines = [
-        f"Supernets of CHEEM's run with seed {found['seed']}, trained again with its keys: {found['num']} "
-        "architectures per task, sampled by HEE and uniformly, and the winners of searches with the seeds "
-        f"{', '.join(map(str, found['search_seeds']))}, each trained from scratch as fine-tuning does, the task ID "
-        "given. A task's supernet has the experts of the tasks before it, in the order "
-        f"{', '.join(found['order'])}.",
-        "",
-    ]
-    same = {
-        None: "losses unknown to the run's record", True: "the same losses as in the run",
-        False: "other losses than in the run",
-    }  # fmt: skip
-    for task, own in found["supernets"].items():
-        sizes = "{num_train:,}, {num_val:,} and {num_test:,}".format(**own)
-        lines.append(f"- {task}: {sizes} images to train, validate and test; {same[own['same_losses']]}")
-    if any(winner["variant"] != PAPER for winner in found["winners"]):
-        lines += ["", OTHERS]
-    return "\n".join(lines)
-
-
-def ranking_grid(ranking: Mapping[str, Mapping[str, Any]]) -> Grid:
-    """A row per task: rank correlations with their intervals."""
-    columns = ["task", "archi-\ntectures"]
-    columns += [f"{TITLES[kind]}\n{told}" for told in ("val", "test", "val to test") for kind in CORRELATIONS]
-    rows = []
-    for task, found in ranking.items():
-        cells = [found[name][kind] for name in COMPARED for kind in CORRELATIONS]
-        num = next((cell["num"] for cell in cells if cell is not None), None)
-        rows.append((task, NONE if num is None else str(num), *map(_interval, cells)))
+def ranking_grid(ranking: Sequence[Mapping[str, Any]]) -> Grid:
+    """A row per task and position: both rank correlations with their intervals."""
+    rows = [(row["task"], row["position"], *(_interval(row[name], 2) for name in SCORES)) for row in ranking]
     caption = (
-        "Between an architecture's validation accuracy in the supernet and its accuracy after stand-alone training; "
-        "*val to test*: between the two latter, the limit of any choice by validation images. 95 % intervals, "
-        "bootstrap over architectures."
+        "Spearman's correlation of an architecture's score in one supernet with its accuracy after stand-alone "
+        "training (validation and test images); 95 % intervals, bootstrap over architectures. They are few, so one "
+        "task's interval is wide."
     )
-    return Grid("How the supernet ranks architectures", tuple(columns), tuple(rows), 1, caption)
+    return Grid("How scores rank networks", ("task", "position", *TITLES.values()), tuple(rows), 2, caption)
 
 
-def title_of(drawn: Mapping[str, Any]) -> str:
-    """Networks that were drawn, and how many of them were trained."""
-    several = f"best of {drawn['trained']} sampled" if drawn["trained"] > 1 else "one sampled"
-    return f"{several} {'by HEE' if drawn['drawn'] == 'HEE' else 'uniformly'}"
-
-
-def drawn_grid(found: Mapping[str, Any]) -> Grid:
-    """Networks that were drawn and trained beside what the paper's search finds, accuracy on test images by task."""
-    tasks = list(found["drawn"][0]["test_accuracy"])
-    rows = [(title_of(row), f"{row['trained']}.0", list(row["test_accuracy"].values())) for row in found["drawn"]]
-    own = [winner for winner in found["winners"] if winner["variant"] == PAPER and winner["task"] in tasks]
-    if {winner["task"] for winner in own} == set(tasks):
-        by_task = [[winner for winner in own if winner["task"] == task] for task in tasks]
-        cost = np.mean([trainings(winner, found["supernets"][winner["task"]], found["epochs"]) for winner in own])
-        found_by_it = [float(np.mean([winner["test_accuracy"] for winner in winners])) for winners in by_task]
-        rows.append(("supernet and the paper's search", f"{cost:.1f}", found_by_it))
-    caption = (
-        "Test accuracy, %, of the network that is best on validation images among so many sampled and trained, mean "
-        "over all ways to take them. *Trainings*: the cost in trainings of one network; of a search its supernet, its "
-        "scoring (three forward passes as one training step) and the training of its winner."
-    )
-    lines = [
-        (title, cost, *(percent(value) for value in (*values, float(np.mean(values))))) for title, cost, values in rows
-    ]
-    return Grid("What a search is worth", ("network", "trainings", *tasks, "mean"), tuple(lines), 1, caption)
-
-
-def variant_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
-    """A row per kind of search: means over tasks and seeds, and the difference to the paper's."""
-    columns = ("search", "searches", *COLUMNS, "test: points\nover paper's", "p")
+def found_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
+    """A row per task and position: mean test accuracy of what each recipe found, by rate and at the best rate."""
+    recipes = list(dict.fromkeys(name for row in rows for name in row["recipes"]))
+    rates = {
+        name: list(dict.fromkeys(rate for row in rows for rate in row["recipes"].get(name, {"test": {}})["test"]))
+        for name in recipes
+    }
+    columns = ["task", "position", *(f"{name}\n{rate}" for name in recipes for rate in rates[name])]
     lines = []
     for row in rows:
-        gain = row.get("gain")
-        points, p = NONE, NONE
-        if gain is not None:
-            value, low, high = (f"{100 * gain[name]:+.1f}".replace("-", "−") for name in ("value", "low", "high"))
-            points, p = f"{value} ({low} to {high})", "< 0.001" if gain["p"] < 0.001 else f"{gain['p']:.3f}"
-        lines.append((row["variant"], str(row["searches"]), *_cells(row), points, p))
+        tests = {name: side["test"] for name, side in row["recipes"].items()}
+        cells = [_mean(tests.get(name, {}).get(rate)) for name in recipes for rate in rates[name]]
+        seeds = min(len(seeds) for test in tests.values() for seeds in test.values())
+        reuse = row["reuse"]
+        lines.append((row["task"], row["position"], *cells, _mean(reuse["test"].get(reuse["best_rate"])), str(seeds)))
+    columns += ["all\nReuse", "seeds"]
     caption = (
-        "Means over tasks and seeds. *Images scored* are candidates times images, the cost of a search. The difference "
-        "to the paper's search has a 95 % interval of the paired bootstrap over seeds and test images; p is two-sided, "
-        "not corrected for the number of rows."
+        "Test accuracy, %, the task ID given, mean over seeds, by learning rate; *own*: the recipe chooses. All "
+        "Reuse: at the rate with the higher accuracy on validation images."
     )
-    return Grid("What each search finds", columns, tuple(lines), 1, caption)
+    return Grid("What each search finds", tuple(columns), tuple(lines), 2, caption)
 
 
-def task_grid(winners: Sequence[Entry]) -> Grid:
-    """A row per task and seed of the paper's search."""
-    rows = tuple(
-        (winner["task"], letters(winner["architecture"]), str(winner["seed"]), *_cells(winner))
-        for winner in winners
-        if winner["variant"] == PAPER
+def gain_grid(gains: Sequence[Mapping[str, Any]]) -> Grid:
+    """A row per recipe and rate: points over the paper's search."""
+    rows = [
+        (gain["recipe"], gain["rate"] or "each at its best",
+         _interval({name: 100 * gain[name] for name in ("value", "low", "high")}, 1), str(gain["num"]))
+        for gain in gains
+    ]  # fmt: skip
+    caption = "Mean over tasks; 95 % intervals, bootstrap over tasks and seeds."
+    return Grid(f"Points over `{PAPER}`", ("recipe", "rate", "points", "tasks"), tuple(rows), 2, caption)
+
+
+def cost_grid(found: Mapping[str, Mapping[str, Any]]) -> Grid:
+    """A row per recipe: what learning a task costs, and what the found network costs."""
+    phases = list(dict.fromkeys(phase for own in found.values() for phase in own["seconds"]))
+    columns = (
+        "recipe",
+        "forward\npasses",
+        *(f"{phase}\ns" for phase in phases),
+        "all\ns",
+        "FLOPs",
+        "parameters\nadded",
     )
-    caption = "A letter per block: Reuse, Adapt, New or Skip."
-    return Grid("The paper's search by task", ("task", "archi-\ntecture", "seed", *COLUMNS), rows, 2, caption)
+    rows = [
+        (name, number(own["passes"], 0), *(number(own["seconds"].get(phase, 0.0), 1) for phase in phases),
+         number(sum(own["seconds"].values()), 1), format_flops(own["flops"]), number(own["params_added"], 0))
+        for name, own in found.items()
+    ]  # fmt: skip
+    caption = (
+        "Means per task over what all recipes learned. A training step on an image counts as three forward passes. "
+        "Seconds compare only where nothing else ran."
+    )
+    return Grid("What it costs", columns, tuple(rows), 1, caption)
 
 
 def picture(found: Mapping[str, Any], file: Path) -> bool:
-    """A panel per task: accuracy in the supernet, and after retraining on validation and test images; False where
-    nothing is to be seen yet."""
-    shown = {task: points for task, points in found["points"].items() if points["val"]}
-    if not shown:
+    """Each score's correlation and each recipe's accuracy at its best rate, by task; False where nothing is known."""
+    rows = found["found"]
+    if not rows:
         return False
-    figure = Figure(figsize=(0.6 + 3.4 * len(shown), 3.6), dpi=DPI, layout="constrained")
-    for axes, (task, points) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown.items(), strict=True):
-        supernet, val, test = ([100 * value for value in points[name]] for name in ("supernet", "val", "test"))
-        axes.plot(supernet, val, "o", color="#1b6ca8", markersize=5, label="validation")
-        axes.plot(supernet, test, "o", color="#c8553d", markersize=5, markerfacecolor="none", label="test")
-        frame(axes, task, "in the supernet, %", "retrained, %")
+    figure = Figure(figsize=(9.6, 0.9 + 0.3 * len(rows)), dpi=DPI, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    labels = [f"{row['task']}, {row['position'].split()[0]}" for row in rows]
+    ranked = {(row["task"], row["position"]): row for row in found["ranking"]}
+    for name, color in zip(SCORES, (COST, ACCURACY), strict=True):
+        known = [(place, ranked[key][name]) for place, row in enumerate(rows)
+                 if (key := (row["task"], row["position"])) in ranked and ranked[key][name]]  # fmt: skip
+        for place, value in known:
+            left.plot([value["low"], value["high"]], [place, place], color=color, alpha=0.35, linewidth=3)
+        left.plot([v["value"] for _, v in known], [p for p, _ in known], "o", color=color, label=TITLES[name])
+    for name, color in ((PAPER, COST), (PLUS, ACCURACY)):
+        for place, row in enumerate(rows):
+            if side := row["recipes"].get(name):
+                tests = [100 * value for value in side["test"][side["best_rate"]].values()]
+                right.plot(
+                    tests, [place] * len(tests), "o", color=color, markersize=4, label=name if not place else None
+                )
+    for axes, title, x in (
+        (left, "score and accuracy", "Spearman"),
+        (right, "what the search finds", "test accuracy, %"),
+    ):
+        axes.set_yticks(range(len(rows)), labels if axes is left else [""] * len(rows))
+        axes.invert_yaxis()
+        frame(axes, title, x, grid=True)
         axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     save(figure, file)
     return True
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        percent(row["supernet_accuracy"]), number(row["candidate_images"], 0), format_flops(row["flops"]),
-        format_flops(row["flops_resumed"]), percent(row["val_accuracy"]), percent(row["test_accuracy"]),
-    )  # fmt: skip
+def _mean(tests: Mapping[str, float] | None) -> str:
+    return percent(sum(tests.values()) / len(tests)) if tests else NONE
 
 
-def _interval(found: Mapping[str, Any] | None) -> str:
-    return NONE if found is None else "{value:.2f} ({low:.2f} to {high:.2f})".format(**found)
+def _interval(found: Mapping[str, Any] | None, decimals: int) -> str:
+    if found is None:
+        return NONE
+    value, low, high = (f"{found[name]:.{decimals}f}".replace("-", "−") for name in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"

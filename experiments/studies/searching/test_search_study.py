@@ -1,5 +1,6 @@
-"""`experiments/search_study.py`: how the supernet ranks, and what searches find in it."""
+"""`experiments/search_study.py`: how scores rank networks, and what each recipe's search finds."""
 
+import dataclasses
 import io
 import json
 import signal
@@ -11,184 +12,174 @@ import search_study
 import small
 from rich.console import Console
 
-from cheem_jax.continual import RunConfig, run_stream
+from cheem_jax.cheem.finals import FinalsConfig
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.data.task import Stream
-from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
-from studies.searching.measures import Points, best_of, correlation, points_of, summary, trainings, without_search
-from studies.searching.report import OTHERS, told
+from studies.searching import units
+from studies.searching.measures import correlation, costs, found_by, gain, rankings
 from studies.searching.units import Counted
 
 STREAM = small.stream(2)
-CONFIG = RunConfig(small.QUICK, "quick", engine=EngineConfig(executor="stages"))
+PLAN = search_study.Plan(["quick", "plus"], [1e-2, 3e-3], [0], 4, ["task0"])
 WORKSHOP = {}
 """Compiled networks, of which there is one backbone."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recipes():
+    """Recipes that take seconds."""
+    plus = dataclasses.replace(small.QUICK, score="closed_form", finals=FinalsConfig(1, (1e-2, 3e-3)))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, config in (("quick", small.QUICK), ("plus", plus)):
+            patch.setitem(units.RECIPES, name, config)
+        yield
 
 
 def quiet():
     return Progress(Console(file=io.StringIO()))
 
 
-def study(directory, run, stream=STREAM, seeds=(0,)):
-    loaded = mtil.Loaded(Stream("small", stream.tasks[1:]), small.pretrained(), None, None)
-    search_study.study(directory, run, loaded, ["task1"], 4, list(seeds), quiet(), workshop=WORKSHOP)
+def study(directory, plan=PLAN, stream=STREAM):
+    search_study.study(
+        directory, mtil.Loaded(stream, small.pretrained(), None, None), plan, quiet(), workshop=WORKSHOP
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of two tasks, and a study of the second one that nobody stopped."""
-    run, directory = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("study")
-    results = run_stream(STREAM, small.pretrained(), CONFIG, run, quiet(), workshop=WORKSHOP)
-    study(directory, run)
-    return run, results, directory
+    """A study of the second task, as the first and behind the other, that nobody stopped."""
+    directory = tmp_path_factory.mktemp("study")
+    study(directory)
+    return directory
 
 
-def entries_of(directory, event):
+def entries_of(directory, *events):
     drop = ("time", "fingerprint", "seconds")
     return [
-        {key: entry[key] for key in entry if key not in drop} for entry in read(directory) if entry["event"] == event
+        {key: entry[key] for key in entry if key not in drop} for entry in read(directory) if entry["event"] in events
     ]
 
 
 @pytest.mark.full
-def test_supernet_search_and_network_of_the_run_come_again(finished):
-    run, results, directory = finished
-    (report,) = (
-        e["report"]
-        for e in read(run)
-        if e["event"] == "learned" and e["report"]["name"] == "task1" and e["method"] == "cheem"
-    )
-    (supernet,) = entries_of(directory, "supernet")
-    assert supernet["losses"] == report["supernet_losses"]
-    winners = json.loads((directory / "search_study.json").read_text())["winners"]
-    (paper,) = winners
-    assert paper["variant"] == "paper"
-    assert paper["architecture"] == report["architecture"] and paper["flops"] == report["flops"]
-    assert paper["supernet_accuracy"] == report["validation_accuracy"]
-    assert paper["test_accuracy"] == results["just_trained"][1]
-    page = (directory / "search_study.md").read_text()
-    assert "the same losses as in the run" in page and "in the order task0, task1" in page
-    assert (directory / "search_study.png").stat().st_size > 10_000
-
-
-@pytest.mark.full
-def test_every_architecture_is_retrained_once(finished):
-    directory = finished[2]
-    searches, retrained = entries_of(directory, "searched"), entries_of(directory, "finetuned")
-    (drawn,) = entries_of(directory, "drawn")
-    # 6 candidates on 20 images in 2 generations
-    assert [search["candidate_images"] for search in searches] == [2 * 6 * 20]
-    wanted = {tuple(genome) for genome in (*drawn["genomes"], *(search["genome"] for search in searches))}
-    assert len(drawn["genomes"]) == 4 and sorted(wanted) == sorted(tuple(entry["genome"]) for entry in retrained)
-    assert all(entry["flops_resumed"] <= entry["flops"] + 10**6 for entry in retrained)
+def test_every_unit_is_computed_once_first_and_behind(finished):
+    positions = {entry["position"] for entry in entries_of(finished, "learned")}
+    assert positions == {"first", "behind task0"}
+    learned = entries_of(finished, "learned")
+    wanted = [("quick", 1e-2), ("quick", 3e-3), ("plus", 1e-2), ("plus", None)]
+    assert [(entry["recipe"], entry["rate"]) for entry in learned] == 2 * wanted
+    assert len(entries_of(finished, "reuse")) == 4 and len(entries_of(finished, "trained")) == 8
+    one = learned[0]  # 3 and 4 epochs of 40 images; 12 candidates on 20 images, and similarity
+    assert one["images"]["supernet"] == 3 * 40 and one["images"]["finetune"] == 4 * 40
+    assert one["images"]["search"] == 12 * 20
+    assert one["passes"] == 3 * (3 + 4) * 40 + sum(one["images"].values()) - (3 + 4) * 40
+    chosen = learned[3]["finals"]
+    assert chosen["rate"] in (1e-2, 3e-3) and len(chosen["right"]) == 2
+    found = json.loads((finished / "search_study.json").read_text())
+    assert [row["task"] for row in found["ranking"]] == ["task1", "task1", "mean"]
+    assert set(found["costs"]) == {"quick", "plus"}
+    assert "closed form" in (finished / "search_study.md").read_text()
+    assert (finished / "search_study.png").stat().st_size > 10_000
 
 
 @pytest.mark.full
 def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(finished, tmp_path, monkeypatch):
-    run, _, directory = finished
     phase, seen = Counted.phase, [0]
 
     def stopping(self, name, total, state=None):
         seen[0] += 1
-        if seen[0] in (1, 3, 6):  # scoring those sampled, the search, a fine-tuning
+        if seen[0] in (2, 9, 30):
             self.stop.signal_number = signal.SIGINT
         return phase(self, name, total, state)
 
     monkeypatch.setattr(Counted, "phase", stopping)
     for _ in range(3):
         with pytest.raises(Stopped, match="is kept"):
-            study(tmp_path, run)
-    study(tmp_path, run)
-    for event in ("supernet", "drawn", "searched", "finetuned"):
-        assert entries_of(tmp_path, event) == entries_of(directory, event)
+            study(tmp_path)
+    study(tmp_path)
+    events = ("learned", "reuse", "sampled", "trained")
+    assert entries_of(tmp_path, *events) == entries_of(finished, *events)
 
 
 @pytest.mark.full
-def test_a_finished_study_computes_nothing_and_belongs_to_its_run(finished, monkeypatch):
-    run, _, directory = finished
-    page = (directory / "search_study.md").read_text()
-    monkeypatch.delattr(search_study, "TaskUnits")
-    study(directory, run)
-    assert (directory / "search_study.md").read_text() == page
-    with pytest.raises(ValueError, match="num is 4 there and 5 here"):
-        loaded = mtil.Loaded(Stream("small", STREAM.tasks[1:]), small.pretrained(), None, None)
-        search_study.study(directory, run, loaded, ["task1"], 5, [0], quiet())
-
-
-@pytest.mark.full
-def test_other_pictures_weights_and_tasks_are_refused(finished, tmp_path):
-    run = finished[0]
+def test_a_finished_study_computes_nothing_and_other_images_are_another_task(finished, tmp_path, monkeypatch):
+    num = len(read(finished))
+    study(finished)
+    assert [entry["event"] for entry in read(finished)[num:]] == ["continued"]
     other = Stream("small", (STREAM.tasks[0], small.task("task1", 7, num_classes=4)))
-    with pytest.raises(ValueError, match="other images or labels of task1"):
-        study(tmp_path, run, other)
-    with pytest.raises(ValueError, match="began with weights"):
-        loaded = mtil.Loaded(STREAM, small.pretrained(1), None, None)
-        search_study.study(tmp_path, run, loaded, ["task1"], 4, [0], quiet())
-    with pytest.raises(ValueError, match="--study names task7; the run's tasks are task0, task1"):
-        search_study.main(search_study.SearchStudy(run=run, study="task7"))
-    with pytest.raises(ValueError, match="--search-seeds is '0,0'"):
-        search_study.main(search_study.SearchStudy(run=run, study="task1", search_seeds="0,0"))
-    with pytest.raises(ValueError, match="holds no config.json"):
-        search_study.main(search_study.SearchStudy(run=tmp_path / "none", study="task1"))
-    with pytest.raises(ValueError, match="--num is 3"):
-        search_study.SearchStudy(run=run, study="task1", num=3)
+    monkeypatch.setattr(units.TaskUnits, "_begin", lambda *_: pytest.fail("begun"))
+    with pytest.raises(pytest.fail.Exception, match="begun"):
+        study(finished, stream=other)
+
+
+def test_wrong_settings_are_named():
+    with pytest.raises(ValueError, match="--behind names task7; the stream's tasks are task0, task1"):
+        study("nowhere", PLAN._replace(behind=["task7"]))
+    with pytest.raises(ValueError, match="--rates is '0,1'"):
+        search_study.rates_of("0,1")
+    with pytest.raises(ValueError, match="--recipes names 'slow'"):
+        search_study.main(search_study.SearchStudy(recipes="slow"))
+    with pytest.raises(ValueError, match="--sampled is 3"):
+        search_study.SearchStudy(sampled=3)
 
 
 def test_a_rank_correlation_has_an_interval_and_none_where_all_are_equal():
     x = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
-    found = correlation((x, x**2), kind="kendall")
+    found = correlation((x, x**2))
     assert found is not None and [found[name] for name in ("value", "low", "high")] == pytest.approx([1, 1, 1])
     assert found["num"] == 5
-    # 1 of 10 pairs is the other way round: tau 0.8; squared differences of ranks 1 + 1: rho 1 - 6 * 2 / 120
-    swapped = np.array([0.1, 0.3, 0.2, 0.4, 0.5])
-    for kind, value in (("kendall", 0.8), ("spearman", 0.9)):
-        found = correlation((x, swapped), kind=kind)
-        assert found is not None and found["value"] == pytest.approx(value) and found["low"] < value <= found["high"]
-    assert correlation((x, np.ones(5)), kind="spearman") is None
-    together = correlation((x, swapped), (x, -x), kind="kendall")
-    assert together is not None and together["value"] == pytest.approx((0.8 - 1) / 2) and together["num"] == 10
-    assert together["low"] < 0 and together["high"] == pytest.approx(0)
+    swapped = np.array([0.1, 0.3, 0.2, 0.4, 0.5])  # squared differences of ranks 1 + 1: 1 - 6 * 2 / 120
+    found = correlation((x, swapped))
+    assert found is not None and found["value"] == pytest.approx(0.9) and found["low"] < 0.9 <= found["high"]
+    assert correlation((x, np.ones(5))) is None and correlation() is None
+    together = correlation((x, swapped), (x, -x))
+    assert together is not None and together["value"] == pytest.approx((0.9 - 1) / 2) and together["num"] == 10
 
 
-def test_points_are_those_drawn_that_were_retrained():
+def test_networks_are_ranked_where_all_of_them_are_trained():
+    place = {"task": "a", "position": "first", "data_sha256": "d", "settings": "s", "num": 4, "rate": 1e-3}
+    genomes, shared, closed = [[0], [1], [2], [3]], [0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4]
+    sampled = {"event": "sampled", **place, "genomes": genomes, "shared_head": shared, "closed_form": closed}
+    trained = [
+        {"event": "trained", **place, "genome": genome, "val_accuracy": genome[0] / 4, "test_accuracy": genome[0] / 4,
+         "num_val": 10, "num_test": 30}
+        for genome in genomes
+    ]  # fmt: skip
+    (row,) = rankings([sampled, *trained])
+    assert row["shared_head"]["value"] == pytest.approx(-1) and row["closed_form"]["value"] == pytest.approx(1)
+    assert row["points"]["reached"] == [0, 0.25, 0.5, 0.75]
+    assert rankings([sampled, *trained[:3]]) == []
+
+
+def learned(task, recipe, rate, seed, val, test, **further):
+    return {
+        "event": "learned", "task": task, "position": "first", "recipe": recipe, "rate": rate, "seed": seed,
+        "val_accuracy": val, "test_accuracy": test, "genome": [0], **further,
+    }  # fmt: skip
+
+
+def test_each_side_is_compared_at_its_best_rate_on_validation_images():
     entries = [
-        {"event": "drawn", "task": "a", "genomes": [[0], [1], [2]], "supernet_accuracy": [0.5, 0.6, 0.7]},
-        {"event": "finetuned", "task": "a", "genome": [2], "val_accuracy": 0.8, "test_accuracy": 0.9},
-        {"event": "finetuned", "task": "a", "genome": [1], "val_accuracy": None, "test_accuracy": None},
-        {"event": "finetuned", "task": "b", "genome": [0], "val_accuracy": 0.1, "test_accuracy": 0.1},
-    ]
-    points = points_of(entries, "a")
-    assert [values.tolist() for values in points] == [[0.7], [0.8], [0.9]]
+        learned("a", "quick", 1e-3, 0, 0.5, 0.9), learned("a", "quick", 3e-3, 0, 0.6, 0.7),
+        learned("a", "plus", 1e-3, 0, 0.9, 0.6), learned("a", "plus", None, 0, 0.1, 0.8),
+        learned("b", "quick", 1e-3, 0, 0.5, None), learned("b", "plus", 1e-3, 0, 0.5, 0.5),
+    ]  # fmt: skip
+    rows = found_by(entries)
+    sides = rows[0]["recipes"]
+    assert sides["quick"]["best_rate"] == "0.003" and sides["plus"]["best_rate"] == "own"
+    at_best, at_one = gain(rows, "plus", "quick", None), gain(rows, "plus", "quick", "0.001")
+    assert at_best is not None and at_best["value"] == pytest.approx((0.1 + 0.5) / 2)  # what failed counts as 0
+    assert at_one is not None and at_one["value"] == pytest.approx((-0.3 + 0.5) / 2) and at_one["num"] == 2
+    assert gain(rows, "plus", "uniform", None) is None
 
 
-def test_the_best_of_several_by_validation_is_a_mean_over_all_ways_to_take_them():
-    points = Points(np.zeros(4), np.array([0.5, 0.9, 0.7, 0.1]), np.array([0.2, 0.6, 0.8, 0.4]))
-    assert best_of(points, 1) == pytest.approx(0.5) and best_of(points, 4) == pytest.approx(0.6)
-    # of six pairs the second network wins three, the third two, the first one
-    assert best_of(points, 2) == pytest.approx((3 * 0.6 + 2 * 0.8 + 0.2) / 6)
-    rows = without_search({"a": points, "b": Points(*(values[:3] for values in points))}, 4)  # b lacks one of its four
-    assert [(row["drawn"], row["trained"]) for row in rows] == [(d, n) for d in ("HEE", "uniform") for n in (1, 2)]
-    assert [row["test_accuracy"]["a"] for row in rows] == pytest.approx([0.4, 0.6, 0.6, 0.8])
-    assert all(list(row["test_accuracy"]) == ["a"] for row in rows) and without_search({}, 4) == []
-    # as many epochs for the supernet; 90 candidate images are 30 training steps of an image, of 2 epochs of 30
-    cost = trainings({"candidate_images": 90}, {"num_train": 30}, {"supernet": 2, "finetune": 2})
-    assert cost == pytest.approx(1 + 0.5 + 1)
-
-
-def test_the_searches_are_summed_up_by_their_means():
-    def winner(variant, seed, test_accuracy):
-        same = dict.fromkeys(("supernet_accuracy", "candidate_images", "flops", "flops_resumed", "val_accuracy"), 1.0)
-        return {"task": "a", "variant": variant, "seed": seed, "test_accuracy": test_accuracy, **same}
-
-    (row,) = summary([winner("paper", 0, 0.5), winner("paper", 1, 0.7), winner("paper", 2, None)])
-    assert (row["variant"], row["searches"], row["test_accuracy"]) == ("paper", 3, pytest.approx(0.6))
-    # a study of before may have had other searches
-    assert summary([winner("warm start", 0, 0.5)]) == []
-
-
-def test_a_page_with_searches_that_no_longer_exist_says_so():
-    found = {"seed": 0, "num": 4, "search_seeds": [0], "order": ["a"], "supernets": {}}
-    assert OTHERS in told({**found, "winners": [{"variant": "paper"}, {"variant": "warm start"}]})
-    assert OTHERS not in told({**found, "winners": [{"variant": "paper"}]})
+def test_costs_are_of_what_all_recipes_learned():
+    more = {"passes": 10, "flops": 4, "params_added": 2, "seconds": {"search": 1.0}}
+    entries = [
+        learned("a", "quick", 1e-3, 0, 0.5, 0.5, **more), learned("b", "quick", 1e-3, 0, 0.5, 0.5, **more),
+        learned("a", "plus", None, 0, 0.5, 0.5, **{**more, "passes": 20}),
+        learned("a", "plus", 1e-3, 0, 0.5, 0.5, **{**more, "passes": 90}),
+    ]  # fmt: skip
+    found = costs(entries)
+    assert found["quick"]["num"] == 1 and found["plus"]["passes"] == 20

@@ -1,51 +1,69 @@
-"""What the study of one task computes, unit by unit, each written to the record at once.
+"""What the study computes of one task, unit by unit, each written to the record at once.
 
-A unit is the supernet, the scores of the sampled architectures, one search, or one fine-tuned architecture. Finished
-units are not computed again; a supernet goes on from its rolling checkpoint, which stays as what all else is read from.
+A unit is a network that a recipe found and trained, the all-Reuse network, the scores of sampled architectures, or one
+of these trained. Finished units are not computed again.
 """
 
 import contextlib
-import copy
 import dataclasses
-import functools
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
-from cheem_jax.backbone.flops import executed_flops
+from cheem_jax.cheem.closed_form import closed_form_score
+from cheem_jax.cheem.config import PRESETS, CheemConfig
+from cheem_jax.cheem.evolution import Score, SearchConfig
+from cheem_jax.cheem.finals import FinalsConfig
 from cheem_jax.cheem.hee import sample
 from cheem_jax.cheem.learner import Cheem, Learning, Tables
-from cheem_jax.cheem.training import SupernetFit, architecture_flops, dense_network, supernet_score
-from cheem_jax.cheem.underway import Underway
+from cheem_jax.cheem.supernet import OpSettings
+from cheem_jax.cheem.training import FitConfig, SupernetFit, architecture_flops, dense_network, supernet_score
 from cheem_jax.core.architecture import decode, to_strings
 from cheem_jax.core.interruption import Stop
 from cheem_jax.core.keys import Keys, Phase
-from cheem_jax.data.task import Split, Task
-from cheem_jax.engine.feed import Feed, HostImages
+from cheem_jax.data.task import Task
+from cheem_jax.data.task import fingerprint as data_hash
+from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import Advance, answers
-from cheem_jax.run.method import Clock
+from cheem_jax.run import fingerprint
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.record import Record, read
-from cheem_jax.run.rolling import Rolling, RunningTask, Saved
+from cheem_jax.run.record import Record, read, to_json
+from cheem_jax.run.rolling import Saved
 
 Entry = dict[str, Any]
-PAPER = "paper"
-"""What records call the paper's search, beside which they once had others."""
+PLUS = dataclasses.replace(
+    PRESETS["quick"],
+    ops=OpSettings(new_init="copy"),
+    supernet=FitConfig(epochs=6, learning_rate=3e-3),
+    search=SearchConfig(population=20, generations=3, num_parents=5, tolerance=0.005),
+    score="closed_form",
+    finals=FinalsConfig(networks=2, rates=(1e-3, 3e-3)),
+    weights="inherited",
+)
+"""Ranks by heads in closed form and chooses among finalists, with fewer candidates."""
+RECIPES: dict[str, CheemConfig] = {
+    "quick": PRESETS["quick"],
+    "plus": PLUS,
+    "uniform": dataclasses.replace(PLUS, sampling="uniform"),
+}
+"""Searches that are compared: the paper's on a small budget, what goes beyond it, and that without HEE."""
+RANKED = "plus"
+"""The recipe whose supernet ranks sampled architectures, by its own score and by the paper's."""
+STEP = 3
+"""Forward passes that a training step on an image counts as."""
 TRIES = 10
 """Architectures drawn per wanted one."""
 
 
 class Counted:
-    """Phases on the screen that may be stopped at any step; counts the images that a phase worked through."""
+    """Phases on the screen that may be stopped at any step; counts the images that each worked through."""
 
     saved = None
 
     def __init__(self, stop: Stop, progress: Progress, title: str):
-        self.stop, self.progress, self.title, self.num_images = stop, progress, title, 0
+        self.stop, self.progress, self.title, self.images = stop, progress, title, dict[str, int]()
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> Iterator[Advance]:
@@ -53,7 +71,7 @@ class Counted:
         with self.progress.phase(name, task=self.title, total=total) as shown:
 
             def advance(num_images: int, note: str = "", /) -> None:
-                self.num_images += num_images
+                self.images[name] = self.images.get(name, 0) + num_images
                 if self.stop:
                     raise self.stop.stopped("everything that the record tells is kept")
                 shown(num_images, note)
@@ -62,133 +80,143 @@ class Counted:
 
 
 class TaskUnits:
-    """All units of one task; `make` gives a learner of the run's memory before this task, by the seed of its search."""
+    """The units of one task behind one memory; `make` gives a learner of that memory by its settings and seed."""
 
     def __init__(
-        self, directory: Path, make: Callable[[int | None], Cheem], task: Task, record: Record,
-        stop: Stop, save_every: float | None, progress: Progress,
+        self, make: Callable[[CheemConfig, int], Cheem], task: Task, position: str, record: Record, stop: Stop,
+        progress: Progress,
     ):  # fmt: skip
-        self.make, self.task, self.record, self.stop, self.progress = make, task, record, stop, progress
-        self.directory, self.cheem = directory, make(None)
-        number = self.cheem.memory.next_number
-        self.rolling = Rolling(directory / "supernets" / task.name, stop, every=save_every)
-
-        def phase(name: str, total: int):
-            return progress.phase(name, task=task.name, total=total)
-
-        self.learning = self.cheem.begin(task, RunningTask(number, self.rolling, phase, progress.say))
-        self.tables: Tables = self.cheem.tables(self.learning, self.cheem.similarity(self.learning))
-        self.supernet = self._supernet()
+        self.make, self.task, self.position, self.data_sha256 = make, task, position, data_hash(task)
+        self.record, self.stop, self.progress = record, stop, progress
 
     def found(self, event: str, **place: Any) -> Entry | None:
-        """A finished unit of this task."""
-        place = {"event": event, "task": self.task.name, **place}
-        entries = (entry for entry in read(self.directory) if place.items() <= entry.items())
-        return next(entries, None)
+        """A finished unit, computed from the same images."""
+        place = {"event": event, **self._place(), **place}
+        return next((entry for entry in read(self.record.file.parent) if place.items() <= entry.items()), None)
 
-    def draw(self, num: int) -> Entry:
-        """Half of `num` architectures by HEE and half uniformly, all different, with the supernet's answers."""
-        if (known := self.found("drawn")) is not None:
-            return known
-        genomes = drawn(self.cheem.keys, self.learning.index, self.tables, num)
-        title = f"{self.task.name}, {len(genomes)} drawn"
-        with Counted(self.stop, self.progress, title).phase(
-            "score", len(genomes) * len(self.task.val.labels)
-        ) as advance:
-            score = supernet_score(
-                self.cheem.executor, self.supernet.supernet, self.supernet.state, self.learning.val,
-                self.task.val.labels,
-                batch_size=self.cheem.batch_size, advance=advance,
-            )  # fmt: skip
-            correct = score(genomes)
-        self.record.write("drawn", task=self.task.name, genomes=genomes, supernet_accuracy=self._share(correct))
-        return self._again("drawn")
-
-    def search(self, seed: int) -> Entry:
-        """One search over this supernet."""
-        if (known := self.found("searched", variant=PAPER, seed=seed)) is not None:
-            return known
-        counted = Counted(self.stop, self.progress, f"{self.task.name}, search, seed {seed}")
-        cheem, learning, start = self.make(seed), self._apart(counted), time.perf_counter()
-        codes = cheem.search(learning, self.tables, self.supernet)
-        searched = learning.underway.searched
-        assert searched is not None, "the search is over"
-        right = searched.scored.correct[(searched.scored.genomes == codes).all(axis=1)]
-        self.record.write(
-            "searched", task=self.task.name, variant=PAPER, seed=seed, genome=codes,
-            supernet_accuracy=self._share(right)[0], candidate_images=counted.num_images,
-            scored=len(searched.scored.genomes), seconds=time.perf_counter() - start,
-        )  # fmt: skip
-        return self._again("searched", variant=PAPER, seed=seed)
-
-    def finetune(self, genome: list[int]) -> Entry:
-        """An architecture trained from scratch as the run's own would be, with the task ID given."""
-        if (known := self.found("finetuned", genome=genome)) is not None:
-            return known
-        codes, start = np.array(genome, np.int32), time.perf_counter()
-        architecture = to_strings(decode(codes, self.learning.candidates.sizes))
-        learning = self._apart(
-            Counted(self.stop, self.progress, f"{self.task.name} {''.join(a[0] for a in architecture)}")
-        )
-        reached: Entry = {"val_accuracy": None, "test_accuracy": None}
+    def learn(self, recipe: str, rate: float | None, seed: int) -> None:
+        """The task learned by a recipe at one rate, or at its own: what was found, what it reaches, what it cost."""
+        config = RECIPES[recipe] if rate is None else at_rate(RECIPES[recipe], rate)
+        place = {"recipe": recipe, "settings": settings_of(config), "rate": rate, "seed": seed}
+        if self.found("learned", **place):
+            return
+        cheem, learning, counted = self._begin(config, seed, f"{recipe}, {told(rate)}, seed {seed}")
+        tables = cheem.tables(learning, cheem.similarity(learning))
         try:
-            network = self.cheem.finetune(learning, self.supernet, codes)
-            test = HostImages(self.cheem.executor, self.task.test.images)
-            val_right = self._right(network, codes, self.learning.val, self.task.val)
-            test_right = self._right(network, codes, test, self.task.test)
-            reached = {"val_accuracy": float(val_right.mean()), "test_accuracy": float(test_right.mean())}
+            trained = cheem.train_supernet(learning, tables)
+            cheem.search(learning, tables, trained)
+            finished = cheem.final(learning, trained)
+            found = self._reached(cheem, learning, finished.fit, finished.finalist.codes)
+            found["finals"] = {"rate": finished.finalist.rate, "right": learning.underway.finals}
         except FloatingPointError as error:
-            self.progress.say(f"{self.task.name}: {' '.join(architecture)} has no accuracy, {error}")
-        self.record.write(
-            "finetuned", task=self.task.name, genome=genome, architecture=architecture, **reached,
-            flops=int(architecture_flops(self.cheem.executor, self.supernet.supernet)(codes[None])[0]),
-            flops_resumed=self._behind_pass(codes), losses=learning.underway.finetune.losses,
-            seconds=time.perf_counter() - start,
+            self.progress.say(f"{self.task.name}, {recipe}, {told(rate)}: no network, {error}")
+            found = {"genome": None, "val_accuracy": None, "test_accuracy": None}
+        training = counted.images.get("supernet", 0) + counted.images.get("finetune", 0)
+        forward = sum(counted.images.values()) - training
+        self._write(
+            "learned", **place, **found, images=counted.images, passes=STEP * training + forward,
+            seconds=learning.underway.clock.seconds,
         )  # fmt: skip
-        return self._again("finetuned", genome=genome)
 
-    def _supernet(self) -> SupernetFit:
-        learning = self.learning
-        supernet = self.cheem.train_supernet(learning, self.tables)
-        if self.found("supernet") is None:
-            self.rolling.save(learning.index, functools.partial(learning.underway.saved, "supernet", supernet))
-            self.record.write(
-                "supernet", task=self.task.name, losses=learning.underway.supernet.losses,
-                num_train=len(self.task.train.labels), num_val=len(self.task.val.labels),
-                num_test=len(self.task.test.labels), seconds=learning.underway.clock.seconds,
-            )  # fmt: skip
-        return supernet
+    def reuse(self, rate: float, seed: int) -> None:
+        """The network that reuses the backbone in every block, of which only the head learns."""
+        if self.found("reuse", rate=rate, seed=seed):
+            return
+        config = at_rate(RECIPES["quick"], rate)
+        cheem, learning, _ = self._begin(config, seed, f"all Reuse, {told(rate)}, seed {seed}")
+        self._write(
+            "reuse", rate=rate, seed=seed, **self._trained(cheem, learning, None, [0] * cheem.executor.num_blocks)
+        )
 
-    def _apart(self, counted: Counted) -> Learning:
-        """The task as it stands behind the supernet, with a search and a fine-tuning of its own."""
-        similarity, budget = self.learning.underway.similarity, copy.copy(self.learning.budget)
-        underway = Underway(Clock(), similarity)
-        return dataclasses.replace(self.learning, underway=underway, running=counted, budget=budget)
+    def rank(self, num: int, rate: float) -> None:
+        """Architectures drawn half by HEE and half uniformly: both scores by one supernet, and each one trained."""
+        config = at_rate(RECIPES[RANKED], rate)
+        place = {"settings": settings_of(config), "num": num, "rate": rate}
+        known = self.found("sampled", **place)
+        if known and all(self.found("trained", **place, genome=genome) for genome in known["genomes"]):
+            return
+        cheem, learning, _ = self._begin(config, 0, f"{num} sampled, {told(rate)}")
+        tables = cheem.tables(learning, cheem.similarity(learning))
+        trained = cheem.train_supernet(learning, tables)
+        genomes = drawn(cheem.keys, learning.index, tables, num)
+        if known is None:
+            scores = self._scores(cheem, learning, trained)
+            shares = {name: (score(genomes) / total).tolist() for name, (score, total) in scores.items()}
+            self._write("sampled", **place, genomes=genomes, **shares)
+        for genome in genomes.tolist():
+            if self.found("trained", **place, genome=genome) is None:
+                own = self._begin(config, 0, f"{''.join(map(str, genome))}, {told(rate)}")[1]
+                self._write("trained", **place, **self._trained(cheem, own, trained, genome))
 
-    def _behind_pass(self, codes: Int[np.ndarray, "L"]) -> int:
-        """FLOPs that run of a network behind the router's pass, which it shares while it reuses the base's experts."""
-        executor, until = self.cheem.executor, self.cheem.router.until(self.cheem.executor.num_blocks)
-        begin = int(np.append(np.flatnonzero(codes), until).min())
-        architecture = decode(codes, self.learning.candidates.sizes)
-        return executed_flops(executor.config, executor.placement, architecture, begin=begin)
-
-    def _right(
-        self, trained: SupernetFit, codes: Int[np.ndarray, "L"], images: Feed, split: Split
-    ) -> Bool[np.ndarray, "N"]:
-        network, state = trained.supernet, trained.state
-        found = answers(
-            self.cheem.executor, dense_network(network, state, codes, {}), state.head.params, images,
-            num=len(split.labels), num_classes=network.num_classes, batch_size=self.cheem.batch_size,
+    def _scores(self, cheem: Cheem, learning: Learning, trained: SupernetFit) -> dict[str, tuple[Score, int]]:
+        """The paper's score and the one in closed form, each with its number of images."""
+        size, train, val = cheem.batch_size, self.task.train, self.task.val
+        fixed = (cheem.executor, trained.supernet, trained.state)
+        shared = supernet_score(*fixed, learning.val, val.labels, batch_size=size)
+        closed = closed_form_score(
+            *fixed, train=learning.train, train_labels=train.labels, val=learning.val, val_labels=val.labels,
+            batch_size=size,
         )  # fmt: skip
-        return found == split.labels
+        num = len(val.labels)
+        return {"shared_head": (shared, num), "closed_form": (closed, num + len(train.labels))}
 
-    def _share(self, correct: np.ndarray) -> list[float]:
-        return (np.asarray(correct, np.float64) / len(self.task.val.labels)).tolist()
+    def _begin(self, config: CheemConfig, seed: int, title: str) -> tuple[Cheem, Learning, Counted]:
+        counted = Counted(self.stop, self.progress, f"{self.task.name}, {self.position}, {title}")
+        cheem = self.make(config, seed)
+        return cheem, cheem.begin(self.task, counted), counted
 
-    def _again(self, event: str, **place: Any) -> Entry:
-        entry = self.found(event, **place)
-        assert entry is not None, "it was just written"
-        return entry
+    def _trained(self, cheem: Cheem, learning: Learning, supernet: SupernetFit | None, genome: list[int]) -> Entry:
+        """An architecture trained stand-alone."""
+        codes = np.array(genome, np.int32)
+        try:
+            return self._reached(cheem, learning, cheem.finetune(learning, supernet, codes), codes)
+        except FloatingPointError as error:
+            self.progress.say(f"{self.task.name}: {genome} has no accuracy, {error}")
+            return {"genome": genome, "val_accuracy": None, "test_accuracy": None}
+
+    def _reached(self, cheem: Cheem, learning: Learning, fit: SupernetFit, codes: Int[np.ndarray, "L"]) -> Entry:
+        """What a trained network is and reaches, the task ID given."""
+        network, task = dense_network(fit.supernet, fit.state, codes, {}), self.task
+        feeds = {"val": learning.val, "test": HostImages(cheem.executor, task.test.images)}
+        accuracies = {
+            f"{name}_accuracy": float(np.mean(task.splits[name].labels == answers(
+                cheem.executor, network, fit.state.head.params, feed, num=len(task.splits[name].labels),
+                num_classes=len(task.classes), batch_size=cheem.batch_size,
+            ))) for name, feed in feeds.items()
+        }  # fmt: skip
+        architecture = decode(codes, learning.candidates.sizes)
+        learned = fit.supernet.learned(fit.state, architecture)
+        return {
+            "genome": codes.tolist(), "architecture": to_strings(architecture), **accuracies,
+            "num_val": len(task.val.labels), "num_test": len(task.test.labels),
+            "flops": int(architecture_flops(cheem.executor, fit.supernet)(codes[None])[0]),
+            "params_added": sum(leaf.size for params in learned.values() for leaf in params),
+        }  # fmt: skip
+
+    def _write(self, event: str, **values: Any) -> None:
+        self.record.write(event, **self._place(), **values)
+
+    def _place(self) -> Entry:
+        return {"task": self.task.name, "position": self.position, "data_sha256": self.data_sha256}
+
+
+def told(rate: float | None) -> str:
+    """A rate as progress and tables name it."""
+    return "own rates" if rate is None else f"rate {rate:g}"
+
+
+def at_rate(config: CheemConfig, rate: float) -> CheemConfig:
+    """Settings with one learning rate in both phases, and in the finals."""
+    supernet, finetune = (
+        dataclasses.replace(phase, learning_rate=rate) for phase in (config.supernet, config.finetune)
+    )
+    finals = dataclasses.replace(config.finals, rates=())
+    return dataclasses.replace(config, supernet=supernet, finetune=finetune, finals=finals)
+
+
+def settings_of(config: CheemConfig) -> str:
+    """Hash of a recipe's settings: what was computed with others is computed again."""
+    return fingerprint.digest(to_json(dataclasses.asdict(config)))
 
 
 def drawn(keys: Keys, index: int, tables: Tables, num: int) -> Int[np.ndarray, "P L"]:
