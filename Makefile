@@ -74,9 +74,9 @@ docs: $(VENV_DOCS)/.docs ## the documentation site, in site/; warnings are error
 bench: $(VENV_CONVERT)/.convert ## the benchmarks of docs/benchmarks.md on this CPU, PyTorch beside it; about half an hour
 	@JAX_PLATFORMS=cpu $(VENV_CONVERT)/bin/python experiments/bench/run.py $(BENCH_ARGS)
 
-bench-gpu: ## the same on an accelerator, with a python that has JAX for it: make bench-gpu BENCH_PYTHON=python3
-	@$(BENCH_PYTHON) -m experiments.bench.gpu $(BENCH_ARGS)
-	$(BENCH_PYTHON) -m experiments.bench.tables
+bench-gpu: ## every executor on an accelerator, with a python that has JAX for it: make bench-gpu BENCH_PYTHON=python3
+	@PYTHONPATH=$(CURDIR) $(BENCH_PYTHON) experiments/jit_profile.py --backbones deit_tiny,vit_base --batch-sizes 64,256 \
+	    --precisions float32,bfloat16 --num-draws 8 --rank 40 --out docs/profile/gpu $(BENCH_ARGS)
 
 lint: $(VENV)/.dev ## formatting, lint and types
 	@$(VENV)/bin/python -m ruff format --check $(CODE)

@@ -15,8 +15,6 @@ import mtil
 import numpy as np
 from charts import spread, write_page
 from study import Found, Study, Variant, run_all
-from tables import Tables
-from tables import main as write_tables
 
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.data.demo import TASKS
@@ -42,8 +40,6 @@ def main(settings: TaskOrders) -> None:
     progress, variants = Progress(), variants_of(settings)
     found = run_all(settings, variants, progress, lambda found: write(settings.run_dir, variants, found))
     progress.console.print(write(settings.run_dir, variants, found).to_rich())
-    if settings.stream == "mtil":
-        write_tables(Tables(runs=(settings.run_dir,), out=settings.run_dir / "tables", only="task_orders"))
     progress.say(f"table: {settings.run_dir / 'task_orders.md'}")
 
 

@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import ablations
-import clip
 import compare
-import lite
 import mtil
 import pytest
 import smoke
 import study
 import task_orders
-import training_time
 from PIL import Image
 
 from cheem_jax.baselines.lora_cl import LoraClConfig
@@ -106,12 +103,12 @@ def test_mtil_runs_three_seeds_with_the_papers_settings():
         (task_orders, ["--num-orders", "1"], "--num-orders is 1; expected at least 2"),
         (task_orders, ["--order", "paper_a"], "this study runs several"),
         (task_orders, ["--tasks", "digits"], "orders need at least two"),
-        (clip, ["--methods", "chem"], "unknown method 'chem'"),
+        (compare, ["--methods", "chem"], "unknown method 'chem'"),
         pytest.param(
-            lite, ["--routers", "alexnet", "--image-size", "64"], "AlexNet's weights do not ship with the package",
-            marks=pytest.mark.full,
+            compare, ["--methods", "cheem_lite", "--router", "alexnet", "--image-size", "64"],
+            "AlexNet's weights do not ship with the package", marks=pytest.mark.full,
         ),
-        (training_time, ["--seeds", "-1"], "--seeds is '-1'"),
+        (compare, ["--seeds", "-1"], "--seeds is '-1'"),
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused_before_anything_is_made(module, arguments, message, tmp_path, capsys):
@@ -171,18 +168,20 @@ def test_training_time_leaves_out_evaluation_and_tells_the_deviation_over_runs(t
     slow = results_of(seed=1)
     for task in slow["tasks"]:
         task["seconds"] = {"supernet": 8.0, "search": 3.0, "evaluation": 100.0}
-    phases = training_time.phases_of([results_of(), slow])
+    phases = compare.phases_of([results_of(), slow])
     assert phases == {
         "supernet": {"mean": 7.0, "std": pytest.approx(2**0.5)}, "search": {"mean": 3.0, "std": 0.0},
     }  # fmt: skip
-    grid = training_time.write(tmp_path, {"cheem": [results_of()], "l2p": [results_of("l2p")]})
-    assert grid.rows[0] == ("CHEEM", "1", "9.0", "1.00", "4.0", "supernet 6.0, search 3.0")
+    compare.write(tmp_path, {"cheem": [results_of()], "l2p": [results_of("l2p")]})
+    page = (tmp_path / "training_time.md").read_text()
+    assert "| CHEEM | 1 | 9.0 | 1.00 | 4.0 | supernet 6.0, search 3.0 |" in page
 
 
 def test_times_of_several_devices_are_not_put_side_by_side(tmp_path):
     found = {"cheem": [results_of()], "l2p": [results_of("l2p", engine={"device": "gpu: H200"})]}
-    with pytest.raises(ValueError, match="several devices: cpu: cpu, gpu: H200; time them apart"):
-        training_time.write(tmp_path, found)
+    compare.write(tmp_path, found)
+    page = (tmp_path / "training_time.md").read_text()
+    assert "runs of several devices (cpu: cpu, gpu: H200)" in page and "9.0" not in page
 
 
 def test_several_seeds_are_not_begun_inside_the_run_of_one(tmp_path):
@@ -204,15 +203,16 @@ def test_a_folder_with_other_settings_is_told_before_any_run(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["order-2"]
 
 
-def test_lite_names_tasks_by_each_lighter_network():
-    variants = lite.variants_of(lite.Lite(routers="deit_tiny,alexnet", alexnet_weights=Path("a.safetensors")))
-    assert [(v.method, v.run.get("router"), v.run.get("router_weights")) for v in variants] == [
+def test_methods_with_a_lighter_network_are_run_with_each():
+    weights = Path("a.safetensors")
+    settings = compare.Compare(methods="cheem,cheem_lite", router="deit_tiny,alexnet", router_weights=weights)
+    assert [(v.name, v.run.get("router"), v.run.get("router_weights")) for v in compare.variants_of(settings)] == [
         ("cheem", None, None),
-        ("cheem_lite", "deit_tiny", None),
-        ("cheem_lite", "alexnet", Path("a.safetensors")),
-        ("moe_adapters", "alexnet", Path("a.safetensors")),
+        ("cheem_lite-deit_tiny", "deit_tiny", None),
+        ("cheem_lite-alexnet", "alexnet", weights),
     ]
-    assert lite.variants_of(lite.Lite())[1].run["router"] == "vit_nano"
+    (one,) = compare.variants_of(compare.Compare(methods="moe_adapters", router_weights=weights))
+    assert (one.name, one.run) == ("moe_adapters", {"router": "vit_nano", "router_weights": weights})
 
 
 def test_a_removed_op_is_asked_for_on_the_command_line():

@@ -13,6 +13,7 @@ the clock are kept as well.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -32,12 +33,14 @@ from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.saved_memory import save_memory_task
+from cheem_jax.cheem.training import prepare, step_of
 from cheem_jax.cli.main import parse
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import DenseExperts, Memory
 from cheem_jax.core.routing.centroids import CentroidIndex, distances, normalise
 from cheem_jax.core.routing.config import Metric, RouterConfig
 from cheem_jax.data.demo import demo_stream
+from cheem_jax.engine.batches import batches
 from cheem_jax.engine.compilation import compilations
 from cheem_jax.engine.passes import Advance
 from cheem_jax.engine.stages import Stages
@@ -48,17 +51,20 @@ from cheem_jax.run.record import to_json
 from cheem_jax.run.rolling import Saved
 from experiments.bench import measure
 from experiments.bench.demo_compile import small
-from experiments.bench.growth import RANK, drawn_memory
 from experiments.bench.measure import Bench, Row
+from experiments.bench.memories import NUM_CLASSES, RANK, sampled_kinds, sampled_memory
 
 TASKS = (1, 10, 100, 300, 1000)
 NUM_ROUTED, NUM_ASKED, NUM_CENTROIDS = 1000, 64, 5
+BATCH, NUM_KINDS = 32, 12
 LIMIT = 8 * 2**20
 """Bytes of merged experts that may stay where memory is limited."""
 GOAL_LINEAR = 1.25
 """Per task at the largest T over that at T = 100: 1 is linear."""
 GOAL_SAME = 1.5
 """What must not depend on T, over a few short steps."""
+GOAL_STEP = 1.1
+"""A step runs one network, whatever the pool contains."""
 GOAL_BYTES = 1.25
 """Bytes on disk per byte of what tasks added."""
 PANELS = {
@@ -123,7 +129,7 @@ def pictures(task: int, num: int, size: int) -> np.ndarray:
 def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
     """Write a memory of sampled tasks; returns the bytes of the arrays that each of them added."""
     executor = measure.stages(vit)
-    memory = drawn_memory(executor, num_tasks).memory
+    memory = sampled_memory(executor, num_tasks)
     features, size = FrozenFeatures(executor, 64), vit.config.image_size
     seen = np.concatenate([pictures(task, NUM_CENTROIDS, size) for task in range(num_tasks)])
     centroids = np.split(normalise(features.compute(seen)), num_tasks)
@@ -167,6 +173,7 @@ def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
         **routing(memory, vit.config.width),
         **answering(executor, memory, vit.config.image_size),
         **learning(cheem, root),
+        **stepping(executor, memory),
     }
     since = compilations().since(begun)
     return {**found, "programs": since.programs + since.cached}
@@ -240,6 +247,28 @@ def learning(cheem: Cheem, root: Path) -> dict[str, Any]:
     }
 
 
+def stepping(executor: Stages, memory: Memory) -> dict[str, Any]:
+    """Seconds of a step in supernets over the memory's experts and over the backbone's alone, in turns."""
+    images, labels = measure.random_images(BATCH, executor.config), np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
+    (batch,) = batches(np.arange(BATCH), BATCH)
+    data = step_of(executor, measure.kept(executor, images, batch_size=BATCH), labels, batch)
+    sides: dict[str, Callable[[], object]] = {}
+    for name, pool in (("base", executor.base_pool), ("memory", memory.pool)):
+        fitting = measure.new_task(pool, NUM_CLASSES, RANK)
+        architectures = sampled_kinds(fitting.supernet.sizes, NUM_KINDS)
+        prepare(executor, fitting.supernet, BATCH)
+        for architecture in architectures:  # learners are made when they are first sampled
+            measure.step(executor, fitting, architecture, data)
+        following = itertools.cycle(architectures)
+        sides[name] = lambda fitting=fitting, following=following: measure.step(
+            executor, fitting, next(following), data
+        )
+    before = compilations()
+    seconds = measure.medians(measure.alternate(sides, 4 * NUM_KINDS))
+    compiled = compilations().since(before).programs
+    return {"step_seconds": seconds["memory"], "base_step_seconds": seconds["base"], "step_programs": compiled}
+
+
 def main(settings: Bench) -> None:
     """Write the memory once, measure every number of tasks in a process of its own; `many_tasks.json` and a figure."""
     numbers, found = (1, 10) if settings.quick else TASKS, []
@@ -296,6 +325,12 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             note="tables, draws, supernet, search and fine-tuning: a moment's work of each; merging all experts",
         ),
         Row(
+            f"a supernet step, T = {many} over the backbone's experts alone",
+            {"backbone": last["base_step_seconds"], f"T = {many}": last["step_seconds"]},
+            last["step_seconds"] / last["base_step_seconds"], GOAL_STEP, "at most",
+            note="seconds on the clock, in turns; one network runs, whatever the pool contains",
+        ),
+        Row(
             f"naming the task of 1,000 images in l1, T = {some} to {many}", sides("route_l1", middle),
             per_task("route_l1"), GOAL_LINEAR, "at most",
             note=f"exact; {last['index_megabytes']:.3g} MB of centroids; in l2 {last['route_l2_cpu_seconds']:.3g} s",
@@ -322,9 +357,9 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             note=f"{first['programs']} at T = {few}, and one for every doubling",
         ),
         Row(
-            "programs compiled while answering", {},
-            float(max(entry[f"{name}_programs"] for entry in found for name in ("limited", "free"))), 0.0, "at most",
-            "programs", note="networks that were dropped and come back included",
+            "programs compiled while answering and in steps", {},
+            float(max(entry[f"{name}_programs"] for entry in found for name in ("limited", "free", "step"))), 0.0,
+            "at most", "programs", note="networks that were dropped and come back included",
         ),
         Row(
             f"bytes on disk per byte that tasks added, {many} tasks", {}, written / added, GOAL_BYTES, "at most",

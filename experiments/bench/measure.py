@@ -5,9 +5,7 @@ Call `alternate`, `medians` and `ratio` to time, `in_child` for what needs a pro
 
 import dataclasses
 import datetime
-import importlib
 import importlib.metadata
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -26,7 +24,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from cheem_jax.backbone.config import CONFIGS, ViTConfig, at_image_size
-from cheem_jax.backbone.flops import pair_flops
+from cheem_jax.backbone.flops import embed_flops, executed_halves, pair_flops
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
 from cheem_jax.cheem.supernet import OpSettings, Supernet
@@ -36,7 +34,7 @@ from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.images import Images
-from cheem_jax.core.pool import dense_experts
+from cheem_jax.core.pool import Pool, dense_experts
 from cheem_jax.engine.executor import Executor, Network, Step
 from cheem_jax.engine.feed import Budget, Feed, HostImages, keep_tokens
 from cheem_jax.engine.stages import Stages
@@ -127,14 +125,6 @@ def in_child(function: Callable[..., Any], *arguments: Any, environment: Mapping
 def compile_everything() -> None:
     """Leave out the persistent compilation cache, so that compiling is counted at its full cost."""
     jax.config.update("jax_enable_compilation_cache", False)
-
-
-def has_torch(part: str) -> bool:
-    """Whether the sides in PyTorch can run; says so where they cannot."""
-    found = all(importlib.util.find_spec(name) for name in ("torch", "timm"))
-    if not found:
-        say(f"{part}: torch and timm are not installed, so PyTorch's sides are left out")
-    return found
 
 
 def difference(found: Any, wanted: np.ndarray) -> float:
@@ -238,9 +228,9 @@ def step(executor: Executor, fitting: SupernetFit, architecture: Architecture, d
     return float(loss)
 
 
-def new_task(executor: Executor, num_classes: int, rank: int) -> SupernetFit:
-    """A fresh supernet over the backbone's own experts."""
-    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), num_classes, OpSettings(rank=rank))
+def new_task(pool: Pool, num_classes: int, rank: int) -> SupernetFit:
+    """A fresh supernet over the experts of a pool."""
+    supernet = Supernet(jax.random.key(1), dense_experts(pool), num_classes, OpSettings(rank=rank))
     return SupernetFit(supernet, supernet.init())
 
 
@@ -287,16 +277,10 @@ class BlockFlops(NamedTuple):
 
 def block_flops(config: ViTConfig, block: int) -> BlockFlops:
     """Counted from shapes, two per multiply-add."""
-    tokens, width, wide = config.num_tokens, config.width, config.mlp_width
-    outputs = 1 if block == config.depth - 1 else tokens
-    attention = 2 * 2 * outputs * tokens * width
-    linear = 2 * (2 * tokens + 2 * outputs) * width * width
-    return BlockFlops(linear + attention, 2 * outputs * width * wide, 2 * outputs * wide * width, attention)
-
-
-def embed_flops(config: ViTConfig) -> int:
-    """Patch embedding."""
-    return 2 * config.num_patches * 3 * config.patch_size**2 * config.width
+    last = block == config.depth - 1
+    enter, branch = executed_halves(config, last=last)
+    outputs = 1 if last else config.num_tokens
+    return BlockFlops(enter, branch // 2, branch // 2, 2 * 2 * outputs * config.num_tokens * config.width)
 
 
 def tree_flops(config: ViTConfig, networks: Sequence[Network], *, from_images: bool = False) -> int:

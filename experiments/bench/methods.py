@@ -2,8 +2,7 @@
 
     python -m experiments.bench.methods
 
-Both sides have the same weights and images, and must agree on losses and gradients before anything is timed. Without
-torch and timm only our side is measured.
+Both sides have the same weights and images, and must agree on losses and gradients before anything is timed.
 """
 
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures, Networks
 from experiments.bench import measure, steps
 from experiments.bench.measure import Bench, Row, alternate, difference, medians, ratio
+from experiments.bench.peer import L2pPeer
 
 OURS, CACHED, PLAIN, EAGER = "ours", "PyTorch, cached queries", "PyTorch, queries in every step", "PyTorch eager"
 GOALS = {PLAIN: 1.0, EAGER: 1.0}
@@ -37,10 +37,9 @@ def main(settings: Bench) -> None:
     batch, num_steps, repeats = (4, 2, 1) if settings.quick else (32, 3, 5)
     executor = steps.make_executor(pretrained, "float32")
     images, labels = steps.data(batch * num_steps, pretrained.config)
-    has_peer = measure.has_torch("methods")
     rows, samples, checks = [], {}, {}
     for what, sides_of in (("L2P", l2p), ("LoRA-CL", lora_cl)):
-        sides, found = sides_of(pretrained, executor, images, labels, batch, has_peer)
+        sides, found = sides_of(pretrained, executor, images, labels, batch)
         checks |= {f"{what} {name}": value for name, value in found.items()}
         name = f"{what}, {num_steps} steps of {batch} images at {pretrained.config.image_size} pixels, float32"
         samples[name] = times = alternate(sides, repeats)
@@ -49,8 +48,6 @@ def main(settings: Bench) -> None:
             if other in seconds:
                 goal = GOALS.get(other)
                 rows.append(Row(f"{name}, against {other}", seconds, ratio(seconds, other, OURS), goal))
-        if not has_peer:
-            rows.append(Row(name, seconds))
     measure.save(
         settings.out, "methods", rows, quick=settings.quick, checks=checks, samples=samples, weights=pretrained.source
     )
@@ -60,7 +57,7 @@ Sides = dict[str, Callable[[], object]]
 
 
 def l2p(
-    pretrained: Pretrained, executor: Stages, images: np.ndarray, labels: np.ndarray, batch: int, has_peer: bool
+    pretrained: Pretrained, executor: Stages, images: np.ndarray, labels: np.ndarray, batch: int
 ) -> tuple[Sides, dict[str, float]]:
     """One pass over the images with prompts at the first block; the optimiser included."""
     config = L2pConfig(fit=FitConfig(epochs=1), batch_size=batch)
@@ -80,11 +77,6 @@ def l2p(
             order_key=jax.random.key(3), noise_key=jax.random.key(4), advance=measure.ignore_advance,
         )  # fmt: skip
         jax.block_until_ready(fitting.learned)
-
-    sides: Sides = {OURS: ours}
-    if not has_peer:
-        return sides, {}
-    from experiments.bench.peer import L2pPeer
 
     pool, keys = np.array(prompts["pool"][0]), np.array(prompts["keys"][0])
     peer = L2pPeer(pretrained, config, pool, keys, weight[:, :NUM_CLASSES])
@@ -108,17 +100,15 @@ def l2p(
             part = slice(start, start + batch)
             peer.step(images[part], labels[part], cached[number] if with_queries else None)
 
-    sides[CACHED] = lambda: theirs(True)
-    sides[PLAIN] = lambda: theirs(False)
-    return sides, checks
+    return {OURS: ours, CACHED: lambda: theirs(True), PLAIN: lambda: theirs(False)}, checks
 
 
 def lora_cl(
-    pretrained: Pretrained, executor: Stages, images: np.ndarray, labels: np.ndarray, batch: int, has_peer: bool
+    pretrained: Pretrained, executor: Stages, images: np.ndarray, labels: np.ndarray, batch: int
 ) -> tuple[Sides, dict[str, float]]:
     """One pass over the images with a pair in every block; the optimiser included."""
     architecture = (Choice("adapt", 0),) * executor.num_blocks
-    fitting = measure.new_task(executor, NUM_CLASSES, RANK)
+    fitting = measure.new_task(executor.base_pool, NUM_CLASSES, RANK)
     supernet = fitting.supernet
     prepare(executor, supernet, batch)
     codes = encode(architecture, supernet.sizes)
@@ -133,18 +123,14 @@ def lora_cl(
         )  # fmt: skip
         jax.block_until_ready(fitting.state)
 
-    sides: Sides = {OURS: ours}
-    if not has_peer:
-        return sides, {}
     peer = steps.make_peer(pretrained, rank=RANK)
 
     def theirs() -> None:
         for start in range(0, len(images), batch):
             peer.step(architecture, images[start : start + batch], labels[start : start + batch], NUM_CLASSES)
 
-    sides[EAGER] = theirs
     # losses and gradients of such steps are compared by the part `steps`, architecture by architecture
-    return sides, {}
+    return {OURS: ours, EAGER: theirs}, {}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """All benchmarks of a machine without an accelerator, each in a process of its own.
 
-python experiments/bench/run.py [--only steps,growth] [--out docs/benchmarks] [--quick]
+python experiments/bench/run.py [--only steps,data] [--out docs/benchmarks] [--quick]
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from pathlib import Path
 from cheem_jax.cli.main import parse, run_command
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("steps", "methods", "sharing", "growth", "many_tasks", "footprint", "demo_compile", "data", "collectives")
+PARTS = ("steps", "methods", "sharing", "many_tasks", "footprint", "demo_compile", "data", "collectives")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,9 @@ import numpy as np
 from cheem_jax.backbone.params import build
 from cheem_jax.cheem.evolution import SearchConfig, search
 from cheem_jax.cheem.hee import uniform_table
-from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
+from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import (
     FitConfig,
-    SupernetFit,
     architecture_flops,
     dense_network,
     fit,
@@ -34,7 +33,7 @@ from cheem_jax.cheem.training import (
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Head, pool_sizes
+from cheem_jax.core.pool import Head, Memory, pool_sizes
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
@@ -45,8 +44,8 @@ from cheem_jax.engine.passes import count_right, token_means
 from cheem_jax.engine.whole import Whole
 from cheem_jax.run.method import base_network
 from experiments.bench import measure
-from experiments.bench.growth import Grown, drawn_memory, drawn_table
 from experiments.bench.measure import Bench, Row, kept, medians, separate_flops, step_flops, tree_flops
+from experiments.bench.memories import networks_of, sampled_memory, sampled_table
 
 RANK, NUM_CLASSES = 16, 20
 SHARED, APART = "shared", "apart"
@@ -96,8 +95,8 @@ def searches(
     sizes = {"num_train": 64 if quick else 256, "num_val": batch_size, "num_test": 26}
     task = demo_stream(image_size=vit.config.image_size, **sizes).tasks[0]
     config = SearchConfig(population=6, generations=2, num_parents=2) if quick else SearchConfig()
-    grown = drawn_memory(executor, 2, rank=RANK)
-    (supernet, state), generations = real_search(executor, grown, task, batch_size, config)
+    memory = sampled_memory(executor, 2)
+    (supernet, state), generations = real_search(executor, memory, task, batch_size, config)
     merged: dict = {}
     networks = [[dense_network(supernet, state, genome, merged) for genome in genomes] for genomes in generations]
     feed = kept(executor, task.val.images, batch_size=batch_size)
@@ -139,17 +138,16 @@ def searches(
 
 
 def real_search(
-    executor: Executor, grown: Grown, task: Task, batch_size: int, config: SearchConfig
+    executor: Executor, memory: Memory, task: Task, batch_size: int, config: SearchConfig
 ) -> tuple[tuple[Supernet, SupernetState], list[np.ndarray]]:
     """A supernet trained for two epochs, and the genomes of every generation of a search in it."""
     rng, num = np.random.default_rng(2), len(task.train.labels)
-    sizes = pool_sizes(grown.memory.pool)
-    exploit, uniform = drawn_table(rng, grown.earlier, sizes), uniform_table(sizes)
-    settings = OpSettings(rank=RANK)
-    supernet = Supernet(jax.random.key(1), grown.experts, len(task.classes), settings)
+    exploit, uniform = sampled_table(rng, memory), uniform_table(pool_sizes(memory.pool))
+    fitting = measure.new_task(memory.pool, len(task.classes), RANK)
+    supernet = fitting.supernet
     order, mode, draw, key = jax.random.split(jax.random.key(3), 4)
     state = fit(
-        executor, SupernetFit(supernet, supernet.init()), kept(executor, task.train.images, batch_size=32),
+        executor, fitting, kept(executor, task.train.images, batch_size=32),
         task.train.labels,
         draws=supernet_draws(mode, draw, exploit=exploit, uniform=uniform, epsilon=0.3),
         config=FitConfig(epochs=2, learning_rate=2e-3),
@@ -206,7 +204,7 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
     feed = kept(executor, measure.random_images(num, vit.config), batch_size=num)
     same = min(NUM_SAME, executor.num_blocks - 1)
     planted = [base_network(executor), *leaving_networks(executor, 9, same)]
-    drawn = drawn_memory(executor, 9, rank=RANK).networks
+    drawn = networks_of(sampled_memory(executor, 9))
     rows = []
     for what, networks in ((f"all Reuse of the base in blocks 1-{same}", planted), ("drawn and consolidated", drawn)):
 
@@ -253,7 +251,7 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
         Choice("adapt" if block == same else "reuse", 0) for block in range(executor.num_blocks)
     )
     images, labels = measure.random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
-    fitting = {side: measure.new_task(executor, NUM_CLASSES, RANK) for side in (SHARED, APART)}
+    fitting = {side: measure.new_task(executor.base_pool, NUM_CLASSES, RANK) for side in (SHARED, APART)}
     supernet = fitting[SHARED].supernet
     prepare(executor, supernet, num)
     prefix = frozen_prefix(supernet, architecture)
@@ -291,7 +289,7 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
     num = 8 if image_size <= 32 else 64
     images = measure.random_images(num, config)
     same = min(NUM_SAME, executor.num_blocks - 1)
-    planted, drawn = leaving_networks(executor, 3, same), drawn_memory(executor, 9, rank=RANK).networks[1:]
+    planted, drawn = leaving_networks(executor, 3, same), networks_of(sampled_memory(executor, 9))[1:]
     rows = []
     for what, networks in ((f"3 tasks that leave the base at block {same + 1}", planted), ("9 drawn tasks", drawn)):
         rng = np.random.default_rng(6)
