@@ -26,13 +26,10 @@ import jax
 import numpy as np
 from bench import measure
 from charts import check_folder, names_in
-from flax import nnx
 
-from cheem_jax.backbone.config import BUNDLED, ViTConfig, at_image_size, config_of
+from cheem_jax.backbone.config import ViTConfig, at_image_size, config_of
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
-from cheem_jax.backbone.vit import ViT
-from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.cheem.hee import sample, uniform_table
 from cheem_jax.cheem.supernet import OpSettings
 from cheem_jax.cheem.training import step_of, train_steps
@@ -108,7 +105,8 @@ class Subject:
     def __init__(self, case: Case, name: Any):
         engine = EngineConfig(name, programs=max(EngineConfig.programs, len(case.codes)))
         engine = dataclasses.replace(engine, steps_per_call=case.steps_per_call)
-        self.executor = make_executor(vit_of(case.config), "mlp_down", engine, batch_size=case.batch_size)
+        vit = build(case.config, measure.backbone(case.config.name, case.config.image_size).params)
+        self.executor = make_executor(vit, "mlp_down", engine, batch_size=case.batch_size)
         self.architectures, self.batch_size = case.architectures, case.batch_size
         self.fitting = measure.new_task(self.executor.base_pool, NUM_CLASSES, case.rank)
         images = measure.random_images(case.batch_size, case.config)
@@ -216,13 +214,6 @@ def peak_bytes() -> int:
     if "peak_bytes_in_use" in counted:
         return counted["peak_bytes_in_use"]
     return measure.process_memory("VmHWM")
-
-
-def vit_of(config: ViTConfig) -> ViT:
-    """Bundled weights where there are some, else random ones."""
-    if config.name in BUNDLED:
-        return build(config, load_pretrained(config.name, image_size=config.image_size).params)
-    return ViT(config, nnx.Rngs(0))
 
 
 _HEADER = (

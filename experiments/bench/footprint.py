@@ -45,10 +45,7 @@ def main(settings: Bench) -> None:
     """Repeat each of the three; write `footprint.json`."""
     num, rounds = (200, 12) if settings.quick else (ARCHITECTURES, ROUNDS)
     with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
-        # before anything is compiled: JAX looks only once whether there is a cache
-        jax.config.update("jax_enable_compilation_cache", True)
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder) / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        measure.keep_compiled(Path(folder))
         vit, rng = build(CONFIG, init_params(CONFIG, jax.random.key(0))), np.random.default_rng(0)
         memory = sampled_memory(Stages(vit, "mlp_down"), 2, rank=2)
         whole, fitting = Whole(vit, "mlp_down", programs=CAPACITY), measure.new_task(memory.pool, NUM_CLASSES, 2)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from cheem_jax.backbone.config import CONFIGS, ViTConfig, at_image_size
+from cheem_jax.backbone.config import ViTConfig, at_image_size, config_of
 from cheem_jax.backbone.flops import embed_flops, executed_halves, pair_flops
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
@@ -122,6 +122,13 @@ def in_child(function: Callable[..., Any], *arguments: Any, environment: Mapping
         os.environ.update(before)
 
 
+def keep_compiled(folder: Path) -> None:
+    """Read compiled functions from a folder and write them there; before anything is compiled, as JAX looks once."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
 def compile_everything() -> None:
     """Leave out the persistent compilation cache, so that compiling is counted at its full cost."""
     jax.config.update("jax_enable_compilation_cache", False)
@@ -146,11 +153,6 @@ def process_memory(field: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
     return 1024 * int(kilobytes)
 
 
-def bytes_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
 def machine() -> dict[str, Any]:
     """Where and with what was measured."""
     device = jax.devices()[0]
@@ -165,19 +167,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save(out: Path, part: str, rows: Sequence[Row], *, quick: bool = False, **more: Any) -> Path:
-    """Write what a part found as one file, whole or not at all; those of an accelerator end in `-gpu`."""
-    name = part if jax.default_backend() == "cpu" or part.startswith("gpu-") else f"{part}-gpu"
-    out.mkdir(parents=True, exist_ok=True)
-    lines = [{**dataclasses.asdict(row), "met": row.met} for row in rows]
-    found = {"part": part, "quick": quick, "machine": machine(), "rows": lines, **more}
-    write_atomically(out / f"{name}.json", json.dumps(to_json(found), indent=1) + "\n")
-    tell(rows)
-    return out / f"{name}.json"
-
-
-def tell(rows: Sequence[Row]) -> None:
-    """Print a line per row."""
+def save(out: Path | None, part: str, rows: Sequence[Row], *, quick: bool = False, **more: Any) -> None:
+    """Print a line per row and write what a part found as one file; those of an accelerator end in `-gpu`."""
     for row in rows:
         told = [f"{name} {value:.4g} s" for name, value in row.seconds.items()]
         if row.reached is not None:
@@ -185,6 +176,13 @@ def tell(rows: Sequence[Row]) -> None:
         if row.met is not None:
             told.append(f"goal: {row.sense} {row.goal:.3g}: {'yes' if row.met else 'no'}")
         print(f"{row.what}: {', '.join(told) or 'not measured'}", flush=True)
+    if out is None:
+        return
+    name = part if jax.default_backend() == "cpu" else f"{part}-gpu"
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [{**dataclasses.asdict(row), "met": row.met} for row in rows]
+    found = {"part": part, "quick": quick, "machine": machine(), "rows": lines, **more}
+    write_atomically(out / f"{name}.json", json.dumps(to_json(found), indent=1) + "\n")
 
 
 def command(main: Callable[[Any], None], settings: Any) -> None:
@@ -206,7 +204,7 @@ def backbone(name: str, image_size: int | None = None) -> Pretrained:
     file = file.with_name(f"{file.name}.safetensors")
     if file.is_file():
         return load_pretrained(name, weights=file, image_size=image_size)
-    config = CONFIGS[name] if image_size is None else at_image_size(CONFIGS[name], image_size)
+    config = config_of(name) if image_size is None else at_image_size(config_of(name), image_size)
     return Pretrained(config, init_params(config, jax.random.key(0)), "random", "")
 
 

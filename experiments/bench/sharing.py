@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.backbone.params import build
 from cheem_jax.cheem.evolution import SearchConfig, search
 from cheem_jax.cheem.hee import uniform_table
 from cheem_jax.cheem.supernet import Supernet, SupernetState
@@ -41,7 +40,6 @@ from cheem_jax.engine.executor import Dense, Executor, Network
 from cheem_jax.engine.feed import Feed, HostImages
 from cheem_jax.engine.inference import Inference, TaskNetwork, bucket_sizes, pieces
 from cheem_jax.engine.passes import count_right, token_means
-from cheem_jax.engine.whole import Whole
 from cheem_jax.run.method import base_network
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, kept, medians, separate_flops, step_flops, tree_flops
@@ -49,7 +47,7 @@ from experiments.bench.memories import networks_of, sampled_memory, sampled_tabl
 
 RANK, NUM_CLASSES = 16, 20
 SHARED, APART = "shared", "apart"
-LAST, WHOLE_SEARCH, AGAINST_WHOLE, SIMILARITY, FINETUNE, INFERENCE = 1.2, 1.3, 3.0, 1.5, 1.35, 1.25
+LAST, WHOLE_SEARCH, SIMILARITY, FINETUNE, INFERENCE = 1.2, 1.3, 1.5, 1.35, 1.25
 """Goals: how many times as fast as without sharing."""
 NUM_SAME = 6
 """Blocks that the networks of the planted cases have in common with the base."""
@@ -101,19 +99,19 @@ def searches(
     networks = [[dense_network(supernet, state, genome, merged) for genome in genomes] for genomes in generations]
     feed = kept(executor, task.val.images, batch_size=batch_size)
 
-    def score(one: Executor, found: Sequence[Network]) -> np.ndarray:
+    def score(found: Sequence[Network]) -> np.ndarray:
         return count_right(
-            one, found, state.head.params, feed, task.val.labels,
+            executor, found, state.head.params, feed, task.val.labels,
             num_classes=supernet.num_classes, batch_size=batch_size, advance=measure.ignore_advance,
         )  # fmt: skip
 
     def apart(found: Sequence[Network]) -> np.ndarray:
-        return np.concatenate([score(executor, [network]) for network in found])
+        return np.concatenate([score([network]) for network in found])
 
-    last = medians(compare(lambda: score(executor, networks[-1]), lambda: apart(networks[-1]), repeats))
+    last = medians(compare(lambda: score(networks[-1]), lambda: apart(networks[-1]), repeats))
     # each call scores the next generation, so the sum over as many calls as generations is a whole search
     turns = [itertools.cycle(networks) for _ in range(2)]
-    times = compare(lambda: score(executor, next(turns[0])), lambda: apart(next(turns[1])), len(networks))
+    times = compare(lambda: score(next(turns[0])), lambda: apart(next(turns[1])), len(networks))
     total = {name: sum(found) for name, found in times.items()}
     counted = [(separate_flops(vit.config, found), tree_flops(vit.config, found)) for found in networks]
     num = sum(map(len, networks))
@@ -123,18 +121,8 @@ def searches(
         shared_row(f"last generation of a search, {len(networks[-1])} networks, {name}", last, counted[-1], LAST, note),
         shared_row(f"whole search, {num} networks, {name}", total, everything, WHOLE_SEARCH, note),
     ]
-    flat = [network for found in networks for network in found]
-    whole, seconds = whole_search(vit, executor, flat, score, 3 if quick else 12)
-    rows.append(
-        Row(
-            f"whole search, {num} networks, {name}, one program per signature",
-            {SHARED: total[SHARED], "whole": seconds}, seconds / total[SHARED], AGAINST_WHOLE,
-            note=f"extrapolated from {whole['sampled']} of {whole['signatures']} signatures: "
-            f"{whole['compile_seconds']:.2f} s to compile one, {1e3 * whole['call_seconds']:.1f} ms to call it",
-        )
-    )  # fmt: skip
     genomes = [[" ".join(map(str, genome)) for genome in found.tolist()] for found in generations]
-    return rows, {"genomes": genomes, "whole": whole, "samples": times}
+    return rows, {"genomes": genomes, "samples": times}
 
 
 def real_search(
@@ -167,30 +155,6 @@ def real_search(
     num_images = len(task.val.labels)
     search(key, scored, cost, exploit=exploit, uniform=uniform, num_images=num_images, config=config)
     return (supernet, state), generations
-
-
-def whole_search(
-    vit, stages: Executor, networks: Sequence[Network], score: Callable[[Executor, Sequence[Network]], np.ndarray],
-    num: int,
-) -> tuple[dict[str, Any], float]:  # fmt: skip
-    """What the executor `whole` would take for all of a search, from some of its signatures (skip patterns)."""
-    executor = Whole(build(vit.config, vit.params), "mlp_down", programs=num)
-    by_signature = {tuple(step.expert is None for step in network): network for network in networks}
-    sampled = list(by_signature.values())[:: max(1, len(by_signature) // num)][:num]
-    found = score(executor, sampled)
-    compiled = executor.programs.compile_seconds / executor.programs.misses
-    start = time.perf_counter()
-    again = score(executor, sampled)
-    call = (time.perf_counter() - start) / len(sampled)
-    # another program rounds in another order: an answer may change
-    difference = int(np.abs(found - score(stages, sampled)).sum())
-    if not np.array_equal(found, again):
-        raise ValueError("the executor `whole` counts other right answers when called again")
-    details = {
-        "sampled": len(sampled), "signatures": len(by_signature), "compile_seconds": compiled, "call_seconds": call,
-        "answers_that_differ": difference, "extrapolated": True,
-    }  # fmt: skip
-    return details, compiled * len(by_signature) + call * len(networks)
 
 
 # ---- similarity

@@ -256,9 +256,9 @@ def make_executor(pretrained: Pretrained, precision: Precision) -> Stages:
     return measure.stages(dataclasses.replace(pretrained, config=config))
 
 
-def make_peer(pretrained: Pretrained, *, rank: int = RANK, **options: Any) -> CheemPeer:
+def make_peer(pretrained: Pretrained, **options: Any) -> CheemPeer:
     """PyTorch with the same weights."""
-    return CheemPeer(pretrained, rank=rank, num_outputs=next_power_of_two(NUM_CLASSES), **options)
+    return CheemPeer(pretrained, rank=RANK, num_outputs=next_power_of_two(NUM_CLASSES), **options)
 
 
 if __name__ == "__main__":

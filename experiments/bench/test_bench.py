@@ -11,7 +11,7 @@ from cheem_jax.backbone.flops import embed_flops, executed_backbone_flops, pair_
 from cheem_jax.core.architecture import Choice
 from cheem_jax.core.ops import Expert
 from cheem_jax.engine.executor import Dense
-from experiments.bench import data, measure, run, tables
+from experiments.bench import data, measure, run
 
 CONFIG = CONFIGS["vit_micro"]
 EXPERT = Expert(np.zeros((384, 96), np.float32), np.zeros(96, np.float32))
@@ -94,7 +94,7 @@ def test_tables_show_a_missed_goal_and_what_was_not_run(tmp_path):
         measure.Row("without torch", {"ours": 0.2}, None, 2.0),
     ]
     measure.save(folder, "steps", rows)
-    tables.main(measure.Bench(folder))
+    run.main(run.All("tables", folder))
     lines = (folder / "tables.txt").read_text().splitlines()
     cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in lines if line.startswith("| ")}
     assert cells["a step"][1:6] == ["ours: 200 ms<br>PyTorch: 300 ms", "1.50 ×", "–", "at least 2", "**no**"]
