@@ -1,0 +1,420 @@
+"""Runs of a study as jobs: processes of this machine, or jobs of a cluster's own scheduler (SLURM), through submitit.
+
+A job is one run and does what `python experiments/mtil.py` does with the run's arguments. Scripts, logs and the ids of
+SLURM's jobs are kept in `RUN_DIR/jobs`. The same command again submits what is neither finished nor worked on.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from time import sleep
+from types import ModuleType
+from typing import Annotated, Any, Literal, NamedTuple
+
+import filelock
+import tyro
+
+from cheem_jax.cli.main import run_command
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.interruption import stop_requests
+from cheem_jax.report.status import Owner, read_object, read_owner
+from cheem_jax.report.table import NONE, Grid
+from cheem_jax.run.progress import Progress
+
+State = Literal["finished", "running", "queued", "elsewhere", "failed"]
+SECONDS_TO_BE_TAKEN_BACK = 600
+"""SLURM queues a preempted job again only if it finds it still there."""
+SECONDS_BETWEEN_LOOKS = {"local": 0.5, "slurm": 15.0}
+"""At jobs that are waited for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LauncherConfig:
+    """Where the runs of a study work."""
+
+    kind: Annotated[Literal["none", "local", "slurm"], tyro.conf.arg(name="launcher", prefix_name=False)] = "none"
+    """none: in this process, one after another; local: each in a separate process; slurm: each as a job of SLURM
+    (both: extra `cluster`)."""
+    jobs: int | None = None
+    """Runs at work at a time; default: local 1, slurm all."""
+    gpus: int | None = None
+    """GPUs of a run on each of its nodes; local: runs at work share none; default: local what there is, slurm none."""
+    wait: bool = False
+    """slurm: stay until all jobs have ended, as local always does."""
+    minutes: int = 1440
+    """slurm: time limit of a job, which then stops, queues again and continues."""
+    requeues: int = 10
+    """slurm: how often it may do so."""
+    nodes: int = 1
+    """slurm: nodes of one run, with one process on each."""
+    cpus: int | None = None
+    """slurm: CPU cores of a run on each node; default, here and below: the cluster's."""
+    memory_gb: int | None = None
+    """slurm: main memory of a run on each node."""
+    partition: str | None = None
+    """slurm: where jobs queue."""
+    account: str | None = None
+    """slurm: who is charged."""
+    qos: str | None = None
+    """slurm: quality of service."""
+    parameters: tuple[str, ...] = ()
+    """slurm: further options of sbatch, each KEY=VALUE, or KEY where it takes no value."""
+    setup: tuple[str, ...] = ()
+    """slurm: lines of shell before the run, such as 'module load cuda'."""
+
+
+class Run(NamedTuple):
+    """A run of a study: its name, its folder, and what `mtil.py` is told."""
+
+    name: str
+    directory: Path
+    arguments: list[str]
+
+
+class Sweep(NamedTuple):
+    """Runs to be finished; `after_each` is called when some more are."""
+
+    launcher: LauncherConfig
+    logs: Path
+    runs: Sequence[Run]
+    progress: Progress
+    after_each: Callable[[], object]
+
+
+class Job:
+    """What submitit does in a job: one run, or the rest of it."""
+
+    def __init__(self, arguments: list[str]):
+        self.arguments = arguments
+
+    def __call__(self) -> None:
+        """Ends as `mtil.py` does; asked by submitit's signal, it stops after the running step and queues again."""
+        queue_again, asked = signal.getsignal(signal.SIGUSR2), False
+
+        def ask(number: int, frame: object) -> None:
+            nonlocal asked
+            asked = True
+            signal.raise_signal(signal.SIGTERM)
+
+        def end(number: int, frame: object) -> None:  # until learning, which has a handler of its own
+            raise SystemExit(128 + number)
+
+        signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGUSR2, ask)
+        try:
+            import mtil  # takes seconds, in which signals count already
+
+            settings = mtil.read_arguments(self.arguments)
+            run_command(mtil.main, settings, settings.run_dir)
+        except SystemExit as stop:
+            if stop.code != 128 + signal.SIGTERM:
+                raise
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR2, queue_again)
+            if asked:
+                signal.raise_signal(signal.SIGUSR2)  # ends the process, but for those of a run's further nodes
+                return
+            if os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+                sleep(SECONDS_TO_BE_TAKEN_BACK)
+            raise
+
+    def checkpoint(self) -> Any:
+        """The same again: the run goes on from what it has kept."""
+        return load_submitit().helpers.DelayedSubmission(self)
+
+
+def results_of(directory: Path) -> dict[str, Any] | None:
+    """What a finished run measured; None while tasks are missing."""
+    results, tasks = read_object(directory / "results.json"), read_object(directory / "config.json").get("tasks")
+    return results if tasks and len(results.get("tasks", ())) == len(tasks) else None
+
+
+def watch(sweep: Sweep, look: Callable[[], dict[str, State]]) -> dict[str, State]:
+    """Looks again and again until nothing works or waits; says what has changed."""
+    said = collections.Counter[str]()
+    while True:
+        states = look()
+        counts = collections.Counter[str](states.values())
+        if counts != said:
+            sweep.progress.say(f"{len(states)} runs: {', '.join(f'{num} {state}' for state, num in counts.items())}")
+            if counts["finished"] > said["finished"]:
+                sweep.after_each()
+            said = counts
+        if not counts["running"] + counts["queued"]:
+            return states
+        sleep(SECONDS_BETWEEN_LOOKS[sweep.launcher.kind])
+
+
+def last_error(logs: Path, job: str) -> str:
+    """The last line of a job's log of errors, and where it is."""
+    file = logs / f"{job}_0_log.err"
+    lines = file.read_text(errors="replace").split("\n")[-20:] if file.exists() else []
+    lines = [line.strip() for line in lines if line.strip() and not line.startswith("INFO:")]
+    told = [line for line in lines if line.startswith("error:")] or lines
+    return f"{told[-1] if told else 'it was ended without a word'} ({file})"
+
+
+@contextlib.contextmanager
+def alone(logs: Path) -> Iterator[None]:
+    """Two commands at once would start a run twice."""
+    try:
+        held = filelock.FileLock(logs / ".lock", fallback_to_soft=False).acquire(timeout=0)
+    except filelock.Timeout:
+        raise ValueError(f"another command starts jobs in {str(logs.parent)!r}; wait for it") from None
+    with held:
+        yield
+
+
+def python_command(*environment: str) -> str:
+    """This Python, as a command that finds the experiments."""
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return shlex.join(["env", *environment, f"PYTHONPATH={os.pathsep.join(paths)}", sys.executable])
+
+
+def load_submitit() -> ModuleType:
+    try:
+        import submitit
+    except ImportError as error:
+        raise ValueError(f"jobs need submitit ({error}); pip install 'cheem_jax[cluster]'") from error
+    return submitit
+
+
+def check(launcher: LauncherConfig) -> None:
+    """Raises ValueError for values that mean nothing."""
+    used = {"none": {"kind"}, "local": {"kind", "jobs", "gpus"}}.get(launcher.kind)
+    for field in dataclasses.fields(LauncherConfig):
+        option, value = f"--launcher.{field.name.replace('_', '-')}", getattr(launcher, field.name)
+        if used is not None and field.name not in used and value != field.default:
+            raise ValueError(f"{option} is given, and --launcher {launcher.kind} has no use for it; leave it out")
+        if type(value) is int and value < 1:
+            raise ValueError(f"{option} is {value}; expected at least 1")
+
+
+def host_arguments(launcher: LauncherConfig) -> list[str]:
+    """What every process of a run is told beside the run's settings, so that it uses all that its job was given."""
+    if launcher.nodes > 1:
+        return ["--hosts.coordinator", "auto", "--devices", "all"]
+    return ["--devices", "all"] if (launcher.gpus or 1) > 1 else []
+
+
+def finish(sweep: Sweep) -> None:
+    """Returns when all runs are finished.
+
+    SystemExit ends the process before: status 0 where runs are left to SLURM or to other processes, 1 where some
+    failed. ValueError where there is no SLURM, or it refuses the jobs.
+    """
+    launcher, logs = sweep.launcher, sweep.logs
+    if all(results_of(run.directory) for run in sweep.runs):
+        return
+    if launcher.kind == "slurm" and shutil.which("sbatch") is None:
+        raise ValueError("--launcher slurm needs SLURM's sbatch, which is not on this machine; try --launcher local")
+    load_submitit()
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{logs}, for the logs of jobs, cannot be made ({error}); choose another --run-dir") from error
+    states = work_here(sweep) if launcher.kind == "local" else on_slurm(sweep)
+    if failed := [name for name, state in states.items() if state == "failed"]:
+        sweep.progress.say(f"{len(failed)} of {len(states)} runs failed; the same command tries them again")
+        raise SystemExit(1)
+    if set(states.values()) != {"finished"}:
+        raise SystemExit(0)
+
+
+NO_LIMIT = 525_600
+"""Minutes of a job of this machine."""
+
+
+def work_here(sweep: Sweep) -> dict[str, State]:
+    """Every run in a process of this machine, some at a time; a request to stop waits for their running steps."""
+    submitit, say = load_submitit(), sweep.progress.say
+    devices = [devices_of(sweep.launcher, place) for place in range(sweep.launcher.jobs or 1)]
+    waiting, jobs = collections.deque(sweep.runs), dict[int, tuple[Run, Any]]()
+    states: dict[str, State] = {run.name: "queued" for run in sweep.runs}
+
+    def start(place: int, run: Run) -> None:
+        executor = submitit.LocalExecutor(sweep.logs, python=python_command(*devices[place]))
+        executor.update_parameters(timeout_min=NO_LIMIT)
+        # Ctrl-C reaches every process of a terminal, and submitit's would kill the run
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            jobs[place] = run, executor.submit(Job(run.arguments))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        states[run.name] = "running"
+
+    def look() -> dict[str, State]:
+        if stop:
+            for _, job in jobs.values():
+                os.kill(int(job.job_id), signal.SIGTERM)
+            while not all(job.done() for _, job in jobs.values()):
+                sleep(SECONDS_BETWEEN_LOOKS["local"])
+            raise stop.stopped("runs at work stopped after their running steps")
+        for place, (run, job) in list(jobs.items()):
+            if job.done():
+                del jobs[place]
+                states[run.name] = "finished" if results_of(run.directory) else "failed"
+                if states[run.name] == "failed":
+                    say(f"{run.name} failed: {last_error(sweep.logs, job.job_id)}")
+        while waiting and len(jobs) < len(devices):
+            run = waiting.popleft()
+            if results_of(run.directory):
+                states[run.name] = "finished"
+            elif owner := read_owner(run.directory):
+                states[run.name] = "elsewhere"
+                say(f"{run.name} is left to process {owner.pid} on {owner.host}")
+            else:
+                start(next(place for place in range(len(devices)) if place not in jobs), run)
+        return states
+
+    with alone(sweep.logs), stop_requests() as stop:
+        return watch(sweep, look)
+
+
+def devices_of(launcher: LauncherConfig, place: int) -> list[str]:
+    """Words of `env` that show the run at a place its GPUs; all where no number is told, which submitit would hide."""
+    name = "CUDA_VISIBLE_DEVICES"
+    told = os.environ.get(name)
+    if launcher.gpus is None:
+        return ["-u", name] if told is None else [f"{name}={told}"]
+    needed = (launcher.jobs or 1) * launcher.gpus
+    gpus = [str(number) for number in range(needed)] if told is None else told.split(",")
+    if len(gpus) < needed:
+        raise ValueError(f"--launcher.jobs and --launcher.gpus ask for {needed} GPUs; {name} is {told!r}")
+    return [f"{name}={','.join(gpus[place * launcher.gpus :][: launcher.gpus])}"]
+
+
+SUBMITTED = "submitted.json"
+"""Ids of SLURM's jobs by run."""
+SECONDS_TO_STOP = 120
+"""So long before its time is up a job is asked to stop."""
+
+
+def on_slurm(sweep: Sweep) -> dict[str, State]:
+    """Submits what nobody works on and tells how things stand; waits for all where that is asked for."""
+    logs, say = sweep.logs, sweep.progress.say
+    jobs = _submit(sweep)
+    say(f"logs: {logs}   a run: cheem watch {sweep.runs[0].directory}")
+    states: dict[str, State] = {run.name: "finished" if results_of(run.directory) else "queued" for run in sweep.runs}
+    if not sweep.launcher.wait:
+        say("the same command tells how they stand, submits again what failed, and writes the tables")
+        if "finished" in states.values():
+            sweep.after_each()
+        return states
+    missed = set[str]()
+
+    def look() -> dict[str, State]:
+        try:
+            alive = _alive(jobs.values())
+        except ValueError as error:  # as a busy scheduler answers at times
+            say(f"{error}; asking again")
+            return states
+        for run in sweep.runs:
+            job = jobs.get(run.name)
+            if results_of(run.directory):
+                states[run.name] = "finished"
+            elif job in alive:
+                states[run.name] = "running" if alive[job] in ("RUNNING", "COMPLETING") else "queued"
+                missed.discard(run.name)
+            elif _other(run, job):
+                states[run.name] = "elsewhere"
+            elif run.name not in missed:  # results may still be on their way over the network
+                missed.add(run.name)
+            elif states[run.name] != "failed":
+                states[run.name] = "failed"
+                say(f"{run.name} failed: {last_error(logs, job) if job else 'its process ended'}")
+        return states
+
+    try:
+        return watch(sweep, look)
+    except KeyboardInterrupt:
+        say(f"the jobs go on; to end them: scancel {' '.join(_arrays(jobs.values()))}")
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+def _submit(sweep: Sweep) -> dict[str, str]:
+    """Submits what is neither finished nor worked on, and prints a row per run; returns the ids of jobs by run."""
+    with alone(sweep.logs):
+        jobs: dict[str, str] = read_object(sweep.logs / SUBMITTED)
+        alive, notes, new = _alive(jobs.values()), dict[str, str](), list[Run]()
+        for run in sweep.runs:
+            job = jobs.get(run.name)
+            if results_of(run.directory):
+                notes[run.name] = "finished"
+            elif job in alive:
+                notes[run.name] = f"is {alive[job].lower()}"
+            elif owner := _other(run, job):
+                notes[run.name] = f"left to process {owner.pid} on {owner.host}"
+            else:
+                new.append(run)
+                notes[run.name] = "submitted" + (f" again after {last_error(sweep.logs, job)}" if job else "")
+        if new:
+            jobs |= _sbatch(sweep.launcher, sweep.logs, new)
+            write_atomically(sweep.logs / SUBMITTED, json.dumps(jobs, indent=1) + "\n")
+    rows = tuple((name, jobs.get(name, NONE), note) for name, note in notes.items())
+    grid = Grid(f"{len(new)} of {len(rows)} runs submitted", ("run", "job", "state"), rows, 3)
+    sweep.progress.console.print(grid.to_rich())
+    return jobs
+
+
+def _sbatch(launcher: LauncherConfig, logs: Path, runs: Sequence[Run]) -> dict[str, str]:
+    """The runs as one array of jobs; returns their ids."""
+    # jobs may be preempted by a cluster that otherwise queues none again
+    further: dict[str, Any] = {"requeue": True}
+    for parameter in launcher.parameters:
+        key, is_pair, value = parameter.partition("=")
+        further[key.removeprefix("--")] = value if is_pair else True
+    # srun takes them from sbatch no more, since SLURM 22.05
+    srun_args = None if launcher.cpus is None else [f"--cpus-per-task={launcher.cpus}"]
+    parameters = {
+        "job_name": logs.parent.name, "time": launcher.minutes, "nodes": launcher.nodes, "ntasks_per_node": 1,
+        "cpus_per_task": launcher.cpus, "gpus_per_node": launcher.gpus, "partition": launcher.partition,
+        "mem": None if launcher.memory_gb is None else f"{launcher.memory_gb}GB", "account": launcher.account,
+        "qos": launcher.qos, "array_parallelism": launcher.jobs or len(runs), "setup": list(launcher.setup),
+        "signal_delay_s": min(SECONDS_TO_STOP, 30 * launcher.minutes), "additional_parameters": further,
+        "srun_args": srun_args,
+    }  # fmt: skip
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # of what the error tells as well
+            executor = load_submitit().SlurmExecutor(logs, max_num_timeout=launcher.requeues, python=python_command())
+            executor.update_parameters(**{key: value for key, value in parameters.items() if value is not None})
+            jobs = executor.submit_array([Job(run.arguments) for run in runs])
+    except RuntimeError as error:
+        raise ValueError(f"sbatch refused the jobs: {error}") from error
+    return {run.name: job.job_id for run, job in zip(runs, jobs, strict=True)}
+
+
+def _alive(jobs: Collection[str]) -> dict[str, str]:
+    """What SLURM tells of those of the jobs that have not ended. ValueError where it does not answer."""
+    if not jobs:
+        return {}
+    command = ["squeue", "--noheader", "--array", "--format=%i|%T", f"--jobs={','.join(_arrays(jobs))}"]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    if answer.returncode and "Invalid job id" not in answer.stderr:  # what it says of one that ended long ago
+        raise ValueError(f"squeue does not tell which jobs are at work: {answer.stderr.strip()}")
+    rows = (line.strip().partition("|") for line in answer.stdout.splitlines())
+    return {job: state for job, _, state in rows}
+
+
+def _arrays(jobs: Collection[str]) -> list[str]:
+    return sorted({job.partition("_")[0] for job in jobs})
+
+
+def _other(run: Run, job: str | None) -> Owner | None:
+    """The process that works on a run of which SLURM has no job.
+
+    A killed job leaves its name there, and no other machine can be asked: what it submitted itself SLURM knows better.
+    """
+    owner = read_owner(run.directory)
+    return owner if owner and (job is None or owner.host == socket.gethostname()) else None
