@@ -12,7 +12,6 @@ import mtil
 import pytest
 import smoke
 import study
-import task_orders
 from PIL import Image
 
 from cheem_jax.baselines.lora_cl import LoraClConfig
@@ -49,7 +48,17 @@ def settings_of(*arguments: str) -> ablations.Ablations:
 
 def test_each_ablation_changes_one_thing_and_all_share_cheem_as_it_is():
     studies = ablations.studies_of(settings_of())
-    assert list(studies) == ["epsilon", "tolerance", "sampling", "placement", "ops", "weights", "base_means", "plus"]
+    assert list(studies) == [
+        "epsilon",
+        "tolerance",
+        "sampling",
+        "placement",
+        "ops",
+        "weights",
+        "base_means",
+        "plus",
+        "orders",
+    ]
     usual = PRESETS["demo"]
     for name, variants in studies.items():
         assert sum(variant.name == "cheem" for variant in variants) == 1
@@ -59,7 +68,7 @@ def test_each_ablation_changes_one_thing_and_all_share_cheem_as_it_is():
             expected = {"epsilon": {"exploration", "search"}, "tolerance": {"search"}, "ops": {"remove"}}
             expected["plus"] = {"router", "search"}
             is_usual = variant.name in ("cheem", "s_prompts", "lora_cl")
-            assert changed <= expected.get(name, {name}) and bool(changed) != is_usual, variant
+            assert changed <= expected.get(name, {name}) and bool(changed or variant.run) != is_usual, variant
     folders = [variant.name for study_of in studies.values() for variant in study_of]
     assert len(set(folders)) == len(folders) - len(studies) + 1
 
@@ -100,9 +109,9 @@ def test_mtil_runs_three_seeds_with_the_papers_settings():
     [
         (ablations, ["--only", "epsilon,tau"], "--only names 'tau'; expected some of: epsilon, tolerance"),
         (ablations, ["--epsilons", "0.5", "1.5"], "--epsilons is 0.5 1.5; expected numbers from 0 to 1"),
-        (task_orders, ["--num-orders", "1"], "--num-orders is 1; expected at least 2"),
-        (task_orders, ["--order", "paper_a"], "this study runs several"),
-        (task_orders, ["--tasks", "digits"], "orders need at least two"),
+        (ablations, ["--num-orders", "1"], "--num-orders is 1; expected at least 2"),
+        (ablations, ["--order", "paper_a"], "the study `orders` runs several"),
+        (ablations, ["--tasks", "digits"], "orders need at least two"),
         (compare, ["--methods", "chem"], "unknown method 'chem'"),
         pytest.param(
             compare, ["--methods", "cheem_lite", "--router", "alexnet", "--image-size", "64"],
@@ -147,21 +156,12 @@ def test_ablations_are_written_with_shares_of_ops_and_spreads(tmp_path):
 
 
 def test_orders_of_another_stream_are_shuffled_once_each_and_its_own_comes_first():
-    settings = task_orders.TaskOrders(tasks="a,b,c", num_orders=6)
-    orders = [variant.run["tasks"] for variant in task_orders.variants_of(settings)]
-    assert orders[0] == "a,b,c" and len(set(orders)) == 6
-    assert len(task_orders.variants_of(dataclasses.replace(settings, tasks="a,b"))) == 2
-    names = [variant.run for variant in task_orders.variants_of(task_orders.TaskOrders(stream="mtil"))]
+    settings = ablations.Ablations(tasks="a,b,c", num_orders=6, only="orders")
+    orders = [variant.run.get("tasks") for variant in ablations.studies_of(settings)["orders"]]
+    assert orders[0] is None and "a,b,c" not in orders and len(set(orders)) == 6
+    assert len(ablations.orders_of(dataclasses.replace(settings, tasks="a,b"))) == 1
+    names = [variant.run for variant in ablations.orders_of(ablations.Ablations(stream="mtil"))]
     assert names == [{"order": "paper_a"}, {"order": "paper_b"}, {"order": "paper_c"}]
-
-
-def test_orders_are_compared_task_by_task(tmp_path):
-    variants = task_orders.variants_of(task_orders.TaskOrders(tasks="shapes,letters", num_orders=2))
-    turned = results_of(accuracy=0.6, names=("letters", "shapes"))
-    grid = task_orders.write(tmp_path, variants, {"order-1": [results_of()], "order-2": [turned]})
-    assert grid.rows[0] == ("shapes", "70.0", "60.0", "10.0")
-    assert grid.rows[1] == ("letters", "80.0", "50.0", "30.0")
-    assert "- order 2: letters, shapes" in (tmp_path / "task_orders.md").read_text()
 
 
 def test_training_time_leaves_out_evaluation_and_tells_the_deviation_over_runs(tmp_path):
@@ -191,8 +191,8 @@ def test_several_seeds_are_not_begun_inside_the_run_of_one(tmp_path):
 
 
 def test_a_folder_with_other_settings_is_told_before_any_run(tmp_path):
-    settings = task_orders.TaskOrders(tasks="shapes,colours", num_orders=2, run_dir=tmp_path)
-    variants = task_orders.variants_of(settings)
+    settings = ablations.Ablations(tasks="shapes,colours", only="orders", num_orders=2, run_dir=tmp_path)
+    variants = ablations.studies_of(settings)["orders"]
     known = study.known_of(study.run_settings(settings, variants[1], 0))
     assert known["tasks"] == ["colours", "shapes"] and known["cheem"]["supernet"]["epochs"] == 12
     folder = tmp_path / "order-2" / "seed-0"

@@ -26,7 +26,6 @@ import router_study
 import search_study
 import small
 import tables
-import task_orders
 from test_commands_memory import FIRST, SECOND, TASKS, cheem, write_task
 
 import cheem_jax
@@ -135,7 +134,7 @@ def test_paths_in_settings_become_absolute_and_nothing_else_changes(here):
 MAINS = (
     ablations.Ablations, collect.Collect, compare.Compare, component_study.ComponentStudy,
     head_analysis.HeadAnalysis, planted.Planted, reproduce.Reproduce, router_study.RouterStudy,
-    search_study.SearchStudy, tables.Tables, task_orders.TaskOrders,
+    search_study.SearchStudy, tables.Tables,
 )  # fmt: skip
 
 
