@@ -47,7 +47,7 @@ faults: $(VENV)/.test ## kills, full disks, damaged files and hostile input by t
 	@$(VENV)/bin/python -m pytest -m "slow or not slow" tests/faults $(PYTEST_ARGS)
 
 scale: $(VENV)/.test ## several devices, several processes, jobs and a thousand tasks, in full; about half an hour
-	@$(VENV)/bin/python -m pytest -m "slow or not slow" tests/test_layout.py tests/test_hosts.py experiments/launchers/test_launching.py tests/test_many_tasks.py $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -m "slow or not slow" tests/test_layout.py tests/test_hosts.py experiments/test_launching.py tests/test_many_tasks.py $(PYTEST_ARGS)
 	JAX_PLATFORMS=cpu $(VENV)/bin/python experiments/bench/run.py --only collectives,many_tasks $(BENCH_ARGS)
 
 test-convert: $(VENV_CONVERT)/.convert ## parity with timm, in an environment with torch
@@ -74,9 +74,9 @@ docs: $(VENV_DOCS)/.docs ## the documentation site, in site/; warnings are error
 bench: $(VENV_CONVERT)/.convert ## the benchmarks of docs/benchmarks.md on this CPU, PyTorch beside it; about half an hour
 	@JAX_PLATFORMS=cpu $(VENV_CONVERT)/bin/python experiments/bench/run.py $(BENCH_ARGS)
 
-bench-gpu: ## the same on an accelerator, with a python that has JAX for it: make bench-gpu BENCH_PYTHON=python3
-	@$(BENCH_PYTHON) -m experiments.bench.gpu $(BENCH_ARGS)
-	$(BENCH_PYTHON) -m experiments.bench.tables
+bench-gpu: ## every executor on an accelerator, with a python that has JAX for it: make bench-gpu BENCH_PYTHON=python3
+	@PYTHONPATH=$(CURDIR) $(BENCH_PYTHON) experiments/jit_profile.py --backbones deit_tiny,vit_base --batch-sizes 64,256 \
+	    --precisions float32,bfloat16 --num-draws 8 --rank 40 --out docs/profile/gpu $(BENCH_ARGS)
 
 lint: $(VENV)/.dev ## formatting, lint and types
 	@$(VENV)/bin/python -m ruff format --check $(CODE)

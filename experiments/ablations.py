@@ -6,8 +6,8 @@
 
 The studies: epsilon (eps1 = eps2), tolerance (tau, beside S-Prompts and LoRA-CL), sampling (HEE against uniform),
 placement, ops (one removed), weights (inherited from the supernet or new), base_means (known or neutral), plus (a
-better router). CHEEM as it is belongs to all of them and is run once.
-`tables.py` reads the runs as well, for the paper's own tables.
+better router), orders (of the tasks: MTIL has the paper's three, any other stream is shuffled). CHEEM as it is belongs
+to all of them and is run once. `tables.py` reads the runs as well, for the paper's own tables.
 """
 
 import dataclasses
@@ -15,13 +15,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from charts import architecture_sheet, names_in, spread, sweep_picture, write_page
+from mtil import DEMO
 from study import Found, Study, Variant, run_all
 
 from cheem_jax.cheem.config import PLUS, PRESETS
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.ops import KINDS
+from cheem_jax.data.demo import TASKS
+from cheem_jax.data.sources import plan_source
 from cheem_jax.report.comparison import comparison
 from cheem_jax.report.table import METHODS, NONE, Grid, format_flops
 from cheem_jax.run.progress import Progress
@@ -37,6 +41,10 @@ class Ablations(Study):
     """Values of eps1 = eps2."""
     tolerances: tuple[float, ...] = (0.01, 0.02, 0.04, 0.06, 0.08)
     """Values of tau."""
+    num_orders: int = 3
+    """Orders of a stream that is not MTIL, its own among them."""
+    order_seed: int = 0
+    """Shuffles them."""
     run_dir: Path = Path("runs/ablations")
     """Where runs and tables are kept; what is unfinished is continued."""
 
@@ -93,8 +101,38 @@ def studies_of(settings: Ablations) -> dict[str, list[Variant]]:
         ],
         "plus": [plain("the paper's"), Variant("plus", "what paid on small real sets", config=PLUS)],
     }  # fmt: skip
-    asked = list(studies) if settings.only is None else names_in("--only", settings.only, studies)
+    known = [*studies, "orders"]
+    asked = known if settings.only is None else names_in("--only", settings.only, known)
+    if "orders" in asked:  # looks for the stream's tasks
+        studies["orders"] = [plain("the stream's own order"), *orders_of(settings)]
     return {name: variants for name, variants in studies.items() if name in asked}
+
+
+def orders_of(settings: Ablations) -> list[Variant]:
+    """CHEEM on other orders of the tasks than the stream's own."""
+    if settings.order != "default":
+        raise ValueError(f"--order is {settings.order}; the study `orders` runs several, leave it out")
+    if settings.stream == "mtil" and settings.tasks is None:
+        names = ("paper_a", "paper_b", "paper_c")
+        return [Variant(name, name.replace("_", " "), run={"order": name}) for name in names]
+    if settings.num_orders < 2:
+        raise ValueError(f"--num-orders is {settings.num_orders}; expected at least 2")
+    if settings.tasks is not None:
+        own = [name.strip() for name in settings.tasks.split(",")]
+    elif settings.stream == DEMO:
+        own = list(TASKS)
+    else:
+        own = [plan.name for plan in plan_source(settings.stream, data_dir=settings.data_dir)[1]]
+    if len(own) < 2:
+        raise ValueError(f"{settings.stream!r} has one task, {own[0]!r}; orders need at least two")
+    orders, rng = [own], np.random.default_rng(settings.order_seed)
+    for _ in range(1000):  # of two tasks there are no three orders
+        if len(orders) < settings.num_orders and (order := rng.permutation(own).tolist()) not in orders:
+            orders.append(order)
+    return [
+        Variant(f"order-{number}", ", ".join(order), run={"tasks": ",".join(order)})
+        for number, order in enumerate(orders[1:], 2)
+    ]
 
 
 EPSILONS = ("exploration.epsilon", "search.epsilon")

@@ -113,7 +113,7 @@ def learn(
                 write(directory, rows(), setting)  # a study that is stopped has a table of what it has
         found = rows()
     progress.console.print(table(found, setting).to_rich())
-    progress.say(f"table: {directory / 'component_study.md'}   picture: {directory / 'component_study.png'}")
+    progress.say(f"table: {directory / 'component_study.md'}   numbers: {directory / 'component_study.json'}")
     return found
 
 

@@ -16,7 +16,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -26,14 +26,10 @@ import jax
 import numpy as np
 from bench import measure
 from charts import check_folder, names_in
-from flax import nnx
-from studies.profiling.plot import cold_start_figure, profile_table
 
-from cheem_jax.backbone.config import BUNDLED, ViTConfig, at_image_size, config_of
+from cheem_jax.backbone.config import ViTConfig, at_image_size, config_of
 from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.backbone.params import build
-from cheem_jax.backbone.vit import ViT
-from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.cheem.hee import sample, uniform_table
 from cheem_jax.cheem.supernet import OpSettings
 from cheem_jax.cheem.training import step_of, train_steps
@@ -75,7 +71,7 @@ class Profile:
     seed: int = 0
     """Root of the samples."""
     out: Path = Path("docs/profile")
-    """Folder of the numbers, the table and the figure."""
+    """Folder of the numbers and the table."""
     record: bool = False
     """Also write the result into the package, where the executor `auto` looks for the fastest."""
 
@@ -109,31 +105,31 @@ class Subject:
     def __init__(self, case: Case, name: Any):
         engine = EngineConfig(name, programs=max(EngineConfig.programs, len(case.codes)))
         engine = dataclasses.replace(engine, steps_per_call=case.steps_per_call)
-        self.executor = make_executor(vit_of(case.config), "mlp_down", engine, batch_size=case.batch_size)
+        vit = build(case.config, measure.backbone(case.config.name, case.config.image_size).params)
+        self.executor = make_executor(vit, "mlp_down", engine, batch_size=case.batch_size)
         self.architectures, self.batch_size = case.architectures, case.batch_size
-        self.fitting = measure.new_task(self.executor, NUM_CLASSES, case.rank)
+        self.fitting = measure.new_task(self.executor.base_pool, NUM_CLASSES, case.rank)
         images = measure.random_images(case.batch_size, case.config)
         self.labels = np.arange(case.batch_size, dtype=np.int32) % NUM_CLASSES
         self.feed = feed_images(self.executor, images, Budget(self.executor.budget))
         (self.batch,) = batches(np.arange(case.batch_size), case.batch_size)
         jax.block_until_ready((self.fitting.state, self.executor.leaves))
 
-    def train(self) -> tuple[list[float], list[float]]:
-        """Every draw once: the seconds of each step, from images to updated parameters, and of them the compiler's.
+    def train(self) -> list[float]:
+        """Every draw once: the seconds of each step, from images to updated parameters.
 
         A call's seconds are shared among its steps, the padding of a last call among them.
         """
-        executor, fitting, seconds, compiling = self.executor, self.fitting, [], []
+        executor, fitting, seconds = self.executor, self.fitting, []
         for first in range(0, len(self.architectures), executor.steps_per_call):
             drawn = self.architectures[first : first + executor.steps_per_call]
-            start, before = time.perf_counter(), compilations()
+            start = time.perf_counter()
             steps = [step_of(executor, self.feed, self.labels, self.batch) for _ in drawn]
             rates = [1e-3] * len(drawn)
             fitting.state, losses = train_steps(executor, fitting.supernet, fitting.state, drawn, steps, rates=rates)
             jax.block_until_ready((losses, fitting.state))
             seconds += [(time.perf_counter() - start) / executor.steps_per_call] * len(drawn)
-            compiling += [compilations().since(before).seconds / executor.steps_per_call] * len(drawn)
-        return seconds, compiling
+        return seconds
 
 
 _subjects: list[Subject] = []
@@ -145,21 +141,19 @@ def cold_pass(case: Case, name: str) -> dict[str, Any]:
     jax.config.update("jax_enable_compilation_cache", False)
     _subjects[:] = [Subject(case, name)]
     memory, before = peak_bytes(), compilations()
-    seconds, compiling = _subjects[0].train()
+    seconds = _subjects[0].train()
     found = compilations().since(before)
     return {
         "programs": found.programs,
         "compile_seconds": found.seconds,
         "memory_bytes": peak_bytes() - memory,
         "cold_seconds": seconds,
-        "cold_compile_seconds": compiling,
-        "steps_per_call": _subjects[0].executor.steps_per_call,
     }
 
 
 def repeated_pass() -> list[float]:
     """In the same process: every draw once more."""
-    return _subjects[0].train()[0]
+    return _subjects[0].train()
 
 
 def measure_case(case: Case, executors: Sequence[str], repeats: int) -> dict[str, Any]:
@@ -222,11 +216,49 @@ def peak_bytes() -> int:
     return measure.process_memory("VmHWM")
 
 
-def vit_of(config: ViTConfig) -> ViT:
-    """Bundled weights where there are some, else random ones."""
-    if config.name in BUNDLED:
-        return build(config, load_pretrained(config.name, image_size=config.image_size).params)
-    return ViT(config, nnx.Rngs(0))
+_HEADER = (
+    "backbone", "px", "batch", "precision", "executor", "functions", "compile s", "cold step s", "step s",
+    "images/s", "GFLOP/s", "peak", "of peak", "memory MB",
+)  # fmt: skip
+
+
+def profile_table(results: Mapping[str, Any]) -> str:
+    """The Markdown table, with what it was measured on and what its columns mean."""
+    machine = results["machine"]
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "jax", "jaxlib", "flax"))
+    rows: list[tuple[Any, ...]] = [_HEADER]
+    for case in results["configurations"]:
+        for name, entry in case["executors"].items():
+            rows.append((
+                case["backbone"], case["image_size"], case["batch_size"], case["precision"], name, entry["programs"],
+                f"{entry['compile_seconds']:.1f}", f"{entry['first_step_seconds']:.3g}",
+                f"{entry['step_seconds']:.3g}", f"{entry['images_per_second']:.4g}",
+                f"{entry['flops_per_second'] / 1e9:.3g}", f"{case['peak_flops_per_second'] / 1e9:.4g}",
+                f"{100 * entry['share_of_peak']:.0f} %", f"{entry['memory_bytes'] / 1e6:.0f}",
+            ))  # fmt: skip
+    head, *body = ("| " + " | ".join(map(str, cells)) + " |" for cells in rows)
+    table = "\n".join([head, "|---|" + "---:|" * 2 + "---|---|" + "---:|" * (len(_HEADER) - 5), *body])
+    signatures = {
+        case["backbone"]: f"{case['num_signatures']} of {case['num_draws']}" for case in results["configurations"]
+    }
+    where = "of the process, the compiler's own memory included." if machine["platform"] == "cpu" else "on the device."
+    return f"""# Executors compared
+
+{machine["device"]} ({machine["platform"]}; {machine["system"]}); {versions}; {machine["date"]}.
+
+{table}
+
+- Every executor runs the same architectures, sampled uniformly over the candidates of a first task. Distinct
+  signatures: {", ".join(f"{name} {number}" for name, number in signatures.items())}.
+- functions, compile s: what XLA compiled in the cold pass, without a persistent cache.
+- cold step s: mean over the cold pass, in which every architecture is new. If samples rarely repeat, every
+  step of `whole` costs this much; the others compile before the first step only.
+- step s: median over {results["repeats"]} more passes with everything compiled, from uint8 images to
+  updated parameters. `scan` runs several steps per call; its time is divided.
+- GFLOP/s: FLOPs that these architectures need at least (`step_flops`) over the time taken; peak: of one
+  large matrix product, measured after every pass.
+- memory MB: growth of the peak during the cold pass, {where}
+"""
 
 
 def merge_measurements(results: dict[str, Any], file: Path) -> None:
@@ -272,7 +304,7 @@ def cases_of(settings: Profile) -> tuple[list[Case], list[str]]:
 
 
 def main(settings: Profile) -> None:
-    """Measure every configuration and write numbers, table and figure."""
+    """Measure every configuration and write numbers and table."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share an accelerator's memory
     progress = Progress()
     cases, executors = cases_of(settings)
@@ -297,7 +329,6 @@ def main(settings: Profile) -> None:
         # after each, so that a stopped study leaves what it measured
         write_atomically(settings.out / "jit_profile.json", json.dumps(results, indent=2) + "\n")
         write_atomically(settings.out / "jit_profile.md", profile_table(results))
-        cold_start_figure(results, settings.out / "jit_profile.png")
         if settings.record:
             merge_measurements(results, MEASURED)
     progress.say(f"table: {settings.out / 'jit_profile.md'}   numbers: {settings.out / 'jit_profile.json'}")

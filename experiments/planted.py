@@ -5,7 +5,7 @@
 
 Six generated tasks: shapes, unrelated letters, easy colours, shapes in other colours (kin), alien noise, shapes again
 (twin). Every run has a directory of its own, `RUN_DIR/<sampling>/seed-<seed>`. What is finished is not run again, and
-what was stopped resumes. `planted.md` holds findings, tables and figures; `.csv` and `.json` the numbers.
+what was stopped resumes. `planted.md` holds findings, tables and figures, `planted.json` the numbers.
 """
 
 import dataclasses
@@ -135,7 +135,7 @@ def write(settings: Planted, found: pages.Runs, pretrained: Pretrained, progress
     if settings.stream_seed is not None:
         setting += f" All runs on the pictures of seed {settings.stream_seed}: intervals and p are of these alone."
     text = pages.page(found, judged, costs, setting)
-    write_page(settings.run_dir / "planted", text, pages.numbers(found, judged), pages.table(judged.summaries))
+    write_page(settings.run_dir / "planted", text, pages.numbers(found, judged))
     titled = [{f"{name} sampling, seed {run['seed']}": run for run in runs} for name, runs in found.items()]
     architecture_sheet(settings.run_dir / "architectures.png", titled)
     progress.console.print(pages.claims_grid(judged.summaries).to_rich())

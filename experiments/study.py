@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import mtil
 from charts import check_folder
-from launchers.job import LauncherConfig, Run, Sweep, results_of
-from launchers.sweeps import check, finish, host_arguments
+from launching import LauncherConfig, Run, Sweep, check, finish, host_arguments, results_of
 
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.catalogue import Name, Networks, preset_of

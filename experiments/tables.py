@@ -23,7 +23,6 @@ from studies.paper.results_page import write_page
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core import metrics
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.data.benchmarks.table import BY_NAME, MTIL, VDD
 from cheem_jax.report.finished import RunRecord, check_comparable, numbers_of, order_names, read, variant_of
 from cheem_jax.report.table import METHODS, UPPER_BOUNDS, Grid
 from cheem_jax.run.progress import Progress
@@ -89,7 +88,6 @@ LAYOUTS = {
     ),
     "components": Layout("Components of a block, fine-tuned", ("average_accuracy", "average_forgetting"), ()),
 }  # fmt: skip
-COUNTS = "Images and classes"
 TITLES = {
     "average_accuracy": "accuracy %",
     "average_forgetting": "forgetting",
@@ -111,9 +109,8 @@ def main(settings: Tables) -> None:
             raise ValueError("--results writes the page of results and no table; leave out --runs and --only")
         progress.say(f"{write_page(settings.results, settings.page)} runs: {settings.page}")
         return
-    known = [*LAYOUTS, "counts"]
-    asked = known if settings.only is None else names_in("--only", settings.only, known)
-    names = [name for name in known if name in asked]
+    asked = LAYOUTS if settings.only is None else names_in("--only", settings.only, LAYOUTS)
+    names = [name for name in LAYOUTS if name in asked]
     check_folder("--out", settings.out)
     runs, left_out = read(settings.runs)
     ours, unused = measured(runs)
@@ -121,8 +118,7 @@ def main(settings: Tables) -> None:
     settings.out.mkdir(parents=True, exist_ok=True)
     pages = []
     for name in names:
-        grids = counts() if name == "counts" else grids_of(name, ours.get(name, {}))
-        page = [f"## {COUNTS if name == 'counts' else LAYOUTS[name].title}"]
+        grids, page = grids_of(name, ours.get(name, {})), [f"## {LAYOUTS[name].title}"]
         for index, grid in enumerate(grids):
             stem = name if len(grids) == 1 else f"{name}-{index + 1}"
             write_atomically(settings.out / f"{stem}.csv", grid.to_csv())
@@ -256,17 +252,6 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.2f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
-
-
-def counts() -> list[Grid]:
-    """Images and classes of every task, as the library cuts them; a test holds them against the paper's."""
-    columns = ("task", "train", "validation", "test", "classes")
-    grids = []
-    for stream, names in (("MTIL", MTIL["default"]), ("VDD", VDD)):
-        tasks = [BY_NAME[name] for name in names.split()]
-        rows = tuple((t.name, *map(str, t.counts), str(t.num_classes)) for t in tasks)
-        grids.append(Grid(f"{COUNTS}: {stream}", columns, rows, 1))
-    return grids
 
 
 def latex_of(grid: Grid) -> str:

@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import ablations
-import clip
 import compare
-import lite
 import mtil
 import pytest
 import smoke
 import study
-import task_orders
-import training_time
 from PIL import Image
 
 from cheem_jax.baselines.lora_cl import LoraClConfig
@@ -52,7 +48,17 @@ def settings_of(*arguments: str) -> ablations.Ablations:
 
 def test_each_ablation_changes_one_thing_and_all_share_cheem_as_it_is():
     studies = ablations.studies_of(settings_of())
-    assert list(studies) == ["epsilon", "tolerance", "sampling", "placement", "ops", "weights", "base_means", "plus"]
+    assert list(studies) == [
+        "epsilon",
+        "tolerance",
+        "sampling",
+        "placement",
+        "ops",
+        "weights",
+        "base_means",
+        "plus",
+        "orders",
+    ]
     usual = PRESETS["demo"]
     for name, variants in studies.items():
         assert sum(variant.name == "cheem" for variant in variants) == 1
@@ -62,7 +68,7 @@ def test_each_ablation_changes_one_thing_and_all_share_cheem_as_it_is():
             expected = {"epsilon": {"exploration", "search"}, "tolerance": {"search"}, "ops": {"remove"}}
             expected["plus"] = {"router", "search"}
             is_usual = variant.name in ("cheem", "s_prompts", "lora_cl")
-            assert changed <= expected.get(name, {name}) and bool(changed) != is_usual, variant
+            assert changed <= expected.get(name, {name}) and bool(changed or variant.run) != is_usual, variant
     folders = [variant.name for study_of in studies.values() for variant in study_of]
     assert len(set(folders)) == len(folders) - len(studies) + 1
 
@@ -103,15 +109,15 @@ def test_mtil_runs_three_seeds_with_the_papers_settings():
     [
         (ablations, ["--only", "epsilon,tau"], "--only names 'tau'; expected some of: epsilon, tolerance"),
         (ablations, ["--epsilons", "0.5", "1.5"], "--epsilons is 0.5 1.5; expected numbers from 0 to 1"),
-        (task_orders, ["--num-orders", "1"], "--num-orders is 1; expected at least 2"),
-        (task_orders, ["--order", "paper_a"], "this study runs several"),
-        (task_orders, ["--tasks", "digits"], "orders need at least two"),
-        (clip, ["--methods", "chem"], "unknown method 'chem'"),
+        (ablations, ["--num-orders", "1"], "--num-orders is 1; expected at least 2"),
+        (ablations, ["--order", "paper_a"], "the study `orders` runs several"),
+        (ablations, ["--tasks", "digits"], "orders need at least two"),
+        (compare, ["--methods", "chem"], "unknown method 'chem'"),
         pytest.param(
-            lite, ["--routers", "alexnet", "--image-size", "64"], "AlexNet's weights do not ship with the package",
-            marks=pytest.mark.full,
+            compare, ["--methods", "cheem_lite", "--router", "alexnet", "--image-size", "64"],
+            "AlexNet's weights do not ship with the package", marks=pytest.mark.full,
         ),
-        (training_time, ["--seeds", "-1"], "--seeds is '-1'"),
+        (compare, ["--seeds", "-1"], "--seeds is '-1'"),
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused_before_anything_is_made(module, arguments, message, tmp_path, capsys):
@@ -150,39 +156,32 @@ def test_ablations_are_written_with_shares_of_ops_and_spreads(tmp_path):
 
 
 def test_orders_of_another_stream_are_shuffled_once_each_and_its_own_comes_first():
-    settings = task_orders.TaskOrders(tasks="a,b,c", num_orders=6)
-    orders = [variant.run["tasks"] for variant in task_orders.variants_of(settings)]
-    assert orders[0] == "a,b,c" and len(set(orders)) == 6
-    assert len(task_orders.variants_of(dataclasses.replace(settings, tasks="a,b"))) == 2
-    names = [variant.run for variant in task_orders.variants_of(task_orders.TaskOrders(stream="mtil"))]
+    settings = ablations.Ablations(tasks="a,b,c", num_orders=6, only="orders")
+    orders = [variant.run.get("tasks") for variant in ablations.studies_of(settings)["orders"]]
+    assert orders[0] is None and "a,b,c" not in orders and len(set(orders)) == 6
+    assert len(ablations.orders_of(dataclasses.replace(settings, tasks="a,b"))) == 1
+    names = [variant.run for variant in ablations.orders_of(ablations.Ablations(stream="mtil"))]
     assert names == [{"order": "paper_a"}, {"order": "paper_b"}, {"order": "paper_c"}]
-
-
-def test_orders_are_compared_task_by_task(tmp_path):
-    variants = task_orders.variants_of(task_orders.TaskOrders(tasks="shapes,letters", num_orders=2))
-    turned = results_of(accuracy=0.6, names=("letters", "shapes"))
-    grid = task_orders.write(tmp_path, variants, {"order-1": [results_of()], "order-2": [turned]})
-    assert grid.rows[0] == ("shapes", "70.0", "60.0", "10.0")
-    assert grid.rows[1] == ("letters", "80.0", "50.0", "30.0")
-    assert "- order 2: letters, shapes" in (tmp_path / "task_orders.md").read_text()
 
 
 def test_training_time_leaves_out_evaluation_and_tells_the_deviation_over_runs(tmp_path):
     slow = results_of(seed=1)
     for task in slow["tasks"]:
         task["seconds"] = {"supernet": 8.0, "search": 3.0, "evaluation": 100.0}
-    phases = training_time.phases_of([results_of(), slow])
+    phases = compare.phases_of([results_of(), slow])
     assert phases == {
         "supernet": {"mean": 7.0, "std": pytest.approx(2**0.5)}, "search": {"mean": 3.0, "std": 0.0},
     }  # fmt: skip
-    grid = training_time.write(tmp_path, {"cheem": [results_of()], "l2p": [results_of("l2p")]})
-    assert grid.rows[0] == ("CHEEM", "1", "9.0", "1.00", "4.0", "supernet 6.0, search 3.0")
+    compare.write(tmp_path, {"cheem": [results_of()], "l2p": [results_of("l2p")]})
+    page = (tmp_path / "training_time.md").read_text()
+    assert "| CHEEM | 1 | 9.0 | 1.00 | 4.0 | supernet 6.0, search 3.0 |" in page
 
 
 def test_times_of_several_devices_are_not_put_side_by_side(tmp_path):
     found = {"cheem": [results_of()], "l2p": [results_of("l2p", engine={"device": "gpu: H200"})]}
-    with pytest.raises(ValueError, match="several devices: cpu: cpu, gpu: H200; time them apart"):
-        training_time.write(tmp_path, found)
+    compare.write(tmp_path, found)
+    page = (tmp_path / "training_time.md").read_text()
+    assert "runs of several devices (cpu: cpu, gpu: H200)" in page and "9.0" not in page
 
 
 def test_several_seeds_are_not_begun_inside_the_run_of_one(tmp_path):
@@ -192,8 +191,8 @@ def test_several_seeds_are_not_begun_inside_the_run_of_one(tmp_path):
 
 
 def test_a_folder_with_other_settings_is_told_before_any_run(tmp_path):
-    settings = task_orders.TaskOrders(tasks="shapes,colours", num_orders=2, run_dir=tmp_path)
-    variants = task_orders.variants_of(settings)
+    settings = ablations.Ablations(tasks="shapes,colours", only="orders", num_orders=2, run_dir=tmp_path)
+    variants = ablations.studies_of(settings)["orders"]
     known = study.known_of(study.run_settings(settings, variants[1], 0))
     assert known["tasks"] == ["colours", "shapes"] and known["cheem"]["supernet"]["epochs"] == 12
     folder = tmp_path / "order-2" / "seed-0"
@@ -204,15 +203,16 @@ def test_a_folder_with_other_settings_is_told_before_any_run(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["order-2"]
 
 
-def test_lite_names_tasks_by_each_lighter_network():
-    variants = lite.variants_of(lite.Lite(routers="deit_tiny,alexnet", alexnet_weights=Path("a.safetensors")))
-    assert [(v.method, v.run.get("router"), v.run.get("router_weights")) for v in variants] == [
+def test_methods_with_a_lighter_network_are_run_with_each():
+    weights = Path("a.safetensors")
+    settings = compare.Compare(methods="cheem,cheem_lite", router="deit_tiny,alexnet", router_weights=weights)
+    assert [(v.name, v.run.get("router"), v.run.get("router_weights")) for v in compare.variants_of(settings)] == [
         ("cheem", None, None),
-        ("cheem_lite", "deit_tiny", None),
-        ("cheem_lite", "alexnet", Path("a.safetensors")),
-        ("moe_adapters", "alexnet", Path("a.safetensors")),
+        ("cheem_lite-deit_tiny", "deit_tiny", None),
+        ("cheem_lite-alexnet", "alexnet", weights),
     ]
-    assert lite.variants_of(lite.Lite())[1].run["router"] == "vit_nano"
+    (one,) = compare.variants_of(compare.Compare(methods="moe_adapters", router_weights=weights))
+    assert (one.name, one.run) == ("moe_adapters", {"router": "vit_nano", "router_weights": weights})
 
 
 def test_a_removed_op_is_asked_for_on_the_command_line():

@@ -27,7 +27,7 @@ from cheem_jax.engine.stages import Stages
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.checkpoint import saved_tasks
 from cheem_jax.run.method import FrozenFeatures, Undisturbed
-from experiments.bench.growth import drawn_memory
+from experiments.bench.memories import sampled_memory
 
 NUM_TASKS, NUM_SAVED, RANK = 30, 8, 2
 METRICS: dict[Metric, Literal["cityblock", "euclidean", "cosine"]] = {
@@ -50,7 +50,7 @@ def images():
 @pytest.fixture(scope="module")
 def memory(executor, images):
     """Thirty tasks that were drawn, as if they had been learned; task t is that of image t."""
-    drawn = drawn_memory(executor, NUM_TASKS, rank=RANK).memory
+    drawn = sampled_memory(executor, NUM_TASKS, rank=RANK)
     own = centroids.normalise(FrozenFeatures(executor, 8).compute(images))
     rng = np.random.default_rng(0)
     tasks = [
@@ -67,7 +67,7 @@ def memory(executor, images):
 @pytest.fixture(scope="module")
 def saved(executor, tmp_path_factory):
     """A memory of a few tasks, and where it is saved."""
-    folder, memory = tmp_path_factory.mktemp("a b%20#?") / "cheem", drawn_memory(executor, NUM_SAVED, rank=RANK).memory
+    folder, memory = tmp_path_factory.mktemp("a b%20#?") / "cheem", sampled_memory(executor, NUM_SAVED, rank=RANK)
     for index in range(NUM_SAVED):
         save_memory_task(folder, memory, index, RANK)
     return folder, memory

@@ -15,12 +15,10 @@ from hypothesis import given
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))  # as where it is run
 
 import ablations
-import clip
 import collect
 import compare
 import component_study
 import head_analysis
-import lite
 import mtil
 import planted
 import reproduce
@@ -28,8 +26,6 @@ import router_study
 import search_study
 import small
 import tables
-import task_orders
-import training_time
 from test_commands_memory import FIRST, SECOND, TASKS, cheem, write_task
 
 import cheem_jax
@@ -136,9 +132,9 @@ def test_paths_in_settings_become_absolute_and_nothing_else_changes(here):
 
 
 MAINS = (
-    ablations.Ablations, clip.Clip, collect.Collect, compare.Compare, component_study.ComponentStudy,
-    head_analysis.HeadAnalysis, lite.Lite, planted.Planted, reproduce.Reproduce, router_study.RouterStudy,
-    search_study.SearchStudy, tables.Tables, task_orders.TaskOrders, training_time.TrainingTime,
+    ablations.Ablations, collect.Collect, compare.Compare, component_study.ComponentStudy,
+    head_analysis.HeadAnalysis, planted.Planted, reproduce.Reproduce, router_study.RouterStudy,
+    search_study.SearchStudy, tables.Tables,
 )  # fmt: skip
 
 

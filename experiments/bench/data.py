@@ -3,11 +3,10 @@
     python -m experiments.bench.data
 
 Images are generated and files lie in the system's page cache, so that nothing here waits for a disk. What memory a
-task of many images takes is measured in processes of their own.
+task of many images takes is measured in processes of their own. It needs the extra `datasets`.
 """
 
 import contextlib
-import importlib.util
 import io
 import statistics
 import tempfile
@@ -122,12 +121,6 @@ def write_many(file: Path, num: int) -> None:
             archive.writestr(f"{split}/class {label:02d}/{row:06d}.jpg", tiny[row % len(tiny)] + row.to_bytes(4))
 
 
-def missing() -> str | None:
-    """Why images cannot be streamed here, if so."""
-    absent = [name for name in ("grain", "tensorflow_datasets") if importlib.util.find_spec(name) is None]
-    return f"not installed: {', '.join(absent)} (extra `datasets`)" if absent else None
-
-
 # ---- decoding
 
 
@@ -184,13 +177,12 @@ def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     size, num_steps, num_rounds = vit.config.image_size, 3 if quick else 7, 1 if quick else 3
     executor = measure.stages(vit)
     plan = write_task(folder / "task", num_steps * BATCH)
-    reason = missing()
-    ways: list[Keep] = ["memory", "cache", *([] if reason else ["stream"])]
+    ways: tuple[Keep, ...] = ("memory", "cache", "stream")
     splits = {}
     for keep in ways:
         (task,) = load_tasks([plan], size, ImagesConfig(keep, folder / "cache"))
         splits[keep] = task.train
-    prepare(executor, measure.new_task(executor, NUM_CLASSES, RANK).supernet, BATCH)
+    prepare(executor, measure.new_task(executor.base_pool, NUM_CLASSES, RANK).supernet, BATCH)
     # what the first steps of a process make is made here
     epoch(executor, Split(splits["memory"].images[: 2 * BATCH], splits["memory"].labels[: 2 * BATCH]))
     rounds: dict[str, list[Epoch]] = {keep: [] for keep in ways}
@@ -209,8 +201,6 @@ def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
         rows.append(
             Row(f"{what}, {keep}", {"step": steps[keep]}, one.share, GOAL_WAITING, "at most", "of the time", note=note)
         )
-    if reason:
-        rows.append(Row(f"{what}, stream", {}, None, GOAL_WAITING, "at most", note=reason))
     for keep in ways[1:]:
         sides = ("memory", keep)
         seconds = medians({name: [sum(epoch.steps) for epoch in rounds[name]] for name in sides})
@@ -225,7 +215,7 @@ def epochs(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
 def epoch(executor: Executor, split: Split) -> Epoch:
     """The loop of `fit`, its waits timed; each step is waited for, so that no wait hides work of the device."""
     order_key, mode_key, draw_key = jax.random.split(jax.random.key(3), 3)
-    fitting, num = measure.new_task(executor, NUM_CLASSES, RANK), len(split.labels)
+    fitting, num = measure.new_task(executor.base_pool, NUM_CLASSES, RANK), len(split.labels)
     sizes = fitting.supernet.sizes
     uniform = uniform_table(sizes)
     order = list(batches(order_at(order_key, num), BATCH))
@@ -264,14 +254,11 @@ def memory(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     """What many images take, in processes of their own."""
     num = 1_000 if quick else 100_000
     write_many(folder / "many.zip", num)
-    reason, rows = missing(), []
+    rows = []
     found: dict[str, Any] = {"zip_bytes": (folder / "many.zip").stat().st_size}
     for child, words in CHILDREN.items():
         what = f"memory of {words.format(num=num, size=SMALL)}"
         if quick and child in ("verify", "stream"):
-            continue
-        if child == "stream" and reason:
-            rows.append(Row(what, {}, None, GOAL_GIGABYTES, "at most", note=reason))
             continue
         found[child] = told = measure.in_child(with_many, child, str(folder))
         say(f"data: {child}: {told['seconds']:.0f} s")
@@ -345,8 +332,6 @@ def prepared(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     num = 2 * GATHERED if quick else 32 * GATHERED
     ways = {"Grain, threads": 0, **({} if quick else {"Grain, 2 processes": 2})}
     what = f"{num} records to {IMAGE_SIZE} pixels in random order"
-    if reason := missing():
-        return [Row(f"{what}, {name}", {}, None, note=reason) for name in (THREADS, *ways)], {"skipped": reason}
     start = time.perf_counter()
     write_records(folder, num)
     preparing = time.perf_counter() - start

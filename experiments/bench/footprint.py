@@ -22,19 +22,18 @@ from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.cheem.expert_memory import TaskNetworks
-from cheem_jax.cheem.supernet import OpSettings, Supernet
-from cheem_jax.cheem.training import make_step, train_step
+from cheem_jax.cheem.training import SupernetFit, make_step, train_step
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import decode
-from cheem_jax.core.pool import DenseExperts
+from cheem_jax.core.pool import DenseExperts, Memory
 from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import Whole, memory_map_limit, memory_maps
 from cheem_jax.memory.predictor import Predictor
 from experiments.bench import measure
-from experiments.bench.growth import Grown, drawn_memory
 from experiments.bench.measure import Bench, Row
+from experiments.bench.memories import sampled_memory
 
 CONFIG = ViTConfig("tiny", 16, 2, 2, image_size=8, patch_size=4, num_classes=0)
 ARCHITECTURES, ROUNDS, CAPACITY, BATCH, NUM_CLASSES = 2000, 60, 4, 8, 3
@@ -46,19 +45,16 @@ def main(settings: Bench) -> None:
     """Repeat each of the three; write `footprint.json`."""
     num, rounds = (200, 12) if settings.quick else (ARCHITECTURES, ROUNDS)
     with tempfile.TemporaryDirectory(prefix="cheem-bench-") as folder:
-        # before anything is compiled: JAX looks only once whether there is a cache
-        jax.config.update("jax_enable_compilation_cache", True)
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder) / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        measure.keep_compiled(Path(folder))
         vit, rng = build(CONFIG, init_params(CONFIG, jax.random.key(0))), np.random.default_rng(0)
-        grown = drawn_memory(Stages(vit, "mlp_down"), 2, rank=2)
-        whole, supernet = Whole(vit, "mlp_down", programs=CAPACITY), supernet_of(grown)
+        memory = sampled_memory(Stages(vit, "mlp_down"), 2, rank=2)
+        whole, fitting = Whole(vit, "mlp_down", programs=CAPACITY), measure.new_task(memory.pool, NUM_CLASSES, 2)
         found = {
-            "training steps of `whole`": repeat(num, lambda: train(whole, supernet, rng)),
+            "training steps of `whole`": repeat(num, lambda: train(whole, fitting, rng)),
             "supernets with executors of their own": repeat(
-                rounds, lambda: train(Stages(vit, "mlp_down"), supernet_of(grown), rng)
+                rounds, lambda: train(Stages(vit, "mlp_down"), measure.new_task(memory.pool, NUM_CLASSES, 2), rng)
             ),
-            "memories opened, asked and dropped": repeat(rounds, lambda: ask(vit, grown)),
+            "memories opened, asked and dropped": repeat(rounds, lambda: ask(vit, memory)),
         }
     measure.say(f"footprint: {whole.counters()}; Linux allows {memory_map_limit():,} memory maps")
     rows = [
@@ -84,22 +80,18 @@ def repeat(times: int, work: Callable[[], object]) -> dict[str, Any]:
     return {"times": times, "memory maps": [first[0], second[0]], "resident MB": [first[1], second[1]]}
 
 
-def supernet_of(grown: Grown) -> Supernet:
-    """The supernet of the next task."""
-    return Supernet(jax.random.key(0), grown.experts, NUM_CLASSES, OpSettings(rank=2))
-
-
-def train(executor: Executor, supernet: Supernet, rng: np.random.Generator) -> None:
+def train(executor: Executor, fitting: SupernetFit, rng: np.random.Generator) -> None:
     """One step of a sampled architecture, from the start of what it learns."""
+    supernet = fitting.supernet
     architecture = decode([int(rng.integers(0, 2 * size + 2)) for size in supernet.sizes], supernet.sizes)
     step = make_step(executor, measure.random_images(BATCH, CONFIG), np.arange(BATCH, dtype=np.int32) % NUM_CLASSES)
-    jax.block_until_ready(train_step(executor, supernet, supernet.init(), architecture, step, rate=1e-3))
+    jax.block_until_ready(train_step(executor, supernet, fitting.state, architecture, step, rate=1e-3))
 
 
-def ask(vit: ViT, grown: Grown) -> None:
+def ask(vit: ViT, memory: Memory) -> None:
     """A predictor with an executor of its own, asked once and dropped."""
-    networks = TaskNetworks(DenseExperts(grown.memory.pool, 2**30), grown.memory.tasks)
-    predictor = Predictor(Stages(vit, "mlp_down"), grown.memory.tasks, networks, RouterConfig())
+    networks = TaskNetworks(DenseExperts(memory.pool, 2**30), memory.tasks)
+    predictor = Predictor(Stages(vit, "mlp_down"), memory.tasks, networks, RouterConfig())
     predictor.answer(measure.random_images(BATCH, CONFIG))
 
 

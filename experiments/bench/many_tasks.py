@@ -4,7 +4,8 @@
 
 The memory is filled with sampled architectures without training, and saved as learned tasks are. Each T opens the first
 T of them in a process of its own. Task centroids are features of five generated images, so that a task's images come
-back to it. Then one task more is really learned, with the similarity pass on 32 images.
+back to it. Then one task more is really learned, with the similarity pass on 32 images, and a supernet steps over all
+experts and, in turns, over the backbone's alone.
 
 What may grow with T is judged by CPU seconds of all threads, which other work on the machine hardly changes. Seconds on
 the clock are kept as well.
@@ -13,6 +14,7 @@ the clock are kept as well.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -29,15 +31,18 @@ import numpy as np
 from scipy.spatial.distance import cdist
 
 from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.cheem.config import PRESETS, CheemConfig
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.saved_memory import save_memory_task
+from cheem_jax.cheem.training import prepare, step_of
 from cheem_jax.cli.main import parse
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import DenseExperts, Memory
-from cheem_jax.core.routing.centroids import CentroidIndex, distances, normalise
+from cheem_jax.core.routing.centroids import CentroidIndex, normalise
 from cheem_jax.core.routing.config import Metric, RouterConfig
 from cheem_jax.data.demo import demo_stream
+from cheem_jax.engine.batches import batches
 from cheem_jax.engine.compilation import compilations
 from cheem_jax.engine.passes import Advance
 from cheem_jax.engine.stages import Stages
@@ -47,18 +52,20 @@ from cheem_jax.run.method import FrozenFeatures, Undisturbed
 from cheem_jax.run.record import to_json
 from cheem_jax.run.rolling import Saved
 from experiments.bench import measure
-from experiments.bench.demo_compile import small
-from experiments.bench.growth import RANK, drawn_memory
 from experiments.bench.measure import Bench, Row
+from experiments.bench.memories import NUM_CLASSES, RANK, sampled_kinds, sampled_memory
 
 TASKS = (1, 10, 100, 300, 1000)
 NUM_ROUTED, NUM_ASKED, NUM_CENTROIDS = 1000, 64, 5
+BATCH, NUM_KINDS = 32, 12
 LIMIT = 8 * 2**20
 """Bytes of merged experts that may stay where memory is limited."""
 GOAL_LINEAR = 1.25
 """Per task at the largest T over that at T = 100: 1 is linear."""
 GOAL_SAME = 1.5
 """What must not depend on T, over a few short steps."""
+GOAL_STEP = 1.1
+"""A step runs one network, whatever the pool contains."""
 GOAL_BYTES = 1.25
 """Bytes on disk per byte of what tasks added."""
 PANELS = {
@@ -123,7 +130,7 @@ def pictures(task: int, num: int, size: int) -> np.ndarray:
 def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
     """Write a memory of sampled tasks; returns the bytes of the arrays that each of them added."""
     executor = measure.stages(vit)
-    memory = drawn_memory(executor, num_tasks).memory
+    memory = sampled_memory(executor, num_tasks)
     features, size = FrozenFeatures(executor, 64), vit.config.image_size
     seen = np.concatenate([pictures(task, NUM_CENTROIDS, size) for task in range(num_tasks)])
     centroids = np.split(normalise(features.compute(seen)), num_tasks)
@@ -140,19 +147,28 @@ def added_bytes(memory: Memory, index: int) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves((own, task.head, task.means, task.centroids)))
 
 
+def small() -> CheemConfig:
+    """The demo's settings for a moment's work."""
+    preset = PRESETS["demo"]
+    return dataclasses.replace(
+        preset,
+        supernet=dataclasses.replace(preset.supernet, epochs=1),
+        search=dataclasses.replace(preset.search, population=6, generations=2, num_parents=2),
+        finetune=dataclasses.replace(preset.finetune, epochs=1),
+        similarity_images=32,
+    )
+
+
 def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
     """Everything about the first tasks of a saved memory, in a process of its own."""
     root = Path(folder)
     # compiled functions of the processes before: what compiles is counted, and takes its time once
-    jax.config.update("jax_enable_compilation_cache", True)
-    jax.config.update("jax_compilation_cache_dir", str(root.parent / "programs"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    measure.keep_compiled(root.parent / "programs")
     vit = measure.backbone("vit_nano" if quick else "vit_micro")
-    executor, config = measure.stages(vit), small(1)
-    config = dataclasses.replace(config, similarity_images=32)
+    executor, config = measure.stages(vit), small()
     cheem = Cheem(executor, config, Keys(0), None, FrozenFeatures(executor, config.batch_size))
     FrozenFeatures(executor, config.batch_size).compute(pictures(0, 1, vit.config.image_size))
-    began, begun = measure.process_memory("VmRSS"), compilations()
+    begun = compilations()
     seconds = Seconds()
     with seconds("open"):
         cheem.open(root)
@@ -162,11 +178,11 @@ def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
     found = {
         "tasks": num_tasks,
         "experts_of_largest_block": max(map(len, memory.pool)),
-        "began_megabytes": began / 1e6,
         **opened,
         **routing(memory, vit.config.width),
         **answering(executor, memory, vit.config.image_size),
-        **learning(cheem, root),
+        **learning(cheem),
+        **stepping(executor, memory),
     }
     since = compilations().since(begun)
     return {**found, "programs": since.programs + since.cached}
@@ -185,7 +201,6 @@ def routing(memory: Memory, width: int) -> dict[str, float]:
         assert np.array_equal(index.route(features), apart.argmin(axis=1)), "the index names other tasks"
         seconds.median(f"route_{metric}", functools.partial(index.route, features))
         found["index_megabytes"] = index.nbytes / 1e6
-    seconds.median("all_distances", functools.partial(distances, features, centroids, RouterConfig()))
     return {**found, **seconds.found}
 
 
@@ -200,8 +215,7 @@ def answering(executor: Stages, memory: Memory, size: int) -> dict[str, Any]:
         predictor = Predictor(
             executor, memory.tasks, TaskNetworks(DenseExperts(memory.pool, limit), memory.tasks), RouterConfig()
         )
-        with seconds(f"prepare_{name}"):
-            predictor.prepare()
+        predictor.prepare()
         before = compilations()
         answers[name] = predictor.answer(each)
         assert np.array_equal(answers[name].targets, np.arange(num)), "pictures come back to other tasks"
@@ -215,8 +229,8 @@ def answering(executor: Stages, memory: Memory, size: int) -> dict[str, Any]:
     return {**found, **seconds.found, "same_bits": equal}
 
 
-def learning(cheem: Cheem, root: Path) -> dict[str, Any]:
-    """Seconds by phase of one task more, all programs being there; its bytes on the disk and in the record."""
+def learning(cheem: Cheem) -> dict[str, Any]:
+    """Seconds by phase of one task more, all programs being there, and its bytes in the record."""
     task, memory = demo_stream(num_train=64, num_val=32, num_test=32).tasks[0], cheem.memory
     cheem.learn(task, Undisturbed())  # compiles
     cheem.features.clear()
@@ -224,20 +238,33 @@ def learning(cheem: Cheem, root: Path) -> dict[str, Any]:
     seconds = Seconds()
     with seconds("learn"):
         report = cheem.learn(task, Watched(seconds))
-    with seconds("save"):
-        cheem.save(root)
-    with seconds("answers"):
-        cheem.answers(len(memory.tasks), task)
-    lines = {key: len(json.dumps(to_json(value))) for key, value in report.items()}
     return {
         **seconds.found,
-        "phases": report["seconds"],
-        "new_task_kilobytes": measure.bytes_of(saved_tasks(root)[-1]) / 1e3,
-        "record_kilobytes": sum(lines.values()) / 1e3,
-        "record_parts_kilobytes": {key: size / 1e3 for key, size in lines.items() if size > 1000},
+        "record_kilobytes": sum(len(json.dumps(to_json(value))) for value in report.values()) / 1e3,
         "learned_megabytes": measure.process_memory("VmRSS") / 1e6,
-        "dense_megabytes": cheem.dense.bytes / 1e6,
     }
+
+
+def stepping(executor: Stages, memory: Memory) -> dict[str, Any]:
+    """Seconds of a step in supernets over the memory's experts and over the backbone's alone, in turns."""
+    images, labels = measure.random_images(BATCH, executor.config), np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
+    (batch,) = batches(np.arange(BATCH), BATCH)
+    data = step_of(executor, measure.kept(executor, images, batch_size=BATCH), labels, batch)
+    sides: dict[str, Callable[[], object]] = {}
+    for name, pool in (("base", executor.base_pool), ("memory", memory.pool)):
+        fitting = measure.new_task(pool, NUM_CLASSES, RANK)
+        architectures = sampled_kinds(fitting.supernet.sizes, NUM_KINDS)
+        prepare(executor, fitting.supernet, BATCH)
+        for architecture in architectures:  # learners are made when they are first sampled
+            measure.step(executor, fitting, architecture, data)
+        following = itertools.cycle(architectures)
+        sides[name] = lambda fitting=fitting, following=following: measure.step(
+            executor, fitting, next(following), data
+        )
+    before = compilations()
+    seconds = measure.medians(measure.alternate(sides, 4 * NUM_KINDS))
+    compiled = compilations().since(before).programs
+    return {"step_seconds": seconds["memory"], "base_step_seconds": seconds["base"], "step_programs": compiled}
 
 
 def main(settings: Bench) -> None:
@@ -247,7 +274,9 @@ def main(settings: Bench) -> None:
         whole = Path(folder) / "memory"
         start = time.perf_counter()
         added = fill(whole, measure.backbone("vit_nano" if settings.quick else "vit_micro"), numbers[-1])
-        written = [measure.bytes_of(place) for place in saved_tasks(whole)]
+        written = [
+            sum(file.stat().st_size for file in place.rglob("*") if file.is_file()) for place in saved_tasks(whole)
+        ]
         measure.say(f"many_tasks: {numbers[-1]} tasks saved in {time.perf_counter() - start:.0f} s")
         for num in numbers:
             first = Path(folder) / f"first-{num}"
@@ -255,9 +284,7 @@ def main(settings: Bench) -> None:
                 shutil.copytree(place, first / place.name, copy_function=os.link)
             entry = measure.in_child(measure_tasks, str(first), num, settings.quick)
             measure.say(f"many_tasks: T = {num}: learned in {entry['learn_seconds']:.3g} s")
-            last = slice(max(0, num - 10), num)
-            entry["disk_kilobytes"] = float(np.mean(written[last])) / 1e3
-            entry["added_kilobytes"] = float(np.mean(added[last])) / 1e3
+            entry["disk_kilobytes"] = float(np.mean(written[max(0, num - 10) : num])) / 1e3
             found.append(entry)
     measure.draw_over_tasks(found, PANELS, settings.out.parent / "many_tasks.png")
     rows = rows_of(found, sum(written), sum(added))
@@ -296,6 +323,12 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             note="tables, draws, supernet, search and fine-tuning: a moment's work of each; merging all experts",
         ),
         Row(
+            f"a supernet step, T = {many} over the backbone's experts alone",
+            {"backbone": last["base_step_seconds"], f"T = {many}": last["step_seconds"]},
+            last["step_seconds"] / last["base_step_seconds"], GOAL_STEP, "at most",
+            note="seconds on the clock, in turns; one network runs, whatever the pool contains",
+        ),
+        Row(
             f"naming the task of 1,000 images in l1, T = {some} to {many}", sides("route_l1", middle),
             per_task("route_l1"), GOAL_LINEAR, "at most",
             note=f"exact; {last['index_megabytes']:.3g} MB of centroids; in l2 {last['route_l2_cpu_seconds']:.3g} s",
@@ -322,9 +355,9 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             note=f"{first['programs']} at T = {few}, and one for every doubling",
         ),
         Row(
-            "programs compiled while answering", {},
-            float(max(entry[f"{name}_programs"] for entry in found for name in ("limited", "free"))), 0.0, "at most",
-            "programs", note="networks that were dropped and come back included",
+            "programs compiled while answering and in steps", {},
+            float(max(entry[f"{name}_programs"] for entry in found for name in ("limited", "free", "step"))), 0.0,
+            "at most", "programs", note="networks that were dropped and come back included",
         ),
         Row(
             f"bytes on disk per byte that tasks added, {many} tasks", {}, written / added, GOAL_BYTES, "at most",

@@ -5,9 +5,7 @@ Call `alternate`, `medians` and `ratio` to time, `in_child` for what needs a pro
 
 import dataclasses
 import datetime
-import importlib
 import importlib.metadata
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -25,8 +23,8 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from cheem_jax.backbone.config import CONFIGS, ViTConfig, at_image_size
-from cheem_jax.backbone.flops import pair_flops
+from cheem_jax.backbone.config import ViTConfig, at_image_size, config_of
+from cheem_jax.backbone.flops import embed_flops, executed_halves, pair_flops
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, load_pretrained
 from cheem_jax.cheem.supernet import OpSettings, Supernet
@@ -36,7 +34,7 @@ from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.images import Images
-from cheem_jax.core.pool import dense_experts
+from cheem_jax.core.pool import Pool, dense_experts
 from cheem_jax.engine.executor import Executor, Network, Step
 from cheem_jax.engine.feed import Budget, Feed, HostImages, keep_tokens
 from cheem_jax.engine.stages import Stages
@@ -124,17 +122,16 @@ def in_child(function: Callable[..., Any], *arguments: Any, environment: Mapping
         os.environ.update(before)
 
 
+def keep_compiled(folder: Path) -> None:
+    """Read compiled functions from a folder and write them there; before anything is compiled, as JAX looks once."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
 def compile_everything() -> None:
     """Leave out the persistent compilation cache, so that compiling is counted at its full cost."""
     jax.config.update("jax_enable_compilation_cache", False)
-
-
-def has_torch(part: str) -> bool:
-    """Whether the sides in PyTorch can run; says so where they cannot."""
-    found = all(importlib.util.find_spec(name) for name in ("torch", "timm"))
-    if not found:
-        say(f"{part}: torch and timm are not installed, so PyTorch's sides are left out")
-    return found
 
 
 def difference(found: Any, wanted: np.ndarray) -> float:
@@ -156,11 +153,6 @@ def process_memory(field: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
     return 1024 * int(kilobytes)
 
 
-def bytes_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
 def machine() -> dict[str, Any]:
     """Where and with what was measured."""
     device = jax.devices()[0]
@@ -175,19 +167,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save(out: Path, part: str, rows: Sequence[Row], *, quick: bool = False, **more: Any) -> Path:
-    """Write what a part found as one file, whole or not at all; those of an accelerator end in `-gpu`."""
-    name = part if jax.default_backend() == "cpu" or part.startswith("gpu-") else f"{part}-gpu"
-    out.mkdir(parents=True, exist_ok=True)
-    lines = [{**dataclasses.asdict(row), "met": row.met} for row in rows]
-    found = {"part": part, "quick": quick, "machine": machine(), "rows": lines, **more}
-    write_atomically(out / f"{name}.json", json.dumps(to_json(found), indent=1) + "\n")
-    tell(rows)
-    return out / f"{name}.json"
-
-
-def tell(rows: Sequence[Row]) -> None:
-    """Print a line per row."""
+def save(out: Path | None, part: str, rows: Sequence[Row], *, quick: bool = False, **more: Any) -> None:
+    """Print a line per row and write what a part found as one file; those of an accelerator end in `-gpu`."""
     for row in rows:
         told = [f"{name} {value:.4g} s" for name, value in row.seconds.items()]
         if row.reached is not None:
@@ -195,6 +176,13 @@ def tell(rows: Sequence[Row]) -> None:
         if row.met is not None:
             told.append(f"goal: {row.sense} {row.goal:.3g}: {'yes' if row.met else 'no'}")
         print(f"{row.what}: {', '.join(told) or 'not measured'}", flush=True)
+    if out is None:
+        return
+    name = part if jax.default_backend() == "cpu" else f"{part}-gpu"
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [{**dataclasses.asdict(row), "met": row.met} for row in rows]
+    found = {"part": part, "quick": quick, "machine": machine(), "rows": lines, **more}
+    write_atomically(out / f"{name}.json", json.dumps(to_json(found), indent=1) + "\n")
 
 
 def command(main: Callable[[Any], None], settings: Any) -> None:
@@ -216,7 +204,7 @@ def backbone(name: str, image_size: int | None = None) -> Pretrained:
     file = file.with_name(f"{file.name}.safetensors")
     if file.is_file():
         return load_pretrained(name, weights=file, image_size=image_size)
-    config = CONFIGS[name] if image_size is None else at_image_size(CONFIGS[name], image_size)
+    config = config_of(name) if image_size is None else at_image_size(config_of(name), image_size)
     return Pretrained(config, init_params(config, jax.random.key(0)), "random", "")
 
 
@@ -238,9 +226,9 @@ def step(executor: Executor, fitting: SupernetFit, architecture: Architecture, d
     return float(loss)
 
 
-def new_task(executor: Executor, num_classes: int, rank: int) -> SupernetFit:
-    """A fresh supernet over the backbone's own experts."""
-    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), num_classes, OpSettings(rank=rank))
+def new_task(pool: Pool, num_classes: int, rank: int) -> SupernetFit:
+    """A fresh supernet over the experts of a pool."""
+    supernet = Supernet(jax.random.key(1), dense_experts(pool), num_classes, OpSettings(rank=rank))
     return SupernetFit(supernet, supernet.init())
 
 
@@ -287,16 +275,10 @@ class BlockFlops(NamedTuple):
 
 def block_flops(config: ViTConfig, block: int) -> BlockFlops:
     """Counted from shapes, two per multiply-add."""
-    tokens, width, wide = config.num_tokens, config.width, config.mlp_width
-    outputs = 1 if block == config.depth - 1 else tokens
-    attention = 2 * 2 * outputs * tokens * width
-    linear = 2 * (2 * tokens + 2 * outputs) * width * width
-    return BlockFlops(linear + attention, 2 * outputs * width * wide, 2 * outputs * wide * width, attention)
-
-
-def embed_flops(config: ViTConfig) -> int:
-    """Patch embedding."""
-    return 2 * config.num_patches * 3 * config.patch_size**2 * config.width
+    last = block == config.depth - 1
+    enter, branch = executed_halves(config, last=last)
+    outputs = 1 if last else config.num_tokens
+    return BlockFlops(enter, branch // 2, branch // 2, 2 * 2 * outputs * config.num_tokens * config.width)
 
 
 def tree_flops(config: ViTConfig, networks: Sequence[Network], *, from_images: bool = False) -> int:

@@ -1,9 +1,8 @@
-"""Training of two baselines on DeiT-Tiny, L2P and LoRA-CL, beside the same written plainly in PyTorch with timm.
+"""Training of a baseline on DeiT-Tiny, L2P, beside the same written plainly in PyTorch with timm.
 
     python -m experiments.bench.methods
 
-Both sides have the same weights and images, and must agree on losses and gradients before anything is timed. Without
-torch and timm only our side is measured.
+Both sides have the same weights and images, and must agree on losses and gradients before anything is timed.
 """
 
 from collections.abc import Callable
@@ -15,20 +14,18 @@ import numpy as np
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.fitting import FitBatch, Inputs
 from cheem_jax.baselines.l2p import L2p, L2pConfig
-from cheem_jax.cheem.training import FitConfig, FitState, constant_draws, fit, prepare
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.cli.main import parse
-from cheem_jax.core.architecture import Choice, encode
 from cheem_jax.core.keys import Keys, next_power_of_two
 from cheem_jax.core.pool import Head
 from cheem_jax.engine.stages import Stages
 from cheem_jax.run.method import FrozenFeatures, Networks
 from experiments.bench import measure, steps
 from experiments.bench.measure import Bench, Row, alternate, difference, medians, ratio
+from experiments.bench.peer import L2pPeer
 
-OURS, CACHED, PLAIN, EAGER = "ours", "PyTorch, cached queries", "PyTorch, queries in every step", "PyTorch eager"
-GOALS = {PLAIN: 1.0, EAGER: 1.0}
-"""Against the methods as they are written plainly; a PyTorch that caches its queries as well is told beside it."""
-NUM_CLASSES, RANK = 20, 40
+OURS, CACHED, PLAIN = "ours", "PyTorch, cached queries", "PyTorch, queries in every step"
+NUM_CLASSES = 20
 
 
 def main(settings: Bench) -> None:
@@ -37,31 +34,23 @@ def main(settings: Bench) -> None:
     batch, num_steps, repeats = (4, 2, 1) if settings.quick else (32, 3, 5)
     executor = steps.make_executor(pretrained, "float32")
     images, labels = steps.data(batch * num_steps, pretrained.config)
-    has_peer = measure.has_torch("methods")
-    rows, samples, checks = [], {}, {}
-    for what, sides_of in (("L2P", l2p), ("LoRA-CL", lora_cl)):
-        sides, found = sides_of(pretrained, executor, images, labels, batch, has_peer)
-        checks |= {f"{what} {name}": value for name, value in found.items()}
-        name = f"{what}, {num_steps} steps of {batch} images at {pretrained.config.image_size} pixels, float32"
-        samples[name] = times = alternate(sides, repeats)
-        seconds = medians(times)
-        for other in (CACHED, PLAIN, EAGER):
-            if other in seconds:
-                goal = GOALS.get(other)
-                rows.append(Row(f"{name}, against {other}", seconds, ratio(seconds, other, OURS), goal))
-        if not has_peer:
-            rows.append(Row(name, seconds))
+    sides, checks = l2p(pretrained, executor, images, labels, batch)
+    what = f"L2P, {num_steps} steps of {batch} images at {pretrained.config.image_size} pixels, float32"
+    times = alternate(sides, repeats)
+    seconds = medians(times)
+    # a PyTorch that caches its queries is shown as well, and no goal
+    rows = [
+        Row(f"{what}, against {other}", seconds, ratio(seconds, other, OURS), goal)
+        for other, goal in ((CACHED, None), (PLAIN, 1.0))
+    ]
     measure.save(
-        settings.out, "methods", rows, quick=settings.quick, checks=checks, samples=samples, weights=pretrained.source
+        settings.out, "methods", rows, quick=settings.quick, checks=checks, samples=times, weights=pretrained.source
     )
 
 
-Sides = dict[str, Callable[[], object]]
-
-
 def l2p(
-    pretrained: Pretrained, executor: Stages, images: np.ndarray, labels: np.ndarray, batch: int, has_peer: bool
-) -> tuple[Sides, dict[str, float]]:
+    pretrained: Pretrained, executor: Stages, images: np.ndarray, labels: np.ndarray, batch: int
+) -> tuple[dict[str, Callable[[], object]], dict[str, float]]:
     """One pass over the images with prompts at the first block; the optimiser included."""
     config = L2pConfig(fit=FitConfig(epochs=1), batch_size=batch)
     features = FrozenFeatures(executor, batch)
@@ -80,11 +69,6 @@ def l2p(
             order_key=jax.random.key(3), noise_key=jax.random.key(4), advance=measure.ignore_advance,
         )  # fmt: skip
         jax.block_until_ready(fitting.learned)
-
-    sides: Sides = {OURS: ours}
-    if not has_peer:
-        return sides, {}
-    from experiments.bench.peer import L2pPeer
 
     pool, keys = np.array(prompts["pool"][0]), np.array(prompts["keys"][0])
     peer = L2pPeer(pretrained, config, pool, keys, weight[:, :NUM_CLASSES])
@@ -108,43 +92,7 @@ def l2p(
             part = slice(start, start + batch)
             peer.step(images[part], labels[part], cached[number] if with_queries else None)
 
-    sides[CACHED] = lambda: theirs(True)
-    sides[PLAIN] = lambda: theirs(False)
-    return sides, checks
-
-
-def lora_cl(
-    pretrained: Pretrained, executor: Stages, images: np.ndarray, labels: np.ndarray, batch: int, has_peer: bool
-) -> tuple[Sides, dict[str, float]]:
-    """One pass over the images with a pair in every block; the optimiser included."""
-    architecture = (Choice("adapt", 0),) * executor.num_blocks
-    fitting = measure.new_task(executor, NUM_CLASSES, RANK)
-    supernet = fitting.supernet
-    prepare(executor, supernet, batch)
-    codes = encode(architecture, supernet.sizes)
-    # as the method does: what no pair changes is computed once, before the first epoch
-    feed = measure.kept(executor, images, batch_size=batch)
-
-    def ours() -> None:
-        fitting.progress = FitState()  # one epoch more, from what the one before left
-        fit(
-            executor, fitting, feed, labels, draws=constant_draws(codes), config=FitConfig(epochs=1), batch_size=batch,
-            order_key=jax.random.key(2), advance=measure.ignore_advance,
-        )  # fmt: skip
-        jax.block_until_ready(fitting.state)
-
-    sides: Sides = {OURS: ours}
-    if not has_peer:
-        return sides, {}
-    peer = steps.make_peer(pretrained, rank=RANK)
-
-    def theirs() -> None:
-        for start in range(0, len(images), batch):
-            peer.step(architecture, images[start : start + batch], labels[start : start + batch], NUM_CLASSES)
-
-    sides[EAGER] = theirs
-    # losses and gradients of such steps are compared by the part `steps`, architecture by architecture
-    return sides, {}
+    return {OURS: ours, CACHED: lambda: theirs(True), PLAIN: lambda: theirs(False)}, checks
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from cheem_jax.cli.main import parse, run_command
 from cheem_jax.data.decode import decode_many
 from cheem_jax.memory import open_memory
 from cheem_jax.memory.predictor import NamedFiles, files_in, predict_files
-from experiments.bench.measure import Row, alternate, medians, ratio, save, tell
+from experiments.bench.measure import Row, alternate, medians, ratio, save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Predicting:
     rounds: int = 5
     """Rounds of both sides, alternating; medians are reported."""
     out: Path | None = None
-    """Folder of predicting.json, for `python -m experiments.bench.tables`; default: the numbers are only printed."""
+    """Folder of predicting.json, for the tables of `bench/run.py`; default: the numbers are only printed."""
 
 
 def main(settings: Predicting) -> None:
@@ -62,10 +62,7 @@ def main(settings: Predicting) -> None:
             "at most", unit="s",
         ),
     ]  # fmt: skip
-    if settings.out is None:
-        tell(rows)
-    else:
-        save(settings.out, "predicting", rows)
+    save(settings.out, "predicting", rows)
 
 
 if __name__ == "__main__":

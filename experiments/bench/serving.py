@@ -26,7 +26,7 @@ import tyro
 from PIL import Image
 
 from cheem_jax.cli.main import parse, run_command
-from experiments.bench.measure import Row, save, tell
+from experiments.bench.measure import Row, save
 
 NUM_PICTURES = 64
 """Different images, so that answers can be compared with those that each gets alone."""
@@ -49,7 +49,7 @@ class Serving:
     every: int = 2000
     """Requests between two looks at the server's memory."""
     out: Path | None = None
-    """Folder of serving.json, for `python -m experiments.bench.tables`; default: the numbers are only printed."""
+    """Folder of serving.json, for the tables of `experiments/bench/run.py`; default: the numbers are only printed."""
 
 
 def main(settings: Serving) -> None:
@@ -76,10 +76,7 @@ def main(settings: Serving) -> None:
         "over_limits": refused,
     }
     print(f"statuses {load['statuses']}, lost {load['lost']}, other answers than alone {load['other_answers']}")
-    if settings.out is None:
-        tell(rows(found))
-    else:
-        save(settings.out, "serving", rows(found), numbers=found)
+    save(settings.out, "serving", rows(found), numbers=found)
 
 
 def rows(found: dict[str, Any]) -> list[Row]:

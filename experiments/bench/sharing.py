@@ -15,13 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.backbone.params import build
 from cheem_jax.cheem.evolution import SearchConfig, search
 from cheem_jax.cheem.hee import uniform_table
-from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
+from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import (
     FitConfig,
-    SupernetFit,
     architecture_flops,
     dense_network,
     fit,
@@ -34,7 +32,7 @@ from cheem_jax.cheem.training import (
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Head, pool_sizes
+from cheem_jax.core.pool import Head, Memory, pool_sizes
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
@@ -42,15 +40,14 @@ from cheem_jax.engine.executor import Dense, Executor, Network
 from cheem_jax.engine.feed import Feed, HostImages
 from cheem_jax.engine.inference import Inference, TaskNetwork, bucket_sizes, pieces
 from cheem_jax.engine.passes import count_right, token_means
-from cheem_jax.engine.whole import Whole
 from cheem_jax.run.method import base_network
 from experiments.bench import measure
-from experiments.bench.growth import Grown, drawn_memory, drawn_table
 from experiments.bench.measure import Bench, Row, kept, medians, separate_flops, step_flops, tree_flops
+from experiments.bench.memories import networks_of, sampled_memory, sampled_table
 
 RANK, NUM_CLASSES = 16, 20
 SHARED, APART = "shared", "apart"
-LAST, WHOLE_SEARCH, AGAINST_WHOLE, SIMILARITY, FINETUNE, INFERENCE = 1.2, 1.3, 3.0, 1.5, 1.35, 1.25
+LAST, WHOLE_SEARCH, SIMILARITY, FINETUNE, INFERENCE = 1.2, 1.3, 1.5, 1.35, 1.25
 """Goals: how many times as fast as without sharing."""
 NUM_SAME = 6
 """Blocks that the networks of the planted cases have in common with the base."""
@@ -96,25 +93,25 @@ def searches(
     sizes = {"num_train": 64 if quick else 256, "num_val": batch_size, "num_test": 26}
     task = demo_stream(image_size=vit.config.image_size, **sizes).tasks[0]
     config = SearchConfig(population=6, generations=2, num_parents=2) if quick else SearchConfig()
-    grown = drawn_memory(executor, 2, rank=RANK)
-    (supernet, state), generations = real_search(executor, grown, task, batch_size, config)
+    memory = sampled_memory(executor, 2)
+    (supernet, state), generations = real_search(executor, memory, task, batch_size, config)
     merged: dict = {}
     networks = [[dense_network(supernet, state, genome, merged) for genome in genomes] for genomes in generations]
     feed = kept(executor, task.val.images, batch_size=batch_size)
 
-    def score(one: Executor, found: Sequence[Network]) -> np.ndarray:
+    def score(found: Sequence[Network]) -> np.ndarray:
         return count_right(
-            one, found, state.head.params, feed, task.val.labels,
+            executor, found, state.head.params, feed, task.val.labels,
             num_classes=supernet.num_classes, batch_size=batch_size, advance=measure.ignore_advance,
         )  # fmt: skip
 
     def apart(found: Sequence[Network]) -> np.ndarray:
-        return np.concatenate([score(executor, [network]) for network in found])
+        return np.concatenate([score([network]) for network in found])
 
-    last = medians(compare(lambda: score(executor, networks[-1]), lambda: apart(networks[-1]), repeats))
+    last = medians(compare(lambda: score(networks[-1]), lambda: apart(networks[-1]), repeats))
     # each call scores the next generation, so the sum over as many calls as generations is a whole search
     turns = [itertools.cycle(networks) for _ in range(2)]
-    times = compare(lambda: score(executor, next(turns[0])), lambda: apart(next(turns[1])), len(networks))
+    times = compare(lambda: score(next(turns[0])), lambda: apart(next(turns[1])), len(networks))
     total = {name: sum(found) for name, found in times.items()}
     counted = [(separate_flops(vit.config, found), tree_flops(vit.config, found)) for found in networks]
     num = sum(map(len, networks))
@@ -124,32 +121,21 @@ def searches(
         shared_row(f"last generation of a search, {len(networks[-1])} networks, {name}", last, counted[-1], LAST, note),
         shared_row(f"whole search, {num} networks, {name}", total, everything, WHOLE_SEARCH, note),
     ]
-    flat = [network for found in networks for network in found]
-    whole, seconds = whole_search(vit, executor, flat, score, 3 if quick else 12)
-    rows.append(
-        Row(
-            f"whole search, {num} networks, {name}, one program per signature",
-            {SHARED: total[SHARED], "whole": seconds}, seconds / total[SHARED], AGAINST_WHOLE,
-            note=f"extrapolated from {whole['sampled']} of {whole['signatures']} signatures: "
-            f"{whole['compile_seconds']:.2f} s to compile one, {1e3 * whole['call_seconds']:.1f} ms to call it",
-        )
-    )  # fmt: skip
     genomes = [[" ".join(map(str, genome)) for genome in found.tolist()] for found in generations]
-    return rows, {"genomes": genomes, "whole": whole, "samples": times}
+    return rows, {"genomes": genomes, "samples": times}
 
 
 def real_search(
-    executor: Executor, grown: Grown, task: Task, batch_size: int, config: SearchConfig
+    executor: Executor, memory: Memory, task: Task, batch_size: int, config: SearchConfig
 ) -> tuple[tuple[Supernet, SupernetState], list[np.ndarray]]:
     """A supernet trained for two epochs, and the genomes of every generation of a search in it."""
     rng, num = np.random.default_rng(2), len(task.train.labels)
-    sizes = pool_sizes(grown.memory.pool)
-    exploit, uniform = drawn_table(rng, grown.earlier, sizes), uniform_table(sizes)
-    settings = OpSettings(rank=RANK)
-    supernet = Supernet(jax.random.key(1), grown.experts, len(task.classes), settings)
+    exploit, uniform = sampled_table(rng, memory), uniform_table(pool_sizes(memory.pool))
+    fitting = measure.new_task(memory.pool, len(task.classes), RANK)
+    supernet = fitting.supernet
     order, mode, draw, key = jax.random.split(jax.random.key(3), 4)
     state = fit(
-        executor, SupernetFit(supernet, supernet.init()), kept(executor, task.train.images, batch_size=32),
+        executor, fitting, kept(executor, task.train.images, batch_size=32),
         task.train.labels,
         draws=supernet_draws(mode, draw, exploit=exploit, uniform=uniform, epsilon=0.3),
         config=FitConfig(epochs=2, learning_rate=2e-3),
@@ -171,30 +157,6 @@ def real_search(
     return (supernet, state), generations
 
 
-def whole_search(
-    vit, stages: Executor, networks: Sequence[Network], score: Callable[[Executor, Sequence[Network]], np.ndarray],
-    num: int,
-) -> tuple[dict[str, Any], float]:  # fmt: skip
-    """What the executor `whole` would take for all of a search, from some of its signatures (skip patterns)."""
-    executor = Whole(build(vit.config, vit.params), "mlp_down", programs=num)
-    by_signature = {tuple(step.expert is None for step in network): network for network in networks}
-    sampled = list(by_signature.values())[:: max(1, len(by_signature) // num)][:num]
-    found = score(executor, sampled)
-    compiled = executor.programs.compile_seconds / executor.programs.misses
-    start = time.perf_counter()
-    again = score(executor, sampled)
-    call = (time.perf_counter() - start) / len(sampled)
-    # another program rounds in another order: an answer may change
-    difference = int(np.abs(found - score(stages, sampled)).sum())
-    if not np.array_equal(found, again):
-        raise ValueError("the executor `whole` counts other right answers when called again")
-    details = {
-        "sampled": len(sampled), "signatures": len(by_signature), "compile_seconds": compiled, "call_seconds": call,
-        "answers_that_differ": difference, "extrapolated": True,
-    }  # fmt: skip
-    return details, compiled * len(by_signature) + call * len(networks)
-
-
 # ---- similarity
 
 
@@ -206,7 +168,7 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
     feed = kept(executor, measure.random_images(num, vit.config), batch_size=num)
     same = min(NUM_SAME, executor.num_blocks - 1)
     planted = [base_network(executor), *leaving_networks(executor, 9, same)]
-    drawn = drawn_memory(executor, 9, rank=RANK).networks
+    drawn = networks_of(sampled_memory(executor, 9))
     rows = []
     for what, networks in ((f"all Reuse of the base in blocks 1-{same}", planted), ("drawn and consolidated", drawn)):
 
@@ -253,7 +215,7 @@ def finetuning(name: str, image_size: int, repeats: int) -> tuple[list[Row], dic
         Choice("adapt" if block == same else "reuse", 0) for block in range(executor.num_blocks)
     )
     images, labels = measure.random_images(num, config), np.arange(num, dtype=np.int32) % NUM_CLASSES
-    fitting = {side: measure.new_task(executor, NUM_CLASSES, RANK) for side in (SHARED, APART)}
+    fitting = {side: measure.new_task(executor.base_pool, NUM_CLASSES, RANK) for side in (SHARED, APART)}
     supernet = fitting[SHARED].supernet
     prepare(executor, supernet, num)
     prefix = frozen_prefix(supernet, architecture)
@@ -291,7 +253,7 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
     num = 8 if image_size <= 32 else 64
     images = measure.random_images(num, config)
     same = min(NUM_SAME, executor.num_blocks - 1)
-    planted, drawn = leaving_networks(executor, 3, same), drawn_memory(executor, 9, rank=RANK).networks[1:]
+    planted, drawn = leaving_networks(executor, 3, same), networks_of(sampled_memory(executor, 9))[1:]
     rows = []
     for what, networks in ((f"3 tasks that leave the base at block {same + 1}", planted), ("9 drawn tasks", drawn)):
         rng = np.random.default_rng(6)

@@ -3,7 +3,7 @@
     python -m experiments.bench.steps
 
 Both sides have the same weights, images and architectures, and must agree on losses and gradients before anything is
-timed. Without torch and timm only our side is measured.
+timed.
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ from cheem_jax.engine.feed import Feed, HostImages
 from cheem_jax.engine.stages import Stages
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
+from experiments.bench.peer import CheemPeer
 
 NUM_DRAWS, NUM_CLASSES, RANK = 12, 20, 16
 OURS, IMAGES, EAGER, COMPILED = "ours", "ours from images", "PyTorch eager", "torch.compile"
@@ -44,7 +45,7 @@ class Ours:
 
     def __init__(self, executor: Stages, images: np.ndarray, labels: np.ndarray):
         self.executor, self.labels = executor, labels
-        self.fitting = measure.new_task(executor, NUM_CLASSES, RANK)
+        self.fitting = measure.new_task(executor.base_pool, NUM_CLASSES, RANK)
         self.supernet = self.fitting.supernet
         self.images, self.pixels = HostImages(executor, images), images
         self.kept = self.keep(())
@@ -72,7 +73,7 @@ class Ours:
         (batch,) = batches(np.arange(num), num)
         measure.step(self.executor, self.fitting, architecture, step_of(self.executor, feed, self.labels, batch))
 
-    def hand_over(self, peer: Any) -> None:
+    def hand_over(self, peer: CheemPeer) -> None:
         """Give a peer all that is learned."""
         learned = {(block, choice.kind): own.params for (block, choice), own in self.fitting.state.learners.items()}
         peer.set_learned(learned, self.fitting.state.head.params)
@@ -86,13 +87,12 @@ def main(settings: Bench) -> None:
     codes = np.random.default_rng(0).integers(0, 4, (NUM_DRAWS, depth))
     architectures = [decode(row, (1,) * depth) for row in codes]
     executor = make_executor(pretrained, "float32")
-    has_peer = measure.has_torch("steps")
-    peers = {} if not has_peer else {EAGER: make_peer(pretrained), COMPILED: make_peer(pretrained, compiled=True)}
+    peers = {EAGER: make_peer(pretrained), COMPILED: make_peer(pretrained, compiled=True)}
     rows, checks, samples = [], {}, {}
     for num in sizes:
         images, labels = data(num, pretrained.config)
         ours = Ours(executor, images, labels)
-        if peers and num == sizes[0]:
+        if num == sizes[0]:
             checks = agree(ours, peers[EAGER], architectures[: 2 if settings.quick else 4], images, labels)
         prepare(ours.executor, ours.supernet, num)
         warm = warm_compiled(peers, architectures, images, labels)
@@ -110,12 +110,12 @@ def main(settings: Bench) -> None:
             found, fine = finetuning(ours, peers, images, labels), f"fine-tuning step, {num} images, float32"
             samples[fine] = found
             rows += compare(fine, medians(found), GOAL_FLOAT32)
-            found = bfloat16(pretrained, ours, architectures, images, labels, has_peer, rounds)
+            found = bfloat16(pretrained, ours, architectures, images, labels, rounds)
             samples["bfloat16"] = found
             seconds, what = medians(found), f"supernet step, {num} images"
             rows.append(Row(f"{what}, bfloat16, against {AUTOCAST}", seconds, ratio(seconds, AUTOCAST, OURS)))
             rows.append(Row(f"{what}, our float32 against {AUTOCAST}", seconds, ratio(seconds, AUTOCAST, SINGLE)))
-    row, times = evaluation(executor, peers, settings.quick)
+    row, times = evaluation(executor, peers[EAGER], settings.quick)
     samples[row.what] = times
     measure.save(
         settings.out, "steps", [*rows, row], quick=settings.quick,
@@ -148,7 +148,9 @@ def compare(what: str, seconds: dict[str, float], goal: float, note: str = "") -
     ]
 
 
-def finetuning(ours: Ours, peers: dict[str, Any], images: np.ndarray, labels: np.ndarray) -> dict[str, list[float]]:
+def finetuning(
+    ours: Ours, peers: dict[str, CheemPeer], images: np.ndarray, labels: np.ndarray
+) -> dict[str, list[float]]:
     """One architecture throughout, from the tokens that it leaves unchanged."""
     reuse, adapt = Choice("reuse", 0), Choice("adapt", 0)
     pattern = [reuse, reuse, adapt, Choice("skip"), Choice("new"), reuse]
@@ -163,23 +165,20 @@ def finetuning(ours: Ours, peers: dict[str, Any], images: np.ndarray, labels: np
     return alternate(sides, 5)
 
 
-def bfloat16(
-    pretrained: Pretrained, ours: Ours, architectures, images, labels, has_peer: bool, rounds: int
-) -> dict[str, list[float]]:
+def bfloat16(pretrained: Pretrained, ours: Ours, architectures, images, labels, rounds: int) -> dict[str, list[float]]:
     """The same steps with bfloat16 operands."""
     half = Ours(make_executor(pretrained, "bfloat16"), images, labels)
     prepare(half.executor, half.supernet, len(labels))
+    peer = make_peer(pretrained, precision="bfloat16")
     sides: dict[str, Callable[[Architecture], object]] = {
         OURS: lambda a: half.step(a, half.kept),
         SINGLE: lambda a: ours.step(a, ours.kept),
+        AUTOCAST: lambda a: peer.step(a, images, labels, NUM_CLASSES),
     }
-    if has_peer:
-        peer = make_peer(pretrained, precision="bfloat16")
-        sides[AUTOCAST] = lambda a: peer.step(a, images, labels, NUM_CLASSES)
     return over_draws(sides, architectures, rounds)
 
 
-def evaluation(executor: Stages, peers: dict[str, Any], quick: bool) -> tuple[Row, dict[str, list[float]]]:
+def evaluation(executor: Stages, peer: CheemPeer, quick: bool) -> tuple[Row, dict[str, list[float]]]:
     """Right answers of candidates, as a generation of the search scores them."""
     num_candidates, num_images = (4, 8) if quick else (20, 64)
     images, labels = data(num_images, executor.config)
@@ -190,26 +189,26 @@ def evaluation(executor: Stages, peers: dict[str, Any], quick: bool) -> tuple[Ro
         batch_size=num_images, advance=measure.ignore_advance,
     )  # fmt: skip
     found: dict[str, np.ndarray] = {}
-    sides: dict[str, Callable[[], object]] = {OURS: lambda: found.update(ours=score(codes))}
-    if peers:
-        peer, sizes = peers[EAGER], ours.supernet.sizes
-        ours.hand_over(peer)
-        candidates = [decode(row, sizes) for row in codes]
-        sides[EAGER] = lambda: found.update(peer=peer.count_right(candidates, images, labels, NUM_CLASSES))
+    ours.hand_over(peer)
+    candidates = [decode(row, ours.supernet.sizes) for row in codes]
+    sides: dict[str, Callable[[], object]] = {
+        OURS: lambda: found.update(ours=score(codes)),
+        EAGER: lambda: found.update(peer=peer.count_right(candidates, images, labels, NUM_CLASSES)),
+    }
     times = alternate(sides, 1 if quick else 2)
-    note = "ours shares prefixes and begins at kept tokens"
-    if peers:
-        differing = int(np.abs(found["ours"] - found["peer"]).sum())
-        # images whose two best classes lie within rounding may go either way
-        if differing > max(1, num_candidates * num_images // 100):
-            raise ValueError(f"right answers differ by {differing} of {num_candidates * num_images}")
-        note += f"; {differing} of {num_candidates * num_images} answers differ"
+    differing = int(np.abs(found["ours"] - found["peer"]).sum())
+    # images whose two best classes lie within rounding may go either way
+    if differing > max(1, num_candidates * num_images // 100):
+        raise ValueError(f"right answers differ by {differing} of {num_candidates * num_images}")
+    note = (
+        f"ours shares prefixes and begins at kept tokens; {differing} of {num_candidates * num_images} answers differ"
+    )
     seconds = medians(times)
     what = f"{num_candidates} candidates on {num_images} images, float32, against {EAGER}"
     return Row(what, seconds, ratio(seconds, EAGER, OURS), GOAL_FLOAT32, note=note), times
 
 
-def agree(ours: Ours, peer: Any, architectures: Sequence[Architecture], images, labels) -> dict[str, float]:
+def agree(ours: Ours, peer: CheemPeer, architectures: Sequence[Architecture], images, labels) -> dict[str, float]:
     """Losses and gradients of both sides; ValueError where they differ."""
     ours.hand_over(peer)
     largest = {"loss": 0.0, "gradient": 0.0}
@@ -237,7 +236,7 @@ def checked(part: str, largest: dict[str, float]) -> dict[str, float]:
     return largest
 
 
-def warm_compiled(peers: dict[str, Any], architectures: Sequence[Architecture], images, labels) -> float:
+def warm_compiled(peers: dict[str, CheemPeer], architectures: Sequence[Architecture], images, labels) -> float:
     """Let torch.compile see every architecture once; returns the seconds that took."""
     if COMPILED not in peers:
         return 0.0
@@ -257,11 +256,9 @@ def make_executor(pretrained: Pretrained, precision: Precision) -> Stages:
     return measure.stages(dataclasses.replace(pretrained, config=config))
 
 
-def make_peer(pretrained: Pretrained, *, rank: int = RANK, **options: Any) -> Any:
-    """PyTorch with the same weights; imported here, since torch may be missing."""
-    from experiments.bench.peer import CheemPeer
-
-    return CheemPeer(pretrained, rank=rank, num_outputs=next_power_of_two(NUM_CLASSES), **options)
+def make_peer(pretrained: Pretrained, **options: Any) -> CheemPeer:
+    """PyTorch with the same weights."""
+    return CheemPeer(pretrained, rank=RANK, num_outputs=next_power_of_two(NUM_CLASSES), **options)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ the backbone and put back: what does not belong to it never meets a gradient.
 """
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from charts import names_in
 from flax import nnx
 
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, over_batches
@@ -66,13 +66,8 @@ def components_of(text: str) -> list[Component]:
     if text == "all":
         return list(COMPONENTS)
     known = {word: component for component in COMPONENTS for word in (component.name, str(component.index))}
-    asked = [word.strip() for word in text.split(",")]
-    if unknown := [word for word in asked if word not in known]:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        listed = ", ".join(f"{component.index} {component.name}" for component in COMPONENTS)
-        raise ValueError(f"--components names {', '.join(map(repr, unknown))}; {hint}the components are {listed}")
-    return [component for component in COMPONENTS if component in [known[word] for word in asked]]
+    asked = {known[word] for word in names_in("--components", text, known)}
+    return [component for component in COMPONENTS if component in asked]
 
 
 def pieces_of(executor: Executor, component: Component) -> tuple[Piece, ...]:

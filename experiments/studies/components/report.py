@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from charts import frame, mean_std, spread, write_page
-from matplotlib.figure import Figure
+from charts import mean_std, spread, write_page
 from scipy.stats import rankdata
 
 from cheem_jax.core import metrics
-from cheem_jax.report.figures import DPI, INK, save
 from cheem_jax.report.table import NONE, Grid, number
 from studies.components.learning import Component
 from studies.components.units import Entry, Place, chosen_rate, found_at, mean_validation
@@ -143,9 +141,10 @@ def caption(rows: Sequence[Row], setting: Mapping[str, Any]) -> str:
 
 
 def _rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    ranks = rankdata(np.round(a, 6)), rankdata(np.round(b, 6))
-    # of equal values there is none
-    return float("nan") if min(map(np.ptp, ranks)) == 0 else float(np.corrcoef(*ranks)[0, 1])
+    ours, theirs = np.round(a, 6), np.round(b, 6)
+    if min(np.ptp(ours), np.ptp(theirs)) == 0:  # of equal values there is none
+        return float("nan")
+    return float(np.corrcoef(rankdata(ours), rankdata(theirs))[0, 1])
 
 
 def sweep(rows: Sequence[Row], setting: Mapping[str, Any]) -> Grid:
@@ -159,51 +158,11 @@ def sweep(rows: Sequence[Row], setting: Mapping[str, Any]) -> Grid:
 
 
 def write(directory: Path, rows: Sequence[Row], setting: Mapping[str, Any]) -> None:
-    """Table, numbers and figure."""
+    """Table and numbers."""
     if not rows:
         return
     grid, rates = table(rows, setting), sweep(rows, setting)
     numbers = {"setting": dict(setting), "paper": PAPER, "components": list(rows)}
     notes = grid.caption.replace("\n", "  \n")
     text = f"# {grid.title}\n\n{grid.to_markdown()}\n\n{notes}\n\n## {rates.title}\n\n{rates.to_markdown()}\n"
-    write_page(directory / "component_study", text, numbers, csv_of(rows))
-    shown = [row for row in rows if row["average_forgetting"]]
-    if len(shown) > 1:
-        picture(shown, setting, PAPER, directory / "component_study.png")
-
-
-def csv_of(rows: Sequence[Row]) -> str:
-    """The table's numbers as they are."""
-    names = ["index", "component", "params", "params_percent", "rate"]
-    lines = [[*names, *(f"{measure}{part}" for measure in MEASURES for part in ("", "_std", "_paper"))]]
-    for row in rows:
-        numbers = [row["index"], row["name"], row["params"], row["params_percent"], row["rate"]]
-        for measure in MEASURES:
-            found = row[measure] or {"mean": None, "std": None}
-            numbers += [found["mean"], found["std"], row["paper"][measure]]
-        lines.append(["" if number is None else str(number) for number in numbers])
-    return "".join(",".join(line) + "\n" for line in lines)
-
-
-OTHERS, CHOSEN = "#1b6ca8", "#c8553d"
-MEMORY = ("mlp_down", "projection")
-"""The components that the paper chooses between."""
-
-
-def picture(rows: Sequence[Row], setting: Mapping[str, Any], paper: str, file: Path) -> None:
-    """A panel of ours and one of the paper's, a dot per component with its number in the paper's table."""
-    figure = Figure(figsize=(11, 5.4), dpi=DPI, layout="constrained")
-    ours = [(row["average_forgetting"]["mean"], row["average_accuracy"]["mean"]) for row in rows]
-    papers = [(row["paper"]["average_forgetting"], row["paper"]["average_accuracy"]) for row in rows]
-    tasks = f"{len(setting['tasks'])} tasks of {setting['stream']}"
-    planes = ((f"ours: {setting['backbone']}, {tasks}", ours), (f"paper: {paper}, another scale", papers))
-    for axes, (title, points) in zip(figure.subplots(1, 2), planes, strict=True):
-        axes.margins(0.16, 0.1)
-        for row, (x, y) in zip(rows, points, strict=True):
-            colour = CHOSEN if row["name"] in MEMORY else OTHERS
-            axes.plot(x, y, "o", markersize=5, color=colour)
-            axes.annotate(str(row["index"]), (x, y), (5, 3), textcoords="offset points", fontsize=9, color=colour)
-        frame(axes, title, "average forgetting, points", "average accuracy, %", grid=True)
-    figure.supxlabel("   ".join(f"{row['index']} {row['title']}" for row in rows), fontsize=9, color=INK, wrap=True)
-    figure.suptitle("Components of a ViT block: how well they transfer, how much they forget", fontsize=12, color=INK)
-    save(figure, file)
+    write_page(directory / "component_study", text, numbers, grid)

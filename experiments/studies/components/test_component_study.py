@@ -159,9 +159,8 @@ def test_the_study_sweeps_the_rate_and_a_sequence_begins_as_its_first_task_alone
     assert saved["components"] == json.loads(json.dumps(rows))
     text = (directory / "component_study.md").read_text()
     assert "ViT-Base on VDD, another backbone and stream" in text and "the best of 1e-09, 0.01" in text
-    assert (directory / "component_study.png").stat().st_size > 10_000
     lines = (directory / "component_study.csv").read_text().splitlines()
-    assert len(lines) == 3 and lines[2].startswith("11,projection,544,")
+    assert len(lines) == 3 and lines[2].startswith('"11","Projection","544",')
 
 
 def units_of(directory):
@@ -252,7 +251,7 @@ def test_forgetting_of_seeds_has_a_mean_and_a_standard_deviation():
 def test_components_are_named_or_numbered_and_unknown_ones_refused():
     assert [component.index for component in components_of("projection, 3,mlp_down")] == [3, 11]
     assert components_of("all") == list(COMPONENTS)
-    with pytest.raises(ValueError, match="'projektion'; did you mean projection"):
+    with pytest.raises(ValueError, match="--components names 'projektion'; expected some of: .*projection, 11"):
         components_of("projektion")
-    with pytest.raises(ValueError, match="'12'.*11 projection"):
+    with pytest.raises(ValueError, match="--components names '12'"):
         components_of("1,12")

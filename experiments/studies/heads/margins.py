@@ -198,13 +198,3 @@ def logits_of(method: Prompting | Ewc | Moal, task: Task) -> Float[np.ndarray, "
     if isinstance(method, Prompting):
         return method.logits(images, method.features(task, "test"))
     return method.logits(images)
-
-
-def farthest_from_record(measured: Measured) -> float:
-    """The largest difference in accuracy, in [0, 1], from what the run had measured: logits are rounded elsewhere."""
-    results = measured.run.results
-    return max(
-        abs(getattr(margins, name) - results[name][-1][index])
-        for index, margins in enumerate(measured.margins)
-        for name in ("accuracy", "local_accuracy")
-    )

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import METHODS, Grid
-from studies.heads.margins import Measured, by_task, farthest_from_record
+from studies.heads.margins import Measured, by_task
 
 ACCURACIES = {"average_accuracy": "Acc_Global", "local_average_accuracy": "Acc_Local", "just_trained": "Acc_Train"}
 MATCHES = {"match": "match", "predicted": "predicted", "predicted_by_class": "predicted by class"}
@@ -103,7 +103,12 @@ def verdict(tasks: Sequence[Row]) -> str:
 
 def agreement(measured: Sequence[Measured]) -> str:
     """Whether the logits give the accuracies that the runs had recorded."""
-    farthest = max(map(farthest_from_record, measured))
+    farthest = max(
+        abs(getattr(margins, name) - one.run.results[name][-1][index])
+        for one in measured
+        for index, margins in enumerate(one.margins)
+        for name in ("accuracy", "local_accuracy")
+    )
     if farthest == 0:
         return "The logits give the very accuracies that the runs had recorded."
     return f"Accuracies by these logits are up to {100 * farthest:.2f} points from those that the runs had recorded."
@@ -123,12 +128,8 @@ def match_figure(curves: Sequence[Row], measured: Sequence[Row], file: Path) -> 
     panels = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]
     axes = panels[0]
     for curve in curves:
-        colour, simulated = COLOURS(GAPS(curve["gap"])), curve["simulated"]
+        colour = COLOURS(GAPS(curve["gap"]))
         axes.plot(curve["rivals"], curve["quadrature"], color=colour, linewidth=1.8)
-        axes.errorbar(
-            simulated["rivals"], simulated["probability"], 2 * np.array(simulated["standard_error"]), color=colour,
-            fmt=".", markersize=5, elinewidth=1, capsize=2,
-        )  # fmt: skip
         axes.plot(1, curve["one_rival"], "D", markersize=8, markerfacecolor="none", markeredgecolor=colour)
     for task in measured:
         _point(axes, task, task["rivals"])
@@ -149,7 +150,6 @@ def match_figure(curves: Sequence[Row], measured: Sequence[Row], file: Path) -> 
         frame(panels[1], x=x, y="measured", grid=True)
     handles = [
         Line2D([], [], color=FAINT, linewidth=1.8, label="quadrature"),
-        Line2D([], [], color=FAINT, marker=".", linestyle="none", label="simulation, ± 2 standard errors"),
         Line2D([], [], color=FAINT, marker="D", markerfacecolor="none", linestyle="none", label="closed form, M = 1"),
     ]
     for method in dict.fromkeys(task["method"] for task in measured):

@@ -4,30 +4,15 @@ The best logit within the task, Z*, is normal with a mean that lies `gap` above 
 task; rivals are normal and independent. `local_std` and `rival_std` are the standard deviations of Z* and of a rival.
 """
 
-import functools
 import math
-from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 from scipy.integrate import quad
 from scipy.special import log_ndtr, ndtr, ndtri_exp
 
-from cheem_jax.core.keys import key_at
-
 FAR = 10.0
 """Standard deviations from the mean beyond which a normal density is below 1e-22."""
-NORMALS = 2**22
-"""Normals that a simulation draws at a time."""
-
-
-class Simulated(NamedTuple):
-    """A probability by counting, in [0, 1], with its standard error."""
-
-    probability: float
-    standard_error: float
 
 
 def match_with_one_rival(gap: float, local_std: float, rival_std: float) -> float:
@@ -76,29 +61,6 @@ def match_with_unequal_rivals(
     density = np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
     below = log_ndtr((local_mean + local_std * x[:, None] - means) / stds).sum(axis=1)
     return float((np.exp(below) * density).sum() * (x[1] - x[0]))
-
-
-def simulated_match(
-    key: jax.Array, gap: float, local_std: float, rival_std: float, num_rivals: int, *, num_draws: int
-) -> Simulated:
-    """What `match_probability` computes, by sampling every logit of at least `num_draws` images."""
-    _check(gap, local_std, rival_std, num_rivals)
-    rows = min(num_draws, max(1, NORMALS // (num_rivals + 1)))
-    num_chunks = -(-num_draws // rows)
-    settings = np.array([gap, local_std, rival_std], np.float32)
-    found = [_count(key_at(key, chunk), settings, rows, num_rivals) for chunk in range(num_chunks)]
-    num = rows * num_chunks
-    share = sum(map(int, found)) / num
-    return Simulated(share, math.sqrt(share * (1 - share) / num))
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _count(key: jax.Array, settings: Float[Array, "3"], rows: int, num_rivals: int) -> jax.Array:
-    gap, local_std, rival_std = settings
-    local_key, rival_key = jax.random.split(key)
-    best = gap + local_std * jax.random.normal(local_key, (rows,))
-    rivals = rival_std * jax.random.normal(rival_key, (rows, num_rivals)).max(axis=1, initial=-jnp.inf)
-    return (best >= rivals).sum()
 
 
 def _check(gap: float, local_std: float, rival_std: float, num_rivals: int = 1) -> None:

@@ -47,11 +47,6 @@ def pixels_of(cells: Cells) -> int:
     return next(run.run.results["image_size"] for found in cells.values() for run in found.values())
 
 
-def processor_of(run: Collected) -> str | None:
-    """What the record tells."""
-    return run.record.get("conditions", {}).get("device", {}).get("processor")
-
-
 def _no_twin(run: Collected, twin: Collected | None) -> str:
     if twin is None:
         return "no run there is of its method, settings and seed"
@@ -59,7 +54,7 @@ def _no_twin(run: Collected, twin: Collected | None) -> str:
         return f"its tasks are {', '.join(run.run.order)}"
     if found := settings_apart(twin.run.config, run.run.config):
         return f"its settings differ from {twin.run.directory}: {summary(found, 'settings')}"
-    processors = processor_of(run), processor_of(twin)
+    processors = [one.record.get("conditions", {}).get("device", {}).get("processor") for one in (run, twin)]
     return f"both ran on {processors[0]}" if processors[0] == processors[1] else ""
 
 

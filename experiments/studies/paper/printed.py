@@ -40,7 +40,6 @@ NOTES = {
     "sampling": "See the note on added parameters at the table of placements.",
     "taskwise_flops": "The paper's figures show more skipped blocks than these FLOPs allow: they draw one seed, the "
     "table averages three.",
-    "counts": "The paper prints 19,850 test images for CIFAR-100, the number of SUN397; CIFAR-100 has 10,000.",
 }
 """What does not add up inside the paper, by table."""
 

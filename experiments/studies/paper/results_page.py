@@ -120,9 +120,7 @@ def page_of(
     return "\n\n".join(parts) + "\n"
 
 
-HEAD = (
-    """`experiments/tables.py` makes this page from the records of finished runs in `docs/results`; a test compares."""
-)
+HEAD = "`experiments/tables.py` makes this page from the records of finished runs in `docs/results`; a test compares."
 WORDS = """The setting: exemplar-free continual learning of one task after another with a pretrained backbone, the
 task ID not given at test time. *Accuracy*, unless it says otherwise, is task-agnostic: the mean over tasks after the
 last one, the task ID inferred by the *router* of a method with a network per task. *HEE* samples architectures by task

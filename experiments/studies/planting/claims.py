@@ -235,8 +235,7 @@ class Summary(NamedTuple):
     yes: int
     runs: int
     """Runs that had something to find."""
-    low: float | None
-    high: float | None
+    interval: tuple[float, float] | None
     """95 % interval of the probability of a yes (Wilson)."""
     value: float | None
     std: float | None
@@ -246,23 +245,19 @@ class Summary(NamedTuple):
     p: float | None
     """Probability of so many yes or more by chance."""
 
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        return None if self.low is None or self.high is None else (self.low, self.high)
-
 
 def summarise(claim: str, sampling: str, verdicts: Sequence[Verdict | None]) -> Summary:
     """Counts, interval and chance."""
     scored = [verdict for verdict in verdicts if verdict is not None]
     yes, runs = sum(verdict.found for verdict in scored), len(scored)
     if not runs:
-        return Summary(claim, sampling, 0, 0, *[None] * 7)
+        return Summary(claim, sampling, 0, 0, *[None] * 6)
     interval = binomtest(yes, runs).proportion_ci(0.95, method="wilson")
     values = np.array([verdict.value for verdict in scored])
     known = values[~np.isnan(values)]
     chances = [verdict.chance for verdict in scored]
     return Summary(
-        claim, sampling, yes, runs, float(interval.low), float(interval.high),
+        claim, sampling, yes, runs, (float(interval.low), float(interval.high)),
         float(known.mean()) if known.size else None,
         float(known.std(ddof=1)) if known.size > 1 else None,
         float(np.mean([verdict.level for verdict in scored])), float(np.mean(chances)),

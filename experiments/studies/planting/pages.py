@@ -110,44 +110,7 @@ def findings(runs: Runs, summaries: Sequence[Summary]) -> list[str]:
             f"explains (p < 0.05, each claim for itself): {', '.join(beyond) or 'none'}; "
             f"corrected for {len(p)} claims (Holm): {', '.join(corrected) or 'none'}."
         )
-    if set(runs) == {"hee", "uniform"}:
-        sentences += [_compared(by_claim), _cost(runs)]
     return sentences
-
-
-def _compared(by_claim: Mapping[str, Mapping[str, Summary]]) -> str:
-    """Claims of the structure that the samplings found differently often, and those whose intervals are apart."""
-    found: dict[str, list[str]] = {"more": [], "less": [], "apart": []}
-    # uniform sampling never asks the similarity, so what it would have offered says nothing about it
-    for name in (claim.name for claim in CLAIMS if not claim.about_similarity):
-        hee, uniform = by_claim[name]["hee"], by_claim[name]["uniform"]
-        if not hee.runs or not uniform.runs:
-            continue
-        if gap := hee.yes / hee.runs - uniform.yes / uniform.runs:
-            told = f"{name} ({hee.yes} of {hee.runs} against {uniform.yes} of {uniform.runs})"
-            found["more" if gap > 0 else "less"].append(told)
-        if hee.interval and uniform.interval:
-            (low, high), (other_low, other_high) = hee.interval, uniform.interval
-            if low > other_high or other_low > high:
-                found["apart"].append(name)
-    more, less, apart = (", ".join(names) or "nothing" for names in found.values())
-    return (
-        f"Of the structure, HEE found more often than uniform sampling: {more}; less often: {less}. The 95 % intervals "
-        f"are apart for {apart}."
-    )
-
-
-def _cost(runs: Runs) -> str:
-    """What the two samplings reach and spend over all tasks."""
-    told = []
-    for title, of, unit in (
-        ("accuracy, task ID given", lambda r: 100 * r["local_average_accuracy"], " %"),
-        ("parameters added per task", lambda r: r["params_added_percent"], " % of the backbone"),
-        ("FLOPs per image, router included", lambda r: r["flops"]["paper"] / 1e6, " M"),
-    ):
-        hee, uniform = (spread([of(results) for results in runs[sampling]], 2) for sampling in ("hee", "uniform"))
-        told.append(f"{title}: HEE {hee}{unit}, uniform {uniform}{unit}")
-    return f"Over all tasks, {'; '.join(told)}."
 
 
 def page(runs: Runs, judged: Judged, costs: Costs, setting: str) -> str:
@@ -178,12 +141,6 @@ TASKS_NOTE = """\
 Means over runs, ± standard deviation. Accuracy: with the true task given, since no router can tell shapes from its
 twin; frozen: a linear classifier on the plain backbone. From `of the family` (of earlier tasks of shapes) to `skip`:
 the mean number of blocks that take their expert from there; adapted: those of them that adapt it."""
-
-
-def table(summaries: Sequence[Summary]) -> str:
-    """`planted.csv`: the claims by sampling, numbers unrounded."""
-    rows = tuple(tuple("" if value is None else str(value) for value in summary) for summary in summaries)
-    return Grid("", Summary._fields, rows, 0).to_csv()
 
 
 def numbers(runs: Runs, judged: Judged) -> dict[str, Any]:

@@ -264,16 +264,10 @@ def test_the_page_says_what_the_numbers_say(runs):
     text = " ".join(pages.findings(runs, judged.summaries))
     assert "HEE sampling, 2 runs, found in every run: kin drawn on, kin rather, kin cheap, twin drawn on" in text
     assert "could not be asked: kin drawn on, kin rather, twin drawn on, twin rather, alien alone." in text
-    assert "easy cheap (2 of 2 against 0 of 2)" in text and "intervals are apart for nothing." in text
-    assert "accuracy, task ID given: HEE 90.00" in text
-    swapped = {"hee": runs["uniform"], "uniform": runs["hee"]}
-    other = " ".join(pages.findings(swapped, pages.judge_all(swapped, COSTS).summaries))
-    assert "HEE found more often than uniform sampling: nothing; less often: kin cheap" in other
     page = pages.page(runs, judged, COSTS, "A setting.")
     assert "| kin drawn on | HEE | 2 of 2 | 34–100 % |" in page and "| kin drawn on | uniform | 0 of 0 | – |" in page
-    rows = pages.table(judged.summaries).splitlines()
-    assert len(rows) == 1 + 2 * len(CLAIMS) and rows[0].startswith('"claim","sampling","yes","runs","low","high"')
-    json.dumps(pages.numbers(runs, judged), allow_nan=False)
+    numbers = json.loads(json.dumps(pages.numbers(runs, judged), allow_nan=False))
+    assert len(numbers["summaries"]) == 2 * len(CLAIMS)
 
 
 def test_every_sampling_and_seed_is_a_run_of_its_own_on_its_own_pictures(monkeypatch, tmp_path):
@@ -297,7 +291,7 @@ def test_every_sampling_and_seed_is_a_run_of_its_own_on_its_own_pictures(monkeyp
     again = planted.parse(planted.Planted, more["command"][1:])
     assert (again.sampling, again.seeds, again.run_dir) == ("uniform", "0", tmp_path / "uniform" / "seed-0")
     assert {file.name for file in tmp_path.iterdir()} == {
-        "planted.md", "planted.csv", "planted.json", "architectures.png",
+        "planted.md", "planted.json", "architectures.png",
     }  # fmt: skip
     told = json.loads((tmp_path / "planted.json").read_text())
     assert [(run["sampling"], run["seed"]) for run in told["runs"]] == [

@@ -6,7 +6,6 @@ from pathlib import Path
 import jit_profile
 import pytest
 from bench import measure
-from PIL import Image
 
 from cheem_jax.backbone.config import config_of
 from cheem_jax.cli.main import run_command
@@ -14,7 +13,7 @@ from cheem_jax.core.architecture import from_strings
 
 
 @pytest.mark.full
-def test_a_small_study_writes_numbers_table_and_figure(tmp_path, monkeypatch):
+def test_a_small_study_writes_numbers_and_a_table(tmp_path, monkeypatch):
     monkeypatch.setenv(
         "XLA_FLAGS", "--xla_backend_optimization_level=0"
     )  # for the measuring processes: quick to compile
@@ -36,8 +35,6 @@ def test_a_small_study_writes_numbers_table_and_figure(tmp_path, monkeypatch):
         assert 0 < entry["share_of_peak"] < 1 and entry["memory_bytes"] > 0
     table = (tmp_path / "new" / "jit_profile.md").read_text()
     assert table.count("\n| vit_nano | 32 | 4 | float32 | ") == 2
-    with Image.open(tmp_path / "new" / "jit_profile.png") as picture:
-        assert picture.width == 1200 and len(picture.convert("L").getcolors() or []) > 10
 
     measured = tmp_path / "measured.json"
     other = {"platform": "gpu", "device": "some", "name": case["name"], "flops": 1, "seconds": {"scan": 1.0}}

@@ -16,9 +16,11 @@ import time
 from pathlib import Path
 
 import compare
+import launching
 import mtil
 import pytest
 import study
+from launching import SECONDS_BETWEEN_LOOKS, Job, LauncherConfig, Run, Sweep, results_of
 from rich.console import Console
 
 from cheem_jax.baselines.catalogue import NAMES
@@ -28,8 +30,6 @@ from cheem_jax.core.interruption import Stopped, stop_requests
 from cheem_jax.report.status import read_owner
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
-from launchers import job, sweeps
-from launchers.job import SECONDS_BETWEEN_LOOKS, Job, LauncherConfig, Run, Sweep, results_of
 
 SHORT = study.Variant("linear", "linear heads", "frozen_linear")
 BROKEN = study.Variant("broken", "broken", "frozen_linear", run={"weights": Path("nowhere.npz")})
@@ -164,7 +164,7 @@ def test_a_job_stops_before_it_queues_again_and_stays_where_slurm_takes_it_back(
             raise stop.stopped("everything is kept")
 
     monkeypatch.setattr(mtil, "main", work)
-    monkeypatch.setattr(job, "sleep", happened.append)
+    monkeypatch.setattr(launching, "sleep", happened.append)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     usual = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     signal.signal(signal.SIGUSR2, lambda number, frame: happened.append("queued"))
@@ -193,7 +193,7 @@ def test_the_batch_file_says_what_was_asked_for_and_a_queued_run_is_not_submitte
         "ntasks-per-node=1", "cpus-per-task=8", "gpus-per-node=1", "mem=32GB", "partition=gpu", "account=a1", "qos=low",
         "constraint=a100", "exclusive", "module load cuda",
     }  # fmt: skip
-    assert f"PYTHONPATH={Path(__file__).parents[1]}" in script and "submitit.core._submit" in script
+    assert f"PYTHONPATH={Path(__file__).parent}" in script and "submitit.core._submit" in script
     assert "--cpus-per-task=8 env" in script
     submitted = json.loads((settings.run_dir / "jobs" / "submitted.json").read_text())
     assert submitted == {f"linear/seed-{seed}": f"4711_{seed}" for seed in range(3)}
@@ -251,7 +251,7 @@ def test_whoever_waits_is_told_of_every_run_that_ends(tmp_path, slurm, said, mon
     (logs / "4711_1_0_log.err").write_text("error: out of memory")
     waiting = LauncherConfig("slurm", wait=True)
     with pytest.raises(SystemExit) as stop:
-        sweeps.finish(Sweep(waiting, logs, runs, said, lambda: calls.append("tables")))
+        launching.finish(Sweep(waiting, logs, runs, said, lambda: calls.append("tables")))
     assert stop.value.code == 1 and calls == ["tables"]
     told = [line for line in text_of(said).splitlines() if line.startswith(("2 runs:", "bad", "squeue"))]
     assert told == [
@@ -267,7 +267,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_jobs(tmp_path, slurm, said, monkeyp
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job, "sleep", interrupt)
+    monkeypatch.setattr(launching, "sleep", interrupt)
     settings = settings_of(tmp_path / "runs", "--launcher", "slurm", "--launcher.wait", "--seeds", "0,1")
     assert submit(settings, [SHORT], said) == 130
     assert "the jobs go on; to end them: scancel 4711\n" in text_of(said)
@@ -275,8 +275,8 @@ def test_ctrl_c_ends_the_waiting_and_not_the_jobs(tmp_path, slurm, said, monkeyp
 
 @pytest.mark.parametrize("method", NAMES)
 def test_a_job_reads_the_settings_that_it_was_given(method, tmp_path):
-    settings = settings_of(tmp_path, "--launcher", "slurm", "--seeds", "3")
-    (variant,) = compare.variants_of(settings, [method])
+    settings = settings_of(tmp_path, "--methods", method, "--launcher", "slurm", "--seeds", "3")
+    (variant,) = compare.variants_of(settings)
     one = study.run_settings(settings, variant, 3)
     again = mtil.read_arguments(arguments_of(mtil.anywhere(one)))
     assert mtil.config_of(again) == mtil.config_of(one) and again.run_dir == tmp_path / method / "seed-3"
@@ -286,13 +286,13 @@ def test_a_job_reads_the_settings_that_it_was_given(method, tmp_path):
 def test_runs_at_work_share_no_gpu(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = LauncherConfig("local", jobs=2, gpus=2)
-    assert sweeps.devices_of(config, 1) == ["CUDA_VISIBLE_DEVICES=2,3"]
-    assert sweeps.devices_of(LauncherConfig("local"), 0) == ["-u", "CUDA_VISIBLE_DEVICES"]
+    assert launching.devices_of(config, 1) == ["CUDA_VISIBLE_DEVICES=2,3"]
+    assert launching.devices_of(LauncherConfig("local"), 0) == ["-u", "CUDA_VISIBLE_DEVICES"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert sweeps.devices_of(dataclasses.replace(config, gpus=1), 1) == ["CUDA_VISIBLE_DEVICES=5"]
-    assert sweeps.devices_of(LauncherConfig("local"), 0) == ["CUDA_VISIBLE_DEVICES=4,5,6"]
+    assert launching.devices_of(dataclasses.replace(config, gpus=1), 1) == ["CUDA_VISIBLE_DEVICES=5"]
+    assert launching.devices_of(LauncherConfig("local"), 0) == ["CUDA_VISIBLE_DEVICES=4,5,6"]
     with pytest.raises(ValueError, match="ask for 4 GPUs; CUDA_VISIBLE_DEVICES is '4,5,6'"):
-        sweeps.devices_of(config, 0)
+        launching.devices_of(config, 0)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +334,6 @@ def test_what_slurm_refuses_is_told_in_its_words(tmp_path, slurm, said, capsys):
 
 
 def test_a_run_on_several_nodes_is_told_to_find_the_others():
-    assert sweeps.host_arguments(LauncherConfig("slurm")) == []
-    told = shlex.join(sweeps.host_arguments(LauncherConfig("slurm", nodes=2)))
+    assert launching.host_arguments(LauncherConfig("slurm")) == []
+    told = shlex.join(launching.host_arguments(LauncherConfig("slurm", nodes=2)))
     assert told == "--hosts.coordinator auto --devices all"

@@ -1,0 +1,77 @@
+"""Memories as some tasks would have left them, with sampled architectures instead of learned ones.
+
+What a step and the compiler cost depends on how many experts there are, not on how well they do.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cheem_jax.cheem.expert_memory import dense_task_network
+from cheem_jax.cheem.hee import exploit_table
+from cheem_jax.core.architecture import Choice, decode
+from cheem_jax.core.ops import Expert, LowRank
+from cheem_jax.core.pool import Head, Memory, TaskMemory, dense_experts, grow, pool_sizes
+from cheem_jax.engine.executor import Dense, Executor
+
+NUM_CLASSES, RANK = 10, 16
+
+
+def sampled_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: int = 0) -> Memory:
+    """A memory of tasks whose architectures are sampled as the exploiting sampler would, and not trained."""
+    rng, width = np.random.default_rng(seed), executor.config.width
+    memory = Memory(executor.base_pool)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(0.02 * rng.normal(size=shape), jnp.float32)
+
+    def learned(block: int, choice: Choice) -> Expert | LowRank:
+        num_inputs = memory.pool[block][0].params[0].shape[0]
+        if choice.kind == "new":
+            return Expert(normal(num_inputs, width), jnp.zeros(width))
+        return LowRank(normal(num_inputs, rank), normal(rank, width))
+
+    for index in range(num_tasks):
+        table = sampled_table(rng, memory)
+        architecture = decode([rng.choice(len(row), p=row / row.sum()) for row in table], pool_sizes(memory.pool))
+        params = {i: learned(i, choice) for i, choice in enumerate(architecture) if choice.kind in ("adapt", "new")}
+        pool, used = grow(memory.pool, architecture, params, index)
+        means, centroids = (rng.normal(size=(num, width)).astype(np.float32) for num in (executor.num_blocks, 5))
+        names = tuple(f"class {i}" for i in range(NUM_CLASSES))
+        head = Head(jnp.zeros((width, NUM_CLASSES)), jnp.zeros(NUM_CLASSES))
+        memory = Memory(
+            pool, (*memory.tasks, TaskMemory(f"task {index}", names, architecture, used, head, means, centroids))
+        )
+    return memory
+
+
+def experts_used(memory: Memory) -> list[tuple[int | None, ...]]:
+    """By the base network and by every task's, block by block."""
+    return [(0,) * len(memory.pool), *(task.experts for task in memory.tasks)]
+
+
+def networks_of(memory: Memory) -> list[list[Dense]]:
+    """The base network and every task's."""
+    experts = dense_experts(memory.pool)
+    return [dense_task_network(experts, used) for used in experts_used(memory)]
+
+
+def sampled_table(rng: np.random.Generator, memory: Memory) -> np.ndarray:
+    """The exploiting table of sampled similarities: an earlier network is near or far in all blocks alike."""
+    earlier, sizes = experts_used(memory), pool_sizes(memory.pool)
+    near = rng.uniform(-1, 1, (len(earlier), 1)) + 0.3 * rng.normal(size=(len(earlier), len(sizes)))
+    absent = np.array([[expert is None for expert in used] for used in earlier])
+    return exploit_table(np.where(absent, np.nan, np.clip(near, -1, 1)), earlier, sizes)
+
+
+def sampled_kinds(sizes: Sequence[int], num: int) -> list[tuple[Choice, ...]]:
+    """Architectures with the same op kinds whatever the pool contains, of experts sampled from it."""
+    kinds, rng = np.random.default_rng(0).integers(0, 4, (num, len(sizes))), np.random.default_rng(1)
+    found = []
+    for row in kinds:
+        experts = [int(rng.integers(0, size)) for size in sizes]
+        options = [(Choice("reuse", e), Choice("adapt", e), Choice("new"), Choice("skip")) for e in experts]
+        found.append(tuple(option[kind] for option, kind in zip(options, row, strict=True)))
+    return found

@@ -1,1 +1,0 @@
-"""Runs of a study as processes of this machine or as jobs of SLURM."""

@@ -1,1 +1,0 @@
-"""The table and the figure of `jit_profile.py`."""
