@@ -113,7 +113,7 @@ def run_stream(
         hosts.first_does(claim_directory)
         is_resumed = bool(hosts.largest(int(any(claimed))))
         status = held.enter_context(Status(directory, writes=hosts.is_first()))
-        record = Record.open(directory, fingerprint.digest(conditions), writes=hosts.is_first())
+        record = Record(directory, fingerprint.digest(conditions), writes=hosts.is_first())
         run = RunContext(directory, record, progress, stop, save_every, status)
         num_finished = hosts.in_order(lambda: restore(directory, stream, methods, record)) if is_resumed else 0
 

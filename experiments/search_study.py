@@ -36,9 +36,9 @@ from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.task import hash_of
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.run.checkpoint import load_meta, saved_tasks
+from cheem_jax.run.differences import without_removed
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
-from cheem_jax.run.removed import without_removed
 from cheem_jax.run_config import networks_of
 
 

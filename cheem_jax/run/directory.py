@@ -12,9 +12,8 @@ from typing import Any
 import filelock
 
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.run.differences import settings_apart, summary
+from cheem_jax.run.differences import settings_apart, summary, without_removed
 from cheem_jax.run.record import read_object, to_json
-from cheem_jax.run.removed import without_removed
 
 NAME, LOCK, OWNER = "config.json", ".lock", ".owner.json"
 OURS = (f".{NAME}.", LOCK, OWNER, f".{OWNER}.", ".status.json", "..status.json.")
