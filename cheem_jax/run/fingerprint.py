@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 from cheem_jax import __version__
-from cheem_jax.run.differences import leaves
 from cheem_jax.run.record import to_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "scikit-learn", "pillow")
@@ -44,11 +43,6 @@ def take(identity: Mapping[str, Any]) -> dict[str, Any]:
 def digest(fingerprint: Mapping[str, Any]) -> str:
     """A name for the fingerprint: 16 hex digits."""
     return _hash(fingerprint)[:16]
-
-
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """One sentence for each value in which two fingerprints differ."""
-    return list(map(str, leaves(there, here)))
 
 
 @functools.cache

@@ -62,7 +62,8 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
 
     Raises ValueError where none can be drawn, or where finished ones cannot be compared.
     """
-    (runs, left_out), drawn, views = _load(folders), list[RunRecord](), list[dict[str, Any]]()
+    (runs, left_out), drawn, views = read(folders, others=True), list[RunRecord](), list[dict[str, Any]]()
+    _check_alike([run for run in runs if run.is_finished])
     for run in runs:
         try:
             views.append(_view_of(run, f"run-{len(views) + 1}", images=images))
@@ -70,7 +71,12 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
         except CORRUPTED as error:
             left_out.append((run.directory, f"corrupted ({error!r:.200})"))
     if not views:
-        raise ValueError("; ".join(f"{directory}: {reason}" for directory, reason in left_out))
+        reasons = "; ".join(f"{directory}: {reason}" for directory, reason in left_out)
+        raise ValueError(
+            f"no run to show in {', '.join(map(str, folders))}{f' ({reasons})' if reasons else ''}; name a run "
+            "directory with an evaluated task, such as runs/demo after `cheem demo`, a memory with a learned one, or a "
+            "folder that contains some"
+        )
     keys = {run.directory: view["key"] for run, view in zip(drawn, views, strict=True) if run.is_finished}
     comparison, links = None, {}
     if len(keys) > 1:
@@ -99,21 +105,8 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
     return text.lstrip(), left_out
 
 
-def _load(folders: Sequence[Path]) -> tuple[list[RunRecord], LeftOut]:
-    """All runs below the folders, finished ones first, then others and memories; and what is left out.
-
-    Raises ValueError where there is none, or where finished ones differ in stream, order of tasks, data, weights or
-    pixels.
-    """
-    runs, left_out = read(folders, others=True)
-    if not runs:
-        reasons = "; ".join(f"{directory}: {reason}" for directory, reason in left_out)
-        raise ValueError(
-            f"no run to show in {', '.join(map(str, folders))}{f' ({reasons})' if reasons else ''}; name a run "
-            "directory with an evaluated task, such as runs/demo after `cheem demo`, a memory with a learned one, or a "
-            "folder that contains some"
-        )
-    finished = [run for run in runs if run.is_finished]
+def _check_alike(finished: Sequence[RunRecord]) -> None:
+    """Raises ValueError where runs differ in stream, order of tasks, data, weights or pixels."""
     for run in finished[1:]:
         one, other = (
             {"stream": r.results["stream"], "backbone": r.results["backbone"], "order of tasks": r.order}
@@ -125,7 +118,6 @@ def _load(folders: Sequence[Path]) -> tuple[list[RunRecord], LeftOut]:
                 "report"
             )
     check_comparable(finished)
-    return runs, left_out
 
 
 def text_of(value: Any) -> Markup:
