@@ -17,16 +17,9 @@ Results = Mapping[str, Any]
 
 def write_report(directory: Path, results: Results) -> Path:
     """Draw the figures into `figures/`, write `report.md` next to them and return its file."""
-    file = directory / "report.md"
     figures.accuracy_heatmap(results, directory / "figures" / "accuracy.png")
     if "pool" in results:
         figures.architecture_grid(results, directory / "figures" / "architectures.png")
-    write_atomically(file, report(results))
-    return file
-
-
-def report(results: Results) -> str:
-    """The text of `report.md`."""
     compiled, splits = results["compile"], results.get("split_sha256", {})
     spent = f"{duration(results['seconds_total'])}, of which {compiled['seconds']:.1f} s to compile "
     setting = [*setting_rows(results), ("time", f"{spent}{compiled['programs']} functions")]
@@ -34,7 +27,7 @@ def report(results: Results) -> str:
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, keep_trailing_newline=True,
         trim_blocks=True,
     )  # fmt: skip
-    return environment.get_template("report.md.jinja").render(
+    text = environment.get_template("report.md.jinja").render(
         results=results, methods=method_grid(results), tasks=task_grid(results),
         setting=Grid("setting", ("setting", "value"), tuple(setting), 2),
         just_trained=", ".join(map(percent, results["just_trained"])),
@@ -42,3 +35,5 @@ def report(results: Results) -> str:
         forgotten=ROUTED_TO_FORGOTTEN if routed_to_forgotten(results) else "",
         splits=", ".join(f"{name} `{sha256[:12]}`" for name, sha256 in splits.items() if sha256),
     )  # fmt: skip
+    write_atomically(directory / "report.md", text)
+    return directory / "report.md"

@@ -98,11 +98,11 @@ class Status:
         if not self.writes:
             return
         sibling = self.file.with_name(f".{NAME}.{os.getpid()}.tmp")
-        try:
-            sibling.write_text(json.dumps(doing._asdict()))
-            os.replace(sibling, self.file)
-        except OSError:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            try:
+                sibling.write_text(json.dumps(doing._asdict()))
+                os.replace(sibling, self.file)
+            finally:
                 sibling.unlink(missing_ok=True)
 
 
