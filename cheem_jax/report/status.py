@@ -218,18 +218,21 @@ def look(directory: Path, now: float) -> Snapshot:
         trouble.append(f"{CONFIG} cannot be read ({error})")
     try:
         stat = (directory / record.NAME).stat()
-        entries, results = _numbers_in(directory, stat.st_size, stat.st_mtime_ns)
-    except FileNotFoundError:
-        entries, results = [], {}
-    except (OSError, ValueError) as error:
-        entries, results = [], {}
-        trouble.append(f"{error}; its numbers are missing below")
-    return Snapshot(directory, config, entries, results, trouble, read_status(directory), read_owner(directory), now)
+        entries, results, missing = _numbers_in(directory, stat.st_size, stat.st_mtime_ns)
+    except OSError:
+        entries, results, missing = [], {}, []
+    status, owner = read_status(directory), read_owner(directory)
+    return Snapshot(directory, config, entries, results, [*trouble, *missing], status, owner, now)
 
 
 @functools.lru_cache(maxsize=1)
-def _numbers_in(directory: Path, size: int, changed: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Entries and results of a record, which is read again only where its size or time has changed."""
-    entries = record.read(directory)
-    has_results = any(entry["event"] == "evaluated" for entry in entries)
-    return entries, record.to_json(results_of(entries)) if has_results else {}
+def _numbers_in(directory: Path, size: int, changed: int) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Entries and results of a record, and what cannot be read; read again only where its size or time changes."""
+    entries, results = [], {}
+    try:
+        entries = record.read(directory)
+        if any(entry["event"] == "evaluated" for entry in entries):
+            results = record.to_json(results_of(entries))
+    except (OSError, ValueError) as error:
+        return entries, results, [f"{error}; its numbers are missing below"]
+    return entries, results, []
