@@ -35,6 +35,7 @@ from cheem_jax.report.table import UPPER_BOUNDS
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_manifest, load_meta, saved_tasks
+from cheem_jax.run.differences import leaves
 from cheem_jax.run.directory import check_space, claim, hold
 from cheem_jax.run.method import Answers, Method
 from cheem_jax.run.progress import Progress
@@ -113,7 +114,7 @@ def run_stream(
         hosts.first_does(claim_directory)
         is_resumed = bool(hosts.largest(int(any(claimed))))
         status = held.enter_context(Status(directory, writes=hosts.is_first()))
-        record = Record.open(directory, fingerprint.digest(conditions), writes=hosts.is_first())
+        record = Record(directory, fingerprint.digest(conditions), writes=hosts.is_first())
         run = RunContext(directory, record, progress, stop, save_every, status)
         num_finished = hosts.in_order(lambda: restore(directory, stream, methods, record)) if is_resumed else 0
 
@@ -127,8 +128,8 @@ def run_stream(
             record.write("run", **setting, executor=networks.executor.name, data=data, **shared, **start.since())
         elif num_finished < num_tasks or (config.upper_bound is not None and _missing_bounds(directory, num_tasks)):
             record.write("continued", **shared, **start.since())
-            if changed := fingerprint.differences(begin["conditions"], conditions):
-                progress.say(f"begun under other conditions, so numbers may differ: {'; '.join(changed)}")
+            if changed := "; ".join(map(str, leaves(begin["conditions"], conditions))):
+                progress.say(f"begun under other conditions, so numbers may differ: {changed}")
 
         chosen = choose(config.engine, pretrained.config, config.method.batch_size, layout=layout)
         progress.say(f"executor {chosen.name}, {config.engine.precision} ({chosen.reason})")

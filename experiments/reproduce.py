@@ -22,10 +22,9 @@ from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.compare import config_of, differences
 from cheem_jax.report.table import NONE, Grid
 from cheem_jax.run import fingerprint
-from cheem_jax.run.differences import settings_apart, summary
+from cheem_jax.run.differences import leaves, settings_apart, summary, without_removed, without_removed_options
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
-from cheem_jax.run.removed import without_removed, without_removed_options
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], Any], Callable[[Any], None]]] = {
     "cheem demo": (lambda arguments: parse(Demo, arguments), learn_demo),
@@ -154,7 +153,7 @@ def again_of(directory: Path) -> Path:
 def tell_fingerprints(progress: Progress, first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
     """Whether equal numbers can be expected."""
     pairs = itertools.product(first, second)
-    changed = dict.fromkeys(sentence for one, other in pairs for sentence in fingerprint.differences(one, other))
+    changed = dict.fromkeys(sentence for one, other in pairs for sentence in map(str, leaves(one, other)))
     if not first or not second:
         progress.say("note: a record without fingerprint; whether code, versions and device are the same is not known")
     elif changed:

@@ -40,8 +40,8 @@ from cheem_jax.engine.executor import Executor
 from cheem_jax.memory.making import open_memory
 from cheem_jax.report.finished import RunRecord, check_comparable, order_names, read, variant_of
 from cheem_jax.run import record
+from cheem_jax.run.differences import without_removed_options
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.removed import without_removed_options
 
 NEAR_BEST = 0.005
 """Accuracy on validation that may be given up for fewer bytes."""

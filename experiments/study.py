@@ -124,7 +124,7 @@ def recorded(
     conditions = fingerprint.take(identity)
     with hold(directory), stop_requests() as stop:
         resumed = claim(directory, identity)
-        record = Record.open(directory, fingerprint.digest(conditions))
+        record = Record(directory, fingerprint.digest(conditions))
         record.write("continued" if resumed else "run", command=command, conditions=conditions)
         yield record, stop
 

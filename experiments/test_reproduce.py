@@ -19,8 +19,8 @@ from cheem_jax.cli.demo import Demo
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.run import fingerprint, record
+from cheem_jax.run.differences import REMOVED_OPTIONS
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.removed import REMOVED_OPTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ def learn_small(settings: Small) -> None:
 
 def rewrite(directory: Path, entries: Sequence[dict[str, Any]]) -> None:
     (directory / record.NAME).unlink()
-    written = record.Record.open(directory)
+    written = record.Record(directory)
     for entry in entries:
         written.write(**{key: value for key, value in entry.items() if key != "time"})
 
@@ -160,7 +160,7 @@ def test_other_code_versions_or_devices_are_told_before_the_run_begins(capsys, r
 
 def test_a_run_that_another_version_went_on_with_says_so_and_may_be_identical(capsys, run_dir):
     known = fingerprint.take(reproduce.config_of(run_dir))
-    record.Record.open(run_dir).write("continued", conditions={**known, "weights_sha256": "w"}, command=["a"])
+    record.Record(run_dir).write("continued", conditions={**known, "weights_sha256": "w"}, command=["a"])
     status, output, _ = status_of(capsys, run_dir)
     assert status == 0 and 'note: numbers may differ, since weights_sha256 is "w" there and "seed 0" here' in output
 

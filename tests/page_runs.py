@@ -51,7 +51,7 @@ def write_run(directory: Path, *, pictures: Path | None = None, planned: int | N
     data = {"stream": str(pictures), "data_dir": None, "order": "default", "tasks": list(names), "split_seed": 0}
     later = [f"later{index}" for index in range((planned or len(names)) - len(names))]
     write_config(directory, [*names, *later], made.get("seed", 0), hashes)
-    record = Record.open(directory)
+    record = Record(directory)
     for entry in entries(**made, splits=splits, data=data if pictures else None):
         record.write(**entry)
     (directory / "results.json").write_text(json.dumps(results_of(read(directory))))

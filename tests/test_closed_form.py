@@ -20,7 +20,7 @@ from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.passes import network_features
 from cheem_jax.report.finished import Recorded
-from cheem_jax.report.page.search import search_chart
+from cheem_jax.report.page.charts import search_chart
 from cheem_jax.run.method import FrozenFeatures, Undisturbed
 
 

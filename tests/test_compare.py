@@ -222,7 +222,7 @@ def test_what_nobody_knows_yet_is_compared_all_the_same():
 
 def write(directory, entries):
     (directory / record.NAME).unlink(missing_ok=True)
-    written = record.Record.open(directory)
+    written = record.Record(directory)
     for entry in entries:
         written.write(**{key: value for key, value in entry.items() if key != "time"})
 

@@ -21,8 +21,8 @@ from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.cli.report import Report, write_report_page
 from cheem_jax.report.finished import read, record_of
 from cheem_jax.report.page.assemble import text_of
+from cheem_jax.report.page.charts import search_chart
 from cheem_jax.report.page.examples import data_uri
-from cheem_jax.report.page.search import search_chart
 from cheem_jax.report.page.specs import EmptySection
 from cheem_jax.report.table import spread
 from cheem_jax.run import record
@@ -246,7 +246,7 @@ def test_the_demo_streams_pictures_are_held_against_what_the_run_has_seen(tmp_pa
     lines[0]["data"] = {"stream": "demo", "tasks": ["colours", "digits"]}
     (run / "metrics.jsonl").unlink()
     for line in lines:
-        record.Record.open(run).write(**{key: value for key, value in line.items() if key not in ("time", "check")})
+        record.Record(run).write(**{key: value for key, value in line.items() if key not in ("time", "check")})
     assert "This version makes other images than the run has seen: colours, digits." in parsed(run).text
 
 

@@ -8,7 +8,7 @@ from cheem_jax.run import record
 
 
 def test_lines_hold_event_time_and_plain_values(tmp_path):
-    written = record.Record.open(tmp_path / "run")
+    written = record.Record(tmp_path / "run")
     written.write("epoch", loss=np.float32(0.5), table=np.array([[1.0, np.nan]]), steps=jnp.int32(3), top=float("inf"))
     (entry,) = record.read(tmp_path / "run")
     assert entry.pop("time").endswith("+00:00")
@@ -16,18 +16,18 @@ def test_lines_hold_event_time_and_plain_values(tmp_path):
 
 
 def test_a_torn_last_line_is_ignored_and_does_not_spoil_the_next(tmp_path):
-    record.Record.open(tmp_path).write("first")
+    record.Record(tmp_path).write("first")
     file = tmp_path / record.NAME
     with file.open("ab") as stream:
         stream.write(b'{"event": "torn", "note": "caf\xc3')  # cut inside a character
     assert [entry["event"] for entry in record.read(tmp_path)] == ["first"]
-    record.Record.open(tmp_path).write("second")
+    record.Record(tmp_path).write("second")
     assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["first", "second"]
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_line_that_changed_is_an_error_with_its_number(tmp_path, number):
-    written = record.Record.open(tmp_path)
+    written = record.Record(tmp_path)
     for accuracy in (0.25, 0.5, 0.75):
         written.write("evaluated", accuracy=accuracy)
     lines = (tmp_path / record.NAME).read_text().splitlines(keepends=True)
@@ -43,13 +43,13 @@ def test_a_line_that_changed_is_an_error_with_its_number(tmp_path, number):
 
 
 def test_every_line_carries_the_fingerprint(tmp_path):
-    record.Record.open(tmp_path, "abc").write("a")
-    record.Record.open(tmp_path, "def").write("b")
+    record.Record(tmp_path, "abc").write("a")
+    record.Record(tmp_path, "def").write("b")
     assert [entry["fingerprint"] for entry in record.read(tmp_path)] == ["abc", "def"]
 
 
 def test_lines_of_an_unfinished_task_can_be_dropped(tmp_path):
-    written = record.Record.open(tmp_path)
+    written = record.Record(tmp_path)
     for task in (0, 0, 1):
         written.write("epoch", task=task)
     written.keep(lambda entry: entry["task"] < 1)
@@ -59,7 +59,7 @@ def test_lines_of_an_unfinished_task_can_be_dropped(tmp_path):
 
 
 def test_what_has_no_json_form_is_refused_and_nothing_is_written(tmp_path):
-    written = record.Record.open(tmp_path)
+    written = record.Record(tmp_path)
     with pytest.raises(TypeError, match="object"):
         written.write("epoch", value=object())
     with pytest.raises(ValueError, match="time"):

@@ -54,7 +54,7 @@ def begin(directory: Path) -> Record:
         "cheem": {"ops": {"rank": 16}, "sampling": "hee"},
     }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
-    record = Record.open(directory)
+    record = Record(directory)
     record.write("run", method="cheem", preset="demo", executor="stages", precision="float32", device="cpu: cpu")
     return record
 

@@ -50,7 +50,7 @@ def begin(directory: Path, names: list[str] = NAMES) -> Record:
     directory.mkdir(exist_ok=True)
     config = {"stream": "made-up", "tasks": names, "backbone": "vit_micro", "seed": 7, "cheem": {}}
     (directory / "config.json").write_text(json.dumps(config))
-    record = Record.open(directory)
+    record = Record(directory)
     record.write(**next(entries(names=names, classes=("a", "b"))) | {"preset": "quick, changed"})
     return record
 
@@ -256,9 +256,9 @@ def test_a_damaged_record_is_told_and_the_rest_is_shown(tmp_path):
 def test_the_record_is_read_again_only_where_it_changed(tmp_path):
     record = begin(tmp_path)
     first = look(tmp_path, 0.0)
-    assert look(tmp_path, 1.0, first).entries is first.entries
+    assert look(tmp_path, 1.0).entries is first.entries
     learn(record, 0, [0.9])
-    assert len(look(tmp_path, 2.0, first).entries) == 3
+    assert len(look(tmp_path, 2.0).entries) == 3
 
 
 def test_what_is_no_run_is_named_with_the_way_out(tmp_path):

@@ -59,7 +59,7 @@ def _live(settings: Watch, seen: Snapshot, console: Console) -> Snapshot:
                 rows = max(3, console.height - OTHER_LINES)
                 live.update(view(seen, console.width, rows), refresh=True)
                 sleep(settings.every)
-                seen = look(settings.run_dir, time.time(), seen)
+                seen = look(settings.run_dir, time.time())
     finally:
         signal.signal(signal.SIGTERM, usual)
     return seen
@@ -73,5 +73,5 @@ def _lines(settings: Watch, seen: Snapshot, console: Console) -> Snapshot:
             said, shown = time.monotonic(), seen.num_finished
             console.print(Text(line(seen)), soft_wrap=True)
         sleep(settings.every)
-        seen = look(settings.run_dir, time.time(), seen)
+        seen = look(settings.run_dir, time.time())
     return seen

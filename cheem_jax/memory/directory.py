@@ -27,9 +27,9 @@ from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.core.pool import Memory
 from cheem_jax.memory.forgetting import changed_tasks
 from cheem_jax.run.checkpoint import saved_tasks
+from cheem_jax.run.differences import without_removed
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read_object, to_json
-from cheem_jax.run.removed import without_removed
 
 FORMAT = "cheem_jax-memory/1"
 RUN_FORMAT = "cheem_jax-run/1"

@@ -110,7 +110,7 @@ def create(
         if base is not None:
             save_task(partial / BASE, base, {"name": BASE, "classes": list(classes)})
         (checkpoints_of(partial, 1) / "cheem").mkdir(parents=True)
-        Record.open(partial).write("run", **_setting(settings, pretrained))
+        Record(partial).write("run", **_setting(settings, pretrained))
         write_config(partial, settings)
     return open_memory(directory, engine=engine)
 
@@ -138,7 +138,7 @@ def begin_with(
         root.mkdir(parents=True)
         for place in saved_tasks(begun.directory / "checkpoints" / "cheem"):
             shutil.copytree(place, root / place.name)
-        record = Record.open(partial)
+        record = Record(partial)
         record.write("run", **_setting(config, begun.pretrained))
         kept = [e if e["event"] == "learned" else _only_cheem(e) for e in own if e.get("method", "cheem") == "cheem"]
         record.replace([*read(partial), *kept])

@@ -52,7 +52,6 @@ from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.directory import hold
 from cheem_jax.run.method import Backbone, FrozenFeatures, Running
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.record import NAME as RECORD
 from cheem_jax.run.record import Record, read, to_json
 from cheem_jax.run.results import results_of
 from cheem_jax.run.rolling import Rolling
@@ -463,7 +462,7 @@ class OpenMemory:
                 "weights_sha256": self.config.weights_sha256,
                 "data_sha256": self.config.data_sha256,
             }
-            yield Record.open(self.directory, fingerprint.digest(fingerprint.take(identity)))
+            yield Record(self.directory, fingerprint.digest(fingerprint.take(identity)))
 
     def _tidy(self) -> bool:
         """Finish what a killed process began; returns whether there was anything."""
@@ -478,7 +477,7 @@ class OpenMemory:
                 kept = without_task(entries, left["index"], left["name"])
                 if told := [entry["report"] for entry in kept if entry["event"] == "learned"]:
                     max(told, key=lambda report: report["index"])["pool"] = self.pools.history()
-                Record(self.directory / RECORD).replace(kept)
+                Record(self.directory).replace(kept)
             for place in (self.directory / name for name in DERIVED):
                 shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
             self._write_results()

@@ -56,9 +56,9 @@ def routed_to_forgotten(results: Results) -> bool:
     return any(sum(row) < 1 - 1e-6 for row in rows)
 
 
-def after_learning(results: Results, key: str = "accuracy") -> tuple[float | None, int]:
+def after_learning(results: Results) -> tuple[float | None, int]:
     """Mean accuracy of each task right after it was learned, and of how many tasks it was measured."""
-    measured = np.diagonal(matrix_from_json(results[key]))
+    measured = np.diagonal(matrix_from_json(results["accuracy"]))
     measured = measured[~np.isnan(measured)]
     return (float(measured.mean()) if len(measured) else None), len(measured)
 

@@ -5,6 +5,7 @@ it, so a write that fails is left out, and none waits for the disk. `look` reads
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -97,11 +98,11 @@ class Status:
         if not self.writes:
             return
         sibling = self.file.with_name(f".{NAME}.{os.getpid()}.tmp")
-        try:
-            sibling.write_text(json.dumps(doing._asdict()))
-            os.replace(sibling, self.file)
-        except OSError:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            try:
+                sibling.write_text(json.dumps(doing._asdict()))
+                os.replace(sibling, self.file)
+            finally:
                 sibling.unlink(missing_ok=True)
 
 
@@ -166,8 +167,6 @@ class Snapshot(NamedTuple):
     status: Doing | None
     owner: Owner | None
     time: float
-    stamp: tuple[int, int] | None
-    """Size and time of the record, which is read again only when they change."""
 
     @property
     def names(self) -> list[str]:
@@ -202,11 +201,11 @@ class Snapshot(NamedTuple):
         return self.is_over and 0 < len(self.names) <= self.num_finished and not is_bound_missing
 
 
-def look(directory: Path, now: float, before: Snapshot | None = None) -> Snapshot:
+def look(directory: Path, now: float) -> Snapshot:
     """Read the directory of a run or memory. Raises ValueError where it is none."""
     if not directory.is_dir():
         raise ValueError(f"no folder {str(directory)!r}; a run makes it when it begins: give what its --run-dir says")
-    trouble = []
+    config, trouble = {}, []
     try:
         config = record.read_object(directory / CONFIG)
     except FileNotFoundError:
@@ -216,22 +215,24 @@ def look(directory: Path, now: float, before: Snapshot | None = None) -> Snapsho
         )
         raise ValueError(f"{str(directory)!r} is not a run directory (it has no {CONFIG}); {way_out}") from None
     except (OSError, ValueError) as error:
-        config = {}
         trouble.append(f"{CONFIG} cannot be read ({error})")
     try:
         stat = (directory / record.NAME).stat()
-        stamp = (stat.st_size, stat.st_mtime_ns)
+        entries, results, missing = _numbers_in(directory, stat.st_size, stat.st_mtime_ns)
     except OSError:
-        stamp = None
-    if before is not None and before.stamp == stamp:
-        entries, results, trouble = before.entries, before.results, before.trouble
-    else:
-        entries, results = [], {}
-        try:
-            entries = record.read(directory)
-            if any(entry["event"] == "evaluated" for entry in entries):
-                results = record.to_json(results_of(entries))
-        except (OSError, ValueError) as error:
-            trouble.append(f"{error}; its numbers are missing below")
+        entries, results, missing = [], {}, []
     status, owner = read_status(directory), read_owner(directory)
-    return Snapshot(directory, config, entries, results, trouble, status, owner, now, stamp)
+    return Snapshot(directory, config, entries, results, [*trouble, *missing], status, owner, now)
+
+
+@functools.lru_cache(maxsize=1)
+def _numbers_in(directory: Path, size: int, changed: int) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Entries and results of a record, and what cannot be read; read again only where its size or time changes."""
+    entries, results = [], {}
+    try:
+        entries = record.read(directory)
+        if any(entry["event"] == "evaluated" for entry in entries):
+            results = record.to_json(results_of(entries))
+    except (OSError, ValueError) as error:
+        return entries, results, [f"{error}; its numbers are missing below"]
+    return entries, results, []

@@ -9,7 +9,6 @@ Equal records give equal bytes, and a longer record gives the same ones and more
 import datetime
 import json
 import re
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,8 +80,7 @@ def write_events(directory: Path) -> Path:
             config = _config(directory, setting) if method == setting["method"] else None
             file = folder / method / NAME
             file.parent.mkdir(parents=True, exist_ok=True)
-            # in place: whoever has it open reads on, since a longer record begins with the same bytes
-            file.write_bytes(_content(own, config, _seconds(setting)))
+            _write(file, own, config, _seconds(setting))
     return folder
 
 
@@ -155,9 +153,8 @@ def _config(directory: Path, setting: Mapping[str, Any]) -> dict[str, Any]:
     return chosen | {key: value for key, value in config.items() if not key.endswith("sha256")}
 
 
-def _content(points: Sequence[Point], config: Mapping[str, Any] | None, begun: float) -> bytes:
-    """An event file: TFRecords of Event messages."""
-    from tensorboardX import summary  # pyright: ignore[reportMissingImports]
+def _write(file: Path, points: Sequence[Point], config: Mapping[str, Any] | None, begun: float) -> None:
+    from tensorboardX import RecordWriter, summary  # pyright: ignore[reportMissingImports]
     from tensorboardX.proto.event_pb2 import Event  # pyright: ignore  (made when it is imported)
 
     events = [Event(wall_time=begun, file_version="brain.Event:2")]
@@ -168,15 +165,11 @@ def _content(points: Sequence[Point], config: Mapping[str, Any] | None, begun: f
         tag = re.sub(r"[^-/\w.]", "_", point.tag)
         message = summary.text(tag, point.value) if isinstance(point.value, str) else summary.scalar(tag, point.value)
         events.append(Event(wall_time=point.time, step=point.step, summary=message))
-    return b"".join(_framed(event.SerializeToString(deterministic=True)) for event in events)
-
-
-def _framed(data: bytes) -> bytes:
-    """A TFRecord."""
-    from tensorboardX.record_writer import masked_crc32c  # pyright: ignore[reportMissingImports]
-
-    header = struct.pack("<Q", len(data))
-    return header + struct.pack("<I", masked_crc32c(header)) + data + struct.pack("<I", masked_crc32c(data))
+    # in place: whoever has it open reads on, since a longer record begins with the same bytes
+    writer = RecordWriter(str(file))
+    for event in events:
+        writer.write(event.SerializeToString(deterministic=True))
+    writer.close()
 
 
 def _seconds(entry: Mapping[str, Any]) -> float:

@@ -1,16 +1,32 @@
-"""Where two JSON values differ, and one way to say it: of settings, conditions, records and results alike."""
+"""Where two JSON values differ, and one way to say it: of settings, conditions, records and results alike.
+
+A setting that no longer exists is dropped where it had no effect; with one it needs the code of then.
+"""
 
 import enum
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
-
-from cheem_jax.run.removed import without_removed
 
 Place = tuple[str | int, ...]
 """Keys and list positions that lead to a value."""
 LONGEST, PART = 40, 25
 """Characters of a value that are shown whole, and of a longer one where it differs."""
+
+REMOVED: Mapping[str, Any] = {
+    "trained_draws": 0,
+    "search.cost": "network",
+    "search.rungs": 1,
+    "search.warm_start": False,
+}
+"""Settings of CHEEM that no longer exist, each with the value that had no effect."""
+REMOVED_OPTIONS = (
+    "--cheem.search.cost network", "--cheem.search.rungs 1", "--cheem.search.no-warm-start", "--cheem.trained-draws 0",
+)  # fmt: skip
+"""The same in recorded commands."""
+LAST_COMMIT = "f98d135"
+"""The last commit that has these settings."""
 
 
 class Missing(enum.Enum):
@@ -96,3 +112,36 @@ def _shown(first: Any, second: Any) -> tuple[str, str]:
 def _cut(text: str, begin: int) -> str:
     end = begin + (LONGEST if begin == 0 and len(text) <= LONGEST else PART)
     return ("…" if begin else "") + text[begin:end] + ("…" if end < len(text) else "")
+
+
+def without_removed(settings: Mapping[str, Any], where: Path | None = None, *, part: str = "") -> dict[str, Any]:
+    """A method's settings, or a whole `config.json`, without removed settings that had no effect.
+
+    One that had an effect stays; with `where`, the file of these settings, it raises ValueError. `part` is the name of
+    the settings inside others.
+    """
+    kept = {}
+    for name, value in settings.items():
+        full = f"search.{name}" if part == "search" else name
+        if full in REMOVED:
+            if value == REMOVED[full]:
+                continue
+            if where is not None:
+                raise ValueError(
+                    f"{where} has the setting {full} {value!r}, which no longer exists; use cheem_jax of commit "
+                    f"{LAST_COMMIT} for it, or begin again without this setting"
+                )
+        kept[name] = without_removed(value, where, part=name) if isinstance(value, Mapping) else value
+    return kept
+
+
+def without_removed_options(command: Sequence[str]) -> list[str]:
+    """A recorded command without removed options that had no effect."""
+    words = list(command)
+    for option in REMOVED_OPTIONS:
+        parts = option.split()
+        for at in range(len(words)):
+            if words[at : at + len(parts)] == parts:
+                del words[at : at + len(parts)]
+                break
+    return words

@@ -12,9 +12,8 @@ from typing import Any
 import filelock
 
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.run.differences import settings_apart, summary
+from cheem_jax.run.differences import settings_apart, summary, without_removed
 from cheem_jax.run.record import read_object, to_json
-from cheem_jax.run.removed import without_removed
 
 NAME, LOCK, OWNER = "config.json", ".lock", ".owner.json"
 OURS = (f".{NAME}.", LOCK, OWNER, f".{OWNER}.", ".status.json", "..status.json.")
@@ -27,8 +26,8 @@ def claim(directory: Path, config: Mapping[str, Any], defaults: Mapping[str, Any
     directory contains another run, or files of something else.
     """
     config = to_json(config)
-    if (held := _read_config(directory)) is not None:
-        _check_same(directory, held, config, defaults)
+    if (directory / NAME).exists():
+        _check_same(directory, read_object(directory / NAME), config, defaults)
         return True
     refuse_foreign(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -38,12 +37,9 @@ def claim(directory: Path, config: Mapping[str, Any], defaults: Mapping[str, Any
 
 def check_held(directory: Path, known: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
     """Raises ValueError where a run in the directory differs in what is known of another, before its data are read."""
-    if (held := _read_config(directory)) is not None:
-        _check_same(directory, {key: value for key, value in held.items() if key in known}, to_json(known), defaults)
-
-
-def _read_config(directory: Path) -> dict[str, Any] | None:
-    return read_object(directory / NAME) if (directory / NAME).exists() else None
+    if (directory / NAME).exists():
+        held = {key: value for key, value in read_object(directory / NAME).items() if key in known}
+        _check_same(directory, held, to_json(known), defaults)
 
 
 def _check_same(

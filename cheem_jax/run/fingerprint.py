@@ -2,20 +2,19 @@
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
 import re
 import subprocess
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from cheem_jax import __version__
-from cheem_jax.run.differences import leaves
 from cheem_jax.run.record import to_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "scikit-learn", "pillow")
@@ -33,7 +32,10 @@ def take(identity: Mapping[str, Any]) -> dict[str, Any]:
         "data_sha256": _hash(identity["data_sha256"]),
         "weights_sha256": identity["weights_sha256"],
         "code": {"version": __version__, "sha256": code_hash(PACKAGE), "commit": commit_of(PACKAGE)},
-        "versions": dict(_versions()),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
         "device": _device(),
     }
 
@@ -41,11 +43,6 @@ def take(identity: Mapping[str, Any]) -> dict[str, Any]:
 def digest(fingerprint: Mapping[str, Any]) -> str:
     """A name for the fingerprint: 16 hex digits."""
     return _hash(fingerprint)[:16]
-
-
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """One sentence for each value in which two fingerprints differ."""
-    return list(map(str, leaves(there, here)))
 
 
 @functools.cache
@@ -85,18 +82,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-@functools.cache
-def _versions() -> Mapping[str, str | None]:
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _device() -> dict[str, Any]:

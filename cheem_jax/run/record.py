@@ -50,25 +50,18 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 class Record:
-    """The record of one run directory, opened for appending."""
+    """The record of one run directory, opened for appending; a last line torn by a crash is dropped.
 
-    def __init__(self, file: Path, fingerprint: str | None = None, *, writes: bool = True):
-        self.file, self.fingerprint, self.writes = file, fingerprint, writes
+    Every line that is then written carries the fingerprint, which says under what conditions. One that does not write
+    belongs to a process that another one writes for, and leaves everything as it is.
+    """
 
-    @classmethod
-    def open(cls, directory: Path, fingerprint: str | None = None, *, writes: bool = True) -> "Record":
-        """Opens or starts the record; a last line torn by a crash is dropped, so the next starts afresh.
-
-        Every line that is then written carries the fingerprint, which says under what conditions. One that does not
-        write belongs to a process that another one writes for, and leaves everything as it is.
-        """
-        file = directory / NAME
-        if not writes:
-            return cls(file, fingerprint, writes=False)
-        directory.mkdir(parents=True, exist_ok=True)
-        if file.exists() and file.stat().st_size and not file.read_bytes().endswith(b"\n"):
-            _rewrite(file, read(directory))
-        return cls(file, fingerprint)
+    def __init__(self, directory: Path, fingerprint: str | None = None, *, writes: bool = True):
+        self.file, self.fingerprint, self.writes = directory / NAME, fingerprint, writes
+        if writes:
+            directory.mkdir(parents=True, exist_ok=True)
+            if self.file.exists() and self.file.stat().st_size and not self.file.read_bytes().endswith(b"\n"):
+                self.replace(read(directory))
 
     def write(self, event: str, **values: Any) -> None:
         """Appends one line with the event, the time (UTC, ISO 8601) and the values, on the disk at once."""
@@ -91,7 +84,7 @@ class Record:
     def replace(self, entries: list[dict[str, Any]]) -> None:
         """Writes these entries in place of all."""
         if self.writes:
-            _rewrite(self.file, entries)
+            write_atomically(self.file, "".join(map(_line, entries)))
 
 
 def read(directory: Path) -> list[dict[str, Any]]:
@@ -123,7 +116,3 @@ def _entry(line: str, where: str) -> dict[str, Any]:
         f"{where} is not as it was written, found {line[:60]!r}; restore the file from a copy, or choose "
         "another run directory"
     )
-
-
-def _rewrite(file: Path, entries: list[dict[str, Any]]) -> None:
-    write_atomically(file, "".join(map(_line, entries)))

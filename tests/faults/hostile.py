@@ -1003,13 +1003,13 @@ def run_records(folder: Path) -> Attempts:
     from cheem_jax.run.record import NAME, Record, read
 
     for entry in entries():
-        Record.open(folder).write(**entry)
+        Record(folder).write(**entry)
     valid = (folder / NAME).read_bytes()
 
     def use() -> None:
         found = read(folder)
         assert all(isinstance(entry, dict) and isinstance(entry.get("event"), str) for entry in found)
-        Record.open(folder).write("next")
+        Record(folder).write("next")
         assert len(read(folder)) == len(found) + 1
 
     def attempt(rng: random.Random) -> Attempt:

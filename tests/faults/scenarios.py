@@ -74,13 +74,13 @@ def _save(root: Path, index: int) -> None:
 
 
 def _record(directory: Path) -> None:
-    record = Record.open(directory)
+    record = Record(directory)
     for index in range(3):
         record.write("learned", index=index, values=[0.1 * index] * 5)
 
 
 def _entries(directory: Path) -> list[dict[str, Any]]:
-    Record.open(directory)  # as the next process does
+    Record(directory)  # as the next process does
     return [{key: value for key, value in entry.items() if key != "time"} for entry in read(directory)]
 
 
@@ -126,13 +126,13 @@ SCENARIOS = {
     ),
     "Record.write": Scenario(
         _record,
-        lambda root: Record.open(root).write("evaluated", index=1, accuracy=[0.5] * 50),
+        lambda root: Record(root).write("evaluated", index=1, accuracy=[0.5] * 50),
         _entries,
         replaced="metrics.jsonl",
     ),
     "Record.keep": Scenario(
         _record,
-        lambda root: Record.open(root).keep(lambda entry: entry["index"] < 2),
+        lambda root: Record(root).keep(lambda entry: entry["index"] < 2),
         _entries,
         replaced="metrics.jsonl",
         repeats=True,

@@ -12,52 +12,49 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from cheem_jax import __version__
+from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import COLOURS
 from cheem_jax.report.comparison import comparison_grid
 from cheem_jax.report.finished import LeftOut, Recorded, RunRecord, check_comparable, read, record_of
+from cheem_jax.report.memories import FORGOTTEN, MARK, cell_text
 from cheem_jax.report.page import charts
-from cheem_jax.report.page.architecture import Architectures, architectures
 from cheem_jax.report.page.examples import Examples, examples
-from cheem_jax.report.page.headline import Tile, heading, suffix_of, tiles_of
-from cheem_jax.report.page.search import search_chart
+from cheem_jax.report.page.headline import heading, suffix_of, tiles_of
 from cheem_jax.report.page.specs import Chart, EmptySection, Results
 from cheem_jax.report.table import MEANING, METHODS, UPPER_BOUNDS, Grid, method_grid, setting_rows, task_grid
 from cheem_jax.run.differences import leaves, summary
 from cheem_jax.run.record import to_json
 
 HERE = Path(__file__).parent
-ROWS = 1000
-"""Rows of a table."""
+ROWS, MOST_ARCHITECTURES = 1000, 400
+"""Rows of a table, and tasks whose architectures are shown."""
 CORRUPTED = (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError)
 """What numbers raise that are not as a run writes them."""
 
 
+class Architectures(NamedTuple):
+    """The op at each block of each task as rows of a label, cells and the parameters added.
+
+    A cell is a kind, a text, and the pool index of what runs there (None: skipped). For tooltips `pool` has per block
+    and expert its origin (-1: base, -2: forgotten) and parent (-1: none).
+    """
+
+    rows: list[tuple[str, list[tuple[str, str, int | None]], str]]
+    pool: list[list[tuple[int, int]]]
+    caption: str
+
+
 class Section(NamedTuple):
-    """A part of a run's page: figures, a table, and what is missing and why."""
+    """A part of a run's page: a figure, a table, and what is missing and why."""
 
     key: str
     title: str
     lead: str
-    charts: tuple[Chart, ...] = ()
+    chart: Chart | None = None
     grid: Grid | None = None
     architectures: Architectures | None = None
     examples: Examples | None = None
     missing: str = ""
-
-
-class View(NamedTuple):
-    """A run as the template shows it."""
-
-    key: str
-    name: str
-    title: str
-    lead: str
-    warnings: list[str]
-    tiles: tuple[Tile, ...]
-    methods: Grid
-    sections: tuple[Section, ...]
-    setting: list[tuple[str, str]]
-    config: str
 
 
 def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
@@ -65,7 +62,8 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
 
     Raises ValueError where none can be drawn, or where finished ones cannot be compared.
     """
-    (runs, left_out), drawn, views = _load(folders), list[RunRecord](), list[View]()
+    (runs, left_out), drawn, views = read(folders, others=True), list[RunRecord](), list[dict[str, Any]]()
+    _check_alike([run for run in runs if run.is_finished])
     for run in runs:
         try:
             views.append(_view_of(run, f"run-{len(views) + 1}", images=images))
@@ -73,8 +71,13 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
         except CORRUPTED as error:
             left_out.append((run.directory, f"corrupted ({error!r:.200})"))
     if not views:
-        raise ValueError("; ".join(f"{directory}: {reason}" for directory, reason in left_out))
-    keys = {run.directory: view.key for run, view in zip(drawn, views, strict=True) if run.is_finished}
+        reasons = "; ".join(f"{directory}: {reason}" for directory, reason in left_out)
+        raise ValueError(
+            f"no run to show in {', '.join(map(str, folders))}{f' ({reasons})' if reasons else ''}; name a run "
+            "directory with an evaluated task, such as runs/demo after `cheem demo`, a memory with a learned one, or a "
+            "folder that contains some"
+        )
+    keys = {run.directory: view["key"] for run, view in zip(drawn, views, strict=True) if run.is_finished}
     comparison, links = None, {}
     if len(keys) > 1:
         order, found, titles = [*METHODS], dict[str, list[Results]](), {}
@@ -85,16 +88,16 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
             titles[method + suffix] = METHODS[method] + suffix
             links.setdefault(METHODS[method] + suffix, keys[run.directory])  # to the first run of a method
         comparison = _section(
-            "comparison", views[0].title,
-            f"{views[0].lead} Means over seeds, ± standard deviation where there are several.",
+            "comparison", views[0]["title"],
+            f"{views[0]['lead']} Means over seeds, ± standard deviation where there are several.",
             grid=lambda: comparison_grid(found, titles),
-            charts=lambda: (charts.accuracy_against_flops(found, titles),),
+            chart=lambda: charts.accuracy_against_flops(found, titles),
         )  # fmt: skip
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     text = environment.get_template("template.html").render(
-        views=views, left_out=left_out, title=views[0].title, version=__version__, colours=COLOURS,
+        views=views, left_out=left_out, title=views[0]["title"], version=__version__, colours=COLOURS,
         meaning=MEANING, comparison=comparison, num_compared=len(keys),
         css=Markup((HERE / "page.css").read_text()), js=Markup((HERE / "page.js").read_text()),
         plotly=Markup(get_plotlyjs()), text_of=text_of, most_rows=ROWS, links=links,
@@ -102,21 +105,8 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
     return text.lstrip(), left_out
 
 
-def _load(folders: Sequence[Path]) -> tuple[list[RunRecord], LeftOut]:
-    """All runs below the folders, finished ones first, then others and memories; and what is left out.
-
-    Raises ValueError where there is none, or where finished ones differ in stream, order of tasks, data, weights or
-    pixels.
-    """
-    runs, left_out = read(folders, others=True)
-    if not runs:
-        reasons = "; ".join(f"{directory}: {reason}" for directory, reason in left_out)
-        raise ValueError(
-            f"no run to show in {', '.join(map(str, folders))}{f' ({reasons})' if reasons else ''}; name a run "
-            "directory with an evaluated task, such as runs/demo after `cheem demo`, a memory with a learned one, or a "
-            "folder that contains some"
-        )
-    finished = [run for run in runs if run.is_finished]
+def _check_alike(finished: Sequence[RunRecord]) -> None:
+    """Raises ValueError where runs differ in stream, order of tasks, data, weights or pixels."""
     for run in finished[1:]:
         one, other = (
             {"stream": r.results["stream"], "backbone": r.results["backbone"], "order of tasks": r.order}
@@ -128,7 +118,6 @@ def _load(folders: Sequence[Path]) -> tuple[list[RunRecord], LeftOut]:
                 "report"
             )
     check_comparable(finished)
-    return runs, left_out
 
 
 def text_of(value: Any) -> Markup:
@@ -137,48 +126,47 @@ def text_of(value: Any) -> Markup:
     return Markup(re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-def _view_of(run: RunRecord, key: str, *, images: bool) -> View:
-    """One run's part of the page."""
+def _view_of(run: RunRecord, key: str, *, images: bool) -> dict[str, Any]:
+    """One run's part of the page, by the names in the template."""
     results, recorded = run.results, record_of(run)
     name, title, lead, warnings = heading(run)
     if recorded.trouble:
         warnings.append(f"What only the record contains is left out, because it cannot be read: {recorded.trouble}.")
-    return View(
-        key, name, title, lead, warnings, tiles_of(results), method_grid(results),
-        tuple(_sections(run, recorded, images=images)), _setting(run, recorded),
-        json.dumps(run.config, indent=1, ensure_ascii=False),
-    )  # fmt: skip
+    return {
+        "key": key, "name": name, "title": title, "lead": lead, "warnings": warnings, "tiles": tiles_of(results),
+        "methods": method_grid(results), "sections": _sections(run, recorded, images=images),
+        "setting": _setting(run, recorded), "config": json.dumps(run.config, indent=1, ensure_ascii=False),
+    }  # fmt: skip
 
 
 def _sections(run: RunRecord, recorded: Recorded, *, images: bool) -> list[Section]:
-    results, num = run.results, len(run.order)
-    found = []
-    if "pool" in results:
-        found.append(_section("architectures", "Architectures", "The op at each block of each target network, and "
-            "the task that its expert comes from.", architectures=lambda: architectures(results)))  # fmt: skip
-        found.append(_section("pool", "How the pool grew", "Learning only adds experts: what an earlier task needs "
-            "cannot change.", charts=lambda: (charts.pool_growth(results),)))  # fmt: skip
-    found.append(_section("tasks", "Tasks", "", grid=lambda: task_grid(results)))
-    found.append(_section("accuracy", "Accuracy after every task", "Rows are moments, columns are tasks.",
-        charts=lambda: (charts.accuracy_matrix(results),)))  # fmt: skip
-    if num > 1:
-        found.append(_section("forgetting", "Forgetting", "What later tasks cost the earlier ones.",
-            charts=lambda: (charts.forgetting(results),)))  # fmt: skip
-        if results["method"] not in UPPER_BOUNDS and results.get("routing"):
-            found.append(_section("routing", "Routing", "The task ID inferred for each task's images.",
-                charts=lambda: (charts.routing(results),)))  # fmt: skip
-    if "similarity" in results:
-        found.append(_section("similarity", "Similarity of tasks", "It decides how HEE samples from the supernet.",
-            charts=lambda: (charts.similarity(results),)))  # fmt: skip
-    if "search" in {phase for task in results["tasks"] for phase in task["seconds"]}:
-        tolerance = run.config.get(results["method"], {}).get("search", {}).get("tolerance")
-        found.append(_section("search", "The search", "Accuracy is weighed against compute.",
-            charts=lambda: (search_chart(recorded, tolerance),)))  # fmt: skip
-    found.append(_section("time", "Time", "Where the seconds went.", charts=lambda: (charts.time(results),)))
-    if images and not run.is_memory:  # which does not know where its images are
-        found.append(_section("examples", "Right and wrong predictions", "Test images of each task.",
-            examples=lambda: examples(run, recorded)))  # fmt: skip
-    return found
+    results, method, num = run.results, run.results["method"], len(run.order)
+    phases = {phase for task in results["tasks"] for phase in task["seconds"]}
+    tolerance = run.config.get(method, {}).get("search", {}).get("tolerance")
+    has_routing = num > 1 and method not in UPPER_BOUNDS and bool(results.get("routing"))
+    # a memory does not know where its images are
+    has_examples = images and not run.is_memory
+    sections: tuple[tuple[bool, str, str, str, str, Callable[[], Any]], ...] = (
+        ("pool" in results, "architectures", "Architectures", "The op at each block of each target network, and the "
+         "task that its expert comes from.", "architectures", lambda: architectures(results)),
+        ("pool" in results, "pool", "How the pool grew", "Learning only adds experts: what an earlier task needs "
+         "cannot change.", "chart", lambda: charts.pool_growth(results)),
+        (True, "tasks", "Tasks", "", "grid", lambda: task_grid(results)),
+        (True, "accuracy", "Accuracy after every task", "Rows are moments, columns are tasks.",
+         "chart", lambda: charts.accuracy_matrix(results)),
+        (num > 1, "forgetting", "Forgetting", "What later tasks cost the earlier ones.",
+         "chart", lambda: charts.forgetting(results)),
+        (has_routing, "routing", "Routing", "The task ID inferred for each task's images.",
+         "chart", lambda: charts.routing(results)),
+        ("similarity" in results, "similarity", "Similarity of tasks", "It decides how HEE samples from the supernet.",
+         "chart", lambda: charts.similarity(results)),
+        ("search" in phases, "search", "The search", "Accuracy is weighed against compute.",
+         "chart", lambda: charts.search_chart(recorded, tolerance)),
+        (True, "time", "Time", "Where the seconds went.", "chart", lambda: charts.time(results)),
+        (has_examples, "examples", "Right and wrong predictions", "Test images of each task.",
+         "examples", lambda: examples(run, recorded)),
+    )  # fmt: skip
+    return [_section(*words, **{kind: make}) for is_shown, *words, kind, make in sections if is_shown]
 
 
 def _section(key: str, title: str, lead: str, **parts: Callable[[], Any]) -> Section:
@@ -191,6 +179,30 @@ def _section(key: str, title: str, lead: str, **parts: Callable[[], Any]) -> Sec
         return Section(
             key, title, lead, missing=f"Corrupted: what this needs is not as a run writes it ({error!r:.200})."
         )
+
+
+def architectures(results: Results) -> Architectures:
+    """Tasks in rows under the base, blocks in columns. Raises ValueError where the results contradict themselves."""
+    pool, tasks = results["pool"], results["tasks"]
+    rows: list[tuple[str, list[tuple[str, str, int | None]], str]] = [("base", [("base", "base", 0)] * len(pool), "")]
+    for index, task in enumerate(tasks[:MOST_ARCHITECTURES]):
+        cells = []
+        for block, choice, expert in zip(pool, from_strings(task["architecture"]), task["experts"], strict=True):
+            if expert is not None and not 0 <= expert < len(block):
+                raise ValueError(f"task {task['name']!r} uses expert {expert} of a block with {len(block)}")
+            cells.append((choice.kind, cell_text(choice, block), expert))
+        rows.append((f"T{index} {task['name']}", cells, f"{task['params_added_percent']:.1f} %"))
+    caption = "Point at or tap a cell to see its expert's history and who shares it."
+    if len(tasks) > MOST_ARCHITECTURES:
+        caption += f" The first {MOST_ARCHITECTURES} of {len(tasks):,} tasks are shown."
+    if any(MARK in text for _, cells, _ in rows for _, text, _ in cells):
+        caption += f" {MARK}: from a forgotten task, whose expert stays because it is needed."
+
+    def number(place: int | str | None) -> int:
+        return place if isinstance(place, int) else -2 if place == FORGOTTEN else -1
+
+    histories = [[(number(expert["origin"]), number(expert["parent"])) for expert in block] for block in pool]
+    return Architectures(rows, histories, caption)
 
 
 def _setting(run: RunRecord, recorded: Recorded) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ import base64
 import functools
 import io
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from PIL import Image
 from cheem_jax.data.decode import decode_in_order
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.sources import plan_source
-from cheem_jax.data.task import fingerprint, select
+from cheem_jax.data.task import Part, Split, fingerprint
 from cheem_jax.report.finished import Recorded, RunRecord
 from cheem_jax.report.page.specs import EmptySection
 from cheem_jax.report.table import spread
@@ -39,26 +39,12 @@ class Example(NamedTuple):
     """The prediction with the task ID given, where another task was inferred."""
 
 
-class TaskExamples(NamedTuple):
-    label: str
-    right: tuple[Example, ...]
-    wrong: tuple[Example, ...]
-    num_right: int
-    num_wrong: int
-
-
 class Examples(NamedTuple):
-    tasks: tuple[TaskExamples, ...]
+    """Per task its name, right and wrong ones, and how many of each there are."""
+
+    tasks: tuple[tuple[str, list[Example], list[Example], int, int], ...]
     is_crisp: bool
     note: str
-
-
-class TestImages(NamedTuple):
-    """Test images of one task: labels `[N]`, rows to uint8 `[n, S, S, 3]`, and what a run records to know them by."""
-
-    labels: np.ndarray
-    decode: Callable[[Sequence[int]], np.ndarray]
-    sha256: str
 
 
 def examples(run: RunRecord, recorded: Recorded) -> Examples:
@@ -71,11 +57,8 @@ def examples(run: RunRecord, recorded: Recorded) -> Examples:
         )  # fmt: skip
     answers = _answers(run.directory)
     try:
-        found = _test_images(run, data)
-        shown = tuple(
-            _of_task(index, tasks, answers, found[task["name"]], run.results["accuracy"][-1][index])
-            for index, task in enumerate(tasks[:TASKS])
-        )
+        tests = _tests_of(run, data)
+        shown = tuple(_of_task(run, index, answers, tests[task["name"]]) for index, task in enumerate(tasks[:TASKS]))
     except EmptySection:
         raise
     except (ValueError, OSError, ImportError) as error:
@@ -86,44 +69,29 @@ def examples(run: RunRecord, recorded: Recorded) -> Examples:
     return Examples(shown, size <= CRISP, " ".join(notes))
 
 
-def _test_images(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, TestImages]:
-    """By the name of the task; EmptySection where they are not those of the run."""
-    size = run.results["image_size"]
+def _tests_of(run: RunRecord, data: Mapping[str, Any]) -> Mapping[str, Split | Part]:
+    """The test split of each task by its name; EmptySection where they are not those of the run."""
+    known, trouble = run.results["split_sha256"], "Other files or labels are there now than the run has seen"
     if data["stream"] == "demo":
-        found, known = _demo(size, run.order), run.config["data_sha256"]
-        trouble = "This version makes other images than the run has seen"
-    else:
-        tasks = data["tasks"] and tuple(data["tasks"])
-        found = _planned(size, data["stream"], tasks, data["data_dir"], data["order"], data["split_seed"])
-        known = run.results["split_sha256"]
-        trouble = "Other files or labels are there now than the run has seen"
-    if changed := [name for name in run.order if name in found and found[name].sha256 != known.get(name)]:
+        known, trouble = run.config["data_sha256"], "This version makes other images than the run has seen"
+    found = _known_tests(
+        run.results["image_size"], data["stream"], data["tasks"] and tuple(data["tasks"]), data.get("data_dir"),
+        data.get("order", "default"), data.get("split_seed", 0),
+    )  # fmt: skip
+    if changed := [name for name in run.order if name not in found or found[name][1] != known.get(name)]:
         raise EmptySection(f"{trouble}: {', '.join(changed)}.")
-    return found
+    return {name: test for name, (test, _) in found.items()}
 
 
-# several runs of one stream share its images
-@functools.cache
-def _demo(size: int, order: tuple[str, ...]) -> Mapping[str, TestImages]:
-    def test_images(task: Any) -> TestImages:
-        images = task.test.images
-        return TestImages(task.test.labels, lambda rows: np.asarray(images[:])[list(rows)], fingerprint(task))
-
-    return {task.name: test_images(task) for task in select(demo_stream(image_size=size), order).tasks}
-
-
-@functools.cache
-def _planned(
+@functools.cache  # several runs of one stream share its images
+def _known_tests(
     size: int, stream: str, tasks: tuple[str, ...] | None, data_dir: str | None, order: Any, seed: int
-) -> Mapping[str, TestImages]:
-    def test_images(plan: Any) -> TestImages:
-        part = plan.test
-        return TestImages(
-            part.labels, lambda rows: np.concatenate(list(decode_in_order(part.files, size, rows))), plan.split_sha256
-        )
-
+) -> Mapping[str, tuple[Split | Part, str]]:
+    """The test split of each task of a stream, and the hash by which a run knows its images."""
+    if stream == "demo":
+        return {task.name: (task.test, fingerprint(task)) for task in demo_stream(image_size=size).tasks}
     _, plans = plan_source(stream, tasks, data_dir=Path(data_dir) if data_dir else None, order=order, seed=seed)
-    return {plan.name: test_images(plan) for plan in plans}
+    return {plan.name: (plan.test, plan.split_sha256) for plan in plans}
 
 
 def _answers(directory: Path) -> Mapping[str, np.ndarray]:
@@ -136,13 +104,10 @@ def _answers(directory: Path) -> Mapping[str, np.ndarray]:
 
 
 def _of_task(
-    index: int,
-    tasks: Sequence[Mapping[str, Any]],
-    answers: Mapping[str, np.ndarray],
-    test_images: TestImages,
-    accuracy: float,
-) -> TaskExamples:
-    task, labels = tasks[index], test_images.labels
+    run: RunRecord, index: int, answers: Mapping[str, np.ndarray], test: Split | Part
+) -> tuple[str, list[Example], list[Example], int, int]:
+    tasks, size, labels = run.results["tasks"], run.results["image_size"], test.labels
+    task, accuracy = tasks[index], run.results["accuracy"][-1][index]
     given, routed, classes = (answers[f"{name}_{index}"] for name in ("given_task", "chosen_task", "chosen_class"))
     is_right = (routed == index) & (classes == labels)
     if routed.max(initial=0) >= len(tasks) or abs(is_right.mean() - accuracy) > 1e-9:
@@ -150,15 +115,9 @@ def _of_task(
             f"answers.npz is from another moment than the record: of {task['name']!r} {is_right.mean():.4f} are right "
             f"there, {accuracy:.4f} here; the command that began the run resumes it and writes both."
         )
-    chosen = [
-        [int(rows[place]) for place in spread(len(rows), EACH)]
-        for rows in (np.flatnonzero(is_right), np.flatnonzero(~is_right))
-    ]
-    rows = [row for some in chosen for row in some]
-    images = dict(zip(rows, test_images.decode(rows), strict=True))
 
-    def example(row: int) -> Example:
-        truth, source = task["classes"][labels[row]], data_uri(images[row])
+    def example(row: int, image: np.ndarray) -> Example:
+        truth, source = task["classes"][labels[row]], data_uri(image)
         if is_right[row]:
             return Example(source, truth, "")
         if routed[row] == index:
@@ -166,8 +125,16 @@ def _of_task(
         other = f"routed to T{routed[row]} {tasks[routed[row]]['name']}"
         return Example(source, truth, other, task["classes"][given[row]])
 
-    right, wrong = (tuple(map(example, some)) for some in chosen)
-    return TaskExamples(f"T{index} {task['name']}", right, wrong, int(is_right.sum()), int((~is_right).sum()))
+    def some_of(rows: np.ndarray) -> list[Example]:
+        chosen = rows[spread(len(rows), EACH)]
+        if isinstance(test, Split):
+            images = test.images[chosen]
+        else:
+            images = [image for piece in decode_in_order(test.files, size, chosen) for image in piece]
+        return list(map(example, chosen.tolist(), images))
+
+    right, wrong = np.flatnonzero(is_right), np.flatnonzero(~is_right)
+    return f"T{index} {task['name']}", some_of(right), some_of(wrong), len(right), len(wrong)
 
 
 def data_uri(image: np.ndarray) -> str:

@@ -200,7 +200,7 @@ def test_a_study_stopped_anywhere_goes_on_as_if_nothing_had_happened(finished, t
     assert units_of(tmp_path) == units_of(finished[0]) and steps[0] == 36
 
     # without its checkpoint a sequence begins again
-    Record.open(tmp_path).keep(lambda entry: entry["event"] != "sequential" or entry["index"] < 2)
+    Record(tmp_path).keep(lambda entry: entry["event"] != "sequential" or entry["index"] < 2)
     learn(tmp_path, "ln2")
     assert units_of(tmp_path) == units_of(finished[0]) and steps[0] == 48
 

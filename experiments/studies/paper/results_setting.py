@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cheem_jax.report.table import Grid
-from cheem_jax.run.removed import REMOVED, without_removed
+from cheem_jax.run.differences import REMOVED, without_removed
 from studies.paper.collected import Cells, Collected, is_usual, usual_of
 
 
