@@ -2,6 +2,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import zipfile
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from PIL import Image
 
 from cheem_jax.data import plan_stream, plan_task
 from cheem_jax.data.load import cached
-from cheem_jax.data.verify import verify, verify_cache
+from cheem_jax.data.verify import verify, verify_caches
 
 
 def encoded(value: int, mode: str = "RGB", size: tuple[int, int] = (4, 4)) -> bytes:
@@ -129,14 +130,12 @@ def test_a_cache_is_held_against_its_hashes(tmp_path):
     plan = plan_task(write(tmp_path / "pets", full()))
     cached(plan, 4, tmp_path / "cache", lambda task, num_images: contextlib.nullcontext(lambda num_images: None))
     [place] = [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
-    verify_cache(place, plan)
+    assert verify_caches(plan, [tmp_path / "cache"]) == ([str(place)], [])
     whole = (place / "val.npy").read_bytes()
-    (place / "val.npy").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # one bit of one pixel
-    with pytest.raises(ValueError, match=r"cache .* is corrupted: val.npy .*remove this folder"):
-        verify_cache(place, plan)
-    (place / "val.npy").write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match="is corrupted .*remove this folder"):
-        verify_cache(place, plan)
+    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-1]):  # one bit of one pixel; one byte less
+        (place / "val.npy").write_bytes(damaged)
+        intact, [line] = verify_caches(plan, [tmp_path / "cache"])
+        assert intact == [] and re.search(r"cache .* is corrupted.*remove this folder", line)
 
 
 @pytest.mark.full

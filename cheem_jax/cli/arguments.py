@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cheem_jax.core.paths import absolute
-from cheem_jax.data.sources import BENCHMARKS, BY_NAME
+from cheem_jax.data.sources import is_name
 
 
 def arguments_of(settings: Any, prefix: str = "") -> list[str]:
@@ -42,8 +42,7 @@ def arguments_of(settings: Any, prefix: str = "") -> list[str]:
 
 def located(source: str) -> str:
     """A source of data that means the same in every working directory: names stay, files and folders get absolute."""
-    is_name = source in (*BENCHMARKS, *BY_NAME) or source.startswith("tfds:")
-    return source if is_name else _text(Path(source))
+    return source if is_name(source) else _text(Path(source))
 
 
 def _text(value: Any) -> str:

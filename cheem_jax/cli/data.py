@@ -20,11 +20,11 @@ from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Order, members_of
 from cheem_jax.data.decode import Progress as OnProgress
 from cheem_jax.data.decode import decode_in_order
-from cheem_jax.data.load import ImagesConfig, cache_place, default_directory, load_tasks
+from cheem_jax.data.load import ImagesConfig, default_directory, load_tasks
 from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
 from cheem_jax.data.task import Part, Plan, check_names
-from cheem_jax.data.verify import Findings, verify, verify_cache
+from cheem_jax.data.verify import Findings, verify, verify_caches
 from cheem_jax.run.progress import Progress
 
 SHOWN = 96
@@ -169,13 +169,8 @@ def verify_data(settings: Verify) -> None:
     for plan in plans:
         with _phase(progress, "verify", plan.name, plan.num_images) as on_progress:
             findings = verify(plan, on_progress=on_progress)
-        caches, damaged = [], []
-        for place in _caches(plan, settings):
-            try:
-                verify_cache(place, plan)
-                caches.append(str(place))
-            except ValueError as error:
-                damaged.append(str(error))
+        roots = [settings.cache_dir, images_dir(settings.data_dir), default_directory()]
+        caches, damaged = verify_caches(plan, [root for root in dict.fromkeys(roots) if root is not None])
         found[plan.name] = {
             "split_sha256": plan.split_sha256, **findings.to_json(), "caches": caches, "damaged_caches": damaged,
         }  # fmt: skip
@@ -235,18 +230,6 @@ def _names(what: str) -> list[str]:
 def _phase(progress: Progress, phase: str, task: str, total: int) -> AbstractContextManager[OnProgress]:
     unit = "bytes" if phase in ("download", "check") else "images"
     return progress.phase(phase, task=task, total=total, unit=unit)
-
-
-def _caches(plan: Plan, settings: Verify) -> list[Path]:
-    """Decoded copies of a plan, of any size."""
-    roots = [settings.cache_dir, images_dir(settings.data_dir), default_directory()]
-    found = []
-    for root in filter(None, dict.fromkeys(roots)):
-        for place in root.glob(f"{cache_place(plan, 0, root).name.split('-0-')[0]}-*"):
-            size = place.name.rsplit("-", 2)[1]
-            if place.is_dir() and size.isdecimal() and cache_place(plan, int(size), root) == place:
-                found.append(place)
-    return found
 
 
 def _slug(name: str) -> str:

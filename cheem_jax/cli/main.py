@@ -201,7 +201,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "look": (
         Command("report", "report", "Report", "write_report_page", computes=False),
         Command("watch", "watch", "Watch", "watch_run", computes=False),
-        Command("tensorboard", "tensorboard", "Tensorboard", "write_tensorboard", computes=False),
+        Command("tensorboard", "report", "Tensorboard", "write_tensorboard", computes=False),
     ),
     "data and weights": (
         Command("data list", "data", "List", "list_data", computes=False),

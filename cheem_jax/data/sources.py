@@ -78,10 +78,14 @@ def images_dir(data_dir: Path | None) -> Path:
     return absolute(data_dir or default_data_dir()) / "cheem_jax" / "images"
 
 
+def is_name(source: str) -> bool:
+    """Whether a source is the name of a benchmark, of one of their tasks or of a TFDS data set, and no file."""
+    return source in (*BENCHMARKS, *BY_NAME) or source.startswith("tfds:")
+
+
 def cache_dir_of(source: str, data_dir: Path | None) -> Path:
     """Where decoded images of a source are kept: in the data folder if the source uses it, else in the user's cache."""
-    from_data_dir = data_dir is not None or source in (*BENCHMARKS, *BY_NAME) or source.startswith("tfds:")
-    return images_dir(data_dir) if from_data_dir else default_directory()
+    return images_dir(data_dir) if data_dir is not None or is_name(source) else default_directory()
 
 
 def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int) -> list[Plan]:

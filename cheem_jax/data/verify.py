@@ -7,6 +7,7 @@ import hashlib
 import io
 import itertools
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from PIL import Image
 
 from cheem_jax.data.decode import FORMATS, PIECE, Progress, decode_image, in_threads
 from cheem_jax.data.files import Encoded
-from cheem_jax.data.load import open_cache
+from cheem_jax.data.load import cache_place, open_cache
 from cheem_jax.data.task import Plan, hash_of
 
 SMALL = 32
@@ -135,14 +136,25 @@ def _look(files: Encoded, row: int) -> tuple[bytes, Size, str, int] | str:
         return hashlib.sha256(data).digest(), image.size, image.mode, len(data)
 
 
-def verify_cache(place: Path, plan: Plan) -> None:
-    """Reads decoded copies to the end; raises ValueError naming the splits that are not what was written."""
-    corrupted = []
-    for name, split in open_cache(place, plan).items():
-        if (found := hash_of(split.images, split.labels)) != split.sha256:
-            corrupted.append(f"{name}.npy ({found[:12]}..., expected {split.sha256!s:.12}...)")
-    if corrupted:
-        raise ValueError(
-            f"the cache {place} is corrupted: {'; '.join(corrupted)} do not have the SHA-256 in cache.json; remove "
-            "this folder and it is made again"
-        )
+def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[str]]:
+    """Reads decoded copies of a plan, of any size, to the end.
+
+    Returns the folders of those that are intact, and a line for each of the others.
+    """
+    intact, corrupted = [], []
+    for root in roots:
+        for place in root.glob(f"{cache_place(plan, 0, root).name.split('-0-')[0]}-*"):
+            size = place.name.rsplit("-", 2)[1]
+            if not (place.is_dir() and size.isdecimal() and cache_place(plan, int(size), root) == place):
+                continue
+            try:
+                for name, split in open_cache(place, plan).items():
+                    if hash_of(split.images, split.labels) != split.sha256:
+                        raise ValueError(
+                            f"the cache {place} is corrupted: {name}.npy does not have the SHA-256 in cache.json; "
+                            "remove this folder and it is made again"
+                        )
+                intact.append(str(place))
+            except ValueError as error:
+                corrupted.append(str(error))
+    return intact, corrupted
