@@ -71,7 +71,7 @@ def _has_images(folder: Path) -> bool:
 def name_of(path: Path) -> str:
     """What a task or stream in this folder or file is called."""
     path = Path(os.path.realpath(path))  # `resolve` fails on a link to itself
-    return path.stem if path.is_file() else path.name
+    return path.name if path.is_dir() else path.stem
 
 
 def _plan(path: Path, names: Sequence[str], task: str, seed: int) -> Plan:
