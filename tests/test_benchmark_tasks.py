@@ -44,7 +44,7 @@ def test_the_papers_counts_follow_from_the_split_rules(task):
         sizes["train"] //= 20
     members = {split: {f"{split}{row}": row % task.num_classes for row in range(num)} for split, num in sizes.items()}
     before = {key: label for labels in members.values() for key, label in labels.items()}
-    cut_by_rule(task.rule, members, seed=0)
+    cut_by_rule(task, [f"class {label}" for label in range(task.num_classes)], members, seed=0)
     found = Counts(*(len(members[split]) for split in ("train", "val", "test")))
     if task.name == "imagenet12":
         assert found.val == 61608 // 10 and 1232167 // 10 == task.counts.val

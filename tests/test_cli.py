@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 import cheem_jax
-from cheem_jax.cli import commands, completion, data
+from cheem_jax.cli import completion, data
 from cheem_jax.cli.demo import Demo
-from cheem_jax.cli.main import COMMANDS, run_command
+from cheem_jax.cli.main import COMMANDS, GROUPS, run_command
 from cheem_jax.cli.main import main as cli_main
 from cheem_jax.data.benchmarks.table import order_of
 from experiments import mtil
@@ -212,7 +212,7 @@ def test_help_lists_all_commands_under_their_headings(capsys, monkeypatch):
     names = [line[2:].split("  ")[0] for line in shown.splitlines() if line.startswith("  ")]
     assert names == list(COMMANDS)
     headings = [line[:-1] for line in shown.splitlines() if line.endswith(":")]
-    assert headings == list(commands.GROUPS)
+    assert headings == list(GROUPS)
     _, below, _ = cheem(capsys, monkeypatch, "data")
     assert [name for name in names if f"  {name} " in below] == [name for name in names if name.startswith("data ")]
 

@@ -31,8 +31,7 @@ from test_commands_memory import FIRST, SECOND, TASKS, cheem, write_task
 import cheem_jax
 from cheem_jax.backbone.alexnet import load_alexnet
 from cheem_jax.backbone.weights import BUNDLED, load_pretrained
-from cheem_jax.cli.commands import COMMANDS
-from cheem_jax.cli.main import main, parse
+from cheem_jax.cli.main import COMMANDS, main, parse
 from cheem_jax.core.paths import absolute, shown, with_absolute_paths
 from cheem_jax.data.load import ImagesConfig, load_stream, load_task, load_tasks
 from cheem_jax.data.records import default_data_dir

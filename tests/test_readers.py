@@ -228,7 +228,7 @@ def test_listed_images_that_are_absent_are_counted_and_named(tmp_path, name, ima
 def test_a_class_without_images_is_named(tmp_path):
     place = official.put(tmp_path, official.eurosat(), unpacked=True)
     shutil.rmtree(place / "2750" / "River")
-    with pytest.raises(ValueError, match="task 'eurosat', .*no image of 1 of 10 classes: 'River'"):
+    with pytest.raises(ValueError, match="2750: no image of 1 of 10 classes: 'river'"):
         read_eurosat(place)
     official.write(place, {"2750/Moon/Moon_1.jpg": official.picture(1)})
     with pytest.raises(ValueError, match=r"2750: 1 images .* of no class of this data set, .*'moon'"):

@@ -11,7 +11,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
-from cheem_jax.cli.tensorboard import Tensorboard, write_tensorboard
+from cheem_jax.cli.report import Tensorboard, write_tensorboard
 from cheem_jax.report.tensorboard import NAME, check_installed, write_events
 from cheem_jax.run import record as records
 from cheem_jax.run.record import Record

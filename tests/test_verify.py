@@ -1,6 +1,8 @@
 import contextlib
 import io
 import json
+import os
+import re
 import zipfile
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from PIL import Image
 
 from cheem_jax.data import plan_stream, plan_task
 from cheem_jax.data.load import cached
-from cheem_jax.data.verify import verify, verify_cache
+from cheem_jax.data.verify import verify, verify_caches
 
 
 def encoded(value: int, mode: str = "RGB", size: tuple[int, int] = (4, 4)) -> bytes:
@@ -109,13 +111,14 @@ def test_findings_go_through_json(tmp_path):
     assert told["across"] == [[["train", "cat", "train/cat/0.png"], ["val", "cat", "val/cat/0.png"]]]
 
 
-@pytest.mark.parametrize("workers", [1, 5])
-def test_progress_adds_up_and_threads_change_nothing(tmp_path, workers):
+def test_progress_adds_up_and_threads_change_nothing(tmp_path, monkeypatch):
     files = full() | {f"train/cat/x{i}.png": encoded(i % 250, "L", (3, 1 + i % 7)) for i in range(300)}
     plan = plan_task(write(tmp_path / "pets", files))
     done: list[int] = []
-    assert verify(plan, on_progress=done.append, workers=workers) == verify(plan)
+    found = verify(plan, on_progress=done.append)
     assert sum(done) == plan.num_images and len(done) > 3
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert verify(plan) == found
 
 
 def test_a_task_without_any_readable_image_is_reported(tmp_path):
@@ -127,14 +130,12 @@ def test_a_cache_is_held_against_its_hashes(tmp_path):
     plan = plan_task(write(tmp_path / "pets", full()))
     cached(plan, 4, tmp_path / "cache", lambda task, num_images: contextlib.nullcontext(lambda num_images: None))
     [place] = [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()]
-    verify_cache(place, plan)
+    assert verify_caches(plan, [tmp_path / "cache"]) == ([str(place)], [])
     whole = (place / "val.npy").read_bytes()
-    (place / "val.npy").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # one bit of one pixel
-    with pytest.raises(ValueError, match=r"cache .* is corrupted: val.npy .*remove this folder"):
-        verify_cache(place, plan)
-    (place / "val.npy").write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match="is corrupted .*remove this folder"):
-        verify_cache(place, plan)
+    for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-1]):  # one bit of one pixel; one byte less
+        (place / "val.npy").write_bytes(damaged)
+        intact, [line] = verify_caches(plan, [tmp_path / "cache"])
+        assert intact == [] and re.search(r"cache .* is corrupted.*remove this folder", line)
 
 
 @pytest.mark.full

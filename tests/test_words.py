@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from cheem_jax.cli.commands import COMMANDS
-from cheem_jax.cli.main import parse
+from cheem_jax.cli.main import COMMANDS, parse
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

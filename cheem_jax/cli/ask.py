@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import io
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,7 @@ from rich.text import Text
 
 from cheem_jax.cli.shared import Answering, OfData, Predicting
 from cheem_jax.core.paths import shown
-from cheem_jax.memory import Score
-from cheem_jax.memory.predictor import Asked, Predictor, files_in, predict_files
+from cheem_jax.memory.predictor import Asked, files_in, predict_files
 from cheem_jax.run.progress import Progress
 
 COLUMNS: list[str] = [
@@ -54,10 +54,13 @@ def predict_images(settings: Predict) -> int:
     failed = list[Asked]()
 
     def answers() -> Iterator[Asked]:
-        for asked in _answers(predictor, files, errors):
-            if asked.prediction is None:
-                failed.append(asked)
-            yield asked
+        progress = Progress(Console(stderr=True, quiet=len(files) < SHOW_PROGRESS_FROM))
+        with progress.phase("predict", task="images", total=len(errors) + len(files)) as advance:
+            for asked in itertools.chain(errors, predict_files(predictor, files)):
+                if asked.prediction is None:
+                    failed.append(asked)
+                yield asked
+                advance(1)
 
     match "json" if settings.json else settings.format:
         case "json":
@@ -91,17 +94,6 @@ def _files(given: tuple[str, ...]) -> tuple[list[str], list[Asked]]:
         except (ValueError, OSError) as error:
             errors.append(Asked(place, None, str(error).removeprefix(f"{place}: ")))
     return files, errors
-
-
-def _answers(predictor: Predictor, files: list[str], errors: list[Asked]) -> Iterator[Asked]:
-    yield from errors
-    if len(files) < SHOW_PROGRESS_FROM:
-        yield from predict_files(predictor, files)
-        return
-    with Progress(Console(stderr=True)).phase("predict", task="images", total=len(files)) as advance:
-        for asked in predict_files(predictor, files):
-            yield asked
-            advance(1)
 
 
 def _row(asked: Asked) -> dict[str, Any]:
@@ -152,21 +144,13 @@ def evaluate_memory(settings: Evaluate) -> None:
     if settings.json:
         print(json.dumps({"split": settings.split, "tasks": [score._asdict() for score in scores]}, indent=1))
         return
-    Console(width=None if sys.stdout.isatty() else 100).print(_scores(scores))
-
-
-def _scores(scores: list[Score]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("task")
-    for name in ("images", "accuracy %", "task ID given %", "task ID right %"):
-        table.add_column(name, justify="right")
-    for score in scores:
-        shares = (score.accuracy, score.accuracy_given, score.found)
-        table.add_row(Text(score.task), f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in shares))
+    table = _table("task", "images", "accuracy %", "task ID given %", "task ID right %")
+    shares = np.array([(score.accuracy, score.accuracy_given, score.found) for score in scores])
+    for score, row in zip(scores, shares, strict=True):
+        table.add_row(Text(score.task), f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in row))
     if len(scores) > 1:
-        means = np.mean([(score.accuracy, score.accuracy_given, score.found) for score in scores], axis=0)
-        table.add_row("average", "", *(f"{100 * mean:.1f}" for mean in means), style="bold")
-    return table
+        table.add_row("average", "", *(f"{100 * mean:.1f}" for mean in shares.mean(axis=0)), style="bold")
+    Progress().console.print(table)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,28 +185,27 @@ def show_info(settings: Info) -> None:
     if not found["tasks"]:
         progress.say(f"no task yet: cheem learn {place} FOLDER")
         return
-    progress.console.print(_tasks(found))
-    for task in found["tasks"]:
-        progress.architecture(task["name"], task["architecture"])
-    progress.say("experts per block: " + " ".join(_experts(block) for block in found["pool"]))
-
-
-def _tasks(found: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("task")
-    for name in ("number", "classes", "added %", "GFLOPs", "executed", "on disk", "open set"):
-        table.add_column(name, justify="right")
+    table = _table("task", "number", "classes", "added %", "GFLOPs", "executed", "on disk", "open set")
     for task in found["tasks"]:
         table.add_row(
             Text(task["name"]), str(task["number"]), str(len(task["classes"])), f"{task['params_added_percent']:.2f}",
             f"{task['flops'] / 1e9:.3f}", f"{task['flops_executed'] / 1e9:.3f}", _size(task["bytes"]),
             "calibrated" if task["calibrated"] else "no",
         )  # fmt: skip
+    progress.console.print(table)
+    for task in found["tasks"]:
+        progress.architecture(task["name"], task["architecture"])
+    num_experts = [sum(expert["kind"] != "gone" for expert in block) for block in found["pool"]]
+    progress.say(f"experts per block: {' '.join(map(str, num_experts))}")
+
+
+def _table(first: str, *others: str) -> Table:
+    """Names on the left, numbers on the right."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
     return table
-
-
-def _experts(block: list[dict[str, Any]]) -> str:
-    return str(sum(expert["kind"] != "gone" for expert in block))
 
 
 def _size(num_bytes: int) -> str:

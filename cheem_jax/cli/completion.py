@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from cheem_jax.cli.commands import COMMANDS
+from cheem_jax.cli.main import COMMANDS
 
 Shell = Literal["bash", "zsh", "fish"]
 

@@ -1,17 +1,18 @@
 """`cheem data`: what is prepared and what is missing, preparing it, verifying it, looking at it."""
 
-import contextlib
 import dataclasses
 import functools
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
+from rich.console import Console
 from rich.table import Table
 
 from cheem_jax.core.paths import absolute, shown
@@ -19,11 +20,11 @@ from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Order, members_of
 from cheem_jax.data.decode import Progress as OnProgress
 from cheem_jax.data.decode import decode_in_order
-from cheem_jax.data.load import SPLIT_NAMES, ImagesConfig, cache_place, default_directory, load_tasks
+from cheem_jax.data.load import ImagesConfig, default_directory, load_tasks
 from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
 from cheem_jax.data.task import Part, Plan, check_names
-from cheem_jax.data.verify import Findings, verify, verify_cache
+from cheem_jax.data.verify import Findings, verify, verify_caches
 from cheem_jax.run.progress import Progress
 
 SHOWN = 96
@@ -32,68 +33,70 @@ SAID = 10
 """Broken files that are listed one by one."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InDataFolder:
+    """What is in a data folder."""
+
+    data_dir: Path | None = None
+    """The data folder, TFDS's own; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WithSplits(InDataFolder):
+    """Tasks with their splits."""
+
+    split_seed: int = 0
+    """Seed of the splits that a data set lacks."""
+
+
 @dataclasses.dataclass(frozen=True)
-class List:
+class List(InDataFolder):
     """What of the benchmarks is prepared, what is missing, its licence and where to get it."""
 
     what: Annotated[str, tyro.conf.Positional] = "all"
     """mtil, vdd, all, or names of tasks separated by commas."""
-    data_dir: Path | None = None
-    """The data folder, TFDS's own; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepare:
+class Prepare(WithSplits):
     """Get data sets in place: download and prepare what can be, and say exactly what must be done for the rest."""
 
     what: Annotated[str, tyro.conf.Positional]
     """mtil, vdd, all, or names of tasks separated by commas."""
-    data_dir: Path | None = None
-    """The data folder, TFDS's own; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     image_size: int | None = None
     """Also decode and resize all images to this many pixels now; otherwise the first run does it."""
     cache_dir: Path | None = None
     """Where decoded images are kept; default: `cheem_jax/images` in the data folder."""
-    split_seed: int = 0
-    """Seed of the splits that a data set lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify:
+class Verify(WithSplits):
     """Decode every image of a stream and count: broken files, exact copies across splits, wrong labels."""
 
     what: Annotated[str, tyro.conf.Positional]
     """mtil, vdd, one of their tasks, a stream file (TOML), a manifest (CSV, Parquet), tfds:NAME, a folder or a zip."""
-    data_dir: Path | None = None
-    """The data folder, TFDS's own; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     cache_dir: Path | None = None
     """Where decoded images are kept: those of this stream are compared with their hashes."""
-    split_seed: int = 0
-    """Seed of the splits that a data set lacks."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Show:
+class Show(WithSplits):
     """Draw a contact sheet of each task, or with --stream the figure of a whole benchmark or stream."""
 
     what: Annotated[str | None, tyro.conf.Positional] = None
     """As for `verify`: a contact sheet of every task in it."""
     stream: str | None = None
     """mtil, vdd, a stream file or a folder of tasks: one figure of its tasks, images and classes."""
-    split: str = "train"
-    """train, val or test."""
+    split: Literal["train", "val", "test"] = "train"
+    """Whose images the contact sheets show."""
     output: Path | None = None
     """The PNG file to write, for several tasks a folder; default: named after what is shown, here."""
-    data_dir: Path | None = None
-    """The data folder, TFDS's own; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     order: Order = "default"
     """One of MTIL's orders."""
-    split_seed: int = 0
-    """Seed of the splits that a data set lacks."""
 
 
 def list_data(settings: List) -> None:
@@ -143,8 +146,7 @@ def prepare_data(settings: Prepare) -> None:
             if settings.image_size is not None:
                 images = ImagesConfig("cache", settings.cache_dir or images_dir(data_dir))
                 load_tasks([plan], settings.image_size, images, functools.partial(_phase, progress, "decode"))
-            counts = ", ".join(f"{len(part.labels):,} {split}" for split, part in plan.splits.items())
-            progress.say(f"{name}: ready, {counts}; splits sha256 {plan.split_sha256[:16]}")
+            progress.say(f"{name}: ready, {_listed(plan.counts)}; splits sha256 {plan.split_sha256[:16]}")
         except (ValueError, OSError) as error:
             failed[name] = " ".join(str(error).split())
             progress.say(f"{name}: not ready")
@@ -162,25 +164,19 @@ def verify_data(settings: Verify) -> None:
     name, plans = plan_source(settings.what, data_dir=settings.data_dir, seed=settings.split_seed)
     if settings.cache_dir is not None and not settings.cache_dir.is_dir():
         raise FileNotFoundError(f"--cache-dir {settings.cache_dir}: no such folder")
-    progress = None if settings.json else Progress()
+    progress = Progress(Console(quiet=True) if settings.json else None)
     unsound, found = [], {}
     for plan in plans:
         with _phase(progress, "verify", plan.name, plan.num_images) as on_progress:
             findings = verify(plan, on_progress=on_progress)
-        caches, damaged = [], []
-        for place in _caches(plan, settings):
-            try:
-                verify_cache(place, plan)
-                caches.append(str(place))
-            except ValueError as error:
-                damaged.append(str(error))
+        roots = [settings.cache_dir, images_dir(settings.data_dir), default_directory()]
+        caches, damaged = verify_caches(plan, [root for root in dict.fromkeys(roots) if root is not None])
         found[plan.name] = {
             "split_sha256": plan.split_sha256, **findings.to_json(), "caches": caches, "damaged_caches": damaged,
         }  # fmt: skip
         if damaged or not findings.sound:
             unsound.append(plan.name)
-        if progress is not None:
-            _tell(progress, plan, findings, caches, damaged)
+        _tell(progress, plan, findings, caches, damaged)
     if settings.json:
         print(json.dumps({"stream": name, "tasks": found}, indent=1))
     if unsound:
@@ -192,22 +188,22 @@ def show_data(settings: Show) -> None:
     source = settings.what or settings.stream
     if source is None or None not in (settings.what, settings.stream):
         raise ValueError("give either the task to show or --stream with a benchmark; e.g. `cheem data show food101`")
-    if settings.split not in SPLIT_NAMES:
-        raise ValueError(f"split {settings.split!r} is none of {', '.join(SPLIT_NAMES)}")
     # drawing takes seconds to import, which no other command should wait for
     from cheem_jax.report.data_figures import StreamRow, contact_sheet, stream_figure
 
     name, plans = plan_source(source, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed)
-    progress = Progress()
+    say = Progress().say
     if settings.stream is not None:
-        rows = []
-        for plan in plans:
-            images = _images(plan.train, _some_of_each_class(plan.train.labels)[:5])
-            train, val, test = (len(part.labels) for part in plan.splits.values())
-            rows.append(StreamRow(plan.name, len(plan.classes), train, val, test, images))
+        rows = [
+            StreamRow(
+                plan.name, len(plan.classes), plan.counts["train"], plan.counts["val"], plan.counts["test"],
+                _images(plan.train, _some_of_each_class(plan.train.labels)[:5]),
+            )
+            for plan in plans
+        ]  # fmt: skip
         file = settings.output or absolute(f"{_slug(name)}.png")
         stream_figure(rows, file, title=f"{name}: {len(plans)} tasks")
-        progress.say(f"wrote {shown(file)}")
+        say(f"wrote {shown(file)}")
         return
     for plan in plans:
         part = plan.splits[settings.split]
@@ -218,7 +214,7 @@ def show_data(settings: Show) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         title = f"{plan.name} · {settings.split} · {len(plan.classes):,} classes · {len(part.labels):,} images"
         contact_sheet(_images(part, rows), part.labels[rows], plan.classes, file, title=title)
-        progress.say(f"wrote {shown(file)}")
+        say(f"wrote {shown(file)}")
 
 
 def _names(what: str) -> list[str]:
@@ -231,26 +227,9 @@ def _names(what: str) -> list[str]:
     return names
 
 
-@contextlib.contextmanager
-def _phase(progress: Progress | None, phase: str, task: str, total: int) -> Iterator[OnProgress]:
-    if progress is None:
-        yield lambda num: None
-        return
+def _phase(progress: Progress, phase: str, task: str, total: int) -> AbstractContextManager[OnProgress]:
     unit = "bytes" if phase in ("download", "check") else "images"
-    with progress.phase(phase, task=task, total=total, unit=unit) as advance:
-        yield lambda num: advance(num)
-
-
-def _caches(plan: Plan, settings: Verify) -> list[Path]:
-    """Decoded copies of a plan, of any size."""
-    roots = [settings.cache_dir, images_dir(settings.data_dir), default_directory()]
-    found = []
-    for root in filter(None, dict.fromkeys(roots)):
-        for place in root.glob(f"{cache_place(plan, 0, root).name.split('-0-')[0]}-*"):
-            size = place.name.rsplit("-", 2)[1]
-            if place.is_dir() and size.isdecimal() and cache_place(plan, int(size), root) == place:
-                found.append(place)
-    return found
+    return progress.phase(phase, task=task, total=total, unit=unit)
 
 
 def _slug(name: str) -> str:
@@ -270,20 +249,24 @@ def _some_of_each_class(labels: np.ndarray, num: int = 1) -> np.ndarray:
     return chosen[np.lexsort((labels[chosen], place[place < num]))]
 
 
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{num:,} {name}" for name, num in counts.items())
+
+
 def _megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.0f} MB" if num_bytes else "–"
 
 
 def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[str], damaged: Sequence[str]) -> None:
     """One task's findings for people."""
-    counts = ", ".join(f"{num:,} {split}" for split, num in findings.num.items())
     (few, least), (many, most) = findings.smallest_class, findings.largest_class
     sizes = f"{least:,}" if least == most else f"{least:,} ({few}) to {most:,} ({many})"
-    progress.say(f"{plan.name}: {counts}; {findings.num_classes:,} classes of {sizes} training images")
+    progress.say(f"{plan.name}: {_listed(findings.num)}; {findings.num_classes:,} classes of {sizes} training images")
     if findings.smallest_image and findings.largest_image:
         small, large = ("x".join(map(str, size)) for size in (findings.smallest_image, findings.largest_image))
-        modes = ", ".join(f"{num:,} {mode}" for mode, num in findings.modes.items())
-        progress.say(f"  {small} to {large} pixels, {modes}; {_megabytes(findings.num_bytes)}; {plan.source}")
+        progress.say(
+            f"  {small} to {large} pixels, {_listed(findings.modes)}; {_megabytes(findings.num_bytes)}; {plan.source}"
+        )
     progress.say(f"  splits sha256 {plan.split_sha256}")
     for place in caches:
         progress.say(f"  decoded images intact: {place}")

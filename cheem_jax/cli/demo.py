@@ -2,16 +2,14 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from cheem_jax.backbone.weights import load_pretrained
-from cheem_jax.baselines.catalogue import DEMO_BOUND, NEED_A_ROUTER, Name, Networks, preset_of
+from cheem_jax.baselines.catalogue import DEMO_BOUND, NEED_A_ROUTER, Name, preset_of
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cli.arguments import arguments_of
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.demo import demo_stream
-from cheem_jax.data.task import Stream
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.report.table import show
 from cheem_jax.run.progress import Progress
@@ -40,23 +38,17 @@ class Demo:
 
 
 def learn_demo(settings: Demo) -> None:
-    """Learn the demo stream and print its tables."""
+    """Learn the demo stream, or go on with it, and print its tables."""
     progress = Progress()
     progress.say("cheem_jax demo: making six tasks of 32x32 images")
-    results = run_demo(settings, demo_stream(), progress)
-    show(progress, results, settings.run_dir)
-
-
-def run_demo(
-    settings: Demo, stream: Stream, progress: Progress, workshop: dict[Any, Networks] | None = None
-) -> dict[str, Any]:
-    """Learn the stream, or go on with it."""
+    stream = demo_stream()
     bound = FullFinetuneConfig(**DEMO_BOUND, batch_size=32) if settings.upper_bound else None
     method = preset_of(settings.method, "demo")
     config = RunConfig(method, "demo", settings.seed, bound, settings.engine, settings.seeds)
     router = load_pretrained("vit_nano") if settings.method in NEED_A_ROUTER else None
-    return run_stream(
+    results = run_stream(
         stream, load_pretrained("vit_micro"), config, settings.run_dir, progress, router=router,
-        save_every=settings.save_every, command=["cheem", "demo", *arguments_of(settings)], workshop=workshop,
+        save_every=settings.save_every, command=["cheem", "demo", *arguments_of(settings)],
         data={"stream": "demo", "tasks": [task.name for task in stream.tasks]}, tensorboard=settings.tensorboard,
     )  # fmt: skip
+    show(progress, results, settings.run_dir)

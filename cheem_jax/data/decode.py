@@ -5,7 +5,7 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import UInt8
@@ -26,6 +26,7 @@ PIECE = 256
 
 Progress = Callable[[int], object]
 """Called with the number of images (or bytes) that are done in addition."""
+Found = TypeVar("Found")
 
 
 def decode_image(data: bytes, image_size: int, *, name: str = "image") -> UInt8[np.ndarray, "S S 3"]:
@@ -99,32 +100,38 @@ class Piece(NamedTuple):
 def decode_pieces(
     files: Encoded, image_size: int, size: int, rows: Sequence[int] | np.ndarray | None = None
 ) -> Iterator[Piece]:
-    """These rows, or all files, in pieces of at most `size`; a broken one is reported and stops nothing.
-
-    A few threads decode (Pillow releases the interpreter's lock), and two pieces are in memory at a time.
-    """
+    """These rows, or all files, in pieces of at most `size`; a broken one is reported and stops nothing."""
     rows = range(len(files)) if rows is None else [int(row) for row in rows]
 
-    def decode(row: int) -> np.ndarray | str:
+    def decode(row: int) -> tuple[str, np.ndarray | None, str]:
         try:
-            return decode_image(files.read(row), image_size, name=files.where(row))
+            return files.where(row), decode_image(files.read(row), image_size, name=files.where(row)), ""
         except FileNotFoundError:
-            return f"{files.where(row)}: no such file"
+            return files.where(row), None, f"{files.where(row)}: no such file"
         except (ValueError, OSError) as error:
-            return str(error)
+            return files.where(row), None, str(error)
 
+    none = np.zeros((0, image_size, image_size, 3), np.uint8)
+    for found in in_threads(decode, rows, size):
+        names, images, errors = zip(*found, strict=True)
+        yield Piece(
+            list(names), np.concatenate([none, *(image[None] for image in images if image is not None)]), list(errors)
+        )
+
+
+def in_threads(work: Callable[[int], Found], rows: Sequence[int], size: int) -> Iterator[list[Found]]:
+    """What `work` finds in these rows, in order, in lists of at most `size`.
+
+    A few threads work (Pillow releases the interpreter's lock), and two lists are in memory at a time.
+    """
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "cheem-decode") as pool:
         pieces = [rows[start : start + size] for start in range(0, len(rows), size)]
-        coming = [pool.map(decode, piece) for piece in pieces[:1]]
+        coming = [pool.map(work, piece) for piece in pieces[:1]]
         try:
-            for number, piece in enumerate(pieces, start=1):
+            for number in range(1, len(pieces) + 1):
                 # the next piece starts before this one is complete, so that no thread idles
-                coming += [pool.map(decode, following) for following in pieces[number : number + 1]]
-                found = list(coming.pop(0))
-                none = np.zeros((0, image_size, image_size, 3), np.uint8)
-                intact = [image[None] for image in found if not isinstance(image, str)]
-                errors = [image if isinstance(image, str) else "" for image in found]
-                yield Piece([files.where(row) for row in piece], np.concatenate([none, *intact]), errors)
+                coming += [pool.map(work, following) for following in pieces[number : number + 1]]
+                yield list(coming.pop(0))
         finally:
             pool.shutdown(cancel_futures=True)  # of a caller that stopped early
 

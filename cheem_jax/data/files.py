@@ -1,13 +1,13 @@
 """The files of a folder or zip, as sorted relative names, and reading the images among them."""
 
+import functools
 import hashlib
 import os
 import stat
-import threading
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn
 
 IMAGE_SUFFIXES = frozenset(".jpg .jpeg .png .bmp .gif .webp .tif .tiff .ppm .pgm".split())
 MAX_DEPTH = 6  # folders below the root that are looked into, so that a link to a parent ends
@@ -16,43 +16,41 @@ MAX_FILES = 5_000_000  # in one folder or archive; ImageNet has 1.4 million
 SMALL_BYTES, MAX_RATIO = 2**30, 100  # what unpacks to more than both is a bomb: images are packed already
 
 
-@runtime_checkable
-class Encoded(Protocol):
+class Encoded:
     """Image files in a fixed order. They can be pickled, so that worker processes can read them as well."""
 
-    def __len__(self) -> int: ...
+    def __init__(self, keys: Sequence[str]):
+        self.keys = list(keys)
+
+    def __len__(self) -> int:
+        return len(self.keys)
 
     def key(self, row: int) -> str:
         """A file's name, unique in its task and the same on every machine."""
-        ...
+        return self.keys[row]
 
     def where(self, row: int) -> str:
         """The same file for people who look for it on this machine."""
-        ...
+        raise NotImplementedError
 
     def read(self, row: int) -> bytes:
         """A file's bytes; ValueError or OSError naming the file if it cannot be read."""
-        ...
+        raise NotImplementedError
 
 
-class FolderFiles:
+class FolderFiles(Encoded):
     """Files by their names relative to a folder."""
 
-    def __init__(self, root: Path, names: Sequence[str]):
-        self.root, self.names = root, list(names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def key(self, row: int) -> str:
-        return self.names[row]
+    def __init__(self, root: Path, keys: Sequence[str]):
+        super().__init__(keys)
+        self.root = root
 
     def where(self, row: int) -> str:
         return str(self.file(row))
 
     def file(self, row: int) -> Path:
         """Where it lies."""
-        return self.root / self.names[row]
+        return self.root / self.keys[row]
 
     def read(self, row: int) -> bytes:
         file = self.file(row)
@@ -64,46 +62,38 @@ class FolderFiles:
         return file.read_bytes()
 
 
-class ZipFiles:
-    """Members of a zip file below `root` ("" or "folder/"), opened once in every process that reads.
+class ZipFiles(Encoded):
+    """Members of a zip file below `root` ("" or "folder/")."""
 
-    The threads of a process read in turns, since the list of members is large and decoding takes longer than reading.
-    """
-
-    def __init__(self, path: Path, names: Sequence[str], root: str, stamp: str):
-        self.path, self.names, self.root, self.stamp = path, list(names), root, stamp
-        self._lock, self._archive = threading.Lock(), None
-
-    def __reduce__(self):
-        return ZipFiles, (self.path, self.names, self.root, self.stamp)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def key(self, row: int) -> str:
-        return self.names[row]
+    def __init__(self, path: Path, keys: Sequence[str], root: str):
+        super().__init__(keys)
+        self.path, self.root, self.stamp = path, root, stamp_of([path])
 
     def where(self, row: int) -> str:
-        return f"{self.path}/{self.root}{self.names[row]}"
+        return f"{self.path}/{self.root}{self.keys[row]}"
 
     def read(self, row: int) -> bytes:
         try:
-            with self._lock:
-                if self._archive is None:
-                    if stamp_of([self.path]) != self.stamp:
-                        raise ValueError("the zip has changed since its names were read")
-                    self._archive = zipfile.ZipFile(self.path)
-                member = self._archive.getinfo(self.root + self.names[row])
-                with self._archive.open(member) as stream:
-                    # no more bytes than the zip's directory says, whatever the packed bytes would unpack to
-                    return stream.read(member.file_size + 1)
+            archive = _opened(self.path, self.stamp)
+            member = archive.getinfo(self.root + self.keys[row])
+            with archive.open(member) as stream:
+                # no more bytes than the zip's directory says, whatever the packed bytes would unpack to
+                return stream.read(member.file_size + 1)
         except Exception as error:  # checksum, compression method, cut-off file: zipfile and zlib raise many types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
 
 
+@functools.lru_cache(maxsize=32)
+def _opened(path: Path, stamp: str) -> zipfile.ZipFile:
+    """A zip, opened once in a process since its list of members may be large; several threads may read from it."""
+    if stamp_of([path]) != stamp:
+        raise ValueError("the zip has changed since its names were read")
+    return zipfile.ZipFile(path)
+
+
 def files_of(path: Path, names: Sequence[str], root: str = "") -> FolderFiles | ZipFiles:
     """Named files below `root` ("" or "folder/") of a folder or zip that `list_files` has checked."""
-    return FolderFiles(path / root, names) if path.is_dir() else ZipFiles(path, names, root, stamp_of([path]))
+    return FolderFiles(path / root, names) if path.is_dir() else ZipFiles(path, names, root)
 
 
 def stamp_of(files: Iterable[Path]) -> str:
@@ -126,8 +116,6 @@ def list_files(path: Path, *, any_name: bool = False) -> list[str]:
         names = sorted(_list_zip(path))
     else:
         raise FileNotFoundError(f"{path}: no such folder or zip file")
-    if len(names) > MAX_FILES:
-        raise ValueError(f"{path}: {len(names)} files, expected at most {MAX_FILES}; use several folders or zips")
     for name in () if any_name else names:
         try:
             name.encode()

@@ -21,7 +21,7 @@ def plan_task(path: Path, *, name: str | None = None, seed: int = 0) -> Plan:
     least one of each class; with train alone or `<class>/<image>` a test part of ceil(0.3 n) goes first.
     `seed` draws these. Raises FileNotFoundError, or ValueError naming the offending file or folder.
     """
-    return _plan(path, list_files(path), name or _name(path), seed)
+    return _plan(path, list_files(path), name or name_of(path), seed)
 
 
 def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0) -> list[Plan]:
@@ -45,21 +45,21 @@ def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0
 
 def _find_tasks(path: Path) -> dict[str, Path]:
     if path.is_file():
-        return {_name(path): path}
+        return {name_of(path): path}
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such folder or zip file")
     entries = [entry for entry in path.iterdir() if not is_hidden(entry.name)]
     if any(entry.is_dir() and (entry.name.lower() == "train" or _has_images(entry)) for entry in entries):
-        return {_name(path): path}  # a single task: folders of images are classes
+        return {name_of(path): path}  # a single task: folders of images are classes
     places = [entry for entry in entries if entry.is_dir() or entry.suffix.lower() == ".zip"]
-    if repeated := repeats(map(_name, places)):
+    if repeated := repeats(map(name_of, places)):
         raise ValueError(f"{path} contains a folder and a zip of the same name: {repeated}; keep one of each")
     if not places and (num := sum(is_image(entry.name) for entry in entries)):
         raise ValueError(
             f"{path} contains {num} images and no folder; put those of each class into a separate folder, such "
             f"as {path.name}/cat and {path.name}/dog"
         )
-    return {_name(place): place for place in places}
+    return {name_of(place): place for place in places}
 
 
 def _has_images(folder: Path) -> bool:
@@ -68,18 +68,15 @@ def _has_images(folder: Path) -> bool:
         return any(is_image(entry.name) and not is_hidden(entry.name) for entry in entries)
 
 
-def _name(path: Path) -> str:
+def name_of(path: Path) -> str:
+    """What a task or stream in this folder or file is called."""
     path = Path(os.path.realpath(path))  # `resolve` fails on a link to itself
-    return path.stem if path.is_file() else path.name
+    return path.name if path.is_dir() else path.stem
 
 
 def _plan(path: Path, names: Sequence[str], task: str, seed: int) -> Plan:
     root, grouped = _group(path, [file for file in names if is_image(file)])
     check_splits(str(path), grouped.keys())
-    if path.is_dir() and (empty := empty_folders(path)):
-        raise ValueError(
-            f"{path}: folders without any file: {empty[:8]}; fill them, or remove them if no class is meant"
-        )
     _refuse_folders_without_image(path, root, names, (root + next(iter(grouped["train"]))).count("/"))
     folders = sorted(set(grouped["train"].values()))
     classes, label_of = _label_folders(path, folders, _class_names(path, f"{root}meta.json", names))
@@ -124,15 +121,15 @@ def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]
 
 
 def _refuse_folders_without_image(path: Path, root: str, files: Sequence[str], depth: int) -> None:
-    """A class whose files all have unknown suffixes would otherwise vanish silently."""
-    folders: dict[str, list[str]] = {}
-    for file in files:
-        if file.startswith(root) and file.count("/") == depth:
-            folders.setdefault(file.rpartition("/")[0], []).append(file)
-    for folder, members in folders.items():
-        if not any(map(is_image, members)):
-            known = " ".join(sorted(IMAGE_SUFFIXES))
-            raise ValueError(f"{path}: {folder!r} contains files but no image ({known}), first {members[0]!r}")
+    """A class that is empty, or whose files all have unknown suffixes, would otherwise vanish silently."""
+    folders = {file.rpartition("/")[0] for file in files if file.startswith(root) and file.count("/") == depth}
+    folders -= {file.rpartition("/")[0] for file in files if is_image(file)}
+    folders |= set(empty_folders(path)) if path.is_dir() else set()
+    if folders:
+        raise ValueError(
+            f"{path}: folders without any image: {sorted(folders)[:8]}; images end in "
+            f"{' '.join(sorted(IMAGE_SUFFIXES))}; fill these folders, or remove them if no class is meant"
+        )
 
 
 def _split_folders(folders: Iterable[str]) -> set[str]:

@@ -7,13 +7,13 @@ in, hence `SkipDecoding`.
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import json
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.decode import Progress, decode_pixels
-from cheem_jax.data.files import stamp_of
+from cheem_jax.data.files import Encoded, stamp_of
 from cheem_jax.data.splits import SPLITS, Members, cut_missing
 from cheem_jax.data.task import Plan
 
@@ -35,21 +35,12 @@ _SPEC = re.compile(r"([a-z0-9_]+)(?:/([A-Za-z0-9_.-]+))?(?::(\d+\.\d+\.\d+))?")
 _OWN_FEATURE = re.compile(r"tensorflow_datasets\.core\.features\.[a-z_]+\.[A-Za-z]+")
 
 
-class Records:
+class Records(Encoded):
     """Images of a prepared data set: each in a split of TFDS's at a position."""
 
     def __init__(self, directory: Path, image: str, places: Sequence[tuple[str, int]], keys: Sequence[str]):
-        self.directory, self.image, self.places, self.keys = directory, image, list(places), list(keys)
-        self._lock, self._opened = threading.Lock(), dict[str, Any]()
-
-    def __reduce__(self):
-        return Records, (self.directory, self.image, self.places, self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def key(self, row: int) -> str:
-        return self.keys[row]
+        super().__init__(keys)
+        self.directory, self.image, self.places = directory, image, list(places)
 
     def where(self, row: int) -> str:
         split, position = self.places[row]
@@ -57,13 +48,15 @@ class Records:
 
     def read(self, row: int) -> bytes:
         split, position = self.places[row]
-        with self._lock:  # opening alone: array_record's readers serve many threads at a time
-            if split not in self._opened:
-                self._opened[split] = _source(self.directory, self.image, split)
         try:
-            return self._opened[split][position][self.image]
+            return self._sources[split][position][self.image]
         except Exception as error:  # array_record and protobuf raise their own
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
+
+    @functools.cached_property
+    def _sources(self) -> dict[str, Any]:
+        """TFDS's splits: they can be pickled, and serve many threads at a time."""
+        return {split: _source(self.directory, self.image, split) for split in {split for split, _ in self.places}}
 
 
 class Row(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.benchmarks.prepare import plan_of, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
-from cheem_jax.data.folder import plan_stream, plan_task
+from cheem_jax.data.folder import name_of, plan_stream, plan_task
 from cheem_jax.data.load import default_directory
 from cheem_jax.data.manifest import plan_manifest
 from cheem_jax.data.records import default_data_dir, plan_tfds
@@ -67,7 +67,7 @@ def plan_source(
     else:
         if not path.exists():
             raise FileNotFoundError(f"{source}: no such folder, zip, stream file or benchmark{_nearest(source, path)}")
-        return path.resolve().stem if path.is_file() else path.resolve().name, plan_stream(path, tasks, seed=seed)
+        return name_of(path), plan_stream(path, tasks, seed=seed)
     if tasks is not None:
         check_names(tasks, [plan.name for plan in plans], source)
     return name, plans
@@ -78,10 +78,14 @@ def images_dir(data_dir: Path | None) -> Path:
     return absolute(data_dir or default_data_dir()) / "cheem_jax" / "images"
 
 
+def is_name(source: str) -> bool:
+    """Whether a source is the name of a benchmark, of one of their tasks or of a TFDS data set, and no file."""
+    return source in (*BENCHMARKS, *BY_NAME) or source.startswith("tfds:")
+
+
 def cache_dir_of(source: str, data_dir: Path | None) -> Path:
     """Where decoded images of a source are kept: in the data folder if the source uses it, else in the user's cache."""
-    from_data_dir = data_dir is not None or source in (*BENCHMARKS, *BY_NAME) or source.startswith("tfds:")
-    return images_dir(data_dir) if from_data_dir else default_directory()
+    return images_dir(data_dir) if data_dir is not None or is_name(source) else default_directory()
 
 
 def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int) -> list[Plan]:
@@ -158,7 +162,10 @@ def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, st
             wrong.append(f"`root` goes with `manifest`, not with `{kinds[0]}`")
         faults += [f"task {number}: {fault}" for fault in wrong]
         if not wrong:
-            names.append(table.get("name") or _default_name(kinds[0], table[kinds[0]], file.parent))
+            value = table[kinds[0]]
+            is_file = kinds[0] in ("path", "manifest")
+            default = name_of(_place(file.parent, value)) if is_file else re.split("[/:]", value)[0]
+            names.append(table.get("name", default))
     if repeated := repeats(names):
         faults.append(f"several tasks are called {repeated}; give each a `name` of its own")
     if faults:
@@ -178,15 +185,6 @@ def _wrong_keys(table: dict[str, Any], texts: Sequence[str], others: Sequence[st
         elif key in texts and (not isinstance(value, str) or not value.strip() or "\0" in value):
             faults.append(f"{key} must be text without NUL, got {type(value).__name__}")
     return faults
-
-
-def _default_name(kind: str, value: str, folder: Path) -> str:
-    if kind == "benchmark":
-        return value
-    if kind == "tfds":
-        return re.split("[/:]", value)[0]
-    place = Path(os.path.realpath(_place(folder, value)))  # `resolve` fails on a link to itself
-    return place.name if place.is_dir() else place.stem
 
 
 def _place(folder: Path, text: str) -> Path:

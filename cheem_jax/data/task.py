@@ -45,7 +45,7 @@ class Task:
     def __post_init__(self):
         if not self.name:
             raise ValueError("a task needs a name, got ''")
-        check_class_names(self.name, self.classes)
+        check_class_names(f"task {self.name!r}", self.classes)
         shapes = set()
         for split_name, split in self.splits.items():
             images, labels = split.images, split.labels
@@ -56,7 +56,7 @@ class Task:
                 raise ValueError(
                     f"{where}: labels must be int32 [{len(images)}], got {labels.dtype} {list(labels.shape)}"
                 )
-            check_labels(self.name, split_name, self.classes, labels)
+            check_labels(where, self.classes, labels)
             shapes.add(images.shape[1:])
         if len(shapes) > 1:
             raise ValueError(f"task {self.name!r}: the splits' images differ in shape: {sorted(shapes)}")
@@ -119,17 +119,23 @@ class Plan:
         return Plan(name, tuple(classes), **parts, source=source, stamp=stamp)
 
     def __post_init__(self):
-        check_class_names(self.name, self.classes, self.source)
+        where = f"{self.source}: task {self.name!r}"
+        check_class_names(where, self.classes)
         for split, part in self.splits.items():
-            check_labels(self.name, split, self.classes, part.labels, self.source)
+            check_labels(f"{where}, split {split!r}", self.classes, part.labels)
 
     @property
     def splits(self) -> dict[str, Part]:
         return {"train": self.train, "val": self.val, "test": self.test}
 
     @property
+    def counts(self) -> dict[str, int]:
+        """Images in each split."""
+        return {split: len(part.labels) for split, part in self.splits.items()}
+
+    @property
     def num_images(self) -> int:
-        return sum(len(part.labels) for part in self.splits.values())
+        return sum(self.counts.values())
 
     @functools.cached_property
     def split_sha256(self) -> str:
@@ -176,25 +182,23 @@ def check_names(names: Sequence[str], known: Sequence[str], where: str) -> None:
             raise ValueError(f"{where} has no task {name!r}; {hint}")
 
 
-def check_class_names(task: str, classes: Sequence[str], where: str = "") -> None:
-    """ValueError unless there are at least two class names, all different; `where` names their source."""
-    subject = f"{where}: task {task!r}" if where else f"task {task!r}"
+def check_class_names(where: str, classes: Sequence[str]) -> None:
+    """ValueError unless there are at least two class names, all different; `where` names the task."""
     if len(classes) < 2:
-        raise ValueError(f"{subject} has {len(classes)} class(es) {list(classes)}; expected at least 2")
+        raise ValueError(f"{where} has {len(classes)} class(es) {list(classes)}; expected at least 2")
     if repeated := repeats(classes):
-        raise ValueError(f"{subject}: class names must be unique, repeated: {repeated}")
+        raise ValueError(f"{where}: class names must be unique, repeated: {repeated}")
 
 
-def check_labels(task: str, split: str, classes: Sequence[str], labels: np.ndarray, where: str = "") -> None:
-    """ValueError for labels out of range and for classes without an image; `where` names their source."""
-    subject = f"{where}: task {task!r}, split {split!r}" if where else f"task {task!r}, split {split!r}"
+def check_labels(where: str, classes: Sequence[object], labels: np.ndarray) -> None:
+    """ValueError for labels out of range and for classes without an image; `where` names the task and the split."""
     outside = np.unique(labels[(labels < 0) | (labels >= len(classes))])
     if outside.size:
-        raise ValueError(f"{subject}: labels {outside[:5].tolist()} outside 0..{len(classes) - 1}")
+        raise ValueError(f"{where}: labels {outside[:5].tolist()} outside 0..{len(classes) - 1}")
     empty = np.flatnonzero(np.bincount(labels, minlength=len(classes)) == 0)
     if empty.size:
         names = ", ".join(repr(classes[i]) for i in empty[:8]) + (", ..." if empty.size > 8 else "")
-        raise ValueError(f"{subject}: no image of {empty.size} of {len(classes)} classes: {names}")
+        raise ValueError(f"{where}: no image of {empty.size} of {len(classes)} classes: {names}")
 
 
 def repeats(names: Iterable[str]) -> list[str]:

@@ -2,21 +2,21 @@
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import io
+import itertools
 import math
-import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from cheem_jax.data.decode import FORMATS, PIECE, Progress, decode_image
+from cheem_jax.data.decode import FORMATS, PIECE, Progress, decode_image, in_threads
 from cheem_jax.data.files import Encoded
-from cheem_jax.data.load import open_cache
+from cheem_jax.data.load import cache_place, open_cache
 from cheem_jax.data.task import Plan, hash_of
 
 SMALL = 32
@@ -75,25 +75,26 @@ class Findings:
         return {"sound": self.sound, **dataclasses.asdict(self)}
 
 
-def verify(plan: Plan, *, on_progress: Progress | None = None, workers: int | None = None) -> Findings:
+def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
     """Reads and decodes every image with a few threads, and continues after a broken one."""
     broken: list[str] = []
     copies: dict[bytes, list[Listed]] = {}  # every readable image by its digest
     modes: collections.Counter[str] = collections.Counter()
     sizes: set[Size] = set()
     num_bytes = 0
-    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1), "cheem-verify") as pool:
-        for split, part in plan.splits.items():
-            for row, seen in enumerate(_looks(part.files, pool, on_progress)):
-                if isinstance(seen, str):
-                    broken.append(seen)
-                    continue
-                digest, size, mode, length = seen
-                listed = Listed(split, plan.classes[part.labels[row]], part.files.key(row))
-                copies.setdefault(digest, []).append(listed)
-                modes[mode] += 1
-                sizes.add(size)
-                num_bytes += length
+    for split, part in plan.splits.items():
+        looks = in_threads(functools.partial(_look, part.files), range(len(part.files)), PIECE)
+        for row, seen in enumerate(itertools.chain.from_iterable(looks)):
+            on_progress(1)
+            if isinstance(seen, str):
+                broken.append(seen)
+                continue
+            digest, size, mode, length = seen
+            listed = Listed(split, plan.classes[part.labels[row]], part.files.key(row))
+            copies.setdefault(digest, []).append(listed)
+            modes[mode] += 1
+            sizes.add(size)
+            num_bytes += length
 
     across, contradictory, within = Pairs(), Pairs(), Pairs()
     for first, *others in copies.values():
@@ -109,7 +110,7 @@ def verify(plan: Plan, *, on_progress: Progress | None = None, workers: int | No
     by_area = sorted(sizes, key=lambda size: (math.prod(size), size))
     return Findings(
         task=plan.name,
-        num={split: len(part.labels) for split, part in plan.splits.items()},
+        num=plan.counts,
         num_classes=len(plan.classes),
         smallest_class=min(counts.items(), key=lambda pair: pair[1]),
         largest_class=max(counts.items(), key=lambda pair: pair[1]),
@@ -124,38 +125,36 @@ def verify(plan: Plan, *, on_progress: Progress | None = None, workers: int | No
     )
 
 
-def _looks(
-    files: Encoded, pool: ThreadPoolExecutor, on_progress: Progress | None
-) -> Iterator[tuple[bytes, Size, str, int] | str]:
-    """Digest, size, mode and number of bytes of each image in turn, or why it cannot be used.
+def _look(files: Encoded, row: int) -> tuple[bytes, Size, str, int] | str:
+    """Digest, size, mode and number of bytes of an image, or why it cannot be used."""
+    try:
+        data = files.read(row)
+        decode_image(data, SMALL, name=files.where(row))
+    except (ValueError, OSError) as error:
+        return str(error)
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # the header again
+        return hashlib.sha256(data).digest(), image.size, image.mode, len(data)
 
-    Each thread keeps only one image in memory.
+
+def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[str]]:
+    """Reads decoded copies of a plan, of any size, to the end.
+
+    Returns the folders of those that are intact, and a line for each of the others.
     """
-
-    def look(row: int) -> tuple[bytes, Size, str, int] | str:
-        try:
-            data = files.read(row)
-            decode_image(data, SMALL, name=files.where(row))
-        except (ValueError, OSError) as error:
-            return str(error)
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # the header again
-            return hashlib.sha256(data).digest(), image.size, image.mode, len(data)
-
-    for start in range(0, len(files), PIECE):
-        rows = range(start, min(start + PIECE, len(files)))
-        yield from pool.map(look, rows)
-        if on_progress is not None:
-            on_progress(len(rows))
-
-
-def verify_cache(place: Path, plan: Plan) -> None:
-    """Reads decoded copies to the end; raises ValueError naming the splits that are not what was written."""
-    corrupted = []
-    for name, split in open_cache(place, plan).items():
-        if (found := hash_of(split.images, split.labels)) != split.sha256:
-            corrupted.append(f"{name}.npy ({found[:12]}..., expected {split.sha256!s:.12}...)")
-    if corrupted:
-        raise ValueError(
-            f"the cache {place} is corrupted: {'; '.join(corrupted)} do not have the SHA-256 in cache.json; remove "
-            "this folder and it is made again"
-        )
+    intact, corrupted = [], []
+    for root in roots:
+        for place in root.glob(f"{cache_place(plan, 0, root).name.split('-0-')[0]}-*"):
+            size = place.name.rsplit("-", 2)[1]
+            if not (place.is_dir() and size.isdecimal() and cache_place(plan, int(size), root) == place):
+                continue
+            try:
+                for name, split in open_cache(place, plan).items():
+                    if hash_of(split.images, split.labels) != split.sha256:
+                        raise ValueError(
+                            f"the cache {place} is corrupted: {name}.npy does not have the SHA-256 in cache.json; "
+                            "remove this folder and it is made again"
+                        )
+                intact.append(str(place))
+            except ValueError as error:
+                corrupted.append(str(error))
+    return intact, corrupted

@@ -288,4 +288,4 @@ class NamedFiles(FolderFiles):
 
     def file(self, row: int) -> Path:
         """See `FolderFiles.file`."""
-        return absolute(self.names[row])
+        return absolute(self.keys[row])

@@ -587,7 +587,7 @@ def caches(folder: Path) -> Attempts:
     from cheem_jax.data.folder import plan_task
     from cheem_jax.data.load import cached
     from cheem_jax.data.task import Task
-    from cheem_jax.data.verify import verify_cache
+    from cheem_jax.data.verify import verify_caches
 
     @contextlib.contextmanager
     def phase(name: str, num: int) -> Iterator[Callable[[int], None]]:
@@ -600,7 +600,8 @@ def caches(folder: Path) -> Attempts:
     files = {file.name: file.read_bytes() for file in place.iterdir()}
 
     def read() -> None:
-        verify_cache(place, plan)
+        for fault in verify_caches(plan, [folder / "kept"])[1]:
+            raise ValueError(fault)
         splits = cached(plan, 8, folder / "kept", phase)
         Task("pets", ("cat", "dog"), splits["train"], splits["val"], splits["test"])
 

@@ -156,7 +156,10 @@ def lines_of(data: bytes, where: str) -> list[str]:
 
 
 def label_keys(rows: Iterable[tuple[str, Hashable]], classes: Sequence[Hashable], where: str) -> dict[str, int]:
-    """Labels by key, from keys and their classes; ValueError for an unknown class and for a key that comes twice."""
+    """Labels by key, from keys and their classes.
+
+    Raises ValueError for an unknown class, for a key that comes twice, and for a class without any.
+    """
     label_of = {name: label for label, name in enumerate(classes)}
     labels: dict[str, int] = {}
     wrong = []
@@ -169,6 +172,7 @@ def label_keys(rows: Iterable[tuple[str, Hashable]], classes: Sequence[Hashable]
         raise ValueError(
             f"{where}: {len(wrong)} images come twice or are of no class of this data set, first {wrong[:3]}"
         )
+    check_labels(where, classes, np.array(list(labels.values()), int))
     return labels
 
 
@@ -221,16 +225,9 @@ class Source:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """A data set ready to be read. Raises ValueError for a split without an image of some class."""
+class Reading(NamedTuple):
+    """A data set ready to be read."""
 
-    name: str
-    """For errors."""
     classes: tuple[str, ...]
     sources: Mapping[str, Source]
     """By split."""
-
-    def __post_init__(self):
-        for split, source in self.sources.items():
-            check_labels(self.name, split, self.classes, np.array(list(source.labels.values()), np.int64))

@@ -19,10 +19,10 @@ import filelock
 
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.benchmarks.archives import Missing
-from cheem_jax.data.benchmarks.table import BY_NAME, Archive, BenchmarkTask, Counts, Rule
+from cheem_jax.data.benchmarks.table import BY_NAME, Archive, BenchmarkTask, Counts
 from cheem_jax.data.decode import Progress
 from cheem_jax.data.records import Row, find_prepared, import_tfds, open_prepared
-from cheem_jax.data.splits import TEST_TENTHS, VAL_TENTHS, Members, move, tenths
+from cheem_jax.data.splits import Members, cut_missing, move
 from cheem_jax.data.task import Plan
 
 Work = Callable[[str, str, int], AbstractContextManager[Progress]]
@@ -93,18 +93,15 @@ def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
 @contextlib.contextmanager
 def _alone(data_dir: Path, name: str, phase: Work) -> Iterator[None]:
     """One process at a time prepares in a data folder: several tasks come from the same archives."""
-    folder = data_dir / "cheem_jax"
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(folder / "prepare.lock")
-    try:
-        lock.acquire(timeout=1)
-    except filelock.Timeout:
-        with phase("wait", f"{name}, for another process that prepares here", 0):
-            lock.acquire()
-    try:
+    lock = filelock.FileLock(data_dir / "cheem_jax" / "prepare.lock")
+    Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lock.acquire(timeout=1))
+        except filelock.Timeout:
+            with phase("wait", f"{name}, for another process that prepares here", 0):
+                held.enter_context(lock.acquire())
         yield
-    finally:
-        lock.release()
 
 
 def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
@@ -210,27 +207,24 @@ def plan_of(task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: 
             raise ValueError(f"{prepared.directory} has no split {names}, only {sorted(prepared.splits)}")
         found = prepared.index(present, task.key, on_progress=on_progress)
         rows[split] = [row._replace(label=label_of[row.label]) for row in found if row.label in label_of]
-    plan = prepared.plan(task.name, rows, classes, lambda members: cut_by_rule(task.rule, members, seed))
+    plan = prepared.plan(task.name, rows, classes, lambda members: cut_by_rule(task, classes, members, seed))
     _check_counts(task, plan)
     _check_splits(task, plan, data_dir, seed)
     return plan
 
 
-def cut_by_rule(rule: Rule, members: Members, seed: int) -> None:
+def cut_by_rule(task: BenchmarkTask, classes: Sequence[str], members: Members, seed: int) -> None:
     """Cuts what a task lacks from train, in place."""
-    if rule == "test and val":
-        move(members, "test", tenths(len(members["train"]), TEST_TENTHS), keep=2, seed=seed)
-    if rule == "decathlon":
+    if task.rule == "decathlon":
         move(members, "val", len(members["train"]) // 10, keep=1, seed=seed)
-    elif rule != "official":
-        move(members, "val", tenths(len(members["train"]), VAL_TENTHS), keep=1, seed=seed)
+    cut_missing(f"task {task.name!r}", classes, members, seed)
 
 
 def _check_counts(task: BenchmarkTask, plan: Plan) -> None:
     def shown(counts: Counts, num_classes: int) -> str:
         return f"{counts.train:,}/{counts.val:,}/{counts.test:,} train/val/test images of {num_classes:,} classes"
 
-    found = Counts(*(len(part.labels) for part in plan.splits.values()))
+    found = Counts(**plan.counts)
     if found != task.counts or len(plan.classes) != task.num_classes:
         raise ValueError(
             f"task {task.name!r} has {shown(found, len(plan.classes))}, expected "

@@ -41,7 +41,7 @@ def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
         pairs = [line.partition(" ") for line in lines]  # variants contain spaces themselves
         labels = label_keys(((f"{digits}.jpg", variant) for digits, _, variant in pairs), variants, f"{path}: {name}")
         sources[split] = Source(path, below("images", 1, ".jpg"), labels, convert)
-    return Reading("aircraft", tuple(variants), sources)
+    return Reading(tuple(variants), sources)
 
 
 def read_gtsrb(place: Path) -> Reading:
@@ -71,7 +71,7 @@ def read_gtsrb(place: Path) -> Reading:
         "train": Source(train, below("Training", 2, ".ppm"), label_keys(rows, numbers, str(train)), as_png),
         "test": Source(test, below("Images", 1, ".ppm"), test_labels, as_png),
     }
-    return Reading("gtsrb", classes, sources)
+    return Reading(classes, sources)
 
 
 def read_cars(place: Path) -> Reading:
@@ -92,7 +92,7 @@ def read_cars(place: Path) -> Reading:
         "train": Source(train, below("cars_train", 1, ".jpg"), train_labels),
         "test": Source(test, below("cars_test", 1, ".jpg"), test_labels),
     }
-    return Reading("cars", classes, sources)
+    return Reading(classes, sources)
 
 
 def read_sun397(place: Path) -> Reading:
@@ -112,7 +112,7 @@ def read_sun397(place: Path) -> Reading:
     for split, name, lines in zip(("train", "test"), names, lists, strict=True):
         pairs = ((line, line.rpartition("/")[0]) for line in lines)
         sources[split] = Source(images, key_of, label_keys(pairs, classes, f"{partitions}: {name}"))
-    return Reading("sun397", tuple(classes), sources)
+    return Reading(tuple(classes), sources)
 
 
 def read_eurosat(place: Path) -> Reading:
@@ -134,7 +134,7 @@ def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
     keys = sorted(key for name, _ in members(path) if (key := key_of(name)))
     rows = ((key, key.partition("/")[0].lower()) for key in keys)
     labels = label_keys(rows, [name.lower() for name in classes], f"{path}, below {folder}")
-    return Reading(task, classes, {"train": Source(path, key_of, labels)})
+    return Reading(classes, {"train": Source(path, key_of, labels)})
 
 
 def _read_lists(path: Path, *names: str) -> list[list[str]]:

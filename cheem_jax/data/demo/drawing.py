@@ -16,19 +16,15 @@ from PIL import Image, ImageDraw, ImageFont
 Range = tuple[float, float]
 
 
-def draw_shapes(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
-    """Warm shapes, pink to yellow, on blue and violet."""
-    return _draw_shapes(rng, labels, image_size, front=(-0.08, 0.16), back=(0.60, 0.76))
-
-
-def draw_recoloured_shapes(rng: np.random.Generator, labels: np.ndarray, image_size: int) -> np.ndarray:
-    """As `draw_shapes` in other colours: green to sky-blue shapes on red and brown."""
-    return _draw_shapes(rng, labels, image_size, front=(0.30, 0.54), back=(-0.04, 0.08))
-
-
-def _draw_shapes(
-    rng: np.random.Generator, labels: np.ndarray, image_size: int, *, front: Range, back: Range
+def draw_shapes(
+    rng: np.random.Generator,
+    labels: np.ndarray,
+    image_size: int,
+    *,
+    front: Range = (-0.08, 0.16),
+    back: Range = (0.60, 0.76),
 ) -> np.ndarray:
+    """Shapes in one range of hues on another; by default warm ones, pink to yellow, on blue and violet."""
     num = len(labels)
     mask = np.stack([_shape_mask(rng, OUTLINES[SHAPES[label]], image_size) for label in labels])
     bright = hsv(rng.uniform(*front, num) % 1, rng.uniform(0.3, 0.75, num), rng.uniform(0.75, 1.0, num))
@@ -36,6 +32,10 @@ def _draw_shapes(
     field = ground(rng, dark, image_size, unrest=0.25)
     shape = ground(rng, bright, image_size, unrest=0.06)
     return finish(rng, blend(mask, shape, field), grain=0.035)
+
+
+draw_recoloured_shapes = functools.partial(draw_shapes, front=(0.30, 0.54), back=(-0.04, 0.08))
+"""The same shapes, green to sky-blue, on red and brown."""
 
 
 def _shape_mask(rng: np.random.Generator, outline: np.ndarray, image_size: int) -> np.ndarray:
