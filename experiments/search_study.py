@@ -31,7 +31,7 @@ from cheem_jax.cheem.saved_memory import with_task
 from cheem_jax.cli.arguments import arguments_of
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.keys import Keys, SeedsConfig
-from cheem_jax.core.pool import Memory
+from cheem_jax.core.pool import InternalMemory as Memory
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.task import hash_of
 from cheem_jax.engine.choice import EngineConfig

@@ -32,7 +32,7 @@ from cheem_jax.cli.ask import Info, show_info
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Reuse, init_new
-from cheem_jax.core.pool import Memory
+from cheem_jax.core.pool import InternalMemory
 from cheem_jax.core.routing.centroids import distances, fit_centroids, normalise, route, threshold
 from cheem_jax.core.routing.config import PAPER, RouterConfig, TaskStatistics
 from cheem_jax.core.routing.routers import make_router
@@ -395,7 +395,7 @@ def test_a_router_that_reads_early_makes_tasks_cheaper():
 
     def costs(config):
         method = ExpertMemory(executor, FrozenFeatures(Backbone(executor, config), 16), config, rank=2, batch_size=16)
-        method.memory = Memory(subject.pool, subject.tasks)
+        method.memory = InternalMemory(subject.pool, subject.tasks)
         return [method.costs(index) for index in range(4)]
 
     pairs = list(zip(costs(EARLY), costs(RouterConfig("lda")), strict=True))

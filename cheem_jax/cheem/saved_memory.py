@@ -9,7 +9,8 @@ import numpy as np
 
 from cheem_jax.core.architecture import from_strings, to_strings
 from cheem_jax.core.ops import Expert, LowRank
-from cheem_jax.core.pool import Head, Memory, Pool, StoredExpert, TaskMemory, append, gone
+from cheem_jax.core.pool import Head, Pool, StoredExpert, TaskMemory, append, gone
+from cheem_jax.core.pool import InternalMemory as Memory
 from cheem_jax.run.checkpoint import Arrays, each_task, load_task, named, save_task, saved_tasks, task_directory
 
 

@@ -25,8 +25,7 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.paths import absolute
-from cheem_jax.core.pool import DenseExperts, Head, TaskMemory
-from cheem_jax.core.pool import Memory as Pools
+from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, TaskMemory
 from cheem_jax.core.routing.centroids import calibrate, distances
 from cheem_jax.data.task import Task, check_names, repeats
 from cheem_jax.data.task import fingerprint as data_hash
@@ -164,7 +163,7 @@ class OpenMemory:
     # ---- what it knows
 
     @property
-    def pools(self) -> Pools:
+    def pools(self) -> InternalMemory:
         """The memory itself: experts per block, and what each task keeps."""
         return self._learner.memory
 

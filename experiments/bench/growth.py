@@ -26,7 +26,16 @@ from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice, decode
 from cheem_jax.core.keys import key_at
 from cheem_jax.core.ops import Expert, LowRank
-from cheem_jax.core.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow, merge_dense, pool_sizes
+from cheem_jax.core.pool import (
+    Head,
+    InternalMemory,
+    StoredExpert,
+    TaskMemory,
+    dense_expert,
+    grow,
+    merge_dense,
+    pool_sizes,
+)
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.compilation import compilations
 from cheem_jax.engine.executor import Dense, Executor
@@ -49,7 +58,7 @@ PANELS = {
 class Grown(NamedTuple):
     """A memory as some tasks would have left it, its experts dense, and the experts of base and tasks per block."""
 
-    memory: Memory
+    memory: InternalMemory
     experts: list[list[Expert]]
     earlier: list[tuple[int | None, ...]]
 
@@ -62,7 +71,7 @@ class Grown(NamedTuple):
 def drawn_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: int = 0) -> Grown:
     """A memory of tasks whose architectures are sampled as the exploiting sampler would, and not trained."""
     rng, key, width = np.random.default_rng(seed), jax.random.key(seed), executor.config.width
-    memory = Memory(executor.base_pool)
+    memory = InternalMemory(executor.base_pool)
     experts = [[dense_expert(block, 0)] for block in executor.base_pool]
     earlier: list[tuple[int | None, ...]] = [(0,) * executor.num_blocks]
     for index in range(num_tasks):
@@ -85,7 +94,7 @@ def drawn_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: 
         centroids = rng.normal(size=(5, width)).astype(np.float32)
         names = tuple(f"class {i}" for i in range(NUM_CLASSES))
         task = TaskMemory(f"task {index}", names, architecture, used, head, means, centroids)
-        memory = Memory(pool, (*memory.tasks, task))
+        memory = InternalMemory(pool, (*memory.tasks, task))
         earlier.append(used)
     return Grown(memory, experts, earlier)
 
