@@ -130,8 +130,8 @@ def run_stream(
             if changed := fingerprint.differences(begin["conditions"], conditions):
                 progress.say(f"begun under other conditions, so numbers may differ: {'; '.join(changed)}")
 
-        chosen = choose(config.engine, pretrained.config, config.method.batch_size, layout=layout)
-        progress.say(f"executor {chosen.name}, {config.engine.precision} ({chosen.reason})")
+        name, reason = choose(config.engine, pretrained.config, config.method.batch_size, layout=layout)
+        progress.say(f"executor {name}, {config.engine.precision} ({reason})")
         if layout.is_many:
             over = f" in {hosts.count()} processes" if hosts.count() > 1 else ""
             progress.say(f"each batch is divided over {layout.num} devices{over}")

@@ -41,7 +41,7 @@ from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.executor import Dense
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.inference import Inference, TaskNetwork
+from cheem_jax.engine.inference import Inference
 from cheem_jax.engine.passes import answers
 from cheem_jax.engine.scan import Scan
 from cheem_jax.engine.stages import Stages
@@ -326,13 +326,13 @@ def test_a_router_reads_what_the_blocks_compute(by_hand, kind, placement):
     assert joined([plain]) is plain
 
 
-def networks(executor) -> list[TaskNetwork]:
+def networks(executor) -> small.Given:
     """One never leaves the base network; others at block 3, behind what `early` reads, at block 2 and at block 0."""
     base = base_network(executor)
     keys = iter(jax.random.split(jax.random.key(1), 6))
     new = [Dense(1, init_new(next(keys), executor.base_pool[block][0].params)) for block in (3, 2)]
     found = [base, [*base[:3], new[0]], [*base[:2], new[1], base[3]], [Dense(-1, None), *base[1:]]]
-    return [TaskNetwork(network, init_head_learner(next(keys), 16, 4).params, 3) for network in found]
+    return small.Given(found, [init_head_learner(next(keys), 16, 4).params for _ in found], 3)
 
 
 @pytest.mark.parametrize("kind", [Stages, pytest.param(Whole, marks=pytest.mark.full)])

@@ -13,10 +13,26 @@ import jax
 import numpy as np
 
 from cheem_jax.backbone.vit import ViT
+from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.core.pool import Head
-from cheem_jax.engine.executor import WORKING_SET, Batch, Executor, Gather, Mask, Network, Token, Tokens, Walked, guard
-from cheem_jax.engine.layout import ONE, Layout
+from cheem_jax.engine.executor import (
+    WORKING_SET,
+    Batch,
+    Executor,
+    Gather,
+    Learners,
+    Mask,
+    Network,
+    Setup,
+    Step,
+    Tokens,
+    Walked,
+    add,
+    guard,
+    ops_of,
+)
+from cheem_jax.engine.parts import side_by_side
 
 
 class Stages(Executor):
@@ -25,16 +41,9 @@ class Stages(Executor):
     name = "stages"
     composes = True
 
-    def __init__(
-        self,
-        vit: ViT,
-        placement: Placement,
-        *,
-        token: Token = "component",
-        deterministic: bool = False,
-        layout: Layout = ONE,
-    ):
-        super().__init__(vit, placement, token=token, deterministic=deterministic, layout=layout)
+    def __init__(self, vit: ViT, placement: Placement, **settings: Any):
+        super().__init__(vit, placement, **settings)
+        token = self.token
         block_of = self.block_of
 
         def enter(leaves, x, *, outputs):
@@ -89,10 +98,26 @@ class Stages(Executor):
         fitting = max(working_set // per_image, 1)
         return max(num for num in range(1, fitting + 1) if batch_size % num == 0)
 
+    def _train_step(
+        self, learners: Learners, head: Any, architecture: Architecture, step: Step, rate: np.float32, setup: Setup
+    ) -> tuple[Learners, Any, jax.Array]:
+        ops = ops_of(architecture, setup.experts, learners)
+        results = side_by_side(lambda batch: self.gradients(ops, head.params, batch, setup.num_classes), step)
+        loss, grads, head_grad = next(results)
+        for more_loss, more_grads, more_head in results:
+            loss, head_grad = add(loss, more_loss), add(head_grad, more_head)
+            grads = {block: add(grad, more_grads[block]) for block, grad in grads.items()}
+        places = {(block, architecture[block]): grad for block, grad in grads.items()}
+        changed = {place: setup.update(learners[place], grad, rate, loss) for place, grad in places.items()}
+        return changed, setup.update(head, head_grad, rate, loss), loss
+
     def gradients(
         self, ops: Ops, head: Head, batch: Batch, num_classes: int
     ) -> tuple[jax.Array, dict[int, Learned], Head]:
-        """See `Executor.gradients`; runs forward only up to the first op that learns."""
+        """Weighted loss of one batch, its gradients per block that learns, and the head's gradient.
+
+        The loss is NaN where any of the gradients is non-finite. Runs forward only up to the first op that learns.
+        """
         tokens = self.resolve(batch.tokens)
         begin, z = tokens
         num = self.num_blocks

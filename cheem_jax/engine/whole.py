@@ -17,10 +17,8 @@ import numpy as np
 
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.core.architecture import Architecture
-from cheem_jax.core.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
-from cheem_jax.core.pool import Head
+from cheem_jax.core.ops import Expert, Op, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.engine.executor import (
-    Batch,
     Executor,
     Gather,
     Learners,
@@ -28,14 +26,12 @@ from cheem_jax.engine.executor import (
     Network,
     Setup,
     Step,
-    Token,
     Tokens,
     Update,
     Walked,
     guard,
     ops_of,
 )
-from cheem_jax.engine.layout import ONE, Layout
 
 
 class ProgramCache:
@@ -46,8 +42,6 @@ class ProgramCache:
     """
 
     def __init__(self, capacity: int, *, max_maps: int | None = None):
-        if capacity < 1:
-            raise ValueError(f"`programs` is {capacity}; the executor `whole` keeps at least 1 compiled function")
         self.capacity = capacity
         self.max_maps = memory_map_limit() // 2 if max_maps is None else max_maps
         self.hits = self.misses = self.evictions = 0
@@ -101,29 +95,9 @@ class Whole(Executor):
 
     name = "whole"
 
-    def __init__(
-        self,
-        vit: ViT,
-        placement: Placement,
-        *,
-        token: Token = "component",
-        deterministic: bool = False,
-        layout: Layout = ONE,
-        programs: int = 64,
-    ):
-        super().__init__(vit, placement, token=token, deterministic=deterministic, layout=layout)
+    def __init__(self, vit: ViT, placement: Placement, *, programs: int = 64, **settings: Any):
+        super().__init__(vit, placement, **settings)
         self.programs = ProgramCache(programs)
-
-    def gradients(
-        self, ops: Ops, head: Head, batch: Batch, num_classes: int
-    ) -> tuple[jax.Array, dict[int, Learned], Head]:
-        """See `Executor.gradients`."""
-        begin, values = self.resolve(batch.tokens)
-        loss, (learned, head_grad) = self.programs.call(
-            ("gradients", begin, self.layout.place), self.jit(self._gradients_of(begin)), self._frozen(begin),
-            tuple(ops[begin:]), head, values, batch.labels, batch.weights, np.int32(num_classes),
-        )  # fmt: skip
-        return loss, {begin + i: grad for i, grad in enumerate(learned) if grad is not None}, head_grad
 
     def _train_step(
         self, learners: Learners, head: Any, architecture: Architecture, step: Step, rate: np.float32, setup: Setup
@@ -199,24 +173,16 @@ class Whole(Executor):
                 z = following.enter(y, placement=self.placement, outputs=self.outputs[i + 1])
         return z, seen
 
-    def _gradients_of(self, begin: int):
-        def gradients(frozen, ops, head, values, labels, weights, num_classes):
-            def loss(learned, head):
+    def _step_of(self, begin: int, update: Update):
+        def step(frozen, ops, learners: tuple[Any, ...], head, values, labels, weights, num_classes, rate):
+            def loss_of(learned, params):
                 own = [with_learned(op, new) for op, new in zip(ops, learned, strict=True)]
                 last, _ = self._run(frozen[1], own, values, begin, self.num_blocks)
-                return self.mean_loss(frozen[0], head, last, labels, weights, num_classes)
+                return self.mean_loss(frozen[0], params, last, labels, weights, num_classes)
 
-            value, grads = jax.value_and_grad(loss, argnums=(0, 1))(tuple(learned_of(op) for op in ops), head)
-            return guard(value, grads), grads
-
-        return gradients
-
-    def _step_of(self, begin: int, update: Update):
-        gradients = self._gradients_of(begin)
-
-        def step(frozen, ops, learners: tuple[Any, ...], head, *rest):
-            *data, rate = rest
-            loss, (grads, head_grad) = gradients(frozen, ops, head.params, *data)
+            own = tuple(learned_of(op) for op in ops)
+            loss, (grads, head_grad) = jax.value_and_grad(loss_of, argnums=(0, 1))(own, head.params)
+            loss = guard(loss, (grads, head_grad))
             updated = tuple(
                 None if learner is None else update(learner, grad, rate, loss)
                 for learner, grad in zip(learners, grads, strict=True)
