@@ -144,11 +144,11 @@ def test_concurrent_clients_each_get_the_answer_to_their_own_picture(gated: Colo
     with serving(gated, Limits(max_batch=8)) as served, ThreadPoolExecutor(32) as clients:
         colours = COLOURS[::2]
         answers = [clients.submit(served.predict, picture(colour)) for colour in colours]
-        wait_until(lambda: served.service.queue.images == 32)
+        wait_until(lambda: served.service.num_images == 32)
         gated.gate.set()
         assert [answer.result().json["class"] for answer in answers] == [name_of(colour) for colour in colours]
         assert sum(gated.sizes) == 32 and max(gated.sizes) <= 8
-        wait_until(lambda: served.service.queue.images == 0)
+        wait_until(lambda: served.service.num_images == 0)
         for colour in COLOURS * 2:  # and one after the other
             assert served.predict(picture(colour)).json["class"] == name_of(colour)
         assert gated.sizes[-128:] == [1] * 128
@@ -298,7 +298,7 @@ def test_another_host_name_is_refused_where_only_this_machine_may_ask(served: Se
 def test_beyond_the_queue_a_client_is_refused_before_it_sends_its_picture(gated: Colours):
     with serving(gated, Limits(max_queue=2)) as served, ThreadPoolExecutor(2) as clients:
         waiting = [clients.submit(served.predict, PNG) for _ in range(2)]
-        wait_until(lambda: served.service.queue.images == 2)
+        wait_until(lambda: served.service.num_images == 2)
         assert served.metric("cheem_queue_images") == 2
         connection = send(served.port, head(len(PNG)))  # the body never comes
         refused = connection.recv(2**16)
@@ -307,7 +307,7 @@ def test_beyond_the_queue_a_client_is_refused_before_it_sends_its_picture(gated:
         assert served.metric('cheem_refused_total{reason="queue_full"}') == 1
         gated.gate.set()
         assert [answer.result().status for answer in waiting] == [200, 200]
-        wait_until(lambda: served.service.queue.images == 0)
+        wait_until(lambda: served.service.num_images == 0)
         assert served.predict(form(PNG, PNG, PNG), FORM).status == 429
         assert served.predict(PNG).status == 200
 
@@ -325,7 +325,7 @@ def test_a_body_that_drips_is_408(caplog):
         late = send(served.port, head(len(PNG)) + PNG[:10])
         assert late.recv(12) == b"HTTP/1.1 408"
         late.close()
-        wait_until(lambda: served.service.queue.images == 0)
+        wait_until(lambda: served.service.num_images == 0)
         # on a busy machine a sound request, too, may take longer than the limit
         wait_until(lambda: served.predict(PNG).status == 200)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
@@ -335,7 +335,7 @@ def test_a_client_that_hangs_up_in_the_middle_of_its_body_is_counted_and_nobody_
     with serving(Colours()) as served:
         send(served.port, head(len(PNG)) + PNG[:10]).close()
         wait_until(lambda: served.metric('cheem_refused_total{reason="hung_up"}') == 1)
-        assert served.service.queue.images == 0
+        assert served.service.num_images == 0
         assert served.predict(PNG).status == 200 and served.service.predictor.sizes == [1]
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 

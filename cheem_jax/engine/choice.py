@@ -83,7 +83,7 @@ def make_executor(
     Raises ValueError where the memory for kept activations would not hold one batch.
     """
     shared: dict[str, Any] = {"token": token, "deterministic": config.deterministic, "layout": layout}
-    name, _ = choose(config, vit.config, batch_size, layout=layout)
+    name, reason = choose(config, vit.config, batch_size, layout=layout)
     match name:
         case "stages":
             executor = Stages(vit, placement, **shared)
@@ -91,7 +91,7 @@ def make_executor(
             executor = Whole(vit, placement, **shared, programs=config.programs)
         case "scan":
             executor = Scan(vit, placement, **shared, steps_per_call=config.steps_per_call)
-    executor.budget = memory_budget(config.memory_gb)
+    executor.reason, executor.budget = reason, memory_budget(config.memory_gb)
     needed = kept_bytes(executor, batch_size, 0)
     if config.memory_gb and executor.budget < needed:
         raise ValueError(

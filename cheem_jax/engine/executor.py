@@ -135,6 +135,8 @@ class Executor(abc.ABC):
     """Whether an architecture runs as a composition of compiled functions, one per op kind and place in it."""
     steps_per_call: int = 1
     """Training steps that one dispatch runs."""
+    reason: str = "as set"
+    """Why this executor was taken, in words for the log."""
     budget: int = 2**30
     """Bytes that may be spent on keeping what is computed again and again."""
 
@@ -237,13 +239,25 @@ class Executor(abc.ABC):
         """
         return batch_size
 
-    @abc.abstractmethod
     def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask) -> Iterator[Walked]:
         """Every network from the same tokens on, forward only, in any order."""
+        begin, values = self.resolve(tokens)
+        for index, network in enumerate(networks):
+            last, sums = self._forward(network[begin:], begin, self.num_blocks, values, mask)
+            yield Walked(index, last, [None] * begin + sums)
 
-    @abc.abstractmethod
     def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
         """The tokens of a later block of one network."""
+        # sums come along and nobody reads them: a mask of another kind would be another program
+        begin, values = self.resolve(tokens)
+        mask = np.zeros(values.shape[0], np.float32)
+        return Tokens(until, self._forward(network[begin:until], begin, until, values, mask)[0])
+
+    @abc.abstractmethod
+    def _forward(
+        self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
+    ) -> tuple[jax.Array, list[jax.Array | None]]:
+        """From the tokens of block `begin` to those of `until`, and each block's summed class token."""
 
     def train(
         self,

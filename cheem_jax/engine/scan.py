@@ -7,7 +7,7 @@ nothing before it learns, so the backward pass always runs to the first block.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -31,7 +31,6 @@ from cheem_jax.engine.executor import (
     Tokens,
     Trained,
     Update,
-    Walked,
     guard,
 )
 
@@ -79,7 +78,7 @@ class Scan(Executor):
         super().__init__(vit, placement, **settings)
         self.steps_per_call = steps_per_call
         self._train = self.jit(self._train_of, static_argnums=(0, 1))
-        self._forward = self.jit(self._forward_of, static_argnums=(0, 1))
+        self._pass = self.jit(self._pass_of, static_argnums=(0, 1))
 
     def train(
         self,
@@ -153,28 +152,16 @@ class Scan(Executor):
         tokens = [self.resolve(source) for source in sources]
         return tokens[0].block, None, _stacked([found.values for found in tokens])
 
-    def walk(self, networks: Sequence[Network], tokens: Tokens, mask: Mask) -> Iterator[Walked]:
-        """Each network by itself, in the order given."""
-        begin, values = self.resolve(tokens)
-        for index, network in enumerate(networks):
-            last, sums = self._call_forward(network[begin:], begin, self.num_blocks, values, mask)
-            skipped = [step.expert is None for step in network[begin:]]
-            found = [None if skip else total for skip, total in zip(skipped, sums, strict=True)]
-            yield Walked(index, last, [None] * begin + found)
-
-    def advance(self, network: Network, tokens: Tokens, until: int) -> Tokens:
-        """See `Executor.advance`."""
-        begin, values = self.resolve(tokens)
-        mask = np.zeros(values.shape[0], np.float32)
-        return Tokens(until, self._call_forward(network[begin:until], begin, until, values, mask)[0])
-
-    def _call_forward(self, network: Network, begin: int, until: int, values, mask):
+    def _forward(
+        self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
+    ) -> tuple[jax.Array, list[jax.Array | None]]:
         if begin == until:
             return values, []
         base = [self.base_pool[begin + i][0].params for i in range(len(network))]
         experts = tuple(base[i] if step.expert is None else step.expert for i, step in enumerate(network))
         kinds = np.array([SKIP if step.expert is None else 0 for step in network], np.int32)
-        return self._forward(begin, until, (self.leaves, self.blocks), kinds, experts, values, mask)
+        last, sums = self._pass(begin, until, (self.leaves, self.blocks), kinds, experts, values, mask)
+        return last, [None if step.expert is None else total for step, total in zip(network, sums, strict=True)]
 
     # ---- what is compiled
 
@@ -218,7 +205,7 @@ class Scan(Executor):
                 z = following.enter(z, placement=self.placement, outputs=self.outputs[i + 1])
         return z, sums
 
-    def _forward_of(self, begin, until, frozen, kinds, experts, z, mask):
+    def _pass_of(self, begin, until, frozen, kinds, experts, z, mask):
         return self._run(frozen[1], Drawn(kinds, _stack(experts), None), z, begin, until, mask)
 
     def _loss_of(self, begin, frozen, kinds, experts, pairs, head, z, labels, weights, num_classes):

@@ -8,7 +8,7 @@ in the supernet nearly every draw is a new signature, and the counters show it.
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,15 @@ import numpy as np
 
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.core.architecture import Architecture
-from cheem_jax.core.ops import Expert, Op, Placement, Reuse, Skip, learned_of, with_learned
+from cheem_jax.core.ops import Op, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.engine.executor import (
     Executor,
-    Gather,
     Learners,
     Mask,
     Network,
     Setup,
     Step,
-    Tokens,
     Update,
-    Walked,
     guard,
     ops_of,
 )
@@ -117,22 +114,6 @@ class Whole(Executor):
         """See `Executor.programs_of`: one for all blocks together."""
         return {(begin, *skipped)}
 
-    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask) -> Iterator[Walked]:
-        """Each network by itself, in the order given."""
-        begin, values = self.resolve(tokens)
-        num = self.num_blocks
-        for index, network in enumerate(networks):
-            experts = tuple(step.expert for step in network[begin:])
-            last, sums = self._forward(begin, num, experts, values, mask)
-            yield Walked(index, last, [None] * begin + list(sums))
-
-    def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
-        """See `Executor.advance`."""
-        tokens = self.resolve(tokens)
-        mask = np.zeros(tokens.values.shape[0], np.float32)
-        experts = tuple(step.expert for step in network[tokens.block : until])
-        return Tokens(until, self._forward(tokens.block, until, experts, tokens.values, mask)[0])
-
     def counters(self) -> dict[str, Any]:
         """Hits, misses and evictions of the cache, and the seconds its misses took."""
         cache = self.programs
@@ -144,7 +125,9 @@ class Whole(Executor):
             "compile_seconds": cache.compile_seconds,
         }
 
-    def _forward(self, begin: int, until: int, experts: tuple[Expert | None, ...], values, mask):
+    def _forward(
+        self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
+    ) -> tuple[jax.Array, list[jax.Array | None]]:
         def forward(frozen, experts, values, mask):
             ops = [Skip() if expert is None else Reuse(expert) for expert in experts]
             last, components = self._run(frozen[1], ops, values, begin, until)
@@ -152,8 +135,9 @@ class Whole(Executor):
             return last, [None if c is None else mask @ t[:, 0] for t, (_, c) in zip(tokens, components, strict=True)]
 
         return self.programs.call(
-            ("forward", begin, until, self.layout.place), self.jit(forward), self._frozen(begin), experts, values, mask
-        )
+            ("forward", begin, until, self.layout.place), self.jit(forward), self._frozen(begin),
+            tuple(step.expert for step in network), values, mask,
+        )  # fmt: skip
 
     def _frozen(self, begin: int) -> tuple:
         return self.leaves, tuple(self.blocks[begin:])

@@ -1,10 +1,9 @@
 """From a request's body to pixels, within limits on what one request and all of them together may take."""
 
-import contextlib
 import dataclasses
 import io
 import math
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 
 import numpy as np
 from jaxtyping import UInt8
@@ -50,24 +49,6 @@ class Refused(HTTPException):
         headers = None if retry_after is None else {"Retry-After": str(retry_after)}
         super().__init__(status, sentence, headers)
         self.reason = reason
-
-
-class Queue:
-    """Counts the images that are in the server."""
-
-    def __init__(self, size: int):
-        self.size, self.images = size, 0
-
-    @contextlib.contextmanager
-    def places(self, num: int) -> Iterator[None]:
-        """Places for so many images more; raises Refused (429) where they are not free."""
-        if self.images + num > self.size:
-            raise Refused(429, "queue_full", "too many images are waiting; try again in a second", retry_after=1)
-        self.images += num
-        try:
-            yield
-        finally:
-            self.images -= num
 
 
 class _FormInMemory(MultiPartParser):
