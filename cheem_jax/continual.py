@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.core.images import Images
 from cheem_jax.core.interruption import Stop, stop_requests
@@ -248,9 +249,11 @@ def _measure_bounds(stream: Stream, learners: Learners, run: RunContext) -> None
         run.check_room(bound.bytes_needed(task), f"the upper bound of task {task.name!r}")
         running = run.learning(bound.name, task, index)
         found = bound.bound(index, task, running)
-        run.record.write("upper_bound", index=index, name=task.name, **found, **start.since())
+        vit = bound.executor.config
+        flops = {"flops_paper": backbone_flops(vit), "flops_executed": executed_backbone_flops(vit)}
+        run.record.write("upper_bound", index=index, name=task.name, **found._asdict(), **flops, **start.since())
         running.rolling.clear()
-        run.progress.say(f"{task.name}: full fine-tuning {100 * found['test_accuracy']:.1f} % (task ID given)")
+        run.progress.say(f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (task ID given)")
     Rolling(run.root(bound.name), run.stop).clear()
 
 

@@ -75,8 +75,8 @@ def shared_executors():
         return made[place]
 
     with pytest.MonkeyPatch.context() as patched:
-        for module in ("opened", "making"):
-            patched.setattr(f"cheem_jax.memory.{module}.make_executor", make)
+        for module in ("memory.opened", "run_config"):
+            patched.setattr(f"cheem_jax.{module}.make_executor", make)
         yield
 
 

@@ -18,8 +18,8 @@ from cheem_jax.cheem.training import dense_network, train_step, train_steps
 from cheem_jax.core.architecture import decode, from_strings
 from cheem_jax.core.ops import LowRank, learned_of, with_learned
 from cheem_jax.core.pool import dense_experts, grow
+from cheem_jax.engine.batches import side_by_side
 from cheem_jax.engine.executor import Batch, Dense, Executor, Gather, masked_logits
-from cheem_jax.engine.parts import side_by_side
 from cheem_jax.engine.scan import Scan
 from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import ProgramCache, Whole

@@ -23,14 +23,13 @@ def test_the_rate_is_picked_on_validation_and_every_task_starts_from_the_pretrai
     config = FullFinetuneConfig(epochs=6, learning_rates=(1e-9, 1e-2), head_learning_rate=1e-9, batch_size=16)
     method = learner(FullFinetune, config)
     found = method.bound(0, task, Undisturbed())
-    assert found["learning_rate"] == 1e-2 and found["test_accuracy"] > 0.6
+    assert found.learning_rate == 1e-2 and found.test_accuracy > 0.6
     assert method.bound(0, task, Undisturbed()) == found
 
 
 def test_a_rate_that_ends_in_nan_loses_to_one_that_does_not():
     config = FullFinetuneConfig(epochs=2, learning_rates=(1e30, 1e-2), head_learning_rate=1e-2, batch_size=16)
-    found = learner(FullFinetune, config).bound(0, small.task("colours", 0), Undisturbed())
-    assert found["learning_rate"] == 1e-2
+    assert learner(FullFinetune, config).bound(0, small.task("colours", 0), Undisturbed()).learning_rate == 1e-2
 
 
 def test_no_step_changes_the_pretrained_weights():

@@ -78,7 +78,7 @@ class Scan(Executor):
         super().__init__(vit, placement, **settings)
         self.steps_per_call = steps_per_call
         self._train = self.jit(self._train_of, static_argnums=(0, 1))
-        self._pass = self.jit(self._pass_of, static_argnums=(0, 1))
+        self._pass = self.jit(self._forward_of, static_argnums=(0, 1))
 
     def train(
         self,
@@ -205,7 +205,7 @@ class Scan(Executor):
                 z = following.enter(z, placement=self.placement, outputs=self.outputs[i + 1])
         return z, sums
 
-    def _pass_of(self, begin, until, frozen, kinds, experts, z, mask):
+    def _forward_of(self, begin, until, frozen, kinds, experts, z, mask):
         return self._run(frozen[1], Drawn(kinds, _stack(experts), None), z, begin, until, mask)
 
     def _loss_of(self, begin, frozen, kinds, experts, pairs, head, z, labels, weights, num_classes):

@@ -16,6 +16,7 @@ from cheem_jax.backbone.vit import ViT
 from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.ops import Expert, Learned, Ops, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.core.pool import Head
+from cheem_jax.engine.batches import side_by_side
 from cheem_jax.engine.executor import (
     WORKING_SET,
     Batch,
@@ -33,7 +34,6 @@ from cheem_jax.engine.executor import (
     guard,
     ops_of,
 )
-from cheem_jax.engine.parts import side_by_side
 
 
 class Stages(Executor):

@@ -53,6 +53,7 @@ from cheem_jax.run.record import NAME as RECORD
 from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import write_results
 from cheem_jax.run.rolling import Rolling
+from cheem_jax.run_config import base_means_of
 
 if TYPE_CHECKING:
     from cheem_jax.export import Exported, Format
@@ -111,10 +112,9 @@ class OpenMemory:
         self.executor: Executor = make_executor(
             self.vit, method.placement, engine, token=method.token, batch_size=method.batch_size
         )
-        place = f"{pretrained.config.image_size}/{method.placement}/{method.token}"
-        means = None if method.base_means == "neutral" else pretrained.base_means.get(place)
+        base = base_means_of(pretrained, method, engine.precision, images=None, progress=Progress())
         features = FrozenFeatures(Backbone(self.executor, method.router), method.batch_size)
-        self._learner = _Calibrated(self.executor, method, Keys(config.seed, config.seeds), means, features)
+        self._learner = _Calibrated(self.executor, method, Keys(config.seed, config.seeds), base.values, features)
         self._predictors: dict[Any, Predictor] = {}
         self.refresh()
 

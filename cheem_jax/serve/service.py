@@ -11,8 +11,9 @@ import numpy as np
 from starlette.requests import Request
 
 from cheem_jax.memory.predictor import Prediction, Predictor
-from cheem_jax.serve.limits import Limits, Refused, check_head, decode, read_files
+from cheem_jax.serve.limits import Limits
 from cheem_jax.serve.metrics import Metrics
+from cheem_jax.serve.reading import Refused, check_head, decode, read_files
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class Service:
         if not self.is_warm:
             raise Refused(503, "not_ready", "the server is not ready; try again in a second", retry_after=1)
         check_head(request, self.limits)
-        seconds = self.limits.timeout_seconds
+        seconds = self.limits.timeout_s
         until = asyncio.get_running_loop().time() + seconds
         with self._places(1):
             try:
@@ -118,7 +119,7 @@ class Service:
             while True:
                 batch = [await self._waiting.get()]
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.limits.batch_wait_seconds):
+                    async with asyncio.timeout(self.limits.batch_wait_ms / 1000):
                         while len(batch) < self.limits.max_batch:
                             batch.append(await self._waiting.get())
                 batch = [(image, answer) for image, answer in batch if not answer.done()]
