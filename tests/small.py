@@ -75,8 +75,7 @@ def shared_executors():
         return made[place]
 
     with pytest.MonkeyPatch.context() as patched:
-        for module in ("memory.opened", "run_config"):
-            patched.setattr(f"cheem_jax.{module}.make_executor", make)
+        patched.setattr("cheem_jax.run_config.make_executor", make)
         yield
 
 

@@ -29,6 +29,7 @@ from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.data.decode import decode_image
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.memory.predictor import Predictor
+from cheem_jax.serve import reading
 from cheem_jax.serve.app import hosts_of, listen, page
 from cheem_jax.serve.limits import Limits
 from cheem_jax.serve.reading import Refused, decode
@@ -225,7 +226,7 @@ def test_what_is_no_picture_gets_one_sentence_that_says_why(what: str, served: S
 
 
 def test_pixels_of_a_picture_that_is_too_large_are_never_made(monkeypatch):
-    monkeypatch.setattr(limits, "decode_image", None)  # whoever calls it gets a TypeError
+    monkeypatch.setattr(reading, "decode_image", None)  # whoever calls it gets a TypeError
     for side in (1001, 10_000, 14_000):
         with pytest.raises(Refused, match="too many") as refused:
             decode(large_png(side, side), 8, 1_000_000, "the image")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from cheem_jax.backbone.params import build
+from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.learner import Cheem
@@ -27,8 +27,7 @@ from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, TaskMemory
 from cheem_jax.core.routing.centroids import calibrate, distances
 from cheem_jax.data.task import Task, check_names, repeats
 from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.engine.choice import EngineConfig, make_executor
-from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.feed import memory_budget
 from cheem_jax.memory.data import Data, Picture, pixels_of, tasks_of
 from cheem_jax.memory.directory import (
@@ -47,13 +46,13 @@ from cheem_jax.report.status import Status
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.directory import hold
-from cheem_jax.run.method import Backbone, FrozenFeatures, Running
+from cheem_jax.run.method import Running
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import NAME as RECORD
 from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import write_results
 from cheem_jax.run.rolling import Rolling
-from cheem_jax.run_config import base_means_of
+from cheem_jax.run_config import base_means_of, networks_of
 
 if TYPE_CHECKING:
     from cheem_jax.export import Exported, Format
@@ -106,15 +105,11 @@ class OpenMemory:
         """Why tasks cannot answer, by folder; None where a corrupted memory is not opened at all."""
         self.directory, self.config, self.pretrained, self.engine = directory, config, pretrained, engine
         self._root, self.is_run = root, root.parent.name == "checkpoints"
-        vit_config = dataclasses.replace(pretrained.config, precision=engine.precision)
-        method = config.method
-        self.vit = build(vit_config, pretrained.params)
-        self.executor: Executor = make_executor(
-            self.vit, method.placement, engine, token=method.token, batch_size=method.batch_size
-        )
+        method, networks = config.method, networks_of(pretrained, None, config.method, engine)
+        self.executor = networks.executor
         base = base_means_of(pretrained, method, engine.precision, images=None, progress=Progress())
-        features = FrozenFeatures(Backbone(self.executor, method.router), method.batch_size)
-        self._learner = _Calibrated(self.executor, method, Keys(config.seed, config.seeds), base.values, features)
+        keys = Keys(config.seed, config.seeds)
+        self._learner = _Calibrated(self.executor, method, keys, base.values, networks.router_features)
         self._predictors: dict[Any, Predictor] = {}
         self.refresh()
 
@@ -154,6 +149,11 @@ class OpenMemory:
         self.config, self._root, self._learner.memory = config, root, memory
 
     # ---- what it knows
+
+    @functools.cached_property
+    def vit(self) -> ViT:
+        """The frozen backbone."""
+        return self.executor.vit_of(self.executor.leaves)
 
     @property
     def pools(self) -> InternalMemory:
