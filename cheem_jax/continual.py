@@ -1,8 +1,6 @@
 """The loop over a stream: learn a task, save it, measure every task so far from what was saved."""
 
 import contextlib
-import io
-import json
 import resource
 import sys
 import time
@@ -14,35 +12,26 @@ import numpy as np
 
 from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.baselines.catalogue import Networks, make
-from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
-from cheem_jax.baselines.full_finetune import FullFinetune
-from cheem_jax.cheem.config import CheemConfig
-from cheem_jax.core import metrics
-from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.images import Images
 from cheem_jax.core.interruption import Stop, stop_requests
-from cheem_jax.core.keys import Keys
 from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.task import Stream, Task
 from cheem_jax.engine import hosts
-from cheem_jax.engine.choice import choose
-from cheem_jax.engine.compilation import Compilations, compilations
-from cheem_jax.engine.layout import make_layout
+from cheem_jax.engine.compilation import Mark
 from cheem_jax.report.markdown import write_report
 from cheem_jax.report.status import Status
-from cheem_jax.report.table import UPPER_BOUNDS
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_manifest, load_meta, saved_tasks
 from cheem_jax.run.differences import leaves
 from cheem_jax.run.directory import check_space, claim, hold
-from cheem_jax.run.method import Answers, Method
+from cheem_jax.run.method import Answers, Method, Networks
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
-from cheem_jax.run.results import results_of
+from cheem_jax.run.results import accuracies, results_of, write_answers, write_results
 from cheem_jax.run.rolling import Rolling, RunningTask
 from cheem_jax.run_config import (
+    Learners,
     RouterWeights,
     RunConfig,
     base_means_of,
@@ -50,7 +39,9 @@ from cheem_jax.run_config import (
     check_hosts,
     defaults_of,
     identity_of,
+    learners_of,
     networks_of,
+    remarks,
     setting_of,
 )
 
@@ -91,18 +82,14 @@ def run_stream(
     check_fits(stream, pretrained, router, config)
     if tensorboard:
         check_installed()
-    layout = make_layout(config.mesh)
+    networks = networks_of(pretrained, router, config.method, config.engine, workshop=workshop, mesh=config.mesh)
     base = base_means_of(pretrained, config.method, config.engine.precision, images=base_images, progress=progress)
     identity = identity_of(stream, pretrained, config, base=base, router=router)
     conditions = fingerprint.take(identity)
     check_hosts(config, identity, conditions)
-    networks = networks_of(pretrained, router, config.method, config.engine, workshop=workshop, layout=layout)
-    keys, num_tasks = Keys(config.seed, config.seeds), len(stream.tasks)
-    learner = make(config.method, networks, keys, num_tasks, base.values)
-    notes = learner.check(stream.tasks)
-    methods: tuple[Method, ...] = (learner,)
-    if isinstance(config.method, CheemConfig):  # CHEEM has to beat this baseline, so it always runs too
-        methods = (learner, FrozenLinear(networks, FrozenLinearConfig(config.method.router), keys, num_tasks))
+    num_tasks = len(stream.tasks)
+    learners = learners_of(config, networks, num_tasks, base)
+    methods, notes = learners.methods, learners.methods[0].check(stream.tasks)
 
     with contextlib.ExitStack() as held, stop_requests() as stop:
         claimed: list[bool] = []
@@ -121,7 +108,7 @@ def run_stream(
         begin = next((entry for entry in read(directory) if entry["event"] == "run"), None)
         shared = {
             "command": command, "conditions": conditions, "upper_bound": config.upper_bound is not None,
-            "devices": layout.num, "processes": hosts.count(),
+            "devices": networks.executor.layout.num, "processes": hosts.count(),
         }  # fmt: skip
         if begin is None:
             setting = setting_of(stream, pretrained, config, base=base, router=router)
@@ -131,16 +118,8 @@ def run_stream(
             if changed := "; ".join(map(str, leaves(begin["conditions"], conditions))):
                 progress.say(f"begun under other conditions, so numbers may differ: {changed}")
 
-        chosen = choose(config.engine, pretrained.config, config.method.batch_size, layout=layout)
-        progress.say(f"executor {chosen.name}, {config.engine.precision} ({chosen.reason})")
-        if layout.is_many:
-            over = f" in {hosts.count()} processes" if hosts.count() > 1 else ""
-            progress.say(f"each batch is divided over {layout.num} devices{over}")
-        for note in notes:
-            progress.say(f"{learner.name}: {note}")
-        if base.values is None and isinstance(config.method, CheemConfig):
-            why = "left out" if config.method.base_means == "neutral" else "unknown for this setting"
-            progress.say(f"base means {why}: similarity to the pretraining data is neutral (0)")
+        for remark in remarks(config, networks.executor, notes, base):
+            progress.say(remark)
         if num_finished == num_tasks:
             progress.say(f"{shown(directory)} contains all {num_tasks} tasks already; nothing to learn")
         elif is_resumed:
@@ -154,25 +133,8 @@ def run_stream(
             _write_results(directory, tensorboard)
         if config.upper_bound is not None:
             _write_report(directory, tensorboard)
-            bound = FullFinetune(networks, config.upper_bound, keys, num_tasks)
-            _measure_bounds(stream, bound, run)
+            _measure_bounds(stream, learners, run)
         return _write_report(directory, tensorboard)
-
-
-class Mark(NamedTuple):
-    """A moment, to count seconds and compilations from."""
-
-    seconds: float
-    compiled: Compilations
-
-    @classmethod
-    def now(cls) -> "Mark":
-        return cls(time.perf_counter(), compilations())
-
-    def since(self) -> dict[str, Any]:
-        """The seconds and compilations since then, for the record."""
-        compiled = compilations().since(self.compiled)
-        return {"seconds": time.perf_counter() - self.seconds, "compile": compiled._asdict()}
 
 
 class RunContext(NamedTuple):
@@ -257,10 +219,10 @@ def evaluate(learned: Sequence[Task | None], methods: tuple[Method, ...], run: R
                 advance(len(task.test.labels), "")
                 if hosts.agree_to_stop(run.stop):
                     raise run.stop.stopped("everything learned is kept, and measured again")
-        measured[method.name] = _measured(answers, dict(present), num)
+        measured[method.name] = accuracies(answers, dict(present), num)
         if method is methods[0]:
             answered = {f"{name}_{i}": array for i, found in answers.items() for name, array in found._asdict().items()}
-    hosts.first_does(lambda: _write_answers(run.directory, answered))
+    hosts.first_does(lambda: write_answers(run.directory, answered))
     saved = {method.name: saved_tasks(run.root(method.name)) for method in methods}
     contents = {name: [load_manifest(place)["content_sha256"] for place in places] for name, places in saved.items()}
     run.record.write(
@@ -268,59 +230,29 @@ def evaluate(learned: Sequence[Task | None], methods: tuple[Method, ...], run: R
         peak_memory_bytes=peak_memory_bytes(), **start.since(),
     )  # fmt: skip
     if present:
-        _say_accuracy(present, methods[0].name, measured[methods[0].name], run.progress)
+        _say_accuracy(present, measured[methods[0].name], run.progress)
 
 
-def _measured(answers: Mapping[int, Answers], tasks: Mapping[int, Task], num: int) -> dict[str, Any]:
-    """Accuracy of one method on each of `num` tasks, task-agnostic and with the task ID given, and its routing."""
-    accuracy: list[float | None] = [None] * num
-    given: list[float | None] = [None] * num
-    for index, found in answers.items():
-        labels = tasks[index].test.labels
-        accuracy[index] = float(((found.chosen_task == index) & (found.chosen_class == labels)).mean())
-        given[index] = float((found.given_task == labels).mean())
-    none = np.zeros(0, np.int64)
-    true_tasks = np.concatenate([none, *(np.full(len(found.chosen_task), i) for i, found in answers.items())])
-    routed_tasks = np.concatenate([none, *(found.chosen_task for found in answers.values())])
-    return {
-        "accuracy": accuracy,
-        "local_accuracy": given,
-        "routing": metrics.routing_confusion(true_tasks, routed_tasks, num),
-    }
-
-
-def _say_accuracy(present: Sequence[tuple[int, Task]], method: str, measured: Mapping[str, Any], progress: Progress):
+def _say_accuracy(present: Sequence[tuple[int, Task]], measured: Mapping[str, Any], progress: Progress) -> None:
     index, task = present[-1]
     accuracy, given = measured["accuracy"], 100 * measured["local_accuracy"][index]
-    beside = "task ID given" if method in UPPER_BOUNDS else f"{given:.1f} % with the task ID given"
     average = 100 * float(np.mean([accuracy[index] for index, _ in present]))
     over = f"; average over {len(present)} tasks {average:.1f} %" if len(present) > 1 else ""
-    progress.say(f"{task.name}: {100 * accuracy[index]:.1f} % ({beside}){over}")
+    progress.say(f"{task.name}: {100 * accuracy[index]:.1f} % ({given:.1f} % with the task ID given){over}")
 
 
-def _write_answers(directory: Path, answered: Mapping[str, np.ndarray]) -> None:
-    """`answers.npz`: the predictions of the run's own method for every test image so far, by task index."""
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **{name: found.astype(np.int32) for name, found in answered.items()})  # pyright: ignore[reportArgumentType]
-    write_atomically(directory / "answers.npz", buffer.getvalue())
-
-
-def _measure_bounds(stream: Stream, bound: FullFinetune, run: RunContext) -> None:
+def _measure_bounds(stream: Stream, learners: Learners, run: RunContext) -> None:
     """Fine-tune the whole backbone for each task whose upper bound is not known yet."""
+    bound = learners.bound
+    assert bound is not None
     for index in _missing_bounds(run.directory, len(stream.tasks)):
         start, task = Mark.now(), stream.tasks[index]
         run.check_room(bound.bytes_needed(task), f"the upper bound of task {task.name!r}")
         running = run.learning(bound.name, task, index)
         found = bound.bound(index, task, running)
-        run.record.write(
-            "upper_bound",
-            index=index,
-            name=task.name,
-            **found._asdict(),
-            flops_paper=backbone_flops(bound.executor.config),
-            flops_executed=executed_backbone_flops(bound.executor.config),
-            **start.since(),
-        )
+        vit = bound.executor.config
+        flops = {"flops_paper": backbone_flops(vit), "flops_executed": executed_backbone_flops(vit)}
+        run.record.write("upper_bound", index=index, name=task.name, **found._asdict(), **flops, **start.since())
         running.rolling.clear()
         run.progress.say(f"{task.name}: full fine-tuning {100 * found.test_accuracy:.1f} % (task ID given)")
     Rolling(run.root(bound.name), run.stop).clear()
@@ -331,18 +263,15 @@ def _missing_bounds(directory: Path, num_tasks: int) -> list[int]:
     return [index for index in range(num_tasks) if index not in done]
 
 
-def _write_results(directory: Path, tensorboard: bool) -> dict[str, Any]:
-    def write() -> None:
-        if tensorboard:
-            write_events(directory)
-        write_atomically(directory / "results.json", json.dumps(results_of(read(directory)), indent=1) + "\n")
-
-    hosts.first_does(write)
-    return results_of(read(directory))
+def _write_results(directory: Path, tensorboard: bool) -> None:
+    if tensorboard:
+        hosts.first_does(lambda: write_events(directory))
+    hosts.first_does(lambda: write_results(directory))
 
 
 def _write_report(directory: Path, tensorboard: bool) -> dict[str, Any]:
-    results = _write_results(directory, tensorboard)
+    _write_results(directory, tensorboard)
+    results = results_of(read(directory))
     hosts.first_does(lambda: write_report(directory, results))
     return results
 

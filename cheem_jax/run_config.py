@@ -6,7 +6,7 @@ Networks are compiled once for all runs of a process.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +18,13 @@ from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.alexnet_encoder import AlexNetEncoder
-from cheem_jax.baselines.catalogue import MethodConfig, Networks, preset_of
-from cheem_jax.baselines.full_finetune import FullFinetuneConfig
+from cheem_jax.baselines.catalogue import MethodConfig, Networks, make, preset_of
+from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig
+from cheem_jax.baselines.full_finetune import FullFinetune, FullFinetuneConfig
 from cheem_jax.cheem.config import CheemConfig, Preset
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import Precision
-from cheem_jax.core.keys import SeedsConfig
+from cheem_jax.core.keys import Keys, SeedsConfig
 from cheem_jax.core.ops import Placement
 from cheem_jax.core.routing.config import PAPER
 from cheem_jax.data.task import Stream, hash_of
@@ -31,11 +32,12 @@ from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine import hosts
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.engine.compilation import jit_options
-from cheem_jax.engine.executor import Token
-from cheem_jax.engine.layout import ONE, Layout, MeshConfig
-from cheem_jax.run.method import Backbone, FrozenFeatures
+from cheem_jax.engine.executor import Executor, Token
+from cheem_jax.engine.layout import MeshConfig, make_layout
+from cheem_jax.run.method import Backbone, FrozenFeatures, Method
 from cheem_jax.run.progress import Progress
 
+ONE_DEVICE = MeshConfig()
 RouterWeights = Pretrained | PretrainedAlexNet
 """Weights of a lighter network that infers the task ID instead of the backbone (CHEEM-lite)."""
 
@@ -76,9 +78,10 @@ def networks_of(
     engine: EngineConfig,
     *,
     workshop: dict[Any, Networks] | None = None,
-    layout: Layout = ONE,
+    mesh: MeshConfig = ONE_DEVICE,
 ) -> Networks:
     """The networks of a run; those in `workshop` are taken from there, with all that they have compiled."""
+    layout = make_layout(mesh)
     placement: Placement = getattr(config, "placement", "mlp_down")
     token: Token = getattr(config, "token", "component")
     reads, size = getattr(config, "router", PAPER), config.batch_size
@@ -136,6 +139,39 @@ def base_means_of(
     vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
     measured = base_means(vit, images, batch_size=config.batch_size)[setting]
     return BaseMeans(measured, data_sha256=hash_of(images))
+
+
+class Learners(NamedTuple):
+    """What learns in a run."""
+
+    methods: tuple[Method, ...]
+    """The run's own method, and beside CHEEM a baseline that it has to beat."""
+    bound: FullFinetune | None
+    """The upper bound, where it was asked for."""
+
+
+def learners_of(config: RunConfig, networks: Networks, num_tasks: int, base: BaseMeans) -> Learners:
+    """The methods of a run of so many tasks. Raises ValueError where the settings do not fit each other."""
+    keys, bound = Keys(config.seed, config.seeds), None
+    methods = [make(config.method, networks, keys, num_tasks, base.values)]
+    if isinstance(config.method, CheemConfig):
+        methods.append(FrozenLinear(networks, FrozenLinearConfig(config.method.router), keys, num_tasks))
+    if config.upper_bound is not None:
+        bound = FullFinetune(networks, config.upper_bound, keys, num_tasks)
+    return Learners(tuple(methods), bound)
+
+
+def remarks(config: RunConfig, executor: Executor, notes: Sequence[str], base: BaseMeans) -> list[str]:
+    """What a run says of its settings when it begins; `notes` are the method's own."""
+    found = [f"executor {executor.name}, {config.engine.precision} ({executor.reason})"]
+    if executor.layout.is_many:
+        over = f" in {hosts.count()} processes" if hosts.count() > 1 else ""
+        found.append(f"each batch is divided over {executor.layout.num} devices{over}")
+    found += [f"{config.method.name}: {note}" for note in notes]
+    if base.values is None and isinstance(config.method, CheemConfig):
+        why = "left out" if config.method.base_means == "neutral" else "unknown for this setting"
+        found.append(f"base means {why}: similarity to the pretraining data is neutral (0)")
+    return found
 
 
 def identity_of(

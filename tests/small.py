@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,8 +17,11 @@ from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cheem.evolution import SearchConfig
 from cheem_jax.cheem.supernet import OpSettings
 from cheem_jax.cheem.training import FitConfig
+from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.engine.choice import make_executor
+from cheem_jax.engine.executor import Network
+from cheem_jax.engine.inference import Outline
 
 CONFIG = ViTConfig("vit_test", 16, 4, 2, image_size=8, patch_size=4, num_classes=0)
 QUICK = CheemConfig(
@@ -70,6 +75,26 @@ def shared_executors():
         return made[place]
 
     with pytest.MonkeyPatch.context() as patched:
-        for module in ("opened", "making"):
-            patched.setattr(f"cheem_jax.memory.{module}.make_executor", make)
+        patched.setattr("cheem_jax.run_config.make_executor", make)
         yield
+
+
+class Given(NamedTuple):
+    """Finished networks with their (padded) heads, as `Inference` takes them."""
+
+    networks: Sequence[Network]
+    heads: Sequence[Head]
+    num_classes: int
+
+    @property
+    def outlines(self) -> list[Outline]:
+        """See `Networks`."""
+        return [Outline(tuple(step.code for step in network), self.num_classes) for network in self.networks]
+
+    def network(self, index: int) -> Network:
+        """See `Networks`."""
+        return self.networks[index]
+
+    def head(self, index: int) -> Head:
+        """See `Networks`."""
+        return self.heads[index]

@@ -14,7 +14,7 @@ import small
 from cheem_jax.cheem.saved_memory import open_memory, open_usable, save_memory_task
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Expert, LowRank
-from cheem_jax.core.pool import Head, Memory, TaskMemory, base_pool, dense_expert, grow
+from cheem_jax.core.pool import Head, InternalMemory, TaskMemory, base_pool, dense_expert, grow
 from cheem_jax.run import checkpoint
 from cheem_jax.run.checkpoint import FORMAT, content_hash, load_manifest, load_task, save_task, saved_tasks
 
@@ -40,11 +40,11 @@ def grown(memory, name, texts, seed):
     pool, experts = grow(memory.pool, architecture, learned, len(memory.tasks))
     head = Head(jax.numpy.asarray(draw(16, 3)), jax.numpy.asarray(draw(3)))
     task = TaskMemory(name, ("a", "b", "c"), architecture, experts, head, draw(4, 16), draw(5, 16))
-    return Memory(pool, (*memory.tasks, task))
+    return InternalMemory(pool, (*memory.tasks, task))
 
 
 def two_tasks():
-    memory = grown(Memory(POOL), "Textures, two", ["adapt:0", "new", "reuse:0", "skip"], 0)
+    memory = grown(InternalMemory(POOL), "Textures, two", ["adapt:0", "new", "reuse:0", "skip"], 0)
     return grown(memory, "shapes", ["adapt:1", "reuse:1", "skip", "new"], 1)
 
 
@@ -107,13 +107,13 @@ def test_a_damaged_task_is_named(tmp_path):
 def test_a_memory_whose_earlier_task_is_from_another_run_is_refused(tmp_path):
     memory = two_tasks()
     save_memory_task(tmp_path, memory, 1, rank=2)
-    save_memory_task(tmp_path, grown(Memory(POOL), "other", ["skip"] * 4, 3), 0, rank=2)
+    save_memory_task(tmp_path, grown(InternalMemory(POOL), "other", ["skip"] * 4, 3), 0, rank=2)
     with pytest.raises(ValueError, match="001-shapes does not fit .it uses experts"):
         open_memory(tmp_path, POOL)
 
 
 def test_a_task_that_added_no_expert_comes_back(tmp_path):
-    memory = grown(Memory(POOL), "easy", ["reuse:0", "skip", "skip", "reuse:0"], 0)
+    memory = grown(InternalMemory(POOL), "easy", ["reuse:0", "skip", "skip", "reuse:0"], 0)
     save_memory_task(tmp_path, memory, 0, rank=2)
     opened = open_memory(tmp_path, POOL)
     assert opened.tasks[0].experts == (0, None, None, 0) and same(opened.tasks[0].head, memory.tasks[0].head)

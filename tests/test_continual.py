@@ -21,7 +21,7 @@ import small
 from flax import nnx
 from rich.console import Console
 
-from cheem_jax import continual, run_config
+from cheem_jax import run_config
 from cheem_jax.backbone.means import base_means
 from cheem_jax.baselines.catalogue import preset_of
 from cheem_jax.baselines.coda_prompt import CodaPromptConfig
@@ -56,7 +56,7 @@ def compiled_once():
     """One executor and one upper bound for all runs of equal settings and weights: programs are compiled once."""
     make = run_config.make_executor
 
-    bound = continual.FullFinetune
+    bound = run_config.FullFinetune
 
     def once(make, vit, *settings, **named):
         weights = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(nnx.state(vit))))
@@ -73,7 +73,7 @@ def compiled_once():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_config, "make_executor", functools.partial(once, make))
-        patch.setattr(continual, "FullFinetune", bound_once)
+        patch.setattr(run_config, "FullFinetune", bound_once)
         yield
 
 
@@ -363,7 +363,7 @@ def test_a_run_that_measured_base_means_goes_on_where_they_are_rounded_otherwise
     stream, directory, pictures = small.stream(2), tmp_path / "run", small.task("base", 9).train.images
     run = functools.partial(run_stream, config=CONFIG, directory=directory, progress=quiet())
     with monkeypatch.context() as patched:
-        patched.setattr(continual.FrozenLinear, "learn", stopped)
+        patched.setattr(run_config.FrozenLinear, "learn", stopped)
         with pytest.raises(Stopped):
             run(stream, small.pretrained(), base_images=pictures)
     held = json.loads((directory / "config.json").read_text())

@@ -6,7 +6,7 @@ import pytest
 
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Expert, LowRank
-from cheem_jax.core.pool import Head, Memory, StoredExpert, TaskMemory, dense_expert, grow
+from cheem_jax.core.pool import Head, InternalMemory, StoredExpert, TaskMemory, dense_expert, grow
 from cheem_jax.memory.forgetting import Kept, Place, changed_tasks, forget
 
 
@@ -18,9 +18,9 @@ def pair(value: float) -> LowRank:
     return LowRank(jnp.full((4, 1), value), jnp.full((1, 2), value))
 
 
-def memory(*tasks: tuple[str, str]) -> Memory:
+def memory(*tasks: tuple[str, str]) -> InternalMemory:
     """Tasks as (name, the choices of two blocks): the base's experts come first."""
-    found = Memory(tuple((StoredExpert(full(1.0), None, None),) for _ in range(2)))
+    found = InternalMemory(tuple((StoredExpert(full(1.0), None, None),) for _ in range(2)))
     for name, choices in tasks:
         architecture = from_strings(choices.split())
         learned = {
@@ -33,16 +33,16 @@ def memory(*tasks: tuple[str, str]) -> Memory:
             name, ("a", "b"), architecture, used, Head(jnp.zeros((2, 2)), jnp.zeros(2)),
             np.zeros((2, 2), np.float32), np.zeros((1, 2), np.float32),
         )  # fmt: skip
-        found = Memory(pool, (*found.tasks, task), found.forgotten)
+        found = InternalMemory(pool, (*found.tasks, task), found.forgotten)
     return found
 
 
-def dense(found: Memory, name: str) -> list[Expert | None]:
+def dense(found: InternalMemory, name: str) -> list[Expert | None]:
     task = next(task for task in found.tasks if task.name == name)
     return [None if e is None else dense_expert(block, e) for block, e in zip(found.pool, task.experts, strict=True)]
 
 
-def assert_same_networks(before: Memory, after: Memory) -> None:
+def assert_same_networks(before: InternalMemory, after: InternalMemory) -> None:
     for task in after.tasks:
         for old, new in zip(dense(before, task.name), dense(after, task.name), strict=True):
             assert (old is None) == (new is None)

@@ -11,7 +11,7 @@ from cheem_jax.core.keys import Keys
 from cheem_jax.core.ops import init_new
 from cheem_jax.engine.executor import Dense
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.inference import Inference, TaskNetwork, bucket_sizes, first_difference, pieces
+from cheem_jax.engine.inference import Inference, bucket_sizes, first_difference, pieces
 from cheem_jax.engine.passes import answers
 from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import Whole
@@ -27,7 +27,7 @@ def networks(executor):
     other = init_new(jax.random.key(1), executor.base_pool[2][0].params)
     found = [base, [*base[:2], Dense(1, other), base[3]], [Dense(-1, None), *base[1:]]]
     heads = [init_head_learner(jax.random.key(i), 16, 4).params for i in range(3)]
-    return [TaskNetwork(network, head, 3) for network, head in zip(found, heads, strict=True)]
+    return small.Given(found, heads, 3)
 
 
 def by_brightness(features):
@@ -42,10 +42,10 @@ def test_answers_are_those_of_a_full_pass_of_the_named_tasks_network(kind):
         HostImages(executor, IMAGES), len(IMAGES), by_brightness
     )
     assert set(found.tasks) == {0, 1, 2}
-    for index, (network, head, num_classes) in enumerate(tasks):
+    for index, (network, head) in enumerate(zip(tasks.networks, tasks.heads, strict=True)):
         rows = np.flatnonzero(found.tasks == index)
         feed = HostImages(executor, IMAGES[rows])
-        wanted = answers(executor, network, head, feed, num=len(rows), num_classes=num_classes, batch_size=16)
+        wanted = answers(executor, network, head, feed, num=len(rows), num_classes=3, batch_size=16)
         np.testing.assert_array_equal(found.classes[rows], wanted)
 
 
@@ -64,8 +64,7 @@ def test_no_request_compiles(compilations):
 def test_the_first_difference_is_where_a_network_leaves_the_base():
     executor = Stages(VIT, "mlp_down")
     base = base_network(executor)
-    codes = [[step.code for step in task.network] for task in networks(executor)]
-    assert [first_difference(base, of_one) for of_one in codes] == [4, 2, 0]
+    assert [first_difference(base, outline.codes) for outline in networks(executor).outlines] == [4, 2, 0]
 
 
 def test_groups_are_cut_into_few_sizes_and_lose_nobody():

@@ -35,7 +35,7 @@ OPTIONAL = (
 NEEDS_AN_EXTRA = {
     "cheem_jax.data.benchmarks.builders",
     "cheem_jax.data.benchmarks.download",
-    *(f"cheem_jax.serve.{name}" for name in ("app", "limits", "metrics", "server", "service")),
+    *(f"cheem_jax.serve.{name}" for name in ("app", "metrics", "reading", "service")),
 }
 
 

@@ -19,7 +19,7 @@ from cheem_jax.cheem.saved_memory import open_memory, save_memory_task
 from cheem_jax.core import pool
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.ops import LowRank
-from cheem_jax.core.pool import DenseExperts, Head, Memory, dense_expert
+from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, dense_expert
 from cheem_jax.core.routing import centroids
 from cheem_jax.core.routing.centroids import CentroidIndex
 from cheem_jax.core.routing.config import Metric, RouterConfig
@@ -61,7 +61,7 @@ def memory(executor, images):
         )
         for i, task in enumerate(drawn.tasks)
     ]
-    return Memory(drawn.pool, tuple(tasks))
+    return InternalMemory(drawn.pool, tuple(tasks))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from cheem_jax.cli.ask import Info, show_info
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Reuse, init_new
-from cheem_jax.core.pool import Memory
+from cheem_jax.core.pool import InternalMemory
 from cheem_jax.core.routing.centroids import distances, fit_centroids, normalise, route, threshold
 from cheem_jax.core.routing.config import PAPER, RouterConfig, TaskStatistics
 from cheem_jax.core.routing.routers import make_router
@@ -41,7 +41,7 @@ from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.executor import Dense
 from cheem_jax.engine.feed import HostImages
-from cheem_jax.engine.inference import Inference, TaskNetwork
+from cheem_jax.engine.inference import Inference
 from cheem_jax.engine.passes import answers
 from cheem_jax.engine.scan import Scan
 from cheem_jax.engine.stages import Stages
@@ -326,13 +326,13 @@ def test_a_router_reads_what_the_blocks_compute(by_hand, kind, placement):
     assert joined([plain]) is plain
 
 
-def networks(executor) -> list[TaskNetwork]:
+def networks(executor) -> small.Given:
     """One never leaves the base network; others at block 3, behind what `early` reads, at block 2 and at block 0."""
     base = base_network(executor)
     keys = iter(jax.random.split(jax.random.key(1), 6))
     new = [Dense(1, init_new(next(keys), executor.base_pool[block][0].params)) for block in (3, 2)]
     found = [base, [*base[:3], new[0]], [*base[:2], new[1], base[3]], [Dense(-1, None), *base[1:]]]
-    return [TaskNetwork(network, init_head_learner(next(keys), 16, 4).params, 3) for network in found]
+    return small.Given(found, [init_head_learner(next(keys), 16, 4).params for _ in found], 3)
 
 
 @pytest.mark.parametrize("kind", [Stages, pytest.param(Whole, marks=pytest.mark.full)])
@@ -351,10 +351,10 @@ def test_a_shared_pass_answers_as_two_passes_do(kind, features):
     found = inference(HostImages(executor, IMAGES), len(IMAGES), router.route)
     np.testing.assert_array_equal(found.tasks, router.route(seen))
     assert set(found.tasks) == {0, 1, 2, 3}
-    for index, (network, head, num_classes) in enumerate(tasks):
+    for index, (network, head) in enumerate(zip(tasks.networks, tasks.heads, strict=True)):
         own = np.flatnonzero(found.tasks == index)
         feed = HostImages(executor, IMAGES[own])
-        wanted = answers(executor, network, head, feed, num=len(own), num_classes=num_classes, batch_size=16)
+        wanted = answers(executor, network, head, feed, num=len(own), num_classes=3, batch_size=16)
         np.testing.assert_array_equal(found.classes[own], wanted)
 
 
@@ -395,7 +395,7 @@ def test_a_router_that_reads_early_makes_tasks_cheaper():
 
     def costs(config):
         method = ExpertMemory(executor, FrozenFeatures(Backbone(executor, config), 16), config, rank=2, batch_size=16)
-        method.memory = Memory(subject.pool, subject.tasks)
+        method.memory = InternalMemory(subject.pool, subject.tasks)
         return [method.costs(index) for index in range(4)]
 
     pairs = list(zip(costs(EARLY), costs(RouterConfig("lda")), strict=True))

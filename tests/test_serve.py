@@ -29,10 +29,10 @@ from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.data.decode import decode_image
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.memory.predictor import Predictor
-from cheem_jax.serve import limits
-from cheem_jax.serve.app import page
-from cheem_jax.serve.limits import Limits, Refused
-from cheem_jax.serve.server import hosts_of, listen
+from cheem_jax.serve import reading
+from cheem_jax.serve.app import hosts_of, listen, page
+from cheem_jax.serve.limits import Limits
+from cheem_jax.serve.reading import Refused, decode
 from experiments.bench import serving as serving_bench
 
 RED, BLUE = (224, 32, 32), (32, 32, 224)
@@ -40,7 +40,7 @@ RED, BLUE = (224, 32, 32), (32, 32, 224)
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(Colours(), Limits(max_body_bytes=200_000, max_pixels=1_000_000, max_batch=8)) as server:
+    with serving(Colours(), Limits(max_body_mb=200_000 / 2**20, max_pixels=1_000_000, max_batch=8)) as server:
         yield server
 
 
@@ -144,11 +144,11 @@ def test_concurrent_clients_each_get_the_answer_to_their_own_picture(gated: Colo
     with serving(gated, Limits(max_batch=8)) as served, ThreadPoolExecutor(32) as clients:
         colours = COLOURS[::2]
         answers = [clients.submit(served.predict, picture(colour)) for colour in colours]
-        wait_until(lambda: served.service.queue.images == 32)
+        wait_until(lambda: served.service.num_images == 32)
         gated.gate.set()
         assert [answer.result().json["class"] for answer in answers] == [name_of(colour) for colour in colours]
         assert sum(gated.sizes) == 32 and max(gated.sizes) <= 8
-        wait_until(lambda: served.service.queue.images == 0)
+        wait_until(lambda: served.service.num_images == 0)
         for colour in COLOURS * 2:  # and one after the other
             assert served.predict(picture(colour)).json["class"] == name_of(colour)
         assert gated.sizes[-128:] == [1] * 128
@@ -159,7 +159,7 @@ def test_what_waited_while_the_predictor_worked_is_answered_together(gated: Colo
         first = clients.submit(served.predict, picture(RED))
         assert gated.entered.wait(20)
         others = [clients.submit(served.predict, picture(BLUE)) for _ in range(11)]
-        wait_until(lambda: served.service._batcher._waiting.qsize() == 11)
+        wait_until(lambda: served.service._waiting.qsize() == 11)
         gated.gate.set()
         assert {answer.result().json["class"] for answer in others} == {"32-32-224"}
         assert first.result().json["class"] == "224-32-32"
@@ -226,13 +226,13 @@ def test_what_is_no_picture_gets_one_sentence_that_says_why(what: str, served: S
 
 
 def test_pixels_of_a_picture_that_is_too_large_are_never_made(monkeypatch):
-    monkeypatch.setattr(limits, "decode_image", None)  # whoever calls it gets a TypeError
+    monkeypatch.setattr(reading, "decode_image", None)  # whoever calls it gets a TypeError
     for side in (1001, 10_000, 14_000):
         with pytest.raises(Refused, match="too many") as refused:
-            limits.decode(large_png(side, side), 8, 1_000_000, "the image")
+            decode(large_png(side, side), 8, 1_000_000, "the image")
         assert refused.value.status_code == 413
     with pytest.raises(TypeError):
-        limits.decode(large_png(1000, 1000), 8, 1_000_000, "the image")
+        decode(large_png(1000, 1000), 8, 1_000_000, "the image")
 
 
 def test_a_body_that_is_announced_too_large_is_refused_before_it_is_sent(served: Served):
@@ -298,7 +298,7 @@ def test_another_host_name_is_refused_where_only_this_machine_may_ask(served: Se
 def test_beyond_the_queue_a_client_is_refused_before_it_sends_its_picture(gated: Colours):
     with serving(gated, Limits(max_queue=2)) as served, ThreadPoolExecutor(2) as clients:
         waiting = [clients.submit(served.predict, PNG) for _ in range(2)]
-        wait_until(lambda: served.service.queue.images == 2)
+        wait_until(lambda: served.service.num_images == 2)
         assert served.metric("cheem_queue_images") == 2
         connection = send(served.port, head(len(PNG)))  # the body never comes
         refused = connection.recv(2**16)
@@ -307,13 +307,13 @@ def test_beyond_the_queue_a_client_is_refused_before_it_sends_its_picture(gated:
         assert served.metric('cheem_refused_total{reason="queue_full"}') == 1
         gated.gate.set()
         assert [answer.result().status for answer in waiting] == [200, 200]
-        wait_until(lambda: served.service.queue.images == 0)
+        wait_until(lambda: served.service.num_images == 0)
         assert served.predict(form(PNG, PNG, PNG), FORM).status == 429
         assert served.predict(PNG).status == 200
 
 
 def test_an_answer_that_takes_too_long_is_503_and_later_ones_are_not(gated: Colours):
-    with serving(gated, Limits(timeout_seconds=0.15)) as served:
+    with serving(gated, Limits(timeout_s=0.15)) as served:
         answer = served.predict(PNG)
         assert answer.status == 503 and "no answer within 0.15 s" in answer.json["error"]
         gated.gate.set()
@@ -321,11 +321,11 @@ def test_an_answer_that_takes_too_long_is_503_and_later_ones_are_not(gated: Colo
 
 
 def test_a_body_that_drips_is_408(caplog):
-    with serving(Colours(), Limits(timeout_seconds=0.15)) as served:
+    with serving(Colours(), Limits(timeout_s=0.15)) as served:
         late = send(served.port, head(len(PNG)) + PNG[:10])
         assert late.recv(12) == b"HTTP/1.1 408"
         late.close()
-        wait_until(lambda: served.service.queue.images == 0)
+        wait_until(lambda: served.service.num_images == 0)
         # on a busy machine a sound request, too, may take longer than the limit
         wait_until(lambda: served.predict(PNG).status == 200)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
@@ -335,7 +335,7 @@ def test_a_client_that_hangs_up_in_the_middle_of_its_body_is_counted_and_nobody_
     with serving(Colours()) as served:
         send(served.port, head(len(PNG)) + PNG[:10]).close()
         wait_until(lambda: served.metric('cheem_refused_total{reason="hung_up"}') == 1)
-        assert served.service.queue.images == 0
+        assert served.service.num_images == 0
         assert served.predict(PNG).status == 200 and served.service.predictor.sizes == [1]
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -442,7 +442,7 @@ def test_a_taken_port_and_wrong_settings_are_told_in_a_sentence():
         listen("no.such.host.invalid", 0)
     with pytest.raises(ValueError, match="port is 70000, expected 0 to 65535"):
         serve_memory(Serve(memory=Path("memory"), port=70_000))
-    with pytest.raises(ValueError, match="timeout_seconds is -1; max_batch is 0; expected finite numbers above 0"):
+    with pytest.raises(ValueError, match="timeout_s is -1; max_batch is 0; expected finite numbers above 0"):
         serve_memory(Serve(memory=Path("memory"), max_batch=0, timeout_s=-1))
 
 

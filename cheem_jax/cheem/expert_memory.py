@@ -14,7 +14,8 @@ from cheem_jax.cheem.heads import padded
 from cheem_jax.cheem.saved_memory import open_memory, save_memory_task, with_task
 from cheem_jax.core.architecture import Architecture, to_strings
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import DenseExperts, Head, Memory, Pool, StoredExpert, TaskMemory
+from cheem_jax.core.pool import DenseExperts, Head, Pool, StoredExpert, TaskMemory
+from cheem_jax.core.pool import InternalMemory
 from cheem_jax.core.routing.config import RouterConfig, TaskStatistics
 from cheem_jax.core.routing.routers import Router, make_router
 from cheem_jax.core.routing.statistics import fit_statistics, num_kept
@@ -37,7 +38,7 @@ class ExpertMemory:
     ):
         self.executor, self.features, self.router = executor, features, router
         self.rank, self.batch_size = rank, batch_size
-        self.memory = self._before = Memory(executor.base_pool)
+        self.memory = self._before = InternalMemory(executor.base_pool)
         self._dense, self._index = DenseExperts(executor.base_pool, 0), make_router(router)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
@@ -177,7 +178,7 @@ class ExpertMemory:
         """Replace the memory by the saved one."""
         self.memory = self._placed(open_memory(root, self.executor.base_pool))
 
-    def _placed(self, memory: Memory) -> Memory:
+    def _placed(self, memory: InternalMemory) -> InternalMemory:
         """The same with its experts on all devices, so that no step has to send them there."""
         layout = self.executor.layout
         if not layout.is_many:

@@ -9,11 +9,12 @@ import numpy as np
 
 from cheem_jax.core.architecture import from_strings, to_strings
 from cheem_jax.core.ops import Expert, LowRank
-from cheem_jax.core.pool import Head, Memory, Pool, StoredExpert, TaskMemory, append, gone
+from cheem_jax.core.pool import Head, Pool, StoredExpert, TaskMemory, append, gone
+from cheem_jax.core.pool import InternalMemory
 from cheem_jax.run.checkpoint import Arrays, each_task, load_task, named, save_task, saved_tasks, task_directory
 
 
-def save_memory_task(root: Path, memory: Memory, index: int, rank: int) -> Path:
+def save_memory_task(root: Path, memory: InternalMemory, index: int, rank: int) -> Path:
     """Save what the task at `index` added to the memory; `rank` is that of its Adapt pairs."""
     task, number = memory.tasks[index], memory.numbers[index]
     arrays = {
@@ -38,7 +39,7 @@ def save_memory_task(root: Path, memory: Memory, index: int, rank: int) -> Path:
     return directory
 
 
-def save_forgotten(root: Path, memory: Memory, number: int) -> Path:
+def save_forgotten(root: Path, memory: InternalMemory, number: int) -> Path:
     """Save what is left of a forgotten task: the places of its experts, and those that others need; no name, no class.
 
     Opening the memory then gives every other expert the place that it has always had.
@@ -59,25 +60,25 @@ def save_forgotten(root: Path, memory: Memory, number: int) -> Path:
 FORGOTTEN = ".forgotten"
 
 
-def open_memory(root: Path, pool: Pool) -> Memory:
+def open_memory(root: Path, pool: Pool) -> InternalMemory:
     """The memory of all saved tasks, grown from the backbone's own pool by reading one small directory per task.
 
     Raises ValueError that names every corrupted task, not the first alone.
     """
-    opening, directories = _Opening(Memory(pool)), saved_tasks(root)
+    opening, directories = _Opening(InternalMemory(pool)), saved_tasks(root)
     for directory, (arrays, meta) in zip(directories, each_task(directories), strict=True):
         opening.add(directory, arrays, meta)
     return opening.memory()
 
 
-def with_task(memory: Memory, directory: Path) -> Memory:
+def with_task(memory: InternalMemory, directory: Path) -> InternalMemory:
     """A memory and the next task, as it is saved."""
     opening = _Opening(memory)
     opening.add(directory, *load_task(directory))
     return opening.memory()
 
 
-def open_usable(root: Path, pool: Pool) -> tuple[Memory, dict[str, str]]:
+def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]:
     """What of a corrupted memory still answers exactly as before, and why each other task does not, by directory.
 
     What builds on a corrupted task's experts is lost with it. The memory is for answering: its pool has gaps.
@@ -121,19 +122,19 @@ def open_usable(root: Path, pool: Pool) -> tuple[Memory, dict[str, str]]:
             absent.append(number)
         else:
             tasks.append(task)
-    return Memory(tuple(map(tuple, blocks)), tuple(tasks), tuple(absent)), lost
+    return InternalMemory(tuple(map(tuple, blocks)), tuple(tasks), tuple(absent)), lost
 
 
 class _Opening:
     """A memory that takes up saved tasks in place, so that many of them cost no more than each by itself."""
 
-    def __init__(self, memory: Memory):
+    def __init__(self, memory: InternalMemory):
         self._blocks = [list(block) for block in memory.pool]
         self._tasks, self._forgotten = list(memory.tasks), list(memory.forgotten)
 
-    def memory(self) -> Memory:
+    def memory(self) -> InternalMemory:
         """What it has become."""
-        return Memory(tuple(map(tuple, self._blocks)), tuple(self._tasks), tuple(self._forgotten))
+        return InternalMemory(tuple(map(tuple, self._blocks)), tuple(self._tasks), tuple(self._forgotten))
 
     def add(self, directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
         """The next task; raises ValueError naming its directory where it does not fit those before."""

@@ -47,27 +47,16 @@ class SeedsConfig:
     """The evolutionary search."""
 
 
-_SEEDED_BY = {
-    Phase.SUPERNET_INIT: "initialisation",
-    Phase.FINETUNE_INIT: "initialisation",
-    Phase.UPPER_BOUND_INIT: "initialisation",
-    Phase.METHOD_INIT: "initialisation",
-    Phase.SUPERNET_ORDER: "order",
-    Phase.FINETUNE_ORDER: "order",
-    Phase.UPPER_BOUND_ORDER: "order",
-    Phase.METHOD_ORDER: "order",
-    Phase.ALIGNMENT_ORDER: "order",
-    Phase.SUPERNET_MODE: "sampling",
-    Phase.SUPERNET_DRAW: "sampling",
-    Phase.SEARCH: "search",
-}
+_SEEDED_BY = {"INIT": "initialisation", "ORDER": "order", "MODE": "sampling", "DRAW": "sampling", "SEARCH": "search"}
+"""Which of these seeds a phase takes, by the last word of its name; others take the run's."""
 
 
 class Keys:
     """Every key of a run, by task and purpose."""
 
     def __init__(self, seed: int, seeds: SeedsConfig = SeedsConfig()):
-        own = {phase: getattr(seeds, _SEEDED_BY[phase]) if phase in _SEEDED_BY else None for phase in Phase}
+        named = {phase: _SEEDED_BY.get(phase.name.rpartition("_")[2], "") for phase in Phase}
+        own = {phase: getattr(seeds, name, None) for phase, name in named.items()}
         self._roots = {phase: jax.random.key(seed if other is None else other) for phase, other in own.items()}
 
     def at(self, task: int, phase: Phase, *position: int) -> jax.Array:

@@ -70,7 +70,7 @@ class TaskMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class InternalMemory:
     """The whole state of a continual learner: pool and tasks in the order in which they were learned.
 
     Every task that was ever learned has a number, which decides its PRNG keys and is the `origin` of its experts.
@@ -258,7 +258,7 @@ class Candidates(NamedTuple):
         )
 
 
-def candidates_of(memory: Memory, dense: DenseExperts) -> Candidates:
+def candidates_of(memory: InternalMemory, dense: DenseExperts) -> Candidates:
     """The candidates of the task that a memory learns next."""
     kept = memory.candidates()
     places = [{expert: place for place, expert in enumerate(block)} for block in kept]

@@ -1,9 +1,20 @@
-"""Batches of one shape: the last, partial one is padded and masked, so no data set needs a program of its own."""
+"""Batches of one shape, and parts of a batch side by side.
 
-from collections.abc import Iterator
-from typing import NamedTuple
+The last, partial batch is padded and masked, so no data set needs a program of its own. Between its large products a
+network does things that occupy one core of a CPU; two parts at once fill the gaps, and each part stays closer to its
+core. On an accelerator a batch is one part.
+"""
 
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import jax
 import numpy as np
+
+P = TypeVar("P")
+R = TypeVar("R")
 
 
 class Rows(NamedTuple):
@@ -28,3 +39,24 @@ def batches(order: np.ndarray, batch_size: int) -> Iterator[Rows]:
 def num_batches(num: int, batch_size: int) -> int:
     """Batches that `num` rows fill, the partial one included."""
     return -(-num // batch_size)
+
+
+NUM_AT_ONCE = 2
+"""Parts at a time: more would share the caches, and hold more activations."""
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="parts")
+
+
+def side_by_side(function: Callable[[P], R], parts: Sequence[P]) -> Iterator[R]:
+    """`function` of each part, in their order; it returns once its arrays are computed."""
+
+    def computed(part: P) -> R:
+        # programs are dispatched ahead of the work: without a bound all parts' activations would be held at once
+        return jax.block_until_ready(function(part))
+
+    if len(parts) == 1:
+        return iter([function(parts[0])])
+    return _threads().map(computed, parts)

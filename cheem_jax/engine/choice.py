@@ -50,28 +50,23 @@ class EngineConfig:
                 raise ValueError(f"engine {name} is {getattr(self, name)}; expected at least 1")
 
 
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """An executor's name and why it was taken, in words for the log."""
-
-    name: Name
-    reason: str
-
-
 def choose(
     config: EngineConfig, vit: ViTConfig, batch_size: int, platform: str | None = None, layout: Layout = ONE
-) -> Chosen:
-    """The executor of the settings; `auto` takes the fastest in the measurement nearest in FLOPs per device."""
+) -> tuple[Name, str]:
+    """The executor of the settings, and why it was taken, in words for the log.
+
+    `auto` takes the fastest in the measurement nearest in FLOPs per device.
+    """
     if config.executor != "auto":
-        return Chosen(config.executor, "as set")
+        return config.executor, "as set"
     platform = platform or jax.default_backend()
     known = [entry for entry in measurements() if entry["platform"] == platform]
     if not known:
-        return Chosen("stages", f"nothing was measured on {platform}; experiments/jit_profile.py measures it")
+        return "stages", f"nothing was measured on {platform}; experiments/jit_profile.py measures it"
     work = math.log(backbone_flops(vit) * max(batch_size // layout.num, 1))
     nearest = min(known, key=lambda entry: abs(math.log(entry["flops"]) - work))
     fastest = min(nearest["seconds"], key=nearest["seconds"].get)
-    return Chosen(fastest, f"the fastest measured for {nearest['name']} on {nearest['device']}")
+    return fastest, f"the fastest measured for {nearest['name']} on {nearest['device']}"
 
 
 def make_executor(
@@ -88,14 +83,15 @@ def make_executor(
     Raises ValueError where the memory for kept activations would not hold one batch.
     """
     shared: dict[str, Any] = {"token": token, "deterministic": config.deterministic, "layout": layout}
-    match choose(config, vit.config, batch_size, layout=layout).name:
+    name, reason = choose(config, vit.config, batch_size, layout=layout)
+    match name:
         case "stages":
             executor = Stages(vit, placement, **shared)
         case "whole":
             executor = Whole(vit, placement, **shared, programs=config.programs)
         case "scan":
             executor = Scan(vit, placement, **shared, steps_per_call=config.steps_per_call)
-    executor.budget = memory_budget(config.memory_gb)
+    executor.reason, executor.budget = reason, memory_budget(config.memory_gb)
     needed = kept_bytes(executor, batch_size, 0)
     if config.memory_gb and executor.budget < needed:
         raise ValueError(

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import platform
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +58,22 @@ def _on_event(event: str, **_: object) -> None:
 
 jax.monitoring.register_event_duration_secs_listener(_on_duration)
 jax.monitoring.register_event_listener(_on_event)
+
+
+class Mark(NamedTuple):
+    """A moment, to count seconds and compilations from."""
+
+    seconds: float
+    compiled: Compilations
+
+    @classmethod
+    def now(cls) -> "Mark":
+        return cls(time.perf_counter(), compilations())
+
+    def since(self) -> dict[str, Any]:
+        """The seconds and compilations since then, for the record."""
+        compiled = compilations().since(self.compiled)
+        return {"seconds": time.perf_counter() - self.seconds, "compile": compiled._asdict()}
 
 
 class NotKept(ValueError):

@@ -24,11 +24,10 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.vit import Block, ViT
 from cheem_jax.core.architecture import Architecture, Choice
-from cheem_jax.core.ops import Adapt, Expert, Learned, New, Op, Ops, Placement, Reuse, Skip
+from cheem_jax.core.ops import Adapt, Expert, New, Op, Placement, Reuse, Skip
 from cheem_jax.core.pool import Head, base_pool
 from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.layout import ONE, Layout
-from cheem_jax.engine.parts import side_by_side
 
 WORKING_SET = 5 * 2**20
 """Bytes of a block's widest activations (the plastic layer's input) above which a CPU gets slower per image."""
@@ -136,6 +135,8 @@ class Executor(abc.ABC):
     """Whether an architecture runs as a composition of compiled functions, one per op kind and place in it."""
     steps_per_call: int = 1
     """Training steps that one dispatch runs."""
+    reason: str = "as set"
+    """Why this executor was taken, in words for the log."""
     budget: int = 2**30
     """Bytes that may be spent on keeping what is computed again and again."""
 
@@ -238,23 +239,25 @@ class Executor(abc.ABC):
         """
         return batch_size
 
-    @abc.abstractmethod
-    def gradients(
-        self, ops: Ops, head: Head, batch: Batch, num_classes: int
-    ) -> tuple[jax.Array, dict[int, Learned], Head]:
-        """Weighted loss of one batch, its gradients per block that learns, and the head's gradient.
-
-        The loss is NaN where any of the gradients is non-finite.
-        Blocks before the batch's tokens are taken as done: whatever `ops` holds there is not looked at.
-        """
-
-    @abc.abstractmethod
     def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask) -> Iterator[Walked]:
         """Every network from the same tokens on, forward only, in any order."""
+        begin, values = self.resolve(tokens)
+        for index, network in enumerate(networks):
+            last, sums = self._forward(network[begin:], begin, self.num_blocks, values, mask)
+            yield Walked(index, last, [None] * begin + sums)
 
-    @abc.abstractmethod
     def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
         """The tokens of a later block of one network."""
+        # sums come along and nobody reads them: a mask of another kind would be another program
+        begin, values = self.resolve(tokens)
+        mask = np.zeros(values.shape[0], np.float32)
+        return Tokens(until, self._forward(network[begin:until], begin, until, values, mask)[0])
+
+    @abc.abstractmethod
+    def _forward(
+        self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
+    ) -> tuple[jax.Array, list[jax.Array | None]]:
+        """From the tokens of block `begin` to those of `until`, and each block's summed class token."""
 
     def train(
         self,
@@ -269,7 +272,8 @@ class Executor(abc.ABC):
         """One step per architecture; `learners` holds what each Adapt and New of them learns.
 
         What an architecture does not hold keeps its learner; so does everything where the loss or a gradient is
-        non-finite, and the loss returned is then NaN.
+        non-finite, and the loss returned is then NaN. Blocks before a batch's tokens are taken as done: whatever the
+        architecture holds there is not looked at.
         """
         learners, losses = dict(learners), []
         for architecture, step, rate in zip(architectures, steps, rates, strict=True):
@@ -281,16 +285,8 @@ class Executor(abc.ABC):
     def _train_step(
         self, learners: Learners, head: Any, architecture: Architecture, step: Step, rate: np.float32, setup: Setup
     ) -> tuple[Learners, Any, jax.Array]:
-        """The learners that changed, the head's, and the loss."""
-        ops = ops_of(architecture, setup.experts, learners)
-        results = side_by_side(lambda batch: self.gradients(ops, head.params, batch, setup.num_classes), step)
-        loss, grads, head_grad = next(results)
-        for more_loss, more_grads, more_head in results:
-            loss, head_grad = add(loss, more_loss), add(head_grad, more_head)
-            grads = {block: add(grad, more_grads[block]) for block, grad in grads.items()}
-        places = {(block, architecture[block]): grad for block, grad in grads.items()}
-        changed = {place: setup.update(learners[place], grad, rate, loss) for place, grad in places.items()}
-        return changed, setup.update(head, head_grad, rate, loss), loss
+        """The learners that changed, the head's, and the loss; only for `train` as it is here."""
+        raise NotImplementedError
 
     def programs_of(self, begin: int, skipped: Sequence[bool]) -> set[Hashable]:
         """What a forward pass from block `begin` on compiles, told apart by the blocks that it skips."""

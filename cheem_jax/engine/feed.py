@@ -65,34 +65,19 @@ def fed(feed: Feed, order: Sequence[np.ndarray]) -> Iterator[Tokens | Gather]:
     return feed.follow(order) if isinstance(feed, HostImages | Subset) else map(feed, order)
 
 
-class DeviceImages:
-    """uint8 images held on the device, gathered there by index and normalised inside the program.
+class Kept:
+    """What is kept of every image: tokens of one block, or where `block` is None the image itself.
 
-    The number of images is padded to a power of two, so that few programs serve all data sets.
+    On an accelerator the number of images is padded to a power of two, so that few programs serve all data sets; what
+    a batch needs is gathered there by index, and images are normalised inside the program.
     """
 
-    def __init__(self, layout: Layout, images: np.ndarray):
-        self.layout, self.images = layout, _on_device(layout, images)
-
-    def on(self, layout: Layout) -> "DeviceImages":
-        """The same on one of the devices."""
-        own = copy.copy(self)
-        own.images = self.layout.copy(self.images, self.layout.devices.index(layout.devices[0]))
-        return own
-
-    def __call__(self, rows: np.ndarray, /) -> Gather:
-        return Gather(None, self.images, np.asarray(rows, np.int32))
-
-
-class KeptTokens:
-    """Tokens of one block for every image, computed once."""
-
-    def __init__(self, layout: Layout, block: int, values: np.ndarray):
+    def __init__(self, layout: Layout, block: int | None, values: np.ndarray):
         self.block, self.layout = block, layout
         # a CPU's device memory is the host's, and numpy gathers without a program
         self.values = values if jax.default_backend() == "cpu" else _on_device(layout, values)
 
-    def on(self, layout: Layout) -> "KeptTokens":
+    def on(self, layout: Layout) -> "Kept":
         """The same on one of the devices."""
         own = copy.copy(self)
         own.layout = layout
@@ -102,6 +87,7 @@ class KeptTokens:
 
     def __call__(self, rows: np.ndarray, /) -> Tokens | Gather:
         if isinstance(self.values, np.ndarray):
+            assert self.block is not None, "a CPU keeps no images: the host has them"
             return Tokens(self.block, jnp.asarray(self.layout.joined(self.values[self.layout.mine(rows)])))
         return Gather(self.block, self.values, np.asarray(rows, np.int32))
 
@@ -113,7 +99,7 @@ def feed_on(feed: Feed, executor: Executor) -> Feed:
             return HostImages(executor, feed.images)
         case Subset():
             return Subset(feed_on(feed.feed, executor), feed.rows)
-        case DeviceImages() | KeptTokens():
+        case Kept():
             return feed.on(executor.layout)
     raise TypeError(f"{type(feed).__name__} is no feed that can be moved to one device")
 
@@ -139,7 +125,7 @@ def feed_images(executor: Executor, images: Images, budget: Budget) -> Feed:
         return HostImages(executor, images)
     held = next_power_of_two(len(images)) * math.prod(images.shape[1:])
     return (
-        DeviceImages(executor.layout, images)
+        Kept(executor.layout, None, images)
         if budget.take("images on the device", held)
         else HostImages(executor, images)
     )
@@ -160,7 +146,7 @@ def keep_tokens(
 
     Where they do not fit, or are kept already, `images` is returned: each step then goes on from there.
     """
-    if isinstance(images, KeptTokens) and images.block == len(prefix):
+    if isinstance(images, Kept) and images.block == len(prefix):
         return images
     held = num_images if jax.default_backend() == "cpu" else next_power_of_two(num_images)  # as `_on_device` pads
     if not budget.take(name, kept_bytes(executor, held, len(prefix))):
@@ -173,7 +159,7 @@ def keep_tokens(
             kept = np.empty((num_images, *values.shape[1:]), values.dtype)
         kept[batch.rows[: batch.size]] = values[: batch.size]
     assert kept is not None, "a data set holds at least one image"
-    return KeptTokens(executor.layout, len(prefix), kept)
+    return Kept(executor.layout, len(prefix), kept)
 
 
 def ahead(layout: Layout, work: Iterable[T], num: int = 2) -> Iterator[T]:

@@ -29,7 +29,6 @@ PORT = 8476
 CONNECT_SECONDS = 120
 SHUTDOWN_SECONDS = 15
 """How long a process that ends waits for the others: those may hang in a sum that it has left."""
-TEXT_BYTES = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,43 +195,22 @@ def together(work: Callable[[], Any]) -> Any:
     """
     if count() == 1:
         return work()
-    failure: Exception | None = None
-    found = None
     try:
         found = work()
-    except Exception as error:
-        failure = error
-    failed = largest(0 if failure is None else index() + 1) - 1
-    if failure is not None:
-        raise failure
-    if failed >= 0:
+    except Exception:
+        largest(index() + 1)
+        raise
+    if (failed := largest(0) - 1) >= 0:
         raise ValueError(f"process {failed} of {count()} has failed; its own log says why")
     return found
 
 
 def first_does(work: Callable[[], Any]) -> None:
-    """Work of the first process, after which all go on; its errors are raised by all.
+    """Work of the first process, after which all go on; an error of it ends all of them.
 
     What is written so can be read by everyone afterwards.
     """
-    if count() == 1:
-        work()
-        return
-    failure: Exception | None = None
-    if is_first():
-        try:
-            work()
-        except Exception as error:
-            failure = error
-    told = np.zeros(TEXT_BYTES, np.uint8)
-    if failure is not None:
-        text = (_one_line(failure) or type(failure).__name__).encode()[:TEXT_BYTES]
-        told[: len(text)] = np.frombuffer(text, np.uint8)
-    told = np.asarray(multihost_utils.broadcast_one_to_all(told))
-    if failure is not None:
-        raise failure
-    if text := told.tobytes().rstrip(b"\0").decode(errors="replace"):
-        raise ValueError(f"process 0 of {count()} has failed: {text}")
+    together(lambda: work() if is_first() else None)
 
 
 def in_order(work: Callable[[], Any]) -> Any:

@@ -25,14 +25,6 @@ from cheem_jax.engine.passes import read_on_the_way
 Route = Callable[[Float[np.ndarray, "N D"]], Int[np.ndarray, "N"]]
 
 
-class TaskNetwork(NamedTuple):
-    """A finished network with its (padded) head."""
-
-    network: Network
-    head: Head
-    num_classes: int
-
-
 class Outline(NamedTuple):
     """What can be said of a network without putting it together."""
 
@@ -52,22 +44,6 @@ class Networks(Protocol):
         ...
 
 
-class Given:
-    """Task networks that are there."""
-
-    def __init__(self, networks: Sequence[TaskNetwork]):
-        self.networks = networks
-        self.outlines = [Outline(tuple(step.code for step in task.network), task.num_classes) for task in networks]
-
-    def network(self, index: int) -> Network:
-        """See `Networks`."""
-        return self.networks[index].network
-
-    def head(self, index: int) -> Head:
-        """See `Networks`."""
-        return self.networks[index].head
-
-
 class Inferred(NamedTuple):
     """Per image the task and the class within it (-1 where a logit is no number)."""
 
@@ -82,14 +58,13 @@ class Inference:
         self,
         executor: Executor,
         base: Network,
-        networks: Networks | Sequence[TaskNetwork],
+        networks: Networks,
         *,
         batch_size: int,
         sizes: Sequence[int] | None = None,
         reads: RouterConfig = PAPER,
     ):
-        self.executor, self.base = executor, base
-        self.networks = networks if isinstance(networks, Networks) else Given(networks)
+        self.executor, self.base, self.networks = executor, base, networks
         self.batch_size, self.rows = batch_size, executor.rows(batch_size)
         depth = executor.num_blocks
         self._blocks, self._until = reads.blocks(depth), reads.until(depth)
@@ -102,30 +77,31 @@ class Inference:
     def __call__(self, feed: Feed, num: int, route: Route) -> Inferred:
         """Answers to `num` images."""
         found = Inferred(np.zeros(num, np.int32), np.zeros(num, np.int32))
-        for batch in batches(np.arange(num), self.batch_size):
-            features, reached = self._base(feed, batch.rows)
-            tasks = np.asarray(route(features), np.int32)[: batch.size]
-            found.tasks[batch.rows[: batch.size]] = tasks
-            for task in np.unique(tasks):
-                rows = np.flatnonzero(tasks == task)
-                found.classes[batch.rows[rows]] = self._answers(int(task), rows, reached)
+        for task, place, rows, reached in self._routed(feed, num, route):
+            found.tasks[place], found.classes[place] = task, self._answers(task, rows, reached)
         return found
 
     def features(self, feed: Feed, num: int, route: Route) -> Float[np.ndarray, "N D"]:
         """Features of each image by the network of its task; zeros where the route names none (-1)."""
         found = np.zeros((num, self.executor.config.width), np.float32)
+        for task, place, rows, reached in self._routed(feed, num, route):
+            if task >= 0:
+                groups = self._last_tokens(task, rows, reached)
+                found[place] = np.concatenate(
+                    [np.asarray(self.executor.features(last))[:size] for last, size in groups]
+                )
+        return found
+
+    def _routed(
+        self, feed: Feed, num: int, route: Route
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray, dict[int, np.ndarray | jax.Array]]]:
+        """Of each batch and each of its tasks: the task, its images, their rows in the batch, the base's tokens."""
         for batch in batches(np.arange(num), self.batch_size):
             features, reached = self._base(feed, batch.rows)
             tasks = np.asarray(route(features), np.int32)[: batch.size]
-            for task in np.unique(tasks[tasks >= 0]):
+            for task in np.unique(tasks).tolist():
                 rows = np.flatnonzero(tasks == task)
-                found[batch.rows[rows]] = np.concatenate(
-                    [
-                        np.asarray(self.executor.features(last))[:size]
-                        for last, size in self._last_tokens(int(task), rows, reached)
-                    ]
-                )
-        return found
+                yield task, batch.rows[rows], rows, reached
 
     def prepare(self, *, classify: bool = True) -> None:
         """Compile what any request can call, by answering blank images in groups of every size.

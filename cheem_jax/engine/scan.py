@@ -7,7 +7,7 @@ nothing before it learns, so the backward pass always runs to the first block.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -17,8 +17,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from cheem_jax.backbone.vit import Block, ViT
 from cheem_jax.core.architecture import Architecture, Choice
-from cheem_jax.core.ops import KINDS, Adapt, Expert, Learned, LowRank, New, Ops, Placement, Reuse, Skip
-from cheem_jax.core.pool import Head
+from cheem_jax.core.ops import KINDS, Adapt, Expert, LowRank, New, Placement, Reuse, Skip
 from cheem_jax.engine.executor import (
     Batch,
     Executor,
@@ -29,14 +28,11 @@ from cheem_jax.engine.executor import (
     Place,
     Setup,
     Step,
-    Token,
     Tokens,
     Trained,
     Update,
-    Walked,
     guard,
 )
-from cheem_jax.engine.layout import ONE, Layout
 
 T = TypeVar("T")
 SKIP = KINDS.index("skip")
@@ -78,44 +74,11 @@ class Scan(Executor):
 
     name = "scan"
 
-    def __init__(
-        self,
-        vit: ViT,
-        placement: Placement,
-        *,
-        token: Token = "component",
-        deterministic: bool = False,
-        layout: Layout = ONE,
-        steps_per_call: int = 8,
-    ):
-        super().__init__(vit, placement, token=token, deterministic=deterministic, layout=layout)
-        if steps_per_call < 1:
-            raise ValueError(f"steps_per_call is {steps_per_call}; expected at least 1")
+    def __init__(self, vit: ViT, placement: Placement, *, steps_per_call: int = 8, **settings: Any):
+        super().__init__(vit, placement, **settings)
         self.steps_per_call = steps_per_call
-        self._gradients = self.jit(self._gradients_of, static_argnums=0)
         self._train = self.jit(self._train_of, static_argnums=(0, 1))
-        self._forward = self.jit(self._forward_of, static_argnums=(0, 1))
-
-    def gradients(
-        self, ops: Ops, head: Head, batch: Batch, num_classes: int
-    ) -> tuple[jax.Array, dict[int, Learned], Head]:
-        """See `Executor.gradients`."""
-        begin, values = self.resolve(batch.tokens)
-        rank = next((op.pair.down.shape[1] for op in ops if isinstance(op, Adapt)), 1)
-        num_inputs, width = self.base_pool[0][0].params[0].shape
-        blank = LowRank(np.zeros((num_inputs, rank), np.float32), np.zeros((rank, width), np.float32))  # pyright: ignore[reportArgumentType]
-        experts = tuple(
-            self.base_pool[block][0].params if isinstance(op, Skip) else op.expert for block, op in enumerate(ops)
-        )
-        pairs = tuple(op.pair if isinstance(op, Adapt) else blank for op in ops)
-        kinds = np.array([KINDS.index(_kind(op)) for op in ops], np.int32)
-        loss, (expert_grads, pair_grads), head_grad = self._gradients(
-            begin, (self.leaves, self.blocks), kinds, experts, pairs, head, values, batch.labels, batch.weights,
-            np.int32(num_classes),
-        )  # fmt: skip
-        found = {block: {"adapt": pair_grads, "new": expert_grads}.get(_kind(op)) for block, op in enumerate(ops)}
-        grads = {block: tree[block] for block, tree in found.items() if tree is not None and block >= begin}
-        return loss, grads, head_grad
+        self._pass = self.jit(self._forward_of, static_argnums=(0, 1))
 
     def train(
         self,
@@ -189,28 +152,16 @@ class Scan(Executor):
         tokens = [self.resolve(source) for source in sources]
         return tokens[0].block, None, _stacked([found.values for found in tokens])
 
-    def walk(self, networks: Sequence[Network], tokens: Tokens, mask: Mask) -> Iterator[Walked]:
-        """Each network by itself, in the order given."""
-        begin, values = self.resolve(tokens)
-        for index, network in enumerate(networks):
-            last, sums = self._call_forward(network[begin:], begin, self.num_blocks, values, mask)
-            skipped = [step.expert is None for step in network[begin:]]
-            found = [None if skip else total for skip, total in zip(skipped, sums, strict=True)]
-            yield Walked(index, last, [None] * begin + found)
-
-    def advance(self, network: Network, tokens: Tokens, until: int) -> Tokens:
-        """See `Executor.advance`."""
-        begin, values = self.resolve(tokens)
-        mask = np.zeros(values.shape[0], np.float32)
-        return Tokens(until, self._call_forward(network[begin:until], begin, until, values, mask)[0])
-
-    def _call_forward(self, network: Network, begin: int, until: int, values, mask):
+    def _forward(
+        self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
+    ) -> tuple[jax.Array, list[jax.Array | None]]:
         if begin == until:
             return values, []
         base = [self.base_pool[begin + i][0].params for i in range(len(network))]
         experts = tuple(base[i] if step.expert is None else step.expert for i, step in enumerate(network))
         kinds = np.array([SKIP if step.expert is None else 0 for step in network], np.int32)
-        return self._forward(begin, until, (self.leaves, self.blocks), kinds, experts, values, mask)
+        last, sums = self._pass(begin, until, (self.leaves, self.blocks), kinds, experts, values, mask)
+        return last, [None if step.expert is None else total for step, total in zip(network, sums, strict=True)]
 
     # ---- what is compiled
 
@@ -262,13 +213,6 @@ class Scan(Executor):
         last, _ = self._run(frozen[1], drawn, z, begin, self.num_blocks, weights)
         return self.mean_loss(frozen[0], head, last, labels, weights, num_classes)
 
-    def _gradients_of(self, begin, frozen, kinds, experts, pairs, head, *data):
-        experts, pairs = _stack(experts), _stack(pairs)
-        loss = jax.value_and_grad(self._loss_of, argnums=(3, 4, 5))
-        value, (expert_grads, pair_grads, head_grad) = loss(begin, frozen, kinds, experts, pairs, head, *data)
-        value = guard(value, (expert_grads, pair_grads, head_grad))
-        return value, (_rows(expert_grads), _rows(pair_grads)), head_grad
-
     def _train_of(
         self, update: Update, block, frozen, tables: Slots, head, values, calls: Calls, num_classes
     ):  # fmt: skip
@@ -300,10 +244,6 @@ class Scan(Executor):
 
         (pairs, news, head), losses = jax.lax.scan(step, (pairs, _stack(tables.news), head), calls)
         return tuple(losses), [_rows(row) for row in _rows(pairs)], _rows(news), head
-
-
-def _kind(op) -> str:
-    return type(op).__name__.lower()
 
 
 def _slot(used: list[int], choice: Choice) -> int:

@@ -13,10 +13,27 @@ import jax
 import numpy as np
 
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.core.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
+from cheem_jax.core.architecture import Architecture
+from cheem_jax.core.ops import Expert, Learned, Ops, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.core.pool import Head
-from cheem_jax.engine.executor import WORKING_SET, Batch, Executor, Gather, Mask, Network, Token, Tokens, Walked, guard
-from cheem_jax.engine.layout import ONE, Layout
+from cheem_jax.engine.batches import side_by_side
+from cheem_jax.engine.executor import (
+    WORKING_SET,
+    Batch,
+    Dense,
+    Executor,
+    Gather,
+    Learners,
+    Mask,
+    Network,
+    Setup,
+    Step,
+    Tokens,
+    Walked,
+    add,
+    guard,
+    ops_of,
+)
 
 
 class Stages(Executor):
@@ -25,16 +42,9 @@ class Stages(Executor):
     name = "stages"
     composes = True
 
-    def __init__(
-        self,
-        vit: ViT,
-        placement: Placement,
-        *,
-        token: Token = "component",
-        deterministic: bool = False,
-        layout: Layout = ONE,
-    ):
-        super().__init__(vit, placement, token=token, deterministic=deterministic, layout=layout)
+    def __init__(self, vit: ViT, placement: Placement, **settings: Any):
+        super().__init__(vit, placement, **settings)
+        token = self.token
         block_of = self.block_of
 
         def enter(leaves, x, *, outputs):
@@ -89,15 +99,31 @@ class Stages(Executor):
         fitting = max(working_set // per_image, 1)
         return max(num for num in range(1, fitting + 1) if batch_size % num == 0)
 
+    def _train_step(
+        self, learners: Learners, head: Any, architecture: Architecture, step: Step, rate: np.float32, setup: Setup
+    ) -> tuple[Learners, Any, jax.Array]:
+        ops = ops_of(architecture, setup.experts, learners)
+        results = side_by_side(lambda batch: self.gradients(ops, head.params, batch, setup.num_classes), step)
+        loss, grads, head_grad = next(results)
+        for more_loss, more_grads, more_head in results:
+            loss, head_grad = add(loss, more_loss), add(head_grad, more_head)
+            grads = {block: add(grad, more_grads[block]) for block, grad in grads.items()}
+        places = {(block, architecture[block]): grad for block, grad in grads.items()}
+        changed = {place: setup.update(learners[place], grad, rate, loss) for place, grad in places.items()}
+        return changed, setup.update(head, head_grad, rate, loss), loss
+
     def gradients(
         self, ops: Ops, head: Head, batch: Batch, num_classes: int
     ) -> tuple[jax.Array, dict[int, Learned], Head]:
-        """See `Executor.gradients`; runs forward only up to the first op that learns."""
-        tokens = self.resolve(batch.tokens)
-        begin, z = tokens
+        """Weighted loss of one batch, its gradients per block that learns, and the head's gradient.
+
+        The loss is NaN where any of the gradients is non-finite. Runs forward only up to the first op that learns.
+        """
+        begin, z = self.resolve(batch.tokens)
         num = self.num_blocks
         first = next((i for i in range(begin, num) if learned_of(ops[i]) is not None), num)
-        _, z = self._run([_frozen(op) for op in ops[begin:first]], tokens, batch.weights)
+        frozen = [Dense(0, op.expert if isinstance(op, Reuse) else None) for op in ops[begin:first]]
+        z, _ = self._forward(frozen, begin, first, z, batch.weights)
         tape: list[Any] = []
         if first < num:
             z, vjp = self._linearise_first(self.blocks[first], ops[first], z, outputs=self.outputs[first])
@@ -142,20 +168,15 @@ class Stages(Executor):
             previous = network
             yield Walked(index, starts[num - begin].z, [None] * begin + sums)
 
-    def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
-        """See `Executor.advance`."""
-        # sums come along and nobody reads them: a mask of another kind would be another program
-        tokens = self.resolve(tokens)
-        mask = np.zeros(tokens.values.shape[0], np.float32)
-        return self._run([step.expert for step in network[tokens.block : until]], tokens, mask)
-
-    def _run(self, experts: Sequence[Expert | None], tokens: Tokens, mask: Mask) -> Tokens:
-        block, z = tokens
-        for expert in experts:
-            y, _ = self._finish(block, expert, Start(z), mask)
-            block += 1
-            z = self._enter_next(block, y)
-        return Tokens(block, z)
+    def _forward(
+        self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
+    ) -> tuple[jax.Array, list[jax.Array | None]]:
+        sums = []
+        for block, step in enumerate(network, begin):
+            y, total = self._finish(block, step.expert, Start(values), mask)
+            values = self._enter_next(block + 1, y)
+            sums.append(total)
+        return values, sums
 
     def _enter_next(self, block: int, x: jax.Array) -> jax.Array:
         # without work for attn_proj, where a block's choices differ from its first tokens on
@@ -180,7 +201,3 @@ class Start:
 
     z: jax.Array
     u: jax.Array | None = None
-
-
-def _frozen(op: Op) -> Expert | None:
-    return op.expert if isinstance(op, Reuse) else None

@@ -8,7 +8,7 @@ in the supernet nearly every draw is a new signature, and the counters show it.
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,18 @@ import numpy as np
 
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.core.architecture import Architecture
-from cheem_jax.core.ops import Expert, Learned, Op, Ops, Placement, Reuse, Skip, learned_of, with_learned
-from cheem_jax.core.pool import Head
+from cheem_jax.core.ops import Op, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.engine.executor import (
-    Batch,
     Executor,
-    Gather,
     Learners,
     Mask,
     Network,
     Setup,
     Step,
-    Token,
-    Tokens,
     Update,
-    Walked,
     guard,
     ops_of,
 )
-from cheem_jax.engine.layout import ONE, Layout
 
 
 class ProgramCache:
@@ -46,8 +39,6 @@ class ProgramCache:
     """
 
     def __init__(self, capacity: int, *, max_maps: int | None = None):
-        if capacity < 1:
-            raise ValueError(f"`programs` is {capacity}; the executor `whole` keeps at least 1 compiled function")
         self.capacity = capacity
         self.max_maps = memory_map_limit() // 2 if max_maps is None else max_maps
         self.hits = self.misses = self.evictions = 0
@@ -101,29 +92,9 @@ class Whole(Executor):
 
     name = "whole"
 
-    def __init__(
-        self,
-        vit: ViT,
-        placement: Placement,
-        *,
-        token: Token = "component",
-        deterministic: bool = False,
-        layout: Layout = ONE,
-        programs: int = 64,
-    ):
-        super().__init__(vit, placement, token=token, deterministic=deterministic, layout=layout)
+    def __init__(self, vit: ViT, placement: Placement, *, programs: int = 64, **settings: Any):
+        super().__init__(vit, placement, **settings)
         self.programs = ProgramCache(programs)
-
-    def gradients(
-        self, ops: Ops, head: Head, batch: Batch, num_classes: int
-    ) -> tuple[jax.Array, dict[int, Learned], Head]:
-        """See `Executor.gradients`."""
-        begin, values = self.resolve(batch.tokens)
-        loss, (learned, head_grad) = self.programs.call(
-            ("gradients", begin, self.layout.place), self.jit(self._gradients_of(begin)), self._frozen(begin),
-            tuple(ops[begin:]), head, values, batch.labels, batch.weights, np.int32(num_classes),
-        )  # fmt: skip
-        return loss, {begin + i: grad for i, grad in enumerate(learned) if grad is not None}, head_grad
 
     def _train_step(
         self, learners: Learners, head: Any, architecture: Architecture, step: Step, rate: np.float32, setup: Setup
@@ -143,22 +114,6 @@ class Whole(Executor):
         """See `Executor.programs_of`: one for all blocks together."""
         return {(begin, *skipped)}
 
-    def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask) -> Iterator[Walked]:
-        """Each network by itself, in the order given."""
-        begin, values = self.resolve(tokens)
-        num = self.num_blocks
-        for index, network in enumerate(networks):
-            experts = tuple(step.expert for step in network[begin:])
-            last, sums = self._forward(begin, num, experts, values, mask)
-            yield Walked(index, last, [None] * begin + list(sums))
-
-    def advance(self, network: Network, tokens: Tokens | Gather, until: int) -> Tokens:
-        """See `Executor.advance`."""
-        tokens = self.resolve(tokens)
-        mask = np.zeros(tokens.values.shape[0], np.float32)
-        experts = tuple(step.expert for step in network[tokens.block : until])
-        return Tokens(until, self._forward(tokens.block, until, experts, tokens.values, mask)[0])
-
     def counters(self) -> dict[str, Any]:
         """Hits, misses and evictions of the cache, and the seconds its misses took."""
         cache = self.programs
@@ -170,7 +125,9 @@ class Whole(Executor):
             "compile_seconds": cache.compile_seconds,
         }
 
-    def _forward(self, begin: int, until: int, experts: tuple[Expert | None, ...], values, mask):
+    def _forward(
+        self, network: Network, begin: int, until: int, values: jax.Array, mask: Mask
+    ) -> tuple[jax.Array, list[jax.Array | None]]:
         def forward(frozen, experts, values, mask):
             ops = [Skip() if expert is None else Reuse(expert) for expert in experts]
             last, components = self._run(frozen[1], ops, values, begin, until)
@@ -178,8 +135,9 @@ class Whole(Executor):
             return last, [None if c is None else mask @ t[:, 0] for t, (_, c) in zip(tokens, components, strict=True)]
 
         return self.programs.call(
-            ("forward", begin, until, self.layout.place), self.jit(forward), self._frozen(begin), experts, values, mask
-        )
+            ("forward", begin, until, self.layout.place), self.jit(forward), self._frozen(begin),
+            tuple(step.expert for step in network), values, mask,
+        )  # fmt: skip
 
     def _frozen(self, begin: int) -> tuple:
         return self.leaves, tuple(self.blocks[begin:])
@@ -199,24 +157,16 @@ class Whole(Executor):
                 z = following.enter(y, placement=self.placement, outputs=self.outputs[i + 1])
         return z, seen
 
-    def _gradients_of(self, begin: int):
-        def gradients(frozen, ops, head, values, labels, weights, num_classes):
-            def loss(learned, head):
+    def _step_of(self, begin: int, update: Update):
+        def step(frozen, ops, learners: tuple[Any, ...], head, values, labels, weights, num_classes, rate):
+            def loss_of(learned, params):
                 own = [with_learned(op, new) for op, new in zip(ops, learned, strict=True)]
                 last, _ = self._run(frozen[1], own, values, begin, self.num_blocks)
-                return self.mean_loss(frozen[0], head, last, labels, weights, num_classes)
+                return self.mean_loss(frozen[0], params, last, labels, weights, num_classes)
 
-            value, grads = jax.value_and_grad(loss, argnums=(0, 1))(tuple(learned_of(op) for op in ops), head)
-            return guard(value, grads), grads
-
-        return gradients
-
-    def _step_of(self, begin: int, update: Update):
-        gradients = self._gradients_of(begin)
-
-        def step(frozen, ops, learners: tuple[Any, ...], head, *rest):
-            *data, rate = rest
-            loss, (grads, head_grad) = gradients(frozen, ops, head.params, *data)
+            own = tuple(learned_of(op) for op in ops)
+            loss, (grads, head_grad) = jax.value_and_grad(loss_of, argnums=(0, 1))(own, head.params)
+            loss = guard(loss, (grads, head_grad))
             updated = tuple(
                 None if learner is None else update(learner, grad, rate, loss)
                 for learner, grad in zip(learners, grads, strict=True)

@@ -13,7 +13,7 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.task import check_names
 from cheem_jax.export import onnx_model, stablehlo, timm_weights
 from cheem_jax.export.checking import check, seconds_per_image
-from cheem_jax.export.programs import Artefact, Program, Subject, memory_program, num_bytes, task_program
+from cheem_jax.export.programs import Program, Subject, memory_program, num_bytes, task_program
 
 Format = Literal["stablehlo", "onnx", "timm"]
 SUFFIXES: dict[Format, str] = {"stablehlo": ".stablehlo", "onnx": ".onnx", "timm": ".safetensors"}
@@ -60,10 +60,20 @@ def export(subject: Subject, file: Path, kind: Format, *, task: str | None = Non
     if missing := [package for package in PACKAGES[kind] if importlib.util.find_spec(package) is None]:
         raise ValueError(f"{kind} needs {', '.join(missing)}; pip install 'cheem_jax[export]'")
     description = _description(subject, index, kind)
-    made = _make(subject, index, kind, description)
+    if kind != "timm" and (wanted := num_bytes(subject, index)) > LIMIT:
+        raise ValueError(f"weights of {wanted} bytes; a {kind} file contains less than 2 GiB, so export task by task")
+    size = subject.vit.config.image_size
+    match kind:
+        case "timm":
+            assert index is not None
+            made = timm_weights.make(subject, index, description)
+        case "onnx":
+            made = onnx_model.make(_program(subject, index), size, list(description["outputs"]), description)
+        case "stablehlo":
+            made = stablehlo.make(_program(subject, index), size)
     difference, compared = check(subject, index, made.run)
     # timm's weights do not compute by themselves
-    seconds = None if kind == "timm" else seconds_per_image(made.run, subject.vit.config.image_size)
+    seconds = None if kind == "timm" else seconds_per_image(made.run, size)
     notes = list(made.notes)
     if index is None:
         notes.append("each image runs the backbone once and its own task's network from the first difference on")
@@ -88,18 +98,6 @@ def _check_place(file: Path, description_file: Path | None, kind: Format, overwr
             raise ValueError(f"{place} is a folder; expected a file")
         if place.exists() and not overwrite:
             raise ValueError(f"{place} exists already; choose another file, or add --overwrite (overwrite=True)")
-
-
-def _make(subject: Subject, index: int | None, kind: Format, description: dict[str, Any]) -> Artefact:
-    if kind == "timm":
-        assert index is not None
-        return timm_weights.make(subject, index, description)
-    if (wanted := num_bytes(subject, index)) > LIMIT:
-        raise ValueError(f"weights of {wanted} bytes; a {kind} file contains less than 2 GiB, so export task by task")
-    program, size = _program(subject, index), subject.vit.config.image_size
-    if kind == "onnx":
-        return onnx_model.make(program, size, list(description["outputs"]), description)
-    return stablehlo.make(program, size)
 
 
 def _program(subject: Subject, index: int | None) -> Program:

@@ -24,7 +24,7 @@ from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cheem.saved_memory import save_forgotten, save_memory_task
 from cheem_jax.core.atomic import to_disk, write_atomically
 from cheem_jax.core.keys import SeedsConfig
-from cheem_jax.core.pool import Memory
+from cheem_jax.core.pool import InternalMemory
 from cheem_jax.memory.forgetting import changed_tasks
 from cheem_jax.run.checkpoint import saved_tasks
 from cheem_jax.run.differences import without_removed
@@ -124,7 +124,9 @@ def tasks_root(directory: Path, held: Mapping[str, Any]) -> Path:
     return checkpoints_of(directory, held["generation"]) / "cheem"
 
 
-def write_generation(directory: Path, config: MemoryConfig, before: Memory, after: Memory, rank: int) -> None:
+def write_generation(
+    directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory, rank: int
+) -> None:
     """The next generation, complete and on the disk; it counts once `config.json` says so.
 
     Tasks that did not change share their files with the generation before.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Memory, StoredExpert, dense_expert, gone
+from cheem_jax.core.pool import InternalMemory, StoredExpert, dense_expert, gone
 from cheem_jax.data.task import check_names
 
 
@@ -31,7 +31,7 @@ class Kept(NamedTuple):
 class Forgotten:
     """The memory without a task, and what became of its experts."""
 
-    memory: Memory = dataclasses.field(repr=False)
+    memory: InternalMemory = dataclasses.field(repr=False)
     number: int
     """Of the forgotten task; it is never used again."""
     removed: tuple[Place, ...]
@@ -44,7 +44,7 @@ class Forgotten:
     """Adapted experts that became full ones, so that what they descend from could go."""
 
 
-def forget(memory: Memory, name: str, *, erase: bool = False) -> Forgotten:
+def forget(memory: InternalMemory, name: str, *, erase: bool = False) -> Forgotten:
     """The memory without the named task.
 
     With `erase`, adapted experts that descend from its own, or from those of tasks forgotten before, become full
@@ -81,7 +81,7 @@ def forget(memory: Memory, name: str, *, erase: bool = False) -> Forgotten:
     return Forgotten(left, number, tuple(removed), tuple(in_use), tuple(ancestors), tuple(baked))
 
 
-def changed_tasks(before: Memory, after: Memory) -> list[int]:
+def changed_tasks(before: InternalMemory, after: InternalMemory) -> list[int]:
     """Numbers of the remaining tasks whose own experts are no longer what they were."""
     return [
         number

@@ -1,7 +1,6 @@
 """Memories made, begun with a run's tasks, and opened."""
 
 import dataclasses
-import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from cheem_jax.core.paths import absolute
 from cheem_jax.core.routing.centroids import calibrate, distances
 from cheem_jax.core.routing.statistics import fit_statistics
 from cheem_jax.data.task import Task, repeats
-from cheem_jax.engine.choice import EngineConfig, make_executor
+from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.memory.data import Data, tasks_of
 from cheem_jax.memory.directory import (
     BASE,
@@ -35,9 +34,9 @@ from cheem_jax.memory.directory import (
 from cheem_jax.memory.opened import OpenMemory
 from cheem_jax.run.checkpoint import save_task, saved_tasks
 from cheem_jax.run.directory import NAME
-from cheem_jax.run.method import Backbone, FrozenFeatures
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import Record, read
+from cheem_jax.run_config import base_means_of, networks_of
 
 ENGINE = EngineConfig()
 _BASE_NUMBER = 2**32 - 1
@@ -93,8 +92,7 @@ def create(
         pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **found})
         if keep_base:
             classes = _base_classes(own, pretrained.config.num_classes, base_classes)
-            executor = make_executor(vit, config.placement, engine, token=config.token, batch_size=config.batch_size)
-            features = FrozenFeatures(Backbone(executor, config.router), config.batch_size)
+            features = networks_of(pretrained, None, config, engine).router_features
             seed_of_base = Keys(seed).seed_at(_BASE_NUMBER, Phase.CENTROIDS)
             place = fit_statistics(features(own, "train"), own.train.labels, config.router, seed=seed_of_base)
             away = distances(features(own, "val"), [place.centroids], config.router)[:, 0]
@@ -148,10 +146,8 @@ def begin_with(
 
 def _check_means(run: OpenMemory) -> None:
     """New tasks have to be compared with the means that the run had. Raises ValueError where the weights lack them."""
-    held, config = read_config(run.directory), run.config
-    means = run.pretrained.base_means.get(f"{config.image_size}/{config.method.placement}/{config.method.token}")
-    found = None if means is None or config.method.base_means == "neutral" else means
-    known = None if found is None else hashlib.sha256(found.tobytes()).hexdigest()
+    held, precision = read_config(run.directory), run.engine.precision
+    known = base_means_of(run.pretrained, run.config.method, precision, images=None, progress=Progress()).means_sha256
     # what a run measured is known by its pictures, so that any means of the weights have to be taken for those
     if known is None if held.get("base_data_sha256") else known != held.get("base_means_sha256"):
         raise ValueError(

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from cheem_jax.backbone.params import build
+from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.learner import Cheem
@@ -21,17 +20,14 @@ from cheem_jax.cheem.saved_memory import open_memory as open_saved
 from cheem_jax.cheem.saved_memory import open_usable
 from cheem_jax.continual import RunContext, evaluate, learn_task
 from cheem_jax.core.architecture import Choice, to_strings
-from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.paths import absolute
-from cheem_jax.core.pool import DenseExperts, Head, TaskMemory
-from cheem_jax.core.pool import Memory as Pools
+from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, TaskMemory
 from cheem_jax.core.routing.centroids import calibrate, distances
 from cheem_jax.data.task import Task, check_names, repeats
 from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.engine.choice import EngineConfig, make_executor
-from cheem_jax.engine.executor import Executor
+from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.feed import memory_budget
 from cheem_jax.memory.data import Data, Picture, pixels_of, tasks_of
 from cheem_jax.memory.directory import (
@@ -50,11 +46,12 @@ from cheem_jax.report.status import Status
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.directory import hold
-from cheem_jax.run.method import Backbone, FrozenFeatures, Running
+from cheem_jax.run.method import Running
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.record import Record, read, to_json
-from cheem_jax.run.results import results_of
+from cheem_jax.run.record import Record, read
+from cheem_jax.run.results import write_results
 from cheem_jax.run.rolling import Rolling
+from cheem_jax.run_config import base_means_of, networks_of
 
 if TYPE_CHECKING:
     from cheem_jax.export import Exported, Format
@@ -107,18 +104,12 @@ class OpenMemory:
         """Why tasks cannot answer, by folder; None where a corrupted memory is not opened at all."""
         self.directory, self.config, self.pretrained, self.engine = directory, config, pretrained, engine
         self._root, self.is_run = root, root.parent.name == "checkpoints"
-        vit_config = dataclasses.replace(pretrained.config, precision=engine.precision)
-        method = config.method
-        self.vit = build(vit_config, pretrained.params)
-        self.executor: Executor = make_executor(
-            self.vit, method.placement, engine, token=method.token, batch_size=method.batch_size
-        )
-        place = f"{pretrained.config.image_size}/{method.placement}/{method.token}"
-        means = None if method.base_means == "neutral" else pretrained.base_means.get(place)
-        features = FrozenFeatures(Backbone(self.executor, method.router), method.batch_size)
-        self._learner = _Calibrated(self.executor, method, Keys(config.seed, config.seeds), means, features)
+        method, networks = config.method, networks_of(pretrained, None, config.method, engine)
+        self.executor = networks.executor
+        base = base_means_of(pretrained, method, engine.precision, images=None, progress=Progress())
+        keys = Keys(config.seed, config.seeds)
+        self._learner = _Calibrated(self.executor, method, keys, base.values, networks.router_features)
         self._predictors: dict[Any, Predictor] = {}
-        self._networks: dict[float | None, TaskNetworks] = {}
         self.refresh()
 
     def __repr__(self) -> str:
@@ -135,11 +126,7 @@ class OpenMemory:
             self._learner.memory = open_saved(self._root, self.executor.base_pool)
         else:
             self._read()
-        self._drop_predictors()
-
-    def _drop_predictors(self) -> None:
         self._predictors.clear()
-        self._networks.clear()
 
     def _read(self) -> None:
         held = read_config(self.directory)
@@ -162,8 +149,13 @@ class OpenMemory:
 
     # ---- what it knows
 
+    @functools.cached_property
+    def vit(self) -> ViT:
+        """The frozen backbone."""
+        return self.executor.vit_of(self.executor.leaves)
+
     @property
-    def pools(self) -> Pools:
+    def pools(self) -> InternalMemory:
         """The memory itself: experts per block, and what each task keeps."""
         return self._learner.memory
 
@@ -196,37 +188,23 @@ class OpenMemory:
 
     def info(self) -> dict[str, Any]:
         """What `cheem info` tells, as JSON values; bytes on the disk per task."""
-        sizes = dict(enumerate(map(_bytes_of, saved_tasks(self._root))))
-        costs = [self._learner.costs(index) for index in range(len(self.tasks))]
-        pool = self.pools.history()
+        sizes, tasks = dict(enumerate(map(_bytes_of, saved_tasks(self._root)))), []
+        for index, (task, kept) in enumerate(zip(self.tasks, self.pools.tasks, strict=True)):
+            cost = self._learner.costs(index)
+            own = {name: cost[name] for name in ("experts", "flops_executed", "params_added", "params_added_percent")}
+            own |= {"bytes": sizes.get(task.number, 0), "flops": cost["flops_method"]}
+            tasks.append({**task._asdict(), **own, "calibrated": kept.distances is not None})
+        told = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base", "learning")
         return {
             "directory": str(self.directory),
             "kind": "run" if self.is_run else "memory",
-            "backbone": self.config.backbone,
-            "image_size": self.config.image_size,
-            "weights_sha256": self.config.weights_sha256,
+            **{name: getattr(self.config, name) for name in told},
             "placement": self.config.method.placement,
-            "preset": self.config.preset,
-            "seed": self.config.seed,
-            "keeps_base": self.config.keeps_base,
             "lost": self.lost or {},
-            "learning": self.config.learning,
             "bytes": _bytes_of(self.directory),
-            "tasks": [
-                {
-                    **task._asdict(),
-                    "experts": cost["experts"],
-                    "bytes": sizes.get(task.number, 0),
-                    "flops": cost["flops_method"],
-                    "flops_executed": cost["flops_executed"],
-                    "params_added": cost["params_added"],
-                    "params_added_percent": cost["params_added_percent"],
-                    "calibrated": kept.distances is not None,
-                }
-                for task, cost, kept in zip(self.tasks, costs, self.pools.tasks, strict=True)
-            ],
+            "tasks": tasks,
             "forgotten": list(self.pools.forgotten),
-            "pool": pool,
+            "pool": self.pools.history(),
             "candidates": [list(block) for block in self.pools.candidates()],
         }
 
@@ -249,18 +227,14 @@ class OpenMemory:
         """
         place = (tuple(batch_sizes), top, open_set, task, memory_gb)
         if place not in self._predictors:
-            targets = self.targets
-            if memory_gb not in self._networks:  # shared, whatever else is asked of them
-                pool = self.pools.pool
-                experts = self._learner.dense if memory_gb is None else DenseExperts(pool, memory_budget(memory_gb))
-                self._networks[memory_gb] = TaskNetworks(experts, targets)
-            networks = self._networks[memory_gb]
+            targets, experts = self.targets, self._learner.dense
+            if memory_gb is not None:
+                experts = DenseExperts(self.pools.pool, memory_budget(memory_gb))
             if task is not None:
                 check_names([task], [target.name for target in targets], f"memory {str(self.directory)!r}")
-                networks = networks.of([task])
-                targets = networks.tasks
+                targets = tuple(target for target in targets if target.name == task)
             self._predictors[place] = Predictor(
-                self.executor, targets, networks, self.config.method.router,
+                self.executor, targets, TaskNetworks(experts, targets), self.config.method.router,
                 batch_sizes=batch_sizes, top=top, open_set=open_set,
             )  # fmt: skip
         return self._predictors[place]
@@ -399,7 +373,7 @@ class OpenMemory:
         )
         learn_task(task, number, self._learner, run, index=index)
         self._finish_learning()
-        self._drop_predictors()
+        self._predictors.clear()
 
     def _measure(self, tasks: Sequence[Task], run: RunContext) -> None:
         """Fill the record up: one measurement after each task, of those whose images are at hand."""
@@ -410,7 +384,7 @@ class OpenMemory:
             # after a later task was learned, what an earlier moment would have given can no longer be measured
             is_now = index == len(self.pools.tasks) - 1
             evaluate([at_hand.get(task.name) if is_now else None for task in learned], (self._learner,), run, 0.0)
-        self._write_results()
+        write_results(self.directory)
 
     def forget(self, name: str, *, erase: bool = False) -> Forgotten:
         """Drop a task and what only it uses; every other task answers as before.
@@ -480,7 +454,7 @@ class OpenMemory:
                 Record(self.directory).replace(kept)
             for place in (self.directory / name for name in DERIVED):
                 shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
-            self._write_results()
+            write_results(self.directory)
             self._write(forgetting=None)
         self._finish_learning()
         return self.config != before
@@ -549,14 +523,6 @@ class OpenMemory:
     def _write(self, **changes: Any) -> None:
         self.config = dataclasses.replace(self.config, **changes)
         write_config(self.directory, self.config)
-
-    def _write_results(self) -> None:
-        """`results.json`, as far as there is something to tell."""
-        entries = read(self.directory)
-        if any(entry["event"] == "evaluated" for entry in entries):
-            write_atomically(self.directory / "results.json", json.dumps(to_json(results_of(entries)), indent=1) + "\n")
-        else:
-            (self.directory / "results.json").unlink(missing_ok=True)
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -1,13 +1,54 @@
 """`results.json` from the record of a run: everything a table or figure shows, and nothing that was not measured."""
 
+import io
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cheem_jax.core import metrics
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.data.task import Task
+from cheem_jax.run.method import Answers
+from cheem_jax.run.record import read, to_json
 
 Entry = Mapping[str, Any]
+
+
+def accuracies(answers: Mapping[int, Answers], tasks: Mapping[int, Task], num: int) -> dict[str, Any]:
+    """Accuracy of one method on each of `num` tasks, task-agnostic and with the task ID given, and its routing."""
+    accuracy: list[float | None] = [None] * num
+    given: list[float | None] = [None] * num
+    for index, found in answers.items():
+        labels = tasks[index].test.labels
+        accuracy[index] = float(((found.chosen_task == index) & (found.chosen_class == labels)).mean())
+        given[index] = float((found.given_task == labels).mean())
+    none = np.zeros(0, np.int64)
+    true_tasks = np.concatenate([none, *(np.full(len(found.chosen_task), i) for i, found in answers.items())])
+    routed_tasks = np.concatenate([none, *(found.chosen_task for found in answers.values())])
+    return {
+        "accuracy": accuracy,
+        "local_accuracy": given,
+        "routing": metrics.routing_confusion(true_tasks, routed_tasks, num),
+    }
+
+
+def write_answers(directory: Path, answered: Mapping[str, np.ndarray]) -> None:
+    """`answers.npz`: the predictions of the run's own method for every test image so far, by task index."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{name: found.astype(np.int32) for name, found in answered.items()})  # pyright: ignore[reportArgumentType]
+    write_atomically(directory / "answers.npz", buffer.getvalue())
+
+
+def write_results(directory: Path) -> None:
+    """`results.json` from the record, as far as there is something to tell."""
+    entries, file = read(directory), directory / "results.json"
+    if any(entry["event"] == "evaluated" for entry in entries):
+        write_atomically(file, json.dumps(to_json(results_of(entries)), indent=1) + "\n")
+    else:
+        file.unlink(missing_ok=True)
 
 
 def results_of(entries: Sequence[Entry]) -> dict[str, Any]:

@@ -1,152 +1,34 @@
-"""From a request's body to pixels, within limits on what one request and all of them together may take."""
+"""What one request, and all of them together, may take of a server."""
 
-import contextlib
 import dataclasses
-import io
 import math
-from collections.abc import AsyncGenerator, Iterator
-
-import numpy as np
-from jaxtyping import UInt8
-from PIL import Image
-from starlette.datastructures import UploadFile
-from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect, Request
-
-from cheem_jax.data.decode import FORMATS, decode_image
-
-FORM = "multipart/form-data"
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What a server accepts."""
 
-    max_body_bytes: int = 10 * 2**20
-    """Bytes of a request's body."""
+    max_body_mb: float = 10
+    """Megabytes (2^20 bytes) of a request."""
     max_pixels: int = 40_000_000
     """Width times height of an image."""
     max_queue: int = 256
-    """Images that are in the server at one time, from the first byte to the answer."""
+    """Images in the server at one time; a request beyond them is refused with 429."""
+    timeout_s: float = 10
+    """Seconds until a request is answered; a body that takes longer ends in 408, an answer in 503."""
+    batch_wait_ms: float = 2
+    """Milliseconds that an image waits for others to be answered with."""
     max_batch: int = 32
-    """Images in one call of the predictor, and in one form."""
-    batch_wait_seconds: float = 0.002
-    """How long an image waits for others to be answered with."""
-    timeout_seconds: float = 10.0
-    """From a request's first byte to its answer."""
+    """Images that are answered together, and at most in one form."""
 
     def __post_init__(self) -> None:
-        wrong = [f"{name} is {value:g}" for name, value in vars(self).items() if not 0 <= value < math.inf]
-        wrong += [f"{name} is 0" for name, value in vars(self).items() if value == 0 and name != "batch_wait_seconds"]
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Limits)}
+        wrong = [f"{name} is {value:g}" for name, value in given.items() if not 0 <= value < math.inf]
+        wrong += [f"{name} is 0" for name, value in given.items() if value == 0 and name != "batch_wait_ms"]
         if wrong:
             raise ValueError(f"{'; '.join(wrong)}; expected finite numbers above 0")
 
-
-class Refused(HTTPException):
-    """A request that gets a sentence instead of a prediction; `reason` is the word that counts it."""
-
-    def __init__(self, status: int, reason: str, sentence: str, *, retry_after: int | None = None):
-        headers = None if retry_after is None else {"Retry-After": str(retry_after)}
-        super().__init__(status, sentence, headers)
-        self.reason = reason
-
-
-class Queue:
-    """Counts the images that are in the server."""
-
-    def __init__(self, size: int):
-        self.size, self.images = size, 0
-
-    @contextlib.contextmanager
-    def places(self, num: int) -> Iterator[None]:
-        """Places for so many images more; raises Refused (429) where they are not free."""
-        if self.images + num > self.size:
-            raise Refused(429, "queue_full", "too many images are waiting; try again in a second", retry_after=1)
-        self.images += num
-        try:
-            yield
-        finally:
-            self.images -= num
-
-
-class _FormInMemory(MultiPartParser):
-    # the body is limited already, and nothing that was sent is written to a disk
-    spool_max_size = 2**40
-
-
-def check_head(request: Request, limits: Limits) -> None:
-    """Refuses what the head alone tells, before anything is read."""
-    length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > limits.max_body_bytes:
-        raise _too_large(limits)
-    kind = _kind(request)
-    if kind and kind not in (FORM, "application/octet-stream") and not kind.startswith("image/"):
-        raise Refused(
-            415, "content_type",
-            f"a body of type {kind:.60} is not accepted; send the image as image/* or application/octet-stream, or "
-            "files in a form (curl -F image=@cat.jpg)",
-        )  # fmt: skip
-
-
-async def read_files(request: Request, limits: Limits) -> list[bytes]:
-    """The files in the body: one, or those of a form."""
-    try:
-        pieces = _pieces(request, limits)
-        if _kind(request) == FORM:
-            files = await _files_of_form(request, pieces, limits)
-        else:
-            files = [b"".join([piece async for piece in pieces])]
-    except ClientDisconnect:
-        raise Refused(499, "hung_up", "the client hung up") from None
-    if not all(files):
-        raise Refused(400, "no_image", "an empty file is not an image")
-    return files
-
-
-def decode(data: bytes, image_size: int, max_pixels: int, name: str) -> UInt8[np.ndarray, "S S 3"]:
-    """The pixels; Refused with 413 for too many of them and with 400 for what is not an image."""
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            num, text = image.width * image.height, f"{image.width} x {image.height} pixels are"
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):  # the latter where warnings are errors
-        num, text = max_pixels + 1, "so many pixels are"
-    except Exception:  # what is wrong is said below
-        num, text = 0, ""
-    if num > max_pixels:
-        raise Refused(413, "pixels", f"{name}: {text} too many; send at most {max_pixels / 1e6:g} megapixels")
-    try:
-        return decode_image(data, image_size, name=name)
-    except ValueError as error:
-        raise Refused(400, "no_image", str(error)) from error
-
-
-async def _pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes, None]:
-    """The body as it comes, counted."""
-    total = 0
-    async for piece in request.stream():
-        total += len(piece)
-        if total > limits.max_body_bytes:
-            raise _too_large(limits)
-        yield piece
-
-
-async def _files_of_form(request: Request, pieces: AsyncGenerator[bytes, None], limits: Limits) -> list[bytes]:
-    try:
-        parser = _FormInMemory(request.headers, pieces, max_files=limits.max_batch, max_fields=limits.max_batch)
-        form = await parser.parse()
-    except MultiPartException as error:
-        raise Refused(400, "form", f"the form cannot be read: {error.message}") from error
-    files = [await value.read() for _, value in form.multi_items() if isinstance(value, UploadFile)]
-    await form.close()
-    if not files:
-        raise Refused(400, "form", "the form has no file; send one with a file name (curl -F image=@cat.jpg)")
-    return files
-
-
-def _kind(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
-def _too_large(limits: Limits) -> Refused:
-    return Refused(413, "body_size", f"the body is too large; send at most {limits.max_body_bytes / 2**20:g} MB")
+    @property
+    def max_body_bytes(self) -> int:
+        """Bytes of a request's body."""
+        return int(self.max_body_mb * 2**20)

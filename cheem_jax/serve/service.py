@@ -4,27 +4,28 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import UInt8
 from starlette.requests import Request
 
 from cheem_jax.memory.predictor import Prediction, Predictor
-from cheem_jax.serve.limits import Limits, Queue, Refused, check_head, decode, read_files
+from cheem_jax.serve.limits import Limits
 from cheem_jax.serve.metrics import Metrics
+from cheem_jax.serve.reading import Refused, check_head, decode, read_files
 
 log = logging.getLogger(__name__)
 
 
 class Service:
-    """Answers from the moment that `running` has compiled everything."""
+    """Answers from the moment that `running` has compiled everything; images of many clients share a batch."""
 
     def __init__(self, predictor: Predictor, limits: Limits, paths: tuple[str, ...]):
-        self.predictor, self.limits, self.queue = predictor, limits, Queue(limits.max_queue)
-        self.metrics = Metrics(paths, lambda: self.queue.images, predictor.counters)
+        self.predictor, self.limits = predictor, limits
+        self.num_images = 0
+        """Images in the server that are not answered yet."""
+        self.metrics = Metrics(paths, lambda: self.num_images, predictor.counters)
         self.is_warm = False
         self.failure: Exception | None = None
         """Why warming up failed."""
@@ -32,12 +33,12 @@ class Service:
         """Called once, after warming up or when it failed."""
         self._decoders = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "cheem-decode")
         self._thread = ThreadPoolExecutor(1, "cheem-predict")
-        self._batcher = Batcher(self._predict, limits)
+        self._waiting: asyncio.Queue[tuple[np.ndarray, asyncio.Future[Prediction]]] = asyncio.Queue()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Warms up and answers until this is left."""
-        tasks = [asyncio.create_task(self._warm_up()), asyncio.create_task(self._batcher.run(self._thread))]
+        tasks = [asyncio.create_task(self._warm_up()), asyncio.create_task(self._answer_batches())]
         try:
             yield
         finally:
@@ -58,24 +59,31 @@ class Service:
             self.is_warm = True
         self.on_warm()
 
-    def _predict(self, images: np.ndarray) -> list[Prediction]:
-        self.metrics.batches.observe(len(images))
-        return self.predictor(images)
+    @contextlib.contextmanager
+    def _places(self, num: int) -> Iterator[None]:
+        """Places for so many images more; raises Refused (429) where they are not free."""
+        if self.num_images + num > self.limits.max_queue:
+            raise Refused(429, "queue_full", "too many images are waiting; try again in a second", retry_after=1)
+        self.num_images += num
+        try:
+            yield
+        finally:
+            self.num_images -= num
 
     async def answer(self, request: Request) -> list[Prediction]:
         """The answers to the images in the body; raises Refused for everything that gets none."""
         if not self.is_warm:
             raise Refused(503, "not_ready", "the server is not ready; try again in a second", retry_after=1)
         check_head(request, self.limits)
-        seconds = self.limits.timeout_seconds
+        seconds = self.limits.timeout_s
         until = asyncio.get_running_loop().time() + seconds
-        with self.queue.places(1):
+        with self._places(1):
             try:
                 async with asyncio.timeout_at(until):
                     files = await read_files(request, self.limits)
             except TimeoutError:
                 raise Refused(408, "slow_body", f"the body did not arrive within {seconds:g} s") from None
-            with self.queue.places(len(files) - 1):
+            with self._places(len(files) - 1):
                 try:
                     async with asyncio.timeout_at(until):
                         return await self._answers(files)
@@ -96,58 +104,43 @@ class Service:
             for data, name in zip(files, names, strict=True)
         ]
         files.clear()
-        return await asyncio.gather(*map(self._batcher.submit, images))
+        answers: list[asyncio.Future[Prediction]] = [loop.create_future() for _ in images]
+        for waiting in zip(images, answers, strict=True):
+            self._waiting.put_nowait(waiting)
+        return await asyncio.gather(*answers)
 
+    async def _answer_batches(self) -> None:
+        """Collects images for a moment and predicts them in one call, until it is cancelled.
 
-class _Waiting(NamedTuple):
-    image: UInt8[np.ndarray, "S S 3"]
-    answer: asyncio.Future[Prediction]
-
-
-class Batcher:
-    """Collects images of many clients for a moment and gives them to `predict` in one call."""
-
-    def __init__(self, predict: Callable[[np.ndarray], Sequence[Prediction]], limits: Limits):
-        self._predict, self._limits = predict, limits
-        self._waiting: asyncio.Queue[_Waiting] = asyncio.Queue()
-
-    async def submit(self, image: UInt8[np.ndarray, "S S 3"]) -> Prediction:
-        """The image's answer; an image whose request has ended is not predicted any more.
-
-        Raises what the predictor raised, and Refused where the batcher ends first.
+        An image whose request has ended is not predicted any more.
         """
-        answer: asyncio.Future[Prediction] = asyncio.get_running_loop().create_future()
-        self._waiting.put_nowait(_Waiting(image, answer))
-        return await answer
-
-    async def run(self, thread: ThreadPoolExecutor) -> None:
-        """Answers until it is cancelled."""
-        batch: list[_Waiting] = []
+        batch: list[tuple[np.ndarray, asyncio.Future[Prediction]]] = []
         try:
             while True:
                 batch = [await self._waiting.get()]
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._limits.batch_wait_seconds):
-                        while len(batch) < self._limits.max_batch:
+                    async with asyncio.timeout(self.limits.batch_wait_ms / 1000):
+                        while len(batch) < self.limits.max_batch:
                             batch.append(await self._waiting.get())
-                batch = [waiting for waiting in batch if not waiting.answer.done()]
+                batch = [(image, answer) for image, answer in batch if not answer.done()]
                 if not batch:
                     continue
-                images = np.stack([waiting.image for waiting in batch])
+                self.metrics.batches.observe(len(batch))
+                images = np.stack([image for image, _ in batch])
                 try:
-                    answers = await asyncio.get_running_loop().run_in_executor(thread, self._predict, images)
-                    for waiting, answer in zip(batch, answers, strict=True):
-                        if not waiting.answer.done():
-                            waiting.answer.set_result(answer)
+                    found = await asyncio.get_running_loop().run_in_executor(self._thread, self.predictor, images)
+                    for (_, answer), prediction in zip(batch, found, strict=True):
+                        if not answer.done():
+                            answer.set_result(prediction)
                 except Exception as error:
-                    self._fail(batch, error)
+                    _fail(batch, error)
         finally:
             while not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
-            self._fail(batch, Refused(503, "not_ready", "the server is shutting down"))
+            _fail(batch, Refused(503, "not_ready", "the server is shutting down"))
 
-    @staticmethod
-    def _fail(batch: Sequence[_Waiting], error: Exception) -> None:
-        for waiting in batch:
-            if not waiting.answer.done():
-                waiting.answer.set_exception(error)
+
+def _fail(batch: list[tuple[np.ndarray, asyncio.Future[Prediction]]], error: Exception) -> None:
+    for _, answer in batch:
+        if not answer.done():
+            answer.set_exception(error)

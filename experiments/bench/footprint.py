@@ -25,7 +25,7 @@ from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.training import SupernetFit, make_step, train_step
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import decode
-from cheem_jax.core.pool import DenseExperts, Memory
+from cheem_jax.core.pool import DenseExperts, InternalMemory
 from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.stages import Stages

@@ -38,7 +38,7 @@ from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.cheem.training import prepare, step_of
 from cheem_jax.cli.main import parse
 from cheem_jax.core.keys import Keys
-from cheem_jax.core.pool import DenseExperts, Memory
+from cheem_jax.core.pool import DenseExperts, InternalMemory
 from cheem_jax.core.routing.centroids import CentroidIndex, normalise
 from cheem_jax.core.routing.config import Metric, RouterConfig
 from cheem_jax.data.demo import demo_stream
@@ -135,13 +135,13 @@ def fill(root: Path, vit: Pretrained, num_tasks: int) -> list[int]:
     seen = np.concatenate([pictures(task, NUM_CENTROIDS, size) for task in range(num_tasks)])
     centroids = np.split(normalise(features.compute(seen)), num_tasks)
     pairs = zip(memory.tasks, centroids, strict=True)
-    memory = Memory(memory.pool, tuple(dataclasses.replace(task, centroids=own) for task, own in pairs))
+    memory = InternalMemory(memory.pool, tuple(dataclasses.replace(task, centroids=own) for task, own in pairs))
     for index in range(num_tasks):
         save_memory_task(root, memory, index, RANK)
     return [added_bytes(memory, index) for index in range(num_tasks)]
 
 
-def added_bytes(memory: Memory, index: int) -> int:
+def added_bytes(memory: InternalMemory, index: int) -> int:
     """Bytes of the arrays that a task added: its experts, head, means and centroids."""
     task, own = memory.tasks[index], [stored.params for stored in memory.added(index).values()]
     return sum(leaf.nbytes for leaf in jax.tree.leaves((own, task.head, task.means, task.centroids)))
@@ -188,7 +188,7 @@ def measure_tasks(folder: str, num_tasks: int, quick: bool) -> dict[str, Any]:
     return {**found, "programs": since.programs + since.cached}
 
 
-def routing(memory: Memory, width: int) -> dict[str, float]:
+def routing(memory: InternalMemory, width: int) -> dict[str, float]:
     """Seconds to infer the task of 1,000 images by the index, and by comparing task by task as a check."""
     features = np.random.default_rng(1).normal(size=(NUM_ROUTED, width)).astype(np.float32)
     centroids = [task.centroids for task in memory.tasks]
@@ -204,7 +204,7 @@ def routing(memory: Memory, width: int) -> dict[str, float]:
     return {**found, **seconds.found}
 
 
-def answering(executor: Stages, memory: Memory, size: int) -> dict[str, Any]:
+def answering(executor: Stages, memory: InternalMemory, size: int) -> dict[str, Any]:
     """Seconds and memory with few bytes of merged experts kept, and with all of them; the answers are compared."""
     num = len(memory.tasks)
     chosen = np.linspace(0, num - 1, NUM_ASKED).astype(int)
@@ -245,7 +245,7 @@ def learning(cheem: Cheem) -> dict[str, Any]:
     }
 
 
-def stepping(executor: Stages, memory: Memory) -> dict[str, Any]:
+def stepping(executor: Stages, memory: InternalMemory) -> dict[str, Any]:
     """Seconds of a step in supernets over the memory's experts and over the backbone's alone, in turns."""
     images, labels = measure.random_images(BATCH, executor.config), np.arange(BATCH, dtype=np.int32) % NUM_CLASSES
     (batch,) = batches(np.arange(BATCH), BATCH)

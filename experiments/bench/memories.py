@@ -13,16 +13,16 @@ from cheem_jax.cheem.expert_memory import dense_task_network
 from cheem_jax.cheem.hee import exploit_table
 from cheem_jax.core.architecture import Choice, decode
 from cheem_jax.core.ops import Expert, LowRank
-from cheem_jax.core.pool import Head, Memory, TaskMemory, dense_experts, grow, pool_sizes
+from cheem_jax.core.pool import Head, InternalMemory, TaskMemory, dense_experts, grow, pool_sizes
 from cheem_jax.engine.executor import Dense, Executor
 
 NUM_CLASSES, RANK = 10, 16
 
 
-def sampled_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: int = 0) -> Memory:
+def sampled_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: int = 0) -> InternalMemory:
     """A memory of tasks whose architectures are sampled as the exploiting sampler would, and not trained."""
     rng, width = np.random.default_rng(seed), executor.config.width
-    memory = Memory(executor.base_pool)
+    memory = InternalMemory(executor.base_pool)
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(0.02 * rng.normal(size=shape), jnp.float32)
@@ -41,24 +41,24 @@ def sampled_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed
         means, centroids = (rng.normal(size=(num, width)).astype(np.float32) for num in (executor.num_blocks, 5))
         names = tuple(f"class {i}" for i in range(NUM_CLASSES))
         head = Head(jnp.zeros((width, NUM_CLASSES)), jnp.zeros(NUM_CLASSES))
-        memory = Memory(
+        memory = InternalMemory(
             pool, (*memory.tasks, TaskMemory(f"task {index}", names, architecture, used, head, means, centroids))
         )
     return memory
 
 
-def experts_used(memory: Memory) -> list[tuple[int | None, ...]]:
+def experts_used(memory: InternalMemory) -> list[tuple[int | None, ...]]:
     """By the base network and by every task's, block by block."""
     return [(0,) * len(memory.pool), *(task.experts for task in memory.tasks)]
 
 
-def networks_of(memory: Memory) -> list[list[Dense]]:
+def networks_of(memory: InternalMemory) -> list[list[Dense]]:
     """The base network and every task's."""
     experts = dense_experts(memory.pool)
     return [dense_task_network(experts, used) for used in experts_used(memory)]
 
 
-def sampled_table(rng: np.random.Generator, memory: Memory) -> np.ndarray:
+def sampled_table(rng: np.random.Generator, memory: InternalMemory) -> np.ndarray:
     """The exploiting table of sampled similarities: an earlier network is near or far in all blocks alike."""
     earlier, sizes = experts_used(memory), pool_sizes(memory.pool)
     near = rng.uniform(-1, 1, (len(earlier), 1)) + 0.3 * rng.normal(size=(len(earlier), len(sizes)))

@@ -9,7 +9,7 @@ FLOPs alone would allow (attention products included, the last block for the CLS
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,13 @@ from cheem_jax.cheem.training import (
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Head, Memory, pool_sizes
+from cheem_jax.core.pool import Head, InternalMemory, pool_sizes
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Dense, Executor, Network
 from cheem_jax.engine.feed import Feed, HostImages
-from cheem_jax.engine.inference import Inference, TaskNetwork, bucket_sizes, pieces
+from cheem_jax.engine.inference import Inference, Outline, bucket_sizes, pieces
 from cheem_jax.engine.passes import count_right, token_means
 from cheem_jax.run.method import base_network
 from experiments.bench import measure
@@ -259,8 +259,7 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
         rng = np.random.default_rng(6)
         tasks = rng.integers(0, len(networks), num)
         heads = [Head(jnp.asarray(rng.normal(size=(config.width, 32)), jnp.float32), jnp.zeros(32)) for _ in networks]
-        finished = [TaskNetwork(n, h, NUM_CLASSES) for n, h in zip(networks, heads, strict=True)]
-        inference = Inference(executor, base_network(executor), finished, batch_size=num)
+        inference = Inference(executor, base_network(executor), Given(networks, heads, NUM_CLASSES), batch_size=num)
         inference.prepare()
         times = compare(
             lambda inference=inference, tasks=tasks: resumed(inference, images, tasks),
@@ -276,6 +275,27 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
         goal = INFERENCE if networks is planted else None
         rows.append(shared_row(f"inference with the task unknown, {what}, {name}", medians(times), counted, goal, note))
     return rows
+
+
+class Given(NamedTuple):
+    """Finished networks with their (padded) heads, as `Inference` takes them."""
+
+    networks: Sequence[Network]
+    heads: Sequence[Head]
+    num_classes: int
+
+    @property
+    def outlines(self) -> list[Outline]:
+        """See `Networks`."""
+        return [Outline(tuple(step.code for step in network), self.num_classes) for network in self.networks]
+
+    def network(self, index: int) -> Network:
+        """See `Networks`."""
+        return self.networks[index]
+
+    def head(self, index: int) -> Head:
+        """See `Networks`."""
+        return self.heads[index]
 
 
 def resumed(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.ndarray:

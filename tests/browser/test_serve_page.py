@@ -22,7 +22,7 @@ def expect(place):
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving(Colours(), Limits(max_body_bytes=2**18)) as server:
+    with serving(Colours(), Limits(max_body_mb=0.25)) as server:
         yield server
 
 

@@ -902,7 +902,7 @@ def checkpoints(folder: Path) -> Attempts:
     import small
 
     from cheem_jax.cheem.saved_memory import open_memory, save_memory_task
-    from cheem_jax.core.pool import Head, Memory, TaskMemory, base_pool
+    from cheem_jax.core.pool import Head, InternalMemory, TaskMemory, base_pool
     from cheem_jax.run.checkpoint import MANIFEST, content_hash, load_manifest, load_meta, load_task, saved_tasks
 
     pool = base_pool(small.backbone().experts("mlp_down"))
@@ -917,7 +917,7 @@ def checkpoints(folder: Path) -> Attempts:
     head = Head(jax.numpy.asarray(numbers[:16, :3]), jax.numpy.asarray(numbers[0, :3]))
     task = TaskMemory("first", ("a", "b", "c"), architecture, experts, head, numbers[:4], numbers[:5])
     root = folder / "checkpoints"
-    place = save_memory_task(root, Memory(grown, (task,)), 0, 2)
+    place = save_memory_task(root, InternalMemory(grown, (task,)), 0, 2)
     files = {str(file.relative_to(place)): file.read_bytes() for file in place.rglob("*") if file.is_file()}
     arrays, meta = load_task(place)
 

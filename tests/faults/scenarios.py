@@ -13,7 +13,7 @@ from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.ops import Expert, LowRank
-from cheem_jax.core.pool import Head, Memory, StoredExpert, TaskMemory, grow
+from cheem_jax.core.pool import Head, InternalMemory, StoredExpert, TaskMemory, grow
 from cheem_jax.run.checkpoint import load_manifest, load_task, save_task, saved_tasks
 from cheem_jax.run.directory import claim, hold
 from cheem_jax.run.record import Record, read
@@ -31,17 +31,17 @@ class Scenario(NamedTuple):
     """Whether the write may follow itself without changing what is there."""
 
 
-def memory(num_tasks: int = 2) -> Memory:
+def memory(num_tasks: int = 2) -> InternalMemory:
     """Two tasks with random arrays over a backbone of four blocks; nothing is computed."""
     base = [StoredExpert(Expert(jnp.full((64, 16), float(block)), jnp.zeros(16)), None, None) for block in range(4)]
-    grown = Memory(tuple((expert,) for expert in base))
+    grown = InternalMemory(tuple((expert,) for expert in base))
     texts = (["adapt:0", "new", "reuse:0", "skip"], ["adapt:1", "reuse:1", "skip", "new"])
     for index, names in enumerate(texts[:num_tasks]):
         grown = _grown(grown, index, names)
     return grown
 
 
-def _grown(before: Memory, index: int, texts: list[str]) -> Memory:
+def _grown(before: InternalMemory, index: int, texts: list[str]) -> InternalMemory:
     rng = np.random.default_rng(index)
 
     def draw(*shape: int) -> Any:
@@ -56,7 +56,7 @@ def _grown(before: Memory, index: int, texts: list[str]) -> Memory:
     pool, experts = grow(before.pool, architecture, learned, index)
     head, means, centroids = Head(draw(16, 3), draw(3)), np.asarray(draw(4, 16)), np.asarray(draw(5, 16))
     name = f"task {index}"
-    return Memory(
+    return InternalMemory(
         pool, (*before.tasks, TaskMemory(name, ("a", "b", "c"), architecture, experts, head, means, centroids))
     )
 
@@ -106,7 +106,7 @@ RUN = {"seed": 0, "tasks": ["a", "b"], "rates": [0.1] * 20}
 
 
 @functools.cache
-def _two_tasks() -> Memory:
+def _two_tasks() -> InternalMemory:
     return memory()
 
 
