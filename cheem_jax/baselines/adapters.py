@@ -5,7 +5,7 @@ starts at 0, so a network with new adapters is the plain backbone. (AdaptFormer:
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,16 @@ from jaxtyping import Array, Float
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.backbone.vit import Adapter, ViT
-from cheem_jax.baselines.baseline import OneHead, plain_flops
+from cheem_jax.baselines.baseline import OneHead
 from cheem_jax.baselines.fitting import Init, Inputs
 from cheem_jax.baselines.settings import at_least_one, positive, shares
 from cheem_jax.cheem.heads import grow_head
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import Precision, product
-from cheem_jax.core.keys import Keys, Phase, next_power_of_two
+from cheem_jax.core.keys import Phase, next_power_of_two
+from cheem_jax.data.task import Task
 from cheem_jax.engine.passes import Advance, unwatched
-from cheem_jax.run.method import Networks
 
 Optimizer = Literal["adam", "sgd"]
 
@@ -63,15 +63,13 @@ class AdapterConfig:
 class AdapterBaseline(OneHead):
     """A frozen backbone with adapters, and heads on its features."""
 
-    config: AdapterConfig
-
-    def __init__(self, networks: Networks, config: Any, keys: Keys, num_tasks: int):
-        super().__init__(networks, config, keys, num_tasks)
-        executor = self.executor
+    def build(self) -> None:
+        """See `Baseline.build`."""
+        executor, config = self.executor, self.config
 
         @executor.jit
-        def features(adapters, leaves, images):
-            return adapted_features(executor.vit_of(leaves), adapters, images, config)
+        def features(adapters, leaves, inputs):
+            return adapted_features(executor.vit_of(leaves), adapters, inputs["images"], config)
 
         self._features = features
 
@@ -79,17 +77,16 @@ class AdapterBaseline(OneHead):
         self, adapters: Adapters, images: Images, advance: Advance = unwatched
     ) -> Float[np.ndarray, "N D"]:
         """Features of the network with these adapters."""
-        leaves = self.executor.leaves
-        return self.over(lambda read: self._features(adapters, leaves, read["images"]), Inputs(images), advance)
+        return self.over(self._features, Inputs(images), adapters, self.executor.leaves, advance=advance)
 
-    def new_adapters(self, index: int) -> Adapters:
-        """The initial adapters, were task `index` the first."""
-        key = self.keys.at(index, Phase.METHOD_INIT, Init.LEARNED)
+    def new_adapters(self, task: Task) -> Adapters:
+        """The initial adapters, were this the first task."""
+        key = self.key(task, Phase.METHOD_INIT, Init.LEARNED)
         return init_adapters(key, self.executor.config, self.config.bottleneck)
 
-    def new_columns(self, index: int, num: int) -> Float[np.ndarray, "D C"]:
-        """The initial columns of a cosine head for the `num` classes of task `index`."""
-        key = self.keys.at(index, Phase.METHOD_INIT, Init.HEAD)
+    def new_columns(self, task: Task) -> Float[np.ndarray, "D C"]:
+        """The initial columns of a cosine head for the task's classes."""
+        key, num = self.key(task, Phase.METHOD_INIT, Init.HEAD), len(task.classes)
         return np.asarray(grow_head(key, None, self.executor.config.width, 0, num).weight)[:, :num]
 
 
@@ -114,16 +111,6 @@ def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
     """FLOPs per image of all adapters as executed: the last block computes the CLS token alone."""
     tokens = config.depth * config.num_tokens
     return adapter_flops(config, bottleneck) * (tokens - config.num_tokens + 1) // tokens
-
-
-def adapted_flops(config: ViTConfig, bottleneck: int) -> dict[str, int]:
-    """FLOPs per image of a pass with adapters and without a head; the paper's count contains no adapters."""
-    plain = plain_flops(config, 0)
-    return {
-        "flops_method": plain["flops_method"],
-        "flops_explicit": plain["flops_explicit"] + adapter_flops(config, bottleneck),
-        "flops_executed": plain["flops_executed"] + executed_adapter_flops(config, bottleneck),
-    }
 
 
 def adapted_features(

@@ -47,7 +47,6 @@ class CodaPromptConfig:
 class CodaPrompt(Prompting):
     """See the module."""
 
-    name = "coda_prompt"
     config: CodaPromptConfig
 
     @property

@@ -198,6 +198,7 @@ class Fitter:
         noise_key: jax.Array,
         advance: Advance,
         scale: Any = 1.0,
+        after_epoch: Callable[[Fitting], None] = lambda fitting: None,
     ) -> None:
         """Train in place to the last epoch; `fitting` is up to date whenever `advance` is called.
 
@@ -221,6 +222,7 @@ class Fitter:
                     note = f"epoch {epoch + 1}/{config.epochs} loss {float(loss):.3f}"
                 if state.step == (epoch + 1) * steps:
                     finish_epoch(state, config, [piece.size for piece in pieces], rates)
+                    after_epoch(fitting)
                 advance(size, note)
 
     def step(self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch) -> jax.Array:
