@@ -132,7 +132,7 @@ def test_the_orthogonality_loss_is_the_mean_departure_of_the_rows_in_use_and_mov
 def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flops(backbone, paper):
     vit = config_of(backbone)
     coda = SimpleNamespace(config=CodaPromptConfig(), executor=SimpleNamespace(config=vit))
-    prefixes = CodaPrompt.prompt_flops(coda).attention  # pyright: ignore
+    prefixes = CodaPrompt.added_flops(coda)["attention"]  # pyright: ignore
     assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(paper, abs=0.05)
     # the two passes alone are 70.25 and 5.014: the row cannot tell prefixes from none
     assert prefixes == 4 * 197 * 4 * vit.width * 5

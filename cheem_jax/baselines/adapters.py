@@ -22,7 +22,7 @@ from cheem_jax.baselines.settings import at_least_one, positive, shares
 from cheem_jax.cheem.heads import grow_head
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
-from cheem_jax.core.kernels import Precision, product
+from cheem_jax.core.kernels import product
 from cheem_jax.core.keys import Phase, next_power_of_two
 from cheem_jax.data.task import Task
 from cheem_jax.engine.passes import Advance, unwatched
@@ -117,23 +117,20 @@ def adapted_features(
     vit: ViT, adapters: Adapters, images: Array, config: AdapterConfig, key: jax.Array | None = None
 ) -> Float[Array, "B D"]:
     """Features of the network with these adapters; with a `key`, a training step's dropout of hidden values."""
-    depth = vit.config.depth
-    keys = [None] * depth if key is None else list(jax.random.split(key, depth))
-    found = {block: _beside(adapters, block, config, vit.config.precision, keys[block]) for block in range(depth)}
+    keys = [None] * vit.config.depth if key is None else list(jax.random.split(key, vit.config.depth))
+
+    def beside(block: int) -> Adapter:
+        def adapter(z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+            hidden = jax.nn.relu(product(z, adapters.down[block], precision) + adapters.down_bias[block])
+            if keys[block] is not None and config.dropout:
+                kept = jax.random.bernoulli(keys[block], 1 - config.dropout, hidden.shape)
+                hidden = jnp.where(kept, hidden / (1 - config.dropout), 0.0)
+            return config.scale * (product(hidden, adapters.up[block], precision) + adapters.up_bias[block])
+
+        return adapter
+
+    precision, found = vit.config.precision, {block: beside(block) for block in range(vit.config.depth)}
     return vit.features(vit.run_blocks(vit.embed(images), adapters=found))
-
-
-def _beside(
-    adapters: Adapters, block: int, config: AdapterConfig, precision: Precision, key: jax.Array | None
-) -> Adapter:
-    def adapter(z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        hidden = jax.nn.relu(product(z, adapters.down[block], precision) + adapters.down_bias[block])
-        if key is not None and config.dropout:
-            kept = jax.random.bernoulli(key, 1 - config.dropout, hidden.shape)
-            hidden = jnp.where(kept, hidden / (1 - config.dropout), 0.0)
-        return config.scale * (product(hidden, adapters.up[block], precision) + adapters.up_bias[block])
-
-    return adapter
 
 
 def unit(x: Array, axis: int = -1) -> Array:
@@ -152,8 +149,8 @@ def padded_columns(weight: Float[np.ndarray, "D C"]) -> Float[jax.Array, "D P"]:
     return jnp.asarray(np.pad(weight, ((0, 0), (0, next_power_of_two(num) - num))))
 
 
-def directions(optimizer: Optimizer, decay: float = 5e-4) -> optax.GradientTransformation:
+def directions(optimizer: Optimizer) -> optax.GradientTransformation:
     """Adam without weight decay, as in the paper's comparison, or the official codes' SGD with momentum 0.9."""
     if optimizer == "adam":
         return optax.scale_by_adam()
-    return optax.chain(optax.add_decayed_weights(decay), optax.trace(decay=0.9))
+    return optax.chain(optax.add_decayed_weights(5e-4), optax.trace(decay=0.9))

@@ -41,21 +41,10 @@ NEED_A_ROUTER = ("cheem_lite", "moe_adapters")
 DEMO_BOUND: dict[str, Any] = {"epochs": 24, "learning_rates": (1e-3,)}
 """The upper bound on the demo stream, with as many epochs as CHEEM's fine-tuning there."""
 
-LEARNERS: dict[type, Any] = {
-    LoraClConfig: LoraCl,
-    LoraFinetuneConfig: LoraFinetune,
-    SPromptsConfig: SPrompts,
-    L2pConfig: L2p,
-    DualPromptConfig: DualPrompt,
-    CodaPromptConfig: CodaPrompt,
-    DikiConfig: Diki,
-    EwcConfig: Ewc,
-    TunaConfig: Tuna,
-    MoalConfig: Moal,
-    MoeAdaptersConfig: MoeAdapters,
-    FullFinetuneConfig: FullFinetune,
-    FrozenLinearConfig: FrozenLinear,
-}
+LEARNERS: dict[type, Any] = dict(zip(get_args(Baseline), (
+    LoraCl, LoraFinetune, SPrompts, L2p, DualPrompt, CodaPrompt, Diki, Ewc, Tuna, Moal, MoeAdapters, FullFinetune,
+    FrozenLinear,
+), strict=True))  # fmt: skip
 """The baselines by the type of their settings."""
 TAKE_A_ROUTER = ("lora_cl", "s_prompts", "moe_adapters", "frozen_linear")
 """The baselines that infer the task ID by the router's features."""

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import prefix_flops
-from cheem_jax.baselines.prompting import Attached, PromptFlops, Prompting, Prompts, halves
+from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, halves
 from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.data.task import Task
@@ -122,11 +122,12 @@ class CodaPrompt(Prompting):
         own = len(self.config.layers) * self.rows * (self.config.length + 2) * self.executor.config.width
         return own, own
 
-    def prompt_flops(self) -> PromptFlops:
-        """See `Prompting.prompt_flops`: prefixes; cosines to all keys, and the weighted sum."""
+    def added_flops(self) -> dict[str, int]:
+        """See `Prompting.added_flops`: prefixes; cosines to all keys, and the weighted sum."""
         config, vit = self.config, self.executor.config
+        attention = prefix_flops(vit, config.length // 2, len(config.layers))
         sums = 2 * len(config.layers) * config.pool * vit.width * (2 + config.length)
-        return PromptFlops(prefix_flops(vit, config.length // 2, len(config.layers)), sums)
+        return {"attention": attention, "executed": attention + sums}
 
 
 def component_weights(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import prefix_flops
 from cheem_jax.baselines.fitting import Fitting
-from cheem_jax.baselines.prompting import Attached, PromptFlops, Prompting, Prompts, cosine, halves
+from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine, halves
 from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.data.task import Task
@@ -137,13 +137,13 @@ class DualPrompt(Prompting):
         slot = (prompts["expert"].size + prompts["keys"].size) // self.pool
         return general + slot, slot + (general if index == 0 else 0)
 
-    def prompt_flops(self) -> PromptFlops:
-        """See `Prompting.prompt_flops`: both prompts, and cosines to all keys."""
+    def added_flops(self) -> dict[str, int]:
+        """See `Prompting.added_flops`: both prompts, and cosines to all keys."""
         config, vit = self.config, self.executor.config
-        general = prefix_flops(vit, config.general_length // 2, len(config.general_layers))
-        expert = prefix_flops(vit, config.expert_length // 2, len(config.expert_layers))
+        attention = prefix_flops(vit, config.general_length // 2, len(config.general_layers))
+        attention += prefix_flops(vit, config.expert_length // 2, len(config.expert_layers))
         tables = 1 if config.shared_keys else len(config.expert_layers)
-        return PromptFlops(general + expert, 2 * tables * self.pool * vit.width)
+        return {"attention": attention, "executed": attention + 2 * tables * self.pool * vit.width}
 
     def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
         """See `Prompting.learn_task`; reports shares of the training images by inferred slot, per block."""

@@ -33,7 +33,6 @@ from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.passes import Advance
-from cheem_jax.run.method import Running
 
 TUNED_ON = 3
 """Tasks of the stream on which the penalty's strength is selected."""
@@ -157,18 +156,17 @@ class Ewc(OneHead):
         names = ", ".join(task.name for task in self._first[1:])
         return [f"learns {names} {num} times beforehand, to select one of {num} penalties on the validation split"]
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """See `Method.learn`; ValueError where the penalty cannot be selected."""
+    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
+        """Train backbone and head under the penalty, then add the task's Fisher information.
+
+        Raises ValueError where the penalty cannot be selected.
+        """
+        penalties, vit, num = self.config.penalties, self.executor.config, len(task.classes)
         if self.penalty is None and [shown.name for shown in self._first[:1]] != [task.name]:
             raise ValueError(
-                f"ewc selects one of {len(self.config.penalties)} penalties on a stream's first tasks, but knows no "
-                f"stream that starts with {task.name!r}: call check(tasks) first, or give one penalty"
+                f"ewc selects one of {len(penalties)} penalties on a stream's first tasks, but knows no stream that "
+                f"starts with {task.name!r}: call check(tasks) first, or give one penalty"
             )
-        return super().learn(task, running)
-
-    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
-        """Train backbone and head under the penalty, then add the task's Fisher information."""
-        penalties, vit, num = self.config.penalties, self.executor.config, len(task.classes)
         before, begins, report = self.known or self.pretrained(), not self.known, {}
         strength = np.float32(0 if begins else self.penalty)
         self.train(fitting, task, (before.backbone, before.fisher, strength, np.int32(num)))

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from cheem_jax.backbone.flops import executed_halves, prefix_flops, token_flops
 from cheem_jax.backbone.vit import Prefix
 from cheem_jax.baselines.fitting import Fitting, whole
-from cheem_jax.baselines.prompting import Attached, PromptFlops, Prompting, Prompts, cosine
+from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine
 from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.routing.centroids import normalise
@@ -112,16 +112,19 @@ class L2p(Prompting):
             uses.append(np.bincount(picked.ravel(), minlength=self.config.pool).tolist())
         return {**report, "prompts_picked": uses}
 
-    def prompt_flops(self) -> PromptFlops:
-        """See `Prompting.prompt_flops`: cosines to all keys; tokens pass all linear layers, prefixes none."""
+    def added_flops(self) -> dict[str, int]:
+        """See `Prompting.added_flops`: cosines to all keys; tokens pass all linear layers, prefixes none."""
         config, vit = self.config, self.executor.config
         cosines, rows = 2 * vit.width * config.pool * len(config.layers), config.top_k * config.length
         if config.inject == "prefix":
-            return PromptFlops(prefix_flops(vit, rows // 2, len(config.layers)), cosines)
+            attention = prefix_flops(vit, rows // 2, len(config.layers))
+            return {"attention": attention, "executed": attention + cosines}
         attention = 4 * vit.depth * vit.width * ((vit.num_tokens + rows) ** 2 - vit.num_tokens**2)
         # with tokens the last block computes all of them, not the CLS token alone
         whole, trimmed = (sum(executed_halves(vit, last=last)) for last in (False, True))
-        return PromptFlops(attention, cosines + whole - trimmed, token_flops(vit, rows))
+        linear = token_flops(vit, rows)
+        executed = linear + attention + cosines + whole - trimmed
+        return {"linear": linear, "attention": attention, "executed": executed}
 
     def num_params(self, index: int) -> tuple[int, int]:
         """See `Prompting.num_params`: the pool, which the first task adds."""

@@ -41,17 +41,6 @@ class Attached(NamedTuple):
     tokens: Float[Array, "B n D"] | None = None
 
 
-class PromptFlops(NamedTuple):
-    """FLOPs per image that prompts add to a pass."""
-
-    attention: int
-    """Attention products with the prompts."""
-    selection: int
-    """Selecting or mixing prompts, which is executed but in no count of the paper."""
-    linear: int = 0
-    """Prompts through linear layers: none for keys and values."""
-
-
 class PromptingState(NamedTuple):
     """The prompts of all tasks together, and the head over all classes."""
 
@@ -110,8 +99,11 @@ class Prompting(OneHead):
         """
 
     @abc.abstractmethod
-    def prompt_flops(self) -> PromptFlops:
-        """FLOPs that the prompts add."""
+    def added_flops(self) -> dict[str, int]:
+        """FLOPs per image that prompts add to a pass, for `pass_costs`.
+
+        To the `executed` ones belong those of selecting or mixing prompts, which are in no count of the paper.
+        """
 
     @abc.abstractmethod
     def num_params(self, index: int) -> tuple[int, int]:
@@ -139,11 +131,8 @@ class Prompting(OneHead):
 
     def costs(self) -> dict[str, int]:
         """FLOPs per image: a pass for the query, and one with prompts and the head."""
-        prompts, encoder = self.prompt_flops(), self.features.encoder
-        return pass_costs(
-            self.executor.config, self.classes.num, encoder=encoder, linear=prompts.linear, attention=prompts.attention,
-            executed=sum(prompts),
-        )  # fmt: skip
+        vit, encoder = self.executor.config, self.features.encoder
+        return pass_costs(vit, self.classes.num, encoder=encoder, **self.added_flops())
 
     def logits(self, images: Images, query: Float[np.ndarray, "N D"] | None = None) -> Float[np.ndarray, "N P"]:
         """See `OneHead.logits`; `query` are the images' frozen features, if they are known."""

@@ -273,12 +273,13 @@ def num_passes(num_tasks: int) -> int:
 
 def merge(bank: Sequence[Adapters]) -> Adapters:
     """The universal adapters: each number has the sign of its mean over tasks, and its largest size with that sign."""
-    return jax.tree.map(lambda *parts: _merged(np.stack([np.asarray(part) for part in parts])), *bank)
 
+    def merged(*parts: Any) -> Float[np.ndarray, "*S"]:
+        tasks = np.stack([np.asarray(part) for part in parts])
+        sign = np.where(tasks.mean(axis=0) > 0, 1, -1).astype(tasks.dtype)
+        return sign * np.where(np.sign(tasks) == sign, np.abs(tasks), 0).max(axis=0)
 
-def _merged(tasks: Float[np.ndarray, "T *S"]) -> Float[np.ndarray, "*S"]:
-    sign = np.where(tasks.mean(axis=0) > 0, 1, -1).astype(tasks.dtype)
-    return sign * np.where(np.sign(tasks) == sign, np.abs(tasks), 0).max(axis=0)
+    return jax.tree.map(merged, *bank)
 
 
 def most_certain(
