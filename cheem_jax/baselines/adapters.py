@@ -117,19 +117,20 @@ def adapted_features(
     vit: ViT, adapters: Adapters, images: Array, config: AdapterConfig, key: jax.Array | None = None
 ) -> Float[Array, "B D"]:
     """Features of the network with these adapters; with a `key`, a training step's dropout of hidden values."""
-    keys = [None] * vit.config.depth if key is None else list(jax.random.split(key, vit.config.depth))
+    depth, precision = vit.config.depth, vit.config.precision
+    keys = [None] * depth if key is None else list(jax.random.split(key, depth))
 
-    def beside(block: int) -> Adapter:
+    def beside(block: int, key: jax.Array | None) -> Adapter:
         def adapter(z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
             hidden = jax.nn.relu(product(z, adapters.down[block], precision) + adapters.down_bias[block])
-            if keys[block] is not None and config.dropout:
-                kept = jax.random.bernoulli(keys[block], 1 - config.dropout, hidden.shape)
+            if key is not None and config.dropout:
+                kept = jax.random.bernoulli(key, 1 - config.dropout, hidden.shape)
                 hidden = jnp.where(kept, hidden / (1 - config.dropout), 0.0)
             return config.scale * (product(hidden, adapters.up[block], precision) + adapters.up_bias[block])
 
         return adapter
 
-    precision, found = vit.config.precision, {block: beside(block) for block in range(vit.config.depth)}
+    found = {block: beside(block, keys[block]) for block in range(depth)}
     return vit.features(vit.run_blocks(vit.embed(images), adapters=found))
 
 
