@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.backbone.vit import Adapter, ViT
-from cheem_jax.baselines.baseline import OneHead
+from cheem_jax.baselines.baseline import OneHead, pass_costs
 from cheem_jax.baselines.fitting import Init, Inputs
 from cheem_jax.baselines.settings import at_least_one, positive, shares
 from cheem_jax.cheem.heads import grow_head
@@ -88,6 +88,12 @@ class AdapterBaseline(OneHead):
         """The initial columns of a cosine head for the task's classes."""
         key, num = self.key(task, Phase.METHOD_INIT, Init.HEAD), len(task.classes)
         return np.asarray(grow_head(key, None, self.executor.config.width, 0, num).weight)[:, :num]
+
+    def adapted_costs(self, num_classes: int, head: int = 0) -> dict[str, int]:
+        """FLOPs of a pass with adapters and with a `head` of its own; the paper's count contains neither."""
+        vit, rank = self.executor.config, self.config.bottleneck
+        executed = executed_adapter_flops(vit, rank) + head
+        return pass_costs(vit, num_classes, attention=adapter_flops(vit, rank) + head, executed=executed)
 
 
 def init_adapters(key: jax.Array, config: ViTConfig, bottleneck: int) -> Adapters:

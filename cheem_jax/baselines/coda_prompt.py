@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import prefix_flops
+from cheem_jax.baselines.fitting import learning_only
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, halves
 from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
@@ -110,7 +111,7 @@ class CodaPrompt(Prompting):
         used, own = row < (task + 1) * self.rows, row >= task * self.rows
         found, penalty = {}, jnp.zeros(())
         for place, layer in enumerate(self.config.layers):
-            here = {name: _only(own, values[place]) for name, values in prompts.items()}
+            here = learning_only(own, {name: values[place] for name, values in prompts.items()})
             shares = component_weights(query, here["attention"], here["keys"]) * used
             found[layer] = halves(jnp.einsum("bm,mld->bld", shares, here["components"], precision="highest"))
             if self.config.orthogonality:
@@ -146,12 +147,6 @@ def departure(rows: Float[Array, "M F"], used: Array) -> Float[Array, ""]:
     rows = rows * used[:, None]
     products = jnp.matmul(rows, rows.T, precision="highest")
     return ((products - jnp.diag(used)) ** 2).sum() / used.sum() ** 2
-
-
-def _only(own: Array, values: Float[Array, "M ..."]) -> Float[Array, "M ..."]:
-    # without a gradient a row keeps its bytes under Adam, whose moments start again at 0 with each task
-    mask = own.reshape(-1, *[1] * (values.ndim - 1))
-    return jnp.where(mask, values, jax.lax.stop_gradient(values))
 
 
 @jax.jit

@@ -197,7 +197,7 @@ class Ewc(OneHead):
         empty = Head(np.zeros((width, 0), np.float32), np.zeros(0, np.float32))  # pyright: ignore[reportArgumentType]
         return EwcState(leaves, self._scaled(leaves, np.float32(0)), empty)
 
-    def start(self, task: Task) -> tuple[list[jax.Array], Head]:
+    def start(self, task: Task) -> tuple[list[Any], Head]:
         """The backbone's weights, and columns of the task's classes alone: its loss sees no others."""
         key = self.key(task, Phase.METHOD_INIT)
         leaves = self.known.backbone if self.known else self.executor.leaves

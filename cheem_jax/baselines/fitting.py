@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from cheem_jax.cheem.training import NOTE_EVERY, FitConfig, FitState, finish_epoch, learning_rate_at
 from cheem_jax.core.images import Images
@@ -279,6 +279,19 @@ def over_batches(
             all_values[piece.rows[: piece.size]] = values[: piece.size]
         advance(piece.size)
     return found
+
+
+def learning_only(mask: Bool[Array, "..."], tree: T) -> T:
+    """The same arrays; where the mask over their first axes is False, the gradient is exactly 0.
+
+    Adam, whose moments start at 0 with each task, then does not change their bytes.
+    """
+
+    def only(leaf: Array) -> Array:
+        own = mask.reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim))
+        return jnp.where(own, leaf, jax.lax.stop_gradient(leaf))
+
+    return jax.tree.map(only, tree)
 
 
 def numbered(tree: Any) -> dict[str, Any]:

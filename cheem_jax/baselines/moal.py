@@ -19,7 +19,6 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Float, Int
 
-from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.baselines.adapters import (
     AdapterBaseline,
     AdapterConfig,
@@ -28,10 +27,9 @@ from cheem_jax.baselines.adapters import (
     adapter_params,
     cosines,
     directions,
-    executed_adapter_flops,
     padded_columns,
 )
-from cheem_jax.baselines.baseline import params_report, pass_costs
+from cheem_jax.baselines.baseline import params_report
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, numbered, unnumbered
 from cheem_jax.baselines.settings import at_least_one, expect
 from cheem_jax.cheem.heads import local_cross_entropy
@@ -186,10 +184,8 @@ class Moal(AdapterBaseline):
 
     def costs(self) -> dict[str, int]:
         """FLOPs per image; the paper counts one plain pass, neither adapters nor head."""
-        vit, rank, hidden = self.executor.config, self.config.bottleneck, self.config.hidden
-        head = 2 * hidden * (vit.width + self.classes.num)
-        executed = executed_adapter_flops(vit, rank) + head
-        return pass_costs(vit, 0, attention=adapter_flops(vit, rank) + head, executed=executed)
+        width, hidden = self.executor.config.width, self.config.hidden
+        return self.adapted_costs(0, head=2 * hidden * (width + self.classes.num))
 
     def start(self, task: Task) -> tuple[Adapters, jax.Array, jax.Array]:
         """Adapters, the auxiliary head with columns for the new classes, and its scale."""
@@ -198,7 +194,11 @@ class Moal(AdapterBaseline):
             return self.new_adapters(task), padded_columns(columns), jnp.ones(())
         if self.config.aux_init == "zeros":
             columns = np.zeros_like(columns)
-        return known.adapters, padded_columns(np.concatenate([known.auxiliary, columns], axis=1)), known.sigma
+        return (
+            known.adapters,
+            padded_columns(np.concatenate([known.auxiliary, columns], axis=1)),
+            jnp.asarray(known.sigma),
+        )
 
     def _first_head(self, projection: np.ndarray, features: np.ndarray, task: Task) -> tuple[Analytic, float]:
         """Ridge regression, and its penalty, which is selected on the last fifth of the shuffled training images."""

@@ -24,7 +24,7 @@ from cheem_jax.backbone.vit import Adapter
 from cheem_jax.baselines.adapters import executed_adapter_flops
 from cheem_jax.baselines.autoencoders import AutoEncoder, AutoEncoderConfig, AutoEncoders, autoencoder_flops
 from cheem_jax.baselines.baseline import OwnHeads, params_report, pass_costs
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, Inputs
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, Inputs, learning_only
 from cheem_jax.baselines.settings import at_least_one, expect, positive, shares
 from cheem_jax.cheem.heads import FAR, cut, grow_head, head_logits, local_cross_entropy
 from cheem_jax.cheem.training import FitConfig
@@ -154,7 +154,7 @@ class MoeAdapters(OwnHeads):
             images = batch.inputs["images"]
             training = sample(batch.key, noise, len(images), executor.config.num_tokens, config)
             inputs = {"images": images, "tasks": jnp.zeros(len(images), jnp.int32)}
-            features, _ = adapted(hold(experts, frozen), router[None], leaves, inputs, training)
+            features, _ = adapted(learning_only(~frozen, experts), router[None], leaves, inputs, training)
             return smoothed_cross_entropy(
                 head_logits(head, features), batch.labels, batch.weights, num, config.label_smoothing
             )
@@ -299,16 +299,6 @@ def mixture(
     hidden = hidden * jnp.repeat(gates.weights, rank, axis=1)[:, None]
     bias = (gates.weights[..., None] * up_bias).sum(axis=1)
     return dot(hidden, up.reshape(num, k * rank, width), precision) + bias[:, None]
-
-
-def hold(experts: Experts, frozen: Bool[Array, "L E"]) -> Experts:
-    """The same experts; frozen ones get a gradient of exactly 0, so that Adam does not change their bytes."""
-
-    def held(leaf: Array) -> Array:
-        mask = frozen.reshape(*frozen.shape, *[1] * (leaf.ndim - 2))
-        return jnp.where(mask, jax.lax.stop_gradient(leaf), leaf)
-
-    return jax.tree.map(held, experts)
 
 
 def smoothed_cross_entropy(

@@ -29,8 +29,8 @@ from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Task
 from cheem_jax.run.method import Answers
 
-Prompts = dict[str, Array]
-"""A method's learned arrays by name, of all tasks together."""
+Prompts = dict[str, Any]
+"""A method's learned arrays by name, on the host or on the devices."""
 
 
 class Attached(NamedTuple):
@@ -134,15 +134,16 @@ class Prompting(OneHead):
         vit, encoder = self.executor.config, self.features.encoder
         return pass_costs(vit, self.classes.num, encoder=encoder, **self.added_flops())
 
-    def logits(self, images: Images, query: Float[np.ndarray, "N D"] | None = None) -> Float[np.ndarray, "N P"]:
-        """See `OneHead.logits`; `query` are the images' frozen features, if they are known."""
-        last, query = np.int32(len(self.classes) - 1), self.features.compute(images) if query is None else query
-        head, inputs = padded(self.known.head), Inputs(images, query=query)
+    def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
+        """See `OneHead.logits`."""
+        head, last = padded(self.known.head), np.int32(len(self.classes) - 1)
+        inputs = Inputs(images, query=self.features.compute(images))
         return self.over(self._answer, inputs, self.known.prompts, head, self.executor.leaves, last)
 
     def answers(self, index: int, task: Task) -> Answers:
-        """See `Method.answers`."""
-        return self.classes.answers(self.logits(task.test.images, self.features(task, "test")), index)
+        """See `Method.answers`; the queries are kept from then on."""
+        self.features(task, "test")
+        return super().answers(index, task)
 
     def meta(self) -> dict[str, Any]:
         """The number of tasks, among which the prompts may be divided."""

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.baselines.adapters import (
     AdapterBaseline,
     AdapterConfig,
@@ -27,11 +26,10 @@ from cheem_jax.baselines.adapters import (
     adapter_params,
     cosines,
     directions,
-    executed_adapter_flops,
     padded_columns,
     unit,
 )
-from cheem_jax.baselines.baseline import params_report, pass_costs
+from cheem_jax.baselines.baseline import params_report
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, fit_batch
 from cheem_jax.baselines.settings import at_least_one, expect, positive
 from cheem_jax.cheem.heads import FAR, local_cross_entropy
@@ -195,10 +193,8 @@ class Tuna(AdapterBaseline):
 
         The paper's count (T + 1) F0 contains neither adapters nor heads.
         """
-        vit, rank = self.executor.config, self.config.bottleneck
-        passes, executed = num_passes(max(self.num_tasks, len(self.tasks))), executed_adapter_flops(vit, rank)
-        once = pass_costs(vit, self.classes.num, attention=adapter_flops(vit, rank), executed=executed)
-        return {count: passes * flops for count, flops in once.items()}
+        passes = num_passes(max(self.num_tasks, len(self.tasks)))
+        return {count: passes * flops for count, flops in self.adapted_costs(self.classes.num).items()}
 
     @property
     def num_samples(self) -> int:
