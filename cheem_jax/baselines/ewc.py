@@ -205,11 +205,10 @@ class Ewc(OneHead):
 
     def add_fisher(self, fisher: list[Any], fitting: Fitting, task: Task, advance: Advance) -> list[jax.Array]:
         """The running Fisher information plus that of the next task, whose training has finished."""
-        labels, (leaves, head) = task.train.labels, fitting.learned
+        labels, (leaves, head), num = task.train.labels, fitting.learned, self._num_fisher(task)
         rows = np.arange(len(labels))
-        if 0 < self.config.fisher_images < len(labels):
-            order = order_at(self.key(task, Phase.METHOD_NOISE, Noise.IMAGES), len(labels))
-            rows = np.sort(order[: self.config.fisher_images])
+        if num < len(labels):
+            rows = np.sort(order_at(self.key(task, Phase.METHOD_NOISE, Noise.IMAGES), len(labels))[:num])
         if self.config.fisher == "batch":
             # shuffled as in training, because neighbours may be of one class
             rows = rows[order_at(self.key(task, Phase.METHOD_NOISE, Noise.BATCHES), len(rows))]

@@ -48,11 +48,6 @@ class Init(enum.IntEnum):
     """MoAL's random projection, MoE-Adapters' auto-encoder."""
 
 
-def whole(batch_size: int, working_set: int) -> int:
-    """The rows of a batch that is computed in one part."""
-    return batch_size
-
-
 class FitBatch(NamedTuple):
     """What one step learns from; `weights` sum to 1 and are 0 for padding, `inputs` are arrays `[B, ...]` by name."""
 
@@ -132,7 +127,8 @@ class Fitter:
 
     `optimizer` gives updates for the learning rate 1 (default: `optax.scale_by_adam()`); `jit` compiles; `layout`
     divides each batch over devices. `rows` gives the rows of a part, as `Executor.rows`: a CPU computes the parts of a
-    batch in parallel. It is only for a loss without noise that is a weighted sum over images, so that parts add up.
+    batch in parallel. It is only for a loss without noise that is a weighted sum over images, so that parts add up;
+    without it a batch is computed as a whole.
     """
 
     def __init__(
@@ -141,7 +137,7 @@ class Fitter:
         optimizer: optax.GradientTransformation | None = None,
         *,
         jit: Callable[..., Any] = jax.jit,
-        rows: Callable[[int, int], int] = whole,
+        rows: Callable[[int, int], int] | None = None,
         layout: Layout = ONE,
     ):
         adam = optax.scale_by_adam() if optimizer is None else optimizer
@@ -228,7 +224,7 @@ class Fitter:
     def step(self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch) -> jax.Array:
         """One step of the optimizer, in place; the loss before it, NaN where that or a gradient is non-finite."""
         size = len(batch.labels)
-        rows = self.rows(size, WORKING_SET)
+        rows = self.rows(size, WORKING_SET) if self.rows else size
         if rows == size:
             found = self._step(fitting.learned, fitting.moments, rate, fixed, batch)
         else:

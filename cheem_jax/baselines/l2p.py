@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import executed_halves, prefix_flops, token_flops
 from cheem_jax.backbone.vit import Prefix
-from cheem_jax.baselines.fitting import Fitting, whole
+from cheem_jax.baselines.fitting import Fitting
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine
 from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
@@ -68,7 +68,7 @@ class L2p(Prompting):
         """See `Baseline.build`."""
         super().build()
         if self.config.key_loss == "batch":
-            self.fitter.rows = whole  # an image's loss depends on the others of its batch
+            self.fitter.rows = None  # an image's loss depends on the others of its batch
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
         """See `Prompting.begin_task`: a pool sampled once, which every task continues to train."""
