@@ -201,13 +201,13 @@ class OwnHeads(TrainedBaseline):
         raise NotImplementedError
 
     def run(
-        self, images: Images, given: Int[np.ndarray, "N"] | None, *, infer: bool
+        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray] | None
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-        """The task ID of each image, and its features by the network of the given, or else the inferred task.
+        """The inferred task ID of each image, and its features by the network of the given, or else the inferred task.
 
-        Task IDs are inferred if `infer`, which costs the router's features, and are the given ones otherwise.
+        `query` gives the router's features; without it task IDs are given, and the inferred ones count for nothing.
         """
-        chosen: Any = self.route(self.router_features.compute(images)) if infer else given
+        chosen: Any = self.route(query()) if query else given
         return chosen, self.features_by(images, chosen if given is None else given)
 
     def classes_for(self, features: Float[np.ndarray, "N D"], tasks: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
@@ -218,15 +218,16 @@ class OwnHeads(TrainedBaseline):
         """See `Method.predict`."""
         check_given(self.name, len(self.classes), tasks, needs_task_id=self.needs_task_id)
         given = None if tasks is None else np.asarray(tasks, np.int32)
-        used, features = self.run(images, given, infer=given is None)
+        query = (lambda: self.router_features.compute(images)) if tasks is None else None
+        chosen, features = self.run(images, given, query)
+        used = chosen if given is None else given
         return Inferred(used, self.classes_for(features, used))
 
     def answers(self, index: int, task: Task) -> Answers:
         """See `Method.answers`."""
         given = np.full(len(task.test.labels), index, np.int32)
-        if not self.needs_task_id:
-            self.router_features(task, "test")  # which are kept from then on
-        chosen, features = self.run(task.test.images, given, infer=not self.needs_task_id)
+        query = None if self.needs_task_id else lambda: self.router_features(task, "test")
+        chosen, features = self.run(task.test.images, given, query)
         local = self.classes_for(features, given)
         return Answers(local, chosen, local)
 

@@ -8,7 +8,7 @@ in Parameter Efficient Continual Learning of Vision-Language Models", ECCV 2024,
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -130,7 +130,7 @@ class Diki(OwnPrompts):
         return {"mean": gaussian.mean, "factor": gaussian.factor[rows, columns]}
 
     def run(
-        self, images: Images, given: Int[np.ndarray, "N"] | None, *, infer: bool
+        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray] | None
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
         """See `OwnHeads.run`: one pass to the first prefix; from there on one without and one with prefixes."""
         gaussians, confident = [gaussian_of(task) for task in self.tasks], self.config.mix == "confidence"
@@ -139,7 +139,7 @@ class Diki(OwnPrompts):
             size = len(read["images"])
             chosen, weight = read.get("task"), np.ones(size, np.float32)
             # the pass up to the first prefix is shared by the router and the prediction
-            if infer or confident:
+            if query or confident:
                 tokens, features = self._tokens_and_features(leaves, read)
                 features = hosts.fetch(features)
                 densities = np.stack([log_density(features, gaussian) for gaussian in gaussians], axis=1)
