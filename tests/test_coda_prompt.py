@@ -41,14 +41,14 @@ def test_coda_prompt_learns_saves_opens_and_answers_per_image(tmp_path):
 def test_earlier_rows_and_head_columns_keep_their_bytes_and_later_rows_stay_empty(begun):
     coda: Any = fresh(begun)
     reports = [coda.learn(small.task("first", 0), Undisturbed())]
-    before, head = jax.tree.map(np.array, coda.prompts), np.array(coda.head.weight[:, :3])
-    started = coda.begin_task(coda.keys.at(1, Phase.METHOD_INIT, 0), coda.prompts, 1)
+    before, head = jax.tree.map(np.array, coda.known.prompts), np.array(coda.known.head.weight[:, :3])
+    started = coda.begin_task(coda.keys.at(1, Phase.METHOD_INIT, 0), coda.known.prompts, 1)
     reports.append(coda.learn(small.task("second", 1, num_classes=4), Undisturbed()))
-    for name, values in coda.prompts.items():
+    for name, values in coda.known.prompts.items():
         np.testing.assert_array_equal(values[:, :2], before[name][:, :2])
         assert np.abs(values - started[name])[:, 2:4].reshape(4, -1).max(axis=1).min() > 1e-3
         assert not np.any(values[:, 4:])
-    np.testing.assert_array_equal(coda.head.weight[:, :3], head)
+    np.testing.assert_array_equal(coda.known.head.weight[:, :3], head)
     # per task: 2 blocks x 2 rows x (4 + 2) x 16, and its columns of the head
     assert [report["params_stored"] for report in reports] == [384 + 17 * 3, 384 + 17 * 4]
     assert reports[1]["losses"][-1] < reports[1]["losses"][0]
@@ -132,7 +132,7 @@ def test_the_orthogonality_loss_is_the_mean_departure_of_the_rows_in_use_and_mov
 def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flops(backbone, paper):
     vit = config_of(backbone)
     coda = SimpleNamespace(config=CodaPromptConfig(), executor=SimpleNamespace(config=vit))
-    prefixes = CodaPrompt.prompt_flops(coda).attention  # pyright: ignore
+    prefixes = CodaPrompt.added_flops(coda)["attention"]  # pyright: ignore
     assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(paper, abs=0.05)
     # the two passes alone are 70.25 and 5.014: the row cannot tell prefixes from none
     assert prefixes == 4 * 197 * 4 * vit.width * 5

@@ -33,12 +33,12 @@ def test_dualprompt_learns_saves_opens_and_answers_per_image(config, tmp_path):
 def test_a_task_moves_its_own_slot_and_the_general_prompt_alone():
     dual = learner(DualPrompt, dataclasses.replace(CONFIG, pool=4))
     reports = [dual.learn(small.task("first", 0), Undisturbed())]
-    before = jax.tree.map(np.array, dual.prompts)
+    before = jax.tree.map(np.array, dual.known.prompts)
     reports.append(dual.learn(small.task("second", 1), Undisturbed()))
     for name in ("expert", "keys"):
-        moved = np.abs(dual.prompts[name] - before[name]).reshape(2, 4, -1).max(axis=2) > 0
+        moved = np.abs(dual.known.prompts[name] - before[name]).reshape(2, 4, -1).max(axis=2) > 0
         np.testing.assert_array_equal(moved, np.tile([False, True, False, False], (2, 1)))
-    assert np.abs(dual.prompts["general"] - before["general"]).min() > 0
+    assert np.abs(dual.known.prompts["general"] - before["general"]).min() > 0
     # per slot: 2 blocks x (4 rows + 1 key) x 16; the general prompt: 2 rows x 16; a head of 3 x 17
     assert [report["params_learned"] for report in reports] == [160 + 32 + 51] * 2
     assert [report["params_stored"] for report in reports] == [160 + 32 + 51, 160 + 51]
@@ -85,7 +85,7 @@ def test_an_image_gets_the_slot_of_its_nearest_learned_key_in_numpy(shared):
 def test_two_passes_with_explicit_attention_and_the_prefixes_are_the_papers_flops(backbone, paper):
     vit = config_of(backbone)
     dual = SimpleNamespace(config=DualPromptConfig(), executor=SimpleNamespace(config=vit), pool=11)
-    prefixes = DualPrompt.prompt_flops(dual).attention  # pyright: ignore
+    prefixes = DualPrompt.added_flops(dual)["attention"]  # pyright: ignore
     assert prefixes == 4 * 197 * vit.width * (3 * 2 + 10 * 3)
     assert (2 * backbone_flops(vit, count_attention=True) + prefixes) / 1e9 == pytest.approx(paper, abs=0.05)
 

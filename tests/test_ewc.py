@@ -132,10 +132,10 @@ def test_the_first_task_pays_no_penalty_and_a_larger_one_keeps_later_tasks_neare
         # only the first task's columns have come through unchanged
         np.testing.assert_array_equal(ewc.known.head.weight[:, :3], first.head.weight[:, :3])
         assert np.abs(ewc.known.head.weight[:, 3:7]).min() > 0
-        pairs = zip(ewc.known.leaves, first.leaves, first.fisher, strict=True)
+        pairs = zip(ewc.known.backbone, first.backbone, first.fisher, strict=True)
         steps[penalty] = sum(float((f * (new - old) ** 2).sum()) for new, old, f in pairs), first
     assert steps[1e6][0] < 0.2 * steps[0.0][0]
-    chex.assert_trees_all_equal(steps[0.0][1].leaves, steps[1e6][1].leaves)
+    chex.assert_trees_all_equal(steps[0.0][1].backbone, steps[1e6][1].backbone)
 
 
 @pytest.mark.full

@@ -418,7 +418,7 @@ def test_the_frozen_yardstick_keeps_moments_and_comes_back(kind, tmp_path):
     for task in tasks:
         report = frozen.learn(task, Undisturbed())
         frozen.save(tmp_path)
-        place = frozen.tasks[-1].statistics
+        place = frozen.tasks[-1]
         assert report["params_stored"] - report["params_learned"] == sum(values.size for values in arrays_of(place))
     again.open(tmp_path)
     images = np.concatenate([task.test.images for task in tasks])

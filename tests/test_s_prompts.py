@@ -102,7 +102,9 @@ def test_the_papers_flops_need_one_token_for_vit_b_and_ten_for_deit_tiny():
 
 
 def test_the_reported_flops_count_the_router_and_the_longer_sequence(begun):
-    vit, found = begun.executor.config, begun.flops(3)
+    method: Any = fresh(begun)
+    method.classes.add("task0", ("a", "b", "c"))
+    vit, found = method.executor.config, method.costs()
     assert found["flops_method"] == 2 * backbone_flops(vit) + token_flops(vit, 3)
     longer = 4 * 4 * 16 * (8**2 - 5**2)  # 4 blocks, 5 tokens and 3 prompts
     assert found["flops_explicit"] == 2 * backbone_flops(vit, count_attention=True) + token_flops(vit, 3) + longer

@@ -19,6 +19,8 @@ from cheem_jax.baselines.tuna import (
     Gaussians,
     Tuna,
     TunaConfig,
+    TunaState,
+    TunaTask,
     gaussians_of,
     mean_rows,
     merge,
@@ -57,7 +59,7 @@ def test_tuna_learns_saves_opens_and_answers_per_image(tmp_path):
 def test_new_adapters_leave_the_backbone_as_it_is_and_others_do_not():
     tuna, images = begun(), small.task("colours", 0).test.images
     plain = small.backbone()(jnp.asarray(images))
-    new = tuna.new_adapters(3)
+    new = tuna.new_adapters(small.task("colours", 0))
     assert np.abs(new.down).max() <= 1 / 4 and np.abs(new.down).mean() == pytest.approx(1 / 8, rel=0.2)
     np.testing.assert_allclose(tuna.features_with(new, images), plain, atol=1e-5)
     assert np.abs(tuna.features_with(random_adapters(0), images) - plain).max() > 0.1
@@ -96,8 +98,11 @@ def test_the_lowest_entropy_is_chosen_image_by_image():
 def test_scores_are_those_of_the_most_certain_adapter_and_the_universal_one_in_numpy(universal):
     tuna, images = fresh(begun()), small.task("colours", 0).test.images
     tuna.config = dataclasses.replace(CONFIG, universal=universal)
-    tuna.bank = [random_adapters(seed) for seed in range(3)]
-    weight = tuna.head = np.random.default_rng(9).normal(size=(16, 7)).astype(np.float32)
+    bank = [random_adapters(seed) for seed in range(3)]
+    nothing = Gaussians(np.zeros((0, 16)), np.zeros((0, 16)))
+    tuna.tasks = [TunaTask(adapters, nothing) for adapters in bank]
+    weight = np.random.default_rng(9).normal(size=(16, 7)).astype(np.float32)
+    tuna.known = TunaState(weight)
     for number, classes in enumerate([("a", "b"), ("a", "b"), ("a", "b", "c")]):
         tuna.classes.add(f"task{number}", classes)
     scores = tuna.logits(images)
@@ -108,10 +113,10 @@ def test_scores_are_those_of_the_most_certain_adapter_and_the_universal_one_in_n
         powers = np.exp(20 * near / np.linalg.norm(features, axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)
 
-    found = [softmax(adapters) for adapters in tuna.bank]
+    found = [softmax(adapters) for adapters in bank]
     best = np.array([-(p * np.log(p)).sum(axis=1) for p in found]).argmin(axis=0)
     assert len(set(best.tolist())) > 1
-    beside = softmax(jax.tree.map(jnp.asarray, merge(tuna.bank)) if universal == "merged" else tuna.bank[-1])
+    beside = softmax(jax.tree.map(jnp.asarray, merge(bank)) if universal == "merged" else bank[-1])
     expected = np.array([found[task][row] for row, task in enumerate(best)]) + beside
     np.testing.assert_allclose(scores[:, :7], expected, atol=1e-3)
     assert scores[:, 7].max() == 0
@@ -124,8 +129,8 @@ def test_the_margin_lowers_the_true_cosine_alone():
     )
     task = small.task("colours", 0, num_classes=2, num=16)
     report = tuna.learn(task, Undisturbed())
-    features = tuna.features_with(tuna.bank[0], task.train.images)
-    weight = tuna.head
+    features = tuna.features_with(tuna.tasks[0].adapters, task.train.images)
+    weight = tuna.known.head
     near = features @ weight / np.linalg.norm(weight, axis=0) / np.linalg.norm(features, axis=1, keepdims=True)
     logits = 20 * (near - 0.3 * np.eye(2)[task.train.labels])
     losses = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(16), task.train.labels]
@@ -208,7 +213,7 @@ def test_costs_are_a_pass_per_task_and_one_of_the_universal_adapter():
     ran = flops.executed_backbone_flops(vit) + adapters * 16 // 20 + 2 * 16 * 3
     assert report["flops_executed"] == 4 * ran
     own = adapter_params(vit, 3)
-    assert own == sum(leaf.size for leaf in tuna.bank[0])
+    assert own == sum(leaf.size for leaf in tuna.tasks[0].adapters)
     assert report["params_stored"] == own + 16 * 3 + 3 * (16 + 16 * 16)
     # the table's rows, MTIL and VDD; the paper counts no adapters
     for name, tasks, row in (

@@ -5,7 +5,7 @@ starts at 0, so a network with new adapters is the plain backbone. (AdaptFormer:
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,16 @@ from jaxtyping import Array, Float
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.backbone.vit import Adapter, ViT
-from cheem_jax.baselines.baseline import OneHead, plain_flops
+from cheem_jax.baselines.baseline import OneHead, pass_costs
 from cheem_jax.baselines.fitting import Init, Inputs
 from cheem_jax.baselines.settings import at_least_one, positive, shares
 from cheem_jax.cheem.heads import grow_head
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
-from cheem_jax.core.kernels import Precision, product
-from cheem_jax.core.keys import Keys, Phase, next_power_of_two
+from cheem_jax.core.kernels import product
+from cheem_jax.core.keys import Phase, next_power_of_two
+from cheem_jax.data.task import Task
 from cheem_jax.engine.passes import Advance, unwatched
-from cheem_jax.run.method import Networks
 
 Optimizer = Literal["adam", "sgd"]
 
@@ -63,15 +63,13 @@ class AdapterConfig:
 class AdapterBaseline(OneHead):
     """A frozen backbone with adapters, and heads on its features."""
 
-    config: AdapterConfig
-
-    def __init__(self, networks: Networks, config: Any, keys: Keys, num_tasks: int):
-        super().__init__(networks, config, keys, num_tasks)
-        executor = self.executor
+    def build(self) -> None:
+        """See `Baseline.build`."""
+        executor, config = self.executor, self.config
 
         @executor.jit
-        def features(adapters, leaves, images):
-            return adapted_features(executor.vit_of(leaves), adapters, images, config)
+        def features(adapters, leaves, inputs):
+            return adapted_features(executor.vit_of(leaves), adapters, inputs["images"], config)
 
         self._features = features
 
@@ -79,18 +77,23 @@ class AdapterBaseline(OneHead):
         self, adapters: Adapters, images: Images, advance: Advance = unwatched
     ) -> Float[np.ndarray, "N D"]:
         """Features of the network with these adapters."""
-        leaves = self.executor.leaves
-        return self.over(lambda read: self._features(adapters, leaves, read["images"]), Inputs(images), advance)
+        return self.over(self._features, Inputs(images), adapters, self.executor.leaves, advance=advance)
 
-    def new_adapters(self, index: int) -> Adapters:
-        """The initial adapters, were task `index` the first."""
-        key = self.keys.at(index, Phase.METHOD_INIT, Init.LEARNED)
+    def new_adapters(self, task: Task) -> Adapters:
+        """The initial adapters, were this the first task."""
+        key = self.key(task, Phase.METHOD_INIT, Init.LEARNED)
         return init_adapters(key, self.executor.config, self.config.bottleneck)
 
-    def new_columns(self, index: int, num: int) -> Float[np.ndarray, "D C"]:
-        """The initial columns of a cosine head for the `num` classes of task `index`."""
-        key = self.keys.at(index, Phase.METHOD_INIT, Init.HEAD)
+    def new_columns(self, task: Task) -> Float[np.ndarray, "D C"]:
+        """The initial columns of a cosine head for the task's classes."""
+        key, num = self.key(task, Phase.METHOD_INIT, Init.HEAD), len(task.classes)
         return np.asarray(grow_head(key, None, self.executor.config.width, 0, num).weight)[:, :num]
+
+    def adapted_costs(self, num_classes: int, head: int = 0) -> dict[str, int]:
+        """FLOPs of a pass with adapters and with a `head` of its own; the paper's count contains neither."""
+        vit, rank = self.executor.config, self.config.bottleneck
+        executed = executed_adapter_flops(vit, rank) + head
+        return pass_costs(vit, num_classes, attention=adapter_flops(vit, rank) + head, executed=executed)
 
 
 def init_adapters(key: jax.Array, config: ViTConfig, bottleneck: int) -> Adapters:
@@ -116,37 +119,25 @@ def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
     return adapter_flops(config, bottleneck) * (tokens - config.num_tokens + 1) // tokens
 
 
-def adapted_flops(config: ViTConfig, bottleneck: int) -> dict[str, int]:
-    """FLOPs per image of a pass with adapters and without a head; the paper's count contains no adapters."""
-    plain = plain_flops(config, 0)
-    return {
-        "flops_method": plain["flops_method"],
-        "flops_explicit": plain["flops_explicit"] + adapter_flops(config, bottleneck),
-        "flops_executed": plain["flops_executed"] + executed_adapter_flops(config, bottleneck),
-    }
-
-
 def adapted_features(
     vit: ViT, adapters: Adapters, images: Array, config: AdapterConfig, key: jax.Array | None = None
 ) -> Float[Array, "B D"]:
     """Features of the network with these adapters; with a `key`, a training step's dropout of hidden values."""
-    depth = vit.config.depth
+    depth, precision = vit.config.depth, vit.config.precision
     keys = [None] * depth if key is None else list(jax.random.split(key, depth))
-    found = {block: _beside(adapters, block, config, vit.config.precision, keys[block]) for block in range(depth)}
+
+    def beside(block: int, key: jax.Array | None) -> Adapter:
+        def adapter(z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+            hidden = jax.nn.relu(product(z, adapters.down[block], precision) + adapters.down_bias[block])
+            if key is not None and config.dropout:
+                kept = jax.random.bernoulli(key, 1 - config.dropout, hidden.shape)
+                hidden = jnp.where(kept, hidden / (1 - config.dropout), 0.0)
+            return config.scale * (product(hidden, adapters.up[block], precision) + adapters.up_bias[block])
+
+        return adapter
+
+    found = {block: beside(block, keys[block]) for block in range(depth)}
     return vit.features(vit.run_blocks(vit.embed(images), adapters=found))
-
-
-def _beside(
-    adapters: Adapters, block: int, config: AdapterConfig, precision: Precision, key: jax.Array | None
-) -> Adapter:
-    def adapter(z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-        hidden = jax.nn.relu(product(z, adapters.down[block], precision) + adapters.down_bias[block])
-        if key is not None and config.dropout:
-            kept = jax.random.bernoulli(key, 1 - config.dropout, hidden.shape)
-            hidden = jnp.where(kept, hidden / (1 - config.dropout), 0.0)
-        return config.scale * (product(hidden, adapters.up[block], precision) + adapters.up_bias[block])
-
-    return adapter
 
 
 def unit(x: Array, axis: int = -1) -> Array:
@@ -165,8 +156,8 @@ def padded_columns(weight: Float[np.ndarray, "D C"]) -> Float[jax.Array, "D P"]:
     return jnp.asarray(np.pad(weight, ((0, 0), (0, next_power_of_two(num) - num))))
 
 
-def directions(optimizer: Optimizer, decay: float = 5e-4) -> optax.GradientTransformation:
+def directions(optimizer: Optimizer) -> optax.GradientTransformation:
     """Adam without weight decay, as in the paper's comparison, or the official codes' SGD with momentum 0.9."""
     if optimizer == "adam":
         return optax.scale_by_adam()
-    return optax.chain(optax.add_decayed_weights(decay), optax.trace(decay=0.9))
+    return optax.chain(optax.add_decayed_weights(5e-4), optax.trace(decay=0.9))

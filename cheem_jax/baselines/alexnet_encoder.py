@@ -35,8 +35,6 @@ class AlexNetEncoder:
 
     def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
         """See `Encoder.features`."""
-
-        def of_batch(read: dict[str, Any]) -> jax.Array:
-            return self._features(self._state, read["images"])
-
-        return over_batches(of_batch, Inputs(images), batch_size=batch_size)
+        return over_batches(
+            lambda read: self._features(self._state, read["images"]), Inputs(images), batch_size=batch_size
+        )

@@ -1,4 +1,4 @@
-"""What the baselines do alike: checkpoints, the training of a task, and the predictions of one head for all classes.
+"""What the baselines do alike: checkpoints, the training of a task, predictions, and what a task costs.
 
 A checkpoint is one directory per task. What is saved is read back at once, so that a run that never stopped continues
 from the same bytes as a resumed one.
@@ -7,15 +7,16 @@ from the same bytes as a resumed one.
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, get_origin
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import backbone_flops, backbone_params, executed_backbone_flops
-from cheem_jax.baselines.fitting import Fitter, Fitting, Inputs, over_batches
+from cheem_jax.baselines.fitting import Fitter, Fitting, Inputs, numbered, over_batches
 from cheem_jax.cheem.heads import Classes, classes_by_task, saved_classes
 from cheem_jax.cheem.training import images_left
 from cheem_jax.core.images import Images
@@ -24,67 +25,128 @@ from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
 from cheem_jax.engine.passes import Advance, unwatched
 from cheem_jax.run.checkpoint import each_task, load_task, named, save_task, saved_tasks, task_directory
-from cheem_jax.run.method import Answers, Clock, Networks, Running, check_given
+from cheem_jax.run.method import Answers, Clock, Encoder, Networks, Running, check_given
 
 
 class Baseline(abc.ABC):
-    """A continual learner with a checkpoint per task."""
+    """A continual learner with a checkpoint per task.
 
-    name: str
-    is_whole = False
-    """Whether a checkpoint contains all that is known, so that opening reads the last one alone."""
+    What it knows is a list of `Learned`, one per task, which later tasks do not change, and one `State`, which they
+    replace. A checkpoint contains the last task's `Learned` and all of the `State`, by the names of their fields.
+    """
 
-    def __init__(self) -> None:
+    Learned: ClassVar[type | None] = None
+    """A NamedTuple; None for a method whose checkpoint contains all that is known, so that the last one is enough."""
+    State: ClassVar[type | None] = None
+    """A NamedTuple, or None."""
+    needs_task_id = False
+
+    def __init__(self, networks: Networks, config: Any, keys: Keys, num_tasks: int):
+        self.executor, self.features, self.router_features = networks
+        self.config, self.keys, self.num_tasks, self.name = config, keys, num_tasks, config.name
         self.classes = Classes()
+        self.tasks: list[Any] = []
+        self.known: Any = None
+        self.build()
+
+    @abc.abstractmethod
+    def build(self) -> None:
+        """Define the compiled functions; ValueError if the backbone cannot hold what the settings ask for."""
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
         return []
 
-    @abc.abstractmethod
-    def arrays(self) -> dict[str, Any]:
-        """What the last task added or changed, for its checkpoint."""
-
     def meta(self) -> dict[str, Any]:
-        """JSON values of that checkpoint besides the task's name and classes."""
+        """JSON values of a checkpoint besides the task's name and classes."""
         return {}
 
-    @abc.abstractmethod
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         """Take over the checkpoint of task `index`: one more than known, or the last one in place of itself."""
+        if self.Learned:
+            self.tasks[index:] = [rebuilt(self.Learned, arrays)]
+        if self.State:
+            self.known = rebuilt(self.State, arrays)
 
     def save(self, root: Path) -> None:
         """See `Method.save`."""
         index, name, classes = self.classes.last
         directory = task_directory(root, index, name)
-        save_task(directory, self.arrays(), {"name": name, "classes": list(classes), **self.meta()})
+        arrays = {**as_dict(self.known or ()), **as_dict(self.tasks[-1] if self.tasks else ())}
+        save_task(directory, arrays, {"name": name, "classes": list(classes), **self.meta()})
         with named(directory):
             self.restore(index, *load_task(directory))
 
     def open(self, root: Path) -> None:
         """See `Method.open`."""
         directories = saved_tasks(root)
-        first = max(len(directories) - 1, 0) if self.is_whole else 0
+        first = 0 if self.Learned else max(len(directories) - 1, 0)
         for index, loaded in enumerate(each_task(directories[first:]), first):
             with named(directories[index]):
                 self.restore(index, *loaded)
         self.classes = saved_classes(root)
 
 
+def as_dict(tree: Any) -> dict[str, Any]:
+    """A NamedTuple by its fields, and those within it; lists of leaves by number. Orbax keeps no empty tree."""
+    found = {}
+    for name, part in tree._asdict().items() if tree else ():
+        if hasattr(part, "_asdict"):
+            part = as_dict(part)
+        elif isinstance(part, list):
+            part = numbered(part)
+        if not isinstance(part, dict) or part:
+            found[name] = part
+    return found
+
+
+def rebuilt(kind: Any, arrays: Mapping[str, Any]) -> Any:
+    """The NamedTuple `kind` from what `as_dict` gave for it, and possibly for others."""
+    found = {}
+    for name, own in kind.__annotations__.items():
+        if name not in arrays and name in kind._field_defaults:
+            continue
+        part = arrays[name]
+        if hasattr(own, "_fields"):
+            part = rebuilt(own, part)
+        elif get_origin(own) is list:
+            part = [leaf for _, leaf in sorted(part.items())]
+        found[name] = part
+    return kind(**found)
+
+
 class TrainedBaseline(Baseline):
     """A baseline that trains by gradients on a backbone, with the `fitter` of its own loss."""
 
     fitter: Fitter
-    config: Any
-
-    def __init__(self, networks: Networks, config: Any, keys: Keys, num_tasks: int):
-        super().__init__()
-        self.executor, self.features, self.router_features = networks
-        self.config, self.keys, self.num_tasks = config, keys, num_tasks
 
     @abc.abstractmethod
     def start(self, task: Task) -> Any:
         """What the next task trains, before its first step."""
+
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """See `Method.learn`."""
+        fitting = self.fitter.begun(self.start(task), running.saved)
+        fitting.running, fitting.clock = running, Clock.of(running)
+        report = self.learn_task(task, fitting)
+        self.classes.add(task.name, task.classes)
+        return {**self.costs(), **report, **fitting.report()}
+
+    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
+        """Train to the end and take over what is learned; returns the method's own part of the report."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def costs(self) -> dict[str, int]:
+        """FLOPs per image by each convention, as `pass_costs`, after the last task."""
+
+    def number(self, task: Task) -> int:
+        """The number of the next task among the keys."""
+        return len(self.classes)
+
+    def key(self, task: Task, phase: Phase, *position: int) -> jax.Array:
+        """The key of a place in a phase of the next task."""
+        return self.keys.at(self.number(task), phase, *position)
 
     def bytes_needed(self, task: Task) -> int:
         """See `Method.bytes_needed`: two rolling checkpoints with Adam's moments, and the task's own."""
@@ -95,51 +157,49 @@ class TrainedBaseline(Baseline):
         """Bytes of a task's checkpoint, or of its rolling ones, besides what is trained and its moments."""
         return 0
 
-    def begun(self, learned: Any, running: Running) -> Fitting:
-        """A task's training at its start, or where an earlier process left it."""
-        fitting = self.fitter.begun(learned, running.saved)
-        fitting.running, fitting.clock = running, Clock.of(running)
-        return fitting
-
-    def left(self, fitting: Fitting, labels: Int[np.ndarray, "N"]) -> int:
-        """Images that a fit still has to train on, counted once per epoch."""
-        return images_left(fitting.state, self.config.fit, len(labels), self.config.batch_size)
-
-    def train(
-        self, fitting: Fitting, fixed: Any, labels: Int[np.ndarray, "N"], inputs: Inputs, *,
-        number: int | None = None, after_step: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        """Train in place to the last epoch, as the phase `train`. Raises as `Fitter.run`.
-
-        `number` is the task's among the keys (default: its position); `after_step` runs before a step is reported.
-        """
-        number = len(self.classes) if number is None else number
-        with fitting.phase("train", self.left(fitting, labels)) as advance:
-
-            def advanced(num_images: int, note: str = "", /) -> None:
-                after_step()
-                advance(num_images, note)
-
+    def train(self, fitting: Fitting, task: Task, fixed: Any, inputs: Inputs | None = None) -> None:
+        """Train in place to the last epoch, as the phase `train`; by default on the images. Raises as `Fitter.run`."""
+        config, labels = self.config, task.train.labels
+        left = images_left(fitting.state, config.fit, len(labels), config.batch_size)
+        with fitting.phase("train", left) as advance:
             self.fitter.run(
-                fitting, fixed, labels, inputs, self.config.fit, batch_size=self.config.batch_size,
-                order_key=self.keys.at(number, Phase.METHOD_ORDER), noise_key=self.keys.at(number, Phase.METHOD_NOISE),
-                advance=advanced,
+                fitting, self.placed(fixed), labels, inputs or Inputs(task.train.images), config.fit,
+                batch_size=config.batch_size, order_key=self.key(task, Phase.METHOD_ORDER),
+                noise_key=self.key(task, Phase.METHOD_NOISE), advance=advance, after_epoch=self.after_epoch,
             )  # fmt: skip
 
-    def over(self, function: Callable[[dict[str, Any]], Any], inputs: Inputs, advance: Advance = unwatched) -> Any:
-        """See `over_batches`."""
+    def after_epoch(self, fitting: Fitting) -> None:
+        """Called in training whenever an epoch ends."""
+
+    def over(self, function: Callable[..., Any], inputs: Inputs, *fixed: Any, advance: Advance = unwatched) -> Any:
+        """`function(*fixed, batch)` for all inputs; see `over_batches`."""
+        placed, config, layout = self.placed(fixed), self.config, self.executor.layout
         return over_batches(
-            function, inputs, batch_size=self.config.batch_size, advance=advance, layout=self.executor.layout
+            lambda batch: function(*placed, batch), inputs, batch_size=config.batch_size, advance=advance, layout=layout
+        )
+
+    def placed(self, tree: Any) -> Any:
+        """The same on the devices, where it is still on the host."""
+        layout = self.executor.layout
+        return jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, jax.Array) else layout.everywhere(jnp.asarray(leaf)), tree
         )
 
 
 class OwnHeads(TrainedBaseline):
-    """A baseline with a head per task, and a router that infers the task ID from frozen features."""
+    """A baseline with a network and a head per task; a task in `tasks` has its `head`.
 
-    tasks: list[Any]
-    """What each task learned, with its `head`."""
+    It defines `route` and `features_by`, or `run` where one pass serves both.
+    """
 
-    @abc.abstractmethod
+    def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
+        """The inferred task ID of each image, by the router's features."""
+        raise NotImplementedError
+
+    def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
+        """Features of each image by its task's network."""
+        raise NotImplementedError
+
     def run(
         self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray] | None
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
@@ -147,6 +207,8 @@ class OwnHeads(TrainedBaseline):
 
         `query` gives the router's features; without it task IDs are given, and the inferred ones count for nothing.
         """
+        chosen: Any = self.route(query()) if query else given
+        return chosen, self.features_by(images, chosen if given is None else given)
 
     def classes_for(self, features: Float[np.ndarray, "N D"], tasks: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
         """The class that the head of each image's task gives it."""
@@ -154,7 +216,7 @@ class OwnHeads(TrainedBaseline):
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
-        check_given(self.name, len(self.classes), tasks)
+        check_given(self.name, len(self.classes), tasks, needs_task_id=self.needs_task_id)
         given = None if tasks is None else np.asarray(tasks, np.int32)
         query = (lambda: self.router_features.compute(images)) if tasks is None else None
         chosen, features = self.run(images, given, query)
@@ -164,7 +226,8 @@ class OwnHeads(TrainedBaseline):
     def answers(self, index: int, task: Task) -> Answers:
         """See `Method.answers`."""
         given = np.full(len(task.test.labels), index, np.int32)
-        chosen, features = self.run(task.test.images, given, lambda: self.router_features(task, "test"))
+        query = None if self.needs_task_id else lambda: self.router_features(task, "test")
+        chosen, features = self.run(task.test.images, given, query)
         local = self.classes_for(features, given)
         return Answers(local, chosen, local)
 
@@ -198,13 +261,23 @@ def params_report(config: ViTConfig, *, added: int, learned: int, stored: int) -
     }
 
 
-def plain_flops(config: ViTConfig, num_classes: int) -> dict[str, int]:
-    """FLOPs per image of one plain pass: by the paper's counter, with attention products, and as executed with a head.
+def pass_costs(
+    config: ViTConfig, num_classes: int, *, encoder: Encoder | None = None, linear: int = 0, attention: int = 0,
+    executed: int = 0,
+) -> dict[str, int]:  # fmt: skip
+    """FLOPs per image: by the paper's counter, with attention products, and as executed with a head.
 
-    The paper's counter does not see fused attention: ViT-B costs 33.7 GFLOPs by it, 35.1 with attention products.
+    They are those of one plain pass, of an `encoder` besides, and what a method adds: `linear` layers and `attention`
+    products as counted, and all of it as `executed`. The paper's counter does not see fused attention: ViT-B costs 33.7
+    GFLOPs by it, 35.1 with attention products.
     """
-    return {
-        "flops_method": backbone_flops(config),
-        "flops_explicit": backbone_flops(config, count_attention=True),
-        "flops_executed": executed_backbone_flops(config) + 2 * config.width * num_classes,
+    found = {
+        "flops_method": backbone_flops(config) + linear,
+        "flops_explicit": backbone_flops(config, count_attention=True) + linear + attention,
+        "flops_executed": executed_backbone_flops(config) + 2 * config.width * num_classes + executed,
     }
+    if encoder:
+        found["flops_method"] += encoder.flops()
+        found["flops_explicit"] += encoder.flops(count_attention=True)
+        found["flops_executed"] += encoder.executed_flops()
+    return found

@@ -41,14 +41,11 @@ NEED_A_ROUTER = ("cheem_lite", "moe_adapters")
 DEMO_BOUND: dict[str, Any] = {"epochs": 24, "learning_rates": (1e-3,)}
 """The upper bound on the demo stream, with as many epochs as CHEEM's fine-tuning there."""
 
-LEARNERS: dict[str, Any] = {
-    kind.name: kind
-    for kind in (
-        LoraCl, SPrompts, L2p, DualPrompt, CodaPrompt, Diki, Ewc, Tuna, Moal, MoeAdapters, FullFinetune, LoraFinetune,
-        FrozenLinear,
-    )
-}  # fmt: skip
-"""The baselines by name."""
+LEARNERS: dict[type, Any] = dict(zip(get_args(Baseline), (
+    LoraCl, LoraFinetune, SPrompts, L2p, DualPrompt, CodaPrompt, Diki, Ewc, Tuna, Moal, MoeAdapters, FullFinetune,
+    FrozenLinear,
+), strict=True))  # fmt: skip
+"""The baselines by the type of their settings."""
 TAKE_A_ROUTER = ("lora_cl", "s_prompts", "moe_adapters", "frozen_linear")
 """The baselines that infer the task ID by the router's features."""
 
@@ -71,7 +68,7 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
             return PRESETS[preset]
         case "cheem_lite":
             return CheemLiteConfig(**vars(PRESETS[preset]))
-    kind = next(kind for kind in get_args(Baseline) if kind.name == method)
+    kind = next(kind for kind in LEARNERS if kind.name == method)
     if preset in ("paper", "cheem_plus"):  # which differ for CHEEM alone
         return kind()
     return _sized(kind(), "demo" if preset == "demo" else "quick")
@@ -121,4 +118,4 @@ def make(
         return kind(executor, config, keys, base_means, router_features)
     if config.name not in TAKE_A_ROUTER and not shared:
         raise ValueError(f"{config.name} infers no task ID with a router, so it takes no --router; leave it out")
-    return LEARNERS[config.name](networks, config, keys, num_tasks)
+    return LEARNERS[type(config)](networks, config, keys, num_tasks)

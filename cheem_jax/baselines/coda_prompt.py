@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import prefix_flops
-from cheem_jax.baselines.prompting import Attached, PromptFlops, Prompting, Prompts, halves
+from cheem_jax.baselines.fitting import learning_only
+from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, halves
 from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.data.task import Task
@@ -47,7 +48,6 @@ class CodaPromptConfig:
 class CodaPrompt(Prompting):
     """See the module."""
 
-    name = "coda_prompt"
     config: CodaPromptConfig
 
     @property
@@ -111,7 +111,7 @@ class CodaPrompt(Prompting):
         used, own = row < (task + 1) * self.rows, row >= task * self.rows
         found, penalty = {}, jnp.zeros(())
         for place, layer in enumerate(self.config.layers):
-            here = {name: _only(own, values[place]) for name, values in prompts.items()}
+            here = learning_only(own, {name: values[place] for name, values in prompts.items()})
             shares = component_weights(query, here["attention"], here["keys"]) * used
             found[layer] = halves(jnp.einsum("bm,mld->bld", shares, here["components"], precision="highest"))
             if self.config.orthogonality:
@@ -123,11 +123,12 @@ class CodaPrompt(Prompting):
         own = len(self.config.layers) * self.rows * (self.config.length + 2) * self.executor.config.width
         return own, own
 
-    def prompt_flops(self) -> PromptFlops:
-        """See `Prompting.prompt_flops`: prefixes; cosines to all keys, and the weighted sum."""
+    def added_flops(self) -> dict[str, int]:
+        """See `Prompting.added_flops`: prefixes; cosines to all keys, and the weighted sum."""
         config, vit = self.config, self.executor.config
+        attention = prefix_flops(vit, config.length // 2, len(config.layers))
         sums = 2 * len(config.layers) * config.pool * vit.width * (2 + config.length)
-        return PromptFlops(prefix_flops(vit, config.length // 2, len(config.layers)), sums)
+        return {"attention": attention, "executed": attention + sums}
 
 
 def component_weights(
@@ -146,12 +147,6 @@ def departure(rows: Float[Array, "M F"], used: Array) -> Float[Array, ""]:
     rows = rows * used[:, None]
     products = jnp.matmul(rows, rows.T, precision="highest")
     return ((products - jnp.diag(used)) ** 2).sum() / used.sum() ** 2
-
-
-def _only(own: Array, values: Float[Array, "M ..."]) -> Float[Array, "M ..."]:
-    # without a gradient a row keeps its bytes under Adam, whose moments start again at 0 with each task
-    mask = own.reshape(-1, *[1] * (values.ndim - 1))
-    return jnp.where(mask, values, jax.lax.stop_gradient(values))
 
 
 @jax.jit

@@ -21,18 +21,15 @@ from sklearn.covariance import ledoit_wolf_shrinkage
 
 from cheem_jax.backbone.flops import executed_halves, prefix_flops
 from cheem_jax.backbone.vit import SidePrefix, ViT
-from cheem_jax.baselines.baseline import plain_flops
-from cheem_jax.baselines.fitting import Inputs
-from cheem_jax.baselines.own_prompts import OwnPrompts, PromptedTask
-from cheem_jax.baselines.prompting import check_layers
+from cheem_jax.baselines.baseline import pass_costs
+from cheem_jax.baselines.fitting import Fitting, Inputs
+from cheem_jax.baselines.prompting import OwnPrompts, PromptedTask, Prompts, check_layers
 from cheem_jax.baselines.settings import at_least_one, expect, positive
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
-from cheem_jax.core.keys import Keys
 from cheem_jax.core.routing.centroids import normalise
 from cheem_jax.data.task import Task
 from cheem_jax.engine import hosts
-from cheem_jax.run.method import Networks, Running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,25 +63,25 @@ class DikiConfig:
 class Diki(OwnPrompts):
     """See the module."""
 
-    name = "diki"
     config: DikiConfig
 
-    def __init__(self, networks: Networks, config: DikiConfig, keys: Keys, num_tasks: int):
-        executor = networks.executor
-        if not networks.router_features.of(executor):
+    def build(self) -> None:
+        """See `Baseline.build`."""
+        executor = self.executor
+        if not self.router_features.of(executor):
             raise ValueError("diki infers the task ID within one pass; give it the features of the same backbone")
-        self.layers = layers_of(config.layers, executor.config.depth)
-        super().__init__(networks, config, keys, num_tasks)
+        self.layers = layers_of(self.config.layers, executor.config.depth)
+        super().build()
 
         @executor.jit
-        def tokens_and_features(leaves, images):
+        def tokens_and_features(leaves, inputs):
             vit = executor.vit_of(leaves)
-            tokens = self.enter(vit, images)
+            tokens = self.enter(vit, inputs["images"])
             return tokens, vit.features(vit.run_blocks(tokens, begin=self.layers[0]))
 
         @executor.jit
-        def tokens(leaves, images):
-            return self.enter(executor.vit_of(leaves), images)
+        def tokens(leaves, inputs):
+            return self.enter(executor.vit_of(leaves), inputs["images"])
 
         self._tokens, self._tokens_and_features = tokens, tokens_and_features
 
@@ -100,7 +97,7 @@ class Diki(OwnPrompts):
             f"{', '.join(few)}"
         ]
 
-    def begin_prompts(self, key: jax.Array) -> dict[str, Array]:
+    def begin_prompts(self, key: jax.Array) -> Prompts:
         """Keys U(-1, 1) and values 0."""
         shape = (len(self.layers), self.config.length, self.executor.config.width)
         return {"keys": jax.random.uniform(key, shape, minval=-1.0, maxval=1.0), "values": jnp.zeros(shape)}
@@ -118,16 +115,16 @@ class Diki(OwnPrompts):
         }
         return vit.features(vit.run_blocks(tokens, begin=self.layers[0], prefixes=prefixes))
 
-    def inputs(self, task: Task, running: Running) -> Inputs:
+    def inputs(self, task: Task, fitting: Fitting) -> Inputs:
         """See `OwnPrompts.inputs`: the tokens before the first prefix if they fit into the budget, else the images."""
         images, num, vit = task.train.images, len(task.train.labels), self.executor.config
         if 4 * num * vit.num_tokens * vit.width > self.executor.budget:
             return Inputs(images)
-        with running.phase("keep", num) as advance:
-            leaves = self.executor.leaves
-            return Inputs(tokens=self.over(lambda read: self._tokens(leaves, read["images"]), Inputs(images), advance))
+        with fitting.running.phase("keep", num) as advance:
+            return Inputs(tokens=self.over(self._tokens, Inputs(images), self.executor.leaves, advance=advance))
 
-    def fit_router(self, features: Float[np.ndarray, "N E"], number: int) -> dict[str, np.ndarray]:
+    def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
+        """See `OwnPrompts.fit_router`: a mean, and the triangle of a Cholesky factor."""
         gaussian = fit_gaussian(features, shrinkage=self.config.cov_shrinkage, jitter=self.config.jitter)
         rows, columns = np.tril_indices(len(gaussian.mean))
         return {"mean": gaussian.mean, "factor": gaussian.factor[rows, columns]}
@@ -136,15 +133,14 @@ class Diki(OwnPrompts):
         self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray] | None
     ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
         """See `OwnHeads.run`: one pass to the first prefix; from there on one without and one with prefixes."""
-        leaves, stack, confident = self.executor.leaves, self.stack(), self.config.mix == "confidence"
-        gaussians = [gaussian_of(task) for task in self.tasks]
+        gaussians, confident = [gaussian_of(task) for task in self.tasks], self.config.mix == "confidence"
 
-        def answer(read: dict[str, Any]) -> tuple[Any, Any]:
+        def answer(leaves, stack, read: dict[str, Any]) -> tuple[Any, Any]:
             size = len(read["images"])
             chosen, weight = read.get("task"), np.ones(size, np.float32)
             # the pass up to the first prefix is shared by the router and the prediction
             if query or confident:
-                tokens, features = self._tokens_and_features(leaves, read["images"])
+                tokens, features = self._tokens_and_features(leaves, read)
                 features = hosts.fetch(features)
                 densities = np.stack([log_density(features, gaussian) for gaussian in gaussians], axis=1)
                 chosen = densities.argmax(axis=1).astype(np.int32)
@@ -152,41 +148,37 @@ class Diki(OwnPrompts):
                 if confident:
                     weight = mixing_weight(densities[np.arange(size), used], features.shape[1])
             else:
-                tokens, used = self._tokens(leaves, read["images"]), chosen
+                tokens, used = self._tokens(leaves, read), chosen
             return chosen, self._answer(leaves, stack, {"tokens": tokens, "task": used, "weight": weight})
 
         inputs = Inputs(images) if given is None else Inputs(images, task=given)
-        return self.over(answer, inputs)
+        return self.over(answer, inputs, self.executor.leaves, self.stack())
 
     def bytes_beside(self, task: Task) -> int:
         """See `TrainedBaseline.bytes_beside`: a mean and the triangle of a covariance, in float64."""
         width = self.executor.config.width
         return 8 * (width + width * (width + 1) // 2)
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """See `OwnPrompts.learn`; reports the mean log-density per dimension, of which `confidence` is the sigmoid."""
-        report, features = super().learn(task, running), self.router_features(task, "train")
+    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
+        """See `OwnPrompts.learn_task`; reports the mean log-density per dimension, which `confidence` takes too."""
+        report, features = super().learn_task(task, fitting), self.router_features(task, "train")
         mean = float(log_density(features, gaussian_of(self.tasks[-1])).mean())
         return {**report, "log_density_per_dimension": mean / features.shape[1], "layers": list(self.layers)}
 
-    def flops(self, num_classes: int) -> dict[str, int]:
-        """See `OwnPrompts.flops`: one pass, and the blocks from the first prefix on a second time.
+    def costs(self) -> dict[str, int]:
+        """FLOPs per image: one pass, and the blocks from the first prefix on a second time.
 
         `flops_as_printed` counts attention products in those blocks alone, which gives the paper's row for `last3`.
         """
-        vit = self.executor.config
-        plain, again = plain_flops(vit, num_classes), range(self.layers[0], vit.depth)
+        vit, again = self.executor.config, range(self.layers[0], self.executor.config.depth)
         linear = 2 * vit.num_tokens * (4 * vit.width**2 + 2 * vit.width * vit.mlp_width) * len(again)
-        attention = 4 * vit.num_tokens**2 * vit.width * len(again)
         prefixes = prefix_flops(vit, self.config.length, len(self.layers))
+        attention = 4 * vit.num_tokens**2 * vit.width * len(again) + prefixes
         executed = sum(sum(executed_halves(vit, last=block == vit.depth - 1)) for block in again)
-        router = len(self.tasks) * vit.width**2  # a triangular system per task
-        return {
-            "flops_method": plain["flops_method"] + linear,
-            "flops_explicit": plain["flops_explicit"] + linear + attention + prefixes,
-            "flops_as_printed": plain["flops_method"] + linear + attention + prefixes,
-            "flops_executed": plain["flops_executed"] + executed + prefixes + router,
-        }
+        executed += prefixes + len(self.tasks) * vit.width**2  # with a triangular system per task
+        num_classes = len(self.classes.classes[-1])
+        found = pass_costs(vit, num_classes, linear=linear, attention=attention, executed=executed)
+        return {**found, "flops_as_printed": found["flops_method"] + attention}
 
 
 class Gaussian(NamedTuple):

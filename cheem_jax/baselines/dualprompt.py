@@ -7,7 +7,7 @@ Prompting for Rehearsal-Free Continual Learning", ECCV 2022, in the form of the 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -16,12 +16,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import prefix_flops
-from cheem_jax.baselines.prompting import Attached, PromptFlops, Prompting, Prompts, cosine, halves
+from cheem_jax.baselines.fitting import Fitting
+from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine, halves
 from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
-from cheem_jax.core.keys import Keys
 from cheem_jax.data.task import Task
-from cheem_jax.run.method import Networks, Running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +63,14 @@ class DualPromptConfig:
 class DualPrompt(Prompting):
     """See the module."""
 
-    name = "dualprompt"
     config: DualPromptConfig
 
-    def __init__(self, networks: Networks, config: DualPromptConfig, keys: Keys, num_tasks: int):
-        super().__init__(networks, config, keys, num_tasks)
-        self.pool = max(10, num_tasks) if config.pool is None else config.pool
+    @property
+    def pool(self) -> int:
+        """Expert slots: those of training, whatever the number of tasks is now."""
+        if prompts := self.known.prompts:
+            return prompts["expert"].shape[1]
+        return self.config.pool or max(10, self.num_tasks)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -80,11 +81,6 @@ class DualPrompt(Prompting):
         """See `Method.check`."""
         self._check_slot(len(tasks) - 1)
         return []
-
-    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """See `Baseline.restore`; the number of slots is that of training, whatever the number of tasks is now."""
-        super().restore(index, arrays, meta)
-        self.pool = self.prompts["expert"].shape[1]
 
     def _check_slot(self, index: int) -> None:
         if index >= self.pool:
@@ -99,7 +95,7 @@ class DualPrompt(Prompting):
         if prompts:
             if not self.config.copy_previous:
                 return prompts
-            expert = prompts["expert"]
+            expert = jnp.asarray(prompts["expert"])
             return {**prompts, "expert": expert.at[:, index].set(expert[:, index - 1])}
         config, width, experts = self.config, self.executor.config.width, len(self.config.expert_layers)
         high = {"uniform": 1.0, "small": 0.01}[config.init]
@@ -136,23 +132,24 @@ class DualPrompt(Prompting):
 
     def num_params(self, index: int) -> tuple[int, int]:
         """See `Prompting.num_params`: the general prompt, which the first task adds, and a slot with its keys."""
-        general = self.prompts["general"].size if "general" in self.prompts else 0
-        slot = (self.prompts["expert"].size + self.prompts["keys"].size) // self.pool
+        prompts = self.known.prompts
+        general = prompts["general"].size if "general" in prompts else 0
+        slot = (prompts["expert"].size + prompts["keys"].size) // self.pool
         return general + slot, slot + (general if index == 0 else 0)
 
-    def prompt_flops(self) -> PromptFlops:
-        """See `Prompting.prompt_flops`: both prompts, and cosines to all keys."""
+    def added_flops(self) -> dict[str, int]:
+        """See `Prompting.added_flops`: both prompts, and cosines to all keys."""
         config, vit = self.config, self.executor.config
-        general = prefix_flops(vit, config.general_length // 2, len(config.general_layers))
-        expert = prefix_flops(vit, config.expert_length // 2, len(config.expert_layers))
+        attention = prefix_flops(vit, config.general_length // 2, len(config.general_layers))
+        attention += prefix_flops(vit, config.expert_length // 2, len(config.expert_layers))
         tables = 1 if config.shared_keys else len(config.expert_layers)
-        return PromptFlops(general + expert, 2 * tables * self.pool * vit.width)
+        return {"attention": attention, "executed": attention + 2 * tables * self.pool * vit.width}
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """See `Prompting.learn`; reports shares of the training images by inferred slot, per block."""
-        report, query, index = super().learn(task, running), self.features(task, "train"), len(self.classes) - 1
+    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
+        """See `Prompting.learn_task`; reports shares of the training images by inferred slot, per block."""
+        report, query, index = super().learn_task(task, fitting), self.features(task, "train"), len(self.classes)
         spread = []
-        for keys in np.asarray(self.prompts["keys"])[:, : index + 1]:
+        for keys in np.asarray(self.known.prompts["keys"])[:, : index + 1]:
             near = query @ (keys / np.linalg.norm(keys, axis=1, keepdims=True)).T
             spread.append((np.bincount(near.argmax(axis=1), minlength=index + 1) / len(query)).tolist())
         return {**report, "slots_chosen": spread}

@@ -11,7 +11,8 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -21,19 +22,17 @@ import optax
 from jaxtyping import Array, Float
 
 from cheem_jax.backbone.flops import backbone_params
-from cheem_jax.baselines.baseline import OneHead, params_report, plain_flops
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, numbered, unnumbered
+from cheem_jax.baselines.baseline import OneHead, params_report, pass_costs
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs
 from cheem_jax.baselines.settings import at_least_one, expect, positive
-from cheem_jax.cheem.heads import FAR, cut, grow_head, head_logits, local_cross_entropy, padded
+from cheem_jax.cheem.heads import FAR, Classes, cut, grow_head, head_logits, local_cross_entropy, padded
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
-from cheem_jax.core.keys import Keys, Phase, order_at
+from cheem_jax.core.keys import Phase, order_at
 from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.passes import Advance
-from cheem_jax.run.method import Networks, Running
-from cheem_jax.run.rolling import Saved
 
 TUNED_ON = 3
 """Tasks of the stream on which the penalty's strength is selected."""
@@ -84,34 +83,21 @@ class EwcConfig:
 class EwcState(NamedTuple):
     """What EWC stores between tasks: the backbone's weights, their Fisher information (0 at the start), the head."""
 
-    leaves: list[jax.Array]
-    fisher: list[jax.Array]
+    backbone: list[Any]
+    fisher: list[Any]
     head: Head
     """The columns of all classes so far, without padding, on the host."""
-
-
-class Within(NamedTuple):
-    """Learning a task within a phase of another one: only its images are reported."""
-
-    advance: Advance
-    saved: Saved | None = None
-
-    def phase(self, name: str, total: int, state: Callable[[], Saved] | None = None) -> AbstractContextManager[Advance]:
-        """See `Running.phase`."""
-        return nullcontext(self.advance)
 
 
 class Ewc(OneHead):
     """See the module."""
 
-    name = "ewc"
-    is_whole = True
+    State = EwcState
     config: EwcConfig
 
-    def __init__(self, networks: Networks, config: EwcConfig, keys: Keys, num_tasks: int):
-        super().__init__(networks, config, keys, num_tasks)
-        executor = self.executor
-        self.known: EwcState | None = None
+    def build(self) -> None:
+        """See `Baseline.build`."""
+        executor, config = self.executor, self.config
         self.penalty = config.penalties[0] if len(config.penalties) == 1 else None
         """The strength in use; None before it is selected."""
         self._first: list[Task] = []
@@ -120,24 +106,24 @@ class Ewc(OneHead):
         self.chunk = config.batch_size if config.fisher == "batch" else per_image
         """Images whose gradients are computed at once."""
 
-        def logits(leaves, head, images):
-            return head_logits(head, executor.vit_of(leaves)(images))
+        def logits(leaves, head, inputs):
+            return head_logits(head, executor.vit_of(leaves)(inputs["images"]))
 
         def loss(learned, fixed, batch: FitBatch):
             (leaves, head), (known, fisher, strength, num) = learned, fixed
-            found = logits(leaves, head, batch.inputs["images"])
+            found = logits(leaves, head, batch.inputs)
             local = local_cross_entropy(found, batch.labels, batch.weights, 0, num)
             moved = sum((f * (leaf - star) ** 2).sum() for leaf, star, f in zip(leaves, known, fisher, strict=True))
             # CE + lambda / 2 * sum F (theta - theta*)^2 (Kirkpatrick et al., eq. 3), F and theta* of online EWC
             return local + 0.5 * strength * moved
 
         @functools.partial(executor.jit, donate_argnums=0)
-        def add_fisher(sums, leaves, head, images, labels, weights, rows, key, num):
+        def add_fisher(sums, leaves, head, inputs, labels, weights, rows, key, num):
             def of_batch(leaves):
-                return local_cross_entropy(logits(leaves, head, images), labels, weights / weights.sum(), 0, num)
+                return local_cross_entropy(logits(leaves, head, inputs), labels, weights / weights.sum(), 0, num)
 
             def of_image(leaves, image, label, row):
-                found = logits(leaves, head, image[None])
+                found = logits(leaves, head, {"images": image[None]})
                 if config.fisher == "sampled":
                     own = jnp.where(jnp.arange(found.shape[-1]) < num, jax.lax.stop_gradient(found[0]), FAR)
                     label = jax.random.categorical(jax.random.fold_in(key, row), own)
@@ -147,14 +133,17 @@ class Ewc(OneHead):
             if config.fisher == "batch":
                 new = jax.tree.map(lambda g: weights.sum() * g * g, jax.grad(of_batch)(leaves))
             else:
-                new = squared_gradients(of_image, leaves, weights, images, labels, rows)
+                new = squared_gradients(of_image, leaves, weights, inputs["images"], labels, rows)
             return jax.tree.map(jnp.add, sums, new)
 
         @executor.jit
         def scaled(fisher, factor):
             return jax.tree.map(lambda leaf: factor * leaf, fisher)
 
-        self.fitter = Fitter(loss, _optimizer(config), jit=executor.jit, layout=executor.layout)
+        # Adam, with a separate rate for the head
+        ratio = config.head_learning_rate / config.fit.learning_rate
+        adam = optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(ratio), (False, True)))
+        self.fitter = Fitter(loss, adam, jit=executor.jit, layout=executor.layout)
         self._add_fisher, self._scaled, self._answer = add_fisher, scaled, executor.jit(logits)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
@@ -167,43 +156,40 @@ class Ewc(OneHead):
         names = ", ".join(task.name for task in self._first[1:])
         return [f"learns {names} {num} times beforehand, to select one of {num} penalties on the validation split"]
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """Train backbone and head under the penalty, then add the task's Fisher information."""
-        penalties, vit, begins = self.config.penalties, self.executor.config, not self.classes
-        tunes = begins and len(penalties) > 1
-        if tunes and [shown.name for shown in self._first[:1]] != [task.name]:
+    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
+        """Train backbone and head under the penalty, then add the task's Fisher information.
+
+        Raises ValueError where the penalty cannot be selected.
+        """
+        penalties, vit, num = self.config.penalties, self.executor.config, len(task.classes)
+        if self.penalty is None and [shown.name for shown in self._first[:1]] != [task.name]:
             raise ValueError(
                 f"ewc selects one of {len(penalties)} penalties on a stream's first tasks, but knows no stream that "
                 f"starts with {task.name!r}: call check(tasks) first, or give one penalty"
             )
-        if tunes and len(self._first) == 1:
-            tunes, self.penalty = False, self.config.penalties[0]
-        before = self.known or self.pretrained()
-        fitting = self.begun(self.start(task), running)
-        tried = np.array(fitting.more.get("tried", np.full(len(penalties), np.nan)), np.float64)
-        fitting.more["tried"] = tried
-        strength, num = np.float32(0 if begins else self.penalty), np.int32(len(task.classes))
-        fixed = (before.leaves, before.fisher, strength, num)
-        self.train(fitting, fixed, task.train.labels, Inputs(task.train.images))
+        before, begins, report = self.known or self.pretrained(), not self.known, {}
+        strength = np.float32(0 if begins else self.penalty)
+        self.train(fitting, task, (before.backbone, before.fisher, strength, np.int32(num)))
         with fitting.phase("fisher", self._num_fisher(task)) as advance:
             fisher = self.add_fisher(before.fisher, fitting, task, advance)
         leaves, own = fitting.learned
-        head = jax.tree.map(lambda *parts: np.concatenate(parts, axis=-1), before.head, cut(own, len(task.classes)))
+        head = jax.tree.map(lambda *parts: np.concatenate(parts, axis=-1), before.head, cut(own, num))
         self.known = EwcState(leaves, fisher, head)
-        self.classes.add(task.name, task.classes)
-        if tunes:
-            self._tune(tried, fitting)
+        if self.penalty is None and len(self._first) == 1:
+            self.penalty = penalties[0]
+        elif self.penalty is None:
+            tried = self._tune(fitting)
             self.penalty = penalties[int(tried.argmax())]
-        backbone, head = backbone_params(vit), (vit.width + 1) * len(task.classes)
+            report["penalty_accuracies"] = dict(zip(map(str, penalties), tried.tolist(), strict=True))
+        backbone, head_params = backbone_params(vit), (vit.width + 1) * num
         # the weights replace the pretrained ones; their Fisher information is stored with the first task
-        stored = (backbone if begins else 0) + head
-        return {
-            "penalty": self.penalty,
-            **({"penalty_accuracies": dict(zip(map(str, penalties), tried.tolist(), strict=True))} if tunes else {}),
-            **plain_flops(vit, self.classes.num),
-            **params_report(vit, added=0, learned=backbone + head, stored=stored),
-            **fitting.report(),
-        }
+        stored = (backbone if begins else 0) + head_params
+        report["penalty"] = self.penalty
+        return {**report, **params_report(vit, added=0, learned=backbone + head_params, stored=stored)}
+
+    def costs(self) -> dict[str, int]:
+        """FLOPs per image of one plain pass."""
+        return pass_costs(self.executor.config, self.classes.num)
 
     def pretrained(self) -> EwcState:
         """The state before the first task."""
@@ -211,22 +197,22 @@ class Ewc(OneHead):
         empty = Head(np.zeros((width, 0), np.float32), np.zeros(0, np.float32))  # pyright: ignore[reportArgumentType]
         return EwcState(leaves, self._scaled(leaves, np.float32(0)), empty)
 
-    def start(self, task: Task) -> tuple[list[jax.Array], Head]:
+    def start(self, task: Task) -> tuple[list[Any], Head]:
         """The backbone's weights, and columns of the task's classes alone: its loss sees no others."""
-        before, key = self.known or self.pretrained(), self.keys.at(len(self.classes), Phase.METHOD_INIT)
-        return before.leaves, grow_head(key, None, self.executor.config.width, 0, len(task.classes))
+        key = self.key(task, Phase.METHOD_INIT)
+        leaves = self.known.backbone if self.known else self.executor.leaves
+        return list(leaves), grow_head(key, None, self.executor.config.width, 0, len(task.classes))
 
-    def add_fisher(self, fisher: list[jax.Array], fitting: Fitting, task: Task, advance: Advance) -> list[jax.Array]:
+    def add_fisher(self, fisher: list[Any], fitting: Fitting, task: Task, advance: Advance) -> list[jax.Array]:
         """The running Fisher information plus that of the next task, whose training has finished."""
-        labels, keys, index, (leaves, head) = task.train.labels, self.keys, len(self.classes), fitting.learned
+        labels, (leaves, head), num = task.train.labels, fitting.learned, self._num_fisher(task)
         rows = np.arange(len(labels))
-        if 0 < self.config.fisher_images < len(labels):
-            order = order_at(keys.at(index, Phase.METHOD_NOISE, Noise.IMAGES), len(labels))
-            rows = np.sort(order[: self.config.fisher_images])
+        if num < len(labels):
+            rows = np.sort(order_at(self.key(task, Phase.METHOD_NOISE, Noise.IMAGES), len(labels))[:num])
         if self.config.fisher == "batch":
             # shuffled as in training, because neighbours may be of one class
-            rows = rows[order_at(keys.at(index, Phase.METHOD_NOISE, Noise.BATCHES), len(rows))]
-        key = keys.at(index, Phase.METHOD_NOISE, Noise.LABELS)
+            rows = rows[order_at(self.key(task, Phase.METHOD_NOISE, Noise.BATCHES), len(rows))]
+        key = self.key(task, Phase.METHOD_NOISE, Noise.LABELS)
         pieces = list(batches(rows, self.chunk))
         read = Inputs(task.train.images).follow([piece.rows for piece in pieces])
         sums = self._scaled(fisher, np.float32(self.config.gamma))
@@ -234,7 +220,7 @@ class Ewc(OneHead):
             # each image has the same weight, and a batch as a whole the number of its images
             weights = piece.mask / np.float32(len(rows))
             sums = self._add_fisher(
-                sums, leaves, head, inputs["images"], labels[piece.rows], weights, piece.rows.astype(np.int32), key,
+                sums, leaves, head, inputs, labels[piece.rows], weights, piece.rows.astype(np.int32), key,
                 np.int32(len(task.classes)),
             )  # fmt: skip
             advance(piece.size)
@@ -244,12 +230,14 @@ class Ewc(OneHead):
         num = len(task.train.labels)
         return min(num, self.config.fisher_images) if self.config.fisher_images else num
 
-    def _tune(self, tried: np.ndarray, fitting: Fitting) -> None:
-        """Fill in the validation accuracy of each penalty that was not tried yet.
+    def _tune(self, fitting: Fitting) -> Float[np.ndarray, "penalties"]:
+        """The validation accuracy of each penalty, of which `fitting` keeps those that were tried already.
 
         The first task has no penalty, so all start from its state, with the keys that the stream itself will use.
         """
-        tasks, todo = self._first, np.flatnonzero(np.isnan(tried))
+        tasks, untried = self._first, np.full(len(self.config.penalties), np.nan)
+        tried = fitting.more["tried"] = np.array(fitting.more.get("tried", untried), np.float64)
+        todo = np.flatnonzero(np.isnan(tried))
         total = sum(self.config.fit.epochs * len(task.train.labels) + self._num_fisher(task) for task in tasks[1:])
         with fitting.phase("penalty", len(todo) * total) as advance:
             for place in todo:
@@ -262,13 +250,15 @@ class Ewc(OneHead):
                 f"ewc: non-finite losses on the first {len(tasks)} tasks with each of the penalties "
                 f"{self.config.penalties}; set a learning rate below {self.config.fit.learning_rate}"
             )
+        return tried
 
     def _accuracy_with(self, strength: float, advance: Advance) -> float:
         """Average validation accuracy on the first tasks, of which the first one is learned, with this penalty."""
-        trial, accuracies = copy.copy(self), []
-        trial.penalty, trial.classes = strength, copy.deepcopy(self.classes)
-        for task in self._first[1:]:
-            trial.learn(task, Within(advance))
+        trial, accuracies, (first, *others) = copy.copy(self), [], self._first
+        trial.penalty, trial.classes = strength, Classes([first.name], [first.classes])
+        running: Any = SimpleNamespace(saved=None, phase=lambda *_: nullcontext(advance))
+        for task in others:
+            trial.learn(task, running)
         for index, task in enumerate(self._first):
             found = trial.classes.inferred(trial.logits(task.val.images))
             accuracies.append(((found.tasks == index) & (found.classes == task.val.labels)).mean())
@@ -276,15 +266,7 @@ class Ewc(OneHead):
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
         """See `OneHead.logits`."""
-        assert self.known is not None
-        leaves, head = self.known.leaves, padded(self.known.head)
-        return self.over(lambda read: self._answer(leaves, head, read["images"]), Inputs(images))
-
-    def arrays(self) -> dict[str, Any]:
-        """Weights, Fisher information and head, which every task changes."""
-        assert self.known is not None
-        leaves, fisher, head = self.known
-        return {"backbone": numbered(leaves), "fisher": numbered(fisher), "head": head._asdict()}
+        return self.over(self._answer, Inputs(images), self.known.backbone, padded(self.known.head))
 
     def meta(self) -> dict[str, Any]:
         """The strength of the penalty."""
@@ -292,9 +274,8 @@ class Ewc(OneHead):
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         """See `Baseline.restore`."""
-        like, self.penalty = list(self.executor.leaves), meta["penalty"]
-        weights, fisher = unnumbered(like, arrays["backbone"]), unnumbered(like, arrays["fisher"])
-        self.known = EwcState(weights, fisher, Head(**arrays["head"]))
+        super().restore(index, arrays, meta)
+        self.penalty = meta["penalty"]
 
 
 def squared_gradients(
@@ -306,14 +287,3 @@ def squared_gradients(
     """
     grads = jax.vmap(jax.grad(log_likelihood), (None, *[0] * len(examples)))(params, *examples)
     return jax.tree.map(lambda g: (weights.reshape(-1, *[1] * (g.ndim - 1)) * g * g).sum(axis=0), grads)
-
-
-def _optimizer(config: EwcConfig) -> optax.GradientTransformation:
-    """Adam with a separate rate for the head."""
-    ratio = config.head_learning_rate / config.fit.learning_rate
-
-    def scale(updates, params):
-        backbone, head = updates
-        return backbone, jax.tree.map(lambda update: ratio * update, head)
-
-    return optax.chain(optax.scale_by_adam(), optax.stateless(scale))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from cheem_jax.cheem.training import NOTE_EVERY, FitConfig, FitState, finish_epoch, learning_rate_at
 from cheem_jax.core.images import Images
@@ -45,11 +45,6 @@ class Init(enum.IntEnum):
     HEAD = 1
     EXTRA = 2
     """MoAL's random projection, MoE-Adapters' auto-encoder."""
-
-
-def whole(batch_size: int, working_set: int) -> int:
-    """The rows of a batch that is computed in one part."""
-    return batch_size
 
 
 class FitBatch(NamedTuple):
@@ -131,7 +126,8 @@ class Fitter:
 
     `optimizer` gives updates for the learning rate 1 (default: `optax.scale_by_adam()`); `jit` compiles; `layout`
     divides each batch over devices. `rows` gives the rows of a part, as `Executor.rows`: a CPU computes the parts of a
-    batch in parallel. It is only for a loss without noise that is a weighted sum over images, so that parts add up.
+    batch in parallel. It is only for a loss without noise that is a weighted sum over images, so that parts add up;
+    without it a batch is computed as a whole.
     """
 
     def __init__(
@@ -140,7 +136,7 @@ class Fitter:
         optimizer: optax.GradientTransformation | None = None,
         *,
         jit: Callable[..., Any] = jax.jit,
-        rows: Callable[[int, int], int] = whole,
+        rows: Callable[[int, int], int] | None = None,
         layout: Layout = ONE,
     ):
         adam = optax.scale_by_adam() if optimizer is None else optimizer
@@ -197,6 +193,7 @@ class Fitter:
         noise_key: jax.Array,
         advance: Advance,
         scale: Any = 1.0,
+        after_epoch: Callable[[Fitting], None] = lambda fitting: None,
     ) -> None:
         """Train in place to the last epoch; `fitting` is up to date whenever `advance` is called.
 
@@ -220,12 +217,13 @@ class Fitter:
                     note = f"epoch {epoch + 1}/{config.epochs} loss {float(loss):.3f}"
                 if state.step == (epoch + 1) * steps:
                     finish_epoch(state, config, [piece.size for piece in pieces], rates)
+                    after_epoch(fitting)
                 advance(size, note)
 
     def step(self, fitting: Fitting, rate: Any, fixed: Any, batch: FitBatch) -> jax.Array:
         """One step of the optimizer, in place; the loss before it, NaN where that or a gradient is non-finite."""
         size = len(batch.labels)
-        rows = self.rows(size, WORKING_SET)
+        rows = self.rows(size, WORKING_SET) if self.rows else size
         if rows == size:
             found = self._step(fitting.learned, fitting.moments, rate, fixed, batch)
         else:
@@ -276,6 +274,19 @@ def over_batches(
             all_values[piece.rows[: piece.size]] = values[: piece.size]
         advance(piece.size)
     return found
+
+
+def learning_only(mask: Bool[Array, "..."], tree: T) -> T:
+    """The same arrays; where the mask over their first axes is False, the gradient is exactly 0.
+
+    Adam, whose moments start at 0 with each task, then does not change their bytes.
+    """
+
+    def only(leaf: Array) -> Array:
+        own = mask.reshape(*mask.shape, *[1] * (leaf.ndim - mask.ndim))
+        return jnp.where(own, leaf, jax.lax.stop_gradient(leaf))
+
+    return jax.tree.map(only, tree)
 
 
 def numbered(tree: Any) -> dict[str, Any]:

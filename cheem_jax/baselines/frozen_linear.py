@@ -9,21 +9,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 from sklearn.linear_model import RidgeClassifier
 from sklearn.preprocessing import StandardScaler
 
-from cheem_jax.baselines.baseline import Baseline
+from cheem_jax.baselines.baseline import Baseline, params_report, pass_costs
 from cheem_jax.baselines.settings import at_least_one
 from cheem_jax.cheem.heads import classes_by_task
-from cheem_jax.core.keys import Keys, Phase
+from cheem_jax.core.keys import Phase
 from cheem_jax.core.pool import Head
 from cheem_jax.core.routing.config import RouterConfig, TaskStatistics
 from cheem_jax.core.routing.routers import Router, make_router
 from cheem_jax.core.routing.statistics import fit_statistics, num_kept
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
-from cheem_jax.run.method import Answers, Clock, Networks, Running, check_given, check_router
+from cheem_jax.run.method import Answers, Clock, Running, check_given, check_router
 
 PENALTIES = (1.0, 10.0, 50.0, 200.0, 1000.0)
 """Ridge penalties to select from."""
@@ -44,30 +44,29 @@ class FrozenLinearConfig:
 class LinearTask(NamedTuple):
     """A task's head on raw features, and the router's statistics."""
 
-    head: Head
-    statistics: TaskStatistics
+    weight: Float[Array, "D C"]
+    bias: Float[Array, "C"]
+    centroids: Float[np.ndarray, "K E"]
+    moments: Mapping[str, np.ndarray] = {}
 
 
 class FrozenLinear(Baseline):
     """Ridge heads on frozen features; the task ID is inferred as in CHEEM."""
 
-    name = "frozen_linear"
+    Learned = LinearTask
 
-    def __init__(self, networks: Networks, config: FrozenLinearConfig, keys: Keys, num_tasks: int):
-        super().__init__()
-        _, self.features, self.router_features = networks
-        self.keys, self.router = keys, config.router
-        self.tasks: list[LinearTask] = []
-        self._index = make_router(config.router)
+    def build(self) -> None:
+        """See `Baseline.build`."""
+        self._index = make_router(self.config.router)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
-        check_router(tasks, self.router)
+        check_router(tasks, self.config.router)
         return []
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Fit the task's head, then the router's statistics."""
-        clock = Clock()
+        clock, vit, num_classes = Clock(), self.executor.config, len(task.classes)
         with clock("head"):
             head, penalty = fit_head(
                 self.features(task, "train"), task.train.labels, self.features(task, "val"), task.val.labels
@@ -75,43 +74,37 @@ class FrozenLinear(Baseline):
         with clock("router"):
             seed = self.keys.seed_at(len(self.tasks), Phase.CENTROIDS)
             features = self.router_features(task, "train")
-            statistics = fit_statistics(features, task.train.labels, self.router, seed=seed)
-        self.tasks.append(LinearTask(head, statistics))
+            statistics = fit_statistics(features, task.train.labels, self.config.router, seed=seed)
+        self.tasks.append(LinearTask(*head, *statistics))
         self.classes.add(task.name, task.classes)
-        shared = self.features is self.router_features
-        encoders = [self.features.encoder] if shared else [self.features.encoder, self.router_features.encoder]
         num_params = head.weight.size + head.bias.size
+        kept = statistics.centroids.size + sum(part.size for part in statistics.moments.values())
+        encoder = None if self.features is self.router_features else self.router_features.encoder
         return {
             "penalty": penalty,
-            "flops_method": sum(encoder.flops() for encoder in encoders),
-            "flops_explicit": sum(encoder.flops(count_attention=True) for encoder in encoders),
-            "flops_executed": sum(encoder.executed_flops() for encoder in encoders) + 2 * head.weight.size,
-            "params_added_percent": 0.0,
-            "params_learned": num_params,
-            "params_stored": num_params
-            + statistics.centroids.size
-            + sum(part.size for part in statistics.moments.values()),
+            **pass_costs(vit, num_classes, encoder=encoder),
+            **params_report(vit, added=0, learned=num_params, stored=num_params + kept),
             "seconds": clock.seconds,
         }
 
     def bytes_needed(self, task: Task) -> int:
         """See `Method.bytes_needed`: the head and the router's statistics."""
         head = (self.features.encoder.width + 1) * len(task.classes)
-        return 4 * (head + num_kept(self.router, self.router_features.encoder.width, len(task.classes)))
+        return 4 * (head + num_kept(self.config.router, self.router_features.encoder.width, len(task.classes)))
 
-    def answers(self, index: int, task: Task) -> Answers:
-        """See `Method.answers`."""
-        local = classes_by_task(self.features(task, "test"), self._heads, np.full(len(task.test.labels), index))
-        return Answers(local, self.index.route(self.router_features(task, "test")), local)
-
-    @property
-    def _heads(self) -> list[Head]:
-        return [task.head for task in self.tasks]
+    def classes_for(self, features: Float[np.ndarray, "N D"], tasks: Int[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
+        """The class that the head of each image's task gives it."""
+        return classes_by_task(features, [Head(task.weight, task.bias) for task in self.tasks], tasks)
 
     @property
     def index(self) -> Router:
         """The router of all tasks."""
-        return self._index.follow([task.statistics for task in self.tasks])
+        return self._index.follow([TaskStatistics(task.centroids, task.moments) for task in self.tasks])
+
+    def answers(self, index: int, task: Task) -> Answers:
+        """See `Method.answers`."""
+        local = self.classes_for(self.features(task, "test"), np.full(len(task.test.labels), index))
+        return Answers(local, self.index.route(self.router_features(task, "test")), local)
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
         """See `Method.predict`."""
@@ -120,19 +113,7 @@ class FrozenLinear(Baseline):
         if tasks is None:
             same = self.features is self.router_features
             tasks = self.index.route(features if same else self.router_features.compute(images))
-        return Inferred(np.asarray(tasks, np.int32), classes_by_task(features, self._heads, tasks))
-
-    def arrays(self) -> dict[str, Any]:
-        """The last task."""
-        head, statistics = self.tasks[-1]
-        # Orbax keeps no empty tree
-        moments = {"moments": dict(statistics.moments)} if statistics.moments else {}
-        return {**head._asdict(), "centroids": statistics.centroids, **moments}
-
-    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """See `Baseline.restore`."""
-        statistics = TaskStatistics(arrays["centroids"], arrays.get("moments", {}))
-        self.tasks[index:] = [LinearTask(Head(**{name: arrays[name] for name in Head._fields}), statistics)]
+        return Inferred(np.asarray(tasks, np.int32), self.classes_for(features, tasks))
 
 
 def fit_head(

@@ -16,14 +16,12 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import executed_halves, prefix_flops, token_flops
 from cheem_jax.backbone.vit import Prefix
-from cheem_jax.baselines.fitting import whole
-from cheem_jax.baselines.prompting import Attached, PromptFlops, Prompting, Prompts, cosine
+from cheem_jax.baselines.fitting import Fitting
+from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine
 from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
-from cheem_jax.core.keys import Keys
 from cheem_jax.core.routing.centroids import normalise
 from cheem_jax.data.task import Task
-from cheem_jax.run.method import Networks, Running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +62,13 @@ class L2pConfig:
 class L2p(Prompting):
     """See the module."""
 
-    name = "l2p"
     config: L2pConfig
 
-    def __init__(self, networks: Networks, config: L2pConfig, keys: Keys, num_tasks: int):
-        super().__init__(networks, config, keys, num_tasks)
-        if config.key_loss == "batch":
-            self.fitter.rows = whole  # an image's loss depends on the others of its batch
+    def build(self) -> None:
+        """See `Baseline.build`."""
+        super().build()
+        if self.config.key_loss == "batch":
+            self.fitter.rows = None  # an image's loss depends on the others of its batch
 
     def begin_task(self, key: jax.Array, prompts: Prompts, index: int) -> Prompts:
         """See `Prompting.begin_task`: a pool sampled once, which every task continues to train."""
@@ -106,28 +104,31 @@ class L2p(Prompting):
                 found[layer] = Prefix(_joined(keys), _joined(values))
         return Attached(found, config.key_weight * key_loss, tokens)
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """See `Prompting.learn`; reports how many of the training images select each prompt, per block."""
-        report, query, uses = super().learn(task, running), normalise(self.features(task, "train")), []
-        for keys in np.asarray(self.prompts["keys"]):
+    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
+        """See `Prompting.learn_task`; reports how many of the training images select each prompt, per block."""
+        report, query, uses = super().learn_task(task, fitting), normalise(self.features(task, "train")), []
+        for keys in np.asarray(self.known.prompts["keys"]):
             picked = np.argsort(-(query @ normalise(keys).T), axis=1, kind="stable")[:, : self.config.top_k]
             uses.append(np.bincount(picked.ravel(), minlength=self.config.pool).tolist())
         return {**report, "prompts_picked": uses}
 
-    def prompt_flops(self) -> PromptFlops:
-        """See `Prompting.prompt_flops`: cosines to all keys; tokens pass all linear layers, prefixes none."""
+    def added_flops(self) -> dict[str, int]:
+        """See `Prompting.added_flops`: cosines to all keys; tokens pass all linear layers, prefixes none."""
         config, vit = self.config, self.executor.config
         cosines, rows = 2 * vit.width * config.pool * len(config.layers), config.top_k * config.length
         if config.inject == "prefix":
-            return PromptFlops(prefix_flops(vit, rows // 2, len(config.layers)), cosines)
+            attention = prefix_flops(vit, rows // 2, len(config.layers))
+            return {"attention": attention, "executed": attention + cosines}
         attention = 4 * vit.depth * vit.width * ((vit.num_tokens + rows) ** 2 - vit.num_tokens**2)
         # with tokens the last block computes all of them, not the CLS token alone
         whole, trimmed = (sum(executed_halves(vit, last=last)) for last in (False, True))
-        return PromptFlops(attention, cosines + whole - trimmed, token_flops(vit, rows))
+        linear = token_flops(vit, rows)
+        executed = linear + attention + cosines + whole - trimmed
+        return {"linear": linear, "attention": attention, "executed": executed}
 
     def num_params(self, index: int) -> tuple[int, int]:
         """See `Prompting.num_params`: the pool, which the first task adds."""
-        pool = sum(values.size for values in self.prompts.values())
+        pool = sum(values.size for values in self.known.prompts.values())
         return pool, pool if index == 0 else 0
 
 

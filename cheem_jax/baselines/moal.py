@@ -10,7 +10,7 @@ Pre-trained Model-based Class-Incremental Learning", CVPR 2025.
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -24,21 +24,19 @@ from cheem_jax.baselines.adapters import (
     AdapterConfig,
     Adapters,
     adapted_features,
-    adapted_flops,
     adapter_params,
     cosines,
     directions,
     padded_columns,
 )
 from cheem_jax.baselines.baseline import params_report
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, Inputs, numbered, unnumbered
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, numbered, unnumbered
 from cheem_jax.baselines.settings import at_least_one, expect
 from cheem_jax.cheem.heads import local_cross_entropy
 from cheem_jax.core.images import Images
-from cheem_jax.core.keys import Keys, Phase, order_at
+from cheem_jax.core.keys import Phase, order_at
+from cheem_jax.core.routing.centroids import normalise
 from cheem_jax.data.task import Task
-from cheem_jax.engine.batches import num_batches
-from cheem_jax.run.method import Networks, Running
 
 RIDGES = tuple(10.0**power for power in range(-8, 9))
 """Penalties of the first task's ridge regression to select from."""
@@ -111,21 +109,20 @@ class MoalState(NamedTuple):
 class Moal(AdapterBaseline):
     """See the module."""
 
-    name = "moal"
-    is_whole = True
+    State = MoalState
     config: MoalConfig
 
-    def __init__(self, networks: Networks, config: MoalConfig, keys: Keys, num_tasks: int):
-        super().__init__(networks, config, keys, num_tasks)
-        executor = self.executor
-        self.known: MoalState | None = None
+    def build(self) -> None:
+        """See `Baseline.build`."""
+        super().build()
+        executor, config = self.executor, self.config
 
         def loss(learned, fixed, batch: FitBatch):
-            (adapters, weight, sigma), (leaves, num) = learned, fixed
+            (adapters, weight, sigma), (leaves, seen, num) = learned, fixed
             vit, images = executor.vit_of(leaves), batch.inputs["images"]
             near = cosines(adapted_features(vit, adapters, images, config, batch.key), weight)
             # sigma is a learned scale: cosines alone are too small for a softmax
-            return local_cross_entropy(sigma * near, batch.labels, batch.weights, 0, num)
+            return local_cross_entropy(sigma * near, batch.labels + seen, batch.weights, 0, num)
 
         @executor.jit
         def average(old, new):
@@ -143,92 +140,75 @@ class Moal(AdapterBaseline):
             return []
         return [f"{hidden} random features take up to {needed / 2**30:.1f} GiB of memory on the host"]
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
         """Train adapters and auxiliary head, average them, then update the analytic head."""
-        config, known, index, num = self.config, self.known, len(self.classes), len(task.classes)
-        seen, vit, num_images = self.classes.num, self.executor.config, len(task.train.labels)
-        labels = task.train.labels + np.int32(seen)
-        start = self.start(task)
-        fitting = self.begun(start, running)
-        adapters = self._trained(fitting, task, labels, start[0])
-        _, auxiliary, sigma = fitting.learned
+        config, known, seen, num = self.config, self.known, self.classes.num, len(task.classes)
+        vit, images, num_images = self.executor.config, task.train.images, len(task.train.labels)
+        self.train(fitting, task, (self.executor.leaves, np.int32(seen), np.int32(seen + num)))
+        adapters, auxiliary, sigma = fitting.learned
+        if known:
+            adapters = unnumbered(adapters, fitting.more["averaged"])
         with fitting.phase("features", num_images * (2 if known else 1)) as advance:
-            new = self.features_with(adapters, task.train.images, advance)
-            old = self.features_with(known.adapters, task.train.images, advance) if known else new
+            new = self.features_with(adapters, images, advance)
+            old = self.features_with(known.adapters, images, advance) if known else new
         means, more = class_means(new, task.train.labels, num), {}
         with fitting.clock("head"):
-            if known is None:
-                key, bound = self.keys.at(index, Phase.METHOD_INIT, Init.EXTRA), vit.width**-0.5
-                shape = (config.hidden, vit.width)
-                projection = np.asarray(jax.random.uniform(key, shape, minval=-bound, maxval=bound))
-                with running.phase("head", num_images, fitting.saved) as advance:
-                    analytic, more["ridge"] = self._first_head(projection, new, labels, num)
-                    advance(num_images)
-            else:
+            if known:
                 projection, old_means = known.projection, known.means
                 if config.compensate:
-                    order = order_at(self.keys.at(index, Phase.ALIGNMENT_ORDER, Order.DRIFT), num_images)
+                    order = order_at(self.key(task, Phase.ALIGNMENT_ORDER, Order.DRIFT), num_images)
                     old_means = (old_means @ drift_map(old[order], new[order])).astype(np.float32)
                 means = np.concatenate([old_means, means])
-                analytic, more = self._next_head(known, new, labels, means, index, fitting)
+                analytic, more = self._next_head(task, new, means, fitting)
+            else:
+                key, bound = self.key(task, Phase.METHOD_INIT, Init.EXTRA), vit.width**-0.5
+                shape = (config.hidden, vit.width)
+                projection = np.asarray(jax.random.uniform(key, shape, minval=-bound, maxval=bound))
+                with fitting.running.phase("head", num_images, fitting.saved) as advance:
+                    analytic, more["ridge"] = self._first_head(projection, new, task)
+                    advance(num_images)
         auxiliary = np.asarray(auxiliary)[:, : seen + num]
         self.known = MoalState(adapters, auxiliary, sigma, projection, analytic, means)
-        self.classes.add(task.name, task.classes)
-        begins, hidden, width = known is None, config.hidden, vit.width
-        added = adapter_params(vit, config.bottleneck)
-        stored = (added + 1 + hidden * (width + hidden) if begins else 0) + (2 * width + hidden) * num
+        hidden, width, added = config.hidden, vit.width, adapter_params(vit, config.bottleneck)
+        stored = (0 if known else added + 1 + hidden * (width + hidden)) + (2 * width + hidden) * num
         learned = added + 1 + (width + hidden) * (seen + num)
-        return {
-            **self.costs(),
-            **more,
-            **params_report(vit, added=added if begins else 0, learned=learned, stored=stored),
-            **fitting.report(),
-        }
+        return {**more, **params_report(vit, added=0 if known else added, learned=learned, stored=stored)}
+
+    def after_epoch(self, fitting: Fitting) -> None:
+        """From the second task on: move the average of the adapters, which starts at those of the task before."""
+        if self.known:
+            before = self.known.adapters
+            if "averaged" in fitting.more:
+                before = unnumbered(before, fitting.more["averaged"])
+            fitting.more["averaged"] = numbered(self._average(before, fitting.learned[0]))
 
     def costs(self) -> dict[str, int]:
         """FLOPs per image; the paper counts one plain pass, neither adapters nor head."""
-        vit, found = self.executor.config, adapted_flops(self.executor.config, self.config.bottleneck)
-        head = 2 * self.config.hidden * (vit.width + self.classes.num)
-        return {count: flops + (0 if count == "flops_method" else head) for count, flops in found.items()}
+        width, hidden = self.executor.config.width, self.config.hidden
+        return self.adapted_costs(0, head=2 * hidden * (width + self.classes.num))
 
     def start(self, task: Task) -> tuple[Adapters, jax.Array, jax.Array]:
         """Adapters, the auxiliary head with columns for the new classes, and its scale."""
-        index = len(self.classes)
-        columns = self.new_columns(index, len(task.classes))
-        if self.known is None:
-            return self.new_adapters(index), padded_columns(columns), jnp.ones(())
+        columns, known = self.new_columns(task), self.known
+        if not known:
+            return self.new_adapters(task), padded_columns(columns), jnp.ones(())
         if self.config.aux_init == "zeros":
             columns = np.zeros_like(columns)
-        weight = np.concatenate([self.known.auxiliary, columns], axis=1)
-        return self.known.adapters, padded_columns(weight), self.known.sigma
+        return (
+            known.adapters,
+            padded_columns(np.concatenate([known.auxiliary, columns], axis=1)),
+            jnp.asarray(known.sigma),
+        )
 
-    def _trained(self, fitting: Fitting, task: Task, labels: np.ndarray, adapters: Adapters) -> Adapters:
-        """The first task's adapters as trained, else their moving average over epochs, which starts at `adapters`."""
-        steps, begins = num_batches(len(labels), self.config.batch_size), self.known is None
-        if "averaged" in fitting.more:
-            adapters = unnumbered(adapters, fitting.more["averaged"])
-
-        def average_each_epoch() -> None:
-            nonlocal adapters
-            if not begins and fitting.state.step % steps == 0:
-                adapters = self._average(adapters, fitting.learned[0])
-                fitting.more["averaged"] = numbered(adapters)
-
-        fixed = (self.executor.leaves, np.int32(self.classes.num + len(task.classes)))
-        self.train(fitting, fixed, labels, Inputs(task.train.images), after_step=average_each_epoch)
-        return fitting.learned[0] if begins else adapters
-
-    def _first_head(
-        self, projection: np.ndarray, features: np.ndarray, labels: np.ndarray, num: int
-    ) -> tuple[Analytic, float]:
+    def _first_head(self, projection: np.ndarray, features: np.ndarray, task: Task) -> tuple[Analytic, float]:
         """Ridge regression, and its penalty, which is selected on the last fifth of the shuffled training images."""
-        order = order_at(self.keys.at(0, Phase.ALIGNMENT_ORDER, Order.RIDGE), len(features))
+        order = order_at(self.key(task, Phase.ALIGNMENT_ORDER, Order.RIDGE), len(features))
         cut = max(1, len(features) * 4 // 5)
         held = order[cut:]
 
         def rows(order: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for part in _parts(order, self.config.analytic_batch):
-                yield lift(features[part], projection), one_hot(labels[part], num)
+                yield lift(features[part], projection), one_hot(task.train.labels[part], len(task.classes))
 
         moments, products = second_moments(rows(order[:cut]))
         # a single image is held out and learned
@@ -240,11 +220,11 @@ class Moal(AdapterBaseline):
         return Analytic(inverse, self.config.first_scale * (inverse @ products)), penalty
 
     def _next_head(
-        self, known: MoalState, features: np.ndarray, labels: np.ndarray, means: np.ndarray, index: int,
-        fitting: Fitting,
-    ) -> tuple[Analytic, dict[str, Any]]:  # fmt: skip
+        self, task: Task, features: np.ndarray, means: np.ndarray, fitting: Fitting
+    ) -> tuple[Analytic, dict[str, Any]]:
         """Recursive least squares on the new features, then rumination; and the images that both looked at."""
-        config, seen, num = self.config, known.analytic.weight.shape[1], len(means)
+        config, known, seen, num = self.config, self.known, self.classes.num, len(means)
+        labels = task.train.labels + np.int32(seen)
         # copies: the stored head stays as it is until the task is learned
         weight = np.concatenate([known.analytic.weight, np.zeros((config.hidden, num - seen))], axis=1)
         analytic = Analytic(known.analytic.inverse.copy(), weight)
@@ -258,7 +238,7 @@ class Moal(AdapterBaseline):
             for part in _parts(np.arange(len(labels)), config.analytic_batch):
                 least_squares(analytic, lift(features[part], known.projection), one_hot(labels[part], num))
                 advance(len(part))
-            order = order_at(self.keys.at(index, Phase.ALIGNMENT_ORDER, Order.RUMINATION), again)
+            order = order_at(self.key(task, Phase.ALIGNMENT_ORDER, Order.RUMINATION), again)
             for part in _parts(order, config.analytic_batch):
                 own = classes[part]
                 lifted = lift(features[sources[part]] + shifts[own], known.projection)
@@ -278,24 +258,10 @@ class Moal(AdapterBaseline):
 
     def logits(self, images: Images) -> Float[np.ndarray, "N C"]:
         """See `OneHead.logits`: those of the analytic head."""
-        assert self.known is not None
-        features, known = self.features_with(self.known.adapters, images), self.known
+        known = self.known
+        features = self.features_with(known.adapters, images)
         parts = _parts(np.arange(len(features)), self.config.analytic_batch)
         return np.concatenate([lift(features[part], known.projection) @ known.analytic.weight for part in parts])
-
-    def arrays(self) -> dict[str, Any]:
-        """The whole state, as every task changes it."""
-        assert self.known is not None
-        known = self.known
-        return {**known._asdict(), "adapters": known.adapters._asdict(), "analytic": known.analytic._asdict()}
-
-    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """See `Baseline.restore`."""
-        adapters, analytic = Adapters(**jax.tree.map(jnp.asarray, arrays["adapters"])), Analytic(**arrays["analytic"])
-        if analytic.inverse.dtype != np.float64:
-            raise ValueError(f"the analytic head is {analytic.inverse.dtype}, expected float64")
-        parts = {"adapters": adapters, "analytic": analytic, "sigma": jnp.asarray(arrays["sigma"])}
-        self.known = MoalState(**{**arrays, **parts})
 
 
 def _parts(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
@@ -402,7 +368,7 @@ def drift_map(old: Float[np.ndarray, "N D"], new: Float[np.ndarray, "N D"]) -> F
 
 def nearest_new(means: Float[np.ndarray, "C D"], seen: int) -> Int[np.ndarray, "S"]:
     """For each of the `seen` old classes the new class with the most similar mean, by cosine."""
-    points = means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+    points = normalise(means)
     return seen + (points[:seen] @ points[seen:].T).argmax(axis=1)
 
 

@@ -10,7 +10,7 @@ heads instead of texts.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -19,27 +19,22 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from cheem_jax.backbone.config import ViTConfig
-from cheem_jax.backbone.flops import adapter_flops, backbone_flops
+from cheem_jax.backbone.flops import adapter_flops
 from cheem_jax.backbone.vit import Adapter
 from cheem_jax.baselines.adapters import executed_adapter_flops
-from cheem_jax.baselines.autoencoders import (
-    AutoEncoder,
-    AutoEncoderConfig,
-    AutoEncoders,
-    autoencoder_flops,
-)
-from cheem_jax.baselines.baseline import OwnHeads, params_report, plain_flops
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Init, Inputs
+from cheem_jax.baselines.autoencoders import AutoEncoder, AutoEncoderConfig, AutoEncoders, autoencoder_flops
+from cheem_jax.baselines.baseline import OwnHeads, params_report, pass_costs
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, Inputs, learning_only
 from cheem_jax.baselines.settings import at_least_one, expect, positive, shares
 from cheem_jax.cheem.heads import FAR, cut, grow_head, head_logits, local_cross_entropy
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import Precision, dot
-from cheem_jax.core.keys import Keys, Phase, next_power_of_two
+from cheem_jax.core.keys import Phase, next_power_of_two
 from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Task
 from cheem_jax.engine.passes import unwatched
-from cheem_jax.run.method import Encoder, Networks, Running
+from cheem_jax.run.method import Encoder
 
 ACTIVE = 2
 """Experts per image and block."""
@@ -113,23 +108,28 @@ class MoeTask(NamedTuple):
     autoencoder: AutoEncoder
 
 
+class MoeState(NamedTuple):
+    """The experts of all tasks, and which of them later tasks use but do not train."""
+
+    experts: Experts
+    frozen: Bool[np.ndarray, "L E"]
+
+
 class MoeAdapters(OwnHeads):
     """See the module. The auto-encoders read the router's features: AlexNet's conv5 in the paper."""
 
-    name = "moe_adapters"
+    Learned, State = MoeTask, MoeState
     config: MoeAdaptersConfig
 
-    def __init__(self, networks: Networks, config: MoeAdaptersConfig, keys: Keys, num_tasks: int):
-        super().__init__(networks, config, keys, num_tasks)
-        executor, depth = self.executor, self.executor.config.depth
+    def build(self) -> None:
+        """See `Baseline.build`."""
+        executor, depth, config = self.executor, self.executor.config.depth, self.config
+        self.encoder = self.router_features.encoder
         self.autoencoders = AutoEncoders(self.encoder.width, config.autoencoder, jit=executor.jit)
-        self.experts: Experts | None = None
-        self.frozen: Bool[np.ndarray, "L E"] = np.zeros((depth, config.experts), bool)
-        self.tasks: list[MoeTask] = []
 
-        def adapted(experts, routers, leaves, images, tasks, training: Training | None = None):
+        def adapted(experts, routers, leaves, inputs, training: Training | None = None):
             """Features `[B, D]` and the experts chosen `[B, L, k]`; `routers` are those of all tasks."""
-            vit, chosen = executor.vit_of(leaves), {}
+            vit, chosen, tasks = executor.vit_of(leaves), {}, inputs["tasks"]
 
             def adapter_at(block: int) -> Adapter:
                 own = jax.tree.map(lambda leaf: leaf[block], experts)
@@ -144,26 +144,23 @@ class MoeAdapters(OwnHeads):
 
                 return adapter
 
-            x = vit.run_blocks(vit.embed(images), adapters={block: adapter_at(block) for block in range(depth)})
+            x = vit.run_blocks(
+                vit.embed(inputs["images"]), adapters={block: adapter_at(block) for block in range(depth)}
+            )
             return vit.features(x), jnp.stack([chosen[block] for block in range(depth)], axis=1)
 
         def loss(learned, fixed, batch: FitBatch):
             (experts, router, noise, head), (leaves, frozen, num) = learned, fixed
             images = batch.inputs["images"]
             training = sample(batch.key, noise, len(images), executor.config.num_tokens, config)
-            tasks = jnp.zeros(len(images), jnp.int32)
-            features, _ = adapted(hold(experts, frozen), router[None], leaves, images, tasks, training)
+            inputs = {"images": images, "tasks": jnp.zeros(len(images), jnp.int32)}
+            features, _ = adapted(learning_only(~frozen, experts), router[None], leaves, inputs, training)
             return smoothed_cross_entropy(
                 head_logits(head, features), batch.labels, batch.weights, num, config.label_smoothing
             )
 
         self.fitter = Fitter(loss, jit=executor.jit, layout=executor.layout)
         self._adapted = executor.jit(adapted)
-
-    @property
-    def encoder(self) -> Encoder:
-        """The network whose features the auto-encoders read."""
-        return self.router_features.encoder
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -185,106 +182,66 @@ class MoeAdapters(OwnHeads):
 
     def start(self, task: Task) -> tuple[Experts, np.ndarray, np.ndarray, Head]:
         """All experts, a router, weights for its noise, and a head."""
-        vit, keys, index, experts = self.executor.config, self.keys, len(self.tasks), self.experts
-        if experts is None:
-            experts = init_experts(keys.at(index, Phase.METHOD_INIT, Init.LEARNED), vit, self.config)
+        vit, key = self.executor.config, self.key(task, Phase.METHOD_INIT, Init.LEARNED)
+        experts = self.known.experts if self.known else init_experts(key, vit, self.config)
         router = noise = np.zeros((vit.depth, vit.width, self.config.experts), np.float32)
-        key = keys.at(index, Phase.METHOD_INIT, Init.HEAD)
+        key = self.key(task, Phase.METHOD_INIT, Init.HEAD)
         return experts, router, noise, grow_head(key, None, vit.width, 0, len(task.classes))
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
         """Train the experts that are not frozen, a router and a head; freeze the most used; fit an auto-encoder."""
-        config, keys, index, num = self.config, self.keys, len(self.tasks), len(task.classes)
-        vit, images, num_images = self.executor.config, task.train.images, len(task.train.labels)
-        fitting = self.begun(self.start(task), running)
-        self.train(fitting, (self.executor.leaves, self.frozen, np.int32(num)), task.train.labels, Inputs(images))
+        config, vit, num, num_images = self.config, self.executor.config, len(task.classes), len(task.train.labels)
+        before = self.known.frozen if self.known else np.zeros((vit.depth, config.experts), bool)
+        self.train(fitting, task, (self.executor.leaves, before, np.int32(num)))
         experts, router, _, head = fitting.learned
         with fitting.phase("experts", num_images) as advance:
             tasks = np.zeros(num_images, np.int32)
-            _, chosen = self._over(experts, np.asarray(router)[None], images, tasks, advance)
+            _, chosen = self._over(experts, np.asarray(router)[None], task.train.images, tasks, advance)
             uses = count_uses(chosen, config.experts)
         with fitting.clock("features"):
             features = self.router_features(task, "train")
         with fitting.phase("router", self.autoencoders.images(num_images)) as advance:
-            init_key, order_key = keys.at(index, Phase.METHOD_INIT, Init.EXTRA), keys.at(index, Phase.ALIGNMENT_ORDER)
+            init_key, order_key = self.key(task, Phase.METHOD_INIT, Init.EXTRA), self.key(task, Phase.ALIGNMENT_ORDER)
             autoencoder, errors = self.autoencoders.fit(init_key, order_key, features, advance)
-
-        before, begins = self.frozen, self.experts is None
-        self.experts, self.frozen = experts, freeze(before, uses, config.freeze)
-        self.tasks.append(MoeTask(np.asarray(router), cut(head, num), autoencoder))
-        self.classes.add(task.name, task.classes)
         all_experts = sum(leaf.size for leaf in experts)
-        added = router.size + (all_experts if begins else 0)
+        added = router.size + (0 if self.known else all_experts)
+        self.known = MoeState(experts, freeze(before, uses, config.freeze))
+        self.tasks.append(MoeTask(np.asarray(router), cut(head, num), autoencoder))
         own = (vit.width + 1) * num + sum(leaf.size for leaf in autoencoder)
         # the router is trained with weights for its noise, which are dropped after training
         learned = int((~before).sum()) * (all_experts // before.size) + 2 * router.size + own
         return {
-            **self.costs(num),
             **params_report(vit, added=added, learned=learned, stored=added + own),
             "experts_free": (~before).sum(axis=1).tolist(),
-            "experts_frozen": [np.flatnonzero(row).tolist() for row in self.frozen & ~before],
+            "experts_frozen": [np.flatnonzero(row).tolist() for row in self.known.frozen & ~before],
             "expert_uses": uses.tolist(),
             "router_errors": errors,
-            **fitting.report(),
         }
 
-    def costs(self, num_classes: int) -> dict[str, int]:
+    def costs(self) -> dict[str, int]:
         """FLOPs per image after the whole stream: F0, the encoder, all tasks' auto-encoders, two experts per block."""
-        vit, encoder, num = self.executor.config, self.encoder, max(self.num_tasks, len(self.tasks))
-        identify = num * autoencoder_flops(encoder.width, self.config.autoencoder.hidden)
-        ran = executed_adapter_flops(vit, ACTIVE * self.config.bottleneck)
-        # all tasks' routers compute logits, of which an image uses its own
-        routers = vit.depth * 2 * vit.width * self.config.experts * next_power_of_two(num)
-        executed = plain_flops(vit, num_classes)["flops_executed"] + encoder.executed_flops()
-        return {
-            "flops_method": moe_flops(vit, encoder, self.config, num),
-            "flops_explicit": moe_flops(vit, encoder, self.config, num, count_attention=True),
-            "flops_executed": executed + identify + ran + routers,
-        }
+        vit, num = self.executor.config, max(self.num_tasks, len(self.tasks))
+        return moe_costs(vit, self.encoder, self.config, num, len(self.classes.classes[-1]))
 
     def bytes_beside(self, task: Task) -> int:
         """See `TrainedBaseline.bytes_beside`: an auto-encoder, whose biases are fewer than its weights."""
         return 4 * 4 * self.encoder.width * self.config.autoencoder.hidden
 
-    def run(
-        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray] | None
-    ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-        """See `OwnHeads.run`; the task is that of the auto-encoder with the lowest error."""
-        known, chosen = [task.autoencoder for task in self.tasks], given
-        if query:
-            chosen = self.autoencoders.route(query(), known, batch_size=self.config.batch_size)
-        assert chosen is not None
+    def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
+        """See `OwnHeads.route`: the task of the auto-encoder with the lowest error."""
+        known = [task.autoencoder for task in self.tasks]
+        return self.autoencoders.route(features, self.placed(known), batch_size=self.config.batch_size)
+
+    def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
+        """See `OwnHeads.features_by`."""
         routers = np.zeros((next_power_of_two(len(self.tasks)), *self.tasks[0].router.shape), np.float32)
         routers[: len(self.tasks)] = [task.router for task in self.tasks]
-        return chosen, self._over(self.experts, routers, images, chosen if given is None else given)[0]
+        return self._over(self.known.experts, routers, images, tasks)[0]
 
     def _over(self, experts, routers, images: Images, tasks, advance=unwatched) -> tuple[np.ndarray, np.ndarray]:
         """Features `[N, D]` and chosen experts `[N, L, k]`; `routers` `[T, L, D, E]` are indexed by `tasks` `[N]`."""
-        routers, leaves = jnp.asarray(routers), self.executor.leaves
-        return self.over(
-            lambda read: self._adapted(experts, routers, leaves, read["images"], read["tasks"]),
-            Inputs(images, tasks=tasks),
-            advance,
-        )
-
-    def arrays(self) -> dict[str, Any]:
-        """The last task, and all experts, as later tasks may change them."""
-        assert self.experts is not None
-        router, head, autoencoder = self.tasks[-1]
-        return {
-            "experts": self.experts._asdict(),
-            "frozen": self.frozen,
-            "router": router,
-            "head": head._asdict(),
-            "autoencoder": autoencoder._asdict(),
-        }
-
-    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """See `Baseline.restore`."""
-        self.experts = Experts(**jax.tree.map(jnp.asarray, arrays["experts"]))
-        self.frozen = np.asarray(arrays["frozen"])
-        autoencoder = AutoEncoder(**jax.tree.map(jnp.asarray, arrays["autoencoder"]))
-        self.tasks[index:] = [MoeTask(arrays["router"], Head(**arrays["head"]), autoencoder)]
+        inputs = Inputs(images, tasks=tasks)
+        return self.over(self._adapted, inputs, experts, routers, self.executor.leaves, advance=advance)
 
 
 def init_experts(key: jax.Array, vit: ViTConfig, config: MoeAdaptersConfig) -> Experts:
@@ -344,16 +301,6 @@ def mixture(
     return dot(hidden, up.reshape(num, k * rank, width), precision) + bias[:, None]
 
 
-def hold(experts: Experts, frozen: Bool[Array, "L E"]) -> Experts:
-    """The same experts; frozen ones get a gradient of exactly 0, so that Adam does not change their bytes."""
-
-    def held(leaf: Array) -> Array:
-        mask = frozen.reshape(*frozen.shape, *[1] * (leaf.ndim - 2))
-        return jnp.where(mask, jax.lax.stop_gradient(leaf), leaf)
-
-    return jax.tree.map(held, experts)
-
-
 def smoothed_cross_entropy(
     logits: Float[Array, "B P"], labels: Int[Array, "B"], weights: Float[Array, "B"], num, smoothing: float
 ) -> Float[Array, ""]:
@@ -380,10 +327,13 @@ def freeze(frozen: Bool[np.ndarray, "L E"], uses: Int[np.ndarray, "L E"], num: i
     return frozen | (picked & (uses > 0))
 
 
-def moe_flops(
-    vit: ViTConfig, encoder: Encoder, config: MoeAdaptersConfig, num_autoencoders: int, *, count_attention: bool = False
-) -> int:
-    """F0 + encoder + auto-encoders + two experts in every block, for one image."""
-    identify = num_autoencoders * autoencoder_flops(encoder.width, config.autoencoder.hidden)
-    passes = backbone_flops(vit, count_attention=count_attention) + encoder.flops(count_attention=count_attention)
-    return passes + identify + adapter_flops(vit, ACTIVE * config.bottleneck)
+def moe_costs(
+    vit: ViTConfig, encoder: Encoder, config: MoeAdaptersConfig, num_tasks: int, num_classes: int = 0
+) -> dict[str, int]:
+    """FLOPs per image: F0, the encoder, an auto-encoder per task, and two experts in every block."""
+    identify = num_tasks * autoencoder_flops(encoder.width, config.autoencoder.hidden)
+    rank = ACTIVE * config.bottleneck
+    # all tasks' routers compute logits, of which an image uses its own
+    routers = vit.depth * 2 * vit.width * config.experts * next_power_of_two(num_tasks)
+    executed = identify + executed_adapter_flops(vit, rank) + routers
+    return pass_costs(vit, num_classes, encoder=encoder, linear=identify + adapter_flops(vit, rank), executed=executed)

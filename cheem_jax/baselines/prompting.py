@@ -1,8 +1,13 @@
-"""What L2P, DualPrompt and CODA-Prompt share: prompts selected by the frozen backbone's feature of an image.
+"""What the methods with prompts share: a frozen backbone, and prompts for all tasks together or for each alone.
 
-The query is the CLS token of a pass without prompts, cached per image. Prompts act as keys and values in front of a
-block's own. One linear head holds the classes of all tasks. Training sees the columns of the current task alone, a
-prediction is the largest logit of all classes: the paper's comparison of heads is about this gap.
+L2P, DualPrompt and CODA-Prompt (`Prompting`) select prompts by the frozen backbone's feature of an image. This query is
+the CLS token of a pass without prompts, cached per image. Prompts act as keys and values in front of a block's own. One
+linear head holds the classes of all tasks. Training sees the columns of the current task alone, a prediction is the
+largest logit of all classes: the paper's comparison of heads is about this gap.
+
+S-Prompts and DIKI (`OwnPrompts`) learn prompts and a head per task, and a router infers the task ID of an image. Tasks
+are independent: each learns the same in any order. One batch holds images of several tasks, each with the prompts of
+its task, gathered from a stack whose length is a power of two.
 """
 
 import abc
@@ -14,19 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from cheem_jax.backbone.flops import executed_backbone_flops
 from cheem_jax.backbone.vit import Prefix, ViT
-from cheem_jax.baselines.baseline import OneHead, params_report, plain_flops
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Init, Inputs
+from cheem_jax.baselines.baseline import OneHead, OwnHeads, params_report, pass_costs
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, Inputs
 from cheem_jax.cheem.heads import cut, grow_head, head_logits, local_cross_entropy, padded
 from cheem_jax.core.images import Images
-from cheem_jax.core.keys import Keys, Phase
+from cheem_jax.core.keys import Phase, next_power_of_two, task_number
 from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Task
-from cheem_jax.run.method import Answers, Networks, Running
+from cheem_jax.run.method import Answers
 
-Prompts = dict[str, Array]
-"""A method's learned arrays by name, of all tasks together."""
+Prompts = dict[str, Any]
+"""A method's learned arrays by name, on the host or on the devices."""
 
 
 class Attached(NamedTuple):
@@ -37,26 +41,24 @@ class Attached(NamedTuple):
     tokens: Float[Array, "B n D"] | None = None
 
 
-class PromptFlops(NamedTuple):
-    """FLOPs per image that prompts add to a pass."""
+class PromptingState(NamedTuple):
+    """The prompts of all tasks together, and the head over all classes."""
 
-    attention: int
-    """Attention products with the prompts."""
-    selection: int
-    """Selecting or mixing prompts, which is executed but in no count of the paper."""
-    linear: int = 0
-    """Prompts through linear layers: none for keys and values."""
+    prompts: Prompts
+    head: Head
 
 
 class Prompting(OneHead):
     """A frozen backbone with prompts and one head over all classes."""
 
-    def __init__(self, networks: Networks, config: Any, keys: Keys, num_tasks: int):
-        super().__init__(networks, config, keys, num_tasks)
+    State = PromptingState
+
+    def build(self) -> None:
+        """See `Baseline.build`."""
         executor = self.executor
         check_layers(self.layers, executor.config.depth)
-        self.prompts: Prompts = {}
-        self.head: Head | None = None
+        empty: Any = Head(np.zeros((executor.config.width, 0), np.float32), np.zeros(0, np.float32))  # pyright: ignore[reportArgumentType]
+        self.known = PromptingState({}, empty)
 
         def logits(prompts, head, leaves, inputs, task, weights):
             vit = executor.vit_of(leaves)
@@ -71,7 +73,7 @@ class Prompting(OneHead):
             return local + (attached.key_loss * batch.weights).sum()
 
         @executor.jit
-        def answer(prompts, head, leaves, inputs, task):
+        def answer(prompts, head, leaves, task, inputs):
             return logits(prompts, head, leaves, inputs, task, None)[0]
 
         self._answer = answer
@@ -97,8 +99,11 @@ class Prompting(OneHead):
         """
 
     @abc.abstractmethod
-    def prompt_flops(self) -> PromptFlops:
-        """FLOPs that the prompts add."""
+    def added_flops(self) -> dict[str, int]:
+        """FLOPs per image that prompts add to a pass, for `pass_costs`.
+
+        To the `executed` ones belong those of selecting or mixing prompts, which are in no count of the paper.
+        """
 
     @abc.abstractmethod
     def num_params(self, index: int) -> tuple[int, int]:
@@ -106,63 +111,132 @@ class Prompting(OneHead):
 
     def start(self, task: Task) -> tuple[Prompts, Head]:
         """All prompts, and the whole head."""
-        keys, index, width = self.keys, len(self.classes), self.executor.config.width
-        prompts = self.begin_task(keys.at(index, Phase.METHOD_INIT, Init.LEARNED), self.prompts, index)
-        key = keys.at(index, Phase.METHOD_INIT, Init.HEAD)
-        return prompts, grow_head(key, self.head, width, self.classes.num, len(task.classes))
+        prompts = self.begin_task(
+            self.key(task, Phase.METHOD_INIT, Init.LEARNED), self.known.prompts, len(self.classes)
+        )
+        key, width = self.key(task, Phase.METHOD_INIT, Init.HEAD), self.executor.config.width
+        return prompts, grow_head(key, self.known.head, width, self.classes.num, len(task.classes))
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
         """Train the prompts and the task's columns of the head."""
-        index, num, vit = len(self.classes), len(task.classes), self.executor.config
-        fitting = self.begun(self.start(task), running)
+        index, seen, num, vit = len(self.classes), self.classes.num, len(task.classes), self.executor.config
         with fitting.clock("features"):
             query = self.features(task, "train")
-        fixed = (self.executor.leaves, np.int32(index), np.int32(self.classes.num), np.int32(num))
-        self.train(fitting, fixed, task.train.labels, Inputs(task.train.images, query=query))
-        self.prompts, self.head = fitting.learned
-        self.classes.add(task.name, task.classes)
+        fixed = (self.executor.leaves, np.int32(index), np.int32(seen), np.int32(num))
+        self.train(fitting, task, fixed, Inputs(task.train.images, query=query))
+        prompts, head = fitting.learned
+        self.known = PromptingState(prompts, cut(head, seen + num))
         (learned, added), head_params = self.num_params(index), (vit.width + 1) * num
-        return {
-            **self.costs(),
-            **params_report(vit, added=added, learned=learned + head_params, stored=added + head_params),
-            **fitting.report(),
-        }
+        return params_report(vit, added=added, learned=learned + head_params, stored=added + head_params)
 
     def costs(self) -> dict[str, int]:
         """FLOPs per image: a pass for the query, and one with prompts and the head."""
-        vit, prompts = self.executor.config, self.prompt_flops()
-        plain = plain_flops(vit, self.classes.num)
-        return {
-            "flops_method": 2 * plain["flops_method"] + prompts.linear,
-            "flops_explicit": 2 * plain["flops_explicit"] + prompts.linear + prompts.attention,
-            "flops_executed": executed_backbone_flops(vit) + plain["flops_executed"] + sum(prompts),
-        }
+        vit, encoder = self.executor.config, self.features.encoder
+        return pass_costs(vit, self.classes.num, encoder=encoder, **self.added_flops())
 
-    def logits(self, images: Images, query: Float[np.ndarray, "N D"] | None = None) -> Float[np.ndarray, "N P"]:
-        """See `OneHead.logits`; `query` are the images' frozen features, if they are known."""
-        last, query = np.int32(len(self.classes) - 1), self.features.compute(images) if query is None else query
-        return self.over(
-            lambda read: self._answer(self.prompts, self.head, self.executor.leaves, read, last),
-            Inputs(images, query=query),
-        )
+    def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
+        """See `OneHead.logits`."""
+        head, last = padded(self.known.head), np.int32(len(self.classes) - 1)
+        inputs = Inputs(images, query=self.features.compute(images))
+        return self.over(self._answer, inputs, self.known.prompts, head, self.executor.leaves, last)
 
     def answers(self, index: int, task: Task) -> Answers:
-        """See `Method.answers`."""
-        return self.classes.answers(self.logits(task.test.images, self.features(task, "test")), index)
-
-    def arrays(self) -> dict[str, Any]:
-        """The prompts and the whole head, as later tasks may change them."""
-        assert self.head is not None
-        return {"prompts": self.prompts, "head": cut(self.head, self.classes.num)._asdict()}
+        """See `Method.answers`; the queries are kept from then on."""
+        self.features(task, "test")
+        return super().answers(index, task)
 
     def meta(self) -> dict[str, Any]:
         """The number of tasks, among which the prompts may be divided."""
         return {"num_tasks": self.num_tasks}
 
-    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """See `Baseline.restore`."""
-        self.prompts = jax.tree.map(jnp.asarray, arrays["prompts"])
-        self.head = padded(Head(**arrays["head"]))
+
+class PromptedTask(NamedTuple):
+    """What a task learned."""
+
+    prompts: dict[str, np.ndarray]
+    head: Head
+    router: dict[str, np.ndarray]
+
+
+class OwnPrompts(OwnHeads):
+    """A frozen backbone behind a router, with prompts and a head per task."""
+
+    Learned = PromptedTask
+
+    def build(self) -> None:
+        """See `Baseline.build`."""
+        executor = self.executor
+
+        def found(vit: ViT, inputs, prompts, weight):
+            tokens = inputs["tokens"] if "tokens" in inputs else self.enter(vit, inputs["images"])
+            return self.prompted(vit, tokens, prompts, weight)
+
+        def loss(learned, fixed, batch: FitBatch):
+            (prompts, head), (leaves, num), size = learned, fixed, len(batch.labels)
+            everywhere = {name: jnp.broadcast_to(values, (size, *values.shape)) for name, values in prompts.items()}
+            features = found(executor.vit_of(leaves), batch.inputs, everywhere, jnp.ones(size))
+            return local_cross_entropy(head_logits(head, features), batch.labels, batch.weights, 0, num)
+
+        @executor.jit
+        def answer(leaves, stack, inputs):
+            own = {name: values[inputs["task"]] for name, values in stack.items()}
+            return found(executor.vit_of(leaves), inputs, own, inputs["weight"])
+
+        self._answer = answer
+        self.fitter = Fitter(loss, jit=executor.jit, layout=executor.layout, rows=executor.rows)
+
+    @abc.abstractmethod
+    def begin_prompts(self, key: jax.Array) -> Prompts:
+        """The initial prompts of any task."""
+
+    @abc.abstractmethod
+    def enter(self, vit: ViT, images: Array) -> Float[Array, "B N D"]:
+        """Tokens that do not depend on any prompt."""
+
+    @abc.abstractmethod
+    def prompted(
+        self, vit: ViT, tokens: Float[Array, "B N D"], prompts: Mapping[str, Float[Array, "B ..."]], weight: Array
+    ) -> Float[Array, "B D"]:
+        """Features of each image with its own prompts, which act with the weight `[B]`."""
+
+    @abc.abstractmethod
+    def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
+        """The router's statistics of a task, from the frozen features of its training images."""
+
+    def inputs(self, task: Task, fitting: Fitting) -> Inputs:
+        """The training inputs, which every epoch reads."""
+        return Inputs(task.train.images)
+
+    def number(self, task: Task) -> int:
+        """See `TrainedBaseline.number`: the same wherever the task stands in the stream."""
+        return task_number(task.name)
+
+    def start(self, task: Task) -> tuple[Prompts, Head]:
+        """Prompts and a head."""
+        prompts = self.begin_prompts(self.key(task, Phase.METHOD_INIT, Init.LEARNED))
+        key, width = self.key(task, Phase.METHOD_INIT, Init.HEAD), self.executor.config.width
+        return prompts, grow_head(key, None, width, 0, len(task.classes))
+
+    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
+        """Train the task's prompts and head, then fit the router's statistics; earlier tasks play no part."""
+        vit, num = self.executor.config, len(task.classes)
+        with fitting.clock("keep"):
+            inputs = self.inputs(task, fitting)
+        self.train(fitting, task, (self.executor.leaves, np.int32(num)), inputs)
+        prompts, head = fitting.learned
+        with fitting.clock("features"):
+            features = self.router_features(task, "train")
+        with fitting.clock("router"):
+            router = self.fit_router(features, task)
+        self.tasks.append(PromptedTask(jax.tree.map(np.asarray, prompts), cut(head, num), router))
+        added, kept = (sum(values.size for values in arrays.values()) for arrays in (prompts, router))
+        learned = added + (vit.width + 1) * num
+        return params_report(vit, added=added, learned=learned, stored=learned + kept)
+
+    def stack(self) -> dict[str, np.ndarray]:
+        """The prompts of all tasks, padded to a power of two with those of the first."""
+        tasks = [*self.tasks, *[self.tasks[0]] * (next_power_of_two(len(self.tasks)) - len(self.tasks))]
+        return {name: np.stack([task.prompts[name] for task in tasks]) for name in tasks[0].prompts}
 
 
 def _features(vit: ViT, images: Array, attached: Attached) -> Float[Array, "B D"]:

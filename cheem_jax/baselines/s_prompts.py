@@ -7,7 +7,7 @@ Pre-trained Transformers: An Occam's Razor for Domain Incremental Learning", Neu
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import jax
@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import executed_backbone_flops, token_flops
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.baselines.baseline import plain_flops
+from cheem_jax.baselines.baseline import pass_costs
 from cheem_jax.baselines.fitting import Inputs
-from cheem_jax.baselines.own_prompts import OwnPrompts
+from cheem_jax.baselines.prompting import OwnPrompts, Prompts
 from cheem_jax.baselines.settings import at_least_one
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
@@ -52,7 +52,6 @@ class SPromptsConfig:
 class SPrompts(OwnPrompts):
     """See the module."""
 
-    name = "s_prompts"
     config: SPromptsConfig
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
@@ -61,7 +60,7 @@ class SPrompts(OwnPrompts):
         few = [task.name for task in tasks if len(task.train.labels) < num]
         return [f"fewer training images than the {num} centroids, so fewer centroids: {', '.join(few)}"] if few else []
 
-    def begin_prompts(self, key: jax.Array) -> dict[str, Array]:
+    def begin_prompts(self, key: jax.Array) -> Prompts:
         """U(-1/sqrt(D), 1/sqrt(D)), as in the official code."""
         width = self.executor.config.width
         high = 1 / math.sqrt(width)
@@ -77,36 +76,30 @@ class SPrompts(OwnPrompts):
         """See `OwnPrompts.prompted`; S-Prompts has no use for the weight."""
         return vit.features(vit.run_blocks(jnp.concatenate([tokens[:, :1], prompts["tokens"], tokens[:, 1:]], axis=1)))
 
-    def fit_router(self, features: Float[np.ndarray, "N E"], number: int) -> dict[str, np.ndarray]:
-        seed = self.keys.seed_at(number, Phase.CENTROIDS)
+    def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
+        """See `OwnPrompts.fit_router`."""
+        seed = self.keys.seed_at(self.number(task), Phase.CENTROIDS)
         return {"centroids": fit_centroids(features, seed=seed, config=self.config.router)}
 
-    def run(
-        self, images: Images, given: Int[np.ndarray, "N"] | None, query: Callable[[], np.ndarray] | None
-    ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
-        """See `OwnHeads.run`."""
-        chosen = self.route(query()) if query else given
-        assert chosen is not None
-        tasks, stack = chosen if given is None else given, self.stack()
-        inputs = Inputs(images, task=tasks, weight=np.ones(len(images), np.float32))
-        return chosen, self.over(lambda read: self._answer(self.executor.leaves, stack, read), inputs)
-
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
-        """The task of the nearest centroid."""
+        """See `OwnHeads.route`: the task of the nearest centroid."""
         return route(features, [task.router["centroids"] for task in self.tasks], self.config.router)
+
+    def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
+        """See `OwnHeads.features_by`."""
+        inputs = Inputs(images, task=tasks, weight=np.ones(len(images), np.float32))
+        return self.over(self._answer, inputs, self.executor.leaves, self.stack())
 
     def bytes_beside(self, task: Task) -> int:
         """See `TrainedBaseline.bytes_beside`: the centroids."""
         return 4 * self.config.router.num_centroids * self.router_features.encoder.width
 
-    def flops(self, num_classes: int) -> dict[str, int]:
-        """See `OwnPrompts.flops`: 2 F0 + n TOK if the backbone itself infers the task ID, for n prompt tokens."""
-        vit, encoder, extra = self.executor.config, self.router_features.encoder, self.config.length
-        plain, linear = plain_flops(vit, num_classes), token_flops(vit, extra)
+    def costs(self) -> dict[str, int]:
+        """FLOPs per image: 2 F0 + n TOK if the backbone itself infers the task ID, for n prompt tokens."""
+        vit, extra, num_classes = self.executor.config, self.config.length, len(self.classes.classes[-1])
         attention = 4 * vit.depth * vit.width * ((vit.num_tokens + extra) ** 2 - vit.num_tokens**2)
-        prompted = executed_backbone_flops(vit, extra) + 2 * vit.width * num_classes
-        return {
-            "flops_method": encoder.flops() + plain["flops_method"] + linear,
-            "flops_explicit": encoder.flops(count_attention=True) + plain["flops_explicit"] + linear + attention,
-            "flops_executed": encoder.executed_flops() + prompted,
-        }
+        executed = executed_backbone_flops(vit, extra) - executed_backbone_flops(vit)
+        return pass_costs(
+            vit, num_classes, encoder=self.router_features.encoder, linear=token_flops(vit, extra), attention=attention,
+            executed=executed,
+        )  # fmt: skip

@@ -10,7 +10,7 @@ Universal Adapters for Pre-Trained Model-based Class-Incremental Learning", ICCV
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -23,7 +23,6 @@ from cheem_jax.baselines.adapters import (
     AdapterConfig,
     Adapters,
     adapted_features,
-    adapted_flops,
     adapter_params,
     cosines,
     directions,
@@ -31,15 +30,14 @@ from cheem_jax.baselines.adapters import (
     unit,
 )
 from cheem_jax.baselines.baseline import params_report
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, fit_batch
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, fit_batch
 from cheem_jax.baselines.settings import at_least_one, expect, positive
 from cheem_jax.cheem.heads import FAR, local_cross_entropy
 from cheem_jax.core.images import Images
-from cheem_jax.core.keys import Keys, Phase, order_at
+from cheem_jax.core.keys import Phase, order_at
 from cheem_jax.data.task import Task
 from cheem_jax.engine import hosts
 from cheem_jax.engine.passes import Advance
-from cheem_jax.run.method import Networks, Running
 
 JITTER = 1e-4
 """Added to every variance: classes of few images have a covariance without full rank."""
@@ -88,20 +86,30 @@ class Gaussians(NamedTuple):
     spreads: Float[np.ndarray, "C D *D"]
 
 
+class TunaTask(NamedTuple):
+    """What a task keeps; the next task continues from its adapters."""
+
+    adapters: Adapters
+    gaussians: Gaussians
+
+
+class TunaState(NamedTuple):
+    """The weight of the cosine head, of all classes so far."""
+
+    head: Float[np.ndarray, "D C"]
+
+
 class Tuna(AdapterBaseline):
     """See the module."""
 
-    name = "tuna"
+    Learned, State = TunaTask, TunaState
     config: TunaConfig
 
-    def __init__(self, networks: Networks, config: TunaConfig, keys: Keys, num_tasks: int):
-        super().__init__(networks, config, keys, num_tasks)
-        executor = self.executor
-        self.bank: list[Adapters] = []
-        """A copy after each task; the next task continues from the last one."""
-        self.gaussians: list[Gaussians] = []
-        self.head: Float[np.ndarray, "D C"] = np.zeros((executor.config.width, 0), np.float32)
-        """The weight of the cosine head, of all classes so far."""
+    def build(self) -> None:
+        """See `Baseline.build`."""
+        super().build()
+        executor, config = self.executor, self.config
+        self.known = TunaState(np.zeros((executor.config.width, 0), np.float32))
 
         def loss(learned, fixed, batch: FitBatch):
             (adapters, weight), (leaves, old, strength, num) = learned, fixed
@@ -113,8 +121,8 @@ class Tuna(AdapterBaseline):
             return found + strength * overlap(mean_rows(adapters), old)
 
         @executor.jit
-        def answer(adapters, weight, leaves, images, num):
-            features = adapted_features(executor.vit_of(leaves), adapters, images, config)
+        def answer(adapters, weight, leaves, num, inputs):
+            features = adapted_features(executor.vit_of(leaves), adapters, inputs["images"], config)
             near = config.temperature * cosines(features, weight)
             logs = jax.nn.log_softmax(jnp.where(jnp.arange(near.shape[-1]) < num, near, FAR))
             found = jnp.exp(logs)
@@ -154,48 +162,39 @@ class Tuna(AdapterBaseline):
 
     def start(self, task: Task) -> tuple[Adapters, jax.Array]:
         """Adapters, and the columns of the task's classes."""
-        index = len(self.bank)
-        adapters = self.bank[-1] if self.bank else self.new_adapters(index)
-        return adapters, padded_columns(self.new_columns(index, len(task.classes)))
+        adapters = self.tasks[-1].adapters if self.tasks else self.new_adapters(task)
+        return adapters, padded_columns(self.new_columns(task))
 
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
         """Train the adapters and the task's head, keep a copy, align all heads."""
-        config, index, num, labels = self.config, len(self.bank), len(task.classes), task.train.labels
+        config, index, num, labels = self.config, len(self.tasks), len(task.classes), task.train.labels
         seen, vit = self.classes.num, self.executor.config
-        fitting = self.begun(self.start(task), running)
         strength = config.orthogonality * math.exp(-(index + 1))
-        fixed = (self.executor.leaves, self._old_rows(), np.float32(strength), np.int32(num))
-        self.train(fitting, fixed, labels, Inputs(task.train.images))
+        self.train(fitting, task, (self.executor.leaves, self._old_rows(), np.float32(strength), np.int32(num)))
         adapters, own = fitting.learned
         with fitting.phase("statistics", len(labels)) as advance:
             features = self.features_with(adapters, task.train.images, advance)
-            gaussians = [*self.gaussians, gaussians_of(features, labels, num, config.statistics)]
-        head, losses = np.concatenate([self.head, np.asarray(own)[:, :num]], axis=1), []
+            gaussians = [task.gaussians for task in self.tasks]
+            gaussians.append(gaussians_of(features, labels, num, config.statistics))
+        head, losses = np.concatenate([self.known.head, np.asarray(own)[:, :num]], axis=1), []
         if index and config.alignment_epochs:
             total = config.alignment_epochs * (seen + num) * self.num_samples
             with fitting.phase("alignment", total) as advance:
                 head, losses = self.aligned(head, gaussians, index, advance)
-        self.bank.append(adapters)
-        self.gaussians, self.head = gaussians, head
-        self.classes.add(task.name, task.classes)
+        self.tasks.append(TunaTask(adapters, gaussians[-1]))
+        self.known = TunaState(head)
         added, head_params = adapter_params(vit, config.bottleneck), vit.width * num
         stored = added + head_params + sum(leaf.size for leaf in gaussians[-1])
-        return {
-            **self.costs(),
-            **params_report(vit, added=added, learned=added + head_params, stored=stored),
-            "alignment_losses": losses,
-            **fitting.report(),
-        }
+        report = params_report(vit, added=added, learned=added + head_params, stored=stored)
+        return {**report, "alignment_losses": losses}
 
     def costs(self) -> dict[str, int]:
         """FLOPs per image after the whole stream: a pass per task and one with the universal adapters.
 
         The paper's count (T + 1) F0 contains neither adapters nor heads.
         """
-        vit, passes = self.executor.config, num_passes(max(self.num_tasks, len(self.bank)))
-        once = adapted_flops(vit, self.config.bottleneck)
-        once["flops_executed"] += 2 * vit.width * self.classes.num
-        return {count: passes * flops for count, flops in once.items()}
+        passes = num_passes(max(self.num_tasks, len(self.tasks)))
+        return {count: passes * flops for count, flops in self.adapted_costs(self.classes.num).items()}
 
     @property
     def num_samples(self) -> int:
@@ -237,9 +236,9 @@ class Tuna(AdapterBaseline):
 
     def _old_rows(self) -> Float[np.ndarray, "T L r"]:
         """Mean unit rows of the stored adapters' up halves; for future tasks 0, which overlaps with nothing."""
-        rows = np.zeros((max(self.num_tasks, len(self.bank)), self.executor.config.depth, self.config.bottleneck))
-        for index, adapters in enumerate(self.bank if self.config.orthogonality else ()):
-            rows[index] = mean_rows(adapters)
+        rows = np.zeros((max(self.num_tasks, len(self.tasks)), self.executor.config.depth, self.config.bottleneck))
+        for index, task in enumerate(self.tasks if self.config.orthogonality else ()):
+            rows[index] = mean_rows(task.adapters)
         return rows.astype(np.float32)
 
     def bytes_beside(self, task: Task) -> int:
@@ -250,29 +249,17 @@ class Tuna(AdapterBaseline):
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
         """See `OneHead.logits`: the probabilities by the most certain adapters plus those by the universal ones."""
-        head, leaves, num = padded_columns(self.head), self.executor.leaves, np.int32(self.classes.num)
-        universal = merge(self.bank) if self.config.universal == "merged" else self.bank[-1]
-        universal = jax.tree.map(jnp.asarray, universal)
+        bank = [task.adapters for task in self.tasks]
+        universal = merge(bank) if self.config.universal == "merged" else bank[-1]
 
-        def run(read: dict[str, Any]) -> Float[np.ndarray, "N P"]:
-            found = hosts.fetch([self._answer(adapters, head, leaves, read["images"], num) for adapters in self.bank])
+        def run(bank, universal, *rest: Any) -> Float[np.ndarray, "N P"]:
+            found = hosts.fetch([self._answer(adapters, *rest) for adapters in bank])
             probabilities, entropies = (np.stack(parts) for parts in zip(*found, strict=True))
             total = most_certain(probabilities, entropies)
-            if len(self.bank) == 1:
-                return total
-            return total + hosts.fetch(self._answer(universal, head, leaves, read["images"], num)[0])
+            return total if len(bank) == 1 else total + hosts.fetch(self._answer(universal, *rest)[0])
 
-        return self.over(run, Inputs(images))
-
-    def arrays(self) -> dict[str, Any]:
-        """The last task's adapters and Gaussians, and all heads."""
-        return {"adapters": self.bank[-1]._asdict(), "gaussians": self.gaussians[-1]._asdict(), "head": self.head}
-
-    def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """See `Baseline.restore`."""
-        self.bank[index:] = [Adapters(**jax.tree.map(jnp.asarray, arrays["adapters"]))]
-        self.gaussians[index:] = [Gaussians(**arrays["gaussians"])]
-        self.head = arrays["head"]
+        head, num = padded_columns(self.known.head), np.int32(self.classes.num)
+        return self.over(run, Inputs(images), bank, universal, head, self.executor.leaves, num)
 
 
 def num_passes(num_tasks: int) -> int:
@@ -282,12 +269,13 @@ def num_passes(num_tasks: int) -> int:
 
 def merge(bank: Sequence[Adapters]) -> Adapters:
     """The universal adapters: each number has the sign of its mean over tasks, and its largest size with that sign."""
-    return jax.tree.map(lambda *parts: _merged(np.stack([np.asarray(part) for part in parts])), *bank)
 
+    def merged(*parts: Any) -> Float[np.ndarray, "*S"]:
+        tasks = np.stack([np.asarray(part) for part in parts])
+        sign = np.where(tasks.mean(axis=0) > 0, 1, -1).astype(tasks.dtype)
+        return sign * np.where(np.sign(tasks) == sign, np.abs(tasks), 0).max(axis=0)
 
-def _merged(tasks: Float[np.ndarray, "T *S"]) -> Float[np.ndarray, "*S"]:
-    sign = np.where(tasks.mean(axis=0) > 0, 1, -1).astype(tasks.dtype)
-    return sign * np.where(np.sign(tasks) == sign, np.abs(tasks), 0).max(axis=0)
+    return jax.tree.map(merged, *bank)
 
 
 def most_certain(
@@ -299,7 +287,7 @@ def most_certain(
 
 def mean_rows(adapters: Adapters) -> Float[jax.Array, "L r"]:
     """Mean over the D rows of each block's up half, every row scaled to unit length."""
-    return unit(adapters.up, axis=1).mean(axis=2)
+    return unit(jnp.asarray(adapters.up), axis=1).mean(axis=2)
 
 
 def overlap(rows: Float[jax.Array, "L r"], old: Float[jax.Array, "T L r"]) -> Float[jax.Array, ""]:

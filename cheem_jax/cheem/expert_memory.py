@@ -14,8 +14,7 @@ from cheem_jax.cheem.heads import padded
 from cheem_jax.cheem.saved_memory import open_memory, save_memory_task, with_task
 from cheem_jax.core.architecture import Architecture, to_strings
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import DenseExperts, Head, Pool, StoredExpert, TaskMemory
-from cheem_jax.core.pool import InternalMemory
+from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, Pool, StoredExpert, TaskMemory
 from cheem_jax.core.routing.config import RouterConfig, TaskStatistics
 from cheem_jax.core.routing.routers import Router, make_router
 from cheem_jax.core.routing.statistics import fit_statistics, num_kept

@@ -9,8 +9,7 @@ import numpy as np
 
 from cheem_jax.core.architecture import from_strings, to_strings
 from cheem_jax.core.ops import Expert, LowRank
-from cheem_jax.core.pool import Head, Pool, StoredExpert, TaskMemory, append, gone
-from cheem_jax.core.pool import InternalMemory
+from cheem_jax.core.pool import Head, InternalMemory, Pool, StoredExpert, TaskMemory, append, gone
 from cheem_jax.run.checkpoint import Arrays, each_task, load_task, named, save_task, saved_tasks, task_directory
 
 

@@ -88,7 +88,7 @@ def train(executor: Executor, fitting: SupernetFit, rng: np.random.Generator) ->
     jax.block_until_ready(train_step(executor, supernet, fitting.state, architecture, step, rate=1e-3))
 
 
-def ask(vit: ViT, memory: Memory) -> None:
+def ask(vit: ViT, memory: InternalMemory) -> None:
     """A predictor with an executor of its own, asked once and dropped."""
     networks = TaskNetworks(DenseExperts(memory.pool, 2**30), memory.tasks)
     predictor = Predictor(Stages(vit, "mlp_down"), memory.tasks, networks, RouterConfig())

@@ -126,7 +126,7 @@ def searches(
 
 
 def real_search(
-    executor: Executor, memory: Memory, task: Task, batch_size: int, config: SearchConfig
+    executor: Executor, memory: InternalMemory, task: Task, batch_size: int, config: SearchConfig
 ) -> tuple[tuple[Supernet, SupernetState], list[np.ndarray]]:
     """A supernet trained for two epochs, and the genomes of every generation of a search in it."""
     rng, num = np.random.default_rng(2), len(task.train.labels)

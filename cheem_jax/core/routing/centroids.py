@@ -64,11 +64,9 @@ def distances(
 class CentroidIndex:
     """The centroids of all tasks in one array.
 
-    `distances` is SciPy's `cdist` in float64, block by block. `route` is the same for `l1`, which is no matrix product:
-    for 5,000 centroids it takes 0.3 ms per image and core at width 96, and 3 ms at width 768. A compiled float32 loop
-    takes a third of that, but its rounding must be corrected and every size of the index compiles. For `l2` and
-    `cosine`, `route` is one float32 matrix product; all centroids within its rounding error of the nearest are compared
-    again in float64, so that predictions are the same, ties to the lowest task included.
+    Distances are SciPy's `cdist` in float64, block by block. For 5,000 centroids in L1 it takes 0.3 ms per image and
+    core at width 96, and 3 ms at width 768. A compiled float32 loop takes a third of that, but its rounding must be
+    corrected and every size of the index compiles.
     """
 
     def __init__(self, metric: Metric, centroids: Sequence[Float[np.ndarray, "_ E"]] = ()):
@@ -118,41 +116,11 @@ class CentroidIndex:
 
     def route(self, features: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
         """The task of each image's nearest centroid (ties: the lowest task)."""
-        points, rows = normalise(features), self._rows[: self._first[-1]]
+        points = normalise(features)
         nearest = np.empty(len(points), np.int64)
-        if self.metric == "l1":
-            for block in self._blocks(len(points)):
-                nearest[block] = self._exact(points[block]).argmin(axis=1)
-        else:
-            squared = np.einsum("me,me->m", rows, rows)
-            for block in self._blocks(len(points)):
-                nearest[block] = self._nearest_by_product(points[block], squared)
+        for rows in self._blocks(len(points)):
+            nearest[rows] = self._exact(points[rows]).argmin(axis=1)
         return (np.searchsorted(self._first, nearest, side="right") - 1).astype(np.int32)
-
-    def _nearest_by_product(
-        self, points: Float[np.ndarray, "N E"], squared: Float[np.ndarray, "M"]
-    ) -> Int[np.ndarray, "N"]:
-        """The nearest centroid of each point by `|c|^2 - 2 c.p`, or by `-c.p / |c|`."""
-        rows = self._rows[: len(squared)]
-        # a sum of E products is off by at most E eps / 2, on both sides of a comparison, and so is the norm
-        rounding = 2 * (rows.shape[1] + 8) * np.finfo(np.float32).eps
-        found = points.astype(np.float32) @ rows.T
-        with np.errstate(divide="ignore", invalid="ignore"):
-            if self.metric == "l2":
-                found *= -2
-                found += squared
-                margin = rounding * (1 + squared.max())
-            else:
-                found /= -np.sqrt(squared)
-                margin = rounding
-            # negated, so that NaN is compared again too
-            near = ~(found > found.min(axis=1, keepdims=True) + margin)
-        nearest = near.argmax(axis=1)
-        for row in np.flatnonzero(near.sum(axis=1) > 1):
-            places = np.flatnonzero(near[row])
-            again = cdist(points[row : row + 1], rows[places], _SCIPY_METRICS[self.metric])
-            nearest[row] = places[again[0].argmin()]
-        return nearest
 
     def _exact(self, points: Float[np.ndarray, "N E"]) -> Float[np.ndarray, "N M"]:
         """Distance from each point to each centroid in float64, a part at a time because SciPy copies its arguments."""

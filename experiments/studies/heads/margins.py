@@ -13,7 +13,7 @@ from cheem_jax.baselines.ewc import Ewc
 from cheem_jax.baselines.moal import Moal
 from cheem_jax.baselines.prompting import Prompting
 from cheem_jax.core.keys import Keys
-from cheem_jax.data.task import Stream, Task
+from cheem_jax.data.task import Stream
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.report.finished import RunRecord
 from cheem_jax.run_config import networks_of
@@ -187,14 +187,6 @@ def measure(
         raise ValueError(f"{run.directory} learned {run.order}, but its checkpoints hold {names}; bring back the rest")
     first, found = method.classes.first, []
     for index, task in enumerate(stream.tasks):
-        logits = logits_of(method, task)[:, : first[-1]]
+        logits = method.logits(task.test.images)[:, : first[-1]]
         found.append(margins_of(task.name, logits, task.test.labels, int(first[index]), len(task.classes)))
     return found
-
-
-def logits_of(method: Prompting | Ewc | Moal, task: Task) -> Float[np.ndarray, "N P"]:
-    """Logits of a task's test images for all classes, padding behind them."""
-    images = task.test.images
-    if isinstance(method, Prompting):
-        return method.logits(images, method.features(task, "test"))
-    return method.logits(images)
