@@ -25,12 +25,14 @@ from scenarios import SCENARIOS, Scenario
 from shim import Fault, armed, clock_shifted
 
 from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.cheem.config import CheemConfig
 from cheem_jax.cli import demo
 from cheem_jax.cli.main import run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.progress import Progress
-from cheem_jax.run.record import read
+from cheem_jax.run.record import read, to_json
+from cheem_jax.run_config import defaults_of
 
 CONFIG = RunConfig(small.QUICK, "quick", 0, None)
 TIMES = ("seconds", "seconds_total", "checkpoint_seconds", "compile_seconds", "peak_memory_bytes", "compile")
@@ -376,15 +378,20 @@ def damaged_records(source: str, folder: str, weights: str, num: int) -> dict[st
 
 def _is_mended(directory: Path, source: Path) -> bool:
     """Whether it has become again what it was: a lost last line is measured anew, a repeated one dropped."""
-    configs = [_without_nulls(json.loads((place / "config.json").read_text())) for place in (directory, source)]
+    defaults = to_json(defaults_of(CheemConfig()))
+    configs = [_filled(json.loads((place / "config.json").read_text()), defaults) for place in (directory, source)]
     records = [without_times([{**entry, "time": 0} for entry in read(place)]) for place in (directory, source)]
     return configs[0] == configs[1] and records[0] == records[1] and outcome(directory) == outcome(source)
 
 
-def _without_nulls(config: Any) -> Any:
+def _filled(config: Any, defaults: Any) -> Any:
+    """With what was left out: a setting means its default then, as in runs from before it existed, others null."""
     if not isinstance(config, dict):
         return config
-    return {key: _without_nulls(value) for key, value in config.items() if value is not None}  # leaving out means null
+    known = defaults if isinstance(defaults, dict) else {}
+    names = dict.fromkeys((*config, *known))
+    found = {name: _filled(config.get(name, known.get(name)), known.get(name)) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _damaged(whole: bytes, rng: random.Random) -> tuple[bytes, str]:
