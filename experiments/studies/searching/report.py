@@ -6,6 +6,7 @@ from typing import Any
 
 from charts import ACCURACY, COST, frame, write_page
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from cheem_jax.report.figures import DPI, INK, save
 from cheem_jax.report.table import NONE, Grid, format_flops, number, percent
@@ -15,6 +16,8 @@ from studies.searching.units import Entry
 NAME = "search_study"
 TITLES = {"shared_head": "shared head", "closed_form": "closed form"}
 PAPER, PLUS = "quick", "plus"
+OFFSET = 0.15
+"""Half of what lies between the two sides of a task in the figure."""
 
 
 def write(directory: Path, entries: Sequence[Entry], setting: Mapping[str, Any]) -> list[Grid]:
@@ -125,31 +128,31 @@ def picture(found: Mapping[str, Any], file: Path) -> bool:
     rows = found["found"]
     if not rows:
         return False
-    figure = Figure(figsize=(9.6, 0.9 + 0.3 * len(rows)), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(9.6, 1.2 + 0.35 * len(rows)), dpi=DPI, layout="constrained")
     left, right = figure.subplots(1, 2)
     labels = [f"{row['task']}, {row['position'].split()[0]}" for row in rows]
     ranked = {(row["task"], row["position"]): row for row in found["ranking"]}
-    for name, color in zip(SCORES, (COST, ACCURACY), strict=True):
-        known = [(place, ranked[key][name]) for place, row in enumerate(rows)
-                 if (key := (row["task"], row["position"])) in ranked and ranked[key][name]]  # fmt: skip
-        for place, value in known:
-            left.plot([value["low"], value["high"]], [place, place], color=color, alpha=0.35, linewidth=3)
-        left.plot([v["value"] for _, v in known], [p for p, _ in known], "o", color=color, label=TITLES[name])
-    for name, color in ((PAPER, COST), (PLUS, ACCURACY)):
+    sides = ((SCORES[0], PAPER, COST, -OFFSET), (SCORES[1], PLUS, ACCURACY, OFFSET))
+    for score, recipe, color, offset in sides:
         for place, row in enumerate(rows):
-            if side := row["recipes"].get(name):
+            y = place + offset
+            if found_rank := ranked.get((row["task"], row["position"]), {}).get(score):
+                left.plot([found_rank["low"], found_rank["high"]], [y, y], color=color, alpha=0.35, linewidth=3)
+                left.plot(found_rank["value"], y, "o", color=color)
+            if side := row["recipes"].get(recipe):
                 tests = [100 * value for value in side["test"][side["best_rate"]].values()]
-                right.plot(
-                    tests, [place] * len(tests), "o", color=color, markersize=4, label=name if not place else None
-                )
-    for axes, title, x in (
-        (left, "score and accuracy", "Spearman"),
-        (right, "what the search finds", "test accuracy, %"),
-    ):
+                right.plot(tests, [y] * len(tests), "o", color=color, markersize=4)
+    names = ([TITLES[score] for score, *_ in sides], [recipe for _, recipe, *_ in sides])
+    titles = (("score and accuracy", "Spearman"), ("what the search finds", "test accuracy, %"))
+    for axes, (title, x), own in zip((left, right), titles, names, strict=True):
         axes.set_yticks(range(len(rows)), labels if axes is left else [""] * len(rows))
-        axes.invert_yaxis()
+        axes.set_ylim(len(rows) - 0.5, -0.5)
         frame(axes, title, x, grid=True)
-        axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+        handles = [
+            Line2D([], [], marker="o", linestyle="", color=side[2], label=name)
+            for side, name in zip(sides, own, strict=True)
+        ]
+        axes.legend(handles=handles, frameon=False, fontsize=8, labelcolor=INK, loc="best")
     save(figure, file)
     return True
 

@@ -35,14 +35,15 @@ from cheem_jax.run.rolling import Saved
 Entry = dict[str, Any]
 PLUS = dataclasses.replace(
     PRESETS["quick"],
-    ops=OpSettings(new_init="copy"),
-    supernet=FitConfig(epochs=6, learning_rate=3e-3),
-    search=SearchConfig(population=20, generations=3, num_parents=5, tolerance=0.005),
+    ops=OpSettings(new_init="copy", new_rate=0.3),
+    supernet=FitConfig(epochs=4),
+    search=SearchConfig(population=20, generations=2, num_parents=5, tolerance=0.0),
     score="closed_form",
-    finals=FinalsConfig(networks=2, rates=(1e-3, 3e-3)),
-    weights="inherited",
+    score_images=512,
+    finals=FinalsConfig(networks=4),
 )
-"""Ranks by heads in closed form and chooses among finalists, with fewer candidates."""
+"""Fewer candidates, ranked by heads in closed form, four of them in finals; New begins as a copy and takes smaller
+steps."""
 RECIPES: dict[str, CheemConfig] = {
     "quick": PRESETS["quick"],
     "plus": PLUS,
