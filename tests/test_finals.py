@@ -86,6 +86,15 @@ def test_a_finalist_that_fails_loses_and_only_where_all_fail_there_is_no_network
         finished(config_of(rates=(3e38, 2e38)))
 
 
+def test_the_room_on_the_disk_is_for_every_finalist():
+    stages = Stages(small.backbone(), "mlp_down")
+    usual, many = (
+        Cheem(stages, config_of(networks=n, rates=(1e-2, 1e-3)), Keys(0), None, FrozenFeatures(stages, 16))
+        for n in (1, 20)
+    )
+    assert many.bytes_needed(TASK) > 5 * usual.bytes_needed(TASK)
+
+
 STOPS = [
     pytest.param([("finetune", 2), ("finetune", 3)], id="in the first round"),
     pytest.param([("finetune", 13), ("finetune", 5)], id="in later rounds", marks=pytest.mark.full),

@@ -228,10 +228,6 @@ class TaskNetworks:
         """Compile what putting a network together calls, so that none that comes back compiles."""
         self.experts.prepare()
 
-    def of(self, names: Sequence[str]) -> "TaskNetworks":
-        """Those of some tasks, over the same experts."""
-        return TaskNetworks(self.experts, [task for task in self.tasks if task.name in names])
-
     def counters(self) -> dict[str, int]:
         """Networks that were there and that were not, experts merged and dropped, and the bytes that are kept."""
         return {"hits": self.hits, "misses": self.misses, **self.experts.counters()}

@@ -357,16 +357,17 @@ class Cheem(ExpertMemory):
         return {"searched": len(scored.genomes), "search": found, **accuracies}
 
     def bytes_needed(self, task: Task) -> int:
-        """Everything sampled in the supernet, with Adam's moments, twice (a rolling checkpoint and its successor).
+        """Everything sampled in the supernet, or every finalist, with Adam's moments.
 
-        What the router keeps of the task is there once.
+        Twice: a rolling checkpoint and its successor. What the router keeps of the task is there once.
         """
-        expert = self.memory.pool[0][0].params
+        expert, finals = self.memory.pool[0][0].params, self.config.finals
         num_inputs, width = expert[0].shape
-        pairs = sum(pool_sizes(self.memory.pool)) * self.config.ops.rank * (num_inputs + width)
-        news = len(self.memory.pool) * (num_inputs + 1) * width
-        head = (width + 1) * next_power_of_two(len(task.classes))
-        return 4 * (3 * 2 * (pairs + news + head) + self.router_numbers(task))
+        pair, new = self.config.ops.rank * (num_inputs + width), (num_inputs + 1) * width
+        head, blocks = (width + 1) * next_power_of_two(len(task.classes)), len(self.memory.pool)
+        supernet = sum(pool_sizes(self.memory.pool)) * pair + blocks * new + head
+        finalists = finals.networks * max(len(finals.rates), 1) * (blocks * max(pair, new) + head)
+        return 4 * (3 * 2 * max(supernet, finalists) + self.router_numbers(task))
 
     def _earlier_means(self, learning: Learning) -> Float[np.ndarray, "E L D"]:
         """mu of the new task by the base network and every earlier task's; zeros where a task skipped the block."""

@@ -1,5 +1,6 @@
 """The files of a folder or zip, as sorted relative names, and reading the images among them."""
 
+import abc
 import functools
 import hashlib
 import os
@@ -16,7 +17,7 @@ MAX_FILES = 5_000_000  # in one folder or archive; ImageNet has 1.4 million
 SMALL_BYTES, MAX_RATIO = 2**30, 100  # what unpacks to more than both is a bomb: images are packed already
 
 
-class Encoded:
+class Encoded(abc.ABC):
     """Image files in a fixed order. They can be pickled, so that worker processes can read them as well."""
 
     def __init__(self, keys: Sequence[str]):
@@ -29,13 +30,13 @@ class Encoded:
         """A file's name, unique in its task and the same on every machine."""
         return self.keys[row]
 
+    @abc.abstractmethod
     def where(self, row: int) -> str:
         """The same file for people who look for it on this machine."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def read(self, row: int) -> bytes:
-        """A file's bytes; ValueError or OSError naming the file if it cannot be read."""
-        raise NotImplementedError
+        """A file's bytes; ValueError or OSError that says which file cannot be read."""
 
 
 class FolderFiles(Encoded):

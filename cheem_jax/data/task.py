@@ -183,7 +183,7 @@ def check_names(names: Sequence[str], known: Sequence[str], where: str) -> None:
 
 
 def check_class_names(where: str, classes: Sequence[str]) -> None:
-    """ValueError unless there are at least two class names, all different; `where` names the task."""
+    """ValueError unless there are at least two class names, all different; `where` is the task."""
     if len(classes) < 2:
         raise ValueError(f"{where} has {len(classes)} class(es) {list(classes)}; expected at least 2")
     if repeated := repeats(classes):
@@ -191,7 +191,7 @@ def check_class_names(where: str, classes: Sequence[str]) -> None:
 
 
 def check_labels(where: str, classes: Sequence[object], labels: np.ndarray) -> None:
-    """ValueError for labels out of range and for classes without an image; `where` names the task and the split."""
+    """ValueError for labels out of range and for classes without an image; `where` is the task and the split."""
     outside = np.unique(labels[(labels < 0) | (labels >= len(classes))])
     if outside.size:
         raise ValueError(f"{where}: labels {outside[:5].tolist()} outside 0..{len(classes) - 1}")
