@@ -52,8 +52,7 @@ class SearchStudy(mtil.Data):
     recipes: str = "quick,plus"
     """Names of recipes separated by commas: quick (the paper's search), plus, uniform (plus without HEE)."""
     rates: str = "1e-3,3e-3"
-    """Learning rates of both phases, separated by commas; a recipe that chooses among rates is run at the first of
-    these, and choosing."""
+    """Learning rates of both phases, separated by commas."""
     seeds: str = "0,1,2"
     """Seeds separated by commas."""
     sampled: int = 12
@@ -82,9 +81,7 @@ class Plan(NamedTuple):
                 for rate in self.rates:
                     yield functools.partial(one.reuse, rate, seed)
                 for recipe in self.recipes:
-                    # one that chooses among rates does so, and beside that is held to the first
-                    chooses = bool(RECIPES[recipe].finals.rates)
-                    for rate in (self.rates[0], None) if chooses else self.rates:
+                    for rate in self.rates:
                         yield functools.partial(one.learn, recipe, rate, seed)
                 if self.sampled and seed == self.seeds[0]:
                     yield functools.partial(one.rank, self.sampled, self.rates[0])

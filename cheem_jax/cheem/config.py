@@ -4,7 +4,6 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from cheem_jax.cheem.evolution import SearchConfig
-from cheem_jax.cheem.finals import FinalsConfig
 from cheem_jax.cheem.supernet import OpSettings
 from cheem_jax.cheem.training import ExplorationConfig, FitConfig, check_batch_size
 from cheem_jax.core.ops import KINDS, Kind, Placement
@@ -37,8 +36,9 @@ class CheemConfig:
     score_images: int = 0
     """Training images that the score `closed_form` looks at, a seeded subsample; 0: all."""
     finetune: FitConfig = FitConfig(epochs=20)
-    finals: FinalsConfig = FinalsConfig()
-    """Networks that are fine-tuned in rounds, of which one is kept; the paper fine-tunes the search's best alone."""
+    finalists: int = 1
+    """Best networks of the search that differ in a quarter of the blocks; each is fine-tuned for a quarter of the
+    epochs, and the most accurate on validation images continues. The paper fine-tunes the best one alone."""
     weights: Literal["initial", "inherited"] = "initial"
     """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has learned."""
     router: RouterConfig = RouterConfig()
@@ -49,6 +49,8 @@ class CheemConfig:
 
     def __post_init__(self) -> None:
         check_batch_size(self.batch_size)
+        if self.finalists < 1:
+            raise ValueError(f"finalists is {self.finalists}; expected at least 1")
         if self.similarity_images < 0:
             raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
         if not len(set(self.remove)) == len(self.remove) < len(KINDS):

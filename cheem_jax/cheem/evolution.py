@@ -104,6 +104,18 @@ def best_of(scored: Scored, num_images: int, tolerance: float) -> int:
     return int(rank(scored, num_images, tolerance)[0])
 
 
+def leaders(scored: Scored, num_images: int, tolerance: float, *, num: int) -> list[Int[np.ndarray, "L"]]:
+    """The first `num` in rank that differ from each other in a quarter of the blocks; fewer where not enough do."""
+    chosen = [scored.genomes[best_of(scored, num_images, tolerance)]]
+    for index in rank(scored, num_images, tolerance):
+        genome = scored.genomes[index]
+        # neighbours of the best reach what it reaches: to train them as well would decide little
+        is_new = all(4 * np.sum(genome != other) >= len(genome) for other in chosen)
+        if len(chosen) < num and is_new and np.isfinite(scored.correct[index]):
+            chosen.append(genome)
+    return chosen
+
+
 def search(
     key: jax.Array,
     score: Score,

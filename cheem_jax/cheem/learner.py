@@ -14,9 +14,8 @@ from jaxtyping import Float, Int
 
 from cheem_jax.cheem.closed_form import closed_form_score
 from cheem_jax.cheem.config import CheemConfig
-from cheem_jax.cheem.evolution import Score, SearchConfig, Searched, prepare_search, search
+from cheem_jax.cheem.evolution import Score, SearchConfig, Searched, leaders, prepare_search, search
 from cheem_jax.cheem.expert_memory import ExpertMemory, dense_task_network, task_network
-from cheem_jax.cheem.finals import Finalist, epochs_of, finalists, rounds
 from cheem_jax.cheem.hee import cosines, exploit_table, norm_cosine, uniform_table, without
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import (
@@ -51,11 +50,11 @@ class Tables(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The network that is kept, as it was trained: under which name, and by which of the finalists."""
+    """The network that is kept: the name of its training, what that learned, and its candidate indices."""
 
     name: str
     fit: SupernetFit
-    finalist: Finalist
+    codes: Int[np.ndarray, "L"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +103,7 @@ class Cheem(ExpertMemory):
         self.search(learning, tables, trained)
         finished = self.final(learning, trained)
         network, state = finished.fit.supernet, finished.fit.state
-        chosen = decode(finished.finalist.codes, learning.candidates.sizes)
+        chosen = decode(finished.codes, learning.candidates.sizes)
         architecture = learning.candidates.in_pool(chosen)
         pool, used = grow(self.memory.pool, architecture, network.learned(state, chosen), index)
         means = self._means(learning, finished, task_network(DenseExperts(pool, 0), used))
@@ -209,60 +208,57 @@ class Cheem(ExpertMemory):
 
         `trained` is needed only where weights are inherited.
         """
-        return self._fine_tuned(learning, trained, [Finalist(codes, self.config.finetune.learning_rate)]).fit
+        return self._fine_tuned(learning, trained, [codes]).fit
 
     def final(self, learning: Learning, trained: SupernetFit) -> Finished:
-        """The network that is kept: the best of the search, or the one that leads the finals, trained to the end."""
+        """The network that is kept, fine-tuned: the best of the search, or the one that leads among the finalists."""
         config, searched = self.config, learning.underway.searched
         assert searched is not None, "the search is over"
         num = len(self._scored_rows(learning)) + len(learning.task.val.labels)
-        field = finalists(
-            searched.scored, num, config.search.tolerance, config=config.finals, rate=config.finetune.learning_rate
-        )
+        field = leaders(searched.scored, num, config.search.tolerance, num=config.finalists)
         return self._fine_tuned(learning, trained, field)
 
-    def _fine_tuned(self, learning: Learning, trained: SupernetFit | None, field: Sequence[Finalist]) -> Finished:
+    def _fine_tuned(
+        self, learning: Learning, trained: SupernetFit | None, field: Sequence[Int[np.ndarray, "L"]]
+    ) -> Finished:  # fmt: skip
+        """One network, or several for a quarter of the epochs, of which the best on validation images continues."""
         config, underway, num = self.config.finetune, learning.underway, len(learning.task.train.labels)
         names = [f"{FINALIST}{i}" for i in range(len(field))] if len(field) > 1 else ["finetune"]
-        alive, plan, fits = list(range(len(field))), rounds(len(field), config.epochs), dict[str, SupernetFit]()
-        images = learning.train
+        quarter, fits, images = max(config.epochs // 4, 1), dict[str, SupernetFit](), learning.train
         if len(field) == 1:  # several would have to keep theirs side by side
             supernet = self._supernet(learning, Phase.FINETUNE_INIT)
-            prefix = frozen_prefix(supernet, decode(field[0].codes, learning.candidates.sizes))
+            prefix = frozen_prefix(supernet, decode(field[0], learning.candidates.sizes))
             images = self._kept(learning, "what fine-tuning leaves unchanged", images, num, prefix)
 
         def train(i: int, until: int) -> SupernetFit:
             if names[i] not in fits:
-                fits[names[i]] = self._begun(learning, trained, names[i], field[i].codes)
+                fits[names[i]] = self._begun(learning, trained, names[i], field[i])
             return fit(
-                self.executor, fits[names[i]], images, learning.task.train.labels,
-                draws=constant_draws(field[i].codes), config=dataclasses.replace(config, learning_rate=field[i].rate),
-                batch_size=self.config.batch_size, order_key=self.keys.at(learning.index, Phase.FINETUNE_ORDER),
-                advance=advance, until=until,
+                self.executor, fits[names[i]], images, learning.task.train.labels, draws=constant_draws(field[i]),
+                config=config, batch_size=self.config.batch_size,
+                order_key=self.keys.at(learning.index, Phase.FINETUNE_ORDER), advance=advance, until=until,
             )  # fmt: skip
 
-        done = [underway.fits[name] for name in names if name in underway.fits]
-        left = num * (epochs_of(plan, len(field), config.epochs) - config.epochs * len(done))
-        left += sum(images_left(one, config, num, self.config.batch_size) for one in done)
+        left = num * (config.epochs + (len(field) - 1) * quarter)
+        for name in underway.fits.keys() & set(names):
+            left -= num * config.epochs - images_left(underway.fits[name], config, num, self.config.batch_size)
         saved = functools.partial(underway.saved, fits)
         with underway.clock("finetune"), learning.running.phase("finetune", left, saved) as advance:
-            for number, (until, kept) in enumerate(plan):
-                for i in alive:
-                    right = underway.finals.setdefault(names[i], [])
-                    if len(right) == number:
-                        try:
-                            right.append(self._right(learning, train(i, until), field[i].codes))
-                        except FloatingPointError:  # the others go on
-                            right.append(-1)
-                alive = sorted(alive, key=lambda i: -underway.finals[names[i]][number])[:kept]
-                for name in set(names) - {names[i] for i in alive}:
-                    fits.pop(name, None)
-                    underway.learned.pop(name, None)
-            (best,) = alive
-            if -1 in underway.finals.get(names[best], ()):
+            best, right = 0, underway.finals
+            for i in range(len(field) if len(field) > 1 else 0):
+                if i == len(right):
+                    try:
+                        right.append(self._right(learning, train(i, quarter), field[i]))
+                    except FloatingPointError:  # the others continue
+                        right.append(-1)
+                if i:  # never more than two are in memory
+                    best, loser = (i, best) if right[i] > right[best] else (best, i)
+                    fits.pop(names[loser], None)
+                    underway.learned.pop(names[loser], None)
+            if right and right[best] < 0:
                 raise FloatingPointError(
-                    "every finalist had a non-finite loss or gradient; try lower learning rates than "
-                    f"{', '.join(f'{one.rate:g}' for one in field)}"
+                    "every finalist had a non-finite loss or gradient; try a lower learning rate than "
+                    f"{config.learning_rate:g}"
                 )
             return Finished(names[best], train(best, config.epochs), field[best])
 
@@ -334,7 +330,7 @@ class Cheem(ExpertMemory):
             ).means[0]
 
     def _search_report(self, learning: Learning, finished: Finished) -> dict[str, Any]:
-        searched, config, codes = learning.underway.searched, self.config, finished.finalist.codes
+        searched, config, codes = learning.underway.searched, self.config, finished.codes
         assert searched is not None, "the search is over"
         scored, num_images = searched.scored, len(self._scored_rows(learning)) + len(learning.task.val.labels)
         chosen = int(np.flatnonzero((scored.genomes == codes).all(axis=1))[0])
@@ -352,21 +348,20 @@ class Cheem(ExpertMemory):
             found["score"] = config.score
             accuracies = {"score": reached, "best_score": best}
         if learning.underway.finals:
-            found["finals"] = list(learning.underway.finals.values())
-            found["learning_rate"] = finished.finalist.rate
+            found["finals"] = learning.underway.finals
         return {"searched": len(scored.genomes), "search": found, **accuracies}
 
     def bytes_needed(self, task: Task) -> int:
-        """Everything sampled in the supernet, or every finalist, with Adam's moments.
+        """Everything sampled in the supernet, or the two finalists that lie there at a time, with Adam's moments.
 
         Twice: a rolling checkpoint and its successor. What the router keeps of the task is there once.
         """
-        expert, finals = self.memory.pool[0][0].params, self.config.finals
+        expert = self.memory.pool[0][0].params
         num_inputs, width = expert[0].shape
         pair, new = self.config.ops.rank * (num_inputs + width), (num_inputs + 1) * width
         head, blocks = (width + 1) * next_power_of_two(len(task.classes)), len(self.memory.pool)
         supernet = sum(pool_sizes(self.memory.pool)) * pair + blocks * new + head
-        finalists = finals.networks * max(len(finals.rates), 1) * (blocks * max(pair, new) + head)
+        finalists = min(self.config.finalists, 2) * (blocks * max(pair, new) + head)
         return 4 * (3 * 2 * max(supernet, finalists) + self.router_numbers(task))
 
     def _earlier_means(self, learning: Learning) -> Float[np.ndarray, "E L D"]:

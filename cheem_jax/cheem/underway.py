@@ -26,8 +26,8 @@ class Underway:
     searched: Searched | None = None
     fits: dict[str, FitState] = dataclasses.field(default_factory=dict)
     """How far each training is: `supernet`, `finetune`, or one per finalist."""
-    finals: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    """Right answers of each finalist on validation images after every round; -1 where its training failed."""
+    finals: list[int] = dataclasses.field(default_factory=list)
+    """Right answers of each finalist on validation images; -1 where its training failed."""
     learned: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arrays of networks that were being trained and have not gone on yet, by the name of the training."""
 

@@ -11,8 +11,6 @@ from studies.searching.units import Entry
 
 RESAMPLES = 2000
 SCORES = ("shared_head", "closed_form")
-OWN = "own"
-"""The rate of a recipe that chooses it."""
 
 
 def correlation(*pairs: tuple[Float[np.ndarray, "P"], Float[np.ndarray, "P"]]) -> dict[str, Any] | None:
@@ -81,14 +79,14 @@ def found_by(entries: Sequence[Entry]) -> list[dict[str, Any]]:
 
 
 def _by_rate(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Test accuracy of each seed by rate, and the rate with the best mean on validation images, or `own` where the
-    recipe chooses; a network that could not be trained counts as 0."""
+    """Test accuracy of each seed by rate, and the rate with the best mean on validation images; a network that could
+    not be trained counts as 0."""
     own: dict[str, list[Entry]] = {}
     for entry in entries:
-        own.setdefault(OWN if entry["rate"] is None else f"{entry['rate']:g}", []).append(entry)
+        own.setdefault(f"{entry['rate']:g}", []).append(entry)
     val = {rate: float(np.mean([entry["val_accuracy"] or 0 for entry in found])) for rate, found in own.items()}
     return {
-        "best_rate": OWN if OWN in own else max(val, key=lambda rate: val[rate], default=None),
+        "best_rate": max(val, key=lambda rate: val[rate], default=None),
         "test": {rate: {str(e["seed"]): e["test_accuracy"] or 0.0 for e in found} for rate, found in own.items()},
     }
 
@@ -117,22 +115,17 @@ def gain(rows: Sequence[Mapping[str, Any]], recipe: str, other: str, rate: str |
 
 
 def costs(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
-    """Means by recipe over what all recipes learned: forward passes, seconds by phase, FLOPs and parameters added.
-
-    A recipe that chooses its rates counts where it does.
-    """
+    """Means by recipe over what all recipes learned: forward passes, seconds by phase, FLOPs and parameters added."""
     learned = [entry for entry in entries if entry["event"] == "learned" and entry["genome"] is not None]
-    chooses = {entry["recipe"] for entry in learned if entry["rate"] is None}
     recipes = dict.fromkeys(entry["recipe"] for entry in learned)
-    by_place: dict[tuple[Any, ...], dict[str, list[Entry]]] = {}
+    by_place: dict[tuple[Any, ...], dict[str, Entry]] = {}
     for entry in learned:
-        if entry["rate"] is None or entry["recipe"] not in chooses:
-            place = tuple(entry[name] for name in ("task", "position", "seed"))
-            by_place.setdefault(place, {}).setdefault(entry["recipe"], []).append(entry)
+        place = tuple(entry[name] for name in ("task", "position", "rate", "seed"))
+        by_place.setdefault(place, {})[entry["recipe"]] = entry
     common = [found for found in by_place.values() if found.keys() == recipes.keys()]
     means = {}
     for recipe in recipes if common else ():
-        own = [entry for found in common for entry in found[recipe]]
+        own = [found[recipe] for found in common]
         means[recipe] = {
             "num": len(own),
             **{name: float(np.mean([entry[name] for entry in own])) for name in ("passes", "flops", "params_added")},

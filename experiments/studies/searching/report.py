@@ -83,7 +83,7 @@ def found_grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
         lines.append((row["task"], row["position"], *cells, _mean(reuse["test"].get(reuse["best_rate"])), str(seeds)))
     columns += ["all\nReuse", "seeds"]
     caption = (
-        "Test accuracy, %, the task ID given, mean over seeds, by learning rate; *own*: the recipe chooses. All "
+        "Test accuracy, %, the task ID given, mean over seeds, by learning rate. All "
         "Reuse: at the rate with the higher accuracy on validation images."
     )
     return Grid("What each search finds", tuple(columns), tuple(lines), 2, caption)

@@ -12,7 +12,6 @@ import search_study
 import small
 from rich.console import Console
 
-from cheem_jax.cheem.finals import FinalsConfig
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.data.task import Stream
 from cheem_jax.run.progress import Progress
@@ -30,7 +29,7 @@ WORKSHOP = {}
 @pytest.fixture(scope="module", autouse=True)
 def recipes():
     """Recipes that take seconds."""
-    plus = dataclasses.replace(small.QUICK, score="closed_form", finals=FinalsConfig(1, (1e-2, 3e-3)))
+    plus = dataclasses.replace(small.QUICK, score="closed_form", finalists=2)
     with pytest.MonkeyPatch.context() as patch:
         for name, config in (("quick", small.QUICK), ("plus", plus)):
             patch.setitem(units.RECIPES, name, config)
@@ -67,15 +66,14 @@ def test_every_unit_is_computed_once_first_and_behind(finished):
     positions = {entry["position"] for entry in entries_of(finished, "learned")}
     assert positions == {"first", "behind task0"}
     learned = entries_of(finished, "learned")
-    wanted = [("quick", 1e-2), ("quick", 3e-3), ("plus", 1e-2), ("plus", None)]
+    wanted = [("quick", 1e-2), ("quick", 3e-3), ("plus", 1e-2), ("plus", 3e-3)]
     assert [(entry["recipe"], entry["rate"]) for entry in learned] == 2 * wanted
     assert len(entries_of(finished, "reuse")) == 4 and len(entries_of(finished, "trained")) == 8
     one = learned[0]  # 3 and 4 epochs of 40 images; 12 candidates on 20 images, and similarity
     assert one["images"]["supernet"] == 3 * 40 and one["images"]["finetune"] == 4 * 40
     assert one["images"]["search"] == 12 * 20
     assert one["passes"] == 3 * (3 + 4) * 40 + sum(one["images"].values()) - (3 + 4) * 40
-    chosen = learned[3]["finals"]
-    assert chosen["rate"] in (1e-2, 3e-3) and len(chosen["right"]) == 2
+    assert learned[0]["finals"] == [] and len(learned[3]["finals"]) == 2
     found = json.loads((finished / "search_study.json").read_text())
     assert [row["task"] for row in found["ranking"]] == ["task1", "task1", "mean"]
     assert set(found["costs"]) == {"quick", "plus"}
@@ -162,12 +160,12 @@ def learned(task, recipe, rate, seed, val, test, **further):
 def test_each_side_is_compared_at_its_best_rate_on_validation_images():
     entries = [
         learned("a", "quick", 1e-3, 0, 0.5, 0.9), learned("a", "quick", 3e-3, 0, 0.6, 0.7),
-        learned("a", "plus", 1e-3, 0, 0.9, 0.6), learned("a", "plus", None, 0, 0.1, 0.8),
+        learned("a", "plus", 1e-3, 0, 0.9, 0.6), learned("a", "plus", 3e-3, 0, 0.95, 0.8),
         learned("b", "quick", 1e-3, 0, 0.5, None), learned("b", "plus", 1e-3, 0, 0.5, 0.5),
     ]  # fmt: skip
     rows = found_by(entries)
     sides = rows[0]["recipes"]
-    assert sides["quick"]["best_rate"] == "0.003" and sides["plus"]["best_rate"] == "own"
+    assert sides["quick"]["best_rate"] == "0.003" and sides["plus"]["best_rate"] == "0.003"
     at_best, at_one = gain(rows, "plus", "quick", None), gain(rows, "plus", "quick", "0.001")
     assert at_best is not None and at_best["value"] == pytest.approx((0.1 + 0.5) / 2)  # what failed counts as 0
     assert at_one is not None and at_one["value"] == pytest.approx((-0.3 + 0.5) / 2) and at_one["num"] == 2
@@ -178,8 +176,8 @@ def test_costs_are_of_what_all_recipes_learned():
     more = {"passes": 10, "flops": 4, "params_added": 2, "seconds": {"search": 1.0}}
     entries = [
         learned("a", "quick", 1e-3, 0, 0.5, 0.5, **more), learned("b", "quick", 1e-3, 0, 0.5, 0.5, **more),
-        learned("a", "plus", None, 0, 0.5, 0.5, **{**more, "passes": 20}),
-        learned("a", "plus", 1e-3, 0, 0.5, 0.5, **{**more, "passes": 90}),
+        learned("a", "plus", 1e-3, 0, 0.5, 0.5, **{**more, "passes": 20}),
+        learned("a", "plus", 3e-3, 0, 0.5, 0.5, **{**more, "passes": 90}),
     ]  # fmt: skip
     found = costs(entries)
     assert found["quick"]["num"] == 1 and found["plus"]["passes"] == 20

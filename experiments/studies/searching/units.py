@@ -15,7 +15,6 @@ from jaxtyping import Int
 from cheem_jax.cheem.closed_form import closed_form_score
 from cheem_jax.cheem.config import PRESETS, CheemConfig
 from cheem_jax.cheem.evolution import Score, SearchConfig
-from cheem_jax.cheem.finals import FinalsConfig
 from cheem_jax.cheem.hee import sample
 from cheem_jax.cheem.learner import Cheem, Learning, Tables
 from cheem_jax.cheem.supernet import OpSettings
@@ -36,14 +35,14 @@ Entry = dict[str, Any]
 PLUS = dataclasses.replace(
     PRESETS["quick"],
     ops=OpSettings(new_init="copy", new_rate=0.3),
-    supernet=FitConfig(epochs=4),
-    search=SearchConfig(population=20, generations=2, num_parents=5, tolerance=0.0),
+    supernet=FitConfig(epochs=6),
+    search=SearchConfig(population=15, generations=2, num_parents=5, tolerance=0.0),
     score="closed_form",
-    score_images=512,
-    finals=FinalsConfig(networks=4),
+    score_images=384,
+    finalists=3,
 )
-"""Fewer candidates, ranked by heads in closed form, four of them in finals; New begins as a copy and takes smaller
-steps."""
+"""Fewer candidates, ranked by heads in closed form, of which three are trained for a while; New begins as a copy and
+takes smaller steps."""
 RECIPES: dict[str, CheemConfig] = {
     "quick": PRESETS["quick"],
     "plus": PLUS,
@@ -95,22 +94,22 @@ class TaskUnits:
         place = {"event": event, **self._place(), **place}
         return next((entry for entry in read(self.record.file.parent) if place.items() <= entry.items()), None)
 
-    def learn(self, recipe: str, rate: float | None, seed: int) -> None:
-        """The task learned by a recipe at one rate, or at its own: what was found, what it reaches, what it cost."""
-        config = RECIPES[recipe] if rate is None else at_rate(RECIPES[recipe], rate)
+    def learn(self, recipe: str, rate: float, seed: int) -> None:
+        """The task learned by a recipe at one rate: what was found, what it reaches, what it cost."""
+        config = at_rate(RECIPES[recipe], rate)
         place = {"recipe": recipe, "settings": settings_of(config), "rate": rate, "seed": seed}
         if self.found("learned", **place):
             return
-        cheem, learning, counted = self._begin(config, seed, f"{recipe}, {told(rate)}, seed {seed}")
+        cheem, learning, counted = self._begin(config, seed, f"{recipe}, rate {rate:g}, seed {seed}")
         tables = cheem.tables(learning, cheem.similarity(learning))
         try:
             trained = cheem.train_supernet(learning, tables)
             cheem.search(learning, tables, trained)
             finished = cheem.final(learning, trained)
-            found = self._reached(cheem, learning, finished.fit, finished.finalist.codes)
-            found["finals"] = {"rate": finished.finalist.rate, "right": learning.underway.finals}
+            found = self._reached(cheem, learning, finished.fit, finished.codes)
+            found["finals"] = learning.underway.finals
         except FloatingPointError as error:
-            self.progress.say(f"{self.task.name}, {recipe}, {told(rate)}: no network, {error}")
+            self.progress.say(f"{self.task.name}, {recipe}, rate {rate:g}: no network, {error}")
             found = {"genome": None, "val_accuracy": None, "test_accuracy": None}
         training = counted.images.get("supernet", 0) + counted.images.get("finetune", 0)
         forward = sum(counted.images.values()) - training
@@ -124,7 +123,7 @@ class TaskUnits:
         if self.found("reuse", rate=rate, seed=seed):
             return
         config = at_rate(RECIPES["quick"], rate)
-        cheem, learning, _ = self._begin(config, seed, f"all Reuse, {told(rate)}, seed {seed}")
+        cheem, learning, _ = self._begin(config, seed, f"all Reuse, rate {rate:g}, seed {seed}")
         self._write(
             "reuse", rate=rate, seed=seed, **self._trained(cheem, learning, None, [0] * cheem.executor.num_blocks)
         )
@@ -136,7 +135,7 @@ class TaskUnits:
         known = self.found("sampled", **place)
         if known and all(self.found("trained", **place, genome=genome) for genome in known["genomes"]):
             return
-        cheem, learning, _ = self._begin(config, 0, f"{num} sampled, {told(rate)}")
+        cheem, learning, _ = self._begin(config, 0, f"{num} sampled, rate {rate:g}")
         tables = cheem.tables(learning, cheem.similarity(learning))
         trained = cheem.train_supernet(learning, tables)
         genomes = drawn(cheem.keys, learning.index, tables, num)
@@ -146,7 +145,7 @@ class TaskUnits:
             self._write("sampled", **place, genomes=genomes, **shares)
         for genome in genomes.tolist():
             if self.found("trained", **place, genome=genome) is None:
-                own = self._begin(config, 0, f"{''.join(map(str, genome))}, {told(rate)}")[1]
+                own = self._begin(config, 0, f"{''.join(map(str, genome))}, rate {rate:g}")[1]
                 self._write("trained", **place, **self._trained(cheem, own, trained, genome))
 
     def _scores(self, cheem: Cheem, learning: Learning, trained: SupernetFit) -> dict[str, tuple[Score, int]]:
@@ -201,18 +200,12 @@ class TaskUnits:
         return {"task": self.task.name, "position": self.position, "data_sha256": self.data_sha256}
 
 
-def told(rate: float | None) -> str:
-    """A rate as progress and tables name it."""
-    return "own rates" if rate is None else f"rate {rate:g}"
-
-
 def at_rate(config: CheemConfig, rate: float) -> CheemConfig:
-    """Settings with one learning rate in both phases, and in the finals."""
+    """Settings with one learning rate in both phases."""
     supernet, finetune = (
         dataclasses.replace(phase, learning_rate=rate) for phase in (config.supernet, config.finetune)
     )
-    finals = dataclasses.replace(config.finals, rates=())
-    return dataclasses.replace(config, supernet=supernet, finetune=finetune, finals=finals)
+    return dataclasses.replace(config, supernet=supernet, finetune=finetune)
 
 
 def settings_of(config: CheemConfig) -> str:
