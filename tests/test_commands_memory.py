@@ -114,6 +114,13 @@ def test_predict_answers_in_three_forms(capsys, memory, photos):
     assert status == 0 and lines[0]["class"] in out and len(out.splitlines()) >= num + 1
 
 
+def test_a_folder_is_answered_and_what_is_left_out_is_counted(capsys, memory, photos, tmp_path):
+    shutil.copy(next((photos / FIRST / "test").rglob("*.png")), tmp_path / "no_suffix")
+    (tmp_path / "video.mp4").write_bytes(b"x")
+    status, out, err = cheem(capsys, "predict", memory, tmp_path, "--json")
+    assert status == 0 and len(out.splitlines()) == 1 and f"{tmp_path.name}: 1 file ignored (.mp4)" in err
+
+
 def test_a_list_with_missing_and_broken_files_is_answered_as_far_as_it_goes(
     capsys, memory, photos, tmp_path, monkeypatch
 ):

@@ -172,7 +172,8 @@ def verify_data(settings: Verify) -> None:
         roots = [settings.cache_dir, images_dir(settings.data_dir), default_directory()]
         caches, damaged = verify_caches(plan, [root for root in dict.fromkeys(roots) if root is not None])
         found[plan.name] = {
-            "split_sha256": plan.split_sha256, **findings.to_json(), "caches": caches, "damaged_caches": damaged,
+            "split_sha256": plan.split_sha256, **findings.to_json(), "ignored": plan.ignored, "caches": caches,
+            "damaged_caches": damaged,
         }  # fmt: skip
         if damaged or not findings.sound:
             unsound.append(plan.name)
@@ -268,6 +269,8 @@ def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[s
             f"  {small} to {large} pixels, {_listed(findings.modes)}; {_megabytes(findings.num_bytes)}; {plan.source}"
         )
     progress.say(f"  splits sha256 {plan.split_sha256}")
+    for note in plan.ignored:
+        progress.say(f"  {note}")
     for place in caches:
         progress.say(f"  decoded images intact: {place}")
     copies = {

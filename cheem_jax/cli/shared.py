@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from cheem_jax.data.load import ImagesConfig, load_tasks
+from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.data.task import Plan, Task
 from cheem_jax.memory import OpenMemory, open_memory
-from cheem_jax.memory.data import decoding
+from cheem_jax.memory.data import decoded
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.progress import Progress
 
@@ -80,5 +80,4 @@ class OfData:
     def load(self, plans: Sequence[Plan], image_size: int, progress: Progress) -> tuple[Task, ...]:
         """The tasks, decoded."""
         cache_dir = self.images.cache_dir or cache_dir_of(self.data, self.data_dir)
-        images = dataclasses.replace(self.images, cache_dir=cache_dir)
-        return load_tasks(plans, image_size, images, decoding(progress))
+        return decoded(plans, image_size, dataclasses.replace(self.images, cache_dir=cache_dir), progress)

@@ -100,6 +100,8 @@ class Plan:
     """Where the files are, for messages."""
     stamp: str
     """Changes when the files do (by size and time, or by version), so that no outdated decoded copy is used."""
+    ignored: tuple[str, ...] = ()
+    """Lines for people about files beside the images that are not read."""
 
     @staticmethod
     def of(
@@ -116,7 +118,7 @@ class Plan:
             split: Part(files(list(labels)), np.array(list(labels.values()), np.int32))
             for split, labels in members.items()
         }
-        return Plan(name, tuple(classes), **parts, source=source, stamp=stamp)
+        return Plan(name, tuple(classes), parts["train"], parts["val"], parts["test"], source=source, stamp=stamp)
 
     def __post_init__(self):
         where = f"{self.source}: task {self.name!r}"

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import io
 import itertools
 import math
 from collections.abc import Iterable
@@ -12,9 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
-from cheem_jax.data.decode import FORMATS, PIECE, Progress, decode_image, in_threads
+from cheem_jax.data.decode import PIECE, Progress, decode_image, in_threads, opened
 from cheem_jax.data.files import Encoded
 from cheem_jax.data.load import cache_place, open_cache
 from cheem_jax.data.task import Plan, hash_of
@@ -132,7 +130,7 @@ def _look(files: Encoded, row: int) -> tuple[bytes, Size, str, int] | str:
         decode_image(data, SMALL, name=files.where(row))
     except (ValueError, OSError) as error:
         return str(error)
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # the header again
+    with opened(data, files.where(row)) as image:  # the header again
         return hashlib.sha256(data).digest(), image.size, image.mode, len(data)
 
 
