@@ -109,6 +109,9 @@ def test_a_stream_of_ones_own_is_verified_from_its_file(cheem, tmp_path):
     assert "pets/test/dog: 1 file ignored (.mp4)" in out
     assert status == 2 and out.count("NOT SOUND") == 2 and "3.png" in out
     assert "error: 2 of 2 task(s) are not sound: pets, same" in err
+    assert cheem("data", "verify", toml, "--skip-broken")[0] == 0
+    out = cheem("data", "verify", toml, "--skip-broken", "--json")[1]
+    assert json.loads(out)["tasks"]["pets"]["skipped"] == ["test/dog/3.png"]
 
 
 def test_show_draws_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch):

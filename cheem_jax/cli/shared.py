@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from cheem_jax.cli.data import leave_out_broken
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.data.task import Plan, Task
@@ -71,6 +72,9 @@ class OfData:
     """Where prepared data sets are; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     images: ImagesConfig = ImagesConfig()
     """Where decoded images are kept."""
+    skip_broken: bool = False
+    """Leave out images that cannot be read, and name them: at most 5 %, rounded up, of a class and of a split. All are
+    decoded once more for this."""
 
     def plans(self) -> tuple[Plan, ...]:
         """The tasks before decoding; raises ValueError or OSError for data that do not fit."""
@@ -79,5 +83,7 @@ class OfData:
 
     def load(self, plans: Sequence[Plan], image_size: int, progress: Progress) -> tuple[Task, ...]:
         """The tasks, decoded."""
+        if self.skip_broken:
+            plans = [leave_out_broken(plan, progress) for plan in plans]
         cache_dir = self.images.cache_dir or cache_dir_of(self.data, self.data_dir)
         return decoded(plans, image_size, dataclasses.replace(self.images, cache_dir=cache_dir), progress)

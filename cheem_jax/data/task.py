@@ -37,6 +37,8 @@ class Task:
     test: Split
     split_sha256: str | None = None
     """Which files are in which split (`Plan.split_sha256`), if the task comes from files."""
+    skipped: tuple[str, ...] = ()
+    """As in the plan."""
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -102,6 +104,8 @@ class Plan:
     """Changes when the files do (by size and time, or by version), so that no outdated decoded copy is used."""
     ignored: tuple[str, ...] = ()
     """Lines for people about files beside the images that are not read."""
+    skipped: tuple[str, ...] = ()
+    """Keys of images that were left out because they cannot be read."""
 
     @staticmethod
     def of(
