@@ -178,6 +178,7 @@ def test_learning_again_with_equal_data_changes_nothing(capsys, copied, photos):
     [
         (["--backbone", "deit_tiny"], "backbone is vit_micro there and deit_tiny here"),
         (["--seed", "4"], "seed is 0 there and 4 here"),
+        (["--preset", "auto"], "preset is demo there and auto here"),
         (["--keep-base"], "are not kept there"),
         (["--name", "shapes2", "--tasks", "nowhere"], "nowhere"),
     ],
