@@ -189,6 +189,7 @@ def learn_task(task: Task, number: int, method: Method, run: RunContext, *, inde
     report = method.learn(task, running)
     known = {"index": number if index is None else index, "name": task.name, "classes": list(task.classes)}
     known |= {f"num_{name}": len(split.labels) for name, split in task.splits.items()}
+    known |= {"skipped_images": list(task.skipped)} if task.skipped else {}
     run.record.write("learned", method=method.name, report={**known, **report}, **start.since())
     saving = time.perf_counter()
     method.save(root)

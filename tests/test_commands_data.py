@@ -104,9 +104,14 @@ def test_a_stream_of_ones_own_is_verified_from_its_file(cheem, tmp_path):
     status, out, _ = cheem("data", "verify", toml)
     assert status == 0 and "pets: 12 train, 12 val, 12 test" in out and "same: 12 train" in out
     (tmp_path / "pets" / "test" / "dog" / "3.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    (tmp_path / "pets" / "test" / "dog" / "film.mp4").write_bytes(b"x")
     status, out, err = cheem("data", "verify", toml)
+    assert "pets/test/dog: 1 file ignored (.mp4)" in out
     assert status == 2 and out.count("NOT SOUND") == 2 and "3.png" in out
     assert "error: 2 of 2 task(s) are not sound: pets, same" in err
+    assert cheem("data", "verify", toml, "--skip-broken")[0] == 0
+    out = cheem("data", "verify", toml, "--skip-broken", "--json")[1]
+    assert json.loads(out)["tasks"]["pets"]["skipped"] == ["test/dog/3.png"]
 
 
 def test_show_draws_every_task_and_the_whole_stream(cheem, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from PIL import Image
 
 from cheem_jax.cli.main import main
 from cheem_jax.data.demo import demo_stream
+from cheem_jax.run.record import read
 
 TASKS = {task.name: task for task in demo_stream(image_size=32).tasks[:2]}
 FIRST, SECOND = TASKS
@@ -114,6 +115,13 @@ def test_predict_answers_in_three_forms(capsys, memory, photos):
     assert status == 0 and lines[0]["class"] in out and len(out.splitlines()) >= num + 1
 
 
+def test_a_folder_is_answered_and_what_is_left_out_is_counted(capsys, memory, photos, tmp_path):
+    shutil.copy(next((photos / FIRST / "test").rglob("*.png")), tmp_path / "no_suffix")
+    (tmp_path / "video.mp4").write_bytes(b"x")
+    status, out, err = cheem(capsys, "predict", memory, tmp_path, "--json")
+    assert status == 0 and len(out.splitlines()) == 1 and f"{tmp_path.name}: 1 file ignored (.mp4)" in err
+
+
 def test_a_list_with_missing_and_broken_files_is_answered_as_far_as_it_goes(
     capsys, memory, photos, tmp_path, monkeypatch
 ):
@@ -170,6 +178,7 @@ def test_learning_again_with_equal_data_changes_nothing(capsys, copied, photos):
     [
         (["--backbone", "deit_tiny"], "backbone is vit_micro there and deit_tiny here"),
         (["--seed", "4"], "seed is 0 there and 4 here"),
+        (["--preset", "auto"], "preset is demo there and auto here"),
         (["--keep-base"], "are not kept there"),
         (["--name", "shapes2", "--tasks", "nowhere"], "nowhere"),
     ],
@@ -191,6 +200,20 @@ def test_wrong_data_leave_no_memory_behind(capsys, tmp_path, photos):
     (taken / "letter.txt").write_text("dear")
     status, _, err = cheem(capsys, "learn", taken, photos / FIRST, "--backbone", "vit_micro")
     assert status == 2 and "not empty" in err and [file.name for file in taken.iterdir()] == ["letter.txt"]
+
+
+def test_broken_images_are_left_out_where_that_is_asked_for_and_the_record_names_them(capsys, copied, tmp_path):
+    task = demo_stream(image_size=32).tasks[2]
+    folder = write_task(tmp_path / "more", task, num=4)
+    broken = sorted((folder / "train" / task.classes[0]).iterdir())[0]
+    broken.write_bytes(b"x")
+    status, _, err = cheem(capsys, "learn", copied, folder)
+    assert status == 2 and "1 image file(s) cannot be used" in err and str(broken) in err
+    status, out, _ = cheem(capsys, "learn", copied, folder, "--skip-broken")
+    assert status == 0 and f"left out: {broken}" in out and "more: 1 unreadable images left out, 23 kept" in out
+    learned = [entry for entry in read(copied) if entry["event"] == "learned"]
+    assert learned[-1]["report"]["skipped_images"] == [broken.relative_to(folder).as_posix()]
+    assert "skipped_images" not in learned[0]["report"]
 
 
 def test_forget_says_what_went(capsys, copied, photos):

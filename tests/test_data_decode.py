@@ -4,7 +4,7 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, features
 
 from cheem_jax.data import decode, decode_image, decode_many
 from cheem_jax.data.files import FolderFiles
@@ -50,6 +50,25 @@ def test_a_transparent_palette_keeps_its_colours_without_warning(transparency):
     image = halves("P", 0, 1)
     image.putpalette([255, 128, 0, 1, 2, 250])
     assert corners(encode(image, transparency=transparency)) == ([255, 128, 0], [1, 2, 250])
+
+
+def test_avif_is_read():
+    if not features.check("avif"):
+        pytest.skip("this Pillow reads no AVIF")
+    left, right = corners(encode(halves("RGB", "white", "black"), "AVIF", quality=100))
+    assert min(left) > 240 and max(right) < 15
+
+
+def test_heic_is_read_with_its_extra_and_told_without(monkeypatch):
+    monkeypatch.setattr(decode, "READS_HEIF", False)
+    with pytest.raises(ValueError, match=r"phone: .*HEIC images need pillow-heif: pip install 'cheem_jax\[heic\]'"):
+        decode_image(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", 8, name="phone")
+    pillow_heif = pytest.importorskip("pillow_heif", reason="needs the extra `heic`")
+    monkeypatch.setattr(decode, "READS_HEIF", True)
+    packed = io.BytesIO()
+    pillow_heif.from_pillow(halves("RGB", "white", "black", (64, 64))).save(packed, quality=100)
+    left, right = corners(packed.getvalue())
+    assert min(left) > 240 and max(right) < 15
 
 
 def test_one_bit_pixels_become_0_and_255():

@@ -93,6 +93,54 @@ def test_suffixes_count_in_either_case_and_other_files_are_left_out(tmp_path):
     assert values(task.train)[:4] == [(0, 0), (0, 1), (0, 2), (0, 9)]
 
 
+HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
+
+
+def test_what_is_no_image_is_counted_by_folder_and_kind_and_content_counts_where_a_suffix_is_unknown(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("cheem_jax.data.files.READS_HEIF", False)
+    files = FULL | {f"train/cat/{i}.HEIC": HEIC for i in range(20)} | {"train/cat/phone": HEIC}
+    files |= {"train/dog/no_suffix": png(9), "train/dog/odd": b"x", "train/dog/a.txt": b"x", "train/cat/b.txt": b"x"}
+    files |= {"meta.json": b"{}", "train/cat/.DS_Store": b"x", "train/dog/x.npy": b"x"}
+    for place in (write(tmp_path / "pets", files), write_zip(tmp_path / "pets.zip", files)):
+        plan = plan_task(place)
+        assert plan.counts == {"train": 6, "val": 2, "test": 3}
+        assert list(plan.ignored) == [
+            f"{place.name}: 2 files ignored (.txt)",
+            f"{place.name}/train/cat: 20 files ignored (.HEIC; pip install 'cheem_jax[heic]')",
+            f"{place.name}/train/cat: 1 file ignored (no suffix; pip install 'cheem_jax[heic]')",
+            f"{place.name}/train/dog: 1 file ignored (.npy)",
+            f"{place.name}/train/dog: 1 file ignored (no suffix)",
+        ]
+    monkeypatch.setattr("cheem_jax.data.files.READS_HEIF", True)
+    assert plan_task(tmp_path / "pets").counts["train"] == 6 + 21
+
+
+def test_many_folders_with_other_files_take_ten_lines(tmp_path):
+    files = layout(train={f"c{i:02d}": 3 for i in range(12)})
+    plan = plan_task(write(tmp_path / "pets", files | {f"train/c{i:02d}/x.npy": b"x" for i in range(12)}))
+    assert len(plan.ignored) == 11 and plan.ignored[-1] == "pets: 2 more folders with ignored files"
+
+
+def test_a_known_suffix_is_believed_without_opening_the_file(tmp_path, monkeypatch):
+    folder = write(tmp_path / "pets", FULL | {"train/cat/a.txt": b"x"})
+    monkeypatch.setattr("cheem_jax.data.files.head_of", lambda file: pytest.fail(f"{file} was opened"))
+    assert plan_task(folder).counts["train"] == 5
+
+
+@pytest.mark.parametrize("read", [plan_task, plan_stream])
+def test_a_task_of_unreadable_images_alone_does_not_vanish(tmp_path, monkeypatch, read):
+    monkeypatch.setattr("cheem_jax.data.files.READS_HEIF", False)
+    folder = write(tmp_path / "pets", {"cat/1.heic": b"x", "dog/1.heic": b"x"})
+    with pytest.raises(ValueError, match=r"no images in it.*pets/cat: 1 file ignored \(\.heic; pip install"):
+        read(folder)
+    write(tmp_path / "stream" / "birds", FULL)
+    (tmp_path / "pets").rename(tmp_path / "stream" / "pets")
+    with pytest.raises(ValueError, match=r"pets/cat: 1 file ignored \(\.heic; pip install"):
+        plan_stream(tmp_path / "stream")
+
+
 def test_meta_json_names_the_classes_in_label_order(tmp_path):
     numbered = layout(train={"0000": 2, "0001": 1}, val={"0000": 1, "0001": 1}, test={"0000": 1, "0001": 1})
     meta = {"meta.json": json.dumps({"classes": ["zebra/1", "ant"]}).encode()}
@@ -212,8 +260,8 @@ def test_classes_too_small_to_be_cut_are_named(tmp_path):
         (FULL | {"train/3.png": png()}, "image 'train/3.png' is at an unexpected place"),
         ({"1.png": png(), "2.png": png()}, "image '1.png' is at an unexpected place"),
         (
-            FULL | {"train/eel/1.heic": b"x"},
-            r"folders without any image: \['train/eel'\]; images end in .bmp",
+            FULL | {"train/eel/1.npy": b"x"},
+            r"folders without any image: \['train/eel'\]; fill these folders.*pets/train/eel: 1 file ignored \(\.npy\)",
         ),
         (
             FULL | {"val/dog/00.png": png()[:44]},

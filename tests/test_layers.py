@@ -29,7 +29,7 @@ ROWS = (
 OPTIONAL = (
     "tensorboardX", "torch", "tensorflow", "timm", "tensorflow_datasets", "grain", "array_record", "pyarrow",
     "pooch", "requests",
-    "starlette", "uvicorn", "prometheus_client", "jax2onnx", "onnx", "onnxruntime",
+    "pillow_heif", "starlette", "uvicorn", "prometheus_client", "jax2onnx", "onnx", "onnxruntime",
 )  # fmt: skip
 # made of classes of an extra's, so imported only by the function that needs them
 NEEDS_AN_EXTRA = {

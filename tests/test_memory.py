@@ -17,6 +17,7 @@ import cheem_jax
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
+from cheem_jax.cheem.config import DEMO, QUICK, auto
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Split, Stream
 from cheem_jax.memory import OpenMemory
@@ -493,6 +494,32 @@ def test_a_damaged_task_is_named_and_the_others_may_answer(copied, learned):
     np.testing.assert_array_equal(given(usable, "task2"), given(cheem_jax.open(learned), "task2"))
     with pytest.raises(ValueError, match="for answering alone"):
         usable.learn(STREAM)
+
+
+def test_auto_takes_256_steps_within_bounds_and_the_rate_of_demo_where_images_are_few():
+    fits = {num: auto(QUICK, num).finetune for num in (10, 127, 600, 992, 993, 5000)}
+    assert [fit.epochs for fit in fits.values()] == [64, 64, 14, 9, 8, 8]
+    assert [fit.learning_rate for fit in fits.values()] == [2e-3] * 4 + [1e-3] * 2
+    assert auto(QUICK, 5000) == QUICK and auto(DEMO, 600).supernet == fits[600] and auto(DEMO, 600).ops == DEMO.ops
+
+
+def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeypatch, capsys):
+    for place in ("memory.making.QUICK", "cheem.config.QUICK"):
+        monkeypatch.setattr(f"cheem_jax.{place}", small.QUICK)
+    monkeypatch.setattr("cheem_jax.cheem.config.AUTO_STEPS", 15)
+    begin(tmp_path / "pets", preset="auto", method=None)
+    for name, num in (("few", 40), ("many", 80)):  # 3 and 5 steps of 16 images
+        cheem_jax.open(tmp_path / "pets").learn(small.task(name, num, num=num))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "few: auto chose 5 epochs for the supernet and 5 for fine-tuning, at the learning rate 0.002" in said
+    assert "many: auto chose 4 epochs for the supernet and 4 for fine-tuning, at the learning rate 0.01" in said
+    reports = [entry["report"] for entry in read(tmp_path / "pets") if entry["event"] == "learned"]
+    assert [report["epochs"] for report in reports] == [{"supernet": num, "finetune": num} for num in (5, 4)]
+    assert [len(report["finetune_losses"]) for report in reports] == [5, 4]
+    config = cheem_jax.open(tmp_path / "pets").config
+    assert config.preset == "auto" and config.method.finetune.epochs == 4
+    fits = {"supernet": small.QUICK.supernet, "finetune": small.QUICK.finetune}
+    assert dataclasses.replace(config.method, **fits) == small.QUICK
 
 
 def test_nothing_is_left_of_a_memory_that_could_not_be_made(tmp_path):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cheem_jax.data import plan_stream, plan_task
+from cheem_jax.data import ImagesConfig, load_tasks, plan_stream, plan_task
 from cheem_jax.data.load import cached
-from cheem_jax.data.verify import verify, verify_caches
+from cheem_jax.data.verify import verify, verify_caches, without_broken
 
 
 def encoded(value: int, mode: str = "RGB", size: tuple[int, int] = (4, 4)) -> bytes:
@@ -136,6 +136,28 @@ def test_a_cache_is_held_against_its_hashes(tmp_path):
         (place / "val.npy").write_bytes(damaged)
         intact, [line] = verify_caches(plan, [tmp_path / "cache"])
         assert intact == [] and re.search(r"cache .* is corrupted.*remove this folder", line)
+
+
+def test_unreadable_images_are_left_out_up_to_a_twentieth_rounded_up_of_a_class_and_of_a_split(tmp_path):
+    files = full() | {f"train/cat/{i}.png": encoded(100 + i) for i in range(3, 20)}
+    folder = write(tmp_path / "pets", files)
+    plan = plan_task(folder)
+    assert without_broken(plan) == (plan, [])
+    for name in ("train/cat/7.png", "val/cat/0.png"):  # of 24 cats 2 may go
+        (folder / name).write_bytes(b"x")
+    kept, reasons = without_broken(plan_task(folder))
+    assert kept.counts == {"train": 22, "val": 3, "test": 4} and kept.skipped == ("train/cat/7.png", "val/cat/0.png")
+    assert len(reasons) == 2 and "train/cat/7.png: not an image file" in reasons[0]
+    (task,) = load_tasks([kept], 4, ImagesConfig("memory"))
+    assert task.skipped == kept.skipped
+    assert sorted(task.train.images[:, 0, 0, 0].tolist()) == [*range(6), *range(103, 107), *range(108, 120)]
+    (folder / "val/dog/0.png").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"pets: 3 images cannot be read, more than 5 % .*\(2 of 4 in split 'val'\)"):
+        without_broken(plan_task(folder))
+    (folder / "val/dog/0.png").write_bytes(files["val/dog/0.png"])
+    (folder / "train/cat/8.png").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"\(3 of 24 in class 'cat'\); replace or remove"):
+        without_broken(plan_task(folder))
 
 
 @pytest.mark.full

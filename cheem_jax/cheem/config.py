@@ -86,3 +86,19 @@ PRESETS: dict[Preset, CheemConfig] = {
     "cheem_plus": dataclasses.replace(PAPER, **PLUS),
     "quick_plus": dataclasses.replace(QUICK, **PLUS),
 }
+
+LearnPreset = Literal["auto", Preset]
+AUTO_STEPS, MOST_AUTO_EPOCHS = 256, 64
+
+
+def auto(config: CheemConfig, num_images: int) -> CheemConfig:
+    """Settings with the epochs that the preset `auto` chooses for a task of so many training images.
+
+    Supernet training and fine-tuning take as many epochs as 256 steps need (what `quick` takes for 1,000 images), at
+    least `quick`'s 8 and at most 64; with more than 8, the learning rate is `demo`'s. The rest does not depend on the
+    task.
+    """
+    steps = -(-num_images // config.batch_size)
+    epochs = min(max(-(-AUTO_STEPS // steps), QUICK.finetune.epochs), MOST_AUTO_EPOCHS)
+    fit = dataclasses.replace((DEMO if epochs > QUICK.finetune.epochs else QUICK).finetune, epochs=epochs)
+    return dataclasses.replace(config, supernet=fit, finetune=fit)

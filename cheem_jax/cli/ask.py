@@ -90,7 +90,10 @@ def _files(given: tuple[str, ...]) -> tuple[list[str], list[Asked]]:
     files, errors = list[str](), list[Asked]()
     for place in places:
         try:
-            files += files_in(Path(place))
+            found, notes = files_in(Path(place))
+            files += found
+            for note in notes:
+                print(note, file=sys.stderr)
         except (ValueError, OSError) as error:
             errors.append(Asked(place, None, str(error).removeprefix(f"{place}: ")))
     return files, errors

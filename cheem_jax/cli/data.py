@@ -1,5 +1,6 @@
 """`cheem data`: what is prepared and what is missing, preparing it, verifying it, looking at it."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -24,7 +25,7 @@ from cheem_jax.data.load import ImagesConfig, default_directory, load_tasks
 from cheem_jax.data.records import default_data_dir
 from cheem_jax.data.sources import BENCHMARKS, images_dir, plan_source
 from cheem_jax.data.task import Part, Plan, check_names
-from cheem_jax.data.verify import Findings, verify, verify_caches
+from cheem_jax.data.verify import Findings, verify, verify_caches, without_broken
 from cheem_jax.run.progress import Progress
 
 SHOWN = 96
@@ -79,6 +80,8 @@ class Verify(WithSplits):
     """mtil, vdd, one of their tasks, a stream file (TOML), a manifest (CSV, Parquet), tfds:NAME, a folder or a zip."""
     cache_dir: Path | None = None
     """Where decoded images are kept: those of this stream are compared with their hashes."""
+    skip_broken: bool = False
+    """As for `cheem learn`: images that it would leave out are named and do not count as a fault."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -167,12 +170,16 @@ def verify_data(settings: Verify) -> None:
     progress = Progress(Console(quiet=True) if settings.json else None)
     unsound, found = [], {}
     for plan in plans:
+        if settings.skip_broken:
+            with contextlib.suppress(ValueError):  # too many: they are found again below
+                plan = leave_out_broken(plan, progress)
         with _phase(progress, "verify", plan.name, plan.num_images) as on_progress:
             findings = verify(plan, on_progress=on_progress)
         roots = [settings.cache_dir, images_dir(settings.data_dir), default_directory()]
         caches, damaged = verify_caches(plan, [root for root in dict.fromkeys(roots) if root is not None])
         found[plan.name] = {
-            "split_sha256": plan.split_sha256, **findings.to_json(), "caches": caches, "damaged_caches": damaged,
+            "split_sha256": plan.split_sha256, **findings.to_json(), "ignored": plan.ignored, "skipped": plan.skipped,
+            "caches": caches, "damaged_caches": damaged,
         }  # fmt: skip
         if damaged or not findings.sound:
             unsound.append(plan.name)
@@ -181,6 +188,17 @@ def verify_data(settings: Verify) -> None:
         print(json.dumps({"stream": name, "tasks": found}, indent=1))
     if unsound:
         raise ValueError(f"{len(unsound)} of {len(plans)} task(s) are not sound: {', '.join(unsound)}")
+
+
+def leave_out_broken(plan: Plan, progress: Progress) -> Plan:
+    """The plan without images that cannot be read, which are named; ValueError where they are too many."""
+    with _phase(progress, "look", plan.name, plan.num_images) as on_progress:
+        plan, reasons = without_broken(plan, on_progress=on_progress)
+    for reason in reasons[:SAID]:
+        progress.say(f"left out: {reason}")
+    if reasons:
+        progress.say(f"{plan.name}: {len(reasons):,} unreadable images left out, {plan.num_images:,} kept")
+    return plan
 
 
 def show_data(settings: Show) -> None:
@@ -268,6 +286,8 @@ def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[s
             f"  {small} to {large} pixels, {_listed(findings.modes)}; {_megabytes(findings.num_bytes)}; {plan.source}"
         )
     progress.say(f"  splits sha256 {plan.split_sha256}")
+    for note in plan.ignored:
+        progress.say(f"  {note}")
     for place in caches:
         progress.say(f"  decoded images intact: {place}")
     copies = {

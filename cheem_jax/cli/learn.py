@@ -9,7 +9,7 @@ from typing import Annotated
 
 import tyro
 
-from cheem_jax.cheem.config import Preset
+from cheem_jax.cheem.config import LearnPreset
 from cheem_jax.cli.shared import OfData, OfMemory
 from cheem_jax.core.paths import shown
 from cheem_jax.engine.choice import EngineConfig
@@ -30,9 +30,9 @@ class Learn(OfData, OfMemory):
     """For a new memory: a safetensors or npz file; default: bundled, else from the hub."""
     image_size: int | None = None
     """For a new memory: pixels of the square images; default: the backbone's own."""
-    preset: Preset | None = None
-    """For a new memory: quick (the default, sized for a CPU), paper (all settings of the paper), demo (for a few
-    hundred small images)."""
+    preset: LearnPreset | None = None
+    """For a new memory: auto (the default: quick, with up to 64 epochs for a task of fewer than 1,000 images), quick
+    (sized for a CPU), paper (all settings of the paper), demo (for a few hundred small images)."""
     seed: int | None = None
     """For a new memory: root of every PRNG key; default: 0."""
     base_data: str | None = None
@@ -99,7 +99,7 @@ def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
         names = [line.strip() for line in settings.base_classes.read_text().splitlines() if line.strip()]
     return create(
         settings.memory, backbone=settings.backbone or "deit_tiny", weights=settings.weights,
-        image_size=settings.image_size, preset=settings.preset or "quick", seed=settings.seed or 0,
+        image_size=settings.image_size, preset=settings.preset or "auto", seed=settings.seed or 0,
         base_data=settings.base_data, keep_base=settings.keep_base, base_classes=names, engine=settings.engine,
         progress=progress,
     )  # fmt: skip

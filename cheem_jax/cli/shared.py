@@ -7,11 +7,12 @@ from typing import Annotated, Any
 
 import tyro
 
-from cheem_jax.data.load import ImagesConfig, load_tasks
+from cheem_jax.cli.data import leave_out_broken
+from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.data.task import Plan, Task
 from cheem_jax.memory import OpenMemory, open_memory
-from cheem_jax.memory.data import decoding
+from cheem_jax.memory.data import decoded
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.progress import Progress
 
@@ -71,6 +72,9 @@ class OfData:
     """Where prepared data sets are; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
     images: ImagesConfig = ImagesConfig()
     """Where decoded images are kept."""
+    skip_broken: bool = False
+    """Leave out images that cannot be read, and name them: at most 5 %, rounded up, of a class and of a split. All are
+    decoded once more for this."""
 
     def plans(self) -> tuple[Plan, ...]:
         """The tasks before decoding; raises ValueError or OSError for data that do not fit."""
@@ -79,6 +83,7 @@ class OfData:
 
     def load(self, plans: Sequence[Plan], image_size: int, progress: Progress) -> tuple[Task, ...]:
         """The tasks, decoded."""
+        if self.skip_broken:
+            plans = [leave_out_broken(plan, progress) for plan in plans]
         cache_dir = self.images.cache_dir or cache_dir_of(self.data, self.data_dir)
-        images = dataclasses.replace(self.images, cache_dir=cache_dir)
-        return load_tasks(plans, image_size, images, decoding(progress))
+        return decoded(plans, image_size, dataclasses.replace(self.images, cache_dir=cache_dir), progress)

@@ -9,13 +9,13 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 from PIL import TiffImagePlugin as TIFF
 
-from cheem_jax.data.files import Encoded
+from cheem_jax.data.files import GET_HEIF, HEIF_MAGIC, READS_HEIF, Encoded
 
 # Named, because Pillow would otherwise also start other programs (Ghostscript for EPS).
-FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF")
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF", *(["AVIF"] if features.check("avif") else []))
 MAX_PIXELS = 89_478_485  # where Pillow begins to warn of a decompression bomb
 MAX_SCANS = 100  # of a progressive JPEG, which has about ten; each passes over the whole image
 
@@ -52,7 +52,7 @@ def decode_pixels(data: bytes, *, name: str = "image") -> UInt8[np.ndarray, "H W
 def opened(data: bytes, name: str) -> Iterator[Image.Image]:
     """An open image file; a decompression bomb, or an error while it is in use, becomes a ValueError that names it."""
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=_heif() if HEIF_MAGIC.match(data) else FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are accepted")
             _refuse_bombs(image, data)
@@ -61,6 +61,16 @@ def opened(data: bytes, name: str) -> Iterator[Image.Image]:
         raise ValueError(f"{name}: not an image file of a known format ({', '.join(FORMATS)})") from None
     except Exception as error:  # Pillow's parsers raise almost anything on a broken file
         raise ValueError(f"{name}: the image cannot be decoded: {error}") from error
+
+
+def _heif() -> tuple[str, ...]:
+    """The name of HEIC's format, once Pillow can read it."""
+    if not READS_HEIF:
+        raise ValueError(f"HEIC images need pillow-heif: {GET_HEIF}")
+    import pillow_heif
+
+    pillow_heif.register_heif_opener()
+    return ("HEIF",)
 
 
 def _refuse_bombs(image: Image.Image, data: bytes) -> None:

@@ -1,16 +1,31 @@
 """The files of a folder or zip, as sorted relative names, and reading the images among them."""
 
 import abc
+import collections
 import functools
 import hashlib
+import importlib.util
 import os
+import re
 import stat
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-IMAGE_SUFFIXES = frozenset(".jpg .jpeg .png .bmp .gif .webp .tif .tiff .ppm .pgm".split())
+IMAGE_SUFFIXES = frozenset(".jpg .jpeg .png .bmp .gif .webp .tif .tiff .ppm .pgm .avif".split())
+HEIF_SUFFIXES = frozenset((".heic", ".heif"))
+COMPANIONS = frozenset(".txt .json .csv .tsv .xml .md .html .pdf .db .ini .yaml .yml .toml .bak .tmp".split())
+"""Of usual files beside images: their content is not looked at."""
+MAGIC = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM.{4}\0{4}|RIFF.{4}WEBP|II\*\0|MM\0\*|.{4}ftypavi[fs]", re.DOTALL
+)
+"""How image files begin whose suffix does not say what they are."""
+HEIF_MAGIC = re.compile(rb".{4}ftyp(?:hei[cmsx]|hev[cmsx]|mif1|msf1)", re.DOTALL)
+READS_HEIF = importlib.util.find_spec("pillow_heif") is not None
+GET_HEIF = "pip install 'cheem_jax[heic]'"
+MAX_NOTES = 10
+HEAD_BYTES = 16
 MAX_DEPTH = 6  # folders below the root that are looked into, so that a link to a parent ends
 MAX_FILE_BYTES = 256 * 2**20
 MAX_FILES = 5_000_000  # in one folder or archive; ImageNet has 1.4 million
@@ -62,6 +77,10 @@ class FolderFiles(Encoded):
             raise ValueError(f"{self.where(row)}: {status.st_size} bytes, expected at most {MAX_FILE_BYTES}")
         return file.read_bytes()
 
+    def head(self, row: int) -> bytes:
+        """How a file begins; nothing where it cannot be read."""
+        return head_of(self.file(row))
+
 
 class ZipFiles(Encoded):
     """Members of a zip file below `root` ("" or "folder/")."""
@@ -82,6 +101,28 @@ class ZipFiles(Encoded):
                 return stream.read(member.file_size + 1)
         except Exception as error:  # checksum, compression method, cut-off file: zipfile and zlib raise many types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
+
+    def head(self, row: int) -> bytes:
+        """How a member begins; nothing where it cannot be read."""
+        try:
+            with _opened(self.path, self.stamp).open(self.root + self.keys[row]) as stream:
+                return stream.read(HEAD_BYTES)
+        except Exception:  # as in `read`
+            return b""
+
+
+class Chosen(Encoded):
+    """Some rows of other files."""
+
+    def __init__(self, files: Encoded, rows: Sequence[int]):
+        super().__init__([files.key(row) for row in rows])
+        self.files, self.rows = files, list(rows)
+
+    def where(self, row: int) -> str:
+        return self.files.where(self.rows[row])
+
+    def read(self, row: int) -> bytes:
+        return self.files.read(self.rows[row])
 
 
 @functools.lru_cache(maxsize=32)
@@ -130,8 +171,68 @@ def empty_folders(path: Path) -> list[str]:
     return sorted(folder[:-1] for folder, subfolders, names in _walk(path) if folder and not subfolders and not names)
 
 
-def is_image(name: str) -> bool:
-    return PurePosixPath(name).suffix.lower() in IMAGE_SUFFIXES
+class Listing(NamedTuple):
+    """The files of a folder or zip, and which of them are images."""
+
+    path: Path
+    names: list[str]
+    """Of all visible files, sorted."""
+    images: list[str]
+    ignored: collections.Counter[tuple[str, str]]
+    """Other files by folder and kind; companions and those of no folder are under ""."""
+
+    def notes(self) -> list[str]:
+        """A line for each folder and kind of file that is left out."""
+        found = [
+            f"{'/'.join(filter(None, (self.path.name, folder)))}: {num:,} file{'s'[: num > 1]} ignored ({kind})"
+            for (folder, kind), num in sorted(self.ignored.items())
+        ]
+        more = len(found) - MAX_NOTES
+        return found[:MAX_NOTES] + ([f"{self.path.name}: {more:,} more folders with ignored files"] if more > 0 else [])
+
+
+def look_through(path: Path, *, any_name: bool = False) -> Listing:
+    """The files of a folder or zip; see `list_files`. Content is read only where a suffix is unknown."""
+    listing = Listing(path, list_files(path, any_name=any_name), [], collections.Counter())
+    files = files_of(path, listing.names)
+    for row, name in enumerate(listing.names):
+        folder, _, file = name.rpartition("/")
+        if (kind := kind_of(file, functools.partial(files.head, row))) is None:
+            listing.images.append(name)
+        elif file != "meta.json":  # which names the classes
+            listing.ignored["" if kind.lower() in COMPANIONS else folder, kind] += 1
+    return listing
+
+
+def kind_of(name: str, head: Callable[[], bytes]) -> str | None:
+    """None for an image, else what the file is for people; `head` reads how it begins."""
+    suffix = PurePosixPath(name).suffix
+    if (known := suffix.lower()) in IMAGE_SUFFIXES or (READS_HEIF and known in HEIF_SUFFIXES):
+        return None
+    if known in COMPANIONS:
+        return suffix
+    found = head()
+    is_heif = HEIF_MAGIC.match(found) is not None
+    if MAGIC.match(found) or (READS_HEIF and is_heif):
+        return None
+    return f"{suffix or 'no suffix'}{f'; {GET_HEIF}' if is_heif or known in HEIF_SUFFIXES else ''}"
+
+
+def may_be_image(file: Path) -> bool:
+    """Whether a file is an image, perhaps of a format that only an extra reads."""
+    kind = kind_of(file.name, functools.partial(head_of, file))
+    return kind is None or kind.endswith(GET_HEIF)
+
+
+def head_of(file: Path) -> bytes:
+    """How a file begins; nothing where it cannot be read."""
+    try:
+        if not file.is_file():  # reading a pipe would wait
+            return b""
+        with file.open("rb") as stream:
+            return stream.read(HEAD_BYTES)
+    except OSError:
+        return b""
 
 
 def is_hidden(part: str) -> bool:

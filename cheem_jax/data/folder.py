@@ -1,12 +1,22 @@
 """Tasks from image folders and zips laid out as `<split>/<class>/<image>`, streams from folders of them."""
 
 import collections
+import dataclasses
 import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cheem_jax.data.files import IMAGE_SUFFIXES, empty_folders, files_of, is_hidden, is_image, list_files, stamp_of
+from cheem_jax.data.files import (
+    GET_HEIF,
+    Listing,
+    empty_folders,
+    files_of,
+    is_hidden,
+    look_through,
+    may_be_image,
+    stamp_of,
+)
 from cheem_jax.data.splits import SPLITS, Members, check_splits, cut_missing
 from cheem_jax.data.task import Plan, check_names, repeats
 
@@ -21,7 +31,7 @@ def plan_task(path: Path, *, name: str | None = None, seed: int = 0) -> Plan:
     least one of each class; with train alone or `<class>/<image>` a test part of ceil(0.3 n) goes first.
     `seed` draws these. Raises FileNotFoundError, or ValueError naming the offending file or folder.
     """
-    return _plan(path, list_files(path), name or name_of(path), seed)
+    return _plan(look_through(path), name or name_of(path), seed)
 
 
 def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0) -> list[Plan]:
@@ -35,9 +45,10 @@ def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0
         check_names(tasks, sorted(places), f"stream {path}")
     plans = []
     for name in sorted(places) if tasks is None else tasks:
-        files = list_files(places[name])
-        if tasks is not None or places[name].is_file() or any(map(is_image, files)):
-            plans.append(_plan(places[name], files, name, seed))
+        found = look_through(places[name])
+        lacks_heif = any(kind.endswith(GET_HEIF) for _, kind in found.ignored)
+        if tasks is not None or places[name].is_file() or found.images or lacks_heif:
+            plans.append(_plan(found, name, seed))
     if not plans:
         raise ValueError(f"{path} contains no task; expected zips or folders with {LAYOUT}")
     return plans
@@ -54,7 +65,7 @@ def _find_tasks(path: Path) -> dict[str, Path]:
     places = [entry for entry in entries if entry.is_dir() or entry.suffix.lower() == ".zip"]
     if repeated := repeats(map(name_of, places)):
         raise ValueError(f"{path} contains a folder and a zip of the same name: {repeated}; keep one of each")
-    if not places and (num := sum(is_image(entry.name) for entry in entries)):
+    if not places and (num := sum(map(may_be_image, entries))):
         raise ValueError(
             f"{path} contains {num} images and no folder; put those of each class into a separate folder, such "
             f"as {path.name}/cat and {path.name}/dog"
@@ -65,7 +76,7 @@ def _find_tasks(path: Path) -> dict[str, Path]:
 def _has_images(folder: Path) -> bool:
     """Whether it directly contains images."""
     with os.scandir(folder) as entries:
-        return any(is_image(entry.name) and not is_hidden(entry.name) for entry in entries)
+        return any(not is_hidden(entry.name) and may_be_image(Path(entry.path)) for entry in entries)
 
 
 def name_of(path: Path) -> str:
@@ -74,10 +85,13 @@ def name_of(path: Path) -> str:
     return path.name if path.is_dir() else path.stem
 
 
-def _plan(path: Path, names: Sequence[str], task: str, seed: int) -> Plan:
-    root, grouped = _group(path, [file for file in names if is_image(file)])
+def _plan(found: Listing, task: str, seed: int) -> Plan:
+    path, names, images, _ = found
+    if not images:
+        raise ValueError(f"{path}: no images in it; expected {LAYOUT}{_told(found)}")
+    root, grouped = _group(path, images)
     check_splits(str(path), grouped.keys())
-    _refuse_folders_without_image(path, root, names, (root + next(iter(grouped["train"]))).count("/"))
+    _refuse_folders_without_image(found, root, (root + next(iter(grouped["train"]))).count("/"))
     folders = sorted(set(grouped["train"].values()))
     classes, label_of = _label_folders(path, folders, _class_names(path, f"{root}meta.json", names))
     members: Members = {}
@@ -88,7 +102,7 @@ def _plan(path: Path, names: Sequence[str], task: str, seed: int) -> Plan:
         members[split] = {file: label_of[folder] for file, folder in folder_of.items()}
     files = [path / root / file for labels in members.values() for file in labels] if path.is_dir() else [path]
     cut_missing(str(path), classes, members, seed)
-    return Plan.of(
+    plan = Plan.of(
         task,
         classes,
         members,
@@ -96,12 +110,11 @@ def _plan(path: Path, names: Sequence[str], task: str, seed: int) -> Plan:
         source=str(path.resolve()),
         stamp=stamp_of(files),
     )
+    return dataclasses.replace(plan, ignored=tuple(found.notes()))
 
 
 def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]]]:
     """The enclosing folder ("" or "name/"), and the class folder of each split's images by their names below it."""
-    if not images:
-        raise ValueError(f"{path}: no images in it; expected {LAYOUT}")
     depth = max(file.count("/") for file in images)
     tops = {file.split("/")[0] for file in images}
     root = ""
@@ -120,16 +133,21 @@ def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]
     return root, {SPLITS[folder.lower()]: folder_of for folder, folder_of in found.items()}
 
 
-def _refuse_folders_without_image(path: Path, root: str, files: Sequence[str], depth: int) -> None:
-    """A class that is empty, or whose files all have unknown suffixes, would otherwise vanish silently."""
-    folders = {file.rpartition("/")[0] for file in files if file.startswith(root) and file.count("/") == depth}
-    folders -= {file.rpartition("/")[0] for file in files if is_image(file)}
-    folders |= set(empty_folders(path)) if path.is_dir() else set()
+def _refuse_folders_without_image(found: Listing, root: str, depth: int) -> None:
+    """A class that is empty, or whose files are all no images, would otherwise vanish silently."""
+    folders = {name.rpartition("/")[0] for name in found.names if name.startswith(root) and name.count("/") == depth}
+    folders -= {name.rpartition("/")[0] for name in found.images}
+    folders |= set(empty_folders(found.path)) if found.path.is_dir() else set()
     if folders:
         raise ValueError(
-            f"{path}: folders without any image: {sorted(folders)[:8]}; images end in "
-            f"{' '.join(sorted(IMAGE_SUFFIXES))}; fill these folders, or remove them if no class is meant"
+            f"{found.path}: folders without any image: {sorted(folders)[:8]}; fill these folders, or remove them if no "
+            f"class is meant{_told(found)}"
         )
+
+
+def _told(found: Listing) -> str:
+    """What is left out, at the end of an error."""
+    return "".join(f"; {note}" for note in found.notes())
 
 
 def _split_folders(folders: Iterable[str]) -> set[str]:

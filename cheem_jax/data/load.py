@@ -64,7 +64,7 @@ def load_tasks(
     tasks = []
     for plan in plans:
         splits = _load(plan, SPLIT_NAMES, image_size, config, total, phase or _silent)
-        tasks.append(Task(plan.name, plan.classes, **splits, split_sha256=plan.split_sha256))
+        tasks.append(Task(plan.name, plan.classes, **splits, split_sha256=plan.split_sha256, skipped=plan.skipped))
     return tuple(tasks)
 
 

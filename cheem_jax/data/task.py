@@ -37,6 +37,8 @@ class Task:
     test: Split
     split_sha256: str | None = None
     """Which files are in which split (`Plan.split_sha256`), if the task comes from files."""
+    skipped: tuple[str, ...] = ()
+    """As in the plan."""
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -100,6 +102,10 @@ class Plan:
     """Where the files are, for messages."""
     stamp: str
     """Changes when the files do (by size and time, or by version), so that no outdated decoded copy is used."""
+    ignored: tuple[str, ...] = ()
+    """Lines for people about files beside the images that are not read."""
+    skipped: tuple[str, ...] = ()
+    """Keys of images that were left out because they cannot be read."""
 
     @staticmethod
     def of(
@@ -116,7 +122,7 @@ class Plan:
             split: Part(files(list(labels)), np.array(list(labels.values()), np.int32))
             for split, labels in members.items()
         }
-        return Plan(name, tuple(classes), **parts, source=source, stamp=stamp)
+        return Plan(name, tuple(classes), parts["train"], parts["val"], parts["test"], source=source, stamp=stamp)
 
     def __post_init__(self):
         where = f"{self.source}: task {self.name!r}"

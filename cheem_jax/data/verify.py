@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import io
 import itertools
 import math
 from collections.abc import Iterable
@@ -12,12 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
-from cheem_jax.data.decode import FORMATS, PIECE, Progress, decode_image, in_threads
-from cheem_jax.data.files import Encoded
+from cheem_jax.data.decode import PIECE, Progress, decode_image, decode_pieces, in_threads, opened
+from cheem_jax.data.files import Chosen, Encoded
 from cheem_jax.data.load import cache_place, open_cache
-from cheem_jax.data.task import Plan, hash_of
+from cheem_jax.data.task import Part, Plan, hash_of
 
 SMALL = 32
 """Every pixel is decoded; what is kept of an image for a moment has this size."""
@@ -132,8 +130,37 @@ def _look(files: Encoded, row: int) -> tuple[bytes, Size, str, int] | str:
         decode_image(data, SMALL, name=files.where(row))
     except (ValueError, OSError) as error:
         return str(error)
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # the header again
+    with opened(data, files.where(row)) as image:  # the header again
         return hashlib.sha256(data).digest(), image.size, image.mode, len(data)
+
+
+def without_broken(plan: Plan, *, on_progress: Progress = lambda num: None) -> tuple[Plan, list[str]]:
+    """The plan without images that cannot be read (`Plan.skipped`), and a line with the reason for each of them.
+
+    Raises ValueError where they are more than 5 %, rounded up, of a split or of a class in all splits together.
+    """
+    parts, reasons, skipped = dict[str, Part](), list[str](), list[str]()
+    num, lost = (collections.Counter[str]() for _ in range(2))
+    for split, part in plan.splits.items():
+        errors = list[str]()
+        for piece in decode_pieces(part.files, SMALL, PIECE):
+            errors += piece.errors
+            on_progress(len(piece.errors))
+        kept = [row for row, error in enumerate(errors) if not error]
+        parts[split] = Part(Chosen(part.files, kept), part.labels[kept])
+        for row, error in enumerate(errors):
+            groups = (f"split {split!r}", f"class {plan.classes[part.labels[row]]!r}")
+            num.update(groups)
+            if error:
+                lost.update(groups)
+                reasons.append(error)
+                skipped.append(part.files.key(row))
+    if many := [f"{lost[group]} of {num[group]} in {group}" for group in lost if lost[group] > -(-num[group] // 20)]:
+        raise ValueError(
+            f"{plan.name}: {len(reasons)} images cannot be read, more than 5 % of a class or split "
+            f"({'; '.join(many[:5])}); replace or remove these files, the first of which is {reasons[0]}"
+        )
+    return (dataclasses.replace(plan, **parts, skipped=tuple(skipped)) if skipped else plan), reasons
 
 
 def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[str]]:

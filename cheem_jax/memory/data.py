@@ -11,7 +11,7 @@ from cheem_jax.core.paths import absolute
 from cheem_jax.data.decode import decode_image
 from cheem_jax.data.load import ImagesConfig, load_tasks
 from cheem_jax.data.sources import plan_source
-from cheem_jax.data.task import Stream, Task, repeats
+from cheem_jax.data.task import Plan, Stream, Task, repeats
 from cheem_jax.run.progress import Progress
 
 Data = str | Path | Task | Stream | Sequence[Task]
@@ -26,8 +26,7 @@ def tasks_of(data: Data, image_size: int, progress: Progress | None = None) -> t
         case Stream():
             tasks = data.tasks
         case str() | Path():
-            shown = None if progress is None else decoding(progress)
-            return load_tasks(plan_source(str(data))[1], image_size, ImagesConfig(), shown)
+            return decoded(plan_source(str(data))[1], image_size, ImagesConfig(), progress)
         case _:
             tasks = tuple(data)
     if repeated := repeats(task.name for task in tasks):
@@ -35,9 +34,17 @@ def tasks_of(data: Data, image_size: int, progress: Progress | None = None) -> t
     return tasks
 
 
-def decoding(progress: Progress):
-    """Shows pictures that are decoded."""
-    return lambda task, num_images: progress.phase("decode", task=task, total=num_images)
+def decoded(
+    plans: Sequence[Plan], image_size: int, config: ImagesConfig, progress: Progress | None
+) -> tuple[Task, ...]:
+    """Tasks with their images; `progress` also says which files beside them are left out."""
+    if progress is None:
+        return load_tasks(plans, image_size, config)
+    for note in (note for plan in plans for note in plan.ignored):
+        progress.say(note)
+    return load_tasks(
+        plans, image_size, config, lambda task, num_images: progress.phase("decode", task=task, total=num_images)
+    )
 
 
 def pixels_of(image: Picture, size: int, name: str) -> np.ndarray:

@@ -45,6 +45,7 @@ class MemoryConfig:
     image_size: int
     weights_sha256: str
     method: CheemConfig
+    """With the preset `auto`, epochs and learning rate are those of the last task."""
     preset: str
     seed: int = 0
     seeds: SeedsConfig = SeedsConfig()

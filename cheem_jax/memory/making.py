@@ -9,7 +9,7 @@ from typing import Any
 from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_converted
-from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cheem.config import PRESETS, QUICK, CheemConfig, LearnPreset
 from cheem_jax.core.keys import Keys, Phase, SeedsConfig
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.routing.centroids import calibrate, distances
@@ -49,7 +49,7 @@ def create(
     backbone: str = "deit_tiny",
     weights: str | Path | None = None,
     image_size: int | None = None,
-    preset: Preset = "quick",
+    preset: LearnPreset = "quick",
     method: CheemConfig | None = None,
     seed: int = 0,
     base_data: Data | None = None,
@@ -60,16 +60,17 @@ def create(
 ) -> OpenMemory:
     """A memory without a task yet, in a new or empty folder; all or nothing.
 
-    `weights` as for `load_pretrained`. `method` are settings other than the preset's. `base_data` are images of the
-    pretraining data (a folder or zip as for `learn`), which anchor the similarity of tasks; with `keep_base` their
-    classes become one more target, named `base_classes` or after the folders of the data. Raises
-    ValueError for settings that do not fit, FileNotFoundError without weights.
+    `weights` as for `load_pretrained`. With the preset `auto`, epochs differ by task (see `cheem.config.auto`).
+    `method` are settings other than the preset's. `base_data` are images of the pretraining data (a folder or zip as
+    for `learn`), which anchor the similarity of tasks; with `keep_base` their classes become one more target, named
+    `base_classes` or after the folders of the data. Raises ValueError for settings that do not fit, FileNotFoundError
+    without weights.
     """
     directory = absolute(directory)
     check_free(directory)
-    if preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(PRESETS)}")
-    config = PRESETS[preset] if method is None else method
+    if preset not in (presets := {**PRESETS, "auto": QUICK}):
+        raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(presets)}")
+    config = presets[preset] if method is None else method
     pretrained = load_pretrained(backbone, weights=weights, image_size=image_size)
     config.router.blocks(pretrained.config.depth)  # raises before anything is written
     vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
@@ -99,7 +100,7 @@ def create(
             base = {"centroids": place.centroids, "distances": calibrate(away)}
             if place.moments:
                 base["moments"] = dict(place.moments)
-    told = preset if config == PRESETS[preset] else f"{preset}, changed"
+    told = preset if config == presets[preset] else f"{preset}, changed"
     settings = MemoryConfig(
         pretrained.config.name, size, pretrained.sha256, config, told, seed, keeps_base=base is not None
     )

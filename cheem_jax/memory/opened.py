@@ -14,6 +14,7 @@ from PIL import Image
 
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.cheem.config import auto
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.saved_memory import open_memory as open_saved
@@ -366,11 +367,17 @@ class OpenMemory:
     def _learn(self, task: Task, data_sha256: str, run: RunContext) -> None:
         number, index = self.pools.next_number, len(self.pools.tasks)
         begun = {"name": task.name, "number": number, "data_sha256": data_sha256}
-        self._write(learning=begun, tasks=(*self._names, task.name))
+        method, num = self.config.method, len(task.train.labels)
+        if self.config.preset == "auto":
+            self._learner.config = method = auto(method, num)
+        self._write(learning=begun, tasks=(*self._names, task.name), method=method)
         run.record.keep(lambda entry: entry["event"] != "learned" or entry["report"]["index"] < index)
-        run.progress.say(
-            f"task {index + 1}: {task.name}, {len(task.classes)} classes, {len(task.train.labels):,} training images"
-        )
+        run.progress.say(f"task {index + 1}: {task.name}, {len(task.classes)} classes, {num:,} training images")
+        if self.config.preset == "auto":
+            run.progress.say(
+                f"{task.name}: auto chose {method.supernet.epochs} epochs for the supernet and "
+                f"{method.finetune.epochs} for fine-tuning, at the learning rate {method.finetune.learning_rate:g}"
+            )
         learn_task(task, number, self._learner, run, index=index)
         self._finish_learning()
         self._predictors.clear()
@@ -540,7 +547,8 @@ class _Calibrated(Cheem):
         tasks = (*self.memory.tasks[:-1], dataclasses.replace(learned, distances=calibrate(own)))
         self.memory = dataclasses.replace(self.memory, tasks=tasks)
         self.features.forget(task)
-        return report
+        epochs = {"supernet": self.config.supernet.epochs, "finetune": self.config.finetune.epochs}
+        return {**report, "epochs": epochs, "learning_rate": self.config.finetune.learning_rate}
 
 
 def _bytes_of(folder: Path) -> int:

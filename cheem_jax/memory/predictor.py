@@ -18,7 +18,7 @@ from cheem_jax.core.routing.centroids import CentroidIndex, threshold
 from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.core.routing.routers import NearestCentroid, make_router
 from cheem_jax.data.decode import decode_pieces
-from cheem_jax.data.files import FolderFiles, is_image, list_files
+from cheem_jax.data.files import FolderFiles, look_through
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import Inference
@@ -269,15 +269,16 @@ def predict_files(predictor: Predictor, files: Iterable[str | Path]) -> Iterator
             yield Asked(name, None, error.removeprefix(f"{name}: ")) if error else Asked(name, next(answers))
 
 
-def files_in(place: Path) -> list[str]:
-    """A file itself, or the images below a folder; ValueError where it holds none."""
+def files_in(place: Path) -> tuple[list[str], list[str]]:
+    """A file itself, or the images below a folder, and lines about what else is there; ValueError where none is."""
     folder = absolute(place)
     if not folder.is_dir():
-        return [str(place)]
-    found = [str(place / name) for name in list_files(folder, any_name=True) if is_image(name)]
-    if not found:
-        raise ValueError(f"{str(place)!r} contains no image; expected an image file, or a folder of some")
-    return found
+        return [str(place)], []
+    found = look_through(folder, any_name=True)
+    if not found.images:
+        told = "".join(f"; {note}" for note in found.notes())
+        raise ValueError(f"{str(place)!r} contains no image; expected an image file, or a folder of some{told}")
+    return [str(place / name) for name in found.images], found.notes()
 
 
 class NamedFiles(FolderFiles):

@@ -37,7 +37,7 @@ class Predicting:
 
 def main(settings: Predicting) -> None:
     """Print and write the numbers."""
-    files = files_in(settings.pictures)[: settings.num]
+    files = files_in(settings.pictures)[0][: settings.num]
     memory = open_memory(settings.memory)
     predictor = memory.predictor()
     predictor.prepare()
