@@ -45,7 +45,7 @@ from cheem_jax.run_config import (
     setting_of,
 )
 
-SPARE_BYTES = 16 * 2**20
+SPARE_BYTES = 4 * 2**20
 """Room for what a task leaves besides its arrays: record, results, figures."""
 
 
