@@ -205,7 +205,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("predict", "ask", "Predict", "predict_images"),
         Command("evaluate", "ask", "Evaluate", "evaluate_memory"),
         Command("info", "ask", "Info", "show_info"),
-        Command("forget", "learn", "Forget", "forget_task"),
+        Command("forget", "learn", "Forget", "forget_tasks"),
         Command("export", "export", "Export", "export_memory"),
         Command("serve", "serve", "Serve", "serve_memory"),
     ),
