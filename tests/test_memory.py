@@ -354,7 +354,8 @@ def test_several_tasks_are_forgotten_together_or_none(copied):
     assert b"task0" not in (copied / "metrics.jsonl").read_bytes()
 
 
-def test_what_a_killed_forgetting_leaves_is_finished_by_the_next_writer(copied, monkeypatch):
+@pytest.mark.parametrize("names", [("task0",), ("task0", "task1")])
+def test_what_a_killed_forgetting_leaves_is_finished_by_the_next_writer(copied, monkeypatch, names):
     memory = cheem_jax.open(copied)
     real = OpenMemory._write
 
@@ -366,13 +367,19 @@ def test_what_a_killed_forgetting_leaves_is_finished_by_the_next_writer(copied, 
     with monkeypatch.context() as patched:
         patched.setattr(OpenMemory, "_write", die_after)
         with pytest.raises(KeyboardInterrupt):
-            memory.forget("task0")
+            memory.forget(*names)
+    config = json.loads((copied / "config.json").read_text())
+    assert len(config["forgetting"]) == len(names)
+    if len(names) == 1:  # as earlier versions wrote it
+        (copied / "config.json").write_text(json.dumps({**config, "forgetting": config["forgetting"][0]}))
     reopened = cheem_jax.open(copied)
-    assert [task.name for task in reopened.tasks] == ["task1", "task2"], "it counts from that moment on"
+    left = [task for task in ("task0", "task1", "task2") if task not in names]
+    assert [task.name for task in reopened.tasks] == left, "it counts from that moment on"
     assert len(list(copied.glob("generation-*"))) == 2
-    reopened.learn(STREAM.tasks[1])  # nothing to learn, but a writer
+    reopened.learn(STREAM.tasks[2])  # nothing to learn, but a writer
     assert len(list(copied.glob("generation-*"))) == 1
-    assert b"task0" not in (copied / "metrics.jsonl").read_bytes()
+    record = (copied / "metrics.jsonl").read_bytes()
+    assert not [name for name in names if name.encode() in record]
 
 
 DEEP = dataclasses.replace(small.QUICK, remove=("reuse", "skip"))
