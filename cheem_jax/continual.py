@@ -45,7 +45,9 @@ from cheem_jax.run_config import (
     setting_of,
 )
 
-SPARE_BYTES = 16 * 2**20
+ROUTING_COST = 10
+"""Percentage points of accuracy that the router loses, from which on the reader is told where its images went."""
+SPARE_BYTES = 4 * 2**20
 """Room for what a task leaves besides its arrays: record, results, figures."""
 
 
@@ -231,15 +233,23 @@ def evaluate(learned: Sequence[Task | None], methods: tuple[Method, ...], run: R
         peak_memory_bytes=peak_memory_bytes(), **start.since(),
     )  # fmt: skip
     if present:
-        _say_accuracy(present, measured[methods[0].name], run.progress)
+        _say_accuracy(present, measured[methods[0].name], run)
 
 
-def _say_accuracy(present: Sequence[tuple[int, Task]], measured: Mapping[str, Any], progress: Progress) -> None:
+def _say_accuracy(present: Sequence[tuple[int, Task]], measured: Mapping[str, Any], run: RunContext) -> None:
     index, task = present[-1]
     accuracy, given = measured["accuracy"], 100 * measured["local_accuracy"][index]
     average = 100 * float(np.mean([accuracy[index] for index, _ in present]))
     over = f"; average over {len(present)} tasks {average:.1f} %" if len(present) > 1 else ""
-    progress.say(f"{task.name}: {100 * accuracy[index]:.1f} % ({given:.1f} % with the task ID given){over}")
+    run.progress.say(f"{task.name}: {100 * accuracy[index]:.1f} % ({given:.1f} % with the task ID given){over}")
+    if given - 100 * accuracy[index] >= ROUTING_COST:
+        shares, num = np.array(measured["routing"][index]), len(task.test.labels)
+        shares[index] = 0
+        names = {e["report"]["index"]: e["report"]["name"] for e in read(run.directory) if e["event"] == "learned"}
+        run.progress.say(
+            f"{round(num * shares.max())} of {num} test images of {task.name} were taken for "
+            f"{names[int(shares.argmax())]}; are these the same kind of images?"
+        )
 
 
 def _measure_bounds(stream: Stream, learners: Learners, run: RunContext) -> None:

@@ -31,7 +31,7 @@ from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.benchmarks.table import Order
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.load import ImagesConfig, Phase, load_tasks, load_train
-from cheem_jax.data.sources import cache_dir_of, plan_source
+from cheem_jax.data.sources import MissingTasks, cache_dir_of, plan_source
 from cheem_jax.data.task import Stream, select
 from cheem_jax.engine import hosts
 from cheem_jax.engine.choice import EngineConfig
@@ -149,6 +149,11 @@ def main(settings: Mtil) -> None:
     hosts.connect(settings.hosts)
     progress = Progress(None if hosts.is_first() else Console(quiet=True, force_terminal=False))
     config = config_of(settings)
+    if settings.preset.endswith("_plus") and not isinstance(config.method, CheemConfig):
+        preset = settings.preset.replace("cheem_plus", "paper").removesuffix("_plus")
+        progress.say(
+            f"{settings.method}: preset {settings.preset} changes CHEEM alone; the settings are those of {preset}"
+        )
     make_layout(config.mesh)  # devices that are not there are told before pictures are read
     runs = runs_of(settings)
     loaded, workshop = load(settings, progress), dict[Any, Networks]()
@@ -209,9 +214,15 @@ def load(settings: Mtil, progress: Progress) -> Loaded:
     names = None if settings.tasks is None else [name.strip() for name in settings.tasks.split(",")]
     planned = None
     if settings.stream != DEMO:
-        planned = plan_source(
-            settings.stream, names, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed
-        )
+        try:
+            planned = plan_source(
+                settings.stream, names, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed
+            )
+        except MissingTasks as error:
+            way_out = (
+                "or give images of your own with --stream FOLDER, one folder or zip per task in it, or --stream demo"
+            )
+            raise MissingTasks(f"{error}; {way_out}", error.advice) from error
     elif settings.order != "default":
         raise ValueError(
             f"--order {settings.order} belongs to mtil; name the demo stream's tasks in the order you want"

@@ -113,6 +113,12 @@ def main(settings: Tables) -> None:
     names = [name for name in LAYOUTS if name in asked]
     check_folder("--out", settings.out)
     runs, left_out = read(settings.runs)
+    if settings.runs and not runs:
+        why = "".join(f"; left out {directory}: {reason}" for directory, reason in left_out)
+        raise ValueError(
+            f"no finished run below {', '.join(map(str, settings.runs))}{why}; expected finished run "
+            "directories of experiments/mtil.py or experiments/compare.py, or no --runs for the paper's numbers alone"
+        )
     ours, unused = measured(runs)
     left_out += unused
     settings.out.mkdir(parents=True, exist_ok=True)

@@ -230,7 +230,7 @@ def test_a_write_that_fails_says_so_and_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "to_disk", full)
-    with pytest.raises(OSError, match="000-a could not be written .*No space left"):
+    with pytest.raises(OSError, match="000-a of .* MB could not be written .*No space left"):
         save_task(tmp_path / "000-a", {"x": np.ones(2)}, {"name": "a"})
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()

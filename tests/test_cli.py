@@ -1,5 +1,6 @@
 """What a user sees who mistypes: one line that names the value and the way out, and status 2."""
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -16,6 +17,7 @@ from cheem_jax.cli import completion, data
 from cheem_jax.cli.demo import Demo
 from cheem_jax.cli.main import COMMANDS, GROUPS, run_command
 from cheem_jax.cli.main import main as cli_main
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.benchmarks.table import order_of
 from experiments import mtil
 
@@ -83,6 +85,7 @@ def test_without_prepared_data_every_missing_task_is_told_with_its_command(capsy
     assert code == 2 and first.startswith(f"error: 11 of 11 tasks of 'mtil' are not prepared in {tmp_path}")
     assert [line.split(":")[0].strip() for line in lines] == list(order_of("mtil"))
     assert all(f"cheem data prepare {line.split(':')[0].strip()} --data-dir" in line for line in lines)
+    assert "--stream FOLDER" in first
     assert "cars_train.tgz" in error and not (tmp_path / "EMPTY").exists()
 
 
@@ -102,6 +105,42 @@ def test_a_broken_image_is_named_and_nothing_is_begun(capsys, stream, tmp_path):
         capsys, "--backbone", "vit_micro", "--stream", str(stream), "--run-dir", str(tmp_path / "run")
     )
     assert code == 2 and "2.png" in error and not (tmp_path / "run").exists()
+
+
+def test_a_preset_that_changes_cheem_alone_says_so_of_another_method(capsys, tmp_path):
+    given = ("--backbone", "vit_micro", "--data-dir", str(tmp_path), "--preset", "quick_plus", "--method")
+    for method, says in (("frozen_linear", True), ("cheem", False)):
+        with pytest.raises(SystemExit):
+            run_command(mtil.main, mtil.read_arguments([*given, method]))
+        said = capsys.readouterr().out
+        assert ("preset quick_plus changes CHEEM alone; the settings are those of quick\n" in said) == says
+
+
+def test_help_is_a_command_too(capsys, monkeypatch):
+    printed = []
+    for words in (["help"], ["--help"], ["help", "forget"], ["forget", "--help"]):
+        monkeypatch.setattr("sys.argv", ["cheem", *words])
+        with contextlib.suppress(SystemExit):
+            cli_main()
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2] == printed[3] and "TASK" in printed[2]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_takes_nothing_is_reported_with_path_room_and_way_out(capsys, monkeypatch, tmp_path, number):
+    def refuse(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    for command, said in (
+        (lambda _: write_atomically(tmp_path / "a.json", 3000 * "x"), f"{tmp_path / 'a.json'} cannot be written: "),
+        (lambda _: refuse(), f"{tmp_path} cannot be written: "),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            run_command(command, None, tmp_path, computes=False)
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and error.startswith(f"error: {said}") and "choose a folder" in error
+        assert os.strerror(number) in error and ("2.9 kB are to be written" in error) == ("a.json" in said)
 
 
 def test_an_unknown_command_is_named(capsys, monkeypatch):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import small
 from PIL import Image
+from rich.console import Console
 
 from cheem_jax.cli.main import main
 from cheem_jax.data.demo import demo_stream
@@ -134,7 +135,7 @@ def test_a_list_with_missing_and_broken_files_is_answered_as_far_as_it_goes(
     (tmp_path / "cut.png").write_bytes(good.read_bytes()[:-30])
     wrong = ["text.png", "empty.jpg", "huge.png", "cut.png", "nowhere.png"]
     listed = [str(good), *(str(tmp_path / name) for name in wrong), str(tmp_path / "moving.gif")]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(listed) + "\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(("\n".join(listed) + "\n").encode())))
     status, out, err = cheem(capsys, "predict", memory, "-", "--json")
     lines = {line["file"]: line for line in map(json.loads, out.splitlines())}
     assert status == 1 and "5 of 7 could not be answered" in err and list(lines) == listed
@@ -145,6 +146,42 @@ def test_a_list_with_missing_and_broken_files_is_answered_as_far_as_it_goes(
     assert "at most" in lines[str(tmp_path / "huge.png")]["error"]
     status, _, err = cheem(capsys, "predict", memory, *listed)
     assert status == 1 and f"{tmp_path / 'text.png'}: not an image file" in err
+
+
+@pytest.mark.parametrize("is_image", [True, False])
+def test_an_image_may_come_on_standard_input(capsys, memory, photos, monkeypatch, is_image):
+    file = next((photos / FIRST / "test").rglob("*.png"))
+    data = file.read_bytes() if is_image else bytes(range(256))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    status, out, err = cheem(capsys, "predict", memory, "-", "--json")
+    found = json.loads(out)
+    if is_image:
+        _, alone, _ = cheem(capsys, "predict", memory, file, "--json")
+        assert status == 0 and found == {**json.loads(alone), "file": "-"}
+    else:
+        assert status == 1 and found["error"].startswith("not an image file") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_tables_of_a_memory_fit_the_terminal(capsys, monkeypatch, memory, photos, width):
+    monkeypatch.setattr("cheem_jax.run.progress._console", lambda: Console(width=width))
+    for words in (["info", memory], ["evaluate", memory, photos]):
+        status, out, _ = cheem(capsys, *words)
+        lines = out.splitlines()
+        head = next(place for place, line in enumerate(lines) if line.startswith("task "))
+        assert status == 0 and "…" not in out and max(map(len, lines[head : head + 3])) <= width
+        assert (
+            FIRST in "".join(lines[head + 1 : head + 3])
+            and ("on disk" if words[0] == "info" else "task ID right %") in lines[head]
+        )
+        assert words[0] == "evaluate" or ("executed" in lines[head]) == (width == 100)
+
+
+def test_copies_under_another_name_are_reported_before_and_after_learning(capsys, copied, photos):
+    status, out, _ = cheem(capsys, "learn", copied, photos / FIRST, "--name", "same")
+    warning, accuracy = (next(n for n, line in enumerate(out.splitlines()) if w in line) for w in ("warning", "same: "))
+    assert status == 0 and f"warning: same has the same images as {FIRST};" in out and warning < accuracy
+    assert f"16 test images of same were taken for {FIRST}; are these" in out
 
 
 def test_none_of_my_tasks_can_be_said(capsys, memory, tmp_path):
@@ -224,7 +261,7 @@ def test_forget_says_what_went(capsys, copied, photos):
     status, _, err = cheem(capsys, "forget", copied, FIRST)
     assert status == 2 and "no task" in err
     status, out, _ = cheem(capsys, "forget", copied, SECOND, "--json")
-    assert status == 0 and json.loads(out)["task"] == SECOND
+    assert status == 0 and json.loads(out)["tasks"] == [SECOND]
     picture = next((photos / FIRST / "test").rglob("*.png"))
     status, _, err = cheem(capsys, "predict", copied, picture)
     assert status == 2 and "no task yet" in err

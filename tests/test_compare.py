@@ -13,6 +13,7 @@ from cheem_jax.report.compare import (
     timeless,
 )
 from cheem_jax.run import record
+from cheem_jax.run.differences import settings_apart, summary
 
 TASKS = ("colours", "textures")
 
@@ -218,6 +219,13 @@ def test_what_nobody_knows_yet_is_compared_all_the_same():
     )
     found = difference_of_records(story(), changed(((1, "report", "warmth"), 3)), TASKS)
     assert str(found) == "task 1 'colours', cheem: warmth is missing there and 3 here"
+
+
+def test_settings_of_another_method_are_reported_without_their_values():
+    here = {"seed": 0, "cheem": {"rank": 4, "search": {"cost": "network"}}}
+    found = settings_apart({"seed": 1, "l2p": {"rank": 4}}, here)
+    assert summary(found, "settings") == "seed is 1 there and 0 here (2 more settings differ)"
+    assert list(map(str, found[1:])) == ["l2p is given there and missing here", "cheem is missing there and given here"]
 
 
 def write(directory, entries):

@@ -277,7 +277,7 @@ def test_seeds_of_parts_vary_that_part_alone(tmp_path):
 def test_a_full_disk_is_told_before_a_task_begins(tmp_path, monkeypatch):
     free = shutil.disk_usage(tmp_path)._replace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda directory: free)
-    with pytest.raises(ValueError, match=r"task 'task0' may take 16\.\d MB on the disk, and .* has 1\.0 MB left"):
+    with pytest.raises(ValueError, match=r"task 'task0' takes at most 4\.\d MB on the disk .* has 1\.0 MB left"):
         run_stream(small.stream(1), small.pretrained(), CONFIG, tmp_path / "run", quiet())
     monkeypatch.undo()
     run_stream(small.stream(1), small.pretrained(), CONFIG, tmp_path / "run", quiet())

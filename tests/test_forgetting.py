@@ -54,7 +54,7 @@ def assert_same_networks(before: InternalMemory, after: InternalMemory) -> None:
 def test_what_only_the_task_used_is_gone_and_keeps_its_place():
     before = memory(("cats", "new skip"), ("dogs", "new reuse:0"))
     done = forget(before, "cats")
-    assert done.removed == (Place(0, 1),) and done.number == 0
+    assert done.removed == (Place(0, 1),) and done.numbers == (0,)
     assert done.memory.pool[0][1].is_gone and done.memory.pool[0][1].params[0].size == 0
     assert [task.name for task in done.memory.tasks] == ["dogs"]
     assert done.memory.tasks[0].experts == (2, 0), "experts of other tasks keep their places"

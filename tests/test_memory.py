@@ -20,6 +20,7 @@ from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.cheem.config import DEMO, QUICK, auto
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Split, Stream
+from cheem_jax.export import kind_of
 from cheem_jax.memory import OpenMemory
 from cheem_jax.run.checkpoint import load_manifest, saved_tasks
 from cheem_jax.run.directory import hold
@@ -125,8 +126,11 @@ def test_a_picture_may_come_as_a_file_bytes_pil_or_pixels(learned, tmp_path):
 def test_what_is_no_picture_is_named(learned, tmp_path):
     memory, broken = cheem_jax.open(learned), tmp_path / "broken.png"
     broken.write_bytes(b"no picture")
-    with pytest.raises(ValueError, match="broken.png"):
-        memory.predict([broken])
+    good = STREAM.tasks[0].test.images[0]
+    found = memory.predict([broken, good, tmp_path / "nowhere.png", b""])
+    assert [one.error.split(": ")[-1] for one in found][2] == "no such file" and "broken.png" in found[0].error
+    assert [bool(one.error) for one in found] == [True, False, True, True]
+    assert found[1] == memory.predict(good)[0] and found[3].to_json() == {"error": found[3].error}
     with pytest.raises(ValueError, match=r"image 0 is float64 \[8, 8\]"):
         memory.predict([np.zeros((8, 8))])
     with pytest.raises(ValueError, match=r"uint8 \[1, 9, 8, 3\], expected uint8 \[N, 8, 8, 3\]"):
@@ -141,6 +145,12 @@ def test_no_request_compiles_once_prepared(learned, compilations):
         for num in (1, 2, 4, 5, 9, 23):
             assert len(predictor(images[:num])) == num
     assert programs.count == 0
+
+
+def test_an_export_needs_an_ending_that_names_its_format(learned, tmp_path):
+    assert [kind_of(Path(f"a.{end}")) for end in ("onnx", "STABLEHLO", "safetensors")] == ["onnx", "stablehlo", "timm"]
+    with pytest.raises(ValueError, match=r"q.onx' has an unknown ending; expected one of .*\.onnx \(onnx\)"):
+        cheem_jax.open(learned).export(tmp_path / "q.onx")
 
 
 def test_a_task_is_measured_by_name_and_classes_by_theirs(learned):
@@ -232,6 +242,28 @@ def test_another_task_does_not_take_the_place_of_a_half_learned_one(copied):
     assert [task.name for task in memory.tasks] == ["task0", "task1", "task2", "fifth"]
 
 
+def test_another_task_waits_for_an_interrupted_one_even_if_nothing_of_it_was_kept(copied):
+    memory, other = cheem_jax.open(copied), small.task("fifth", 9)
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn(small.task("fourth", 8), progress=Killed("similarity"))
+    assert not list(copied.rglob("running-*"))
+    assert cheem_jax.open(copied).info()["learning"]["name"] == "fourth"
+    for change in (lambda: memory.learn(other), lambda: memory.forget("task0")):
+        with pytest.raises(ValueError, match="'fourth' is interrupted"):
+            change()
+    with pytest.raises(ValueError, match="no task 'nowhere'"):
+        memory.forget("fourth", "nowhere")
+    assert memory.info()["learning"]["name"] == "fourth"
+    memory.forget("fourth", "task0")
+    assert memory.info()["learning"] is None and [task.name for task in memory.tasks] == ["task1", "task2"]
+
+
+def test_a_task_that_is_saved_is_not_interrupted(copied):
+    memory = cheem_jax.open(copied)
+    memory._write(learning={"name": "task2", "number": 2, "data_sha256": memory.config.data_sha256["task2"]})
+    assert cheem_jax.open(copied).info()["learning"] is None
+
+
 def test_a_half_learned_task_can_be_given_up(copied):
     memory, before = cheem_jax.open(copied), contents(copied)
     with pytest.raises(KeyboardInterrupt):
@@ -304,7 +336,27 @@ def test_forgetting_leaves_other_answers_and_no_trace(copied, erase):
         memory.forget("task1")
 
 
-def test_what_a_killed_forgetting_leaves_is_finished_by_the_next_writer(copied, monkeypatch):
+def test_several_tasks_are_forgotten_together_or_none(copied):
+    memory, before = cheem_jax.open(copied), contents(copied)
+    for names, reason in (
+        (("task0", "task9"), "no task 'task9'"),
+        (("task0", "task0"), "more than once"),
+        ((), "no task"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            memory.forget(*names)
+    assert contents(copied) == before
+    expected = given(memory, "task2")
+    assert memory.forget("task1", "task0").numbers == (0, 1)
+    opened = cheem_jax.open(copied)
+    assert [(task.name, task.number) for task in opened.tasks] == [("task2", 2)]
+    np.testing.assert_array_equal(given(opened, "task2"), expected)
+    assert [entry["report"]["index"] for entry in read(copied) if entry["event"] == "learned"] == [0]
+    assert b"task0" not in (copied / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("names", [("task0",), ("task0", "task1")])
+def test_what_a_killed_forgetting_leaves_is_finished_by_the_next_writer(copied, monkeypatch, names):
     memory = cheem_jax.open(copied)
     real = OpenMemory._write
 
@@ -316,13 +368,19 @@ def test_what_a_killed_forgetting_leaves_is_finished_by_the_next_writer(copied, 
     with monkeypatch.context() as patched:
         patched.setattr(OpenMemory, "_write", die_after)
         with pytest.raises(KeyboardInterrupt):
-            memory.forget("task0")
+            memory.forget(*names)
+    config = json.loads((copied / "config.json").read_text())
+    assert len(config["forgetting"]) == len(names)
+    if len(names) == 1:  # as earlier versions wrote it
+        (copied / "config.json").write_text(json.dumps({**config, "forgetting": config["forgetting"][0]}))
     reopened = cheem_jax.open(copied)
-    assert [task.name for task in reopened.tasks] == ["task1", "task2"], "it counts from that moment on"
+    left = [task for task in ("task0", "task1", "task2") if task not in names]
+    assert [task.name for task in reopened.tasks] == left, "it counts from that moment on"
     assert len(list(copied.glob("generation-*"))) == 2
-    reopened.learn(STREAM.tasks[1])  # nothing to learn, but a writer
+    reopened.learn(STREAM.tasks[2])  # nothing to learn, but a writer
     assert len(list(copied.glob("generation-*"))) == 1
-    assert b"task0" not in (copied / "metrics.jsonl").read_bytes()
+    record = (copied / "metrics.jsonl").read_bytes()
+    assert not [name for name in names if name.encode() in record]
 
 
 DEEP = dataclasses.replace(small.QUICK, remove=("reuse", "skip"))

@@ -5,8 +5,9 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,8 @@ from rich.text import Text
 
 from cheem_jax.cli.shared import Answering, OfData, Predicting
 from cheem_jax.core.paths import shown
-from cheem_jax.memory.predictor import Asked, files_in, predict_files
+from cheem_jax.memory.predictor import Asked, Prediction, files_in, predict_files
+from cheem_jax.report.table import Grid
 from cheem_jax.run.progress import Progress
 
 COLUMNS: list[str] = [
@@ -33,7 +35,7 @@ class Predict(Predicting):
     """Say which task and class images belong to, and which blocks answered."""
 
     images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE")]
-    """Images, folders of images, or - for a list on standard input, one a line."""
+    """Images, folders of images, or - for standard input: one image, or a list of names, one a line."""
     format: Literal["table", "csv", "json"] = "table"
     """A table for people, CSV, or one JSON object per line."""
     json: bool = False
@@ -45,10 +47,9 @@ class Predict(Predicting):
 def predict_images(settings: Predict) -> int:
     """Answers as they come; 1 where some images could not be answered."""
     if not settings.images:
-        raise ValueError("no image given; name images or folders, or - to read a list from standard input")
-    for stream in (sys.stdin, sys.stdout):  # names of files need not be valid text
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="surrogateescape")
+        raise ValueError("no image given; name images or folders, or - to read an image or a list from standard input")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files need not be valid text
+        sys.stdout.reconfigure(errors="surrogateescape")
     files, errors = _files(settings.images)
     predictor = settings.predictor(task=settings.task)
     failed = list[Asked]()
@@ -57,7 +58,7 @@ def predict_images(settings: Predict) -> int:
         progress = Progress(Console(stderr=True, quiet=len(files) < SHOW_PROGRESS_FROM))
         with progress.phase("predict", task="images", total=len(errors) + len(files)) as advance:
             for asked in itertools.chain(errors, predict_files(predictor, files)):
-                if asked.prediction is None:
+                if asked.prediction.error:
                     failed.append(asked)
                 yield asked
                 advance(1)
@@ -74,34 +75,40 @@ def predict_images(settings: Predict) -> int:
         case "table":
             _print_table(answers())
             for asked in failed:
-                print(f"{asked.file}: {asked.error}", file=sys.stderr)
+                print(f"{asked.file}: {asked.prediction.error}", file=sys.stderr)
     if failed:
         print(f"error: {len(failed)} of {len(files) + len(errors)} could not be answered", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _files(given: tuple[str, ...]) -> tuple[list[str], list[Asked]]:
+def _files(given: tuple[str, ...]) -> tuple[list[str | bytes], list[Asked]]:
     """Every image, and what cannot be looked through."""
-    places = [
-        line
-        for one in given
-        for line in ([line.rstrip("\r\n") for line in sys.stdin if line.strip()] if one == "-" else [one])
-    ]
-    files, errors = list[str](), list[Asked]()
-    for place in places:
+    files, errors = list[str | bytes](), list[Asked]()
+    for place in itertools.chain.from_iterable(_from_standard_input() if one == "-" else [one] for one in given):
+        if isinstance(place, bytes):
+            files.append(place)
+            continue
         try:
             found, notes = files_in(Path(place))
             files += found
             for note in notes:
                 print(note, file=sys.stderr)
         except (ValueError, OSError) as error:
-            errors.append(Asked(place, None, str(error).removeprefix(f"{place}: ")))
+            errors.append(Asked(place, Prediction.failed(str(error).removeprefix(f"{place}: "))))
     return files, errors
 
 
+def _from_standard_input() -> list[str | bytes]:
+    data = sys.stdin.buffer.read()
+    if b"\0" in data:  # which no name of a file contains, and every image
+        return [data]
+    return [line.rstrip("\r") for line in os.fsdecode(data).split("\n") if line.strip()]
+
+
 def _row(asked: Asked) -> dict[str, Any]:
-    if (found := asked.prediction) is None:
-        return {"file": asked.file, "error": asked.error}
+    found = asked.prediction
+    if found.error:
+        return {"file": asked.file, "error": found.error}
     row = {"file": asked.file, "task": found.task, "distance": f"{found.near[0].distance:.6f}"}
     columns = (("class", "probability"), ("second", "second_probability"))
     for (label, probability), guess in zip(columns, found.guesses, strict=False):
@@ -114,7 +121,8 @@ def _print_table(answered: Iterator[Asked]) -> None:
     for name in ("image", "task", "class", "second choice", "blocks"):
         table.add_column(name, overflow="fold")
     for asked in answered:
-        if (found := asked.prediction) is None:
+        found = asked.prediction
+        if found.error:
             continue
         best = [f"{label} {100 * probability:.0f} %" for label, probability in found.guesses[:2]]
         first, second = (*best, "", "")[:2]
@@ -147,13 +155,14 @@ def evaluate_memory(settings: Evaluate) -> None:
     if settings.json:
         print(json.dumps({"split": settings.split, "tasks": [score._asdict() for score in scores]}, indent=1))
         return
-    table = _table("task", "images", "accuracy %", "task ID given %", "task ID right %")
+    rows = []
     shares = np.array([(score.accuracy, score.accuracy_given, score.found) for score in scores])
     for score, row in zip(scores, shares, strict=True):
-        table.add_row(Text(score.task), f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in row))
+        rows.append((score.task, f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in row)))
     if len(scores) > 1:
-        table.add_row("average", "", *(f"{100 * mean:.1f}" for mean in shares.mean(axis=0)), style="bold")
-    Progress().console.print(table)
+        rows.append(("average", "", *(f"{100 * mean:.1f}" for mean in shares.mean(axis=0))))
+    columns = ("task", "images", "accuracy %", "task ID given %", "task ID right %")
+    _print_fitting(Grid("", columns, tuple(rows), 1), Progress().console, ("images",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,27 +197,31 @@ def show_info(settings: Info) -> None:
     if not found["tasks"]:
         progress.say(f"no task yet: cheem learn {place} FOLDER")
         return
-    table = _table("task", "number", "classes", "added %", "GFLOPs", "executed", "on disk", "open set")
+    columns = ("task", "number", "classes", "added %", "GFLOPs", "executed", "on disk", "open set")
+    rows = []
     for task in found["tasks"]:
-        table.add_row(
-            Text(task["name"]), str(task["number"]), str(len(task["classes"])), f"{task['params_added_percent']:.2f}",
+        rows.append((
+            task["name"], str(task["number"]), str(len(task["classes"])), f"{task['params_added_percent']:.2f}",
             f"{task['flops'] / 1e9:.3f}", f"{task['flops_executed'] / 1e9:.3f}", _size(task["bytes"]),
             "calibrated" if task["calibrated"] else "no",
-        )  # fmt: skip
-    progress.console.print(table)
+        ))  # fmt: skip
+    _print_fitting(Grid("", columns, tuple(rows), 1), progress.console, ("executed", "open set", "number"))
     for task in found["tasks"]:
         progress.architecture(task["name"], task["architecture"])
     num_experts = [sum(expert["kind"] != "gone" for expert in block) for block in found["pool"]]
     progress.say(f"experts per block: {' '.join(map(str, num_experts))}")
 
 
-def _table(first: str, *others: str) -> Table:
-    """Names on the left, numbers on the right."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table
+def _print_fitting(grid: Grid, console: Console, spare: Sequence[str]) -> None:
+    """The table, without as many of the spare columns as a narrow terminal has no room for; long names wrap."""
+    while grid.width - 2 > console.width and spare:
+        grid, spare = grid.without(spare[:1]), spare[1:]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for place, name in enumerate(grid.columns):
+        table.add_column(name, justify="right" if place else "left", overflow="fold", no_wrap=place > 0)
+    for row in grid.rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 def _size(num_bytes: int) -> str:

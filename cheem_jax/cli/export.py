@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from cheem_jax.cli.shared import Answering
-from cheem_jax.export import SUFFIXES, Format
+from cheem_jax.export import Format, kind_of
 from cheem_jax.run.progress import Progress
 
 
@@ -32,12 +32,7 @@ class Export(Answering):
 
 def export_memory(settings: Export) -> None:
     """Write it, check it against this library, and say its size and speed."""
-    kind: Format | None = settings.format or next(
-        (name for name, suffix in SUFFIXES.items() if suffix == settings.file.suffix.lower()), None
-    )
-    if kind is None:
-        known = ", ".join(f"{suffix} ({name})" for name, suffix in SUFFIXES.items())
-        raise ValueError(f"{str(settings.file)!r} has an unknown ending; expected one of {known}")
+    kind = settings.format or kind_of(settings.file)  # before the memory is opened, which takes seconds
     done = settings.open().export(
         settings.file, kind, task=settings.task, open_set=settings.open_set, overwrite=settings.overwrite
     )

@@ -48,7 +48,7 @@ class Learn(OfData, OfMemory):
     save_every: float | None = None
     """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
     discard_unfinished: bool = False
-    """Give up another task that was interrupted."""
+    """Give up a task that was interrupted; until it is finished, given up or forgotten, no other task is learned."""
 
     @property
     def run_dir(self) -> Path:
@@ -133,35 +133,36 @@ def _refuse(settings: Learn, names: Sequence[str], reason: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Forget(OfMemory):
-    """Drop a task and what only it uses; every other task answers as before, and this cannot be undone."""
+    """Drop tasks and what only they use; every other task answers as before, and this cannot be undone."""
 
-    task: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
-    """The task's name."""
+    tasks: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
+    """Names of tasks: all of them are forgotten, or none."""
     erase: bool = False
     """Make full experts of those that were adapted from the task's own, so that these can go as well."""
     json: bool = False
     """Print JSON instead."""
 
 
-def forget_task(settings: Forget) -> None:
-    """Forget it, and say what had to stay and why."""
+def forget_tasks(settings: Forget) -> None:
+    """Forget them, and say what had to stay and why."""
     memory = open_memory(settings.memory)
-    done = memory.forget(settings.task, erase=settings.erase)
+    done = memory.forget(*settings.tasks, erase=settings.erase)
     if settings.json:
         removed, made_full = ([place._asdict() for place in places] for places in (done.removed, done.baked))
         in_use, ancestors = (
             [{**kept.place._asdict(), "tasks": list(kept.tasks)} for kept in group]
             for group in (done.in_use, done.ancestors)
         )
-        found = {"task": settings.task, "number": done.number, "removed": removed, "in_use": in_use}
+        found = {"tasks": settings.tasks, "numbers": done.numbers, "removed": removed, "in_use": in_use}
         print(json.dumps({**found, "ancestors": ancestors, "made_full": made_full}))
         return
     say = Progress().say
     left = ", ".join(task.name for task in memory.tasks) or "no task"
-    num = len(done.removed)
+    num, names = len(done.removed), ", ".join(map(repr, settings.tasks))
+    who = "it" if len(settings.tasks) == 1 else "they"
     say(
-        f"{shown(settings.memory)} has forgotten {settings.task!r} and {num} expert{'' if num == 1 else 's'} that only "
-        f"it used; its number {done.number} is never used again; {left} left"
+        f"{shown(settings.memory)} has forgotten {names} and {num} expert{'' if num == 1 else 's'} that only {who} "
+        f"used; task numbers are never used again; {left} left"
     )
     for kept in done.in_use:
         say(f"block {kept.place.block + 1}, expert {kept.place.expert} stays: used by {', '.join(kept.tasks)}")

@@ -6,6 +6,7 @@ The table of commands is here; a command's own module is imported when that comm
 import ast
 import contextlib
 import difflib
+import errno
 import importlib
 import io
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from cheem_jax import __version__
+from cheem_jax.core.atomic import REFUSING
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import shown, with_absolute_paths
 
@@ -72,7 +74,7 @@ def run_command(
 
 
 def _run(command: Callable[[Settings], int | None], settings: Settings, directory: Path | None, computes: bool) -> None:
-    with _reader_may_leave(), _errors_in_a_line():
+    with _reader_may_leave(), _errors_in_a_line(directory):
         try:
             # of an image that is too large: whoever reads it says so, by name and in one line
             warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
@@ -105,12 +107,15 @@ def _keep_programs() -> None:
 
 
 @contextlib.contextmanager
-def _errors_in_a_line() -> Iterator[None]:
-    """Bad input and missing packages end in one line and status 2; a fault of our own keeps its traceback."""
+def _errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
+    """Bad input and missing packages end in one line and status 2; a fault of our own keeps its traceback.
+
+    `directory` is where the command writes, for errors of a disk that name no file.
+    """
     try:
         yield
     except Exception as error:
-        if (sentence := _sentence(error)) is None:
+        if (sentence := _sentence(error, directory)) is None:
             raise
         print(f"error: {sentence}", file=sys.stderr)
         for line in getattr(error, "advice", ()):
@@ -118,7 +123,7 @@ def _errors_in_a_line() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
-def _sentence(error: Exception) -> str | None:
+def _sentence(error: Exception, directory: Path | None = None) -> str | None:
     """What a user reads of an error; None for a fault of our own."""
     text, jax = f"{' '.join(str(error).split()):.4000}", sys.modules.get("jax")
     is_of_jax = jax is not None and isinstance(error, jax.errors.JaxRuntimeError)
@@ -135,6 +140,12 @@ def _sentence(error: Exception) -> str | None:
         return None if is_ours else f"{text}; `cheem doctor` tells what is missing and how to get it"
     if isinstance(error, BrokenPipeError) and _reader_is_gone():
         return None
+    if isinstance(error, OSError) and error.errno in REFUSING:
+        room = "" if error.errno == errno.EROFS else "free some room there and give the same command again, or "
+        return (
+            f"{error.filename or directory or 'a file'} cannot be written: {error.strerror}; {room}choose a folder on "
+            "another disk; what was saved stays"
+        )
     return text if isinstance(error, ValueError | OSError | FloatingPointError) else None
 
 
@@ -194,7 +205,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("predict", "ask", "Predict", "predict_images"),
         Command("evaluate", "ask", "Evaluate", "evaluate_memory"),
         Command("info", "ask", "Info", "show_info"),
-        Command("forget", "learn", "Forget", "forget_task"),
+        Command("forget", "learn", "Forget", "forget_tasks"),
         Command("export", "export", "Export", "export_memory"),
         Command("serve", "serve", "Serve", "serve_memory"),
     ),
@@ -225,6 +236,8 @@ def main() -> None:
     """The `cheem` command."""
     with _reader_may_leave():
         words = sys.argv[1:]
+        if words[:1] == ["help"]:
+            words = [*words[1:], "--help"]
         prefix = "data " if words[:1] == ["data"] else ""
         rest = words[1:] if prefix else words
         if not rest or rest[0] in ("-h", "--help"):

@@ -162,9 +162,21 @@ def select(stream: Stream, names: Sequence[str]) -> Stream:
 
 def fingerprint(task: Task) -> str:
     """SHA-256 over names, shapes, pixels and labels: what a run has been given."""
+    return _fingerprints(task, [task.name])[task.name]
+
+
+def copies_of(task: Task, known: Mapping[str, str]) -> list[str]:
+    """Other tasks, of those with these fingerprints by name, that have the same classes, images and labels."""
+    others = [name for name in known if name != task.name]
+    return [name for name, sha in _fingerprints(task, others).items() if sha == known[name]]
+
+
+def _fingerprints(task: Task, names: Sequence[str]) -> dict[str, str]:
+    """The task's fingerprint under each of these names."""
     shapes = {name: split.images.shape for name, split in task.splits.items()}
-    known = [split.sha256 or hash_of(split.images, split.labels) for split in task.splits.values()]
-    return hashlib.sha256(json.dumps([task.name, task.classes, shapes, known]).encode()).hexdigest()
+    known = [split.sha256 or hash_of(split.images, split.labels) for split in task.splits.values()] if names else []
+    texts = {name: json.dumps([name, task.classes, shapes, known]) for name in names}
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
 
 
 def hash_of(images: Images, labels: np.ndarray | None = None, chunk: int = 256) -> str:

@@ -66,7 +66,9 @@ def choose(
     work = math.log(backbone_flops(vit) * max(batch_size // layout.num, 1))
     nearest = min(known, key=lambda entry: abs(math.log(entry["flops"]) - work))
     fastest = min(nearest["seconds"], key=nearest["seconds"].get)
-    return fastest, f"the fastest measured for {nearest['name']} on {nearest['device']}"
+    times = math.exp(work - math.log(nearest["flops"]))
+    this = "" if 0.99 < times < 1.01 else f"; a batch here has {times:.2g} times its FLOPs"
+    return fastest, f"the fastest in the nearest measurement: {nearest['name']} on {nearest['device']}{this}"
 
 
 def make_executor(

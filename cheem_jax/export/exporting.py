@@ -36,6 +36,15 @@ class Exported(NamedTuple):
     notes: tuple[str, ...]
 
 
+def kind_of(file: Path) -> Format:
+    """The format that the file's ending names. Raises ValueError for another ending."""
+    for kind, suffix in SUFFIXES.items():
+        if suffix == file.suffix.lower():
+            return kind
+    known = ", ".join(f"{suffix} ({kind})" for kind, suffix in SUFFIXES.items())
+    raise ValueError(f"{str(file)!r} has an unknown ending; expected one of {known}, or name the format")
+
+
 def export(subject: Subject, file: Path, kind: Format, *, task: str | None = None, overwrite: bool = False) -> Exported:
     """Write the network of the named task, or without a name the whole routed memory.
 

@@ -51,7 +51,11 @@ def pixels_of(image: Picture, size: int, name: str) -> np.ndarray:
     """Any picture as uint8 `[S, S, 3]`; ValueError or OSError naming what is none."""
     match image:
         case str() | Path():
-            return decode_image(absolute(image).read_bytes(), size, name=str(image))
+            try:
+                data = absolute(image).read_bytes()
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{image}: no such file") from None
+            return decode_image(data, size, name=str(image))
         case bytes():
             return decode_image(image, size, name=name)
         case Image.Image():

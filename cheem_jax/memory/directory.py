@@ -60,8 +60,8 @@ class MemoryConfig:
     """Tasks ever learned, the forgotten ones included."""
     learning: dict[str, Any] | None = None
     """The task that is being learned: name, number and data."""
-    forgetting: dict[str, Any] | None = None
-    """A task that is forgotten while the record still tells of it."""
+    forgetting: tuple[dict[str, Any], ...] | None = None
+    """Tasks that are forgotten while the record still tells of them, the last one first."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -93,6 +93,8 @@ def settings_of(kind: type, values: Mapping[str, Any], where: Path) -> Any:
     """A settings dataclass from its JSON values, nested ones included. Raises ValueError naming what does not fit."""
     if kind is CheemConfig:
         values = without_removed(values, where)
+    if kind is MemoryConfig and isinstance(values.get("forgetting"), dict):  # of one task, as it was written before
+        values = {**values, "forgetting": [values["forgetting"]]}
     hints, known = typing.get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
     if unknown := sorted(values.keys() - known):
         raise ValueError(f"{where} contains unknown settings {unknown}; was it written by a newer version?")

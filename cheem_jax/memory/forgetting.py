@@ -1,4 +1,4 @@
-"""Forgetting a task on purpose: it goes with all that only it uses, and every other task answers as before.
+"""Forgetting tasks on purpose: each goes with all that only forgotten ones use, and every other task answers as before.
 
 Experts keep their places in the pool, so that no other task has to be told. An expert of a forgotten task stays while
 another task uses it, or while an adapted expert descends from it.
@@ -29,11 +29,11 @@ class Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Forgotten:
-    """The memory without a task, and what became of its experts."""
+    """The memory without some tasks, and what became of their experts."""
 
     memory: InternalMemory = dataclasses.field(repr=False)
-    number: int
-    """Of the forgotten task; it is never used again."""
+    numbers: tuple[int, ...]
+    """Of the forgotten tasks; they are never used again."""
     removed: tuple[Place, ...]
     """Experts that are gone, those included that only waited for this one."""
     in_use: tuple[Kept, ...]
@@ -44,17 +44,16 @@ class Forgotten:
     """Adapted experts that became full ones, so that what they descend from could go."""
 
 
-def forget(memory: InternalMemory, name: str, *, erase: bool = False) -> Forgotten:
-    """The memory without the named task.
+def forget(memory: InternalMemory, *names: str, erase: bool = False) -> Forgotten:
+    """The memory without the named tasks.
 
     With `erase`, adapted experts that descend from its own, or from those of tasks forgotten before, become full
-    experts: of forgotten tasks only what others use as it is stays then. Raises ValueError for an unknown name.
+    experts: of forgotten tasks only what others use as it is stays then. Raises ValueError for unknown names.
     """
-    check_names([name], [task.name for task in memory.tasks], "this memory")
-    index = next(i for i, task in enumerate(memory.tasks) if task.name == name)
-    number = memory.numbers[index]
-    tasks = memory.tasks[:index] + memory.tasks[index + 1 :]
-    left = dataclasses.replace(memory, tasks=tasks, forgotten=tuple(sorted((*memory.forgotten, number))))
+    check_names(names, [task.name for task in memory.tasks], "this memory")
+    numbers = tuple(n for n, task in zip(memory.numbers, memory.tasks, strict=True) if task.name in names)
+    tasks = tuple(task for task in memory.tasks if task.name not in names)
+    left = dataclasses.replace(memory, tasks=tasks, forgotten=tuple(sorted((*memory.forgotten, *numbers))))
     blocks, removed, in_use, ancestors, baked = [], [], [], [], []
     for b, block in enumerate(memory.pool):
         used, block = {task.experts[b] for task in tasks} - {None}, list(block)
@@ -69,7 +68,7 @@ def forget(memory: InternalMemory, name: str, *, erase: bool = False) -> Forgott
             if place not in needed and stored.origin is not None and not stored.is_gone:
                 block[place] = gone(stored.origin)
                 removed.append(Place(b, place))
-            elif place in needed and stored.origin == number:
+            elif place in needed and stored.origin in numbers:
                 who = tuple(
                     task.name
                     for task in tasks
@@ -78,7 +77,7 @@ def forget(memory: InternalMemory, name: str, *, erase: bool = False) -> Forgott
                 (in_use if place in used else ancestors).append(Kept(Place(b, place), who))
         blocks.append(tuple(block))
     left = dataclasses.replace(left, pool=tuple(blocks))
-    return Forgotten(left, number, tuple(removed), tuple(in_use), tuple(ancestors), tuple(baked))
+    return Forgotten(left, numbers, tuple(removed), tuple(in_use), tuple(ancestors), tuple(baked))
 
 
 def changed_tasks(before: InternalMemory, after: InternalMemory) -> list[int]:

@@ -26,7 +26,7 @@ from cheem_jax.core.keys import Keys
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, TaskMemory
 from cheem_jax.core.routing.centroids import calibrate, distances
-from cheem_jax.data.task import Task, check_names, repeats
+from cheem_jax.data.task import Task, check_names, copies_of, repeats
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.feed import memory_budget
@@ -195,11 +195,12 @@ class OpenMemory:
             own = {name: cost[name] for name in ("experts", "flops_executed", "params_added", "params_added_percent")}
             own |= {"bytes": sizes.get(task.number, 0), "flops": cost["flops_method"]}
             tasks.append({**task._asdict(), **own, "calibrated": kept.distances is not None})
-        told = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base", "learning")
+        told = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base")
         return {
             "directory": str(self.directory),
             "kind": "run" if self.is_run else "memory",
             **{name: getattr(self.config, name) for name in told},
+            "learning": self.interrupted,
             "placement": self.config.method.placement,
             "lost": self.lost or {},
             "bytes": _bytes_of(self.directory),
@@ -208,6 +209,12 @@ class OpenMemory:
             "pool": self.pools.history(),
             "candidates": [list(block) for block in self.pools.candidates()],
         }
+
+    @property
+    def interrupted(self) -> dict[str, Any] | None:
+        """The task that was begun and is not saved yet, whatever is kept of it: name, number and data."""
+        begun = self.config.learning
+        return None if begun is None or begun["number"] < self.pools.next_number else begun
 
     # ---- answering
 
@@ -250,17 +257,23 @@ class OpenMemory:
     ) -> list[Prediction]:
         """The answer to each image: a file, its bytes, a PIL image, or an array uint8 `[H, W, 3]` or `[N, H, W, 3]`.
 
-        `task` tells the true task of all of them. Raises ValueError or OSError naming what is not an image.
+        `task` tells the true task of all of them. As for `cheem predict`, an image that cannot be read gets a
+        prediction with `error` alone, and the others are answered. Raises ValueError for an array of another form.
         """
         if isinstance(images, str | bytes | Path | Image.Image) or (
             isinstance(images, np.ndarray) and images.ndim == 3
         ):
             images = [images]
-        size = self.config.image_size
-        decoded = [pixels_of(image, size, f"image {i}") for i, image in enumerate(images)]
-        if not decoded:
-            return []
-        return self.predictor(top=top, open_set=open_set, task=task)(np.stack(decoded))
+        size, decoded, errors = self.config.image_size, [], dict[int, str]()
+        for i, image in enumerate(images):
+            try:
+                decoded.append(pixels_of(image, size, f"image {i}"))
+            except (ValueError, OSError) as error:
+                if not isinstance(image, str | bytes | Path | Image.Image):
+                    raise
+                errors[i] = str(error)
+        answers = iter(self.predictor(top=top, open_set=open_set, task=task)(np.stack(decoded)) if decoded else ())
+        return [Prediction.failed(errors[i]) if i in errors else next(answers) for i in range(len(images))]
 
     def evaluate(
         self, data: Data, *, split: str = "test", task: str | None = None, open_set: float | None = None
@@ -298,19 +311,23 @@ class OpenMemory:
     def export(
         self,
         file: str | Path,
-        kind: "Format",
+        kind: "Format | None" = None,
         *,
         task: str | None = None,
         open_set: float | None = None,
         overwrite: bool = False,
     ) -> "Exported":
-        """Write one task's network, or without `task` the whole memory behind its router, for use elsewhere."""
+        """Write one task's network, or without `task` the whole memory behind its router, for use elsewhere.
+
+        Without `kind` the file's ending decides: .onnx, .stablehlo or .safetensors (`timm`).
+        """
         if task is not None and open_set is not None:
             raise ValueError(
                 "one task's network has no router, so open_set means nothing there; leave out one of the two"
             )
-        from cheem_jax.export import Subject, export
+        from cheem_jax.export import Subject, export, kind_of
 
+        kind = kind or kind_of(Path(file))
         thresholds = self.predictor(open_set=open_set).thresholds
         subject = Subject(
             self.vit, self.config.method.placement, self.pools.pool, self.targets, self.config.method.router,
@@ -353,6 +370,12 @@ class OpenMemory:
             hashes = {task.name: data_hash(task) for task in tasks}
             self._check_names(hashes)
             self._check_unfinished(hashes, discard_unfinished)
+            for task in tasks:
+                for name in copies_of(task, self.config.data_sha256):
+                    progress.say(
+                        f"warning: {task.name} has the same images as {name}; the router cannot tell them apart, so "
+                        "accuracy will be low without the task ID"
+                    )
             run = RunContext(self.directory, record, progress, stop, save_every, status, self._root.parent)
             for task in tasks:
                 if task.name in self.config.data_sha256:
@@ -393,33 +416,35 @@ class OpenMemory:
             evaluate([at_hand.get(task.name) if is_now else None for task in learned], (self._learner,), run, 0.0)
         write_results(self.directory)
 
-    def forget(self, name: str, *, erase: bool = False) -> Forgotten:
-        """Drop a task and what only it uses; every other task answers as before.
+    def forget(self, *names: str, erase: bool = False) -> Forgotten:
+        """Drop tasks and what only they use, all or none; every other task answers as before.
 
-        See `forgetting`. Raises ValueError for an unknown name, and while a task is interrupted.
+        See `forgetting`. Raises ValueError for an unknown name, and while another task is interrupted.
         """
         self.check_writable()
         with self._writing():
             read(self.directory)  # a corrupted record is reported before anything changes
-            learning = self.config.learning
-            if learning is not None and learning["name"] == name and name not in self._names:
-                self._give_up()
-                return Forgotten(self.pools, learning["number"], (), (), (), ())
-            if learning is not None and self._unfinished():
+            before, learning = self.pools, self.interrupted
+            if learning is not None and learning["name"] not in names:
                 raise ValueError(
                     f"task {learning['name']!r} is interrupted; finish it, or forget it too, before another one is "
                     "forgotten"
                 )
-            before = self.pools
-            done = forget(before, name, erase=erase)
-            index = [task.name for task in before.tasks].index(name)
+            given, names = names, tuple(name for name in names if learning is None or name != learning["name"])
+            if given and not names:
+                self._give_up()
+                return Forgotten(before, (), (), (), (), ())
+            done = forget(before, *names, erase=erase)
+            if learning is not None:
+                self._give_up()
+            indices = sorted((self._names.index(name) for name in names), reverse=True)
             write_generation(self.directory, self.config, before, done.memory, self.config.method.ops.rank)
             self._write(
                 generation=self.config.generation + 1,
                 tasks=tuple(task.name for task in done.memory.tasks),
-                data_sha256={task: sha for task, sha in self.config.data_sha256.items() if task != name},
+                data_sha256={task: sha for task, sha in self.config.data_sha256.items() if task not in names},
                 learning=None,
-                forgetting={"index": index, "name": name},
+                forgetting=tuple({"index": index, "name": before.tasks[index].name} for index in indices),
             )
             self.refresh()
             self._tidy()
@@ -454,8 +479,11 @@ class OpenMemory:
                 torn.unlink(missing_ok=True)
             entries = read(self.directory)
             names = {(e["report"]["index"], e["report"]["name"]) for e in entries if e["event"] == "learned"}
-            if (left["index"], left["name"]) in names:
-                kept = without_task(entries, left["index"], left["name"])
+            kept = entries
+            for one in left:
+                if (one["index"], one["name"]) in names:
+                    kept = without_task(kept, one["index"], one["name"])
+            if kept is not entries:
                 if told := [entry["report"] for entry in kept if entry["event"] == "learned"]:
                     max(told, key=lambda report: report["index"])["pool"] = self.pools.history()
                 Record(self.directory).replace(kept)
@@ -502,9 +530,9 @@ class OpenMemory:
             )
 
     def _check_unfinished(self, hashes: Mapping[str, str], discard: bool) -> None:
-        left = self.config.learning
+        left = self.interrupted
         first = next((name for name in hashes if name not in self.config.data_sha256), None)
-        if left is None or not self._unfinished() or (first is None and not discard):
+        if left is None or (first is None and not discard):
             return
         if first is not None and (first, hashes[first]) == (left["name"], left["data_sha256"]):
             return
@@ -523,9 +551,6 @@ class OpenMemory:
     @property
     def _rolling(self) -> Rolling:
         return Rolling(self._root, Stop())
-
-    def _unfinished(self) -> bool:
-        return any(self._root.glob("running-*"))
 
     def _write(self, **changes: Any) -> None:
         self.config = dataclasses.replace(self.config, **changes)

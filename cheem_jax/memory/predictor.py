@@ -55,6 +55,13 @@ class Prediction:
     blocks: tuple[str, ...]
     """What ran in each block of the answering network, such as `reuse:0`, `adapt:2`, `new`, `skip`; () without a
     task."""
+    error: str = ""
+    """Why the image could not be read; then there is nothing else. Empty for every image that was answered."""
+
+    @classmethod
+    def failed(cls, error: str) -> "Prediction":
+        """For an image that could not be read; others of the same call are answered."""
+        return cls(None, (), (), (), error)
 
     @property
     def label(self) -> str | None:
@@ -68,6 +75,8 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
+        if self.error:
+            return {"error": self.error}
         return {
             "task": self.task,
             "class": self.label,
@@ -245,28 +254,26 @@ def is_best(logits: Float[np.ndarray, "C"], label: int) -> bool:
 
 
 class Asked(NamedTuple):
-    """A file and its answer, or why there is none."""
+    """A file and its answer."""
 
     file: str
-    prediction: Prediction | None
-    error: str = ""
+    prediction: Prediction
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
-        if self.prediction is None:
-            return {"file": self.file, "error": self.error}
         return {"file": self.file, **self.prediction.to_json()}
 
 
-def predict_files(predictor: Predictor, files: Iterable[str | Path]) -> Iterator[Asked]:
-    """The answer to each file in turn, decoded while others are answered; what cannot be read is told and left out."""
+def predict_files(predictor: Predictor, files: Iterable[str | Path | bytes]) -> Iterator[Asked]:
+    """The answer to each file in turn, decoded while others are answered; bytes are an image from standard input."""
     # small pieces: the first answer does not wait for hundreds of pictures
     size = 2 * predictor.batch_sizes[-1]
-    decoded = decode_pieces(NamedFiles([str(file) for file in files]), predictor.image_size, size)
+    decoded = decode_pieces(NamedFiles(list(files)), predictor.image_size, size)
     for names, images, errors in decoded:
         answers = iter(predictor(images))
         for name, error in zip(names, errors, strict=True):
-            yield Asked(name, None, error.removeprefix(f"{name}: ")) if error else Asked(name, next(answers))
+            found = Prediction.failed(error.removeprefix(f"{name}: ")) if error else next(answers)
+            yield Asked(name, found)
 
 
 def files_in(place: Path) -> tuple[list[str], list[str]]:
@@ -282,10 +289,20 @@ def files_in(place: Path) -> tuple[list[str], list[str]]:
 
 
 class NamedFiles(FolderFiles):
-    """Files by any path; errors and answers name each as it was given."""
+    """Files by any path; errors and answers name each as it was given, and bytes from standard input `-`."""
 
-    def __init__(self, names: Sequence[str]):
-        super().__init__(Path(), names)
+    def __init__(self, given: Sequence[str | Path | bytes]):
+        super().__init__(Path(), ["-" if isinstance(one, bytes) else str(one) for one in given])
+        self.given = given
+
+    def where(self, row: int) -> str:
+        """See `FolderFiles.where`."""
+        return "-" if isinstance(self.given[row], bytes) else super().where(row)
+
+    def read(self, row: int) -> bytes:
+        """See `FolderFiles.read`."""
+        one = self.given[row]
+        return one if isinstance(one, bytes) else super().read(row)
 
     def file(self, row: int) -> Path:
         """See `FolderFiles.file`."""

@@ -38,7 +38,8 @@ def num_forgotten(config: Mapping[str, Any]) -> int:
 def left_undone(config: Mapping[str, Any], directory: Path) -> str:
     """What a memory that nobody works on was stopped at, and what finishes it; empty where nothing is left to do."""
     if forgetting := config.get("forgetting"):
-        return f"stopped while it forgot {forgetting['name']!r}; the next `cheem learn` or `cheem forget` finishes that"
+        names = ", ".join(repr(one["name"]) for one in (forgetting if isinstance(forgetting, list) else [forgetting]))
+        return f"stopped while it forgot {names}; the next `cheem learn` or `cheem forget` finishes that"
     if learning := config.get("learning"):
         return f"stopped in the middle of {learning['name']!r}; the same `cheem learn` resumes it"
     return "" if config.get("tasks") else f"no task yet; `cheem learn {directory} FOLDER` adds one"

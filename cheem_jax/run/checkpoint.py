@@ -81,9 +81,10 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
         _remove_for_good(partial)
         reason = _first_line(error)
         reason = reason if len(reason) < 160 else f"... {reason[-120:]}"  # what came first in a chain comes last
+        megabytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(arrays)) / 2**20
         raise OSError(
-            f"checkpoint {directory} could not be written ({reason}); nothing saved before is touched, and the same "
-            "command resumes from there once the disk takes it"
+            f"checkpoint {directory} of {megabytes:,.1f} MB could not be written ({reason}); nothing saved before is "
+            "touched, and the same command resumes from there once the disk takes it"
         ) from error
 
 

@@ -101,12 +101,18 @@ def _shown(first: Any, second: Any) -> tuple[str, str]:
             pair = f"{first:.{digits}g}", f"{second:.{digits}g}"
             if pair[0] != pair[1]:
                 return pair
-    one, other = (value.value if isinstance(value, Missing) else json.dumps(value) for value in (first, second))
+    one, other = map(_text, (first, second))
     begin = 0
     if Missing.VALUE not in (first, second) and max(len(one), len(other)) > LONGEST:
         same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
         begin = max(same - 12, 0) if same > 20 else 0
     return _cut(one, begin), _cut(other, begin)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Missing):
+        return value.value
+    return "given" if isinstance(value, Mapping) else json.dumps(value)  # settings of which the other side has none
 
 
 def _cut(text: str, begin: int) -> str:

@@ -69,8 +69,9 @@ def check_space(directory: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ValueError(
-            f"{what} may take {needed / 2**20:,.1f} MB on the disk, and {str(directory)!r} has {free / 2**20:,.1f} MB "
-            f"left; free some and give the same command again, which resumes from here"
+            f"{what} takes at most {needed / 2**20:,.1f} MB on the disk (rolling checkpoints, which go "
+            f"when it is learned, results and figures), and {str(directory)!r} has {free / 2**20:,.1f} MB left; free "
+            "some and give the same command again, which resumes from here"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cheem_jax.core.atomic import to_disk, write_atomically
+from cheem_jax.core.atomic import room_for, to_disk, write_atomically
 
 NAME = "metrics.jsonl"
 
@@ -71,8 +71,9 @@ class Record:
             return
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         stamp = {} if self.fingerprint is None else {"fingerprint": self.fingerprint}
-        with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(_line({"event": event, "time": now, **stamp, **to_json(values)}))
+        line = _line({"event": event, "time": now, **stamp, **to_json(values)})
+        with room_for(self.file, len(line)), self.file.open("a", encoding="utf-8") as stream:
+            stream.write(line)
             stream.flush()
             os.fsync(stream.fileno())
         to_disk(self.file.parent)

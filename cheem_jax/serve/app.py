@@ -53,14 +53,15 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
 
     async def predict(request: Request) -> Response:
         start = time.perf_counter()
-        predictions = await service.answer(request)
-        for prediction in predictions:
-            service.metrics.images.labels(prediction.task or "(none)").inc()
-        answers, seconds = [one.to_json() for one in predictions], time.perf_counter() - start
-        found = (
-            {**answers[0], "seconds": seconds} if len(answers) == 1 else {"predictions": answers, "seconds": seconds}
-        )
-        return JSONResponse(to_json(found))
+        answers = await service.answer(request)
+        for _, prediction in answers:
+            if prediction.error:
+                service.metrics.refused.labels("one_of_several").inc()
+            else:
+                service.metrics.images.labels(prediction.task or "(none)").inc()
+        one = answers[0].prediction.to_json()
+        found = one if len(answers) == 1 else {"predictions": [answer.to_json() for answer in answers]}
+        return JSONResponse(to_json({**found, "seconds": time.perf_counter() - start}))
 
     async def health(request: Request) -> Response:
         if not service.is_warm:

@@ -15,6 +15,8 @@ from cheem_jax.data.decode import FORMATS, decode_image
 from cheem_jax.serve.limits import Limits
 
 FORM = "multipart/form-data"
+RAW = ("application/octet-stream", "application/x-www-form-urlencoded")
+"""Types of a body that may be an image; the second is what curl says where nobody names one."""
 
 
 class Refused(HTTPException):
@@ -37,7 +39,7 @@ def check_head(request: Request, limits: Limits) -> None:
     if length.isdecimal() and int(length) > limits.max_body_bytes:
         raise _too_large(limits)
     kind = _kind(request)
-    if kind and kind not in (FORM, "application/octet-stream") and not kind.startswith("image/"):
+    if kind not in ("", FORM, *RAW) and not kind.startswith("image/"):
         raise Refused(
             415, "content_type",
             f"a body of type {kind:.60} is not accepted; send the image as image/* or application/octet-stream, or "
@@ -45,23 +47,23 @@ def check_head(request: Request, limits: Limits) -> None:
         )  # fmt: skip
 
 
-async def read_files(request: Request, limits: Limits) -> list[bytes]:
-    """The files in the body: one, or those of a form."""
+async def read_files(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
+    """The files in the body with their names: one, or those of a form."""
     try:
         pieces = _pieces(request, limits)
         if _kind(request) == FORM:
             files = await _files_of_form(request, pieces, limits)
         else:
-            files = [b"".join([piece async for piece in pieces])]
+            files = [("the image", b"".join([piece async for piece in pieces]))]
     except ClientDisconnect:
         raise Refused(499, "hung_up", "the client hung up") from None
-    if not all(files):
-        raise Refused(400, "no_image", "an empty file is not an image")
     return files
 
 
 def decode(data: bytes, image_size: int, max_pixels: int, name: str) -> UInt8[np.ndarray, "S S 3"]:
     """The pixels; Refused with 413 for too many of them and with 400 for what is not an image."""
+    if not data:
+        raise Refused(400, "no_image", f"{name}: an empty file is not an image")
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             num, text = image.width * image.height, f"{image.width} x {image.height} pixels are"
@@ -87,13 +89,16 @@ async def _pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes, Non
         yield piece
 
 
-async def _files_of_form(request: Request, pieces: AsyncGenerator[bytes, None], limits: Limits) -> list[bytes]:
+async def _files_of_form(
+    request: Request, pieces: AsyncGenerator[bytes, None], limits: Limits
+) -> list[tuple[str, bytes]]:
     try:
         parser = _FormInMemory(request.headers, pieces, max_files=limits.max_batch, max_fields=limits.max_batch)
         form = await parser.parse()
     except MultiPartException as error:
         raise Refused(400, "form", f"the form cannot be read: {error.message}") from error
-    files = [await value.read() for _, value in form.multi_items() if isinstance(value, UploadFile)]
+    sent = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
+    files = [(value.filename or f"image {number}", await value.read()) for number, value in enumerate(sent, 1)]
     await form.close()
     if not files:
         raise Refused(400, "form", "the form has no file; send one with a file name (curl -F image=@cat.jpg)")

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from starlette.requests import Request
 
-from cheem_jax.memory.predictor import Prediction, Predictor
+from cheem_jax.memory.predictor import Asked, Prediction, Predictor
 from cheem_jax.serve.limits import Limits
 from cheem_jax.serve.metrics import Metrics
 from cheem_jax.serve.reading import Refused, check_head, decode, read_files
@@ -70,8 +70,8 @@ class Service:
         finally:
             self.num_images -= num
 
-    async def answer(self, request: Request) -> list[Prediction]:
-        """The answers to the images in the body; raises Refused for everything that gets none."""
+    async def answer(self, request: Request) -> list[Asked]:
+        """The answers to the images in the body, of several also why one gets none; raises Refused where none does."""
         if not self.is_warm:
             raise Refused(503, "not_ready", "the server is not ready; try again in a second", retry_after=1)
         check_head(request, self.limits)
@@ -96,18 +96,23 @@ class Service:
                     log.exception("the predictor failed")
                     raise Refused(500, "failed", "the prediction failed; the server's log says more") from error
 
-    async def _answers(self, files: list[bytes]) -> list[Prediction]:
-        names = [f"image {number}" for number in range(1, len(files) + 1)] if len(files) > 1 else ["the image"]
+    async def _answers(self, files: list[tuple[str, bytes]]) -> list[Asked]:
         size, max_pixels, loop = self.predictor.image_size, self.limits.max_pixels, asyncio.get_running_loop()
-        images = [
-            await loop.run_in_executor(self._decoders, decode, data, size, max_pixels, name)
-            for data, name in zip(files, names, strict=True)
-        ]
+        images, names = list[np.ndarray](), [name for name, _ in files]
+        answers: list[asyncio.Future[Prediction]] = [loop.create_future() for _ in files]
+        good = list[asyncio.Future[Prediction]]()
+        for (name, data), answer in zip(files, answers, strict=True):
+            try:
+                images.append(await loop.run_in_executor(self._decoders, decode, data, size, max_pixels, name))
+                good.append(answer)
+            except Refused as refused:
+                if len(files) == 1:
+                    raise
+                answer.set_result(Prediction.failed(refused.detail.removeprefix(f"{name}: ")))
         files.clear()
-        answers: list[asyncio.Future[Prediction]] = [loop.create_future() for _ in images]
-        for waiting in zip(images, answers, strict=True):
+        for waiting in zip(images, good, strict=True):
             self._waiting.put_nowait(waiting)
-        return await asyncio.gather(*answers)
+        return list(map(Asked, names, await asyncio.gather(*answers)))
 
     async def _answer_batches(self) -> None:
         """Collects images for a moment and predicts them in one call, until it is cancelled.

@@ -197,6 +197,13 @@ def test_unfinished_and_damaged_runs_are_listed_apart(tmp_path, capsys):
     assert "left out" in capsys.readouterr().out
 
 
+def test_a_folder_without_a_finished_run_is_refused(tmp_path):
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ValueError, match=r"no finished run below .*runs; expected finished run directories"):
+        tables.main(tables.Tables((tmp_path / "runs",), out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_wrong_names_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--only names 'foms'; expected some of: fom, .*components"):
         run_tables(tmp_path, "foms")
@@ -209,8 +216,8 @@ def test_wrong_names_are_refused(tmp_path):
 
 
 def test_latex_is_escaped_and_the_paper_alone_makes_tables(tmp_path):
-    (tmp_path / "runs").mkdir()
-    out = run_tables(tmp_path, "breakdown")
+    out = tmp_path / "out"
+    tables.main(tables.Tables(out=out, only="breakdown"))
     text = (out / "breakdown-1.tex").read_text()
     assert r"accuracy \%, paper" in text and r"44.6 $\pm$ 6.4" in text and r"vit\_base" in text
     assert Cell("mtil", "vit_base", "ewc", "flops") in printed()["breakdown"]
