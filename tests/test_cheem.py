@@ -1,10 +1,12 @@
 """The whole method on tasks that take seconds: nothing an earlier task needs ever changes."""
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -16,6 +18,7 @@ from cheem_jax.backbone.params import build
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig, fit_head
 from cheem_jax.cheem import hee
+from cheem_jax.cheem import learner as learner_module
 from cheem_jax.cheem.config import PAPER, PLUS, PRESETS, QUICK
 from cheem_jax.cheem.expert_memory import dense_task_network
 from cheem_jax.cheem.learner import Cheem
@@ -69,6 +72,27 @@ print(json.dumps([cheem.predict_given(i, t).tolist() for i, t in enumerate(small
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert json.loads(run.stdout.splitlines()[-1]) == [a.tolist() for a in answers]
+
+
+def test_the_expected_time_counts_three_passes_per_training_step_and_one_per_scored_image(monkeypatch):
+    """At one second per reading of the clock, eight images take one second."""
+    clock = itertools.count().__next__
+    monkeypatch.setattr(learner_module, "time", SimpleNamespace(perf_counter=clock))
+    config, task = dataclasses.replace(small.QUICK, batch_size=8), small.task("colours", 0)
+    trained = 3 * len(task.train.labels) * (config.supernet.epochs + config.finetune.epochs)
+    searched = len(task.val.labels) * config.search.population * config.search.generations
+    assert learner(config).expected_seconds(task) == (trained + searched) / 8
+
+    beyond = dataclasses.replace(
+        config,
+        score="closed_form",
+        score_images=5,
+        finalists=3,
+        finetune=dataclasses.replace(config.finetune, epochs=8),
+    )
+    contested = 3 * len(task.train.labels) * (8 + 2 * 2 - config.finetune.epochs)
+    more = 5 * config.search.population * config.search.generations
+    assert learner(beyond).expected_seconds(task) == (trained + contested + searched + more) / 8
 
 
 @pytest.mark.full

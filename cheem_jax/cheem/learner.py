@@ -6,6 +6,7 @@ the chosen network, growth of the pool, task centroids (paper section 'Our Propo
 
 import dataclasses
 import functools
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -37,9 +38,9 @@ from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import Candidates, DenseExperts, candidates_of, grow, pool_sizes
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
-from cheem_jax.engine.feed import Budget, Feed, Subset, feed_images, keep_tokens
-from cheem_jax.engine.passes import Advance, answers, token_means
-from cheem_jax.run.method import FrozenFeatures, Running
+from cheem_jax.engine.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
+from cheem_jax.engine.passes import Advance, answers, token_means, unwatched
+from cheem_jax.run.method import FrozenFeatures, Running, base_network
 
 
 class Tables(NamedTuple):
@@ -137,6 +138,25 @@ class Cheem(ExpertMemory):
         train = self._kept(learning, "training images", learning.train, len(task.train.labels))
         val = self._kept(learning, "validation images", learning.val, len(task.val.labels))
         return dataclasses.replace(learning, train=train, val=val)
+
+    def expected_seconds(self, task: Task) -> float:
+        """About how long the task takes on this machine: its passes over images, times the measured seconds of one.
+
+        A training step counts as three passes. Compilation is left out, and so is what shared prefixes save.
+        """
+        config, search, num = self.config, self.config.search, len(task.train.labels)
+        batch, few = HostImages(self.executor, task.train.images), min(num, config.batch_size)
+        for _ in range(2):  # the first may compile
+            start = time.perf_counter()
+            token_means(
+                self.executor, [base_network(self.executor)], batch, few, batch_size=config.batch_size,
+                advance=unwatched,
+            )  # fmt: skip
+        seconds = (time.perf_counter() - start) / few
+        contest = config.finetune.epochs // 4 * (config.finalists - 1)
+        trained = num * (config.supernet.epochs + config.finetune.epochs + contest)
+        scored = len(task.val.labels) + (min(config.score_images or num, num) if config.score == "closed_form" else 0)
+        return seconds * (3 * trained + search.population * search.generations * scored)
 
     def similarity(self, learning: Learning) -> Float[np.ndarray, "E L"]:
         """S of the new task to the base and every earlier task, per block; NaN where a task skipped the block."""

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.directory import hold
 from cheem_jax.run.method import Running
-from cheem_jax.run.progress import Progress
+from cheem_jax.run.progress import Progress, duration
 from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import write_results
 from cheem_jax.run.rolling import Rolling
@@ -395,7 +396,11 @@ class OpenMemory:
             self._learner.config = method = auto(method, num)
         self._write(learning=begun, tasks=(*self._names, task.name), method=method)
         run.record.keep(lambda entry: entry["event"] != "learned" or entry["report"]["index"] < index)
-        run.progress.say(f"task {index + 1}: {task.name}, {len(task.classes)} classes, {num:,} training images")
+        # in tens of seconds, which claim no more than such an estimate can
+        takes = duration(10 * math.ceil(self._learner.expected_seconds(task) / 10))
+        run.progress.say(
+            f"task {index + 1}: {task.name}, {len(task.classes)} classes, {num:,} training images; takes about {takes}"
+        )
         if self.config.preset == "auto":
             run.progress.say(
                 f"{task.name}: auto chose {method.supernet.epochs} epochs for the supernet and "
