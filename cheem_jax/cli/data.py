@@ -197,7 +197,7 @@ def leave_out_broken(plan: Plan, progress: Progress) -> Plan:
     for reason in reasons[:SAID]:
         progress.say(f"left out: {reason}")
     if reasons:
-        progress.say(f"{plan.name}: {len(reasons):,} unreadable images left out, {plan.num_images:,} kept")
+        progress.say(f"{plan.name}: unreadable images left out: {len(reasons):,}; kept: {plan.num_images:,}")
     return plan
 
 

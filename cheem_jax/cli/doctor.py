@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from cheem_jax import __version__
 
+OF_DEVELOPERS = ("all", "browser", "dev", "docs", "test")
+"""Extras that only work on the library itself needs."""
 STEPS = {
     "caches": "pip install --force-reinstall cheem_jax",
     "devices": "pip install --force-reinstall jax jaxlib, or if a GPU is the reason do without it: JAX_PLATFORMS=cpu",
@@ -231,10 +233,12 @@ def _versions(problems: list[Problem]) -> dict[str, str | None]:
 
 
 def _extras() -> dict[str, str]:
-    """For every extra whether it is installed, or what is missing and how to get it."""
+    """For every extra that a user may want whether it is installed, or what is missing and how to get it."""
     found = {}
     with contextlib.suppress(ImportError):  # reported with the versions
         for extra in importlib.metadata.metadata("cheem_jax").get_all("Provides-Extra") or []:
+            if extra in OF_DEVELOPERS:
+                continue
             missing = sorted(set(_missing("cheem_jax", extra)))
             found[extra] = f"missing: {', '.join(missing)}; {_getting(extra)}" if missing else "installed"
     return found

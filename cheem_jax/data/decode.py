@@ -159,7 +159,10 @@ def decode_in_order(
         yield piece.images
     if broken:
         more = f"; and {len(broken) - 5} more" if len(broken) > 5 else ""
-        raise ValueError(f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}")
+        raise ValueError(
+            f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}; mend or remove them (`cheem "
+            "learn` and `cheem evaluate` leave them out with --skip-broken)"
+        )
 
 
 def decode_many(
