@@ -26,13 +26,20 @@ COLUMNS: list[str] = [
 ]  # fmt: skip
 SHOW_PROGRESS_FROM = 500
 """Images from which on a bar is shown."""
+SCORES_LEGEND = """\
+accuracy: task and class are right; task ID given: the class is right where the task is known
+task ID right: the task is right"""
+INFO_LEGEND = """\
+added: parameters that the task brought, in % of the backbone's
+GFLOPs: 10^9 operations per image by the paper's count, with the router; executed: those that run here
+open set: calibrated where `cheem predict --open-set` can reject images of other tasks"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Predict(Predicting):
     """Say which task and class images belong to, and which blocks answered."""
 
-    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE")]
+    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE [IMAGE ...]")]
     """Images, folders of images, or - for a list on standard input, one a line."""
     format: Literal["table", "csv", "json"] = "table"
     """A table for people, CSV, or one JSON object per line."""
@@ -126,9 +133,9 @@ class Evaluate(OfData, Answering):
     """Measure a memory on labelled images of tasks that it has learned."""
 
     task: str | None = None
-    """Which task the data are, where their name differs."""
+    """The learned task that the data belong to, where their name differs."""
     split: Literal["test", "val", "train"] = "test"
-    """Which images; a split that the data lack is cut as it was for learning."""
+    """Which images to measure on; data without splits are split as for learning."""
     open_set: float | None = None
     """As for `cheem predict`; an image that is rejected counts as wrong."""
     json: bool = False
@@ -150,7 +157,9 @@ def evaluate_memory(settings: Evaluate) -> None:
         table.add_row(Text(score.task), f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in row))
     if len(scores) > 1:
         table.add_row("average", "", *(f"{100 * mean:.1f}" for mean in shares.mean(axis=0)), style="bold")
-    Progress().console.print(table)
+    said = Progress()
+    said.console.print(table)
+    said.say(SCORES_LEGEND)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +202,7 @@ def show_info(settings: Info) -> None:
             "calibrated" if task["calibrated"] else "no",
         )  # fmt: skip
     progress.console.print(table)
+    progress.say(INFO_LEGEND)
     for task in found["tasks"]:
         progress.architecture(task["name"], task["architecture"])
     num_experts = [sum(expert["kind"] != "gone" for expert in block) for block in found["pool"]]

@@ -27,6 +27,10 @@ STEPS = {
     "hub": "pip install --force-reinstall huggingface_hub, or give weights as files (--weights FILE)",
 }
 """What `probe` tries, in its order, and the way out where it fails."""
+ALWAYS = ("python", "cheem_jax", "jax", "jaxlib")
+"""Versions that are shown even where nothing is wrong with them."""
+FOR_DEVELOPERS = ("all", "browser", "dev", "docs", "notebook", "test")
+"""Extras that only --json lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +38,11 @@ class Doctor:
     """Look at versions, devices, memory and caches, try a small network, and say how to get what is missing."""
 
     json: bool = False
-    """Print one JSON object instead of a table."""
+    """Print one JSON object instead of a table: also the versions of all packages."""
     network: bool = False
-    """Also ask the hub for a backbone; otherwise the network is left alone."""
+    """Also try whether weights can be downloaded; without this nothing uses the network."""
     timeout: float = 120.0
-    """Seconds that JAX, its devices and the small network may take."""
+    """Give up after this many seconds."""
 
 
 class Problem(NamedTuple):
@@ -61,7 +65,12 @@ def examine(settings: Doctor) -> int:
     from rich.text import Text
 
     console, table = Console(width=None if sys.stdout.isatty() else 100), Table(show_header=False, box=None)
+    wrong = " ".join(problem.what for problem in problems)
     for section, entries in found.items():
+        if section == "versions":
+            entries = {name: value for name, value in entries.items() if name in ALWAYS or name in wrong}
+        elif section == "extras":
+            entries = {name: value for name, value in entries.items() if name not in FOR_DEVELOPERS}
         for row, (name, value) in enumerate(entries.items()):
             table.add_row(
                 Text("" if row else section, "bold"), Text(name), Text("missing" if value is None else str(value))
