@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 from PIL import Image
 
 import cheem_jax
-from cheem_jax.cli import completion, data
+from cheem_jax.cli import completion, data, main
 from cheem_jax.cli.demo import Demo
+from cheem_jax.cli.learn import Learn
 from cheem_jax.cli.main import COMMANDS, GROUPS, run_command
 from cheem_jax.cli.main import main as cli_main
 from cheem_jax.core.atomic import write_atomically
@@ -247,13 +249,28 @@ def test_every_command_tells_its_options_and_what_the_table_says_of_it(capsys, m
 def test_help_lists_all_commands_under_their_headings(capsys, monkeypatch):
     status, shown, _ = cheem(capsys, monkeypatch)
     assert status == 0 and shown == cheem(capsys, monkeypatch, "--help")[1]
-    assert str(cheem_jax.__doc__).splitlines()[0] in shown
-    names = [line[2:].split("  ")[0] for line in shown.splitlines() if line.startswith("  ")]
+    assert str(cheem_jax.__doc__).splitlines()[0] in " ".join(shown.split())
+    names = [line[2:].split("  ")[0] for line in shown.splitlines() if re.match("  [a-z]", line)]
     assert names == list(COMMANDS)
     headings = [line[:-1] for line in shown.splitlines() if line.endswith(":")]
     assert headings == list(GROUPS)
     _, below, _ = cheem(capsys, monkeypatch, "data")
     assert [name for name in names if f"  {name} " in below] == [name for name in names if name.startswith("data ")]
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_help_fits_the_terminal_and_shows_advanced_options_only_where_asked(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for words in ([], ["learn"], ["predict"], ["info"]):
+        status, shown, _ = cheem(capsys, monkeypatch, *words, "--help")
+        assert status == 0 and max(map(len, shown.splitlines())) <= width
+        assert "None" not in shown and "False" not in shown and "(default: )" not in shown
+    shown, everything = (cheem(capsys, monkeypatch, "learn", option)[1] for option in ("--help", "--help-all"))
+    assert "--engine" not in shown and shown.endswith("`--help-all` also shows advanced options.\n")
+    assert "--engine.executor {auto,stages,whole,scan}" in everything and "--help-all" not in everything
+    assert "usage: cheem learn [-h] [OPTIONS] MEMORY DATA\n" in shown and "  --backbone TEXT" in shown
+    learned = main.parse(Learn, ["pets", "dogs", "--engine.executor", "scan", "--no-keep-base"])
+    assert learned.engine.executor == "scan"  # options that are not shown are taken all the same
 
 
 def test_the_version_is_told(capsys, monkeypatch):

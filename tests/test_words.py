@@ -119,11 +119,11 @@ def prose_of(page: Path) -> str:
 
 
 def help_of(name: str) -> str:
-    """What `cheem NAME --help` prints, on one line, so that a break in a line hides nothing."""
+    """What `cheem NAME --help-all` prints, on one line, so that a break in a line hides nothing."""
     settings, _ = COMMANDS[name].load()
     printed = io.StringIO()
     with redirect_stdout(printed), pytest.raises(SystemExit):
-        parse(settings, ["--help"])
+        parse(settings, ["--help-all"])
     # the names of options are no sentences
     return " ".join(re.sub(r"[│╭╮╰╯─]|--[\w.-]+", " ", printed.getvalue()).split())
 

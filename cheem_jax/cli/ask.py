@@ -28,13 +28,20 @@ COLUMNS: list[str] = [
 ]  # fmt: skip
 SHOW_PROGRESS_FROM = 500
 """Images from which on a bar is shown."""
+SCORES_LEGEND = """\
+accuracy: task and class are right; task ID given: the class is right where the task is known
+task ID right: the task is right"""
+INFO_LEGEND = """\
+added: parameters that the task brought, in % of the backbone's
+GFLOPs: 10^9 operations per image by the paper's count, with the router; executed: those that run here
+open set: calibrated where `cheem predict --open-set` can reject images of other tasks"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Predict(Predicting):
     """Say which task and class images belong to, and which blocks answered."""
 
-    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE")]
+    images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="IMAGE [IMAGE ...]")]
     """Images, folders of images, or - for standard input: one image, or a list of names, one a line."""
     format: Literal["table", "csv", "json"] = "table"
     """A table for people, CSV, or one JSON object per line."""
@@ -137,9 +144,9 @@ class Evaluate(OfData, Answering):
     """Measure a memory on labelled images of tasks that it has learned."""
 
     task: str | None = None
-    """Which task the data are, where their name differs."""
+    """The learned task that the data belong to, where their name differs."""
     split: Literal["test", "val", "train"] = "test"
-    """Which images; a split that the data lack is cut as it was for learning."""
+    """Which images to measure on; data without splits are split as for learning."""
     open_set: float | None = None
     """As for `cheem predict`; an image that is rejected counts as wrong."""
     json: bool = False
@@ -152,6 +159,11 @@ def evaluate_memory(settings: Evaluate) -> None:
     memory = settings.open()
     tasks = settings.load(settings.plans(), memory.config.image_size, progress)
     scores = memory.evaluate(tasks, split=settings.split, task=settings.task, open_set=settings.open_set)
+    if settings.split == "test" and settings.open_set is None and not memory.is_run and not memory.lost:
+        try:
+            memory.keep_scores(scores)
+        except OSError as error:
+            progress.say(f"note: these numbers will be missing in `cheem report`, they cannot be saved ({error})")
     if settings.json:
         print(json.dumps({"split": settings.split, "tasks": [score._asdict() for score in scores]}, indent=1))
         return
@@ -161,8 +173,9 @@ def evaluate_memory(settings: Evaluate) -> None:
         rows.append((score.task, f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in row)))
     if len(scores) > 1:
         rows.append(("average", "", *(f"{100 * mean:.1f}" for mean in shares.mean(axis=0))))
-    columns = ("task", "images", "accuracy %", "task ID given %", "task ID right %")
-    _print_fitting(Grid("", columns, tuple(rows), 1), Progress().console, ("images",))
+    columns, said = ("task", "images", "accuracy %", "task ID given %", "task ID right %"), Progress()
+    _print_fitting(Grid("", columns, tuple(rows), 1), said.console, ("images",))
+    said.say(SCORES_LEGEND)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +219,7 @@ def show_info(settings: Info) -> None:
             "calibrated" if task["calibrated"] else "no",
         ))  # fmt: skip
     _print_fitting(Grid("", columns, tuple(rows), 1), progress.console, ("executed", "open set", "number"))
+    progress.say(INFO_LEGEND)
     for task in found["tasks"]:
         progress.architecture(task["name"], task["architecture"])
     num_experts = [sum(expert["kind"] != "gone" for expert in block) for block in found["pool"]]

@@ -36,7 +36,7 @@ class Completion:
     """Print what makes a shell complete `cheem`, its commands and their options."""
 
     shell: Annotated[Shell, tyro.conf.Positional]
-    """The shell that shall complete; the first comment in what is printed says where to put it."""
+    """Your shell; the first comment of what is printed says where to save it."""
 
 
 def print_completion(settings: Completion) -> None:

@@ -16,6 +16,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from cheem_jax.cli.help import ADVANCED
 from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Order, members_of
@@ -39,15 +40,15 @@ class InDataFolder:
     """What is in a data folder."""
 
     data_dir: Path | None = None
-    """The data folder, TFDS's own; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    """Folder of the prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WithSplits(InDataFolder):
     """Tasks with their splits."""
 
-    split_seed: int = 0
-    """Seed of the splits that a data set lacks."""
+    split_seed: Annotated[int, ADVANCED] = 0
+    """Where a data set has no validation or test images: another number splits it otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Show(WithSplits):
     output: Path | None = None
     """The PNG file to write, for several tasks a folder; default: named after what is shown, here."""
     order: Order = "default"
-    """One of MTIL's orders."""
+    """The order of MTIL's tasks."""
 
 
 def list_data(settings: List) -> None:

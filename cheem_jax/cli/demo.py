@@ -2,11 +2,13 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Annotated
 
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.baselines.catalogue import DEMO_BOUND, NEED_A_ROUTER, Name, preset_of
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
 from cheem_jax.cli.arguments import arguments_of
+from cheem_jax.cli.help import ADVANCED
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.demo import demo_stream
@@ -22,19 +24,19 @@ class Demo:
     run_dir: Path = Path("runs/demo")
     """Where the run is kept; an unfinished one is continued."""
     method: Name = "cheem"
-    """What learns; for `cheem_lite` and `moe_adapters` the bundled vit_nano infers the task."""
+    """The method that learns; for `cheem_lite` and `moe_adapters` the bundled vit_nano infers the task ID."""
     seed: int = 0
-    """Root of every PRNG key in the run."""
-    seeds: SeedsConfig = SeedsConfig()
+    """Where random choices start: the same number gives the same run."""
+    seeds: Annotated[SeedsConfig, ADVANCED] = SeedsConfig()
     """Separate seeds for parts of the run."""
     upper_bound: bool = False
-    """Also fine-tune the whole backbone per task."""
+    """Also fine-tune the whole backbone for each task, as an upper bound."""
     tensorboard: bool = False
     """Also write TensorBoard's event files after each task (extra `tensorboard`)."""
-    engine: EngineConfig = EngineConfig()
+    engine: Annotated[EngineConfig, ADVANCED] = EngineConfig()
     """How networks are run."""
-    save_every: float | None = None
-    """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
+    save_every: Annotated[float | None, ADVANCED] = None
+    """Seconds between saves of unfinished work; default: 30, more where saving would take over 2 % of the time."""
 
 
 def learn_demo(settings: Demo) -> None:

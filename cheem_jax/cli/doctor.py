@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 from cheem_jax import __version__
 
-OF_DEVELOPERS = ("all", "browser", "dev", "docs", "test")
-"""Extras that only work on the library itself needs."""
 STEPS = {
     "caches": "pip install --force-reinstall cheem_jax",
     "devices": "pip install --force-reinstall jax jaxlib, or if a GPU is the reason do without it: JAX_PLATFORMS=cpu",
@@ -29,6 +27,10 @@ STEPS = {
     "hub": "pip install --force-reinstall huggingface_hub, or give weights as files (--weights FILE)",
 }
 """What `probe` tries, in its order, and the way out where it fails."""
+ALWAYS = ("python", "cheem_jax", "jax", "jaxlib")
+"""Versions that are shown even where nothing is wrong with them."""
+FOR_DEVELOPERS = ("all", "browser", "dev", "docs", "notebook", "test")
+"""Extras that only --json lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +38,11 @@ class Doctor:
     """Look at versions, devices, memory and caches, try a small network, and say how to get what is missing."""
 
     json: bool = False
-    """Print one JSON object instead of a table."""
+    """Print one JSON object instead of a table: also the versions of all packages."""
     network: bool = False
-    """Also ask the hub for a backbone; otherwise the network is left alone."""
+    """Also try whether weights can be downloaded; without this nothing uses the network."""
     timeout: float = 120.0
-    """Seconds that JAX, its devices and the small network may take."""
+    """Give up after this many seconds."""
 
 
 class Problem(NamedTuple):
@@ -63,7 +65,12 @@ def examine(settings: Doctor) -> int:
     from rich.text import Text
 
     console, table = Console(width=None if sys.stdout.isatty() else 100), Table(show_header=False, box=None)
+    wrong = " ".join(problem.what for problem in problems)
     for section, entries in found.items():
+        if section == "versions":
+            entries = {name: value for name, value in entries.items() if name in ALWAYS or name in wrong}
+        elif section == "extras":
+            entries = {name: value for name, value in entries.items() if name not in FOR_DEVELOPERS}
         for row, (name, value) in enumerate(entries.items()):
             table.add_row(
                 Text("" if row else section, "bold"), Text(name), Text("missing" if value is None else str(value))
@@ -233,12 +240,10 @@ def _versions(problems: list[Problem]) -> dict[str, str | None]:
 
 
 def _extras() -> dict[str, str]:
-    """For every extra that a user may want whether it is installed, or what is missing and how to get it."""
+    """For every extra whether it is installed, or what is missing and how to get it."""
     found = {}
     with contextlib.suppress(ImportError):  # reported with the versions
         for extra in importlib.metadata.metadata("cheem_jax").get_all("Provides-Extra") or []:
-            if extra in OF_DEVELOPERS:
-                continue
             missing = sorted(set(_missing("cheem_jax", extra)))
             found[extra] = f"missing: {', '.join(missing)}; {_getting(extra)}" if missing else "installed"
     return found

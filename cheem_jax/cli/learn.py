@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from cheem_jax.cheem.config import LearnPreset
+from cheem_jax.cli.help import ADVANCED
 from cheem_jax.cli.shared import OfData, OfMemory
 from cheem_jax.core.paths import shown
 from cheem_jax.engine.choice import EngineConfig
@@ -32,21 +33,22 @@ class Learn(OfData, OfMemory):
     """For a new memory: pixels of the square images; default: the backbone's own."""
     preset: LearnPreset | None = None
     """For a new memory: auto (the default: quick, with up to 64 epochs for a task of fewer than 1,000 images), quick
-    (sized for a CPU), paper (all settings of the paper), demo (for a few hundred small images)."""
+    (sized for a CPU), paper (all settings of the paper), demo (for a few hundred small images); quick_plus and
+    cheem_plus are quick and paper with the router that measured best."""
     seed: int | None = None
-    """For a new memory: root of every PRNG key; default: 0."""
+    """For a new memory: where random choices start; the same number gives the same memory; default: 0."""
     base_data: str | None = None
-    """For a new memory: images of the pretraining data, which anchor the similarity of tasks."""
+    """For a new memory: a folder or zip with images of the pretraining data, with which new tasks are compared."""
     keep_base: bool = False
-    """For a new memory: keep the classes of the pretraining data as one more target (with --base-data)."""
+    """For a new memory: also predict the classes of the pretraining data (with --base-data)."""
     base_classes: Path | None = None
     """For a new memory: a text file with the names of those classes, one a line."""
     begin_with: Path | None = None
     """For a new memory: a run of CHEEM whose tasks it begins with."""
-    engine: EngineConfig = EngineConfig()
+    engine: Annotated[EngineConfig, ADVANCED] = EngineConfig()
     """How networks are run."""
-    save_every: float | None = None
-    """Seconds between rolling checkpoints; default: 30, more where they would take over 2 % of the time."""
+    save_every: Annotated[float | None, ADVANCED] = None
+    """Seconds between saves of unfinished work; default: 30, more where saving would take over 2 % of the time."""
     discard_unfinished: bool = False
     """Give up a task that was interrupted; until it is finished, given up or forgotten, no other task is learned."""
 
@@ -135,10 +137,10 @@ def _refuse(settings: Learn, names: Sequence[str], reason: str) -> None:
 class Forget(OfMemory):
     """Drop tasks and what only they use; every other task answers as before, and this cannot be undone."""
 
-    tasks: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TASK")]
+    tasks: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TASK [TASK ...]")]
     """Names of tasks: all of them are forgotten, or none."""
     erase: bool = False
-    """Make full experts of those that were adapted from the task's own, so that these can go as well."""
+    """Also remove experts of the task that later tasks have adapted; what those tasks use is then stored in full."""
     json: bool = False
     """Print JSON instead."""
 

@@ -12,8 +12,10 @@ import io
 import os
 import re
 import select
+import shutil
 import signal
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ STATUS = (
     "Exit status: 0 done; 1 done in part (doctor: something is broken); 2 bad input or something missing; "
     "128 + N stopped by signal N."
 )
+ALL = "--help-all"
 
 
 def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None = None, **options: Any) -> Settings:
@@ -42,6 +45,11 @@ def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None =
 
     complaint = io.StringIO()
     kind, default = (settings, None) if isinstance(settings, type) else (type(settings), settings)
+    if wanted := {"-h", "--help", ALL}.intersection(sys.argv[1:] if arguments is None else arguments):
+        from cheem_jax.cli.help import print_help
+
+        print_help(kind, shows_all=ALL in wanted, default=default, **options)
+        raise SystemExit(0)
     try:
         with contextlib.redirect_stderr(complaint):
             return with_absolute_paths(tyro.cli(kind, default=default, args=arguments, **options))
@@ -51,6 +59,11 @@ def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None =
             print(f"error: {' '.join(text.split())}", file=sys.stderr)
             raise SystemExit(2) from stop
         raise
+
+
+def columns() -> int:
+    """The width of a text for people."""
+    return min(shutil.get_terminal_size().columns, 100)
 
 
 def run_command(
@@ -240,7 +253,7 @@ def main() -> None:
             words = [*words[1:], "--help"]
         prefix = "data " if words[:1] == ["data"] else ""
         rest = words[1:] if prefix else words
-        if not rest or rest[0] in ("-h", "--help"):
+        if not rest or rest[0] in ("-h", "--help", ALL):
             _print_help(prefix)
             return
         if words[0] in ("-V", "--version"):
@@ -261,17 +274,19 @@ def main() -> None:
 
 
 def _print_help(prefix: str) -> None:
-    width = max(map(len, COMMANDS)) + 2
+    width, most = max(map(len, COMMANDS)) + 4, columns()
     print(f"usage: cheem {prefix}COMMAND [--help]{'' if prefix else ' | cheem --version'}")
     if not prefix:
-        print(f"\n{PURPOSE}")
+        print(f"\n{textwrap.fill(PURPOSE, most)}")
     for heading, group in GROUPS.items():
         shown = [command for command in group if command.name.startswith(prefix)]
         if shown:
             print("" if prefix else f"\n{heading}:")
         for command in shown:
-            print(f"  {command.name:<{width}}{command.help}")
-    print(f"\n`cheem COMMAND --help` tells a command's options and their defaults.\n{STATUS}")
+            name = f"  {command.name}".ljust(width)
+            print(textwrap.fill(command.help, most, initial_indent=name, subsequent_indent=" " * width))
+    print("\n" + textwrap.fill("`cheem COMMAND --help` shows a command's options and their defaults.", most))
+    print(textwrap.fill(STATUS, most))
 
 
 def _unknown(name: str, prefix: str) -> str:

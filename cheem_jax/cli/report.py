@@ -23,7 +23,7 @@ PAGE = b"<!doctype html"
 class Report:
     """Draw one or several runs or memories as a single HTML page that needs no network."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Directories of runs or memories, or folders that hold some at any depth."""
     out: Path | None = None
     """The file to write; default: report.html in the first folder named."""
@@ -61,8 +61,8 @@ def _is_page(file: Path) -> bool:
 class Tensorboard:
     """Write TensorBoard event files of runs or memories, finished or not; written again, they continue."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """Their directories."""
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """Directories of runs or memories."""
 
 
 def write_tensorboard(settings: Tensorboard) -> None:

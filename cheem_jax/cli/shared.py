@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from cheem_jax.cli.data import leave_out_broken
+from cheem_jax.cli.help import ADVANCED
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.data.sources import cache_dir_of, plan_source
 from cheem_jax.data.task import Plan, Task
@@ -22,15 +23,17 @@ class OfMemory:
     """A memory."""
 
     memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
-    """The memory's folder; what changes nothing also takes a finished run of CHEEM."""
+    """The memory's folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answering(OfMemory):
     """A memory, or a finished run, that answers."""
 
+    memory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MEMORY")]
+    """The memory's folder, or that of a finished run of CHEEM."""
     weights: Path | None = None
-    """Weights of a run, which contains none; default: as the run had them."""
+    """For a run, which contains no weights: the backbone's weights file; default: the one that it was learned with."""
     usable: bool = False
     """Where tasks of a memory are corrupted, answer with the others."""
 
@@ -44,13 +47,13 @@ class Predicting(Answering):
     """How images without labels are answered."""
 
     top: int = 5
-    """Classes that are named for each image, the most probable first (a table shows two)."""
+    """How many classes to list for each image, the most probable first (a table shows two)."""
     open_set: float | None = None
     """Answer `none of my tasks` for images farther from the nearest task than this share of that task's validation
     images, such as 0.05; default: every image gets a task, as in the paper."""
-    memory_gb: float | None = None
-    """Memory for the networks of tasks that are ready; default: a quarter of the device's. Least recently used ones are
-    dropped and made again when needed; answers are the same."""
+    memory_gb: Annotated[float | None, ADVANCED] = None
+    """Gigabytes for the networks of tasks that are ready; default: a quarter of the device's memory. Least recently
+    used ones are evicted and made again when needed; answers are the same."""
 
     def predictor(self, **more: Any) -> Predictor:
         """The memory's predictor, with `more` of its settings."""
@@ -62,15 +65,15 @@ class OfData:
     """Tasks with labelled images."""
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """A folder or zip with <class>/<image> or <split>/<class>/<image>, a folder of such ones, a stream file (TOML), a
-    manifest (CSV, Parquet), or a name of `cheem data list`."""
+    """A folder with one folder of images per class, or with train, val and test folders of such ones; a zip of either;
+    a folder of several tasks; a list of images (CSV, Parquet) or of tasks (TOML); or a name of `cheem data list`."""
     tasks: str | None = None
     """Names of the data's tasks to take, in this order, separated by commas; default: all."""
-    split_seed: int = 0
-    """Seed of the splits that the data lack."""
+    split_seed: Annotated[int, ADVANCED] = 0
+    """Where the data are not split into training, validation and test images: another number splits them otherwise."""
     data_dir: Path | None = None
-    """Where prepared data sets are; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
-    images: ImagesConfig = ImagesConfig()
+    """Folder of the data sets of `cheem data prepare`; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    images: Annotated[ImagesConfig, ADVANCED] = ImagesConfig()
     """Where decoded images are kept."""
     skip_broken: bool = False
     """Leave out images that cannot be read, and name them: at most 5 %, rounded up, of a class and of a split. All are

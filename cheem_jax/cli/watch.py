@@ -30,7 +30,7 @@ class Watch:
     run_dir: Annotated[Path, tyro.conf.Positional]
     """The directory of the run or memory; shown once where nobody works on it."""
     every: float = 1.0
-    """Seconds between two looks."""
+    """The view is updated after this many seconds."""
     once: bool = False
     """Show it once and end."""
 

@@ -9,17 +9,17 @@ class Limits:
     """What a server accepts."""
 
     max_body_mb: float = 10
-    """Megabytes (2^20 bytes) of a request."""
+    """Megabytes (2^20 bytes) of a request, at most."""
     max_pixels: int = 40_000_000
-    """Width times height of an image."""
+    """Width times height of an image, at most."""
     max_queue: int = 256
-    """Images in the server at one time; a request beyond them is refused with 429."""
+    """Images that may wait at one time; a request beyond them is refused (status 429)."""
     timeout_s: float = 10
-    """Seconds until a request is answered; a body that takes longer ends in 408, an answer in 503."""
+    """Seconds until a request is answered; a slower upload ends in status 408, a slower answer in 503."""
     batch_wait_ms: float = 2
-    """Milliseconds that an image waits for others to be answered with."""
+    """Milliseconds that an image waits for others, because several are answered faster together."""
     max_batch: int = 32
-    """Images that are answered together, and at most in one form."""
+    """Images that are answered together, and images of one request, at most."""
 
     def __post_init__(self) -> None:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Limits)}
