@@ -160,8 +160,8 @@ def decode_in_order(
     if broken:
         more = f"; and {len(broken) - 5} more" if len(broken) > 5 else ""
         raise ValueError(
-            f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}; replace or remove them (`cheem "
-            "learn` and `cheem evaluate` leave them out with --skip-broken)"
+            f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}; replace or remove them "
+            "(`cheem learn` and `cheem evaluate` leave them out with --skip-broken)"
         )
 
 
