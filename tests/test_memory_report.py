@@ -22,6 +22,7 @@ from cheem_jax.memory import Score
 from cheem_jax.report import finished, memories
 from cheem_jax.report.live import line
 from cheem_jax.report.markdown import write_report
+from cheem_jax.report.memories import num_forgotten
 from cheem_jax.report.page.assemble import architectures, page
 from cheem_jax.report.page.charts import pool_growth
 from cheem_jax.report.status import look
@@ -111,13 +112,18 @@ def test_a_page_shows_what_was_evaluated_until_the_memory_changes(moment):
     assert "(2 measured so far)" in parsed(directory).text
     memory.keep_scores([Score("task2", 30, 0.75, 1.0, 1.0)])
     told = parsed(directory).text
-    assert "50.0 % task-agnostic; cheem evaluate on 90 test images" in " ".join(told.split())
+    assert "50.0" in told and "task-agnostic; cheem evaluate on 90 test images" in told
     assert "Measured by cheem evaluate" in told and "fills this in" not in told
     (directory / "evaluated.json").write_text('{"state": [1, 3], "tasks": {"task0": {}}}')
     assert "(0 measured so far)" in parsed(directory).text  # not as it is written
     memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6)])
     memory.forget("task0")
     assert not (directory / "evaluated.json").exists() and "(0 measured so far)" in parsed(directory).text
+
+
+def test_tasks_forgotten_together_all_count():
+    config = {"format": "cheem_jax-memory/1", "num_learned": 3, "data_sha256": {"left": "0"}, "generation": 2}
+    assert num_forgotten(config) == 2
 
 
 def test_a_page_tells_of_forgotten_and_half_learned_tasks(moment):
