@@ -37,7 +37,7 @@ SENTENCES = {404: f"unknown path; there are {', '.join(PATHS)}", 405: "wrong met
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TEMPLATE = Path(__file__).with_name("page.html")
 MORE_CONNECTIONS = 512
-"""Connections beyond the pictures that may wait: idle ones, and those that are about to be refused."""
+"""Connections beyond the images that may wait: idle ones, and those that are about to be refused."""
 MAX_HEAD = 2**15
 """Bytes of a request's head."""
 
