@@ -8,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from cheem_jax.cli.shared import Answering
+from cheem_jax.core.paths import shown
 from cheem_jax.export import Format, kind_of
 from cheem_jax.run.progress import Progress
 
@@ -40,9 +41,9 @@ def export_memory(settings: Export) -> None:
         print(json.dumps({**done._asdict(), "file": str(done.file)}))
         return
     say = Progress().say
-    took = "" if done.seconds_per_image is None else f", {1000 * done.seconds_per_image:.1f} ms for one picture here"
+    took = "" if done.seconds_per_image is None else f", {1000 * done.seconds_per_image:.1f} ms for one image here"
     say(
-        f"wrote {done.file}: {done.num_bytes / 2**20:.1f} MB{took}; differs from this library by at most "
+        f"wrote {shown(done.file)}: {done.num_bytes / 2**20:.1f} MB{took}; differs from this library by at most "
         f"{done.largest_difference:.1e}"
     )
     for note in done.notes:

@@ -297,7 +297,7 @@ class NamedFiles(FolderFiles):
 
     def where(self, row: int) -> str:
         """See `FolderFiles.where`."""
-        return "-" if isinstance(self.given[row], bytes) else super().where(row)
+        return self.keys[row]
 
     def read(self, row: int) -> bytes:
         """See `FolderFiles.read`."""
