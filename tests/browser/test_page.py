@@ -33,6 +33,38 @@ def test_every_chart_is_drawn_and_nothing_is_wider_than_the_page(which, opened, 
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_charts_and_images_are_drawn_without_scrolling(one_run, opened):
+    page = opened(one_run)
+    page.wait_for_function(f"{UNDRAWN} === 0 && [...document.images].every(image => image.naturalWidth)")
+    assert page.evaluate("scrollY") == 0
+
+
+def test_what_is_cut_fades_at_its_edge(one_run, opened):
+    page = opened(one_run)
+    page.wait_for_function(f"{UNDRAWN} === 0")
+    page.locator("summary").click()
+    wide = "[...document.querySelectorAll('.box')].filter(b => b.scrollWidth > b.clientWidth + 1)"
+    page.wait_for_function(f"document.querySelectorAll('.box.cut').length === {wide}.length")
+    if page.viewport_size["width"] == 390:
+        box = page.locator(".box.cut").first.element_handle()
+        box.evaluate("box => box.scrollTo(box.scrollWidth, 0)")
+        page.wait_for_function("box => !box.classList.contains('cut')", arg=box)
+
+
+@pytest.mark.parametrize("which", ["one_run", "three_runs"])
+def test_a_printed_page_cuts_nothing(which, opened, request):
+    page = opened(request.getfixturevalue(which))
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print", color_scheme="light")
+    page.wait_for_function(f"{UNDRAWN} === 0")
+    right = "getBoundingClientRect().right"
+    boxes = "[...document.querySelectorAll('.box, .box > *')].filter(one => one.offsetParent)"
+    beyond = page.evaluate(f"{boxes}.map(one => one.{right} - document.querySelector('main').{right})")
+    assert max(beyond) < 1 and page.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert not page.evaluate("document.documentElement.className")
+
+
 def test_a_cell_tells_its_experts_history_and_who_shares_it(one_run, opened):
     page = opened(one_run)
     tip = page.locator("#tip")

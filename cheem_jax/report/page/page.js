@@ -35,10 +35,11 @@ function coloured(value) {
   return colour(value.slice(1)) || value;
 }
 
-// ---- charts: drawn when they come into view, drawn again when the theme changes
+// ---- charts: drawn soon after they can be seen, one after the other; drawn again when the theme changes
 
 const CONFIG = {displayModeBar: false, responsive: true, displaylogo: false, showTips: false};
 const drawn = new Map();  // plot element -> its figure
+const waiting = new Set(document.querySelectorAll(".chart"));  // figures that are not drawn yet
 
 function laidOut(layout) {
   const [ink, faint, grid] = ["ink", "faint", "grid"].map(colour);
@@ -73,6 +74,7 @@ function draw(figure) {
   for (const one of data.flatMap(trace => [trace, trace.marker])) {
     if (one?.showscale) one.colorbar = {...bar, ...one.colorbar};
   }
+  waiting.delete(figure);
   drawn.set(plot, figure);
   Plotly.react(plot, data, laidOut(coloured(layout)), CONFIG).then(() => {
     if (data.some(trace => trace.meta?.labelled)) label(plot);
@@ -80,17 +82,14 @@ function draw(figure) {
   });
 }
 
-const observer = new IntersectionObserver(entries => {
-  for (const entry of entries) {
-    if (entry.isIntersecting) {
-      observer.unobserve(entry.target);
-      draw(entry.target);
-    }
-  }
-}, {rootMargin: "300px"});
+function drawNext() {  // without waiting for a scroll: a page that is captured whole gets none
+  const figure = [...waiting].find(one => one.offsetParent);
+  if (!figure) return;
+  draw(figure);
+  setTimeout(drawNext);
+}
 
 for (const figure of document.querySelectorAll(".chart")) {
-  observer.observe(figure);
   const choose = figure.querySelector(".choose");
   choose?.addEventListener("change", event => choice(figure, event.target.selectedIndex));
   const buttons = [...figure.querySelectorAll(".choose button")];
@@ -105,7 +104,35 @@ function choice(figure, index) {
   draw(figure);
 }
 
-addEventListener("beforeprint", () => document.querySelectorAll("article:not([hidden]) .chart").forEach(draw));
+// ---- paper: light, and charts as wide as a page
+
+const root = document.documentElement;
+let onScreen = "";  // the theme
+
+addEventListener("beforeprint", () => {
+  onScreen = root.style.colorScheme;
+  root.style.colorScheme = "light";
+  root.classList.add("printing");
+  for (const figure of document.querySelectorAll(".chart")) if (figure.offsetParent) draw(figure);
+});
+addEventListener("afterprint", () => {
+  root.classList.remove("printing");
+  root.style.colorScheme = onScreen;
+  theme();
+});
+
+// ---- what is cut at its right edge fades out there
+
+const sizes = new ResizeObserver(entries => entries.forEach(entry => hint(entry.target.closest(".box"))));
+
+function hint(box) {
+  box.classList.toggle("cut", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+}
+
+for (const box of document.querySelectorAll(".box")) {
+  box.addEventListener("scroll", () => hint(box), {passive: true});
+  for (const one of [box, ...box.children]) sizes.observe(one);
+}
 
 // ---- names beside marks, each where it covers the least; left out where there is no room
 
@@ -156,12 +183,8 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 
 function theme(name) {
   if (name) document.documentElement.style.colorScheme = name;
-  for (const [plot, figure] of drawn) if (plot.offsetParent) draw(figure); else again(plot, figure);
-}
-
-function again(plot, figure) {  // hidden with its run: drawn anew when it is seen
-  drawn.delete(plot);
-  observer.observe(figure);
+  for (const figure of drawn.values()) waiting.add(figure);
+  drawNext();
 }
 
 document.getElementById("theme").addEventListener("click", () => {
@@ -184,6 +207,7 @@ function show(key) {
   runs.forEach(one => { one.hidden = one !== run; });
   if (picker) picker.value = run.id;
   for (const [plot, figure] of drawn) if (run.contains(figure)) Plotly.Plots.resize(plot);  // the window may have changed
+  drawNext();
   follow(run);
 }
 
