@@ -152,6 +152,8 @@ def test_evaluate_measures_tasks_by_name(capsys, memory, photos):
     status, out, _ = cheem(capsys, "evaluate", memory, photos, "--json")
     scores = json.loads(out)["tasks"]
     assert status == 0 and {score["task"] for score in scores} == {FIRST, SECOND}
+    kept = json.loads((memory / "evaluated.json").read_text())["tasks"]
+    assert {(name, one["accuracy"]) for name, one in kept.items()} == {(s["task"], s["accuracy"]) for s in scores}
     status, out, _ = cheem(capsys, "evaluate", memory, photos / FIRST)
     assert status == 0 and FIRST in out and "average" not in out
     status, _, err = cheem(capsys, "evaluate", memory, photos / FIRST, "--task", "nothing")

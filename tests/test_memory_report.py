@@ -18,6 +18,7 @@ import cheem_jax
 from cheem_jax.backbone.weights import save_converted
 from cheem_jax.cli.report import Tensorboard, write_tensorboard
 from cheem_jax.cli.watch import Watch, watch_run
+from cheem_jax.memory import Score
 from cheem_jax.report import finished, memories
 from cheem_jax.report.live import line
 from cheem_jax.report.markdown import write_report
@@ -92,7 +93,7 @@ def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_
     assert f"Memory {name} on vit_tiny_patch4_8" in page.text and f"{num} tasks so far" in page.text
     assert "Corrupted" not in page.text and "nan" not in page.text.lower().split()
     tiles = page.text.split("Average accuracy", 1)[1].split("FLOPs per image")[0].split()
-    assert tiles[:3] == ["–", "not", "measured:"]
+    assert tiles[:3] == ["–", "not", "measured:"] and f"`cheem evaluate {name} DATA` fills this in" in " ".join(tiles)
     first = next(row for row in page.text.split("\n") if row.startswith("T0 task") and "40" in row)
     assert "––" in first and "–0." in first  # found and given; routed, before the FLOPs
     assert "Not measured after the last task, and shown as –: T0 task" in page.text
@@ -101,6 +102,22 @@ def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_
     assert results["accuracy"][-1][:-1] == [None] * (num - 1) and any(
         rows[-1][:-1] == [None] * (num - 1) and rows[-1][-1] is not None for rows in matrices if len(rows) == num
     )
+
+
+def test_a_page_shows_what_was_evaluated_until_the_memory_changes(moment):
+    directory = moment("three")
+    memory = cheem_jax.open(directory)
+    memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6), Score("task1", 20, 0.25, 0.5, 0.5)])
+    assert "(2 measured so far)" in parsed(directory).text
+    memory.keep_scores([Score("task2", 30, 0.75, 1.0, 1.0)])
+    told = parsed(directory).text
+    assert "50.0 %task-agnostic; cheem evaluate on 90 test images" in " ".join(told.split())
+    assert "Measured by cheem evaluate" in told and "fills this in" not in told
+    (directory / "evaluated.json").write_text('{"state": [1, 3], "tasks": {"task0": {}}}')
+    assert "(0 measured so far)" in parsed(directory).text  # not as it is written
+    memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6)])
+    memory.forget("task0")
+    assert not (directory / "evaluated.json").exists() and "(0 measured so far)" in parsed(directory).text
 
 
 def test_a_page_tells_of_forgotten_and_half_learned_tasks(moment):

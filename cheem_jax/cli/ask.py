@@ -148,6 +148,11 @@ def evaluate_memory(settings: Evaluate) -> None:
     memory = settings.open()
     tasks = settings.load(settings.plans(), memory.config.image_size, progress)
     scores = memory.evaluate(tasks, split=settings.split, task=settings.task, open_set=settings.open_set)
+    if settings.split == "test" and settings.open_set is None and not memory.is_run and not memory.lost:
+        try:
+            memory.keep_scores(scores)
+        except OSError as error:
+            progress.say(f"note: these numbers will be missing in `cheem report`, they cannot be saved ({error})")
     if settings.json:
         print(json.dumps({"split": settings.split, "tasks": [score._asdict() for score in scores]}, indent=1))
         return

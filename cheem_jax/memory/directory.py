@@ -5,6 +5,7 @@
     base/                           where the pretraining data lie among features, if their classes are kept as a target
     generation-0001/cheem/000-cats  one directory per task, as in a run
     metrics.jsonl                   how each task was learned and what was measured
+    evaluated.json                  what `cheem evaluate` measured since then
 
 Learning adds a directory. Forgetting writes a new generation beside the old one and then says in `config.json` that it
 counts; whatever a killed process leaves is taken away by the next one that writes.

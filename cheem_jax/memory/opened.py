@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,6 +43,7 @@ from cheem_jax.memory.directory import (
 )
 from cheem_jax.memory.forgetting import Forgotten, forget, without_task
 from cheem_jax.memory.predictor import BATCH_SIZES, Prediction, Predictor, is_best
+from cheem_jax.report.memories import EVALUATED, Evaluated, keep_evaluated
 from cheem_jax.report.status import Status
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_task, saved_tasks
@@ -56,7 +58,7 @@ from cheem_jax.run_config import base_means_of, networks_of
 if TYPE_CHECKING:
     from cheem_jax.export import Exported, Format
 
-DERIVED = (".status.json", "answers.npz", "report.html", "report.md", "figures", "tensorboard")
+DERIVED = (".status.json", EVALUATED, "answers.npz", "report.html", "report.md", "figures", "tensorboard")
 """What commands write into a memory's folder from its record, and can write again; names and classes are in it."""
 
 
@@ -276,6 +278,11 @@ class OpenMemory:
         wanted = [task] if task is not None else [one.name for one in found]
         check_names(wanted, names, f"memory {str(self.directory)!r}")
         return [self._score(one, names.index(name), split, open_set) for one, name in zip(found, wanted, strict=True)]
+
+    def keep_scores(self, scores: Sequence[Score]) -> None:
+        """Keep what was measured on test images for `cheem report`, until a task is learned or forgotten."""
+        measured = {score.task: Evaluated(*score[1:], time.strftime("%Y-%m-%d %H:%M")) for score in scores}
+        keep_evaluated(self.directory, dataclasses.asdict(self.config), measured)
 
     def _score(self, task: Task, index: int, split: str, open_set: float | None) -> Score:
         if split not in task.splits:

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +16,10 @@ from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import COLOURS
 from cheem_jax.report.comparison import comparison_grid
 from cheem_jax.report.finished import LeftOut, Recorded, RunRecord, check_comparable, read, record_of
-from cheem_jax.report.memories import FORGOTTEN, MARK, cell_text
+from cheem_jax.report.memories import FORGOTTEN, MARK, Evaluated, cell_text, evaluated
 from cheem_jax.report.page import charts
 from cheem_jax.report.page.examples import Examples, examples
-from cheem_jax.report.page.headline import heading, suffix_of, tiles_of
+from cheem_jax.report.page.headline import evaluated_grid, heading, suffix_of, tiles_of
 from cheem_jax.report.page.specs import Chart, EmptySection, Results
 from cheem_jax.report.table import MEANING, METHODS, UPPER_BOUNDS, Grid, method_grid, setting_rows, task_grid
 from cheem_jax.run.differences import leaves, summary
@@ -128,18 +128,19 @@ def text_of(value: Any) -> Markup:
 
 def _view_of(run: RunRecord, key: str, *, images: bool) -> dict[str, Any]:
     """One run's part of the page, by the names in the template."""
-    results, recorded = run.results, record_of(run)
+    results, recorded, found = run.results, record_of(run), evaluated(run.directory, run.config)
+    measured = {name: found[name] for name in run.order if name in found}
     name, title, lead, warnings = heading(run)
     if recorded.trouble:
         warnings.append(f"What only the record contains is left out, because it cannot be read: {recorded.trouble}.")
     return {
-        "key": key, "name": name, "title": title, "lead": lead, "warnings": warnings, "tiles": tiles_of(results),
-        "methods": method_grid(results), "sections": _sections(run, recorded, images=images),
+        "key": key, "name": name, "title": title, "lead": lead, "warnings": warnings, "tiles": tiles_of(run, measured),
+        "methods": method_grid(results), "sections": _sections(run, recorded, measured, images=images),
         "setting": _setting(run, recorded), "config": json.dumps(run.config, indent=1, ensure_ascii=False),
     }  # fmt: skip
 
 
-def _sections(run: RunRecord, recorded: Recorded, *, images: bool) -> list[Section]:
+def _sections(run: RunRecord, recorded: Recorded, measured: Mapping[str, Evaluated], *, images: bool) -> list[Section]:
     results, method, num = run.results, run.results["method"], len(run.order)
     phases = {phase for task in results["tasks"] for phase in task["seconds"]}
     tolerance = run.config.get(method, {}).get("search", {}).get("tolerance")
@@ -147,6 +148,8 @@ def _sections(run: RunRecord, recorded: Recorded, *, images: bool) -> list[Secti
     # a memory does not know where its images are
     has_examples = images and not run.is_memory
     sections: tuple[tuple[bool, str, str, str, str, Callable[[], Any]], ...] = (
+        (bool(measured), "evaluated", "Measured by cheem evaluate", "Test images that were given to the command, with "
+         "the tasks that the memory has now.", "grid", lambda: evaluated_grid(measured)),
         ("pool" in results, "architectures", "Architectures", "The op at each block of each target network, and the "
          "task that its expert comes from.", "architectures", lambda: architectures(results)),
         ("pool" in results, "pool", "How the pool grew", "Learning only adds experts: what an earlier task needs "

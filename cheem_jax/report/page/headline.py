@@ -1,11 +1,17 @@
 """The top of a run's page: its name, warnings, and its headline numbers."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from cheem_jax.report.finished import RunRecord, variant_of
-from cheem_jax.report.memories import UNAVAILABLE, after_learning, left_undone, num_forgotten, unmeasured
-from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, format_flops, number, percent, plain_flops
+from cheem_jax.report.memories import (
+    UNAVAILABLE,
+    Evaluated,
+    after_learning,
+    left_undone,
+    num_forgotten,
+    unmeasured,
+)
+from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid, format_flops, number, percent, plain_flops
 
 Tile = tuple[str, str, str, str]
 """One headline number: its title, value and unit, and a note."""
@@ -64,19 +70,39 @@ def _about_memory(run: RunRecord) -> list[str]:
     return warnings
 
 
-def tiles_of(results: Mapping[str, Any]) -> tuple[Tile, ...]:
+def evaluated_grid(measured: Mapping[str, Evaluated]) -> Grid:
+    """A row per task."""
+    rows = tuple(
+        (name, f"{one.num_images:,}", percent(one.accuracy), percent(one.accuracy_given), percent(one.found), one.date)
+        for name, one in measured.items()
+    )
+    heads = ("task", "images", "accuracy %", "task ID given %", "task ID right %", "measured")
+    return Grid("", heads, rows, 1)
+
+
+def tiles_of(run: RunRecord, measured: Mapping[str, Evaluated]) -> tuple[Tile, ...]:
     """The headline numbers."""
+    results = run.results
     is_bound, flops, plain = results["method"] in UPPER_BOUNDS, results["flops"], plain_flops(results)
-    tiles = []
-    if results["local_average_accuracy"] is None:
-        (mean, count), num = after_learning(results), len(results["tasks"])
-        missing = f"not measured: no images of {len(unmeasured(results)):,} of {num:,} tasks"
+    tiles, num = [], len(results["tasks"])
+    if len(measured) == num:
+        values = measured.values()
+        images, date = sum(one.num_images for one in values), max(one.date for one in values).split()[0]
+        mean, given = (sum(shares) / num for shares in zip(*(one[1:3] for one in values), strict=True))
+        tiles.append(
+            ("Average accuracy", percent(mean), "%", f"task-agnostic; cheem evaluate on {images:,} test images, {date}")
+        )
+        tiles.append(("Task ID given", percent(given), "%", "class predicted within the given task, same images"))
+    elif results["local_average_accuracy"] is None:
+        mean, count = after_learning(results)
+        missing = f"not measured: `cheem evaluate {run.directory.resolve().name} DATA` fills this in, with test images "
+        missing += f"of all {num:,} tasks ({len(measured):,} measured so far)"
         tiles.append(("Average accuracy", NONE, "", missing))
         tiles.append(("Right after learning", percent(mean), "%", f"mean over {count} of {num} tasks"))
-    elif not is_bound:
-        tiles.append(("Average accuracy", percent(results["average_accuracy"]), "%",
-            "task-agnostic: task ID inferred per image"))  # fmt: skip
-    if results["local_average_accuracy"] is not None:
+    else:
+        if not is_bound:
+            tiles.append(("Average accuracy", percent(results["average_accuracy"]), "%",
+                "task-agnostic: task ID inferred per image"))  # fmt: skip
         tiles.append(("Task ID given", percent(results["local_average_accuracy"]), "%",
             "class predicted within the given task"))  # fmt: skip
     if not is_bound and results["average_forgetting"] is not None:
