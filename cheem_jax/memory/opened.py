@@ -296,9 +296,8 @@ class OpenMemory:
 
     def keep_scores(self, scores: Sequence[Score]) -> None:
         """Keep what was measured on test images for `cheem report`, until a task is learned or forgotten."""
-        state = (self.config.generation, self.config.num_learned)
-        date = time.strftime("%Y-%m-%d %H:%M")
-        keep_evaluated(self.directory, state, {score.task: Evaluated(*score[1:], date) for score in scores})
+        measured = {score.task: Evaluated(*score[1:], time.strftime("%Y-%m-%d %H:%M")) for score in scores}
+        keep_evaluated(self.directory, dataclasses.asdict(self.config), measured)
 
     def _score(self, task: Task, index: int, split: str, open_set: float | None) -> Score:
         if split not in task.splits:

@@ -19,6 +19,41 @@ MARK = "†"
 """How a cell names it."""
 ROUTED_TO_FORGOTTEN = "where a row adds up to less than 100 %, the rest went to a task that is forgotten now"
 UNAVAILABLE = "their images were not available when the last task was learned; cheem evaluate measures on given images"
+EVALUATED = "evaluated.json"
+"""What `cheem evaluate` measured last of each task, next to the record."""
+
+
+class Evaluated(NamedTuple):
+    """How a task's test images are answered; shares in [0, 1]."""
+
+    num_images: int
+    accuracy: float
+    accuracy_given: float
+    found: float
+    date: str
+
+
+def evaluated(directory: Path, config: Mapping[str, Any]) -> dict[str, Evaluated]:
+    """What was measured of each task since one was learned or forgotten; of a run, nothing."""
+    try:
+        held = read_object(directory / EVALUATED)
+        if held["state"] != _state(config):
+            return {}
+        fields = Evaluated.__annotations__.items()
+        return {name: Evaluated(*(kind(one[key]) for key, kind in fields)) for name, one in held["tasks"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # of another version, or edited: measured again in one command
+
+
+def keep_evaluated(directory: Path, config: Mapping[str, Any], measured: Mapping[str, Evaluated]) -> None:
+    """Keep what was measured, and of other tasks what is still true."""
+    tasks = {name: one._asdict() for name, one in {**evaluated(directory, config), **measured}.items()}
+    write_atomically(directory / EVALUATED, json.dumps({"state": _state(config), "tasks": tasks}, indent=1) + "\n")
+
+
+def _state(config: Mapping[str, Any]) -> list[int]:
+    """Changes when a task is forgotten or learned."""
+    return [config.get("generation", 1), config.get("num_learned", 0)]
 
 
 EVALUATED = "evaluated.json"

@@ -16,10 +16,10 @@ from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import COLOURS
 from cheem_jax.report.comparison import comparison_grid
 from cheem_jax.report.finished import LeftOut, Recorded, RunRecord, check_comparable, read, record_of
-from cheem_jax.report.memories import FORGOTTEN, MARK, Evaluated, cell_text
+from cheem_jax.report.memories import FORGOTTEN, MARK, Evaluated, cell_text, evaluated
 from cheem_jax.report.page import charts
 from cheem_jax.report.page.examples import Examples, examples
-from cheem_jax.report.page.headline import evaluated_grid, evaluated_of, heading, suffix_of, tiles_of
+from cheem_jax.report.page.headline import evaluated_grid, heading, suffix_of, tiles_of
 from cheem_jax.report.page.specs import Chart, EmptySection, Results
 from cheem_jax.report.table import MEANING, METHODS, UPPER_BOUNDS, Grid, method_grid, setting_rows, task_grid
 from cheem_jax.run.differences import leaves, summary
@@ -128,7 +128,8 @@ def text_of(value: Any) -> Markup:
 
 def _view_of(run: RunRecord, key: str, *, images: bool) -> dict[str, Any]:
     """One run's part of the page, by the names in the template."""
-    results, recorded, measured = run.results, record_of(run), evaluated_of(run)
+    results, recorded, found = run.results, record_of(run), evaluated(run.directory, run.config)
+    measured = {name: found[name] for name in run.order if name in found}
     name, title, lead, warnings = heading(run)
     if recorded.trouble:
         warnings.append(f"What only the record contains is left out, because it cannot be read: {recorded.trouble}.")

@@ -7,7 +7,6 @@ from cheem_jax.report.memories import (
     UNAVAILABLE,
     Evaluated,
     after_learning,
-    evaluated,
     left_undone,
     num_forgotten,
     unmeasured,
@@ -71,48 +70,39 @@ def _about_memory(run: RunRecord) -> list[str]:
     return warnings
 
 
-def evaluated_of(run: RunRecord) -> dict[str, Evaluated]:
-    """What `cheem evaluate` measured of a memory's tasks, in order, since the last one was learned or forgotten."""
-    config = run.config
-    if not run.is_memory:
-        return {}
-    found = evaluated(run.directory, (config.get("generation", 1), config.get("num_learned", 0)))
-    return {name: found[name] for name in run.order if name in found}
-
-
 def evaluated_grid(measured: Mapping[str, Evaluated]) -> Grid:
     """A row per task."""
     rows = tuple(
-        (name, one.date, f"{one.num_images:,}", percent(one.accuracy), percent(one.accuracy_given), percent(one.found))
+        (name, f"{one.num_images:,}", percent(one.accuracy), percent(one.accuracy_given), percent(one.found), one.date)
         for name, one in measured.items()
     )
-    heads = ("task", "date", "images", "accuracy %", "task ID given %", "task ID right %")
-    return Grid("", heads, rows, 2)
+    heads = ("task", "images", "accuracy %", "task ID given %", "task ID right %", "measured")
+    return Grid("", heads, rows, 1)
 
 
 def tiles_of(run: RunRecord, measured: Mapping[str, Evaluated]) -> tuple[Tile, ...]:
     """The headline numbers."""
     results = run.results
     is_bound, flops, plain = results["method"] in UPPER_BOUNDS, results["flops"], plain_flops(results)
-    tiles = []
-    num = len(results["tasks"])
+    tiles, num = [], len(results["tasks"])
     if len(measured) == num:
         values = measured.values()
-        by = f"cheem evaluate on {sum(one.num_images for one in values):,} test images"
-        by += f", {max(one.date for one in values).split()[0]}"
+        images, date = sum(one.num_images for one in values), max(one.date for one in values).split()[0]
         mean, given = (sum(shares) / num for shares in zip(*(one[1:3] for one in values), strict=True))
-        tiles.append(("Average accuracy", percent(mean), "%", f"task-agnostic; {by}"))
-        tiles.append(("Task ID given", percent(given), "%", by))
+        tiles.append(
+            ("Average accuracy", percent(mean), "%", f"task-agnostic; cheem evaluate on {images:,} test images, {date}")
+        )
+        tiles.append(("Task ID given", percent(given), "%", "class predicted within the given task, same images"))
     elif results["local_average_accuracy"] is None:
         mean, count = after_learning(results)
-        missing = f"not measured: `cheem evaluate {run.directory.name} DATA` fills this in"
-        missing += f", with test images of all {num:,} tasks ({len(measured):,} measured so far)"
+        missing = f"not measured: `cheem evaluate {run.directory.resolve().name} DATA` fills this in, with test images "
+        missing += f"of all {num:,} tasks ({len(measured):,} measured so far)"
         tiles.append(("Average accuracy", NONE, "", missing))
         tiles.append(("Right after learning", percent(mean), "%", f"mean over {count} of {num} tasks"))
-    elif not is_bound:
-        tiles.append(("Average accuracy", percent(results["average_accuracy"]), "%",
-            "task-agnostic: task ID inferred per image"))  # fmt: skip
-    if results["local_average_accuracy"] is not None and len(measured) < num:
+    else:
+        if not is_bound:
+            tiles.append(("Average accuracy", percent(results["average_accuracy"]), "%",
+                "task-agnostic: task ID inferred per image"))  # fmt: skip
         tiles.append(("Task ID given", percent(results["local_average_accuracy"]), "%",
             "class predicted within the given task"))  # fmt: skip
     if not is_bound and results["average_forgetting"] is not None:

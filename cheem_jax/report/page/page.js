@@ -35,11 +35,11 @@ function coloured(value) {
   return colour(value.slice(1)) || value;
 }
 
-// ---- charts: drawn when they come into view, else soon after; drawn again when the theme changes
+// ---- charts: drawn soon after they can be seen, one after the other; drawn again when the theme changes
 
 const CONFIG = {displayModeBar: false, responsive: true, displaylogo: false, showTips: false};
 const drawn = new Map();  // plot element -> its figure
-const waiting = new Set();  // figures that are not drawn yet
+const waiting = new Set(document.querySelectorAll(".chart"));  // figures that are not drawn yet
 
 function laidOut(layout) {
   const [ink, faint, grid] = ["ink", "faint", "grid"].map(colour);
@@ -75,7 +75,6 @@ function draw(figure) {
     if (one?.showscale) one.colorbar = {...bar, ...one.colorbar};
   }
   waiting.delete(figure);
-  observer.unobserve(figure);
   drawn.set(plot, figure);
   Plotly.react(plot, data, laidOut(coloured(layout)), CONFIG).then(() => {
     if (data.some(trace => trace.meta?.labelled)) label(plot);
@@ -83,30 +82,14 @@ function draw(figure) {
   });
 }
 
-const observer = new IntersectionObserver(entries => {
-  for (const entry of entries) {
-    if (entry.isIntersecting) draw(entry.target);
-  }
-}, {rootMargin: "300px"});
-
-function drawLater(figure) {
-  waiting.add(figure);
-  observer.observe(figure);
-}
-
-const whenIdle = globalThis.requestIdleCallback ?? (work => setTimeout(work, 50));
-
-function drawNext() {  // one after the other: a page that is captured whole is never scrolled
+function drawNext() {  // without waiting for a scroll: a page that is captured whole gets none
   const figure = [...waiting].find(one => one.offsetParent);
   if (!figure) return;
   draw(figure);
-  whenIdle(drawNext);
+  setTimeout(drawNext);
 }
 
-addEventListener("load", () => whenIdle(drawNext));
-
 for (const figure of document.querySelectorAll(".chart")) {
-  drawLater(figure);
   const choose = figure.querySelector(".choose");
   choose?.addEventListener("change", event => choice(figure, event.target.selectedIndex));
   const buttons = [...figure.querySelectorAll(".choose button")];
@@ -135,7 +118,7 @@ addEventListener("beforeprint", () => {
 addEventListener("afterprint", () => {
   root.classList.remove("printing");
   root.style.colorScheme = onScreen;
-  for (const [plot, figure] of drawn) if (plot.offsetParent) draw(figure);
+  theme();
 });
 
 // ---- what is cut at its right edge fades out there
@@ -200,12 +183,8 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 
 function theme(name) {
   if (name) document.documentElement.style.colorScheme = name;
-  for (const [plot, figure] of drawn) if (plot.offsetParent) draw(figure); else again(plot, figure);
-}
-
-function again(plot, figure) {  // hidden with its run: drawn anew when it is seen
-  drawn.delete(plot);
-  drawLater(figure);
+  for (const figure of drawn.values()) waiting.add(figure);
+  drawNext();
 }
 
 document.getElementById("theme").addEventListener("click", () => {
@@ -228,6 +207,7 @@ function show(key) {
   runs.forEach(one => { one.hidden = one !== run; });
   if (picker) picker.value = run.id;
   for (const [plot, figure] of drawn) if (run.contains(figure)) Plotly.Plots.resize(plot);  // the window may have changed
+  drawNext();
   follow(run);
 }
 
