@@ -56,38 +56,6 @@ def _state(config: Mapping[str, Any]) -> list[int]:
     return [config.get("generation", 1), config.get("num_learned", 0)]
 
 
-EVALUATED = "evaluated.json"
-"""What `cheem evaluate` measured last of each task, next to the record."""
-
-
-class Evaluated(NamedTuple):
-    """How a task's test images are answered; shares in [0, 1]."""
-
-    num_images: int
-    accuracy: float
-    accuracy_given: float
-    found: float
-    date: str
-
-
-def evaluated(directory: Path, state: Sequence[int]) -> dict[str, Evaluated]:
-    """What was measured of each task in a state of the memory: its generation, and how many tasks it has learned."""
-    try:
-        held = read_object(directory / EVALUATED)
-        if held["state"] != list(state):
-            return {}
-        fields = Evaluated.__annotations__.items()
-        return {name: Evaluated(**{key: kind(one[key]) for key, kind in fields}) for name, one in held["tasks"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # of another version, or edited: measured again in one command
-
-
-def keep_evaluated(directory: Path, state: Sequence[int], measured: Mapping[str, Evaluated]) -> None:
-    """Keep what was measured, and of other tasks what is still true."""
-    tasks = {name: one._asdict() for name, one in {**evaluated(directory, state), **measured}.items()}
-    write_atomically(directory / EVALUATED, json.dumps({"state": list(state), "tasks": tasks}, indent=1) + "\n")
-
-
 def is_memory(config: Any) -> bool:
     """Whether `config.json` is that of a memory, and not of a run."""
     return isinstance(config, Mapping) and str(config.get("format")).startswith("cheem_jax-memory/")
