@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import signal
+from pathlib import Path
 
 import mtil
 import numpy as np
@@ -18,6 +19,7 @@ from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from studies.searching import units
 from studies.searching.measures import correlation, costs, found_by, gain, rankings
+from studies.searching.report import grids_of
 from studies.searching.units import Counted
 
 STREAM = small.stream(2)
@@ -181,3 +183,13 @@ def test_costs_are_of_what_all_recipes_learned():
     ]  # fmt: skip
     found = costs(entries)
     assert found["quick"]["num"] == 1 and found["plus"]["passes"] == 20
+
+
+@pytest.mark.parametrize("record", ["at_96", "at_224"])
+def test_the_tables_of_the_page_are_those_of_the_committed_numbers(record):
+    docs = Path(__file__).parents[3] / "docs"
+    page = (docs / "search.md").read_text()
+    grids = grids_of(json.loads((docs / f"results/search/{record}.json").read_text()))
+    assert len(grids) >= 3
+    for grid in grids:
+        assert grid.to_markdown() in page, grid.title
