@@ -204,6 +204,9 @@ def test_evaluate_measures_tasks_by_name(capsys, memory, photos):
 
 
 def test_learning_again_with_equal_data_changes_nothing(capsys, copied, photos):
+    config = json.loads((copied / "config.json").read_text())
+    assert config["method"].pop("augment") is False  # as memories were before there was such a setting
+    (copied / "config.json").write_text(json.dumps(config))
     before = {file: file.read_bytes() for file in copied.rglob("*") if file.is_file() and "generation" in str(file)}
     status, out, _ = cheem(capsys, "learn", copied, photos / FIRST)
     assert status == 0 and "learned already" in out
@@ -217,6 +220,7 @@ def test_learning_again_with_equal_data_changes_nothing(capsys, copied, photos):
         (["--seed", "4"], "seed is 0 there and 4 here"),
         (["--preset", "auto"], "preset is demo there and auto here"),
         (["--keep-base"], "are not kept there"),
+        (["--augment"], "training images are not augmented there"),
         (["--name", "shapes2", "--tasks", "nowhere"], "nowhere"),
     ],
 )

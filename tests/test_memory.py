@@ -565,7 +565,7 @@ def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeyp
     for place in ("memory.making.QUICK", "cheem.config.QUICK"):
         monkeypatch.setattr(f"cheem_jax.{place}", small.QUICK)
     monkeypatch.setattr("cheem_jax.cheem.config.AUTO_STEPS", 15)
-    begin(tmp_path / "pets", preset="auto", method=None)
+    begin(tmp_path / "pets", preset="auto", method=None, augment=True)
     for name, num in (("few", 40), ("many", 80)):  # 3 and 5 steps of 16 images
         cheem_jax.open(tmp_path / "pets").learn(small.task(name, num, num=num))
     said = " ".join(capsys.readouterr().out.split())
@@ -574,10 +574,11 @@ def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeyp
     reports = [entry["report"] for entry in read(tmp_path / "pets") if entry["event"] == "learned"]
     assert [report["epochs"] for report in reports] == [{"supernet": num, "finetune": num} for num in (5, 4)]
     assert [len(report["finetune_losses"]) for report in reports] == [5, 4]
+    assert "training images are augmented" in said and all(report["augment"] for report in reports)
     config = cheem_jax.open(tmp_path / "pets").config
     assert config.preset == "auto" and config.method.finetune.epochs == 4
     fits = {"supernet": small.QUICK.supernet, "finetune": small.QUICK.finetune}
-    assert dataclasses.replace(config.method, **fits) == small.QUICK
+    assert dataclasses.replace(config.method, **fits) == dataclasses.replace(small.QUICK, augment=True)
 
 
 def test_nothing_is_left_of_a_memory_that_could_not_be_made(tmp_path):

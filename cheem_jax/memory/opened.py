@@ -366,7 +366,8 @@ class OpenMemory:
         for task in tasks:
             if (shape := task.train.images.shape[1:]) != (size, size, 3):
                 raise ValueError(f"task {task.name!r} contains images of shape {shape}, expected {(size, size, 3)}")
-        self._learner.check(tasks)
+        for note in self._learner.check(tasks):
+            progress.say(note)
         with self._writing() as record, stop_requests() as stop, Status(self.directory) as status:
             hashes = {task.name: data_hash(task) for task in tasks}
             self._check_names(hashes)
@@ -578,7 +579,8 @@ class _Calibrated(Cheem):
         self.memory = dataclasses.replace(self.memory, tasks=tasks)
         self.features.forget(task)
         epochs = {"supernet": self.config.supernet.epochs, "finetune": self.config.finetune.epochs}
-        return {**report, "epochs": epochs, "learning_rate": self.config.finetune.learning_rate}
+        settings = {"learning_rate": self.config.finetune.learning_rate, "augment": self.config.augment}
+        return {**report, "epochs": epochs, **settings}
 
 
 def _bytes_of(folder: Path) -> int:
