@@ -197,8 +197,9 @@ def test_evaluate_measures_tasks_by_name(capsys, memory, photos):
     status, out, _ = cheem(capsys, "evaluate", memory, photos, "--json")
     scores = json.loads(out)["tasks"]
     assert status == 0 and {score["task"] for score in scores} == {FIRST, SECOND}
+    assert all(0 <= score["calibration_error"] <= 1 for score in scores)
     status, out, _ = cheem(capsys, "evaluate", memory, photos / FIRST)
-    assert status == 0 and FIRST in out and "average" not in out
+    assert status == 0 and FIRST in out and "ECE %" in out and "average" not in out
     status, _, err = cheem(capsys, "evaluate", memory, photos / FIRST, "--task", "nothing")
     assert status == 2 and "no task 'nothing'" in err
 

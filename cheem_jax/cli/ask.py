@@ -147,7 +147,7 @@ class Evaluate(OfData, Answering):
 
 
 def evaluate_memory(settings: Evaluate) -> None:
-    """One line per task, and the average."""
+    """One line per task, and the average; ECE is the expected calibration error, the task ID given."""
     progress = Progress(Console(stderr=True))
     memory = settings.open()
     tasks = settings.load(settings.plans(), memory.config.image_size, progress)
@@ -156,13 +156,13 @@ def evaluate_memory(settings: Evaluate) -> None:
         print(json.dumps({"split": settings.split, "tasks": [score._asdict() for score in scores]}, indent=1))
         return
     rows = []
-    shares = np.array([(score.accuracy, score.accuracy_given, score.found) for score in scores])
+    shares = np.array([(s.accuracy, s.accuracy_given, s.calibration_error, s.found) for s in scores])
     for score, row in zip(scores, shares, strict=True):
         rows.append((score.task, f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in row)))
     if len(scores) > 1:
         rows.append(("average", "", *(f"{100 * mean:.1f}" for mean in shares.mean(axis=0))))
-    columns = ("task", "images", "accuracy %", "task ID given %", "task ID right %")
-    _print_fitting(Grid("", columns, tuple(rows), 1), Progress().console, ("images",))
+    columns = ("task", "images", "accuracy %", "task ID given %", "ECE %", "task ID right %")
+    _print_fitting(Grid("", columns, tuple(rows), 1), Progress().console, ("images", "ECE %"))
 
 
 @dataclasses.dataclass(frozen=True)
