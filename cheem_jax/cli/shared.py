@@ -63,7 +63,8 @@ class OfData:
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """A folder or zip with <class>/<image> or <split>/<class>/<image>, a folder of such ones, a stream file (TOML), a
-    manifest (CSV, Parquet), or a name of `cheem data list`."""
+    manifest (CSV, Parquet), a name of `cheem data list`, or hf:OWNER/NAME[:CONFIG], a data set of the Hugging Face hub
+    (extra `hub`)."""
     tasks: str | None = None
     """Names of the data's tasks to take, in this order, separated by commas; default: all."""
     split_seed: int = 0
