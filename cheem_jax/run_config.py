@@ -180,6 +180,8 @@ def identity_of(
     """All that decides what is learned, as in `config.json`; an upper bound can be added to a finished run."""
     known, scaling = CONFIGS.get(pretrained.config.name), (pretrained.config.mean, pretrained.config.std)
     unit = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    # a setting that runs did not always have is left out at its default, so that their hashes stay
+    method = {k: value for k, value in dataclasses.asdict(config.method).items() if (k, value) != ("augment", False)}
     is_usual = scaling != unit if known is None else scaling == (known.mean, known.std)
     return {
         "format": "cheem_jax-run/1",
@@ -189,7 +191,7 @@ def identity_of(
         "image_size": pretrained.config.image_size,
         "seed": config.seed,
         "seeds": dataclasses.asdict(config.seeds),
-        config.method.name: dataclasses.asdict(config.method),
+        config.method.name: method,
         "engine": dataclasses.asdict(config.engine),
         "weights_sha256": pretrained.sha256,
         "router_weights_sha256": None if router is None else router.sha256,

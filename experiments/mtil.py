@@ -99,6 +99,8 @@ class Mtil(Common):
     preset: Preset = "paper"
     """`paper`: all settings of the paper; `quick`: every part on, sized for a CPU; `demo`: for a few hundred images;
     `cheem_plus` and `quick_plus`: `paper` and `quick` with what paid on small real sets."""
+    augment: bool = False
+    """Short for --cheem.augment: crop, flip and change training images at random, new in every epoch."""
     method: Name = "cheem"
     """What learns; full_finetune and lora_finetune are upper bounds, which are given the task ID."""
     options: AvoidSubcommands[Baseline | None] = None
@@ -200,7 +202,10 @@ def method_of(settings: Mtil) -> MethodConfig:
     """The settings of the method that was asked for."""
     preset = preset_of(settings.method, settings.preset)
     if isinstance(preset, CheemConfig):
-        return type(preset)(**vars(settings.cheem))
+        method = type(preset)(**vars(settings.cheem))
+        return dataclasses.replace(method, augment=method.augment or settings.augment)
+    if settings.augment:
+        raise ValueError(f"--augment is a setting of cheem, and {settings.method} has none; leave it out")
     if settings.cheem != PRESETS[settings.preset]:
         raise ValueError(f"--cheem.* are settings of cheem; those of {settings.method} are --options.*, see --help")
     options = preset if settings.options is None else settings.options

@@ -86,6 +86,13 @@ def test_a_variant_is_a_run_of_mtil_with_a_folder_of_its_own():
     assert mtil.config_of(baseline).method.rank == 3  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_augmentation_is_short_for_the_setting_of_cheem():
+    given = [mtil.method_of(mtil.read_arguments([f"--{prefix}augment"])) for prefix in ("", "cheem.")]
+    assert given == [dataclasses.replace(PRESETS["paper"], augment=True)] * 2
+    with pytest.raises(ValueError, match="--augment is a setting of cheem, and lora_cl has none; leave it out"):
+        mtil.method_of(mtil.read_arguments(["--method", "lora_cl", "--augment"]))
+
+
 def test_seeds_and_settings_follow_from_the_stream_and_the_preset():
     assert settings_of().chosen_preset == "demo" and settings_of().chosen_seeds == [0]
     assert settings_of("--stream", "mtil").chosen_preset == "quick"

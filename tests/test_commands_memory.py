@@ -199,13 +199,17 @@ def test_evaluate_measures_tasks_by_name(capsys, memory, photos):
     assert status == 0 and {score["task"] for score in scores} == {FIRST, SECOND}
     kept = json.loads((memory / "evaluated.json").read_text())["tasks"]
     assert {(name, one["accuracy"]) for name, one in kept.items()} == {(s["task"], s["accuracy"]) for s in scores}
+    assert all(0 <= score["calibration_error"] <= 1 for score in scores)
     status, out, _ = cheem(capsys, "evaluate", memory, photos / FIRST)
-    assert status == 0 and FIRST in out and "average" not in out
+    assert status == 0 and FIRST in out and "ECE %" in out and "average" not in out
     status, _, err = cheem(capsys, "evaluate", memory, photos / FIRST, "--task", "nothing")
     assert status == 2 and "no task 'nothing'" in err
 
 
 def test_learning_again_with_equal_data_changes_nothing(capsys, copied, photos):
+    config = json.loads((copied / "config.json").read_text())
+    assert config["method"].pop("augment") is False  # as memories were before there was such a setting
+    (copied / "config.json").write_text(json.dumps(config))
     before = {file: file.read_bytes() for file in copied.rglob("*") if file.is_file() and "generation" in str(file)}
     status, out, _ = cheem(capsys, "learn", copied, photos / FIRST)
     assert status == 0 and "learned already" in out
@@ -219,6 +223,7 @@ def test_learning_again_with_equal_data_changes_nothing(capsys, copied, photos):
         (["--seed", "4"], "seed is 0 there and 4 here"),
         (["--preset", "auto"], "preset is demo there and auto here"),
         (["--keep-base"], "are not kept there"),
+        (["--augment"], "training images are not augmented there"),
         (["--name", "shapes2", "--tasks", "nowhere"], "nowhere"),
     ],
 )

@@ -99,6 +99,7 @@ def test_stablehlo_answers_in_a_process_without_the_library(tmp_path):
     description = json.loads((tmp_path / "memory.stablehlo.json").read_text())
     assert [known["name"] for known in description["tasks"]] == list(example.NUM_CLASSES)
     assert description["tasks"][2]["architecture"] == ["reuse:0", "reuse:0", "adapt:1", "skip"]
+    assert [known["temperature"] for known in description["tasks"]] == [1, 1, 1, 1]
     assert description["tasks"][1]["classes"][3] == "grown 3" and description["outputs"].keys() == set(names)
     # whoever gets the file learns nothing of the folders that it was made in
     assert str(Path(exporting.__file__).parents[2]).encode() not in memory.file.read_bytes()

@@ -172,6 +172,24 @@ def test_a_task_is_measured_by_name_and_classes_by_theirs(learned):
     assert memory.evaluate(dataclasses.replace(task, name="other"), task="task1") == [scores[1]]
 
 
+def test_the_temperature_changes_probabilities_for_the_better_and_no_class(learned):
+    memory, images, labels = cheem_jax.open(learned), STREAM.tasks[0].val.images, STREAM.tasks[0].val.labels
+    fitted = memory.predict(images, task="task0")
+    assert all(0.2 <= task.temperature <= 5 and task.temperature != 1 for task in memory.pools.tasks)
+    tasks = tuple(dataclasses.replace(task, temperature=1.0) for task in memory.pools.tasks)
+    memory._learner.memory = dataclasses.replace(memory.pools, tasks=tasks)
+    memory._predictors.clear()
+    plain = memory.predict(images, task="task0")
+    order = [[[guess.label for guess in answer.guesses] for answer in answers] for answers in (fitted, plain)]
+    assert order[0] == order[1]
+    wanted = [STREAM.tasks[0].classes[label] for label in labels]
+    found = [
+        np.mean([np.log(dict(answer.guesses)[name]) for answer, name in zip(answers, wanted, strict=True)])
+        for answers in (fitted, plain)
+    ]
+    assert found[0] > found[1]
+
+
 def test_the_record_tells_what_was_measured_and_null_for_the_rest(learned):
     found = results_of(read(learned))
     assert found["accuracy"][2][:2] == [None, None] and found["accuracy"][2][2] is not None
@@ -479,6 +497,7 @@ def test_a_run_answers_and_a_new_memory_may_begin_with_it(tmp_path):
     run_stream(Stream("two", STREAM.tasks[:2]), pretrained, RunConfig(small.QUICK, "quick"), run, Progress())
     memory = cheem_jax.open(run, weights=file)
     assert memory.is_run and [task.name for task in memory.tasks] == ["task0", "task1"]
+    assert [task.temperature for task in memory.pools.tasks] == [1, 1]
     wanted = memory.predict(STREAM.tasks[1].test.images)
     with pytest.raises(ValueError, match="--begin-with"):
         memory.learn(STREAM.tasks[2])
@@ -565,7 +584,7 @@ def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeyp
     for place in ("memory.making.QUICK", "cheem.config.QUICK"):
         monkeypatch.setattr(f"cheem_jax.{place}", small.QUICK)
     monkeypatch.setattr("cheem_jax.cheem.config.AUTO_STEPS", 15)
-    begin(tmp_path / "pets", preset="auto", method=None)
+    begin(tmp_path / "pets", preset="auto", method=None, augment=True)
     for name, num in (("few", 40), ("many", 80)):  # 3 and 5 steps of 16 images
         cheem_jax.open(tmp_path / "pets").learn(small.task(name, num, num=num))
     said = " ".join(capsys.readouterr().out.split())
@@ -574,10 +593,11 @@ def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeyp
     reports = [entry["report"] for entry in read(tmp_path / "pets") if entry["event"] == "learned"]
     assert [report["epochs"] for report in reports] == [{"supernet": num, "finetune": num} for num in (5, 4)]
     assert [len(report["finetune_losses"]) for report in reports] == [5, 4]
+    assert "training images are augmented" in said and all(report["augment"] for report in reports)
     config = cheem_jax.open(tmp_path / "pets").config
     assert config.preset == "auto" and config.method.finetune.epochs == 4
     fits = {"supernet": small.QUICK.supernet, "finetune": small.QUICK.finetune}
-    assert dataclasses.replace(config.method, **fits) == small.QUICK
+    assert dataclasses.replace(config.method, **fits) == dataclasses.replace(small.QUICK, augment=True)
 
 
 def test_nothing_is_left_of_a_memory_that_could_not_be_made(tmp_path):

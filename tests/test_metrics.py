@@ -9,6 +9,22 @@ from cheem_jax.core import metrics
 
 nan = np.nan
 
+
+def test_the_temperature_is_the_one_by_which_labels_were_sampled():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 4, (4000, 5)).astype(np.float32)
+    for temperature in (0.5, 2.0):
+        labels = (logits / temperature + rng.gumbel(size=logits.shape)).argmax(axis=1)
+        assert metrics.fit_temperature(logits, labels) == pytest.approx(temperature, rel=0.1)
+    assert metrics.fit_temperature(logits, logits.argmax(axis=1)) == pytest.approx(1 / 5, rel=1e-3)
+    assert metrics.fit_temperature(np.where(logits > 8, np.inf, logits), labels) == 1
+
+
+def test_the_calibration_error_weighs_each_bins_gap_by_its_images():
+    confidence, right = np.array([0.95, 0.95, 0.65, 0.65, 1.0]), np.array([True, True, True, False, True])
+    np.testing.assert_allclose(metrics.calibration_error(confidence, right), (2 * 0.05 + 2 * 0.15 + 0) / 5)
+
+
 # The paper's full-results tables in %: a column per task, then the average printed beside them.
 FULL_RESULTS = {
     ("MTIL", "ViT-B"): """

@@ -88,7 +88,7 @@ def test_the_seed_of_the_file_comes_before_the_argument(two):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "no task in it; write .*task.* path, manifest, tfds, benchmark"),
+        ("", "no task in it; write .*task.* path, manifest, tfds, hub, benchmark"),
         ("[[task]\n", r"not readable as TOML: .*line 1"),
         ('name = "x"\n[[task]]\npath = "a"\npath = "b"\n', "not readable as TOML: .*line 4"),
         ("x = " + "[" * 5000, "not readable as TOML"),
@@ -99,7 +99,7 @@ def test_the_seed_of_the_file_comes_before_the_argument(two):
         ("seed = true\n" + TWO, "seed must be a whole number of at most 64 bits"),
         ('name = ""\n[[task]]\npath = "a"', "name must be text without NUL, got str"),
         ("[[task]]\npath = 3", "task 1: path must be text without NUL, got int"),
-        ('[[task]]\nname = "a"', "task 1: expected exactly one of path, manifest, tfds, benchmark, got none"),
+        ('[[task]]\nname = "a"', "task 1: expected exactly one of path, manifest, tfds, hub, benchmark, got none"),
         ('[[task]]\npath = "a"\ntfds = "b"', "task 1: expected exactly one of .* got path and tfds"),
         ('[[task]]\npath = "a"\nroot = "b"', "task 1: `root` goes with `manifest`, not with `path`"),
         (TWO + '[[task]]\nmanifets = "a"', "task 3: unknown key 'manifets'; did you mean 'manifest'.*task 3: expected"),

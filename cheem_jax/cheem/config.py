@@ -42,6 +42,9 @@ class CheemConfig:
     weights: Literal["initial", "inherited"] = "initial"
     """Where fine-tuning begins: all anew, as in the paper, or with what the supernet has learned."""
     router: RouterConfig = RouterConfig()
+    augment: bool = False
+    """Crop, flip and change training images at random, new in every epoch; the paper does not. Frozen blocks are then
+    computed again in every step."""
     batch_size: int = 64
     """Images per step; the last, partial batch is padded and masked."""
     similarity_images: int = 0

@@ -36,6 +36,7 @@ from cheem_jax.core.architecture import decode
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import Candidates, DenseExperts, candidates_of, grow, pool_sizes
+from cheem_jax.data.augmentation import AugmentedImages
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
@@ -93,6 +94,13 @@ class Cheem(ExpertMemory):
     ):
         super().__init__(executor, features, config.router, rank=config.ops.rank, batch_size=config.batch_size)
         self.config, self.keys, self.base_means = config, keys, base_means
+
+    def check(self, tasks: Sequence[Task]) -> list[str]:
+        """See `Method.check`."""
+        notes = super().check(tasks)
+        if self.config.augment:
+            notes.append("training images are augmented, so no step can begin with kept tokens of the frozen blocks")
+        return notes
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """Learn the next task of the stream, from where `running` left it; returns its report."""
@@ -191,11 +199,12 @@ class Cheem(ExpertMemory):
             keys.at(index, Phase.SUPERNET_MODE), keys.at(index, Phase.SUPERNET_DRAW), **tables._asdict(),
             epsilon=epsilon,
         )  # fmt: skip
+        images = self._trained_on(learning, Phase.SUPERNET_AUGMENTATION)
         left = images_left(fitting.progress, config.supernet, len(labels), config.batch_size)
         saved = functools.partial(underway.saved, {"supernet": fitting})
         with underway.clock("supernet"), learning.running.phase("supernet", left, saved) as advance:
             return fit(
-                self.executor, fitting, learning.train, labels, draws=draws, config=config.supernet,
+                self.executor, fitting, images, labels, draws=draws, config=config.supernet,
                 batch_size=config.batch_size, order_key=keys.at(index, Phase.SUPERNET_ORDER), advance=advance,
             )  # fmt: skip
 
@@ -244,8 +253,9 @@ class Cheem(ExpertMemory):
         """One network, or several for a quarter of the epochs, of which the best on validation images continues."""
         config, underway, num = self.config.finetune, learning.underway, len(learning.task.train.labels)
         names = [f"{FINALIST}{i}" for i in range(len(field))] if len(field) > 1 else ["finetune"]
-        quarter, fits, images = max(config.epochs // 4, 1), dict[str, SupernetFit](), learning.train
-        if len(field) == 1:  # several would have to keep theirs side by side
+        quarter, fits = max(config.epochs // 4, 1), dict[str, SupernetFit]()
+        images = self._trained_on(learning, Phase.FINETUNE_AUGMENTATION)
+        if len(field) == 1 and not self.config.augment:  # several would have to keep theirs side by side
             supernet = self._supernet(learning, Phase.FINETUNE_INIT)
             prefix = frozen_prefix(supernet, decode(field[0], learning.candidates.sizes))
             images = self._kept(learning, "what fine-tuning leaves unchanged", images, num, prefix)
@@ -329,6 +339,13 @@ class Cheem(ExpertMemory):
     def _search_config(self) -> SearchConfig:
         config = self.config.search
         return dataclasses.replace(config, epsilon=1.0) if self.config.sampling == "uniform" else config
+
+    def _trained_on(self, learning: Learning, phase: Phase) -> Feed:
+        """What a phase of training sees of the training images."""
+        if not self.config.augment:
+            return learning.train
+        seed = self.keys.seed_at(learning.index, phase)
+        return AugmentedImages(self.executor, learning.task.train.images, seed)
 
     def _kept(self, learning: Learning, name: str, images: Feed, num: int, prefix: Network = ()) -> Feed:
         with learning.underway.clock("keep"):

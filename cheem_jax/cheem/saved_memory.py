@@ -26,6 +26,8 @@ def save_memory_task(root: Path, memory: InternalMemory, index: int, rank: int) 
         arrays["distances"] = task.distances
     if task.moments:
         arrays["moments"] = dict(task.moments)
+    if task.temperature != 1:
+        arrays["temperature"] = np.array([task.temperature], np.float32)
     meta = {
         "name": task.name,
         "classes": list(task.classes),
@@ -177,5 +179,6 @@ def _task_of(arrays: Arrays, meta: Mapping[str, Any]) -> tuple[TaskMemory, dict[
         Head(**jax.device_put(arrays["head"])), np.asarray(arrays["means"]),
         np.asarray(arrays["centroids"]), None if distances is None else np.asarray(distances),
         {name: np.asarray(values) for name, values in arrays.get("moments", {}).items()},
+        float(arrays.get("temperature", np.ones(1))[0]),
     )  # fmt: skip
     return task, _experts_of(arrays)

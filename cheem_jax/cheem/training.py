@@ -23,6 +23,7 @@ from cheem_jax.core.architecture import Architecture, Choice, decode, encode, to
 from cheem_jax.core.keys import key_at, next_power_of_two, order_at
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import merge_dense
+from cheem_jax.data.augmentation import AugmentedImages
 from cheem_jax.engine.batches import Rows, batches, num_batches
 from cheem_jax.engine.executor import Batch, Dense, Executor, Place, Step
 from cheem_jax.engine.feed import Feed, HostImages, ahead, fed
@@ -169,7 +170,8 @@ def fit(
         architectures = [decode(codes, supernet.sizes) for codes in draws(epoch, steps)]
         rates = [learning_rate_at(config, epoch * steps + step, total) for step in range(steps)]
         pieces = list(batches(order_at(key_at(order_key, epoch), num), batch_size))
-        prepared = ahead(executor.layout, steps_of(executor, feed, labels, pieces[begin:], batch_size))
+        now = feed.at(epoch) if isinstance(feed, AugmentedImages) else feed
+        prepared = ahead(executor.layout, steps_of(executor, now, labels, pieces[begin:], batch_size))
         for first in range(begin, steps, executor.steps_per_call):
             part = slice(first, first + executor.steps_per_call)
             coming = list(itertools.islice(prepared, executor.steps_per_call))

@@ -30,7 +30,7 @@ SHOW_PROGRESS_FROM = 500
 """Images from which on a bar is shown."""
 SCORES_LEGEND = """\
 accuracy: task and class are right; task ID given: the class is right where the task is known
-task ID right: the task is right"""
+task ID right: the task is right; ECE: how far confidence and accuracy are apart, the task ID given"""
 INFO_LEGEND = """\
 added: parameters that the task brought, in % of the backbone's
 GFLOPs: 10^9 operations per image by the paper's count, with the router; executed: those that run here
@@ -168,13 +168,13 @@ def evaluate_memory(settings: Evaluate) -> None:
         print(json.dumps({"split": settings.split, "tasks": [score._asdict() for score in scores]}, indent=1))
         return
     rows = []
-    shares = np.array([(score.accuracy, score.accuracy_given, score.found) for score in scores])
+    shares = np.array([(s.accuracy, s.accuracy_given, s.calibration_error, s.found) for s in scores])
     for score, row in zip(scores, shares, strict=True):
         rows.append((score.task, f"{score.num_images:,}", *(f"{100 * share:.1f}" for share in row)))
     if len(scores) > 1:
         rows.append(("average", "", *(f"{100 * mean:.1f}" for mean in shares.mean(axis=0))))
-    columns, said = ("task", "images", "accuracy %", "task ID given %", "task ID right %"), Progress()
-    _print_fitting(Grid("", columns, tuple(rows), 1), said.console, ("images",))
+    columns, said = ("task", "images", "accuracy %", "task ID given %", "ECE %", "task ID right %"), Progress()
+    _print_fitting(Grid("", columns, tuple(rows), 1), said.console, ("images", "ECE %"))
     said.say(SCORES_LEGEND)
 
 

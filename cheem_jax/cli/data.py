@@ -78,7 +78,8 @@ class Verify(WithSplits):
     """Decode every image of a stream and count: broken files, exact copies across splits, wrong labels."""
 
     what: Annotated[str, tyro.conf.Positional]
-    """mtil, vdd, one of their tasks, a stream file (TOML), a manifest (CSV, Parquet), tfds:NAME, a folder or a zip."""
+    """mtil, vdd, one of their tasks, a stream file (TOML), a manifest (CSV, Parquet), tfds:NAME,
+    hf:NAME (the Hugging Face hub), a folder or a zip."""
     cache_dir: Path | None = None
     """Where decoded images are kept: those of this stream are compared with their hashes."""
     skip_broken: bool = False

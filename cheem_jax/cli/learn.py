@@ -35,6 +35,9 @@ class Learn(OfData, OfMemory):
     """For a new memory: auto (the default: quick, with up to 64 epochs for a task of fewer than 1,000 images), quick
     (sized for a CPU), paper (all settings of the paper), demo (for a few hundred small images); quick_plus and
     cheem_plus are quick and paper with the router that measured best."""
+    augment: bool = False
+    """For a new memory: crop, flip and change training images at random, new in every epoch. For images whose mirror
+    image means the same; not for text or digits."""
     seed: int | None = None
     """For a new memory: where random choices start; the same number gives the same memory; default: 0."""
     base_data: str | None = None
@@ -92,7 +95,7 @@ def _tasks(num: int) -> str:
 
 def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
     if settings.begin_with is not None:
-        names = ("base_data", "base_classes", "backbone", "image_size", "preset", "seed", "keep_base")
+        names = ("base_data", "base_classes", "backbone", "image_size", "preset", "augment", "seed", "keep_base")
         _refuse(settings, names, "a memory that begins with a run takes the run's")
         progress.say(f"beginning with what {shown(settings.begin_with)} has learned")
         return begin_with(settings.memory, settings.begin_with, weights=settings.weights, engine=settings.engine)
@@ -101,9 +104,9 @@ def _new_memory(settings: Learn, progress: Progress) -> OpenMemory:
         names = [line.strip() for line in settings.base_classes.read_text().splitlines() if line.strip()]
     return create(
         settings.memory, backbone=settings.backbone or "deit_tiny", weights=settings.weights,
-        image_size=settings.image_size, preset=settings.preset or "auto", seed=settings.seed or 0,
-        base_data=settings.base_data, keep_base=settings.keep_base, base_classes=names, engine=settings.engine,
-        progress=progress,
+        image_size=settings.image_size, preset=settings.preset or "auto", augment=settings.augment,
+        seed=settings.seed or 0, base_data=settings.base_data, keep_base=settings.keep_base, base_classes=names,
+        engine=settings.engine, progress=progress,
     )  # fmt: skip
 
 
@@ -117,6 +120,8 @@ def _old_memory(settings: Learn, progress: Progress) -> OpenMemory:
         for name in ("backbone", "image_size", "preset", "seed")
         if (given := getattr(settings, name)) not in (None, known := getattr(memory.config, name))
     ]
+    if settings.augment and not memory.config.method.augment:
+        wrong.append("training images are not augmented there")
     if settings.keep_base and not memory.config.keeps_base:
         wrong.append("the classes of the pretraining data are not kept there")
     if wrong:

@@ -221,6 +221,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("forget", "learn", "Forget", "forget_tasks"),
         Command("export", "export", "Export", "export_memory"),
         Command("serve", "serve", "Serve", "serve_memory"),
+        Command("push", "hub", "Push", "push_memory", computes=False),
+        Command("pull", "hub", "Pull", "pull_memory", computes=False),
     ),
     "look": (
         Command("report", "report", "Report", "write_report_page", computes=False),

@@ -66,7 +66,8 @@ class OfData:
 
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """A folder with one folder of images per class, or with train, val and test folders of such ones; a zip of either;
-    a folder of several tasks; a list of images (CSV, Parquet) or of tasks (TOML); or a name of `cheem data list`."""
+    a folder of several tasks; a list of images (CSV, Parquet) or of tasks (TOML); a name of `cheem data list`; or
+    hf:OWNER/NAME[:CONFIG], a data set of the Hugging Face hub (extra `hub`)."""
     tasks: str | None = None
     """Names of the data's tasks to take, in this order, separated by commas; default: all."""
     split_seed: Annotated[int, ADVANCED] = 0

@@ -31,6 +31,8 @@ class Phase(enum.IntEnum):
     ALIGNMENT = 15
     ALIGNMENT_ORDER = 16
     SCORE = 17
+    SUPERNET_AUGMENTATION = 18
+    FINETUNE_AUGMENTATION = 19
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,11 +5,16 @@ on the test images of task j, values in [0, 1] (or all in percent), NaN where ta
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Integer
+from jaxtyping import Bool, Float, Integer
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax
 
 Number = int | float
+MOST_TEMPERATURE = 5.0
+"""Bound of a fitted temperature, and its inverse: where every validation image is right, any sharper one is better."""
 
 
 def average_accuracy(accuracy: Float[np.ndarray, "T T"]) -> float:
@@ -66,6 +71,28 @@ def routing_confusion(
     np.add.at(counts, (true, chosen), 1)
     totals = counts.sum(axis=1, keepdims=True)
     return np.divide(counts, totals, out=np.full_like(counts, np.nan), where=totals > 0)
+
+
+def fit_temperature(logits: Float[np.ndarray, "N C"], labels: Integer[np.ndarray, "N"]) -> float:
+    """The temperature by which softmax(logits / temperature) gives the labels the highest mean log-probability.
+
+    Between 1/5 and 5; 1 where a logit is non-finite.
+    """
+    if not np.isfinite(logits).all():
+        return 1.0
+
+    def loss(log_temperature):
+        logs = log_softmax(logits.astype(np.float64) / np.exp(log_temperature), axis=1)
+        return -logs[np.arange(len(labels)), labels].mean()
+
+    found: Any = minimize_scalar(loss, bounds=(-np.log(MOST_TEMPERATURE), np.log(MOST_TEMPERATURE)), method="bounded")
+    return float(np.exp(found.x))
+
+
+def calibration_error(confidence: Float[np.ndarray, "N"], right: Bool[np.ndarray, "N"], num_bins: int = 15) -> float:
+    """Expected calibration error: |accuracy - mean confidence| in bins of equal width, weighted by their images."""
+    bins = np.minimum((confidence * num_bins).astype(int), num_bins - 1)
+    return float(np.abs(np.bincount(bins, right - confidence)).sum() / len(confidence))
 
 
 def matrix_to_json(matrix: Float[np.ndarray, "R C"]) -> list[list[float | None]]:

@@ -62,6 +62,8 @@ class TaskMemory:
     None where nobody asked for them."""
     moments: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """What else names the task, where the router is not one by centroids."""
+    temperature: float = 1.0
+    """Of its probabilities, softmax(logits / temperature), fitted on its validation images; 1 where nobody asked."""
 
     @property
     def place(self) -> TaskStatistics:

@@ -17,6 +17,7 @@ from cheem_jax.data.files import (
     may_be_image,
     stamp_of,
 )
+from cheem_jax.data.hub import is_saved, plan_hub
 from cheem_jax.data.splits import SPLITS, Members, check_splits, cut_missing
 from cheem_jax.data.task import Plan, check_names, repeats
 
@@ -29,8 +30,11 @@ def plan_task(path: Path, *, name: str | None = None, seed: int = 0) -> Plan:
     Classes are the sorted folders of train, or `classes` of a `meta.json` next to the splits, whose folders
     then have the names or the label numbers. A missing validation part is cut from train: ceil(0.1 n) images, at
     least one of each class; with train alone or `<class>/<image>` a test part of ceil(0.3 n) goes first.
-    `seed` draws these. Raises FileNotFoundError, or ValueError naming the offending file or folder.
+    `seed` draws these. A folder of `save_to_disk` is a task, too: see `plan_hub`. Raises FileNotFoundError, or
+    ValueError naming the offending file or folder.
     """
+    if is_saved(path):
+        return plan_hub(path, name=name, seed=seed)
     return _plan(look_through(path), name or name_of(path), seed)
 
 
@@ -45,6 +49,9 @@ def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0
         check_names(tasks, sorted(places), f"stream {path}")
     plans = []
     for name in sorted(places) if tasks is None else tasks:
+        if is_saved(places[name]):
+            plans.append(plan_hub(places[name], name=name, seed=seed))
+            continue
         found = look_through(places[name])
         lacks_heif = any(kind.endswith(GET_HEIF) for _, kind in found.ignored)
         if tasks is not None or places[name].is_file() or found.images or lacks_heif:
@@ -55,7 +62,7 @@ def plan_stream(path: Path, tasks: Sequence[str] | None = None, *, seed: int = 0
 
 
 def _find_tasks(path: Path) -> dict[str, Path]:
-    if path.is_file():
+    if path.is_file() or is_saved(path):
         return {name_of(path): path}
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such folder or zip file")

@@ -1,4 +1,5 @@
-"""From what a user writes to plans: a benchmark, one of its tasks, a stream file, a manifest, a TFDS name, a folder."""
+"""From what a user writes to plans: a benchmark, one of its tasks, a stream file, a manifest, a folder, or a data set
+of TFDS or the Hugging Face hub."""
 
 import dataclasses
 import difflib
@@ -14,13 +15,15 @@ from cheem_jax.core.paths import absolute
 from cheem_jax.data.benchmarks.prepare import plan_of, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
 from cheem_jax.data.folder import name_of, plan_stream, plan_task
+from cheem_jax.data.hub import PREFIX as HUB
+from cheem_jax.data.hub import name_in, plan_hub
 from cheem_jax.data.load import default_directory
 from cheem_jax.data.manifest import plan_manifest
 from cheem_jax.data.records import default_data_dir, plan_tfds
 from cheem_jax.data.task import Plan, check_names, repeats
 
 BENCHMARKS: tuple[Benchmark, ...] = get_args(Benchmark)
-KINDS = ("path", "manifest", "tfds", "benchmark")
+KINDS = ("path", "manifest", "tfds", "hub", "benchmark")
 """Of a `[[task]]` in a stream file."""
 MAX_STREAM_FILE_BYTES = 2**20
 
@@ -43,8 +46,9 @@ def plan_source(
 ) -> tuple[str, list[Plan]]:
     """The name of a stream and its tasks, in learning order.
 
-    `source` is `mtil` or `vdd`, the name of one of their tasks, `tfds:NAME[/CONFIG][:VERSION]`, a TOML file, a manifest
-    (CSV or Parquet), or a folder or zip; a name comes before a file of that name. `tasks` selects and orders, `order`
+    `source` is `mtil` or `vdd`, the name of one of their tasks, `tfds:NAME[/CONFIG][:VERSION]`, `hf:NAME[:CONFIG]` (on
+    the Hugging Face hub), a TOML file, a manifest (CSV or Parquet), or a folder or zip; a name comes before a file of
+    that name. `tasks` selects and orders, `order`
     is one of MTIL's, `seed` draws splits that are missing. Raises MissingTasks, FileNotFoundError or ValueError.
     """
     data_dir = None if data_dir is None else absolute(data_dir)
@@ -60,6 +64,8 @@ def plan_source(
         name, plans = source, _plan_benchmark(source, [source], data_dir or default_data_dir(), seed)
     elif source.startswith("tfds:"):
         name, plans = source, [plan_tfds(source.removeprefix("tfds:"), data_dir, seed=seed)]
+    elif source.startswith(HUB):
+        name, plans = source, [plan_hub(source.removeprefix(HUB), seed=seed)]
     elif path.suffix.lower() == ".toml":
         return plan_stream_file(path, tasks, data_dir=data_dir, seed=seed)
     elif path.suffix.lower() in (".csv", ".tsv", ".parquet"):
@@ -79,13 +85,14 @@ def images_dir(data_dir: Path | None) -> Path:
 
 
 def is_name(source: str) -> bool:
-    """Whether a source is the name of a benchmark, of one of their tasks or of a TFDS data set, and no file."""
-    return source in (*BENCHMARKS, *BY_NAME) or source.startswith("tfds:")
+    """Whether a source is the name of a benchmark, of one of their tasks or of a data set of others, and no file."""
+    return source in (*BENCHMARKS, *BY_NAME) or source.startswith(("tfds:", HUB))
 
 
 def cache_dir_of(source: str, data_dir: Path | None) -> Path:
     """Where decoded images of a source are kept: in the data folder if the source uses it, else in the user's cache."""
-    return images_dir(data_dir) if data_dir is not None or is_name(source) else default_directory()
+    is_there = is_name(source) and not source.startswith(HUB)
+    return images_dir(data_dir) if data_dir is not None or is_there else default_directory()
 
 
 def _plan_benchmark(source: str, names: Sequence[str], data_dir: Path, seed: int) -> list[Plan]:
@@ -114,6 +121,7 @@ def plan_stream_file(
         path = "birds"             a folder or zip with <split>/<class>/<image>
         manifest = "cars.csv"      a table of files, with `root` if they are in another folder
         tfds = "mnist:3.0.1"       a data set that TFDS has prepared below `data_dir`
+        hub = "OWNER/NAME:CONFIG"  a data set of the Hugging Face hub, with or without a config
         benchmark = "food101"      a task of MTIL or VDD, from the data set below `data_dir`
 
     and with a `name` if another is wanted. Relative paths start at the file's folder. A `seed` in the file comes
@@ -164,7 +172,8 @@ def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, st
         if not wrong:
             value = table[kinds[0]]
             is_file = kinds[0] in ("path", "manifest")
-            default = name_of(_place(file.parent, value)) if is_file else re.split("[/:]", value)[0]
+            other = name_in(value) if kinds == ["hub"] else re.split("[/:]", value)[0]
+            default = name_of(_place(file.parent, value)) if is_file else other
             names.append(table.get("name", default))
     if repeated := repeats(names):
         faults.append(f"several tasks are called {repeated}; give each a `name` of its own")
@@ -200,6 +209,8 @@ def _plan_table(name: str, table: dict[str, str], folder: Path, data_dir: Path |
             return plan_manifest(_place(folder, manifest), name=name, root=root, seed=seed)
         case {"tfds": spec}:
             return plan_tfds(spec, data_dir, name=name, seed=seed)
+        case {"hub": spec}:
+            return plan_hub(spec, name=name, seed=seed)
         case _:
             task = table["benchmark"]
             check_names([task], sorted(BY_NAME), "the benchmarks' table")

@@ -1,7 +1,8 @@
 """Where the tokens of a batch come from: images on the host or on the device, or activations that were kept.
 
-There is no augmentation, so what no step of a phase changes is the same in every epoch: in a supernet the tokens of
-block 0, in fine-tuning those of the first block that learns. They are kept where they fit a stated budget.
+Without augmentation, what no step of a phase changes is the same in every epoch: in a supernet the tokens of block 0,
+in fine-tuning those of the first block that learns. They are kept where they fit a stated budget. Augmented images are
+new in every epoch, so each of their steps begins with pixels on the host.
 """
 
 import copy

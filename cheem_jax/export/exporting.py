@@ -119,6 +119,7 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
     tasks = subject.tasks if index is None else (subject.tasks[index],)
     images = f"uint8 [batch, {config.image_size}, {config.image_size}, 3], RGB, resized to a square (bicubic)"
     logits = f"float32 [batch, {max(len(task.classes) for task in tasks)}]"
+    calibrated = "; probabilities are softmax(logits / the task's temperature)"
     description: dict[str, Any] = {
         "format": "cheem_jax.export.1",
         "kind": kind,
@@ -129,13 +130,14 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
         "mean": list(config.mean),
         "std": list(config.std),
         "inputs": {"images": f"{images}; (images / 255 - mean) / std is part of the program"},
-        "outputs": {"logits": logits},
+        "outputs": {"logits": f"{logits}{calibrated}"},
         "tasks": [
             {
                 "name": task.name,
                 "classes": list(task.classes),
                 "architecture": to_strings(task.architecture),
                 "experts": list(task.experts),
+                "temperature": task.temperature,
             }
             for task in tasks
         ],
@@ -148,7 +150,7 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
         )
         description["outputs"] = {
             "task": f"int32 [batch], position in `tasks`{'' if subject.thresholds is None else rejection}",
-            "logits": f"{logits} of that task; -1e30 in columns behind its last class",
+            "logits": f"{logits} of that task; -1e30 in columns behind its last class{calibrated}",
             "distance": f"float32 [batch, {len(tasks)}] to each task, as the router compares them",
         }
         description["router"] = {

@@ -51,6 +51,7 @@ def create(
     image_size: int | None = None,
     preset: LearnPreset = "quick",
     method: CheemConfig | None = None,
+    augment: bool = False,
     seed: int = 0,
     base_data: Data | None = None,
     keep_base: bool = False,
@@ -61,16 +62,18 @@ def create(
     """A memory without a task yet, in a new or empty folder; all or nothing.
 
     `weights` as for `load_pretrained`. With the preset `auto`, epochs differ by task (see `cheem.config.auto`).
-    `method` are settings other than the preset's. `base_data` are images of the pretraining data (a folder or zip as
-    for `learn`), which anchor the similarity of tasks; with `keep_base` their classes become one more target, named
-    `base_classes` or after the folders of the data. Raises ValueError for settings that do not fit, FileNotFoundError
-    without weights.
+    `method` are settings other than the preset's; `augment` changes training images at random. `base_data` are images
+    of the pretraining data (a folder or zip as for `learn`), which anchor the similarity of tasks; with `keep_base`
+    their classes become one more target, named `base_classes` or after the folders of the data. Raises ValueError for
+    settings that do not fit, FileNotFoundError without weights.
     """
     directory = absolute(directory)
     check_free(directory)
     if preset not in (presets := {**PRESETS, "auto": QUICK}):
         raise ValueError(f"unknown preset {preset!r}; expected one of {', '.join(presets)}")
     config = presets[preset] if method is None else method
+    told = preset if config == presets[preset] else f"{preset}, changed"
+    config = dataclasses.replace(config, augment=config.augment or augment)
     pretrained = load_pretrained(backbone, weights=weights, image_size=image_size)
     config.router.blocks(pretrained.config.depth)  # raises before anything is written
     vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
@@ -100,7 +103,6 @@ def create(
             base = {"centroids": place.centroids, "distances": calibrate(away)}
             if place.moments:
                 base["moments"] = dict(place.moments)
-    told = preset if config == presets[preset] else f"{preset}, changed"
     settings = MemoryConfig(
         pretrained.config.name, size, pretrained.sha256, config, told, seed, keeps_base=base is not None
     )

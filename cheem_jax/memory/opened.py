@@ -17,7 +17,7 @@ from PIL import Image
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.config import auto
-from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cheem.expert_memory import TaskNetworks, task_network
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.cheem.saved_memory import open_memory as open_saved
 from cheem_jax.cheem.saved_memory import open_usable
@@ -25,13 +25,15 @@ from cheem_jax.continual import RunContext, evaluate, learn_task
 from cheem_jax.core.architecture import Choice, to_strings
 from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.core.keys import Keys
+from cheem_jax.core.metrics import calibration_error, fit_temperature
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, TaskMemory
 from cheem_jax.core.routing.centroids import calibrate, distances
 from cheem_jax.data.task import Task, check_names, copies_of, repeats
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.engine.feed import memory_budget
+from cheem_jax.engine.feed import HostImages, memory_budget
+from cheem_jax.engine.passes import network_features
 from cheem_jax.memory.data import Data, Picture, pixels_of, tasks_of
 from cheem_jax.memory.directory import (
     BASE,
@@ -44,7 +46,7 @@ from cheem_jax.memory.directory import (
     write_generation,
 )
 from cheem_jax.memory.forgetting import Forgotten, forget, without_task
-from cheem_jax.memory.predictor import BATCH_SIZES, Prediction, Predictor, is_best
+from cheem_jax.memory.predictor import BATCH_SIZES, Prediction, Predictor, is_best, probabilities_of
 from cheem_jax.report.memories import EVALUATED, Evaluated, keep_evaluated
 from cheem_jax.report.status import Status
 from cheem_jax.run import fingerprint
@@ -86,6 +88,8 @@ class Score(NamedTuple):
     """Right class, the task ID given."""
     found: float
     """Right task."""
+    calibration_error: float
+    """Expected calibration error (15 bins) of the probabilities of the classes, the task ID given."""
 
 
 class OpenMemory:
@@ -314,7 +318,11 @@ class OpenMemory:
         right = [o and is_best(logits, w) for o, logits, w in zip(own, answered.logits, wanted, strict=True)]
         told = self.predictor(task=learned.name).answer(images).logits
         given = [is_best(logits, w) for logits, w in zip(told, wanted, strict=True)]
-        return Score(learned.name, len(labels), float(np.mean(right)), float(np.mean(given)), float(np.mean(own)))
+        # what is non-finite answers nothing, at no confidence
+        sure = np.nan_to_num([probabilities_of(logits, learned).max() for logits in told])
+        accuracy, accuracy_given, found = (float(np.mean(of)) for of in (right, given, own))
+        error = calibration_error(sure, np.array(given))
+        return Score(learned.name, len(labels), accuracy, accuracy_given, found, error)
 
     def export(
         self,
@@ -373,7 +381,8 @@ class OpenMemory:
         for task in tasks:
             if (shape := task.train.images.shape[1:]) != (size, size, 3):
                 raise ValueError(f"task {task.name!r} contains images of shape {shape}, expected {(size, size, 3)}")
-        self._learner.check(tasks)
+        for note in self._learner.check(tasks):
+            progress.say(note)
         with self._writing() as record, stop_requests() as stop, Status(self.directory) as status:
             hashes = {task.name: data_hash(task) for task in tasks}
             self._check_names(hashes)
@@ -574,18 +583,26 @@ class OpenMemory:
 
 
 class _Calibrated(Cheem):
-    """CHEEM that also keeps how far a task's validation images are from its centroids, for `none of my tasks`."""
+    """CHEEM that also keeps what a task's validation images tell: how far they are from its centroids, for `none of my
+    tasks`, and the temperature of its probabilities."""
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
         """See `Cheem.learn`."""
         report = super().learn(task, running)
         learned = self.memory.tasks[-1]
         own = distances(self.features(task, "val"), [learned.centroids], self.router)[:, 0]
-        tasks = (*self.memory.tasks[:-1], dataclasses.replace(learned, distances=calibrate(own)))
+        feed, network = HostImages(self.executor, task.val.images), task_network(self.dense, learned.experts)
+        (features,) = network_features(
+            self.executor, [network], feed, len(task.val.labels), batch_size=self.batch_size
+        )  # fmt: skip
+        logits = features @ np.asarray(learned.head.weight) + np.asarray(learned.head.bias)
+        kept = {"distances": calibrate(own), "temperature": fit_temperature(logits, task.val.labels)}
+        tasks = (*self.memory.tasks[:-1], dataclasses.replace(learned, **kept))
         self.memory = dataclasses.replace(self.memory, tasks=tasks)
         self.features.forget(task)
         epochs = {"supernet": self.config.supernet.epochs, "finetune": self.config.finetune.epochs}
-        return {**report, "epochs": epochs, "learning_rate": self.config.finetune.learning_rate}
+        settings = {"learning_rate": self.config.finetune.learning_rate, "augment": self.config.augment}
+        return {**report, "epochs": epochs, **settings}
 
 
 def _bytes_of(folder: Path) -> int:

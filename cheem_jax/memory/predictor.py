@@ -242,10 +242,15 @@ class Predictor:
         task = self.targets[target]
         if not np.isfinite(logits).all():  # a network that computes NaN must not pass for one that knows
             return Prediction(task.name, (), told, tuple(to_strings(task.architecture)))
-        probabilities = softmax(logits.astype(np.float64))
-        best = np.argsort(-probabilities, kind="stable")[: self.top]
+        probabilities = probabilities_of(logits, task)
+        best = np.argsort(-logits, kind="stable")[: self.top]  # which the temperature cannot change
         guesses = tuple(Guess(task.classes[i], float(probabilities[i])) for i in best)
         return Prediction(task.name, guesses, told, tuple(to_strings(task.architecture)))
+
+
+def probabilities_of(logits: Float[np.ndarray, "C"], task: TaskMemory) -> Float[np.ndarray, "C"]:
+    """Of a task's classes, at the temperature that was fitted on its validation images."""
+    return softmax(logits.astype(np.float64) / task.temperature)
 
 
 def is_best(logits: Float[np.ndarray, "C"], label: int) -> bool:

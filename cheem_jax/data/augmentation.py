@@ -1,0 +1,89 @@
+"""Augmentation of training images: a crop, a flip and two random changes, as in RandAugment (Cubuk et al., 2020).
+
+Pillow does the work, so the bits depend neither on the device nor on JAX. What an image becomes depends only on the
+seed, the epoch and its row: a resumed run sees the same images, on any number of devices.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image, ImageEnhance, ImageOps
+
+from cheem_jax.core.images import Images, in_turn
+from cheem_jax.engine.executor import Executor, Tokens
+from cheem_jax.engine.feed import HostImages
+
+SMALLEST_AREA = 0.5
+"""Share of the image that a crop leaves, at least."""
+NUM_CHANGES = 2
+
+
+def _affine(image: Image.Image, across: float, down: float) -> Image.Image:
+    """Sheared about the centre."""
+    half = image.width / 2
+    matrix = (1, across, -across * half, down, 1, -down * half)
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+
+
+CHANGES: dict[str, Callable[[Image.Image, float], Image.Image]] = {
+    "identity": lambda image, strength: image,
+    "autocontrast": lambda image, strength: ImageOps.autocontrast(image),
+    "equalize": lambda image, strength: ImageOps.equalize(image),
+    "rotate": lambda image, strength: image.rotate(20 * strength, Image.Resampling.BILINEAR),
+    "shear_x": lambda image, strength: _affine(image, 0.2 * strength, 0),
+    "shear_y": lambda image, strength: _affine(image, 0, 0.2 * strength),
+    "solarize": lambda image, strength: ImageOps.solarize(image, round(256 - 128 * abs(strength))),
+    "posterize": lambda image, strength: ImageOps.posterize(image, 8 - round(4 * abs(strength))),
+    "color": lambda image, strength: ImageEnhance.Color(image).enhance(1 + 0.6 * strength),
+    "contrast": lambda image, strength: ImageEnhance.Contrast(image).enhance(1 + 0.6 * strength),
+    "brightness": lambda image, strength: ImageEnhance.Brightness(image).enhance(1 + 0.6 * strength),
+    "sharpness": lambda image, strength: ImageEnhance.Sharpness(image).enhance(1 + 0.6 * strength),
+}
+"""What may change, by a strength in [-1, 1]."""
+
+
+def augment(image: UInt8[np.ndarray, "S S 3"], rng: np.random.Generator) -> UInt8[np.ndarray, "S S 3"]:
+    """A random crop at the image's own size, mirrored half of the time, with two changes of random strength."""
+    size, found = image.shape[0], Image.fromarray(image)
+    side = size * math.sqrt(rng.uniform(SMALLEST_AREA, 1))
+    left, top = rng.uniform(0, size - side, 2)
+    found = found.resize((size, size), Image.Resampling.BICUBIC, box=(left, top, left + side, top + side))
+    if rng.random() < 0.5:
+        found = ImageOps.mirror(found)
+    for name in rng.choice(list(CHANGES), NUM_CHANGES):
+        found = CHANGES[name](found, rng.uniform(-1, 1))
+    return np.asarray(found)
+
+
+class AugmentedImages(HostImages):
+    """Training images as one epoch sees them; `seed` belongs to one phase of one task."""
+
+    def __init__(self, executor: Executor, images: Images, seed: int, epoch: int = 0):
+        super().__init__(executor, images)
+        self.seed, self.epoch = seed, epoch
+
+    def at(self, epoch: int) -> "AugmentedImages":
+        """The same images as another epoch sees them."""
+        return AugmentedImages(self.executor, self.images, self.seed, epoch)
+
+    def follow(self, order: Sequence[np.ndarray]) -> Iterator[Tokens]:
+        """See `HostImages.follow`."""
+        layout = self.executor.layout
+        mine = [layout.mine(rows) for rows in order]
+        for rows, images in zip(mine, in_turn(self.images, mine), strict=True):
+            yield self.executor.begin(layout.joined(augmented(images, rows, self.seed, self.epoch)))
+
+
+def augmented(images: UInt8[np.ndarray, "B S S 3"], rows: np.ndarray, *place: int) -> UInt8[np.ndarray, "B S S 3"]:
+    """The images of these rows, each changed by its place and row alone."""
+    rngs = (np.random.default_rng([*place, row]) for row in rows.tolist())
+    return np.stack(list(_threads().map(augment, images, rngs)))
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="augment")  # Pillow releases the interpreter's lock while it works

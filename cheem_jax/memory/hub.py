@@ -1,0 +1,165 @@
+"""A memory on the Hugging Face hub: pushed with a model card made from its record, and pulled whole or not at all.
+
+What answers is pushed, and the record; never an image, nor a report, which may show some.
+"""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from cheem_jax.core.paths import absolute
+from cheem_jax.memory.directory import BASE, WEIGHTS, made_whole, read_config, tasks_root
+from cheem_jax.memory.making import open_memory
+from cheem_jax.memory.opened import OpenMemory
+from cheem_jax.report.table import Grid
+from cheem_jax.run.checkpoint import saved_tasks
+from cheem_jax.run.directory import NAME, hold
+from cheem_jax.run.record import NAME as RECORD
+from cheem_jax.run.record import read
+
+TIMEOUT = 10.0
+"""Seconds without an answer of the hub."""
+COMMIT_TIMEOUT = 120.0
+"""The same once files are being sent, which it has to process."""
+CARD = "README.md"
+_OURS = re.compile(rf"(?!.*(?:^|/)\.)({NAME}|{WEIGHTS}|{RECORD}|{BASE}/.+|generation-\d{{4,}}/cheem/\d{{3,}}[-.].+)")
+"""Files of a memory by their names: none of them hidden, and none outside."""
+
+
+def push(directory: str | Path, repository: str, *, license: str | None = None, public: bool = False) -> list[str]:
+    """Make the repository `OWNER/NAME` contain this memory, in one commit; returns the names of its files.
+
+    A repository that is not there is made, for its owner alone unless `public`. Raises ValueError for a run or an
+    interrupted task, and as `open_memory`; OSError with the way out where the hub refuses or does not answer.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    directory = absolute(directory)
+    memory = open_memory(directory)
+    memory.check_writable()
+    with hold(directory):
+        memory.refresh()
+        if (left := memory.interrupted) is not None:
+            raise ValueError(
+                f"task {left['name']!r} is interrupted; finish it, or forget it, before the memory is pushed"
+            )
+        names = files_of(memory)
+        api, card = HfApi(), card_of(memory, repository, license)
+        get_session().timeout = COMMIT_TIMEOUT  # by itself it would wait for ever
+        with _told(repository, "push to"):
+            try:
+                there = [file.rfilename for file in api.model_info(repository, timeout=TIMEOUT).siblings or ()]
+            except RepositoryNotFoundError:
+                there = []
+                api.create_repo(repository, private=not public, exist_ok=True)
+            gone = [name for name in there if _OURS.fullmatch(name) and name not in names]
+            files = [CommitOperationAdd(name, str(directory / name)) for name in names]
+            operations = [CommitOperationAdd(CARD, card.encode()), *files, *map(CommitOperationDelete, gone)]
+            api.create_commit(repository, operations, commit_message=f"A memory of {len(memory.tasks)} tasks")
+    return [CARD, *names]
+
+
+def pull(repository: str, directory: str | Path) -> OpenMemory:
+    """The memory in the repository `OWNER/NAME`, in a new or empty folder.
+
+    Raises ValueError for what is not a whole memory, and OSError as `push`; then nothing is left.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+
+    with made_whole(absolute(directory)) as partial:
+        with _told(repository, "pull"):
+            info = HfApi().model_info(repository, timeout=TIMEOUT)
+            names = [file.rfilename for file in info.siblings or () if _OURS.fullmatch(file.rfilename)]
+            if missing := sorted({NAME, WEIGHTS} - set(names)):
+                raise ValueError(f"{repository!r} on the hub is not a memory: it lacks {' and '.join(missing)}")
+
+            def fetch(name: str) -> str:
+                return hf_hub_download(repository, name, revision=info.sha, local_dir=partial, etag_timeout=TIMEOUT)
+
+            with ThreadPoolExecutor(8) as threads:
+                list(threads.map(fetch, names))
+        shutil.rmtree(partial / ".cache", ignore_errors=True)  # the hub's own notes
+        try:
+            open_memory(partial)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{repository!r} on the hub is not a whole memory: {error}") from error
+    return open_memory(directory)
+
+
+def files_of(memory: OpenMemory) -> list[str]:
+    """Names of the files that make the memory."""
+    root = memory.directory
+    folders = [root / BASE, *saved_tasks(tasks_root(root, read_config(root)))]
+    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
+    return [NAME, WEIGHTS, RECORD, *(file.relative_to(root).as_posix() for file in files)]
+
+
+def card_of(memory: OpenMemory, repository: str, license: str | None = None) -> str:
+    """The model card, in Markdown: what the memory knows, how well, and how to use it."""
+    config, tasks = memory.config, memory.pools.tasks
+    evaluated = {e["index"]: e["methods"]["cheem"] for e in read(memory.directory) if e["event"] == "evaluated"}
+    rows = []
+    for index, task in enumerate(tasks):
+        found = evaluated.get(index, {})
+        shares = ((found.get(kind) or [None] * (index + 1))[index] for kind in ("accuracy", "local_accuracy"))
+        told = ("not measured" if share is None else f"{100 * share:.1f} %" for share in shares)
+        classes = ", ".join(task.classes[:20]) + (", ..." if len(task.classes) > 20 else "")
+        rows.append((task.name, f"{len(task.classes)}: {classes}", *told))
+    header = {"library_name": "cheem_jax", "pipeline_tag": "image-classification", "tags": ["continual-learning"]}
+    header |= {} if license is None else {"license": license}
+    fields = "\n".join(f"{name}: {json.dumps(value)}" for name, value in header.items())  # JSON is YAML
+    table = Grid("", ("task", "classes", "accuracy", "task ID given"), tuple(rows), 2).to_markdown()
+    return f"""---
+{fields}
+---
+
+# {repository.split("/")[-1]}
+
+A memory of cheem_jax: {config.backbone} at {config.image_size} pixels with experts for {len(rows)} tasks, learned one
+after another with the preset `{config.preset}` and seed {config.seed}. It contains no image.
+
+{table}
+
+Accuracy is on the test images of each task, right after learning it.
+
+```console
+$ cheem pull {repository} MEMORY
+$ cheem predict MEMORY IMAGES
+```
+"""
+
+
+@contextlib.contextmanager
+def _told(repository: str, doing: str) -> Iterator[None]:
+    """Errors of the hub as OSError in one line with the way out; our own pass, and those of the disk."""
+    try:
+        yield
+    except Exception as error:  # the client's error classes differ between its releases
+        if type(error) is ValueError or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        raise OSError(f"cannot {doing} {repository!r}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    causes: Sequence[Any] = [error, error.__cause__, error.__context__]
+    status = next((found.status_code for one in causes if (found := getattr(one, "response", None)) is not None), None)
+    login = "`hf auth login` logs in, or set HF_TOKEN to a token with access to it"
+    match status:
+        case 401 | 403:
+            return f"the hub refuses access ({status}); check the name OWNER/NAME; {login}"
+        case 404:
+            return f"the hub has no such repository (404), or hides it; check the name OWNER/NAME; {login}"
+        case 429:
+            return "the hub accepts no more requests for now (429); give the same command again in some minutes"
+        case int() if status >= 500:
+            return f"the hub has a fault ({status}); give the same command again later"
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    if isinstance(error, ValueError):  # the name of a repository
+        return f"{text}; expected OWNER/NAME"
+    return f"the hub does not answer ({text}); check the network, and give the same command again"

@@ -1,0 +1,114 @@
+"""Data sets of the hub: read from a folder that `save_to_disk` wrote, as the hub's are from its cache."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cheem_jax.data import ImagesConfig, load_tasks
+from cheem_jax.data.hub import plan_hub
+from cheem_jax.data.sources import cache_dir_of, plan_source
+
+datasets = pytest.importorskip("datasets")
+PIXELS = np.random.default_rng(0).integers(0, 256, (40, 6, 6, 3), np.uint8)
+
+
+def png(pixels) -> bytes:
+    packed = io.BytesIO()
+    Image.fromarray(pixels).save(packed, "PNG")
+    return packed.getvalue()
+
+
+def table(rows, labels=None, *, image="image", label="label", more=(), broken=()):
+    """Rows of a data set: columns of images and one of labels, so called; the images of some rows are `broken`."""
+    images = [{"bytes": b"no image" if row in broken else png(PIXELS[row]), "path": None} for row in rows]
+    features = dict.fromkeys((image, *more), datasets.Image())
+    features |= {label: datasets.ClassLabel(names=["cat", "dog"]), "id": datasets.Value("int64")}
+    found = dict.fromkeys((image, *more), images) | {"id": list(rows)}
+    found[label] = [row % 2 for row in rows] if labels is None else labels
+    return datasets.Dataset.from_dict(found, features=datasets.Features(features))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with the splits of these rows."""
+
+    def save(**splits):
+        folder = tmp_path / "pets"
+        datasets.DatasetDict(splits).save_to_disk(str(folder))
+        return folder
+
+    return save
+
+
+def test_a_saved_data_set_is_a_task_with_its_splits_classes_and_pixels(saved):
+    folder = saved(train=table(range(20), image="photo", label="kind"), validation=table(range(20, 30), image="photo",
+        label="kind"), test=table(range(30, 40), image="photo", label="kind"))  # fmt: skip
+    name, (plan,) = plan_source(str(folder))
+    assert (name, plan.name, plan.classes, plan.source) == ("pets", "pets", ("cat", "dog"), str(folder))
+    assert plan.counts == {"train": 20, "val": 10, "test": 10}
+    (task,) = load_tasks([plan], 6, ImagesConfig("memory"))
+    np.testing.assert_array_equal(task.train.images, PIXELS[:20])
+    np.testing.assert_array_equal(task.test.labels, np.arange(30, 40) % 2)
+
+
+def test_one_split_is_cut_by_the_seed_as_a_folder_is_and_a_task_of_a_stream(tmp_path):
+    for name in ("birds", "pets"):
+        table(range(40)).save_to_disk(str(tmp_path / "stream" / name))
+    name, plans = plan_source(str(tmp_path / "stream"))
+    assert (name, [plan.name for plan in plans]) == ("stream", ["birds", "pets"])
+    assert plans[0].counts == {"train": 25, "val": 3, "test": 12}
+    again, other = (plan_source(str(tmp_path / "stream" / "pets"), seed=seed)[1][0] for seed in (0, 1))
+    assert again.split_sha256 == plans[1].split_sha256 != other.split_sha256
+    file = tmp_path / "own.toml"
+    file.write_text('[[task]]\npath = "stream/pets"\nname = "mine"')
+    assert plan_source(str(file))[1][0].name == "mine"
+
+
+def test_a_name_on_the_hub_is_read_through_the_library(monkeypatch, tmp_path):
+    asked = []
+
+    def load(*words):
+        asked.append(words)
+        return datasets.DatasetDict(train=table(range(40)))
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    file = tmp_path / "own.toml"
+    file.write_text('[[task]]\nhub = "someone/pets:small"')
+    (one,), (two,) = plan_source("hf:someone/pets")[1], plan_source(str(file))[1]
+    assert cache_dir_of("hf:someone/pets", None) == cache_dir_of("photos", None) != cache_dir_of("mnist", None)
+    assert asked == [("someone/pets", None), ("someone/pets", "small")] and (one.name, two.name) == ("pets", "pets")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words: 1 / 0)
+    with pytest.raises(ValueError, match="^hf:someone/pets cannot be read: division by zero; check the name") as caught:
+        plan_source("hf:someone/pets")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("splits", "said"),
+    [
+        ({"test": table(range(8))}, r"has no train split, only \['test'\]"),
+        ({"train": table(range(8)).remove_columns("label")}, "expected one column of ClassLabel, found none among"),
+        (
+            {"train": table(range(8), image="a", more=["c"])},
+            r"expected one column of Image, found \['a', 'c'\]",
+        ),
+        ({"train": table(range(8)), "test": table(range(4), [-1] * 4)}, "4 of 4 images of test have no label; save"),
+        ({"train": table(range(8)), "test": table(range(4)).remove_columns("image")}, "columns of test are not those"),
+        ({"train": table(range(3))}, "to cut test and val from train every class needs 3 images or more"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told_in_one_line(saved, splits, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        plan_hub(saved(**splits))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_image_or_folder_is_named(saved):
+    folder = saved(train=table(range(20), broken=[3]), test=table(range(20, 40)), val=table(range(20, 40)))
+    with pytest.raises(ValueError, match=r"split 'train' #3: not an image file"):
+        load_tasks([plan_hub(folder)], 6, ImagesConfig("memory"))
+    (folder / "train" / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match="pets cannot be read"):
+        plan_hub(folder)

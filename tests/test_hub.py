@@ -1,0 +1,226 @@
+"""A memory on a hub that runs on this machine: what is sent, what comes back, and what a hub that fails leads to."""
+
+import base64
+import dataclasses
+import functools
+import hashlib
+import http.server
+import json
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import small
+from test_memory import STREAM, begin
+
+import cheem_jax
+from cheem_jax.cli.main import main
+
+REPO = "someone/pets"
+
+
+@dataclasses.dataclass
+class State:
+    """Repositories by name, and how the hub fails."""
+
+    repositories: dict[str, dict[str, bytes]] = dataclasses.field(default_factory=dict)
+    private: list[bool] = dataclasses.field(default_factory=list)
+    status: int = 200
+    delay: float = 0
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as a push and a pull ask of it."""
+
+    def __init__(self, state: State, *args):
+        self.state = state
+        super().__init__(*args)
+
+    def do_GET(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        time.sleep(self.state.delay)
+        if self.state.status != 200:
+            return self.reply(b"{}", self.state.status)
+        repositories, place = self.state.repositories, self.path.partition("?")[0].strip("/").split("/")
+        match place:
+            case ["api", "repos", "create"]:
+                given = json.loads(body)
+                repositories[f"{given['organization']}/{given['name']}"] = {}
+                self.state.private.append(given.get("visibility") == "private" or given.get("private") is True)
+                return self.reply({"url": f"http://{self.headers['Host']}/{REPO}"})
+            case ["api", "validate-yaml"]:
+                return self.reply({"errors": [], "warnings": []})
+            case ["api", "models", owner, name, *rest] if (files := repositories.get(f"{owner}/{name}")) is not None:
+                if rest[:1] == ["preupload"]:
+                    told = {"uploadMode": "regular", "shouldIgnore": False}
+                    return self.reply({"files": [{"path": f["path"], **told} for f in json.loads(body)["files"]]})
+                for line in map(json.loads, body.splitlines()):
+                    value = line["value"]
+                    if line["key"] == "file":
+                        files[value["path"]] = base64.b64decode(value["content"])
+                    elif line["key"] == "deletedFile":
+                        del files[value["path"]]
+                commit = {"commitUrl": f"http://{self.headers['Host']}/{REPO}/commit/1", "commitOid": "1" * 40}
+                known = {"id": REPO, "sha": "1" * 40, "siblings": [{"rfilename": name} for name in files]}
+                return self.reply(commit if rest else known)
+            case [owner, name, "resolve", _, *path] if "/".join(path) in repositories.get(f"{owner}/{name}", {}):
+                return self.reply(repositories[f"{owner}/{name}"]["/".join(path)])
+        self.reply(b"{}", 404, "RepoNotFound")
+
+    do_POST = do_HEAD = do_GET
+
+    def reply(self, content, status=200, code=""):
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("X-Repo-Commit", "1" * 40)
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format, *args):
+        pass
+
+
+class Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        pass  # a client that no longer waits has closed its end
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """An empty hub, by which the library asks."""
+    import huggingface_hub.constants as constants
+
+    state = State()
+    with Server(("127.0.0.1", 0), functools.partial(Hub, state)) as server:
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_TOKEN", "a-token")
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield state
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("memory") / "pets"
+    with small.shared_executors():
+        begin(directory).learn(STREAM.tasks[:2])
+    return directory
+
+
+@pytest.fixture
+def memory(learned, tmp_path) -> Path:
+    """A memory with reports, which show images, and other files beside it."""
+    directory = Path(shutil.copytree(learned, tmp_path / "pets"))
+    for name in ("report.html", "figures/a.png", "generation-0001/cheem/stray.png", "base.png", "notes.txt"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(b"an image")
+    return directory
+
+
+def cheem(capsys, monkeypatch, *words):
+    """Status, standard output and standard error of `cheem`."""
+    monkeypatch.setattr(sys, "argv", ["cheem", *map(str, words)])
+    try:
+        main()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_a_pushed_memory_contains_no_image_and_answers_the_same_once_pulled(capsys, monkeypatch, hub, memory, tmp_path):
+    status, out, _ = cheem(capsys, monkeypatch, "push", memory, REPO, "--license", "apache-2.0")
+    assert status == 0 and "files, and no image" in out and hub.private == [True]
+    sent = hub.repositories[REPO]
+    card = sent["README.md"].decode()
+    assert card.startswith("---\n") and 'license: "apache-2.0"' in card and "| task1 | 4: c0, c1, c2, c3 |" in card
+    tasks = [f"generation-0001/cheem/00{i}-task{i}" for i in range(2)]
+    expected = {"README.md", "config.json", "backbone.safetensors", "metrics.jsonl"}
+    expected |= {
+        file.relative_to(memory).as_posix() for t in tasks for file in (memory / t).rglob("*") if file.is_file()
+    }
+    assert sent.keys() == expected and not any(b"an image" in content for content in sent.values())
+
+    sent["../outside.txt"] = sent["base/../../outside.txt"] = b"elsewhere"
+    status, out, _ = cheem(capsys, monkeypatch, "pull", REPO, tmp_path / "new")
+    assert status == 0 and "contains task0, task1; cheem predict" in out
+    assert not list(tmp_path.rglob("outside.txt")) and not (tmp_path / "new" / ".cache").exists()
+    images = STREAM.tasks[1].test.images
+    assert cheem_jax.open(tmp_path / "new").predict(images) == cheem_jax.open(memory).predict(images)
+    status, _, err = cheem(capsys, monkeypatch, "pull", REPO, tmp_path / "new")
+    assert status == 2 and "exists and is not empty" in err
+
+
+def test_what_was_forgotten_is_gone_with_the_next_push(hub, memory):
+    from cheem_jax.memory.hub import push
+
+    push(memory, REPO)
+    hub.repositories[REPO]["own.md"] = b"kept"
+    cheem_jax.open(memory).forget("task1")
+    names = push(memory, REPO, public=True)
+    assert hub.repositories[REPO].keys() == {*names, "own.md"} and hub.private == [True]
+    assert all("task1" not in name for name in names) and any("generation-0002" in name for name in names)
+    assert b"task1" not in hub.repositories[REPO]["README.md"]
+
+
+@pytest.mark.parametrize("command", ["push", "pull"])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"status": 401}, "the hub refuses access (401); check the name OWNER/NAME; `hf auth login` logs in"),
+        ({"status": 429}, "the hub accepts no more requests for now (429); give the same command again in some"),
+        ({"status": 503}, "the hub has a fault (503); give the same command again later"),
+        ({"delay": 1.5}, "the hub does not answer ("),
+    ],
+    ids=str,
+)
+def test_a_hub_that_fails_is_told_in_one_line(capsys, monkeypatch, hub, memory, tmp_path, command, fault, said):
+    hub.repositories[REPO] = {}
+    for name, value in fault.items():
+        setattr(hub, name, value)
+    monkeypatch.setattr("cheem_jax.memory.hub.TIMEOUT", 0.3)
+    words = (memory, REPO) if command == "push" else (REPO, tmp_path / "new")
+    status, _, err = cheem(capsys, monkeypatch, command, *words)
+    assert status == 2 and err.count("\n") == 1 and said in err and repr(REPO) in err
+    assert not hub.repositories[REPO] and [file.name for file in tmp_path.iterdir()] == ["pets"]
+
+
+def test_a_repository_that_is_missing_corrupted_or_another_model_leaves_nothing(
+    capsys, monkeypatch, hub, memory, tmp_path
+):
+    from cheem_jax.memory.hub import push
+
+    def refused(name=REPO):
+        status, _, err = cheem(capsys, monkeypatch, "pull", name, tmp_path / "new")
+        assert status == 2 and err.count("\n") == 1 and not (tmp_path / "new").exists()
+        return err
+
+    assert "the hub has no such repository (404), or hides it" in refused()
+    assert "expected OWNER/NAME" in refused("a/b/c")
+    push(memory, REPO)
+    files = hub.repositories[REPO]
+    weights = files.pop("backbone.safetensors")
+    assert "is not a memory: it lacks backbone.safetensors" in refused()
+    files["backbone.safetensors"] = weights
+    place = next(name for name in files if name.startswith("generation") and "/d/" in name)
+    files[place] = files[place][:-1] + bytes([files[place][-1] ^ 1])
+    assert "is not a whole memory" in refused()
+    config = json.loads((memory / "config.json").read_text())
+    config["learning"] = {"name": "cats", "number": 2, "data_sha256": "0"}
+    (memory / "config.json").write_text(json.dumps(config))
+    status, _, err = cheem(capsys, monkeypatch, "push", memory, REPO)
+    assert status == 2 and "task 'cats' is interrupted; finish it, or forget it" in err
