@@ -26,6 +26,8 @@ def save_memory_task(root: Path, memory: InternalMemory, index: int, rank: int) 
         arrays["distances"] = task.distances
     if task.moments:
         arrays["moments"] = dict(task.moments)
+    if task.statistics:
+        arrays["statistics"] = dict(task.statistics)
     meta = {
         "name": task.name,
         "classes": list(task.classes),
@@ -176,6 +178,6 @@ def _task_of(arrays: Arrays, meta: Mapping[str, Any]) -> tuple[TaskMemory, dict[
         meta["name"], tuple(meta["classes"]), from_strings(meta["architecture"]), tuple(meta["experts"]),
         Head(**jax.device_put(arrays["head"])), np.asarray(arrays["means"]),
         np.asarray(arrays["centroids"]), None if distances is None else np.asarray(distances),
-        {name: np.asarray(values) for name, values in arrays.get("moments", {}).items()},
+        *({name: np.asarray(values) for name, values in arrays.get(k, {}).items()} for k in ("moments", "statistics")),
     )  # fmt: skip
     return task, _experts_of(arrays)

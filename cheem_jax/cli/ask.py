@@ -208,6 +208,13 @@ def show_info(settings: Info) -> None:
     _print_fitting(Grid("", columns, tuple(rows), 1), progress.console, ("executed", "open set", "number"))
     for task in found["tasks"]:
         progress.architecture(task["name"], task["architecture"])
+    for task in found["tasks"]:
+        for more in task["extended"]:
+            (images, all_images), (classes, all_classes) = more["num_train"], more["num_classes"]
+            progress.say(
+                f"{task['name']}: extended from {images:,} training images of {classes} classes to {all_images:,} of "
+                f"{all_classes}"
+            )
     num_experts = [sum(expert["kind"] != "gone" for expert in block) for block in found["pool"]]
     progress.say(f"experts per block: {' '.join(map(str, num_experts))}")
 

@@ -62,6 +62,8 @@ class TaskMemory:
     None where nobody asked for them."""
     moments: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     """What else names the task, where the router is not one by centroids."""
+    statistics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Of its classes in its own network's features, where more images may follow; empty where nobody asked for them."""
 
     @property
     def place(self) -> TaskStatistics:

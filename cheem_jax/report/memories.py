@@ -31,8 +31,8 @@ def as_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_forgotten(config: Mapping[str, Any]) -> int:
-    """How many tasks were forgotten: each time the memory's generation goes up."""
-    return config.get("generation", 1) - 1 if is_memory(config) else 0
+    """How many tasks were forgotten: each time the memory's generation goes up, unless a task was extended."""
+    return config.get("generation", 1) - 1 - len(config.get("replaced", ())) if is_memory(config) else 0
 
 
 def left_undone(config: Mapping[str, Any], directory: Path) -> str:
