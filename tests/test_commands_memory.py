@@ -1,6 +1,7 @@
 """From folders of pictures to answers through the `cheem` command, wrong turns included."""
 
 import csv
+import dataclasses
 import io
 import json
 import shutil
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from cheem_jax.cli.main import main
 from cheem_jax.data.demo import demo_stream
+from cheem_jax.data.task import Split
 from cheem_jax.run.record import read
 
 TASKS = {task.name: task for task in demo_stream(image_size=32).tasks[:2]}
@@ -258,6 +260,34 @@ def test_broken_images_are_left_out_where_that_is_asked_for_and_the_record_names
     learned = [entry for entry in read(copied) if entry["event"] == "learned"]
     assert learned[-1]["report"]["skipped_images"] == [broken.relative_to(folder).as_posix()]
     assert "skipped_images" not in learned[0]["report"]
+
+
+def test_a_task_is_extended_by_new_classes_and_info_tells(capsys, copied, photos, tmp_path):
+    task = TASKS[FIRST]
+    more = write_task(
+        tmp_path / "more",
+        dataclasses.replace(
+            task,
+            classes=task.classes[::-1],
+            **{name: Split(part.images, len(task.classes) - 1 - part.labels) for name, part in task.splits.items()},
+        ),
+    )
+    status, out, _ = cheem(capsys, "learn", copied, more, "--extend", FIRST)
+    said = " ".join(out.split())
+    assert status == 0 and f"{FIRST}: 16 more training images (16 before), 2 more classes (2 before)" in said
+    assert f"no new image of {', '.join(task.classes[:2])}; the network stays as it is" in said
+    status, out, _ = cheem(capsys, "learn", copied, more, "--extend", FIRST)
+    assert status == 0 and f"{FIRST}: learned already" in out
+    status, out, _ = cheem(capsys, "info", copied)
+    said = " ".join(out.split())
+    assert f"{FIRST}: extended from 16 training images of 2 classes to 32 of 4" in said and "forgotten" not in said
+    for words, reason in (
+        ([copied, more, "--extend", "dgos"], "no task 'dgos'"),
+        ([tmp_path / "no", more, "--extend", FIRST], "no memory"),
+    ):
+        status, _, err = cheem(capsys, "learn", *words)
+        assert status == 2 and reason in err and err.count("\n") == 1
+    assert not (tmp_path / "no").exists()
 
 
 def test_forget_says_what_went(capsys, copied, photos):

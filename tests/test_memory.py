@@ -18,10 +18,14 @@ from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import build, init_params
 from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.cheem.config import DEMO, QUICK, auto
+from cheem_jax.cheem.saved_memory import save_memory_task
 from cheem_jax.continual import RunConfig, run_stream
-from cheem_jax.data.task import Split, Stream
+from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.export import kind_of
 from cheem_jax.memory import OpenMemory
+from cheem_jax.memory.extending import added_up, class_statistics, mixed_quantiles
+from cheem_jax.report.memories import num_forgotten
+from cheem_jax.report.table import task_grid
 from cheem_jax.run.checkpoint import load_manifest, saved_tasks
 from cheem_jax.run.directory import hold
 from cheem_jax.run.progress import Progress
@@ -373,18 +377,26 @@ def test_several_tasks_are_forgotten_together_or_none(copied):
     assert b"task0" not in (copied / "metrics.jsonl").read_bytes()
 
 
+def dying(write, name):
+    """`OpenMemory._write` in a process that is killed once it has written this."""
+
+    def die_after(self, **changes):
+        write(self, **changes)
+        if changes.get(name):
+            raise KeyboardInterrupt
+
+    return die_after
+
+
+def killed(*_):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("names", [("task0",), ("task0", "task1")])
 def test_what_a_killed_forgetting_leaves_is_finished_by_the_next_writer(copied, monkeypatch, names):
     memory = cheem_jax.open(copied)
-    real = OpenMemory._write
-
-    def die_after(self, **changes):
-        real(self, **changes)
-        if changes.get("forgetting"):
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(OpenMemory, "_write", die_after)
+        patched.setattr(OpenMemory, "_write", dying(OpenMemory._write, "forgetting"))
         with pytest.raises(KeyboardInterrupt):
             memory.forget(*names)
     config = json.loads((copied / "config.json").read_text())
@@ -436,6 +448,164 @@ def test_forgetting_what_others_stand_on_keeps_their_answers_on_the_disk_too(dee
         later = memory.forget("task3", erase=True)
         assert later.baked and not later.ancestors
         assert not any(e["origin"] == "forgotten" and e["kind"] != "gone" for b in memory.pools.history() for e in b)
+
+
+def only(task: Task, *labels: int) -> Task:
+    """The images of some of a task's classes."""
+    parts = {}
+    for name, split in task.splits.items():
+        rows = np.isin(split.labels, labels)
+        parts[name] = Split(split.images[rows], np.searchsorted(labels, split.labels[rows]).astype(np.int32))
+    return Task(task.name, tuple(task.classes[label] for label in labels), **parts)
+
+
+MORE = small.task("photos", 0, num=24)
+"""Other images of the classes of `task0`."""
+NEW = only(small.task("photos", 50, num_classes=5), 3, 4)
+"""Images of classes that `task0` lacks."""
+
+
+def test_more_images_of_every_class_change_one_task_alone(copied, capsys):
+    memory = cheem_jax.open(copied)
+    others = {name: given(memory, name) for name in ("task1", "task2")}
+    before = given(memory, "task0")
+    (extended,) = memory.learn(MORE, extend="task0")
+    assert (extended.name, extended.number, extended.classes) == ("task0", 3, ("c0", "c1", "c2"))
+    for opened in (memory, cheem_jax.open(copied)):
+        assert [task.name for task in opened.tasks] == ["task1", "task2", "task0"]
+        for name, logits in others.items():
+            np.testing.assert_array_equal(given(opened, name), logits)
+        assert (given(opened, "task0") != before).any(), "it was fine-tuned"
+        told = opened.info()["tasks"][2]["extended"][0]
+        assert (told["num_train"], told["num_classes"]) == ([40, 64], [3, 3])
+    assert "every learned class has new images, so the network is fine-tuned" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert len(memory.pools.tasks[2].centroids) == 10, "centroids of the new images are added to the old ones"
+    tasks = results_of(read(copied))["tasks"]
+    assert [(task["name"], task["num_train"]) for task in tasks] == [("task1", 40), ("task2", 40), ("task0", 64)]
+    assert tasks[2]["extended"] == [{"num_train": [40, 64], "num_classes": [3, 3]}]
+    caption = task_grid(results_of(read(copied))).caption
+    assert "T2 was learned from 40 training images of 3 classes and extended since" in caption
+    assert num_forgotten(json.loads((copied / "config.json").read_text())) == 0
+    after = contents(copied)
+    for again in (MORE, dataclasses.replace(STREAM.tasks[0], name="again")):
+        memory.learn(again, extend="task0")
+        assert "task0: learned already" in capsys.readouterr().out and contents(copied) == after
+    memory.learn(small.task("task3", 3))
+    memory.forget("task0")
+    left = [file for file in copied.rglob("*") if file.is_file()]
+    assert not [file for file in left if b"task0" in file.read_bytes()]
+
+
+def test_without_new_images_of_a_class_the_network_stays_as_it_is(copied, capsys):
+    memory = cheem_jax.open(copied)
+    old, experts = memory.pools.tasks[0], memory.pools.added(0)
+    memory.learn(NEW, extend="task0")
+    assert "no new image of c0, c1, c2; the network stays as it is" in " ".join(capsys.readouterr().out.split())
+    memory = cheem_jax.open(copied)
+    new, copies = memory.pools.tasks[2], memory.pools.added(2)
+    assert new.classes == ("c0", "c1", "c2", "c3", "c4") and new.architecture == old.architecture
+    assert experts and experts.keys() == copies.keys()
+    for block, stored in experts.items():
+        jax.tree.map(np.testing.assert_array_equal, stored.params, copies[block].params)
+    assert new.statistics["counts"].tolist() == [14, 13, 13, 8, 8]
+    for task in (STREAM.tasks[0], NEW):
+        assert memory.evaluate(task, task="task0")[0].accuracy_given > 0.8
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("data", "phase"), [(MORE, "finetune"), (MORE, "means"), (NEW, "means"), (NEW, "evaluate")])
+def test_a_killed_extension_leaves_the_task_and_ends_with_the_same_bits(copied, tmp_path, data, phase):
+    whole = Path(shutil.copytree(copied, tmp_path / "whole"))
+    cheem_jax.open(whole).learn(data, extend="task0")
+    memory, before = cheem_jax.open(copied), contents(copied)
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn(data, extend="task0", progress=Killed(phase), save_every=0)
+    memory = cheem_jax.open(copied)
+    assert contents(copied) == (contents(whole) if phase == "evaluate" else before)
+    memory.learn(data, extend="task0")
+    assert contents(copied) == contents(whole)
+    assert results_of(read(copied))["accuracy"] == results_of(read(whole))["accuracy"]
+
+
+def test_an_extension_that_is_killed_before_its_record_is_finished_by_the_next_writer(copied, monkeypatch):
+    memory, real = cheem_jax.open(copied), OpenMemory._write
+    with monkeypatch.context() as patched:
+        patched.setattr(OpenMemory, "_write", dying(real, "forgetting"))
+        with pytest.raises(KeyboardInterrupt):
+            memory.learn(NEW, extend="task2")
+    with monkeypatch.context() as patched:  # and once more, when the record is already right
+        patched.setattr("cheem_jax.memory.opened.write_results", killed)
+        with pytest.raises(KeyboardInterrupt):
+            cheem_jax.open(copied).learn(NEW, extend="task2")
+    cheem_jax.open(copied).learn(NEW, extend="task2")
+    assert [task["name"] for task in results_of(read(copied))["tasks"]] == ["task0", "task1", "task2"]
+    assert len(list(copied.glob("generation-*"))) == 1
+
+
+def test_an_extension_that_does_not_fit_is_refused_before_anything_changes(copied):
+    memory, before = cheem_jax.open(copied), (copied / "config.json").read_bytes()
+    clash = dataclasses.replace(MORE, classes=("C0", "c1", "c2"))
+    for data, words, reason in (
+        (MORE, {"extend": "taks0"}, "has no task 'taks0'; did you mean task0"),
+        (clash, {"extend": "task0"}, "differ in upper and lower case alone: 'C0' and 'c0'"),
+        (MORE, {"extend": "task0", "name": "more"}, "but the name 'more' came with it"),
+        (STREAM, {"extend": "task0"}, "but 3 tasks came with it"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            memory.learn(data, **words)
+    assert (copied / "config.json").read_bytes() == before
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn(NEW, extend="task0", progress=Killed("means"))
+    assert cheem_jax.open(copied).info()["learning"]["name"] == "task0"
+    for data, words in ((MORE, {"extend": "task0"}), (NEW, {"extend": "task1"}), (small.task("task3", 3), {})):
+        with pytest.raises(ValueError, match="'task0' is interrupted"):
+            memory.learn(data, **words)
+    memory.forget("task0")
+    assert [task.name for task in memory.tasks] == ["task1", "task2"] and memory.info()["learning"] is None
+
+
+def test_a_task_of_an_earlier_version_is_extended_by_images_of_every_class_alone(copied):
+    memory = cheem_jax.open(copied)
+    task = dataclasses.replace(memory.pools.tasks[2], statistics={})
+    shutil.rmtree(copied / "generation-0001" / "cheem" / "002-task2")
+    older = dataclasses.replace(memory.pools, tasks=(*memory.pools.tasks[:2], task))
+    save_memory_task(copied / "generation-0001" / "cheem", older, 2, small.QUICK.ops.rank)
+    memory = cheem_jax.open(copied)
+    with pytest.raises(ValueError, match="has no statistics of its classes .* new images of every learned class"):
+        memory.learn(NEW, extend="task2")
+    memory.learn(small.task("photos", 2, num=24), extend="task2")
+    memory.learn(NEW, extend="task2")
+    assert memory.tasks[2].classes == ("c0", "c1", "c2", "c3", "c4")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("erased", [False, True])
+def test_extending_what_others_stand_on_keeps_their_answers(deep, tmp_path, erased):
+    directory = Path(shutil.copytree(deep, tmp_path / "pets"))
+    memory, name = cheem_jax.open(directory), "task1" if erased else "task0"
+    if erased:  # some adapted experts of `task1` become full ones
+        memory.forget("task0", erase=True)
+    others = {task.name: given(memory, task.name) for task in memory.tasks if task.name != name}
+    memory.learn(NEW, extend=name)
+    memory = cheem_jax.open(directory)
+    for other, logits in others.items():
+        np.testing.assert_array_equal(given(memory, other), logits)
+
+
+def test_statistics_of_parts_add_up_to_those_of_all():
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(size=(60, 4)).astype(np.float32), np.arange(60) % 3
+    features += labels[:, None]
+    first, labels[40:] = labels[:40] % 2, labels[40:]
+    old = class_statistics(features[:40], first, 2)
+    new = class_statistics(features[40:], labels[40:], 3)
+    everything = class_statistics(features, np.concatenate([first, labels[40:]]), 3)
+    for name, values in added_up(old, new).items():
+        np.testing.assert_allclose(values, everything[name], rtol=1e-5, atol=1e-5)
+    far = mixed_quantiles(np.linspace(0, 1, 201), np.linspace(10, 11, 201), 0.9)
+    assert far[0] == 0 and far[-1] == 11 and far[178] < 1 < 10 <= far[182]
 
 
 def test_forgetting_works_where_files_cannot_be_linked(copied, monkeypatch):

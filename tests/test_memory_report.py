@@ -108,7 +108,7 @@ def test_a_page_says_that_it_is_about_a_memory_and_shows_no_number_that_was_not_
 def test_a_page_shows_what_was_evaluated_until_the_memory_changes(moment):
     directory = moment("three")
     memory = cheem_jax.open(directory)
-    memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6), Score("task1", 20, 0.25, 0.5, 0.5)])
+    memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6, 0.1), Score("task1", 20, 0.25, 0.5, 0.5, 0.1)])
     assert "(2 measured so far)" in parsed(directory).text
     memory.keep_scores([Score("task2", 30, 0.75, 1.0, 1.0)])
     told = parsed(directory).text

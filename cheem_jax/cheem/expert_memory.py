@@ -109,7 +109,7 @@ class ExpertMemory:
 
     def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
         """What a task keeps beside experts and head, and needs."""
-        return [*kept_by_router(task), task.means]
+        return [*kept_by_router(task), task.means, *task.statistics.values()]
 
     def _executed(self, index: int) -> int:
         """Task identification and the task's network: resumed where it leaves the backbone, if that names the task."""

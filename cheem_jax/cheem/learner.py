@@ -40,7 +40,7 @@ from cheem_jax.data.augmentation import AugmentedImages
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Budget, Feed, HostImages, Subset, feed_images, keep_tokens
-from cheem_jax.engine.passes import Advance, answers, token_means, unwatched
+from cheem_jax.engine.passes import Advance, TokenMeans, answers, token_means, unwatched
 from cheem_jax.run.method import FrozenFeatures, Running, base_network
 
 
@@ -115,7 +115,7 @@ class Cheem(ExpertMemory):
         chosen = decode(finished.codes, learning.candidates.sizes)
         architecture = learning.candidates.in_pool(chosen)
         pool, used = grow(self.memory.pool, architecture, network.learned(state, chosen), index)
-        means = self._means(learning, finished, task_network(DenseExperts(pool, 0), used))
+        means = self.finished_means(learning, finished, task_network(DenseExperts(pool, 0), used)).means[0]
         self.remember(
             task, pool=pool, architecture=architecture, experts=used, head=network.trained_head(state), means=means,
             seed=self.keys.seed_at(index, Phase.CENTROIDS), clock=clock,
@@ -357,14 +357,14 @@ class Cheem(ExpertMemory):
         key, num_classes = self.keys.at(learning.index, phase), len(learning.task.classes)
         return Supernet(key, learning.candidates.experts, num_classes, self.config.ops)
 
-    def _means(self, learning: Learning, finished: Finished, network: Network) -> Float[np.ndarray, "L D"]:
-        """mu of the finished network over the training images."""
+    def finished_means(self, learning: Learning, finished: Finished, network: Network) -> TokenMeans:
+        """mu of the finished network over the training images, and their features."""
         underway, num = learning.underway, len(learning.task.train.labels)
         saved = functools.partial(underway.saved, {finished.name: finished.fit})
         with underway.clock("finetune"), learning.running.phase("means", num, saved) as advance:
             return token_means(
                 self.executor, [network], learning.train, num, batch_size=self.config.batch_size, advance=advance
-            ).means[0]
+            )
 
     def _search_report(self, learning: Learning, finished: Finished) -> dict[str, Any]:
         searched, config, codes = learning.underway.searched, self.config, finished.codes

@@ -28,6 +28,8 @@ def save_memory_task(root: Path, memory: InternalMemory, index: int, rank: int) 
         arrays["moments"] = dict(task.moments)
     if task.temperature != 1:
         arrays["temperature"] = np.array([task.temperature], np.float32)
+    if task.statistics:
+        arrays["statistics"] = dict(task.statistics)
     meta = {
         "name": task.name,
         "classes": list(task.classes),
@@ -180,5 +182,6 @@ def _task_of(arrays: Arrays, meta: Mapping[str, Any]) -> tuple[TaskMemory, dict[
         np.asarray(arrays["centroids"]), None if distances is None else np.asarray(distances),
         {name: np.asarray(values) for name, values in arrays.get("moments", {}).items()},
         float(arrays.get("temperature", np.ones(1))[0]),
+        {name: np.asarray(values) for name, values in arrays.get("statistics", {}).items()},
     )  # fmt: skip
     return task, _experts_of(arrays)

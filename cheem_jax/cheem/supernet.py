@@ -98,6 +98,11 @@ class Supernet:
         key = key_at(self.key, len(self.experts), 0)
         return SupernetState({}, init_head_learner(key, width, next_power_of_two(self.num_classes)))
 
+    def begun_with(self, learned: Mapping[Place, Expert | LowRank], head: Head) -> SupernetState:
+        """A state that begins with a network's own parameters and a padded head."""
+        learners = {place: OpLearner(params, _adam.init(params)) for place, params in learned.items()}
+        return SupernetState(learners, HeadLearner(head, _adam.init(head)))
+
     def with_learners(self, state: SupernetState, architectures: Iterable[Architecture]) -> SupernetState:
         """The state with a learner for each Adapt and New of these architectures; those it has stay as they are."""
         places = {place for architecture in set(architectures) for place in learned_places(architecture)}

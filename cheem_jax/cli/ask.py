@@ -222,6 +222,13 @@ def show_info(settings: Info) -> None:
     progress.say(INFO_LEGEND)
     for task in found["tasks"]:
         progress.architecture(task["name"], task["architecture"])
+    for task in found["tasks"]:
+        for more in task["extended"]:
+            (images, all_images), (classes, all_classes) = more["num_train"], more["num_classes"]
+            progress.say(
+                f"{task['name']}: extended from {images:,} training images of {classes} classes to {all_images:,} of "
+                f"{all_classes}"
+            )
     num_experts = [sum(expert["kind"] != "gone" for expert in block) for block in found["pool"]]
     progress.say(f"experts per block: {' '.join(map(str, num_experts))}")
 

@@ -25,6 +25,8 @@ class Learn(OfData, OfMemory):
 
     name: str | None = None
     """The task's name; default: that of its folder."""
+    extend: str | None = None
+    """A learned task of which the data are more images: of classes that it has, of new ones, or both."""
     backbone: str | None = None
     """For a new memory: deit_tiny (the default), vit_base, vit_micro (bundled), another plain timm ViT by name."""
     weights: Path | None = None
@@ -68,6 +70,10 @@ def learn_tasks(settings: Learn) -> None:
     if settings.name is not None and len(plans) > 1:
         raise ValueError(f"one name, {settings.name!r}, for {len(plans)} tasks: {[plan.name for plan in plans]}")
     fresh = not (settings.memory / NAME).exists()
+    if fresh and settings.extend is not None:
+        raise ValueError(
+            f"no memory {str(settings.memory)!r}, so no task {settings.extend!r} to extend; leave out --extend"
+        )
     memory = (_new_memory if fresh else _old_memory)(settings, progress)
     progress.say(
         f"{'new memory ' if fresh else ''}{shown(memory.directory)}: {memory.config.backbone} at "
@@ -80,7 +86,7 @@ def learn_tasks(settings: Learn) -> None:
             shutil.rmtree(memory.directory)
         raise
     memory.learn(
-        tasks, name=settings.name, progress=progress, save_every=settings.save_every,
+        tasks, name=settings.name, extend=settings.extend, progress=progress, save_every=settings.save_every,
         discard_unfinished=settings.discard_unfinished,
     )  # fmt: skip
     place, names = shown(memory.directory), ", ".join(task.name for task in memory.tasks)

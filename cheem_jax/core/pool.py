@@ -64,6 +64,8 @@ class TaskMemory:
     """What else names the task, where the router is not one by centroids."""
     temperature: float = 1.0
     """Of its probabilities, softmax(logits / temperature), fitted on its validation images; 1 where nobody asked."""
+    statistics: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Of its classes in its own network's features, where more images may follow; empty where nobody asked for them."""
 
     @property
     def place(self) -> TaskStatistics:

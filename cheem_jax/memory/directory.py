@@ -7,8 +7,8 @@
     metrics.jsonl                   how each task was learned and what was measured
     evaluated.json                  what `cheem evaluate` measured since then
 
-Learning adds a directory. Forgetting writes a new generation beside the old one and then says in `config.json` that it
-counts; whatever a killed process leaves is taken away by the next one that writes.
+Learning adds a directory. Forgetting or extending a task writes a new generation beside the old one and then says in
+`config.json` that it counts; whatever a killed process leaves is taken away by the next one that writes.
 """
 
 import contextlib
@@ -63,6 +63,10 @@ class MemoryConfig:
     """The task that is being learned: name, number and data."""
     forgetting: tuple[dict[str, Any], ...] | None = None
     """Tasks that are forgotten while the record still tells of them, the last one first."""
+    replaced: tuple[int, ...] = ()
+    """Numbers that tasks had before they were extended, each time in a new generation."""
+    extended: dict[str, list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """Each extension of a task: its data, and the numbers of training images and classes before and after."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -141,13 +145,17 @@ def write_generation(
     with made_whole(new) as partial:
         root = partial / "cheem"
         root.mkdir()
-        for number, place in enumerate(saved_tasks(old / "cheem")):
+        saved = saved_tasks(old / "cheem")
+        for number, place in enumerate(saved):
             if number in after.forgotten:
                 save_forgotten(root, after, number)
             elif number in changed:
                 save_memory_task(root, after, after.numbers.index(number), rank)
             else:
                 shutil.copytree(place, root / place.name, copy_function=_link)
+        for index, number in enumerate(after.numbers):
+            if number >= len(saved):  # a task that was extended
+                save_memory_task(root, after, index, rank)
 
 
 def _link(source: str, target: str) -> None:

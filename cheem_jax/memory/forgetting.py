@@ -51,8 +51,13 @@ def forget(memory: InternalMemory, *names: str, erase: bool = False) -> Forgotte
     experts: of forgotten tasks only what others use as it is stays then. Raises ValueError for unknown names.
     """
     check_names(names, [task.name for task in memory.tasks], "this memory")
-    numbers = tuple(n for n, task in zip(memory.numbers, memory.tasks, strict=True) if task.name in names)
-    tasks = tuple(task for task in memory.tasks if task.name not in names)
+    named = zip(memory.numbers, memory.tasks, strict=True)
+    return without_numbers(memory, tuple(n for n, task in named if task.name in names), erase=erase)
+
+
+def without_numbers(memory: InternalMemory, numbers: tuple[int, ...], *, erase: bool = False) -> Forgotten:
+    """`forget` for tasks by number."""
+    tasks = tuple(task for n, task in zip(memory.numbers, memory.tasks, strict=True) if n not in numbers)
     left = dataclasses.replace(memory, tasks=tasks, forgotten=tuple(sorted((*memory.forgotten, *numbers))))
     blocks, removed, in_use, ancestors, baked = [], [], [], [], []
     for b, block in enumerate(memory.pool):

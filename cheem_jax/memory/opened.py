@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,23 +18,21 @@ from PIL import Image
 from cheem_jax.backbone.vit import ViT
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.cheem.config import auto
-from cheem_jax.cheem.expert_memory import TaskNetworks, task_network
-from cheem_jax.cheem.learner import Cheem
+from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.saved_memory import open_memory as open_saved
 from cheem_jax.cheem.saved_memory import open_usable
 from cheem_jax.continual import RunContext, evaluate, learn_task
 from cheem_jax.core.architecture import Choice, to_strings
 from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.core.keys import Keys
-from cheem_jax.core.metrics import calibration_error, fit_temperature
+from cheem_jax.core.metrics import calibration_error
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, TaskMemory
-from cheem_jax.core.routing.centroids import calibrate, distances
 from cheem_jax.data.task import Task, check_names, copies_of, repeats
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
-from cheem_jax.engine.feed import HostImages, memory_budget
-from cheem_jax.engine.passes import network_features
+from cheem_jax.engine.compilation import Mark
+from cheem_jax.engine.feed import memory_budget
 from cheem_jax.memory.data import Data, Picture, pixels_of, tasks_of
 from cheem_jax.memory.directory import (
     BASE,
@@ -45,14 +44,14 @@ from cheem_jax.memory.directory import (
     write_config,
     write_generation,
 )
-from cheem_jax.memory.forgetting import Forgotten, forget, without_task
+from cheem_jax.memory.extending import Extension, MemoryLearner, absent_classes, extension_of
+from cheem_jax.memory.forgetting import Forgotten, forget, without_numbers, without_task
 from cheem_jax.memory.predictor import BATCH_SIZES, Prediction, Predictor, is_best, probabilities_of
 from cheem_jax.report.memories import EVALUATED, Evaluated, keep_evaluated
 from cheem_jax.report.status import Status
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_task, saved_tasks
 from cheem_jax.run.directory import hold
-from cheem_jax.run.method import Running
 from cheem_jax.run.progress import Progress, duration
 from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import write_results
@@ -116,7 +115,7 @@ class OpenMemory:
         self.executor = networks.executor
         base = base_means_of(pretrained, method, engine.precision, images=None, progress=Progress())
         keys = Keys(config.seed, config.seeds)
-        self._learner = _Calibrated(self.executor, method, keys, base.values, networks.router_features)
+        self._learner = MemoryLearner(self.executor, method, keys, base.values, networks.router_features)
         self._predictors: dict[Any, Predictor] = {}
         self.refresh()
 
@@ -201,7 +200,8 @@ class OpenMemory:
             cost = self._learner.costs(index)
             own = {name: cost[name] for name in ("experts", "flops_executed", "params_added", "params_added_percent")}
             own |= {"bytes": sizes.get(task.number, 0), "flops": cost["flops_method"]}
-            tasks.append({**task._asdict(), **own, "calibrated": kept.distances is not None})
+            extended = self.config.extended.get(task.name, [])
+            tasks.append({**task._asdict(), **own, "calibrated": kept.distances is not None, "extended": extended})
         told = ("backbone", "image_size", "weights_sha256", "preset", "seed", "keeps_base")
         return {
             "directory": str(self.directory),
@@ -212,7 +212,7 @@ class OpenMemory:
             "lost": self.lost or {},
             "bytes": _bytes_of(self.directory),
             "tasks": tasks,
-            "forgotten": list(self.pools.forgotten),
+            "forgotten": sorted(set(self.pools.forgotten) - set(self.config.replaced)),
             "pool": self.pools.history(),
             "candidates": [list(block) for block in self.pools.candidates()],
         }
@@ -300,7 +300,12 @@ class OpenMemory:
 
     def keep_scores(self, scores: Sequence[Score]) -> None:
         """Keep what was measured on test images for `cheem report`, until a task is learned or forgotten."""
-        measured = {score.task: Evaluated(*score[1:], time.strftime("%Y-%m-%d %H:%M")) for score in scores}
+        measured = {
+            score.task: Evaluated(
+                score.num_images, score.accuracy, score.accuracy_given, score.found, time.strftime("%Y-%m-%d %H:%M")
+            )
+            for score in scores
+        }
         keep_evaluated(self.directory, dataclasses.asdict(self.config), measured)
 
     def _score(self, task: Task, index: int, split: str, open_set: float | None) -> Score:
@@ -358,12 +363,14 @@ class OpenMemory:
         data: Data,
         *,
         name: str | None = None,
+        extend: str | None = None,
         progress: Progress | None = None,
         save_every: float | None = None,
         discard_unfinished: bool = False,
     ) -> tuple[TaskInfo, ...]:
         """Learn one task or several, each from its own images alone; what is learned already from equal data stays.
 
+        `extend` names a learned task of which the data are more images: of classes that it has, of new ones, or both.
         Killed at any moment and called again with the same data it resumes; Ctrl-C raises Stopped after the running
         step. Raises ValueError for a task whose name is taken, where another one is unfinished (unless
         `discard_unfinished`), and for a run of an experiment, whose tasks are fixed.
@@ -375,6 +382,11 @@ class OpenMemory:
             if len(tasks) != 1:
                 raise ValueError(f"one name, {name!r}, for {len(tasks)} tasks: {[task.name for task in tasks]}")
             tasks = (dataclasses.replace(tasks[0], name=name),)
+        if extend is not None:
+            if name is not None or len(tasks) != 1:
+                given = f"the name {name!r}" if name is not None else f"{len(tasks)} tasks"
+                raise ValueError(f"one task, {extend!r}, is extended by the images of one, but {given} came with it")
+            tasks = (dataclasses.replace(tasks[0], name=extend),)
         if repeated := repeats(task.name.casefold() for task in tasks):
             raise ValueError(f"task names differ in upper and lower case alone, or not at all: {repeated}")
         size = self.config.image_size
@@ -385,7 +397,11 @@ class OpenMemory:
             progress.say(note)
         with self._writing() as record, stop_requests() as stop, Status(self.directory) as status:
             hashes = {task.name: data_hash(task) for task in tasks}
-            self._check_names(hashes)
+            if extend is None:
+                self._check_names(hashes)
+            else:
+                check_names([extend], self._names, f"memory {str(self.directory)!r}")
+                tasks = (extension_of(tasks[0], self.pools.tasks[self._names.index(extend)].classes),)
             self._check_unfinished(hashes, discard_unfinished)
             for task in tasks:
                 for name in copies_of(task, self.config.data_sha256):
@@ -395,8 +411,11 @@ class OpenMemory:
                     )
             run = RunContext(self.directory, record, progress, stop, save_every, status, self._root.parent)
             for task in tasks:
-                if task.name in self.config.data_sha256:
+                if hashes[task.name] in self._learned_from(task.name):
                     progress.say(f"{task.name}: learned already")
+                elif isinstance(task, Extension):
+                    self._extend(task, hashes[task.name], run)
+                    run = run._replace(checkpoints=self._root.parent)
                 else:
                     self._learn(task, hashes[task.name], run)
                 self._measure(tasks, run)
@@ -426,6 +445,60 @@ class OpenMemory:
         self._finish_learning()
         self._predictors.clear()
 
+    def _extend(self, task: Extension, data_sha256: str, run: RunContext) -> None:
+        before, index, number = self.pools, self._names.index(task.name), self.pools.next_number
+        num, classes = len(before.tasks), before.tasks[index].classes
+        absent = absent_classes(task, before.tasks[index])
+        learned = {e["report"]["index"]: e["report"] for e in read(self.directory) if e["event"] == "learned"}
+        old, method = learned[index], self.config.method
+        if self.config.preset == "auto":
+            method = auto(method, len(task.train.labels))
+        begun = {"name": task.name, "number": number, "data_sha256": data_sha256}
+        self._write(learning=begun, method=method)
+        run.record.keep(lambda entry: entry["event"] != "learned" or entry["report"]["index"] < num)
+        run.progress.say(
+            f"{task.name}: {len(task.train.labels):,} more training images ({old['num_train']:,} before), "
+            f"{len(task.classes) - len(classes)} more classes ({len(classes)} before)"
+        )
+        run.progress.say(
+            f"{task.name}: no new image of {', '.join(absent[:8])}{', ...' if len(absent) > 8 else ''}; the network "
+            "stays as it is, and the head is computed from means and covariance that are kept of these classes"
+            if absent
+            else f"{task.name}: every learned class has new images, so the network is fine-tuned on the new images"
+        )
+        start = Mark.now()
+        run.check_room(self._learner.bytes_needed(task), f"task {task.name!r}")
+        try:
+            # a supernet of one network, whose weights fine-tuning inherits
+            self._learner.config = dataclasses.replace(method, weights="inherited")
+            running = run.learning(self._learner.name, task, number)
+            found, grown = self._learner.extend(task, running, index, old["num_train"]), self.pools
+        finally:
+            self._learner.config, self._learner.memory = method, before
+        sizes = {f"num_{name}": old[f"num_{name}"] + len(split.labels) for name, split in task.splits.items()}
+        then = {"num_train": [old["num_train"], sizes["num_train"]], "num_classes": [len(classes), len(task.classes)]}
+        report = {**old, **found, **sizes, "index": num, "extended": [*old.get("extended", []), then]}
+        if left_out := [*old.get("skipped_images", []), *task.skipped]:
+            report["skipped_images"] = left_out
+        report["seconds"] = dict(Counter(old["seconds"]) + Counter(found["seconds"]))
+        # how similar tasks are that were learned in between is unknown
+        report["similarity"] = [*old["similarity"], *[[None] * len(before.pool)] * (num - index)]
+        run.record.write("learned", method=self._learner.name, report=report, **start.since())
+        done = without_numbers(grown, (before.numbers[index],))
+        write_generation(self.directory, self.config, grown, done.memory, method.ops.rank)
+        told = {**then, "data_sha256": data_sha256}
+        self._write(
+            generation=self.config.generation + 1,
+            replaced=(*self.config.replaced, before.numbers[index]),
+            extended={**self.config.extended, task.name: [*self.config.extended.get(task.name, []), told]},
+            tasks=tuple(task.name for task in done.memory.tasks),
+            num_learned=done.memory.next_number,
+            learning=None,
+            forgetting=({"index": index, "name": task.name, "extended": True},),
+        )
+        self.refresh()
+        self._tidy()
+
     def _measure(self, tasks: Sequence[Task], run: RunContext) -> None:
         """Fill the record up: one measurement after each task, of those whose images are at hand."""
         measured = {entry["index"] for entry in read(self.directory) if entry["event"] == "evaluated"}
@@ -451,7 +524,10 @@ class OpenMemory:
                     f"task {learning['name']!r} is interrupted; finish it, or forget it too, before another one is "
                     "forgotten"
                 )
-            given, names = names, tuple(name for name in names if learning is None or name != learning["name"])
+            given, names = (
+                names,
+                tuple(name for name in names if learning is None or name != learning["name"] or name in self._names),
+            )
             if given and not names:
                 self._give_up()
                 return Forgotten(before, (), (), (), (), ())
@@ -464,6 +540,7 @@ class OpenMemory:
                 generation=self.config.generation + 1,
                 tasks=tuple(task.name for task in done.memory.tasks),
                 data_sha256={task: sha for task, sha in self.config.data_sha256.items() if task not in names},
+                extended={task: told for task, told in self.config.extended.items() if task not in names},
                 learning=None,
                 forgetting=tuple({"index": index, "name": before.tasks[index].name} for index in indices),
             )
@@ -502,7 +579,9 @@ class OpenMemory:
             names = {(e["report"]["index"], e["report"]["name"]) for e in entries if e["event"] == "learned"}
             kept = entries
             for one in left:
-                if (one["index"], one["name"]) in names:
+                # an extended task has a line of the same name, which may be at the same place already
+                is_told = not one.get("extended") or len(names) > len(self.pools.tasks)
+                if is_told and (one["index"], one["name"]) in names:
                     kept = without_task(kept, one["index"], one["name"])
             if kept is not entries:
                 if told := [entry["report"] for entry in kept if entry["event"] == "learned"]:
@@ -552,7 +631,7 @@ class OpenMemory:
 
     def _check_unfinished(self, hashes: Mapping[str, str], discard: bool) -> None:
         left = self.interrupted
-        first = next((name for name in hashes if name not in self.config.data_sha256), None)
+        first = next((name for name, sha in hashes.items() if sha not in self._learned_from(name)), None)
         if left is None or (first is None and not discard):
             return
         if first is not None and (first, hashes[first]) == (left["name"], left["data_sha256"]):
@@ -563,6 +642,11 @@ class OpenMemory:
                 "--discard-unfinished"
             )
         self._give_up()
+
+    def _learned_from(self, name: str) -> list[str]:
+        """What a task was learned from and extended by."""
+        more = [one["data_sha256"] for one in self.config.extended.get(name, [])]
+        return [self.config.data_sha256[name], *more] if name in self.config.data_sha256 else []
 
     def _give_up(self) -> None:
         """Drop what there is of an interrupted task."""
@@ -580,29 +664,6 @@ class OpenMemory:
     @property
     def _names(self) -> tuple[str, ...]:
         return tuple(task.name for task in self.pools.tasks)
-
-
-class _Calibrated(Cheem):
-    """CHEEM that also keeps what a task's validation images tell: how far they are from its centroids, for `none of my
-    tasks`, and the temperature of its probabilities."""
-
-    def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """See `Cheem.learn`."""
-        report = super().learn(task, running)
-        learned = self.memory.tasks[-1]
-        own = distances(self.features(task, "val"), [learned.centroids], self.router)[:, 0]
-        feed, network = HostImages(self.executor, task.val.images), task_network(self.dense, learned.experts)
-        (features,) = network_features(
-            self.executor, [network], feed, len(task.val.labels), batch_size=self.batch_size
-        )  # fmt: skip
-        logits = features @ np.asarray(learned.head.weight) + np.asarray(learned.head.bias)
-        kept = {"distances": calibrate(own), "temperature": fit_temperature(logits, task.val.labels)}
-        tasks = (*self.memory.tasks[:-1], dataclasses.replace(learned, **kept))
-        self.memory = dataclasses.replace(self.memory, tasks=tasks)
-        self.features.forget(task)
-        epochs = {"supernet": self.config.supernet.epochs, "finetune": self.config.finetune.epochs}
-        settings = {"learning_rate": self.config.finetune.learning_rate, "augment": self.config.augment}
-        return {**report, "epochs": epochs, **settings}
 
 
 def _bytes_of(folder: Path) -> int:

@@ -69,8 +69,11 @@ def as_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def num_forgotten(config: Mapping[str, Any]) -> int:
-    """How many tasks were forgotten, of those ever learned."""
-    return max(config.get("num_learned", 0) - len(config.get("data_sha256", ())), 0) if is_memory(config) else 0
+    """How many tasks were forgotten, of those ever learned; an extended task takes a number more."""
+    if not is_memory(config):
+        return 0
+    kept = len(config.get("data_sha256", ())) + len(config.get("replaced", ()))
+    return max(config.get("num_learned", 0) - kept, 0)
 
 
 def left_undone(config: Mapping[str, Any], directory: Path) -> str:

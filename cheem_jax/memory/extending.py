@@ -1,0 +1,228 @@
+"""A memory's learner: tasks as CHEEM learns them, and more images or classes for a task that exists.
+
+Of each task it also keeps distances of validation images, for `none of my tasks`, the temperature of its probabilities,
+and statistics of its classes in the features of its own network: means, numbers of images and one covariance. They
+stand for classes whose images are absent when the task is extended.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from cheem_jax.cheem.expert_memory import task_network
+from cheem_jax.cheem.heads import grow_head
+from cheem_jax.cheem.learner import Cheem, Finished, Learning
+from cheem_jax.cheem.training import SupernetFit
+from cheem_jax.core.architecture import Choice, encode
+from cheem_jax.core.keys import Phase
+from cheem_jax.core.metrics import fit_temperature
+from cheem_jax.core.ops import Expert
+from cheem_jax.core.pool import Candidates, DenseExperts, Head, TaskMemory, grow
+from cheem_jax.core.routing.centroids import NUM_QUANTILES, calibrate, distances
+from cheem_jax.core.routing.routers import whitening_of
+from cheem_jax.core.routing.statistics import packed, unpacked
+from cheem_jax.data.task import Split, Task
+from cheem_jax.engine.executor import Network
+from cheem_jax.engine.feed import HostImages
+from cheem_jax.engine.passes import TokenMeans, network_features
+from cheem_jax.run.method import Running
+
+SHRINKAGE = 0.1
+"""Share of a multiple of the identity in the covariance of a head by discriminant analysis."""
+
+
+class Extension(Task):
+    """New images of a learned task, labelled among all of its classes; some of them may have none."""
+
+    def __post_init__(self) -> None:
+        """What it is made of is checked already."""
+
+
+def extension_of(task: Task, learned: Sequence[str]) -> Extension:
+    """The images labelled among the learned classes and, behind them, the new ones; matched by name.
+
+    Raises ValueError for a name that differs from a learned one in upper and lower case alone.
+    """
+    known = {name.casefold(): name for name in learned}
+    if clash := [(name, old) for name in task.classes if (old := known.get(name.casefold(), name)) != name]:
+        pairs = ", ".join(f"{name!r} and {old!r}" for name, old in clash[:4])
+        raise ValueError(
+            f"task {task.name!r}: new and learned classes differ in upper and lower case alone: {pairs}; give equal "
+            "classes the learned name, and others another one"
+        )
+    classes = (*learned, *(name for name in task.classes if name not in learned))
+    places = np.array([classes.index(name) for name in task.classes], np.int32)
+    parts = {name: Split(split.images, places[split.labels]) for name, split in task.splits.items()}
+    return Extension(task.name, classes, parts["train"], parts["val"], parts["test"], skipped=task.skipped)
+
+
+def absent_classes(task: Extension, learned: TaskMemory) -> list[str]:
+    """Learned classes without a new image. Raises ValueError where nothing is kept that could stand for them."""
+    present = set(task.train.labels.tolist())
+    absent = [name for label, name in enumerate(learned.classes) if label not in present]
+    if absent and not learned.statistics:
+        raise ValueError(
+            f"task {task.name!r} has no statistics of its classes (it is of a run or of an earlier version), so it can "
+            f"only be extended with new images of every learned class; absent: {', '.join(map(repr, absent[:8]))}"
+        )
+    return absent
+
+
+class MemoryLearner(Cheem):
+    """CHEEM that keeps more of a task than answering with the task ID given needs."""
+
+    _statistics: Mapping[str, np.ndarray] = {}
+    """Of the classes of the task that is being learned."""
+
+    def learn(self, task: Task, running: Running) -> dict[str, Any]:
+        """See `Cheem.learn`."""
+        report = super().learn(task, running)
+        learned = self.memory.tasks[-1]
+        own = distances(self.features(task, "val"), [learned.centroids], self.router)[:, 0]
+        kept = {
+            "distances": calibrate(own),
+            "temperature": self._temperature(task, learned),
+            "statistics": self._statistics,
+        }
+        self._replace_last(dataclasses.replace(learned, **kept))
+        self.features.forget(task)
+        epochs = {"supernet": self.config.supernet.epochs, "finetune": self.config.finetune.epochs}
+        costs = self.costs(len(self.memory.tasks) - 1)  # which count the statistics now
+        settings = {"learning_rate": self.config.finetune.learning_rate, "augment": self.config.augment}
+        return {**report, **costs, "epochs": epochs, **settings}
+
+    def finished_means(self, learning: Learning, finished: Finished, network: Network) -> TokenMeans:
+        """See `Cheem.finished_means`."""
+        seen = super().finished_means(learning, finished, network)
+        self._statistics = class_statistics(seen.features, learning.task.train.labels, len(learning.task.classes))
+        return seen
+
+    def extend(self, task: Extension, running: Running, index: int, num_before: int) -> dict[str, Any]:
+        """Learn the task at `index`, of `num_before` training images, further: as one task more, with copied experts.
+
+        Where every learned class has new images, experts and head are fine-tuned on these. Otherwise experts stay as
+        they are, and the head follows from the statistics of all classes. The router's statistics add up by the numbers
+        of images; centroids of the new images are added to the old ones.
+        """
+        before, learning = self.memory.tasks[index], self.begin(task, running)
+        underway, absent = learning.underway, absent_classes(task, before)
+        own = {block: stored.params for block, stored in self.memory.added(index).items()}
+        # an adapted expert whose parent was erased has become a full one
+        architecture = tuple(
+            Choice("new") if choice.kind == "adapt" and isinstance(own[block], Expert) else choice
+            for block, choice in enumerate(before.architecture)
+        )
+        kept = tuple((0,) if choice.expert in (None, 0) else (0, choice.expert) for choice in architecture)
+        learning = dataclasses.replace(learning, candidates=Candidates(kept, self.dense.chosen(kept), []))
+        chosen = tuple(
+            Choice(choice.kind, None if choice.expert is None else places.index(choice.expert))
+            for choice, places in zip(architecture, kept, strict=True)
+        )
+        supernet, codes = self._supernet(learning, Phase.FINETUNE_INIT), encode(chosen, learning.candidates.sizes)
+        num_new = len(task.classes) - len(before.classes)
+        key, width = self.keys.at(learning.index, Phase.METHOD_INIT), self.executor.config.width
+        head = grow_head(key, before.head, width, len(before.classes), num_new)
+        begun = {(block, chosen[block]): params for block, params in own.items()}
+        fitting = SupernetFit(supernet, supernet.begun_with(begun, head))
+        if not absent:
+            fitting = self.finetune(learning, fitting, codes)
+        pool, used = grow(self.memory.pool, architecture, supernet.learned(fitting.state, chosen), learning.index)
+        network = task_network(DenseExperts(pool, 0), used)
+        seen = self.finished_means(learning, Finished("finetune", fitting, codes), network)
+        head, statistics, labels = supernet.trained_head(fitting.state), self._statistics, task.train.labels
+        if absent:
+            statistics = added_up(before.statistics, statistics)
+            head = discriminant_head(statistics, before.head)
+        share = num_before / (num_before + len(labels))
+        self.remember(
+            task, pool=pool, architecture=architecture, experts=used, head=head,
+            means=share * before.means + (1 - share) * seen.means[0],
+            seed=self.keys.seed_at(learning.index, Phase.CENTROIDS), clock=underway.clock,
+        )  # fmt: skip
+        learned = self.memory.tasks[-1]
+        rows = np.concatenate([before.centroids, learned.centroids])
+        away = distances(self.features(task, "val"), [rows], self.router)[:, 0]
+        self._replace_last(
+            dataclasses.replace(
+                learned,
+                centroids=rows,
+                moments={
+                    name: share * before.moments[name] + (1 - share) * new for name, new in learned.moments.items()
+                },
+                distances=None
+                if before.distances is None
+                else mixed_quantiles(before.distances, calibrate(away), share),
+                # validation images of some classes alone would tell too little
+                temperature=before.temperature if absent else self._temperature(task, learned),
+                statistics=statistics,
+            )
+        )
+        self.features.forget(task)
+        fitted = {} if absent else {"finetune_losses": fitting.progress.losses}
+        costs = self.costs(len(self.memory.tasks) - 1)
+        return {**costs, **fitted, "pool": self.memory.history(), "seconds": underway.clock.seconds}
+
+    def _temperature(self, task: Task, learned: TaskMemory) -> float:
+        """Of the probabilities of the task's network and head, fitted on validation images."""
+        feed, network = HostImages(self.executor, task.val.images), task_network(self.dense, learned.experts)
+        (features,) = network_features(
+            self.executor, [network], feed, len(task.val.labels), batch_size=self.batch_size
+        )  # fmt: skip
+        logits = features @ np.asarray(learned.head.weight) + np.asarray(learned.head.bias)
+        return fit_temperature(logits, task.val.labels)
+
+    def _replace_last(self, task: TaskMemory) -> None:
+        self.memory = dataclasses.replace(self.memory, tasks=(*self.memory.tasks[:-1], task))
+
+
+def class_statistics(
+    features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num_classes: int
+) -> dict[str, np.ndarray]:
+    """Images and mean of each class (zeros without images), and the covariance within classes."""
+    points, counts = features.astype(np.float64), np.bincount(labels, minlength=num_classes)
+    means = np.zeros((num_classes, points.shape[1]))
+    np.add.at(means, labels, points)
+    means /= np.maximum(counts, 1)[:, None]
+    apart = points - means[labels]
+    return {"counts": counts, "means": means.astype(np.float32), "covariance": packed(apart.T @ apart / len(points))}
+
+
+def added_up(old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The statistics of old and new images together, in the features of one network; `new` may have more classes."""
+    num_new = len(new["counts"]) - len(old["counts"])
+    counts, means = np.pad(old["counts"], (0, num_new)), np.pad(old["means"], ((0, num_new), (0, 0)))
+    total = counts + new["counts"]
+    share, apart = new["counts"] / np.maximum(total, 1), new["means"].astype(np.float64) - means
+    between = (apart * (counts * share)[:, None]).T @ apart
+    within = old["counts"].sum() * unpacked(old["covariance"]) + new["counts"].sum() * unpacked(new["covariance"])
+    joined = (means + share[:, None] * apart).astype(np.float32)
+    return {"counts": total, "means": joined, "covariance": packed((within + between) / total.sum())}
+
+
+def mixed_quantiles(old: Float[np.ndarray, "Q"], new: Float[np.ndarray, "Q"], share: float) -> Float[np.ndarray, "Q"]:
+    """Quantiles of both sets of distances together, `share` of them old."""
+    weights = np.repeat([share, 1 - share], NUM_QUANTILES)
+    steps = np.linspace(0, 1, NUM_QUANTILES)
+    found = np.quantile(np.concatenate([old, new]), steps, weights=weights, method="inverted_cdf")
+    return found.astype(np.float32)
+
+
+def discriminant_head(statistics: Mapping[str, np.ndarray], old: Head) -> Head:
+    """Linear discriminant analysis: the class of the nearest mean by Mahalanobis distance under one covariance.
+
+    Logits are scaled as those of the old head, which has the first of the classes, so that probabilities stay alike.
+    """
+    whitening, _ = whitening_of(unpacked(statistics["covariance"]), SHRINKAGE)
+    means = statistics["means"].astype(np.float64)
+    weight = whitening @ (means @ whitening).T
+    bias = -(means.T * weight).sum(axis=0) / 2
+    norms = [
+        np.linalg.norm(columns - columns.mean(axis=1, keepdims=True))
+        for columns in (np.asarray(old.weight), weight[:, : old.bias.shape[0]])
+    ]
+    scale = norms[0] / max(norms[1], 1e-12)
+    return Head(jnp.asarray(scale * weight, jnp.float32), jnp.asarray(scale * bias, jnp.float32))
