@@ -110,13 +110,13 @@ def test_a_page_shows_what_was_evaluated_until_the_memory_changes(moment):
     memory = cheem_jax.open(directory)
     memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6, 0.1), Score("task1", 20, 0.25, 0.5, 0.5, 0.1)])
     assert "(2 measured so far)" in parsed(directory).text
-    memory.keep_scores([Score("task2", 30, 0.75, 1.0, 1.0)])
+    memory.keep_scores([Score("task2", 30, 0.75, 1.0, 1.0, 0.1)])
     told = parsed(directory).text
     assert "50.0" in told and "task-agnostic; cheem evaluate on 90 test images" in told
     assert "Measured by cheem evaluate" in told and "fills this in" not in told
     (directory / "evaluated.json").write_text('{"state": [1, 3], "tasks": {"task0": {}}}')
     assert "(0 measured so far)" in parsed(directory).text  # not as it is written
-    memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6)])
+    memory.keep_scores([Score("task0", 40, 0.5, 0.75, 0.6, 0.1)])
     memory.forget("task0")
     assert not (directory / "evaluated.json").exists() and "(0 measured so far)" in parsed(directory).text
 
