@@ -51,7 +51,7 @@ def _digits(sizes: dict[str, int], image_size: int, rng: np.random.Generator) ->
     """
     from sklearn.datasets import load_digits  # here, because importing it takes a second
 
-    small, labels = load_digits(return_X_y=True)
+    small, labels = (np.asarray(array) for array in load_digits(return_X_y=True))  # its stubs name pandas' types too
     if sum(sizes.values()) > len(labels):
         raise ValueError(f"there are {len(labels)} digits in all, the splits ask for {sizes}")
     left, splits = np.arange(len(labels)), {}
