@@ -5,12 +5,13 @@ import http.server
 import json
 import threading
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
-from cheem_jax.backbone.params import shapes_of
+from cheem_jax.backbone.params import build, shapes_of
 from cheem_jax.backbone.timm_names import from_timm, infer_config
 from cheem_jax.backbone.weights import (
     Pretrained,
@@ -18,6 +19,7 @@ from cheem_jax.backbone.weights import (
     load_pretrained,
     repository_of,
     resample_position,
+    resize,
     save_converted,
 )
 from cheem_jax.core import atomic
@@ -99,20 +101,67 @@ def test_clip_configs_have_a_norm_before_the_blocks_and_no_use_for_the_projectio
 @pytest.mark.parametrize(
     ("extra", "shape", "shown"),
     [
-        ("blocks.0.ls1.gamma", (64,), r"blocks.\*.ls1.gamma"),
         ("blocks.1.attn.q_norm.weight", (64,), r"blocks.\*.attn.q_norm.weight"),
-        ("reg_token", (1, 4, 64), "reg_token"),
-        ("dist_token", (1, 1, 64), "dist_token"),
+        ("reg_token", (1, 4, 64), "pos_embed"),
+        ("attn_pool.latent", (1, 1, 64), "attn_pool.latent.*; supported: plain ViTs with a class token"),
         ("fc_norm.weight", (64,), "fc_norm.weight"),
         ("rope.freqs", (3,), "rope.freqs"),
         ("blocks.0.mlp.fc2.weight", (64, 96), "gated MLP"),
-        ("pos_embed", (1, 9, 64), "pos_embed .* is not a class token and a square grid"),
+        ("pos_embed", (1, 11, 64), "pos_embed .* is not a class token and a square grid"),
     ],
 )
 def test_what_is_no_plain_vit_is_refused_by_the_tensors_that_show_it(extra, shape, shown):
     tensors = timm_tensors() | {extra: np.zeros(shape, np.float32)}
     with pytest.raises(ValueError, match=f"no plain timm ViT.*{shown}"):
         infer_config(TINY, tensors, None)
+
+
+def scaled(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With LayerScale, registers and positions of the patches alone, as DINOv2 with registers has them."""
+    rng = np.random.default_rng(1)
+    scales = {f"blocks.{block}.{name}.gamma": rng.standard_normal(64) for block in range(2) for name in ("ls1", "ls2")}
+    registers = rng.standard_normal((1, 4, 64)).astype(np.float32)
+    return tensors | scales | {"reg_token": registers, "pos_embed": tensors["pos_embed"][:, 1:]}
+
+
+def test_layer_scale_is_folded_and_registers_come_behind_the_class_token():
+    tensors = scaled(timm_tensors())
+    config = infer_config("vit_tiny_patch4_reg4_dinov2", tensors, None)
+    assert (config.num_registers, config.num_tokens, config.image_size) == (4, 14, 12)
+    params = from_timm(tensors, config)
+    weight, gamma = tensors["blocks.1.mlp.fc2.weight"], tensors["blocks.1.ls2.gamma"]
+    np.testing.assert_allclose(params["blocks.1.down.kernel"], weight.T * gamma, rtol=1e-6)
+    bias, gamma = tensors["blocks.0.attn.proj.bias"], tensors["blocks.0.ls1.gamma"]
+    np.testing.assert_allclose(params["blocks.0.proj.bias"], bias * gamma, rtol=1e-6)
+    assert not params["position"][:5].any() and params["registers"].shape == (4, 64)
+    sized = resize(Pretrained(config, params, "", ""), 24)
+    assert sized.params["position"].shape == (41, 64) and not sized.params["position"][:5].any()
+    embedded = build(sized.config, sized.params).embed(jnp.zeros((1, 24, 24, 3)))
+    np.testing.assert_array_equal(embedded[0, 1:5], params["registers"])
+
+
+@pytest.mark.parametrize("damage", [None, np.zeros(3), np.zeros(())])
+def test_damaged_layer_scale_is_refused(damage):
+    tensors = scaled(timm_tensors()) | {"blocks.1.ls2.gamma": damage}
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    config = infer_config("vit_tiny_patch4_reg4_dinov2", tensors, None)
+    with pytest.raises(ValueError, match=r"(missing|misshapen): blocks\.1\.ls2\.gamma"):
+        from_timm(tensors, config)
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_small_patch16_dinov3", "vit_base_patch16_siglip_224", "swin_tiny_patch4_window7_224", "resnet50"]
+)
+def test_other_architectures_are_refused_by_name_before_any_download(name, hub):
+    with pytest.raises(ValueError, match="supported: plain ViTs with a class token"):
+        load_pretrained(name)
+    assert not hub
+
+
+def test_a_pool_in_the_hubs_config_is_refused_before_the_weights_are_downloaded(hub):
+    with pytest.raises(ValueError, match="pools with 'avg', not the class token; supported: plain ViTs"):
+        load_pretrained("vit_tiny_patch4_12.pooled")
+    assert hub and not any("safetensors" in request for request in hub)
 
 
 def test_a_model_that_pools_over_the_patches_is_refused():
@@ -322,6 +371,7 @@ def hub(tmp_path, monkeypatch):
     files = {
         f"{prefix}/model.safetensors": safetensors.numpy.save(timm_tensors()),
         f"{prefix}/config.json": json.dumps(config).encode(),
+        "/timm/vit_tiny_patch4_12.pooled/resolve/main/config.json": b'{"global_pool": "avg"}',
     }
     asked: list[str] = []
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Hub, files, asked)) as server:

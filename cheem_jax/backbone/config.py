@@ -10,7 +10,7 @@ from cheem_jax.core.kernels import Activation, Precision
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """A plain pre-norm ViT: class token first, learned position embedding, no distillation token."""
+    """A plain pre-norm ViT: class token first, then registers if any, then patches; learned position embedding."""
 
     name: str
     width: int
@@ -32,6 +32,8 @@ class ViTConfig:
     """Operand type of matrix products; parameters stay float32."""
     timm_name: str | None = None
     """Name under which timm and the hub's `timm/` repositories hold the weights."""
+    num_registers: int = 0
+    """Further learned tokens behind the class token: DINOv2's registers, DeiT's distillation token."""
 
     @property
     def mlp_width(self) -> int:
@@ -43,8 +45,8 @@ class ViTConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Patches and the class token."""
-        return self.num_patches + 1
+        """Class token, registers and patches."""
+        return 1 + self.num_registers + self.num_patches
 
 
 _HALF = (0.5, 0.5, 0.5)
@@ -68,6 +70,16 @@ CONFIGS: dict[str, ViTConfig] = {
             mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711),
             timm_name="vit_base_patch16_clip_quickgelu_224.openai",
         ),
+        ViTConfig("deit_small", 384, 12, 6, timm_name="deit_small_patch16_224.fb_in1k"),
+        ViTConfig("deit3_small", 384, 12, 6, timm_name="deit3_small_patch16_224.fb_in1k"),
+        ViTConfig(
+            "dinov2_small", 384, 12, 6, image_size=518, patch_size=14, num_classes=0,
+            timm_name="vit_small_patch14_dinov2.lvd142m",
+        ),
+        ViTConfig(
+            "dinov2_base", 768, 12, 12, image_size=518, patch_size=14, num_classes=0,
+            timm_name="vit_base_patch14_dinov2.lvd142m",
+        ),
         ViTConfig("vit_micro", 96, 8, 3, image_size=32, patch_size=8, num_classes=0, mean=_HALF, std=_HALF),
         ViTConfig("vit_nano", 48, 6, 3, image_size=32, patch_size=8, num_classes=0, mean=_HALF, std=_HALF),
     )
@@ -82,7 +94,12 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ViTConfig)}
     told = defaults | dict(fields)
     sizes = ("width", "depth", "num_heads", "image_size", "patch_size")
-    bounds = {**{name: (1, 2**16) for name in sizes}, "depth": (1, 1000), "num_classes": (0, 2**24)}
+    bounds = {
+        **{name: (1, 2**16) for name in sizes},
+        "depth": (1, 1000),
+        "num_classes": (0, 2**24),
+        "num_registers": (0, 1000),
+    }
     faults = [
         f"{name} is {told[name]!r:.40}, expected a whole number in {least}..{most}"
         for name, (least, most) in bounds.items()

@@ -122,4 +122,4 @@ def backbone_params(config: ViTConfig) -> int:
     per_block = 4 * width * width + 4 * width + 2 * width * config.mlp_width + config.mlp_width + width + 4 * width
     embed = 3 * config.patch_size**2 * width + (width if config.patch_bias else 0)
     norms = (2 if config.norm_before_blocks else 1) * 2 * width
-    return embed + width + config.num_tokens * width + config.depth * per_block + norms
+    return embed + (1 + config.num_registers + config.num_tokens) * width + config.depth * per_block + norms

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from cheem_jax.backbone.config import CONFIGS, ViTConfig, check_fields
-from cheem_jax.backbone.params import from_torch, shapes_of
+from cheem_jax.backbone.params import from_torch, mismatches, shapes_of
 
 Rgb = tuple[float, float, float]
 _MODULES = {
@@ -23,18 +23,20 @@ _MODULES = {
     "up": "mlp.fc1",
     "down": "mlp.fc2",
 }
+_TOKENS = {"class_token": "cls_token", "registers": "reg_token", "position": "pos_embed"}
 _PLAIN = re.compile(
-    r"cls_token|pos_embed|((patch_embed\.proj|norm_pre|norm|head|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj"
+    r"cls_token|reg_token|dist_token|pos_embed|head_dist\.(weight|bias)|blocks\.\d+\.ls[12]\.gamma|((patch_embed\.proj|norm_pre|norm|head|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj"
     r"|mlp\.fc1|mlp\.fc2))\.(weight|bias))"
 )
-_HEADS = {"vit_huge_": 16, "vit_giant_": 16, "vit_gigantic_": 16}
+SUPPORTED = "plain ViTs with a class token and learned positions: ViT, DeiT, DeiT-III, CLIP, DINO, DINOv2 up to L"
+_HEADS = {"vit_huge_": 16, "deit3_huge_": 16, "vit_giant_": 16, "vit_gigantic_": 16}
 """Families whose heads are not 64 wide."""
 
 
 def timm_name_of(name: str) -> str:
     """timm's name of one of our parameters: `blocks.3.up.kernel` is `blocks.3.mlp.fc1.weight`."""
-    if name in ("class_token", "position"):
-        return {"class_token": "cls_token", "position": "pos_embed"}[name]
+    if name in _TOKENS:
+        return _TOKENS[name]
     *modules, leaf = name.split(".")
     leaf = {"kernel": "weight", "scale": "weight"}.get(leaf, leaf)
     return ".".join([_MODULES.get(module, module) for module in modules] + [leaf])
@@ -44,13 +46,35 @@ def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str,
     """Our parameters in float32; one ValueError lists every missing, unexpected and misshapen tensor.
 
     A config without classes knows no use for a head (CLIP's is its 768 -> 512 projection): `head.*` is left
-    out.
+    out. LayerScale, a factor per output of a residual branch, becomes part of the branch's last layer.
     """
     shapes = shapes_of(config)
     theirs = {name: (timm_name_of(name), _timm_shape(name, shape, config)) for name, shape in shapes.items()}
-    unused = ("head.weight", "head.bias") if config.num_classes == 0 else ()
+    heads = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
+    unused = heads if config.num_classes == 0 else ()
     what = f"timm weights do not fit backbone {config.name!r} (were they made for another architecture?)"
-    return from_torch(tensors, shapes, theirs, unused=unused, what=what)
+    return from_torch(_without_scales(tensors, config, what), shapes, theirs, unused=unused, what=what)
+
+
+def _without_scales(tensors: Mapping[str, np.ndarray], config: ViTConfig, what: str) -> dict[str, np.ndarray]:
+    """timm's tensors with LayerScale folded, a position for every token, and one name for further tokens."""
+    renamed = {"dist_token": "reg_token"} if config.num_registers else {}
+    found = {renamed.get(name, name): value for name, value in tensors.items()}
+    scales = {name: found.pop(name) for name in tensors if name.endswith(".gamma")}
+    layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
+    wanted = {f"blocks.{block}.{scale}": (config.width,) for block in range(config.depth) for scale in layers}
+    if scales and (complaint := mismatches(wanted, scales)):
+        raise ValueError(f"{what}: {complaint}")
+    for name, scale in scales.items():
+        _, block, scaled = name.split(".", 2)
+        for leaf in ("weight", "bias"):
+            layer = f"blocks.{block}.{layers[scaled]}.{leaf}"
+            if layer in found and found[layer].shape[:1] == scale.shape:  # `from_torch` reports others
+                found[layer] = (found[layer].T.astype(np.float32) * scale.astype(np.float32)).T
+    position = found.get("pos_embed")
+    if position is not None and position.shape == (1, config.num_patches, config.width):  # of patches alone
+        found["pos_embed"] = np.pad(position, ((0, 0), (1 + config.num_registers, 0), (0, 0)))
+    return found
 
 
 def _timm_shape(name: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[int, ...]:
@@ -58,26 +82,28 @@ def _timm_shape(name: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[i
         return (config.width, 3, config.patch_size, config.patch_size)
     if name.endswith(".kernel"):
         return shape[::-1]
-    return {"class_token": (1, 1, *shape), "position": (1, *shape)}.get(name, shape)
+    return {"class_token": (1, 1, *shape), "registers": (1, *shape), "position": (1, *shape)}.get(name, shape)
 
 
 def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict | None) -> ViTConfig:
-    """The config of any plain timm ViT, DeiT or DINO from its tensors, its name and the hub's `config.json`.
+    """The config of any supported timm ViT from its tensors, its name and the hub's `config.json`.
 
     Sizes come from shapes, heads from the usual width of 64, the preprocessing from `pretrained_cfg`. What is
-    not a plain class-token ViT (layer scale, registers, distillation, gated MLPs, ...) is refused by the
-    names of its tensors.
+    not a plain class-token ViT (gated MLPs, rotary positions, pooled patches, ...) is refused by the names
+    of its tensors.
     """
     hub_config = hub_config or {}
     _refuse_unless_plain(name, tensors, hub_config)
     width, channels, patch_size, _ = tensors["patch_embed.proj.weight"].shape
-    grid = math.isqrt(tensors["pos_embed"].shape[1])  # the class token completes no square
+    num_registers = _num_registers(tensors)
+    grid = _grid(tensors["pos_embed"].shape[1], num_registers)
     depth = len({key.split(".")[1] for key in tensors if key.startswith("blocks.")})  # gaps are told by `from_timm`
     num_heads = next((heads for family, heads in _HEADS.items() if name.startswith(family)), width // 64)
     if channels != 3 or width == 0 or num_heads == 0 or width % num_heads:
         raise ValueError(f"{name!r}: no plain ViT has {channels} channels and a width of {width}")
     clip = "norm_pre.weight" in tensors
     projection = clip and "_ft_" not in name  # CLIP's image-text projection, no classifier
+    projection = projection or "dist_token" in tensors  # whose two heads answer together
     classes = 0 if projection or "head.weight" not in tensors else tensors["head.weight"].shape[0]
     mean, std = _preprocessing(name, hub_config)
     config = ViTConfig(
@@ -96,6 +122,7 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
         mean=mean,
         std=std,
         timm_name=name,
+        num_registers=num_registers,
     )
     try:
         check_fields(dataclasses.asdict(config))
@@ -122,7 +149,7 @@ def _refuse_unless_plain(name: str, tensors: Mapping[str, np.ndarray], hub_confi
     else:
         position, patch = tensors["pos_embed"].shape, tensors["patch_embed.proj.weight"].shape
         up, down = tensors["blocks.0.mlp.fc1.weight"].shape, tensors["blocks.0.mlp.fc2.weight"].shape
-        if len(position) != 3 or math.isqrt(position[1]) ** 2 + 1 != position[1]:
+        if len(position) != 3 or not _grid(position[1], _num_registers(tensors)):
             reasons.append(f"pos_embed {position} is not a class token and a square grid")
         if len(patch) != 4 or patch[2] != patch[3]:
             reasons.append(f"patch_embed.proj.weight {patch} has no square patches")
@@ -133,7 +160,21 @@ def _refuse_unless_plain(name: str, tensors: Mapping[str, np.ndarray], hub_confi
     if hub_config.get("global_pool", "token") != "token":
         reasons.append(f"config.json pools with {hub_config['global_pool']!r:.40}, not the class token")
     if reasons:
-        raise ValueError(f"{name!r} is no plain timm ViT: {'; '.join(reasons)}")
+        raise ValueError(f"{name!r} is no plain timm ViT: {'; '.join(reasons)}; supported: {SUPPORTED}")
+
+
+def _num_registers(tensors: Mapping[str, np.ndarray]) -> int:
+    """Tokens between the class token and the patches."""
+    shapes = [tensors[name].shape for name in ("reg_token", "dist_token") if name in tensors]
+    return sum(shape[1] for shape in shapes if len(shape) == 3)
+
+
+def _grid(num_positions: int, num_registers: int) -> int:
+    """Patches along a side; 0 where positions are neither those of a square grid nor those of all tokens."""
+    for num_patches in (num_positions, num_positions - 1 - num_registers):
+        if num_patches > 0 and math.isqrt(num_patches) ** 2 == num_patches:
+            return math.isqrt(num_patches)
+    return 0
 
 
 def _preprocessing(name: str, hub_config: dict) -> tuple[Rgb, Rgb]:
@@ -150,6 +191,8 @@ def _preprocessing(name: str, hub_config: dict) -> tuple[Rgb, Rgb]:
         (".openai", "clip_vit_base"),
         (".augreg", "vit_base"),
         (".dino", "deit_tiny"),
+        ("_dinov2", "deit_tiny"),
+        ("deit3_", "deit_tiny"),
         ("deit_", "deit_tiny"),
     )
     for part, like in families:

@@ -160,6 +160,7 @@ class ViT(nnx.Module):
         num_inputs = 3 * config.patch_size**2
         self.patch = nnx.Linear(num_inputs, config.width, use_bias=config.patch_bias, rngs=rngs)
         self.class_token = nnx.Param(jnp.zeros((config.width,)))
+        self.registers = nnx.Param(jnp.zeros((config.num_registers, config.width))) if config.num_registers else None
         self.position = nnx.Param(jnp.zeros((config.num_tokens, config.width)))
         self.norm_before = LayerNorm(config, rngs) if config.norm_before_blocks else None
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.depth)])
@@ -181,8 +182,9 @@ class ViT(nnx.Module):
         tokens = product(patches.reshape(b, -1, p * p * 3), self.patch.kernel[...], self.config.precision)
         if self.patch.bias is not None:
             tokens = tokens + self.patch.bias[...]
-        class_token = jnp.broadcast_to(self.class_token[...], (b, 1, tokens.shape[-1]))
-        tokens = jnp.concatenate([class_token, tokens], axis=1) + self.position[...]
+        learned = [self.class_token[...]] if self.registers is None else [self.class_token[...], *self.registers[...]]
+        prefix = [jnp.broadcast_to(token, (b, 1, tokens.shape[-1])) for token in learned]
+        tokens = jnp.concatenate([*prefix, tokens], axis=1) + self.position[...]
         return tokens if self.norm_before is None else self.norm_before(tokens)
 
     def outputs(self, block: int) -> int | None:

@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from cheem_jax.backbone.config import BUNDLED, CONFIGS, ViTConfig, at_image_size, check_fields
 from cheem_jax.backbone.params import check_params
-from cheem_jax.backbone.timm_names import from_timm, infer_config
+from cheem_jax.backbone.timm_names import SUPPORTED, from_timm, infer_config
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
@@ -27,6 +27,8 @@ from cheem_jax.core.paths import absolute
 FORMAT = "cheem_jax.vit.1"
 _MEANS = "base_means/"
 _TIMM_NAME = re.compile(r"(vit|deit3?)(_[a-z0-9]+)*_patch\d+(_[a-z0-9]+)*(\.[a-z0-9_]+)?")
+_OTHERS = re.compile("dinov3|siglip|relpos|rope|_gap_|giant_patch14(_reg4)?_dinov2")
+"""In names of ViTs whose tokens, positions or MLPs this library does not know."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,18 +89,20 @@ def named_config(backbone: str) -> ViTConfig | None:
         if backbone in (config.name, config.timm_name):
             return config
     if _TIMM_NAME.fullmatch(backbone):
+        if _OTHERS.search(backbone):
+            raise ValueError(f"{backbone!r} is no plain ViT; supported: {SUPPORTED}")
         return None
     near = difflib.get_close_matches(backbone, CONFIGS, n=3, cutoff=0.5) or sorted(CONFIGS)
     raise ValueError(
         f"unknown backbone {backbone!r}; nearest: {', '.join(near)}; "
-        "or a timm name such as 'vit_small_patch16_224.dino'"
+        f"or a timm name such as 'vit_small_patch16_224.dino'; supported: {SUPPORTED}"
     )
 
 
 def resize(pretrained: Pretrained, image_size: int) -> Pretrained:
     """The same weights for square images of another size: only the position embedding changes."""
     config = at_image_size(pretrained.config, image_size)
-    position = resample_position(pretrained.params["position"], config.num_patches)
+    position = resample_position(pretrained.params["position"], config.num_patches, 1 + config.num_registers)
     return dataclasses.replace(pretrained, config=config, params={**pretrained.params, "position": position})
 
 
@@ -198,15 +202,19 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
     from huggingface_hub.errors import RepositoryNotFoundError  # slow to import, and mostly not needed
 
     try:
-        weights = _cached_or_fetched(repository, "model.safetensors")
         config = json.loads(_cached_or_fetched(repository, "config.json").read_text())
         if not isinstance(config, dict):
             raise ValueError("its config.json is no JSON object")
+        plain = config.get("global_pool", "token") == "token"
+        weights = _cached_or_fetched(repository, "model.safetensors") if plain else None
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(f"the hub has no model {repository!r}: check the name, or {way_out}") from error
     except Exception as error:  # the client's error classes differ between its releases
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FileNotFoundError(f"cannot download {repository!r} ({reason}); {way_out}") from error
+    if weights is None:
+        pool = config["global_pool"]
+        raise ValueError(f"{timm_name!r} pools with {pool!r:.40}, not the class token; supported: {SUPPORTED}")
     return weights, config, f"hub:{repository}"
 
 
@@ -226,9 +234,11 @@ def _cached_or_fetched(repository: str, filename: str) -> Path:
     return Path(hf_hub_download(repository, filename))
 
 
-def resample_position(position: Float[np.ndarray, "N D"], num_patches: int) -> Float[np.ndarray, "M D"]:
-    """The embedding for a square grid of `num_patches`, as timm resamples it; the class token's row stays as it is."""
-    class_token, grid = position[:1], position[1:]
+def resample_position(
+    position: Float[np.ndarray, "N D"], num_patches: int, num_prefix: int = 1
+) -> Float[np.ndarray, "M D"]:
+    """The embedding for a square grid of `num_patches`, as timm resamples it; rows before the patches stay."""
+    prefix, grid = position[:num_prefix], position[num_prefix:]
     before, after = math.isqrt(len(grid)), math.isqrt(num_patches)
     if before**2 != len(grid) or after**2 != num_patches:
         raise ValueError(f"position embeddings are resampled between square grids, not {len(grid)} -> {num_patches}")
@@ -237,7 +247,7 @@ def resample_position(position: Float[np.ndarray, "N D"], num_patches: int) -> F
     matrix = bicubic_matrix(before, after)
     square = grid.astype(np.float64).reshape(before, before, -1)
     resampled = np.einsum("ih,jw,hwd->ijd", matrix, matrix, square, optimize=True)
-    return np.concatenate([class_token, resampled.reshape(num_patches, -1)]).astype(np.float32)
+    return np.concatenate([prefix, resampled.reshape(num_patches, -1)]).astype(np.float32)
 
 
 def bicubic_matrix(before: int, after: int) -> Float[np.ndarray, "after before"]:

@@ -28,7 +28,7 @@ class Learn(OfData, OfMemory):
     extend: str | None = None
     """A learned task of which the data are more images: of classes that it has, of new ones, or both."""
     backbone: str | None = None
-    """For a new memory: deit_tiny (the default), vit_base, vit_micro (bundled), another plain timm ViT by name."""
+    """For a new memory: deit_tiny (the default), dinov2_small, vit_micro (bundled), another plain timm ViT by name."""
     weights: Path | None = None
     """For a new memory: a safetensors or npz file; default: bundled, else from the hub."""
     image_size: int | None = None

@@ -9,6 +9,7 @@ timm always runs a residual branch, so where a task skips it the branch's last l
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,22 +68,30 @@ def _their_layout(name: str, value: np.ndarray, patch_size: int) -> np.ndarray:
         return value.reshape(patch_size, patch_size, 3, -1).transpose(3, 2, 0, 1)
     if name.endswith(".kernel"):
         return value.T
-    return value.reshape({"class_token": (1, 1, -1), "position": (1, *value.shape)}.get(name, value.shape))
+    return value.reshape(
+        {"class_token": (1, 1, -1), "registers": (1, *value.shape), "position": (1, *value.shape)}.get(
+            name, value.shape
+        )
+    )
 
 
 def _architecture(config: ViTConfig) -> str:
-    return config.timm_name.split(".")[0] if config.timm_name else "vit_tiny_patch16_224"
+    # a distillation token is a register to timm's plain ViT, which has one head
+    return config.timm_name.split(".")[0].replace("_distilled", "") if config.timm_name else "vit_tiny_patch16_224"
 
 
 def _arguments(config: ViTConfig) -> dict[str, Any]:
     """Of `timm.create_model`; a backbone that timm does not know is its tiny ViT with other sizes."""
     found = {"num_classes": config.num_classes, "img_size": config.image_size}
     if config.timm_name:
-        return found
+        if not config.num_registers and not re.search("deit3_|dinov2", config.timm_name):
+            return found
+        # LayerScale is part of the weights, and every token has a position
+        return found | {"reg_tokens": config.num_registers, "no_embed_class": False, "init_values": 0}
     plain = ViTConfig(config.name, config.width, config.depth, config.num_heads)
     odd = [
         f"{name}={getattr(config, name)!r}"
-        for name in ("layer_norm_eps", "activation", "norm_before_blocks", "patch_bias")
+        for name in ("layer_norm_eps", "activation", "norm_before_blocks", "patch_bias", "num_registers")
         if getattr(config, name) != getattr(plain, name)
     ]
     if odd:
