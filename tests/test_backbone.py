@@ -8,7 +8,8 @@ from flax import nnx
 
 from cheem_jax.backbone.config import CONFIGS, at_image_size, config_of
 from cheem_jax.backbone.params import build, check_params, init_params, params_of, shapes_of
-from cheem_jax.backbone.weights import load_pretrained
+from cheem_jax.backbone.vit import rotate, rotations
+from cheem_jax.backbone.weights import Pretrained, load_pretrained, resize
 from cheem_jax.core.ops import Reuse, Skip
 
 NANO = CONFIGS["vit_nano"]
@@ -106,6 +107,29 @@ def test_skipping_everywhere_leaves_the_other_residual_branch_alone(nano, placem
 
     images = _images(2, 32, 32)
     np.testing.assert_allclose(skipped(nano, images), other_branch(nano, images), rtol=0, atol=1e-5)
+
+
+def test_products_of_rotated_queries_and_keys_depend_on_offsets_only_and_class_token_and_registers_do_not_turn():
+    cos, sin = rotations(100.0, 5, 3 + 25, 16)
+    tokens = np.random.default_rng(4).standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
+    query, key = (np.asarray(rotate(jnp.broadcast_to(t, (1, 1, 28, 16)), cos, sin))[0, 0] for t in tokens)
+    np.testing.assert_array_equal(query[:3], np.broadcast_to(tokens[0, 0, 0], (3, 16)))
+    products = (query[3:] @ key[3:].T).reshape(5, 5, 5, 5)  # row and column of the query, then of the key
+    np.testing.assert_allclose(products[:-1, :-1, :-1, :-1], products[1:, 1:, 1:, 1:], atol=1e-4)
+    one, right, below, left = products[2, 2, 2, 2], products[2, 2, 2, 3], products[2, 2, 3, 2], products[2, 2, 2, 1]
+    assert min(abs(np.diff(sorted([one, right, below, left])))) > 1e-2
+
+
+def test_a_rotary_backbone_has_no_position_embedding_and_keeps_its_weights_at_another_image_size():
+    config = dataclasses.replace(NANO, rotary=100.0, num_registers=4)
+    params = init_params(config, jax.random.key(0))
+    sized = resize(Pretrained(config, params, "", ""), 64)
+    assert "position" not in params and sized.params is params
+    images, moved = _images(1, 64, 64), _images(1, 64, 64)
+    moved[:, :8], moved[:, 8:] = images[:, -8:], images[:, :-8]  # the same patches in another order
+    forward = nnx.jit(lambda vit, images: vit(images))
+    vit = build(sized.config, sized.params)
+    assert np.abs(forward(vit, images) - forward(vit, moved)).max() > 1e-3
 
 
 def test_params_survive_the_way_through_a_module(nano):

@@ -242,6 +242,8 @@ def test_known_backbones_compute_what_timm_computes(config):
         *("vit_small_patch16_224.dino", "deit_small_patch16_224.fb_in1k", "vit_tiny_patch16_384"),
         *("vit_small_patch14_reg4_dinov2.lvd142m", "deit_tiny_distilled_patch16_224.fb_in1k"),
         *("vit_small_patch16_224.augreg_in21k_ft_in1k", "deit3_medium_patch16_224.fb_in1k"),
+        *("vit_base_patch16_224.augreg_in21k", "vit_large_patch16_224.augreg_in21k_ft_in1k"),
+        *("vit_large_patch14_clip_224.openai", "vit_large_patch14_clip_quickgelu_224.openai"),
     ],
 )
 def test_other_plain_vits_compute_what_timm_computes_from_an_inferred_config_and_load_in_timm(name):
@@ -257,6 +259,29 @@ def test_other_plain_vits_compute_what_timm_computes_from_an_inferred_config_and
     tensors = timm_weights.to_timm(params, config)
     exported.load_state_dict({key: torch.from_numpy(value) for key, value in tensors.items()})
     _assert_parity(config, params, exported)
+
+
+SWIGLU = {"embed_dim": 128, "num_heads": 2}
+
+
+@pytest.mark.convert
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *[(f"vit_small_{kind}.lvd1689m", {}) for kind in ("patch16_dinov3_qkvb", "plus_patch16_dinov3")],
+        *[(f"vit_{size}_patch16_dinov3.lvd1689m", SWIGLU) for size in ("large", "huge_plus")],
+        *[(f"vit_giant_patch14_{kind}.lvd142m", SWIGLU | {"img_size": 70}) for kind in ("dinov2", "reg4_dinov2")],
+    ],
+)
+def test_rotary_and_gated_models_compute_what_timm_computes_at_two_image_sizes(name, options):
+    model = _random_model(name, depth=2, dynamic_img_size=True, **options)
+    hub_config = {"global_pool": "avg"} if "dinov3" in name else {}
+    config = infer_config(name, _numpy(model), hub_config | {"pretrained_cfg": model.pretrained_cfg})
+    assert (config.rotary is not None, config.gated) == ("dinov3" in name, "plus" in name or "giant" in name)
+    pretrained = Pretrained(config, from_timm(_numpy(model), config), "", "")
+    for size in (config.image_size, 8 * config.patch_size):
+        sized = resize(pretrained, size)
+        _assert_parity(sized.config, sized.params, model)
 
 
 @pytest.mark.convert
@@ -299,6 +324,8 @@ def test_constants_of_known_backbones_are_timms(config):
         *("vit_huge_patch14_clip_224", "vit_giant_patch14_clip_224", "vit_gigantic_patch14_224"),
         *("vit_xsmall_patch16_clip_224", "vit_medium_patch32_clip_224", "deit_base_patch16_384"),
         *("vit_large_patch14_reg4_dinov2", "vit_large_patch16_224", "deit3_huge_patch14_224"),
+        *("vit_large_patch16_dinov3.lvd1689m", "vit_huge_plus_patch16_dinov3.lvd1689m"),
+        *("vit_giant_patch14_dinov2", "vit_giant_patch14_reg4_dinov2"),
     ],
 )
 def test_sizes_heads_and_norms_are_inferred_as_timm_builds_them(name):
@@ -306,13 +333,16 @@ def test_sizes_heads_and_norms_are_inferred_as_timm_builds_them(name):
     config = infer_config(name, _shapes_only(model), {"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 1, 1]}})
     block = model.blocks[0]
     assert (config.depth, config.width) == (len(model.blocks), model.embed_dim)
-    assert (config.num_heads, config.mlp_width) == (block.attn.num_heads, block.mlp.fc1.out_features)
+    assert (config.num_heads, config.mlp_width) == (block.attn.num_heads, block.mlp.fc2.in_features)
     assert (config.image_size, config.patch_size) == (
         model.patch_embed.img_size[0],
         model.patch_embed.patch_size[0],
     )
     assert config.layer_norm_eps == model.norm.eps == block.norm1.eps
-    assert config.activation == {"GELU": "gelu", "QuickGELU": "quick_gelu"}[type(block.mlp.act).__name__]
+    names = {"GELU": "gelu", "QuickGELU": "quick_gelu", "SiLU": "silu"}
+    assert config.activation == names[type(block.mlp.act).__name__]
+    if config.gated or config.rotary is not None:
+        return  # other names of tensors, which the comparison of outputs covers
     theirs = {key for key in model.state_dict() if not key.endswith(".gamma")}
     assert {timm_name_of(key) for key in shapes_of(config)} == theirs - _unused(config)
 
@@ -321,13 +351,8 @@ def test_sizes_heads_and_norms_are_inferred_as_timm_builds_them(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("vit_base_patch16_siglip_224", "vit_small_patch16_18x2_224", "vit_giant_patch14_reg4_dinov2"),
-        *(
-            "vit_small_patch16_dinov3",
-            "vit_intern300m_patch14_448",
-            "vit_giant_patch14_dinov2",
-            "vit_base_patch16_224_miil",
-        ),
+        *("vit_base_patch16_siglip_224", "vit_small_patch16_18x2_224", "vit_intern300m_patch14_448"),
+        *("vit_base_patch16_224_miil", "vit_small_patch16_lingbot", "eva02_tiny_patch14_224"),
     ],
 )
 def test_timm_models_that_are_not_plain_are_refused(name):

@@ -1,5 +1,6 @@
 """The three executors compute the same, whatever is drawn: losses, gradients, training, forward passes."""
 
+import dataclasses
 import functools
 import gc
 
@@ -13,6 +14,7 @@ import small
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from cheem_jax.backbone.params import build, init_params
 from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
 from cheem_jax.cheem.training import dense_network, train_step, train_steps
 from cheem_jax.core.architecture import decode, from_strings
@@ -106,13 +108,13 @@ def test_a_gradient_that_is_no_finite_number_makes_the_loss_nan_and_reaches_noth
     chex.assert_trees_all_equal(after, state)
 
 
-def reference(head, ops, placement):
+def reference(head, ops, placement, vit=VIT):
     """Loss and gradients of the plain module under `jax.grad`."""
     learned = {block: learned_of(op) for block, op in enumerate(ops) if learned_of(op) is not None}
 
     def loss(learned, head):
         own = [with_learned(op, learned[block]) if block in learned else op for block, op in enumerate(ops)]
-        logits = masked_logits(head, VIT(jnp.asarray(IMAGES), own, placement=placement), 3)
+        logits = masked_logits(head, vit(jnp.asarray(IMAGES), own, placement=placement), 3)
         return (optax.softmax_cross_entropy_with_integer_labels(logits, LABELS) * WEIGHTS).sum()
 
     value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(learned, head)
@@ -129,6 +131,23 @@ def test_loss_and_gradients_of_all_executors_equal_the_plain_modules(placement, 
     wanted = reference(state.head.params, supernet.ops(state, architecture), placement)
     for name in KINDS:
         close(gradients(executor(name, placement), supernet, state, architecture, batch(placement)), wanted)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_rotary_positions_and_gated_mlps_are_the_plain_modules_in_all_executors(precision):
+    own = {"rotary": 100.0, "gated": True, "activation": "silu", "num_registers": 2, "precision": precision}
+    config = dataclasses.replace(small.CONFIG, **own)
+    params = init_params(config, jax.random.key(0))
+    vit = build(config, {name: 10 * value if name.endswith("kernel") else value for name, value in params.items()})
+    executors = [make(vit, "mlp_down") for make in KINDS.values()]
+    supernet = Supernet(jax.random.key(1), dense_experts(executors[0].base_pool), 3, OpSettings(rank=2))
+    architecture = from_strings(["reuse:0", "adapt:0", "skip", "new"])
+    state = supernet.with_learners(supernet.init(), [architecture])
+    wanted = reference(state.head.params, supernet.ops(state, architecture), "mlp_down", vit)
+    for one in executors:
+        data = Batch(one.begin(IMAGES), LABELS, WEIGHTS)
+        close(gradients(one, supernet, state, architecture, data), wanted, 1e-5 if precision == "float32" else 2e-2)
 
 
 @pytest.mark.parametrize("name", [pytest.param("whole", marks=pytest.mark.full), "scan"])

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
+import small
 from safetensors.numpy import load_file
 
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
-from cheem_jax.backbone.params import build, shapes_of
+from cheem_jax.backbone.params import build, init_params, params_of, shapes_of
 from cheem_jax.backbone.timm_names import from_timm
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.core.architecture import from_strings
@@ -331,6 +332,19 @@ def test_a_memory_in_bfloat16_is_refused():
     vit = build(dataclasses.replace(nano.config, precision="bfloat16"), nano.params)
     with pytest.raises(ValueError, match="computes in bfloat16; open the memory with float32"):
         dataclasses.replace(example.subject(), vit=vit)
+
+
+def test_a_rotary_gated_backbone_is_exported_as_a_program_and_refused_for_timm(tmp_path):
+    config = dataclasses.replace(small.CONFIG, rotary=100.0, gated=True, activation="silu")
+    params = init_params(config, jax.random.key(0)) | params_of(
+        example.VIT
+    )  # whose experts the example's pool contains
+    del params["position"]
+    subject = dataclasses.replace(example.subject(), vit=build(config, params))
+    done = export(subject, tmp_path / "task.stablehlo", "stablehlo", task="chained")
+    assert done.largest_difference < 1e-4
+    with pytest.raises(ValueError, match="rotary positions or a gated MLP.*export it as stablehlo or onnx"):
+        export(subject, tmp_path / "task.safetensors", "timm", task="chained")
 
 
 def test_a_backbone_that_timm_does_not_build_is_refused(tmp_path):

@@ -150,7 +150,8 @@ def test_damaged_layer_scale_is_refused(damage):
 
 
 @pytest.mark.parametrize(
-    "name", ["vit_small_patch16_dinov3", "vit_base_patch16_siglip_224", "swin_tiny_patch4_window7_224", "resnet50"]
+    "name",
+    ["vit_7b_patch16_dinov3.lvd1689m", "vit_base_patch16_siglip_224", "swin_tiny_patch4_window7_224", "resnet50"],
 )
 def test_other_architectures_are_refused_by_name_before_any_download(name, hub):
     with pytest.raises(ValueError, match="supported: plain ViTs with a class token"):
@@ -483,6 +484,9 @@ def test_a_config_beside_the_weights_that_makes_no_sense_is_told(tmp_path, confi
         ({"depth": 10**9}, "depth is 1000000000, expected a whole number in 1..1000"),
         ({"image_size": -8}, "image_size is -8"),
         ({"num_heads": 5}, "its heads do not divide the width"),
+        ({"num_heads": 8, "rotary": 100.0}, "rotary is 100.0, expected heads of a width that 4 divides, got 6"),
+        ({"rotary": 0.0}, "rotary is 0.0, expected a number in 0..1000000000.0"),
+        ({"gated": 1}, "patch_bias and gated must be true or false"),
         ({"mean": ["../x"] * 3}, "expected three finite numbers"),
         ({"activation": "os.system"}, "activation is 'os.system', expected one of"),
         ({"mlp_ratio": float("inf")}, "mlp_ratio is inf"),

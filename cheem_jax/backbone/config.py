@@ -10,7 +10,7 @@ from cheem_jax.core.kernels import Activation, Precision
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """A plain pre-norm ViT: class token first, then registers if any, then patches; learned position embedding."""
+    """A plain pre-norm ViT: class token first, then registers if any, then patches; learned or rotary positions."""
 
     name: str
     width: int
@@ -34,10 +34,19 @@ class ViTConfig:
     """Name under which timm and the hub's `timm/` repositories hold the weights."""
     num_registers: int = 0
     """Further learned tokens behind the class token: DINOv2's registers, DeiT's distillation token."""
+    rotary: float | None = None
+    """DINOv3: the base period of rotary positions; None: a learned embedding."""
+    gated: bool = False
+    """SwiGLU: the activation of a further linear layer of the MLP, `gate`, multiplies what goes into `down`."""
 
     @property
     def mlp_width(self) -> int:
         return round(self.width * self.mlp_ratio)
+
+    @property
+    def mlp_weights(self) -> int:
+        """Numbers in the matrices of one MLP."""
+        return (3 if self.gated else 2) * self.width * self.mlp_width
 
     @property
     def num_patches(self) -> int:
@@ -80,6 +89,13 @@ CONFIGS: dict[str, ViTConfig] = {
             "dinov2_base", 768, 12, 12, image_size=518, patch_size=14, num_classes=0,
             timm_name="vit_base_patch14_dinov2.lvd142m",
         ),
+        *(
+            ViTConfig(
+                f"dinov3_{size}", width, 12, width // 64, image_size=256, layer_norm_eps=1e-5, num_classes=0,
+                timm_name=f"vit_{size}_patch16_dinov3.lvd1689m", num_registers=4, rotary=100.0,
+            )
+            for size, width in (("small", 384), ("base", 768))
+        ),
         ViTConfig("vit_micro", 96, 8, 3, image_size=32, patch_size=8, num_classes=0, mean=_HALF, std=_HALF),
         ViTConfig("vit_nano", 48, 6, 3, image_size=32, patch_size=8, num_classes=0, mean=_HALF, std=_HALF),
     )
@@ -110,7 +126,8 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         finite = isinstance(rgb, list | tuple) and len(rgb) == 3 and all(map(_is_finite, rgb))
         if not finite or (name == "std" and min(rgb) <= 0):
             faults.append(f"{name} is {rgb!r:.80}, expected three finite numbers{', all positive' * (name == 'std')}")
-    for name, most in {"mlp_ratio": 100, "layer_norm_eps": 1}.items():
+    positive = {"mlp_ratio": 100, "layer_norm_eps": 1} | ({} if told["rotary"] is None else {"rotary": 1e9})
+    for name, most in positive.items():
         if not _is_finite(told[name]) or not 0 < told[name] <= most:
             faults.append(f"{name} is {told[name]!r:.40}, expected a number in 0..{most}")
     for name, kind in {"activation": Activation, "precision": Precision}.items():
@@ -118,10 +135,13 @@ def check_fields(fields: Mapping[str, Any]) -> None:
             faults.append(f"{name} is {told[name]!r:.40}, expected one of {', '.join(get_args(kind))}")
     if not isinstance(told["name"], str) or not isinstance(told["timm_name"], str | None):
         faults.append("name and timm_name must be text")
-    if not isinstance(told["norm_before_blocks"], bool) or not isinstance(told["patch_bias"], bool):
-        faults.append("norm_before_blocks and patch_bias must be true or false")
+    switches = ("norm_before_blocks", "patch_bias", "gated")
+    if not all(isinstance(told[name], bool) for name in switches):
+        faults.append("norm_before_blocks, patch_bias and gated must be true or false")
     if not faults and (told["width"] % told["num_heads"] or told["image_size"] % told["patch_size"]):
         faults.append("its heads do not divide the width, or its patches the image size")
+    if not faults and told["rotary"] is not None and (width := told["width"] // told["num_heads"]) % 4:
+        faults.append(f"rotary is {told['rotary']}, expected heads of a width that 4 divides, got {width}")
     if faults:
         raise ValueError("; ".join(faults))
 

@@ -31,7 +31,7 @@ def branch_flops(config: ViTConfig, placement: Placement, *, count_attention: bo
     """What one Skip saves: an FFN (`mlp_down`) or an attention branch (`attn_proj`)."""
     tokens, width = config.num_tokens, config.width
     if placement == "mlp_down":
-        return 2 * tokens * 2 * width * config.mlp_width
+        return 2 * tokens * config.mlp_weights
     return 2 * (tokens * 4 * width * width + (2 * tokens * tokens * width if count_attention else 0))
 
 
@@ -43,7 +43,7 @@ def pair_flops(config: ViTConfig, placement: Placement, rank: int) -> int:
 
 def token_flops(config: ViTConfig, num_tokens: int) -> int:
     """Extra tokens through all linear layers (S-Prompts)."""
-    return 2 * num_tokens * config.depth * (4 * config.width**2 + 2 * config.width * config.mlp_width)
+    return 2 * num_tokens * config.depth * (4 * config.width**2 + config.mlp_weights)
 
 
 def prefix_flops(config: ViTConfig, num_pairs: int, num_layers: int) -> int:
@@ -113,13 +113,15 @@ def executed_halves(config: ViTConfig, *, last: bool, num_extra: int = 0) -> tup
     tokens, width = config.num_tokens + num_extra, config.width
     outputs = 1 if last else tokens
     attention = 2 * (outputs + tokens) * width * width + 2 * outputs * tokens * width
-    return 2 * attention, 2 * outputs * 2 * width * config.mlp_width
+    return 2 * attention, 2 * outputs * config.mlp_weights
 
 
 def backbone_params(config: ViTConfig) -> int:
     """Parameters of the backbone without head, the base of the paper's %Param."""
     width = config.width
-    per_block = 4 * width * width + 4 * width + 2 * width * config.mlp_width + config.mlp_width + width + 4 * width
+    mlp = config.mlp_weights + config.mlp_width * (2 if config.gated else 1) + width
+    per_block = 4 * width * width + 4 * width + mlp + 4 * width
     embed = 3 * config.patch_size**2 * width + (width if config.patch_bias else 0)
     norms = (2 if config.norm_before_blocks else 1) * 2 * width
-    return embed + (1 + config.num_registers + config.num_tokens) * width + config.depth * per_block + norms
+    positions = config.num_tokens if config.rotary is None else 0
+    return embed + (1 + config.num_registers + positions) * width + config.depth * per_block + norms

@@ -20,6 +20,7 @@ _MODULES = {
     "norm_before": "norm_pre",
     "qkv": "attn.qkv",
     "proj": "attn.proj",
+    "gate": "mlp.fc1_g",
     "up": "mlp.fc1",
     "down": "mlp.fc2",
 }
@@ -28,7 +29,9 @@ _PLAIN = re.compile(
     r"cls_token|reg_token|dist_token|pos_embed|head_dist\.(weight|bias)|blocks\.\d+\.ls[12]\.gamma|((patch_embed\.proj|norm_pre|norm|head|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj"
     r"|mlp\.fc1|mlp\.fc2))\.(weight|bias))"
 )
-SUPPORTED = "plain ViTs with a class token and learned positions: ViT, DeiT, DeiT-III, CLIP, DINO, DINOv2 up to L"
+_ROTARY = re.compile(r"blocks\.\d+\.(gamma_[12]|attn\.[qv]_bias|mlp\.fc1_[gx]\.(weight|bias))")
+"""Further tensors of DINOv3, whose file contains nothing of its rotary positions."""
+SUPPORTED = "plain ViTs with a class token: ViT, DeiT, DeiT-III, CLIP, DINO, DINOv2, DINOv3 up to H+"
 _HEADS = {"vit_huge_": 16, "deit3_huge_": 16, "vit_giant_": 16, "vit_gigantic_": 16}
 """Families whose heads are not 64 wide."""
 
@@ -59,6 +62,8 @@ def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str,
 def _without_scales(tensors: Mapping[str, np.ndarray], config: ViTConfig, what: str) -> dict[str, np.ndarray]:
     """timm's tensors with LayerScale folded, a position for every token, and one name for further tokens."""
     renamed = {"dist_token": "reg_token"} if config.num_registers else {}
+    if config.rotary is not None or config.gated:
+        tensors = _as_plain_vits(tensors, config)
     found = {renamed.get(name, name): value for name, value in tensors.items()}
     scales = {name: found.pop(name) for name in tensors if name.endswith(".gamma")}
     layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
@@ -77,6 +82,23 @@ def _without_scales(tensors: Mapping[str, np.ndarray], config: ViTConfig, what: 
     return found
 
 
+def _as_plain_vits(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np.ndarray]:
+    """Names of timm's plain ViT for DINOv3's tensors, zeros for biases it does without, and an MLP's gate by itself."""
+    found = {
+        re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name).replace(".fc1_x.", ".fc1."): value
+        for name, value in tensors.items()
+    }
+    for block in (f"blocks.{index}" for index in range(config.depth)):
+        if config.rotary is not None and f"{block}.attn.qkv.bias" not in found:
+            zeros = np.zeros(config.width, np.float32)
+            query, value = (found.pop(f"{block}.attn.{name}_bias", zeros) for name in "qv")
+            found[f"{block}.attn.qkv.bias"] = np.concatenate([query, zeros, value])
+        for name in (f"{block}.mlp.fc1.weight", f"{block}.mlp.fc1.bias"):
+            if config.gated and name in found and found[name].shape[:1] == (2 * config.mlp_width,):  # DINOv2 giant
+                found[name.replace("fc1", "fc1_g")], found[name] = np.split(found[name], 2)
+    return found
+
+
 def _timm_shape(name: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[int, ...]:
     if name == "patch.kernel":
         return (config.width, 3, config.patch_size, config.patch_size)
@@ -89,16 +111,18 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
     """The config of any supported timm ViT from its tensors, its name and the hub's `config.json`.
 
     Sizes come from shapes, heads from the usual width of 64, the preprocessing from `pretrained_cfg`. What is
-    not a plain class-token ViT (gated MLPs, rotary positions, pooled patches, ...) is refused by the names
-    of its tensors.
+    not a plain class-token ViT (other gated MLPs, pooled patches, ...) is refused by the names of its tensors.
     """
     hub_config = hub_config or {}
     _refuse_unless_plain(name, tensors, hub_config)
     width, channels, patch_size, _ = tensors["patch_embed.proj.weight"].shape
     num_registers = _num_registers(tensors)
-    grid = _grid(tensors["pos_embed"].shape[1], num_registers)
+    rotary = _is_rotary(name, tensors)
+    gated = _is_gated(name, tensors)
+    image_size = 256 if rotary else patch_size * _grid(tensors["pos_embed"].shape[1], num_registers)
     depth = len({key.split(".")[1] for key in tensors if key.startswith("blocks.")})  # gaps are told by `from_timm`
-    num_heads = next((heads for family, heads in _HEADS.items() if name.startswith(family)), width // 64)
+    families = () if "_dinov" in name else _HEADS.items()
+    num_heads = next((heads for family, heads in families if name.startswith(family)), width // 64)
     if channels != 3 or width == 0 or num_heads == 0 or width % num_heads:
         raise ValueError(f"{name!r}: no plain ViT has {channels} channels and a width of {width}")
     clip = "norm_pre.weight" in tensors
@@ -111,11 +135,11 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
         width=width,
         depth=depth,
         num_heads=num_heads,
-        image_size=grid * patch_size,
+        image_size=image_size,
         patch_size=patch_size,
-        mlp_ratio=tensors["blocks.0.mlp.fc1.weight"].shape[0] / width,
-        layer_norm_eps=1e-5 if clip else 1e-6,
-        activation="quick_gelu" if "quickgelu" in name else "gelu",
+        mlp_ratio=tensors["blocks.0.mlp.fc2.weight"].shape[1] / width,
+        layer_norm_eps=1e-5 if clip or rotary else 1e-6,
+        activation="silu" if gated else "quick_gelu" if "quickgelu" in name else "gelu",
         norm_before_blocks=clip,
         patch_bias="patch_embed.proj.bias" in tensors,
         num_classes=classes,
@@ -123,6 +147,8 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
         std=std,
         timm_name=name,
         num_registers=num_registers,
+        rotary=100.0 if rotary else None,
+        gated=gated,
     )
     try:
         check_fields(dataclasses.asdict(config))
@@ -133,34 +159,44 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
 
 def _refuse_unless_plain(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict) -> None:
     reasons = []
-    foreign = sorted({re.sub(r"\.\d+\.", ".*.", key) for key in tensors if not _PLAIN.fullmatch(key)})
+    rotary, gated = _is_rotary(name, tensors), _is_gated(name, tensors)
+    known = {key for key in tensors if _PLAIN.fullmatch(key) or (rotary and _ROTARY.fullmatch(key))}
+    foreign = sorted({re.sub(r"\.\d+\.", ".*.", key) for key in tensors if key not in known})
     if foreign:
         reasons.append(f"unknown tensors {foreign}")
-    needed = [
-        "cls_token",
-        "pos_embed",
-        "patch_embed.proj.weight",
-        "blocks.0.mlp.fc1.weight",
-        "blocks.0.mlp.fc2.weight",
-    ]
+    widened = "blocks.0.mlp.fc1_x.weight" if rotary and gated else "blocks.0.mlp.fc1.weight"
+    needed = ["cls_token", "patch_embed.proj.weight", widened, "blocks.0.mlp.fc2.weight"]
+    needed += [] if rotary else ["pos_embed"]
     lacking = [key for key in needed if key not in tensors]
     if lacking:
         reasons.append(f"lacks {lacking}")
     else:
-        position, patch = tensors["pos_embed"].shape, tensors["patch_embed.proj.weight"].shape
-        up, down = tensors["blocks.0.mlp.fc1.weight"].shape, tensors["blocks.0.mlp.fc2.weight"].shape
-        if len(position) != 3 or not _grid(position[1], _num_registers(tensors)):
+        patch, position = tensors["patch_embed.proj.weight"].shape, () if rotary else tensors["pos_embed"].shape
+        up, down = tensors[widened].shape, tensors["blocks.0.mlp.fc2.weight"].shape
+        if not rotary and (len(position) != 3 or not _grid(position[1], _num_registers(tensors))):
             reasons.append(f"pos_embed {position} is not a class token and a square grid")
         if len(patch) != 4 or patch[2] != patch[3]:
             reasons.append(f"patch_embed.proj.weight {patch} has no square patches")
-        if len(up) != 2 or up != down[::-1]:
+        if len(up) != 2 or len(down) != 2 or (up != down[::-1] and not gated):
             reasons.append(f"blocks.0.mlp.fc1.weight {up} and fc2.weight {down} make a gated MLP")
     if "head.weight" in tensors and len(tensors["head.weight"].shape) != 2:
         reasons.append(f"head.weight {tensors['head.weight'].shape} is no matrix")
-    if hub_config.get("global_pool", "token") != "token":
+    if hub_config.get("global_pool", "token") != "token" and not rotary:  # timm pools DINOv3 against its authors
         reasons.append(f"config.json pools with {hub_config['global_pool']!r:.40}, not the class token")
     if reasons:
         raise ValueError(f"{name!r} is no plain timm ViT: {'; '.join(reasons)}; supported: {SUPPORTED}")
+
+
+def _is_rotary(name: str, tensors: Mapping[str, np.ndarray]) -> bool:
+    return "_dinov3" in name and "pos_embed" not in tensors
+
+
+def _is_gated(name: str, tensors: Mapping[str, np.ndarray]) -> bool:
+    """Whether the MLP is DINOv3's, with two layers before `fc2`, or DINOv2 giant's, with both in one."""
+    up, down = (tensors.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
+    if up is None or down is None or up.ndim != 2 or down.ndim != 2:
+        return "blocks.0.mlp.fc1_g.weight" in tensors
+    return "_dinov2" in name and up.shape == (2 * down.shape[1], down.shape[0])
 
 
 def _num_registers(tensors: Mapping[str, np.ndarray]) -> int:
@@ -192,6 +228,7 @@ def _preprocessing(name: str, hub_config: dict) -> tuple[Rgb, Rgb]:
         (".augreg", "vit_base"),
         (".dino", "deit_tiny"),
         ("_dinov2", "deit_tiny"),
+        (".lvd1689m", "deit_tiny"),
         ("deit3_", "deit_tiny"),
         ("deit_", "deit_tiny"),
     )

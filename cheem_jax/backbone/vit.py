@@ -1,13 +1,16 @@
 """The frozen backbone: a Flax NNX Vision Transformer equal to timm's, whose blocks take an op as an argument.
 
 A block (paper, appendix 'Identifying the Task-Synergy Internal Memory') is
-`z = x + Proj(MHSA(LN1 x))`, `y = z + Down(GELU(Up(LN2 z)))`; the plastic layer is `Down` or `Proj`.
+`z = x + Proj(MHSA(LN1 x))`, `y = z + Down(GELU(Up(LN2 z)))`; the plastic layer is `Down` or `Proj`. A gated MLP has
+`SiLU(Gate(LN2 z)) * Up(LN2 z)` before `Down`.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
@@ -35,6 +38,30 @@ Adapter = Callable[[Float[Array, "B N D"]], Float[Array, "B N D"]]
 """What is added to a block's FFN: a function of the tokens after its attention half, before LayerNorm."""
 
 
+@functools.cache
+def rotations(base: float, grid: int, num_tokens: int, head_width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine for each token and channel of a head; the last `grid`^2 tokens are patches, others do not turn.
+
+    A patch's centre is (y, x) in -1..1 whatever the image size. A quarter of the channels turns by 2 pi y / period, the
+    next by 2 pi x / period, with periods from 1 up towards `base`; channel i turns together with i + half of them.
+    """
+    centres = (2.0 * np.arange(grid) + 1.0) / grid - 1.0
+    periods = base ** (4.0 * np.arange(head_width // 4) / head_width)
+    points = np.stack(np.meshgrid(centres, centres, indexing="ij"), axis=-1).reshape(-1, 2)
+    angles = np.zeros((num_tokens, head_width // 2))
+    angles[num_tokens - grid**2 :] = (2 * np.pi * points[:, :, None] / periods).reshape(grid**2, -1)
+    angles = np.concatenate([angles, angles], axis=1)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def rotate(
+    x: Float[Array, "B H N d"], cos: Float[np.ndarray, "N d"], sin: Float[np.ndarray, "N d"]
+) -> Float[Array, "B H N d"]:
+    """Rotary positions (Su et al., "RoFormer", 2021) with the pairs of channels half a head apart."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
+
+
 class Block(nnx.Module):
     """One transformer block; its own `proj` and `down` are expert 0 of the two possible memories."""
 
@@ -43,10 +70,12 @@ class Block(nnx.Module):
         self.num_heads = config.num_heads
         self.activation: Activation = config.activation
         self.precision: Precision = config.precision
+        self.rotary, self.grid = config.rotary, config.image_size // config.patch_size
         self.norm1 = LayerNorm(config, rngs)
         self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
         self.proj = nnx.Linear(width, width, rngs=rngs)
         self.norm2 = LayerNorm(config, rngs)
+        self.gate = nnx.Linear(width, config.mlp_width, rngs=rngs) if config.gated else None
         self.up = nnx.Linear(width, config.mlp_width, rngs=rngs)
         self.down = nnx.Linear(config.mlp_width, width, rngs=rngs)
 
@@ -76,6 +105,9 @@ class Block(nnx.Module):
             return t.reshape(b, -1, self.num_heads, d // self.num_heads).transpose(0, 2, 1, 3)
 
         query, key, value = heads(query), heads(key), heads(value)
+        if self.rotary is not None:
+            cos, sin = rotations(self.rotary, self.grid, n, d // self.num_heads)
+            query, key = rotate(query, cos[:outputs], sin[:outputs]), rotate(key, cos, sin)
         if isinstance(prefix, Prefix):
             key = jnp.concatenate([heads(prefix.keys), key], axis=2)
             value = jnp.concatenate([heads(prefix.values), value], axis=2)
@@ -88,7 +120,12 @@ class Block(nnx.Module):
     def mix_channels(self, z: Float[Array, "B N D"]) -> Float[Array, "B N F"]:
         """The FFN branch up to its down-projection: the input of `down`."""
         assert self.up.bias is not None
-        widened = product(self.norm2(z), self.up.kernel[...], self.precision)
+        h = self.norm2(z)
+        if self.gate is not None:
+            assert self.gate.bias is not None
+            gate = product(h, self.gate.kernel[...], self.precision)
+            return activate(gate, self.gate.bias[...], self.activation) * self._linear(self.up, h)
+        widened = product(h, self.up.kernel[...], self.precision)
         return activate(widened, self.up.bias[...], self.activation)
 
     def enter(
@@ -161,7 +198,7 @@ class ViT(nnx.Module):
         self.patch = nnx.Linear(num_inputs, config.width, use_bias=config.patch_bias, rngs=rngs)
         self.class_token = nnx.Param(jnp.zeros((config.width,)))
         self.registers = nnx.Param(jnp.zeros((config.num_registers, config.width))) if config.num_registers else None
-        self.position = nnx.Param(jnp.zeros((config.num_tokens, config.width)))
+        self.position = nnx.Param(jnp.zeros((config.num_tokens, config.width))) if config.rotary is None else None
         self.norm_before = LayerNorm(config, rngs) if config.norm_before_blocks else None
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.depth)])
         self.norm = LayerNorm(config, rngs)
@@ -184,7 +221,8 @@ class ViT(nnx.Module):
             tokens = tokens + self.patch.bias[...]
         learned = [self.class_token[...]] if self.registers is None else [self.class_token[...], *self.registers[...]]
         prefix = [jnp.broadcast_to(token, (b, 1, tokens.shape[-1])) for token in learned]
-        tokens = jnp.concatenate([*prefix, tokens], axis=1) + self.position[...]
+        tokens = jnp.concatenate([*prefix, tokens], axis=1)
+        tokens = tokens if self.position is None else tokens + self.position[...]
         return tokens if self.norm_before is None else self.norm_before(tokens)
 
     def outputs(self, block: int) -> int | None:

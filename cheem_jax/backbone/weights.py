@@ -27,8 +27,8 @@ from cheem_jax.core.paths import absolute
 FORMAT = "cheem_jax.vit.1"
 _MEANS = "base_means/"
 _TIMM_NAME = re.compile(r"(vit|deit3?)(_[a-z0-9]+)*_patch\d+(_[a-z0-9]+)*(\.[a-z0-9_]+)?")
-_OTHERS = re.compile("dinov3|siglip|relpos|rope|_gap_|giant_patch14(_reg4)?_dinov2")
-"""In names of ViTs whose tokens, positions or MLPs this library does not know."""
+_OTHERS = re.compile("siglip|relpos|rope|_gap_|vit_7b_")
+"""In names of ViTs whose tokens, positions or heads this library does not know."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +100,10 @@ def named_config(backbone: str) -> ViTConfig | None:
 
 
 def resize(pretrained: Pretrained, image_size: int) -> Pretrained:
-    """The same weights for square images of another size: only the position embedding changes."""
+    """The same weights for square images of another size: only a learned position embedding changes."""
     config = at_image_size(pretrained.config, image_size)
+    if config.rotary is not None:
+        return dataclasses.replace(pretrained, config=config)
     position = resample_position(pretrained.params["position"], config.num_patches, 1 + config.num_registers)
     return dataclasses.replace(pretrained, config=config, params={**pretrained.params, "position": position})
 
@@ -205,7 +207,7 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
         config = json.loads(_cached_or_fetched(repository, "config.json").read_text())
         if not isinstance(config, dict):
             raise ValueError("its config.json is no JSON object")
-        plain = config.get("global_pool", "token") == "token"
+        plain = config.get("global_pool", "token") == "token" or "_dinov3" in timm_name
         weights = _cached_or_fetched(repository, "model.safetensors") if plain else None
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(f"the hub has no model {repository!r}: check the name, or {way_out}") from error

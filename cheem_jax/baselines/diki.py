@@ -171,7 +171,7 @@ class Diki(OwnPrompts):
         `flops_as_printed` counts attention products in those blocks alone, which gives the paper's row for `last3`.
         """
         vit, again = self.executor.config, range(self.layers[0], self.executor.config.depth)
-        linear = 2 * vit.num_tokens * (4 * vit.width**2 + 2 * vit.width * vit.mlp_width) * len(again)
+        linear = 2 * vit.num_tokens * (4 * vit.width**2 + vit.mlp_weights) * len(again)
         prefixes = prefix_flops(vit, self.config.length, len(self.layers))
         attention = 4 * vit.num_tokens**2 * vit.width * len(again) + prefixes
         executed = sum(sum(executed_halves(vit, last=block == vit.depth - 1)) for block in again)

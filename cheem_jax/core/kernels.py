@@ -15,7 +15,9 @@ from jaxtyping import Array, Float
 
 Precision = Literal["float32", "bfloat16"]
 """Operand type of matrix products; their sums are float32 in both."""
-Activation = Literal["gelu", "quick_gelu"]
+Activation = Literal["gelu", "quick_gelu", "silu"]
+_SIGMOIDS = {"quick_gelu": 1.702, "silu": 1.0}
+"""What a sigmoid gate takes its argument times."""
 IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
 """Whether the program that is traced now will be divided over several devices."""
 
@@ -93,7 +95,7 @@ def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
 
 
 def activate(x: Float[Array, "*B F"], bias: Float[Array, "F"], activation: Activation) -> Float[Array, "*B F"]:
-    """Exact GELU, or CLIP's approximation, of `x + bias`; keeps x, which as a product's result lies in memory anyway.
+    """Exact GELU, CLIP's approximation or SiLU of `x + bias`; keeps x, a product's result, which lies in memory anyway.
 
     The gradient computes the gate again: cheaper than to write the derivative and to read it back.
     """
@@ -106,15 +108,15 @@ def _value(a, activation):
 
 def _slope(a, activation):
     gate = _gate(a, activation)
-    if activation == "quick_gelu":
-        return gate + 1.702 * a * gate * (1.0 - gate)
+    if activation in _SIGMOIDS:
+        return gate + _SIGMOIDS[activation] * a * gate * (1.0 - gate)
     density = jnp.exp(-0.5 * a * a) * (0.5 / jnp.pi) ** 0.5
     return gate + a * density
 
 
 def _gate(a, activation):
-    if activation == "quick_gelu":
-        return jax.nn.sigmoid(1.702 * a)
+    if activation in _SIGMOIDS:
+        return jax.nn.sigmoid(_SIGMOIDS[activation] * a)
     return 0.5 + 0.5 * jax.lax.erf(a * 0.5**0.5)
 
 
