@@ -193,3 +193,15 @@ def test_the_tables_of_the_page_are_those_of_the_committed_numbers(record):
     assert len(grids) >= 3
     for grid in grids:
         assert grid.to_markdown() in page, grid.title
+
+
+def test_the_stream_on_the_page_is_that_of_the_committed_numbers():
+    docs = Path(__file__).parents[3] / "docs"
+    page, found = (docs / "search.md").read_text(), json.loads((docs / "results/search/stream_at_96.json").read_text())
+    sides = [found[recipe][column] for column in ("given", "agnostic") for recipe in ("quick", "plus")]
+    for task in sides[0]:
+        assert f"| {task} | {' | '.join(f'{side[task]:.1f}' for side in sides)} |" in page
+    means = [found[recipe][f"mean_{column}"] for column in ("given", "agnostic") for recipe in ("quick", "plus")]
+    assert f"| mean | {' | '.join(f'{mean:.1f}' for mean in means)} |" in page
+    for side, mean in zip(sides, means, strict=True):
+        assert abs(sum(side.values()) / len(side) - mean) < 0.01

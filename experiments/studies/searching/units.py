@@ -14,11 +14,10 @@ from jaxtyping import Int
 
 from cheem_jax.cheem.closed_form import closed_form_score
 from cheem_jax.cheem.config import PRESETS, CheemConfig
-from cheem_jax.cheem.evolution import Score, SearchConfig
+from cheem_jax.cheem.evolution import Score
 from cheem_jax.cheem.hee import sample
 from cheem_jax.cheem.learner import Cheem, Learning, Tables
-from cheem_jax.cheem.supernet import OpSettings
-from cheem_jax.cheem.training import FitConfig, SupernetFit, architecture_flops, dense_network, supernet_score
+from cheem_jax.cheem.training import SupernetFit, architecture_flops, dense_network, supernet_score
 from cheem_jax.core.architecture import decode, to_strings
 from cheem_jax.core.interruption import Stop
 from cheem_jax.core.keys import Keys, Phase
