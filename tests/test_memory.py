@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import small
 from PIL import Image
+from serving import serving
 
 import cheem_jax
 from cheem_jax.backbone.means import base_means
@@ -31,14 +32,16 @@ from cheem_jax.run.directory import hold
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from cheem_jax.run.results import results_of
+from cheem_jax.serve.limits import Limits
 
 NAME = "vit_tiny_patch4_8"
 STREAM = small.stream(3)
+FIELDS = dataclasses.fields(small.CONFIG)
 
 
-def weights(directory: Path, num_classes: int = 0) -> Path:
-    """The small backbone under a name that the loader takes."""
-    config = dataclasses.replace(small.CONFIG, name=NAME, num_classes=num_classes)
+def weights(directory: Path, **fields) -> Path:
+    """The small backbone, changed by fields of its config, under a name that the loader takes."""
+    config = dataclasses.replace(small.CONFIG, name=NAME, **fields)
     params = {
         name: value * 10 if name.endswith("kernel") else value
         for name, value in init_params(config, jax.random.key(0)).items()
@@ -51,9 +54,9 @@ def weights(directory: Path, num_classes: int = 0) -> Path:
 def begin(directory: Path, **settings) -> OpenMemory:
     file = directory.with_name(f"{directory.name}-weights")
     file.mkdir()
-    kept = settings.pop("num_classes", 0)
+    fields = {field.name: settings.pop(field.name) for field in FIELDS if field.name in settings}
     settings = {"method": small.QUICK, **settings}
-    return cheem_jax.create(directory, backbone=NAME, weights=weights(file, kept), **settings)
+    return cheem_jax.create(directory, backbone=NAME, weights=weights(file, **fields), **settings)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -700,6 +703,31 @@ def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_c
         cheem_jax.begin_with(tmp_path / "pets", run, weights=lacking)
     begun = cheem_jax.begin_with(tmp_path / "pets", run, weights=carrying)
     assert [task.name for task in begun.tasks] == ["task0"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_registers": 2}, {"num_registers": 4, "rotary": 100.0, "gated": True, "activation": "silu"}],
+    ids=["like DINOv2", "like DINOv3"],
+)
+def test_a_memory_on_a_backbone_of_another_family_learns_answers_exports_serves_and_forgets(tmp_path, fields):
+    memory = begin(tmp_path / "pets", depth=2, **fields)
+    memory.learn(STREAM)
+    images = STREAM.tasks[1].test.images
+    found = memory.predict(images)
+    assert np.mean([one.task == "task1" for one in found]) > 0.5
+    assert memory.export(tmp_path / "pets.stablehlo").largest_difference < 1e-4
+    file = io.BytesIO()
+    Image.fromarray(images[0]).save(file, "PNG")
+    with serving(memory.predictor(batch_sizes=(1,)), Limits(max_batch=1)) as served:
+        answer = served.predict(file.getvalue()).json
+    assert (answer["task"], answer["class"]) == (found[0].task, found[0].label)
+    before = given(memory, "task2")
+    memory.forget("task0")
+    opened = cheem_jax.open(tmp_path / "pets")
+    assert [task.name for task in opened.tasks] == ["task1", "task2"]
+    np.testing.assert_array_equal(given(opened, "task2"), before)
 
 
 def test_what_is_no_memory_is_told_before_anything_is_read(tmp_path, copied):
