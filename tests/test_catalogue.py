@@ -2,14 +2,18 @@
 
 import dataclasses
 
+import jax
+import numpy as np
 import pytest
 import small
-from baselines import check_method, stages
+from baselines import Watched, check_method, stages
 
+from cheem_jax.backbone.params import build, init_params
 from cheem_jax.baselines.catalogue import NAMES, NEED_A_ROUTER, Networks, check_name, make, preset_of
 from cheem_jax.cheem.config import PRESETS
 from cheem_jax.cheem.lite import CheemLiteConfig
 from cheem_jax.core.keys import Keys
+from cheem_jax.engine.stages import Stages
 from cheem_jax.report import table
 from cheem_jax.report.table import UPPER_BOUNDS
 from cheem_jax.run.method import FrozenFeatures, Method
@@ -53,6 +57,22 @@ def test_what_every_method_holds_to_holds_for(name, tmp_path):
         config = CheemLiteConfig(**vars(small.QUICK))
     method = make(config, networks(routed=name == "cheem_lite"), Keys(0), 3)
     check_method(method, tmp_path, stops=name == "cheem_lite")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["diki", "l2p", "moe_adapters", "s_prompts"])
+def test_methods_that_choose_tokens_learn_on_a_backbone_without_class_token(name):
+    config = dataclasses.replace(small.CONFIG, pool="attention")
+    vit = build(config, init_params(config, jax.random.key(0)))
+    executor = Stages(vit, "mlp_down")
+    own = FrozenFeatures(executor, 16)
+    router = FrozenFeatures(stages(), 16) if name in NEED_A_ROUTER else own
+    method = make(fitting_config(name), Networks(executor, own, router), Keys(0), 2)
+    method.check(small.stream(2).tasks)
+    for task in small.stream(2).tasks:
+        method.learn(task, Watched())
+    found = method.predict(small.task("task1", 1).test.images, np.full(20, 1, np.int32))
+    assert found.tasks.shape == (20,) and found.classes.min() >= 0
 
 
 @pytest.mark.parametrize("name", NAMES)

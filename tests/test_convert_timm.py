@@ -195,7 +195,8 @@ def _timm_outputs(model, images: np.ndarray) -> dict[str, np.ndarray]:
     for hook in hooks:
         hook.remove()
     blocks = torch.stack(tokens, dim=1)
-    return {"blocks": blocks.numpy(), "features": normed[:, 0].numpy(), "logits": logits.numpy()}
+    features = logits if model.cls_token is None and not model.num_classes else normed[:, 0]
+    return {"blocks": blocks.numpy(), "features": features.numpy(), "logits": logits.numpy()}
 
 
 def _our_outputs(config, params, images: np.ndarray) -> dict[str, np.ndarray]:
@@ -285,6 +286,35 @@ def test_rotary_and_gated_models_compute_what_timm_computes_at_two_image_sizes(n
 
 
 @pytest.mark.convert
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("vit_base_patch16_siglip_256.webli", "vit_base_patch32_siglip_256.v2_webli"),
+        *("vit_so400m_patch14_siglip_224.webli", "vit_base_patch16_siglip_gap_224.webli"),
+    ],
+)
+def test_models_without_a_class_token_compute_what_timm_computes_at_two_image_sizes(name):
+    model = _random_model(name, depth=2, dynamic_img_size=True)
+    config = infer_config(name, _numpy(model), {"pretrained_cfg": model.pretrained_cfg})
+    assert config.pool == ("mean" if "_gap_" in name else "attention")
+    assert config.num_tokens == config.num_patches
+    pretrained = Pretrained(config, from_timm(_numpy(model), config), "", "")
+    for size in (config.image_size, 8 * config.patch_size):
+        sized = resize(pretrained, size)
+        _assert_parity(sized.config, sized.params, model)
+
+
+@pytest.mark.convert
+def test_every_siglip_of_timm_is_known_by_its_tensors():
+    import timm
+
+    names = timm.list_models("vit_*siglip*", exclude_filters="*_gap_*")  # which are the same but for the pool
+    assert len(names) >= 16
+    for name in names:
+        _assert_inferred(name)
+
+
+@pytest.mark.convert
 @pytest.mark.parametrize("size", [96, 384])
 def test_a_network_at_another_image_size_computes_what_timm_computes(size):
     config = dataclasses.replace(CONFIGS["deit_tiny"], depth=2)
@@ -329,17 +359,19 @@ def test_constants_of_known_backbones_are_timms(config):
     ],
 )
 def test_sizes_heads_and_norms_are_inferred_as_timm_builds_them(name):
+    _assert_inferred(name)
+
+
+def _assert_inferred(name: str) -> None:
     model = _on_meta(name)
     config = infer_config(name, _shapes_only(model), {"pretrained_cfg": {"mean": [0, 0, 0], "std": [1, 1, 1]}})
     block = model.blocks[0]
     assert (config.depth, config.width) == (len(model.blocks), model.embed_dim)
     assert (config.num_heads, config.mlp_width) == (block.attn.num_heads, block.mlp.fc2.in_features)
-    assert (config.image_size, config.patch_size) == (
-        model.patch_embed.img_size[0],
-        model.patch_embed.patch_size[0],
-    )
+    patch_size, image_size = model.patch_embed.patch_size[0], model.patch_embed.img_size[0]
+    assert (config.image_size, config.patch_size) == (image_size // patch_size * patch_size, patch_size)
     assert config.layer_norm_eps == model.norm.eps == block.norm1.eps
-    names = {"GELU": "gelu", "QuickGELU": "quick_gelu", "SiLU": "silu"}
+    names = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu", "SiLU": "silu"}
     assert config.activation == names[type(block.mlp.act).__name__]
     if config.gated or config.rotary is not None:
         return  # other names of tensors, which the comparison of outputs covers
@@ -351,7 +383,7 @@ def test_sizes_heads_and_norms_are_inferred_as_timm_builds_them(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("vit_base_patch16_siglip_224", "vit_small_patch16_18x2_224", "vit_intern300m_patch14_448"),
+        *("vit_base_patch16_gap_224", "vit_small_patch16_18x2_224", "vit_intern300m_patch14_448"),
         *("vit_base_patch16_224_miil", "vit_small_patch16_lingbot", "eva02_tiny_patch14_224"),
     ],
 )

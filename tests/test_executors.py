@@ -135,9 +135,17 @@ def test_loss_and_gradients_of_all_executors_equal_the_plain_modules(placement, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_rotary_positions_and_gated_mlps_are_the_plain_modules_in_all_executors(precision):
-    own = {"rotary": 100.0, "gated": True, "activation": "silu", "num_registers": 2, "precision": precision}
-    config = dataclasses.replace(small.CONFIG, **own)
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"rotary": 100.0, "gated": True, "activation": "silu", "num_registers": 2},
+        {"pool": "attention", "activation": "gelu_tanh"},
+        {"pool": "mean"},
+    ],
+    ids=["rotary and gated", "attention pooling", "mean"],
+)
+def test_other_backbones_are_the_plain_modules_in_all_executors(own, precision):
+    config = dataclasses.replace(small.CONFIG, precision=precision, **own)
     params = init_params(config, jax.random.key(0))
     vit = build(config, {name: 10 * value if name.endswith("kernel") else value for name, value in params.items()})
     executors = [make(vit, "mlp_down") for make in KINDS.values()]

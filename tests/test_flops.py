@@ -64,7 +64,7 @@ def test_skipping_every_attention_branch_leaves_no_attention_product():
     assert skipped == embed + 11 * ffn + ffn // 197
 
 
-@pytest.mark.parametrize("backbone", ["deit_tiny", "vit_base", "clip_vit_base", "vit_micro", "vit_nano"])
+@pytest.mark.parametrize("backbone", ["deit_tiny", "clip_vit_base", "dinov3_small", "siglip_base", "vit_nano"])
 @pytest.mark.parametrize("scale", [1, 2])
 def test_the_parameter_count_is_that_of_the_module(backbone, scale):
     config = config_of(backbone)

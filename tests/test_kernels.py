@@ -41,6 +41,11 @@ CASES = {
         lambda x, b: (x + b) * jax.nn.sigmoid(1.702 * (x + b)),
         (4 * array(2, 3, 50), array(50)),
     ),
+    "tanh": (
+        lambda x, b: activate(x, b, "gelu_tanh"),
+        lambda x, b: jax.nn.gelu(x + b, approximate=True),
+        (4 * array(2, 3, 50), array(50)),
+    ),
     "silu": (lambda x, b: activate(x, b, "silu"), lambda x, b: jax.nn.silu(x + b), (4 * array(2, 3, 50), array(50))),
     "attention": (attend, plain_attention, (array(2, 3, 5, 8), array(2, 3, 7, 8), array(2, 3, 7, 8))),
 }

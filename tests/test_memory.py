@@ -708,8 +708,12 @@ def test_a_memory_begins_with_a_run_that_measured_base_means_where_the_weights_c
 @pytest.mark.full
 @pytest.mark.parametrize(
     "fields",
-    [{"num_registers": 2}, {"num_registers": 4, "rotary": 100.0, "gated": True, "activation": "silu"}],
-    ids=["like DINOv2", "like DINOv3"],
+    [
+        {"num_registers": 2},
+        {"num_registers": 4, "rotary": 100.0, "gated": True, "activation": "silu"},
+        {"pool": "attention", "activation": "gelu_tanh"},
+    ],
+    ids=["like DINOv2", "like DINOv3", "like SigLIP"],
 )
 def test_a_memory_on_a_backbone_of_another_family_learns_answers_exports_serves_and_forgets(tmp_path, fields):
     memory = begin(tmp_path / "pets", depth=2, **fields)

@@ -377,7 +377,7 @@ def test_one_image_a_class_has_no_gaussian_and_is_told_before_anything_is_learne
 # ---- costs
 
 
-@pytest.mark.parametrize("name", ["vit_base", "deit_tiny"])
+@pytest.mark.parametrize("name", ["siglip_base", "deit_tiny"])
 @pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
 def test_a_pass_that_ends_early_and_the_rest_are_the_backbone(name, placement):
     config, base = config_of(name), from_strings(["reuse:0"] * 12)

@@ -103,11 +103,11 @@ def test_clip_configs_have_a_norm_before_the_blocks_and_no_use_for_the_projectio
     [
         ("blocks.1.attn.q_norm.weight", (64,), r"blocks.\*.attn.q_norm.weight"),
         ("reg_token", (1, 4, 64), "pos_embed"),
-        ("attn_pool.latent", (1, 1, 64), "attn_pool.latent.*; supported: plain ViTs with a class token"),
+        ("attn_pool.latent", (1, 1, 64), "attn_pool.latent.*; supported: plain ViTs"),
         ("fc_norm.weight", (64,), "fc_norm.weight"),
         ("rope.freqs", (3,), "rope.freqs"),
         ("blocks.0.mlp.fc2.weight", (64, 96), "gated MLP"),
-        ("pos_embed", (1, 11, 64), "pos_embed .* is not a class token and a square grid"),
+        ("pos_embed", (1, 11, 64), "pos_embed .* is no square grid"),
     ],
 )
 def test_what_is_no_plain_vit_is_refused_by_the_tensors_that_show_it(extra, shape, shown):
@@ -140,6 +140,36 @@ def test_layer_scale_is_folded_and_registers_come_behind_the_class_token():
     np.testing.assert_array_equal(embedded[0, 1:5], params["registers"])
 
 
+def pooled(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Without class token, with attention pooling, as SigLIP has them."""
+    rng = np.random.default_rng(1)
+    shapes = {
+        "latent": (1, 1, 64),
+        **{f"{layer}.weight": (rows, 64) for layer, rows in (("q", 64), ("kv", 128), ("proj", 64), ("mlp.fc1", 192))},
+        **{f"{layer}.bias": (rows,) for layer, rows in (("q", 64), ("kv", 128), ("proj", 64), ("mlp.fc1", 192))},
+        **{"mlp.fc2.weight": (64, 192), "mlp.fc2.bias": (64,), "norm.weight": (64,), "norm.bias": (64,)},
+    }
+    found = {name: value for name, value in tensors.items() if name != "cls_token"}
+    found |= {f"attn_pool.{name}": rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    return found | {"pos_embed": found["pos_embed"][:, 1:]}
+
+
+def test_a_model_without_class_token_pools_its_tokens():
+    tensors, name = pooled(timm_tensors()), "vit_tiny_patch4_siglip_12.webli"
+    config = infer_config(name, tensors, {"global_pool": "map"})
+    assert (config.pool, config.num_tokens, config.num_prefix, config.mean) == ("attention", 9, 0, (0.5, 0.5, 0.5))
+    params = from_timm(tensors, config)
+    np.testing.assert_array_equal(params["pool.latent"], tensors["attn_pool.latent"][0, 0])
+    np.testing.assert_array_equal(params["pool.key_value.kernel"], tensors["attn_pool.kv.weight"].T)
+    assert resize(Pretrained(config, params, "", ""), 24).params["position"].shape == (36, 64)
+    for wrong, shown in (({"cls_token": np.zeros((1, 1, 64))}, "has cls_token"), ({"attn_pool.latent": None}, "lacks")):
+        found = {key: value for key, value in (tensors | wrong).items() if value is not None}
+        with pytest.raises(ValueError, match=f"no plain timm ViT: {shown}"):
+            infer_config(name, found, None)
+    with pytest.raises(ValueError, match="pools with 'map', expected 'avg'"):
+        infer_config("vit_tiny_patch4_siglip_gap_12.webli", tensors, {"global_pool": "map"})
+
+
 @pytest.mark.parametrize("damage", [None, np.zeros(3), np.zeros(())])
 def test_damaged_layer_scale_is_refused(damage):
     tensors = scaled(timm_tensors()) | {"blocks.1.ls2.gamma": damage}
@@ -151,22 +181,22 @@ def test_damaged_layer_scale_is_refused(damage):
 
 @pytest.mark.parametrize(
     "name",
-    ["vit_7b_patch16_dinov3.lvd1689m", "vit_base_patch16_siglip_224", "swin_tiny_patch4_window7_224", "resnet50"],
+    ["vit_7b_patch16_dinov3.lvd1689m", "vit_base_patch16_gap_224", "swin_tiny_patch4_window7_224", "resnet50"],
 )
 def test_other_architectures_are_refused_by_name_before_any_download(name, hub):
-    with pytest.raises(ValueError, match="supported: plain ViTs with a class token"):
+    with pytest.raises(ValueError, match="supported: plain ViTs: ViT, DeiT"):
         load_pretrained(name)
     assert not hub
 
 
 def test_a_pool_in_the_hubs_config_is_refused_before_the_weights_are_downloaded(hub):
-    with pytest.raises(ValueError, match="pools with 'avg', not the class token; supported: plain ViTs"):
+    with pytest.raises(ValueError, match="pools with 'avg', expected 'token'; supported: plain ViTs"):
         load_pretrained("vit_tiny_patch4_12.pooled")
     assert hub and not any("safetensors" in request for request in hub)
 
 
 def test_a_model_that_pools_over_the_patches_is_refused():
-    with pytest.raises(ValueError, match="pools with 'avg', not the class token"):
+    with pytest.raises(ValueError, match="pools with 'avg', expected 'token'"):
         infer_config(TINY, timm_tensors(), {"global_pool": "avg"})
 
 

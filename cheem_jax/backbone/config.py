@@ -3,14 +3,17 @@
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from cheem_jax.core.kernels import Activation, Precision
+
+Pool = Literal["class", "attention", "mean"]
+"""What the features are made of: the class token, or all patches, attended by a learned query or averaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """A plain pre-norm ViT: class token first, then registers if any, then patches; learned or rotary positions."""
+    """A plain pre-norm ViT: class token and registers if any, then patches; learned or rotary positions."""
 
     name: str
     width: int
@@ -38,6 +41,8 @@ class ViTConfig:
     """DINOv3: the base period of rotary positions; None: a learned embedding."""
     gated: bool = False
     """SwiGLU: the activation of a further linear layer of the MLP, `gate`, multiplies what goes into `down`."""
+    pool: Pool = "class"
+    """`attention` and `mean` (SigLIP): there is no class token."""
 
     @property
     def mlp_width(self) -> int:
@@ -53,9 +58,19 @@ class ViTConfig:
         return (self.image_size // self.patch_size) ** 2
 
     @property
+    def num_prefix(self) -> int:
+        """Class token, where there is one, and registers: the tokens before the patches."""
+        return (self.pool == "class") + self.num_registers
+
+    @property
     def num_tokens(self) -> int:
-        """Class token, registers and patches."""
-        return 1 + self.num_registers + self.num_patches
+        """All tokens of an image."""
+        return self.num_prefix + self.num_patches
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens of the last block that the features are made of."""
+        return 1 if self.pool == "class" else self.num_tokens
 
 
 _HALF = (0.5, 0.5, 0.5)
@@ -96,6 +111,13 @@ CONFIGS: dict[str, ViTConfig] = {
             )
             for size, width in (("small", 384), ("base", 768))
         ),
+        *(
+            ViTConfig(
+                name, 768, 12, 12, num_classes=0, mean=_HALF, std=_HALF, pool="attention",
+                timm_name=f"vit_base_patch16_siglip_224.{version}",
+            )
+            for name, version in (("siglip_base", "webli"), ("siglip2_base", "v2_webli"))
+        ),
         ViTConfig("vit_micro", 96, 8, 3, image_size=32, patch_size=8, num_classes=0, mean=_HALF, std=_HALF),
         ViTConfig("vit_nano", 48, 6, 3, image_size=32, patch_size=8, num_classes=0, mean=_HALF, std=_HALF),
     )
@@ -130,7 +152,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     for name, most in positive.items():
         if not _is_finite(told[name]) or not 0 < told[name] <= most:
             faults.append(f"{name} is {told[name]!r:.40}, expected a number in 0..{most}")
-    for name, kind in {"activation": Activation, "precision": Precision}.items():
+    for name, kind in {"activation": Activation, "precision": Precision, "pool": Pool}.items():
         if told[name] not in get_args(kind):
             faults.append(f"{name} is {told[name]!r:.40}, expected one of {', '.join(get_args(kind))}")
     if not isinstance(told["name"], str) or not isinstance(told["timm_name"], str | None):

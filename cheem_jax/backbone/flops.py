@@ -19,7 +19,8 @@ def pass_flops(config: ViTConfig, placement: Placement, until: int, *, count_att
     attention = branch_flops(config, "attn_proj", count_attention=count_attention)
     block = attention + branch_flops(config, "mlp_down")
     shared = attention if placement == "mlp_down" and until < config.depth else 0
-    return embed_flops(config) + until * block + shared
+    pooled = pool_flops(config, count_attention=count_attention) if until == config.depth else 0
+    return embed_flops(config) + until * block + shared + pooled
 
 
 def embed_flops(config: ViTConfig) -> int:
@@ -74,11 +75,12 @@ def executed_flops(
 ) -> int:
     """What runs of a task network at inference: pairs merged, attention products and head counted.
 
-    The last block works for the class token alone. A network resumed at block `begin` takes from the base network what
-    the block's choices share; `begin` = L leaves the head, None begins with the image.
+    The last block works for the class token alone where there is one. A network resumed at block `begin` takes from the
+    base network what the block's choices share; `begin` = L leaves the head, None begins with the image.
     """
+    head = 2 * config.width * num_classes
     if begin == config.depth:
-        return 2 * config.width * num_classes
+        return head
     blocks = range(begin or 0, config.depth)
     halves = {block: executed_halves(config, last=block == config.depth - 1) for block in blocks}
     if begin is None:
@@ -90,7 +92,7 @@ def executed_flops(
         skipped = architecture[block].kind == "skip"
         total += 0 if skipped and placement == "attn_proj" else attention
         total += 0 if skipped and placement == "mlp_down" else mlp
-    return total + 2 * config.width * num_classes
+    return total + pool_flops(config) + head
 
 
 def executed_pass_flops(config: ViTConfig, placement: Placement, until: int) -> int:
@@ -105,13 +107,22 @@ def executed_backbone_flops(config: ViTConfig, num_extra: int = 0) -> int:
     """The plain backbone as it runs, without head, with so many extra tokens in all blocks."""
     blocks = range(config.depth)
     halves = (executed_halves(config, last=block == config.depth - 1, num_extra=num_extra) for block in blocks)
-    return embed_flops(config) + sum(map(sum, halves))
+    return embed_flops(config) + sum(map(sum, halves)) + pool_flops(config)
+
+
+def pool_flops(config: ViTConfig, *, count_attention: bool = True) -> int:
+    """Attention pooling: keys and values of all tokens, which one query attends; its two matrices and its MLP."""
+    if config.pool != "attention":
+        return 0
+    tokens, width = config.num_tokens, config.width
+    attended = 2 * tokens * width if count_attention else 0
+    return 2 * ((2 * tokens + 2) * width * width + attended + 2 * width * config.mlp_width)
 
 
 def executed_halves(config: ViTConfig, *, last: bool, num_extra: int = 0) -> tuple[int, int]:
-    """Attention half and FFN half of a block as they run; of the last one only the class token comes out."""
+    """Attention half and FFN half of a block as they run; of the last one only what the features are made of."""
     tokens, width = config.num_tokens + num_extra, config.width
-    outputs = 1 if last else tokens
+    outputs = 1 if last and config.pool == "class" else tokens
     attention = 2 * (outputs + tokens) * width * width + 2 * outputs * tokens * width
     return 2 * attention, 2 * outputs * config.mlp_weights
 
@@ -124,4 +135,5 @@ def backbone_params(config: ViTConfig) -> int:
     embed = 3 * config.patch_size**2 * width + (width if config.patch_bias else 0)
     norms = (2 if config.norm_before_blocks else 1) * 2 * width
     positions = config.num_tokens if config.rotary is None else 0
-    return embed + (1 + config.num_registers + positions) * width + config.depth * per_block + norms
+    pool = per_block - width if config.pool == "attention" else 0  # a block with a query and one LayerNorm
+    return embed + (config.num_prefix + positions) * width + config.depth * per_block + norms + pool

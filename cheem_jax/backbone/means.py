@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, PyTree, UInt8
 
-from cheem_jax.backbone.vit import ViT
+from cheem_jax.backbone.vit import ViT, summary
 from cheem_jax.core.images import Images, in_turn
 from cheem_jax.core.ops import Reuse
 
@@ -57,5 +57,5 @@ def _class_tokens(graphdef: nnx.GraphDef, state: PyTree, images: UInt8[Array, "B
         # XLA merges what the two runs share and drops the second half of this one.
         _, proj = block.run(Reuse(block.expert("attn_proj")), x, placement="attn_proj")
         x, down = block.run(Reuse(block.expert("mlp_down")), x, placement="mlp_down")
-        tokens.append([down[:, 0], proj[:, 0], x[:, 0]])
+        tokens.append([summary(kind, vit.config) for kind in (down, proj, x)])
     return jax.numpy.stack([jax.numpy.stack(kinds, axis=1) for kinds in tokens], axis=2)

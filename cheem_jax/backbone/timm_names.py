@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from cheem_jax.backbone.config import CONFIGS, ViTConfig, check_fields
+from cheem_jax.backbone.config import CONFIGS, Pool, ViTConfig, check_fields
 from cheem_jax.backbone.params import from_torch, mismatches, shapes_of
+from cheem_jax.core.kernels import Activation
 
 Rgb = tuple[float, float, float]
 _MODULES = {
@@ -21,19 +22,31 @@ _MODULES = {
     "qkv": "attn.qkv",
     "proj": "attn.proj",
     "gate": "mlp.fc1_g",
+    "pool": "attn_pool",
+    "query": "q",
+    "key_value": "kv",
+    "out": "proj",
     "up": "mlp.fc1",
     "down": "mlp.fc2",
 }
-_TOKENS = {"class_token": "cls_token", "registers": "reg_token", "position": "pos_embed"}
+_TOKENS = {
+    "class_token": "cls_token",
+    "registers": "reg_token",
+    "position": "pos_embed",
+    "pool.latent": "attn_pool.latent",
+}
 _PLAIN = re.compile(
-    r"cls_token|reg_token|dist_token|pos_embed|head_dist\.(weight|bias)|blocks\.\d+\.ls[12]\.gamma|((patch_embed\.proj|norm_pre|norm|head|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj"
-    r"|mlp\.fc1|mlp\.fc2))\.(weight|bias))"
+    r"cls_token|reg_token|dist_token|pos_embed|attn_pool\.latent|blocks\.\d+\.ls[12]\.gamma|(patch_embed\.proj|norm_pre|norm"
+    r"|head|head_dist|blocks\.\d+\.(norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)"
+    r"|attn_pool\.(q|kv|proj|norm|mlp\.fc1|mlp\.fc2))\.(weight|bias)"
 )
 _ROTARY = re.compile(r"blocks\.\d+\.(gamma_[12]|attn\.[qv]_bias|mlp\.fc1_[gx]\.(weight|bias))")
 """Further tensors of DINOv3, whose file contains nothing of its rotary positions."""
-SUPPORTED = "plain ViTs with a class token: ViT, DeiT, DeiT-III, CLIP, DINO, DINOv2, DINOv3 up to H+"
-_HEADS = {"vit_huge_": 16, "deit3_huge_": 16, "vit_giant_": 16, "vit_gigantic_": 16}
+SUPPORTED = "plain ViTs: ViT, DeiT, DeiT-III, CLIP, DINO, DINOv2, DINOv3 up to H+, SigLIP, SigLIP 2"
+_HEADS = dict.fromkeys(("vit_huge_", "deit3_huge_", "vit_giant_", "vit_gigantic_", "vit_so400m_", "vit_giantopt_"), 16)
 """Families whose heads are not 64 wide."""
+_GELU_TANH = re.compile(r"patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt_patch16_siglip")
+"""SigLIP 2 of these sizes approximates GELU in timm; all others compute it exactly."""
 
 
 def timm_name_of(name: str) -> str:
@@ -78,7 +91,7 @@ def _without_scales(tensors: Mapping[str, np.ndarray], config: ViTConfig, what: 
                 found[layer] = (found[layer].T.astype(np.float32) * scale.astype(np.float32)).T
     position = found.get("pos_embed")
     if position is not None and position.shape == (1, config.num_patches, config.width):  # of patches alone
-        found["pos_embed"] = np.pad(position, ((0, 0), (1 + config.num_registers, 0), (0, 0)))
+        found["pos_embed"] = np.pad(position, ((0, 0), (config.num_prefix, 0), (0, 0)))
     return found
 
 
@@ -104,14 +117,16 @@ def _timm_shape(name: str, shape: tuple[int, ...], config: ViTConfig) -> tuple[i
         return (config.width, 3, config.patch_size, config.patch_size)
     if name.endswith(".kernel"):
         return shape[::-1]
-    return {"class_token": (1, 1, *shape), "registers": (1, *shape), "position": (1, *shape)}.get(name, shape)
+    if name in ("class_token", "pool.latent"):
+        return (1, 1, *shape)
+    return (1, *shape) if name in ("registers", "position") else shape
 
 
 def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict | None) -> ViTConfig:
     """The config of any supported timm ViT from its tensors, its name and the hub's `config.json`.
 
     Sizes come from shapes, heads from the usual width of 64, the preprocessing from `pretrained_cfg`. What is
-    not a plain class-token ViT (other gated MLPs, pooled patches, ...) is refused by the names of its tensors.
+    not a plain ViT (other gated MLPs, other pools, ...) is refused by the names of its tensors.
     """
     hub_config = hub_config or {}
     _refuse_unless_plain(name, tensors, hub_config)
@@ -119,7 +134,9 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
     num_registers = _num_registers(tensors)
     rotary = _is_rotary(name, tensors)
     gated = _is_gated(name, tensors)
-    image_size = 256 if rotary else patch_size * _grid(tensors["pos_embed"].shape[1], num_registers)
+    pool = pool_of(name)
+    prefix = num_registers + (pool == "class")
+    image_size = 256 if rotary else patch_size * _grid(tensors["pos_embed"].shape[1], prefix)
     depth = len({key.split(".")[1] for key in tensors if key.startswith("blocks.")})  # gaps are told by `from_timm`
     families = () if "_dinov" in name else _HEADS.items()
     num_heads = next((heads for family, heads in families if name.startswith(family)), width // 64)
@@ -139,7 +156,7 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
         patch_size=patch_size,
         mlp_ratio=tensors["blocks.0.mlp.fc2.weight"].shape[1] / width,
         layer_norm_eps=1e-5 if clip or rotary else 1e-6,
-        activation="silu" if gated else "quick_gelu" if "quickgelu" in name else "gelu",
+        activation=_activation(name, gated),
         norm_before_blocks=clip,
         patch_bias="patch_embed.proj.bias" in tensors,
         num_classes=classes,
@@ -149,6 +166,7 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
         num_registers=num_registers,
         rotary=100.0 if rotary else None,
         gated=gated,
+        pool=pool,
     )
     try:
         check_fields(dataclasses.asdict(config))
@@ -165,7 +183,12 @@ def _refuse_unless_plain(name: str, tensors: Mapping[str, np.ndarray], hub_confi
     if foreign:
         reasons.append(f"unknown tensors {foreign}")
     widened = "blocks.0.mlp.fc1_x.weight" if rotary and gated else "blocks.0.mlp.fc1.weight"
-    needed = ["cls_token", "patch_embed.proj.weight", widened, "blocks.0.mlp.fc2.weight"]
+    pool = pool_of(name)
+    token = {"class": ["cls_token"], "attention": ["attn_pool.latent"], "mean": []}[pool]
+    reasons += [
+        f"has {other}" for other in sorted({"cls_token", "attn_pool.latent"}.difference(token) & tensors.keys())
+    ]
+    needed = [*token, "patch_embed.proj.weight", widened, "blocks.0.mlp.fc2.weight"]
     needed += [] if rotary else ["pos_embed"]
     lacking = [key for key in needed if key not in tensors]
     if lacking:
@@ -173,18 +196,37 @@ def _refuse_unless_plain(name: str, tensors: Mapping[str, np.ndarray], hub_confi
     else:
         patch, position = tensors["patch_embed.proj.weight"].shape, () if rotary else tensors["pos_embed"].shape
         up, down = tensors[widened].shape, tensors["blocks.0.mlp.fc2.weight"].shape
-        if not rotary and (len(position) != 3 or not _grid(position[1], _num_registers(tensors))):
-            reasons.append(f"pos_embed {position} is not a class token and a square grid")
+        if not rotary and (len(position) != 3 or not _grid(position[1], len(token) + _num_registers(tensors))):
+            reasons.append(f"pos_embed {position} is no square grid behind the class token, if any")
         if len(patch) != 4 or patch[2] != patch[3]:
             reasons.append(f"patch_embed.proj.weight {patch} has no square patches")
         if len(up) != 2 or len(down) != 2 or (up != down[::-1] and not gated):
             reasons.append(f"blocks.0.mlp.fc1.weight {up} and fc2.weight {down} make a gated MLP")
     if "head.weight" in tensors and len(tensors["head.weight"].shape) != 2:
         reasons.append(f"head.weight {tensors['head.weight'].shape} is no matrix")
-    if hub_config.get("global_pool", "token") != "token" and not rotary:  # timm pools DINOv3 against its authors
-        reasons.append(f"config.json pools with {hub_config['global_pool']!r:.40}, not the class token")
+    reasons += other_pool(name, hub_config)
     if reasons:
         raise ValueError(f"{name!r} is no plain timm ViT: {'; '.join(reasons)}; supported: {SUPPORTED}")
+
+
+def pool_of(name: str) -> Pool:
+    """What the features of a timm model of this name are made of."""
+    return "class" if "_siglip_" not in name else "mean" if "_gap_" in name else "attention"
+
+
+def other_pool(name: str, hub_config: Mapping) -> list[str]:
+    """What is wrong with the pool that the hub's `config.json` names, if anything."""
+    if "_dinov3" in name:  # timm averages the patches, its authors read the class token
+        return []
+    wanted = {"class": "token", "attention": "map", "mean": "avg"}[pool_of(name)]
+    found = hub_config.get("global_pool", wanted)
+    return [] if found == wanted else [f"config.json pools with {found!r:.40}, expected {wanted!r}"]
+
+
+def _activation(name: str, gated: bool) -> Activation:
+    if gated:
+        return "silu"
+    return "quick_gelu" if "quickgelu" in name else "gelu_tanh" if _GELU_TANH.search(name) else "gelu"
 
 
 def _is_rotary(name: str, tensors: Mapping[str, np.ndarray]) -> bool:
@@ -205,9 +247,9 @@ def _num_registers(tensors: Mapping[str, np.ndarray]) -> int:
     return sum(shape[1] for shape in shapes if len(shape) == 3)
 
 
-def _grid(num_positions: int, num_registers: int) -> int:
+def _grid(num_positions: int, num_prefix: int) -> int:
     """Patches along a side; 0 where positions are neither those of a square grid nor those of all tokens."""
-    for num_patches in (num_positions, num_positions - 1 - num_registers):
+    for num_patches in (num_positions, num_positions - num_prefix):
         if num_patches > 0 and math.isqrt(num_patches) ** 2 == num_patches:
             return math.isqrt(num_patches)
     return 0
@@ -226,6 +268,7 @@ def _preprocessing(name: str, hub_config: dict) -> tuple[Rgb, Rgb]:
     families = (
         (".openai", "clip_vit_base"),
         (".augreg", "vit_base"),
+        ("_siglip_", "vit_base"),
         (".dino", "deit_tiny"),
         ("_dinov2", "deit_tiny"),
         (".lvd1689m", "deit_tiny"),

@@ -62,6 +62,22 @@ def rotate(
     return x * cos + jnp.concatenate([-second, first], axis=-1) * sin
 
 
+def linear(layer: nnx.Linear, x: Float[Array, "*B I"], precision: Precision) -> Float[Array, "*B O"]:
+    """`layer` of x, with the bias that every layer here has."""
+    assert layer.bias is not None
+    return product(x, layer.kernel[...], precision) + layer.bias[...]
+
+
+def summary(tokens: Float[Array, "B N D"], config: ViTConfig) -> Float[Array, "B D"]:
+    """The token that stands for an image within the network: the class token, or the mean patch where there is none."""
+    return tokens[:, 0] if config.pool == "class" else mean_patch(tokens, config)
+
+
+def mean_patch(tokens: Float[Array, "B N D"], config: ViTConfig) -> Float[Array, "B D"]:
+    """Mean of the tokens behind the class token."""
+    return tokens[:, int(config.pool == "class") :].mean(axis=1)
+
+
 class Block(nnx.Module):
     """One transformer block; its own `proj` and `down` are expert 0 of the two possible memories."""
 
@@ -92,7 +108,7 @@ class Block(nnx.Module):
         b, n, d = x.shape
         h = self.norm1(x)
         if outputs is None:
-            mixed = self._linear(self.qkv, h)
+            mixed = linear(self.qkv, h, self.precision)
             query, key, value = mixed[..., :d], mixed[..., d : 2 * d], mixed[..., 2 * d :]
         else:
             assert self.qkv.bias is not None
@@ -124,7 +140,7 @@ class Block(nnx.Module):
         if self.gate is not None:
             assert self.gate.bias is not None
             gate = product(h, self.gate.kernel[...], self.precision)
-            return activate(gate, self.gate.bias[...], self.activation) * self._linear(self.up, h)
+            return activate(gate, self.gate.bias[...], self.activation) * linear(self.up, h, self.precision)
         widened = product(h, self.up.kernel[...], self.precision)
         return activate(widened, self.up.bias[...], self.activation)
 
@@ -134,7 +150,7 @@ class Block(nnx.Module):
         """The tokens that every choice at this block begins with: after the attention half for `mlp_down`."""
         if placement == "attn_proj":
             return x
-        return x[:, :outputs] + self._linear(self.proj, self.mix_tokens(x, outputs=outputs))
+        return x[:, :outputs] + linear(self.proj, self.mix_tokens(x, outputs=outputs), self.precision)
 
     def widen(
         self, z: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
@@ -157,7 +173,9 @@ class Block(nnx.Module):
             assert u is not None, "only Skip does without the plastic layer's input"
             component = apply_op(op, u, self.precision)
             z = z + component
-        return (z if placement == "mlp_down" else z + self._linear(self.down, self.mix_channels(z))), component
+        if placement == "mlp_down":
+            return z, component
+        return z + linear(self.down, self.mix_channels(z), self.precision), component
 
     def run(
         self, op: Op, x: Float[Array, "B N D"], *, placement: Placement, outputs: int | None = None
@@ -180,28 +198,60 @@ class Block(nnx.Module):
         outputs: int | None = None,
     ) -> Float[Array, "B M D"]:
         """The block with its own weights, learned keys and values in its attention, an adapter beside its FFN."""
-        z = x[:, :outputs] + self._linear(self.proj, self.mix_tokens(x, outputs=outputs, prefix=prefix))
-        y = z + self._linear(self.down, self.mix_channels(z))
+        mixed = self.mix_tokens(x, outputs=outputs, prefix=prefix)
+        z = x[:, :outputs] + linear(self.proj, mixed, self.precision)
+        y = z + linear(self.down, self.mix_channels(z), self.precision)
         return y if adapter is None else y + adapter(z)
 
-    def _linear(self, layer: nnx.Linear, x: Float[Array, "B N I"]) -> Float[Array, "B N O"]:
-        assert layer.bias is not None
-        return product(x, layer.kernel[...], self.precision) + layer.bias[...]
+
+class AttentionPool(nnx.Module):
+    """SigLIP's features: a learned query attends all normalised tokens, then an MLP beside a residual connection.
+
+    Source: Zhai et al., "Scaling Vision Transformers", 2022, its multihead attention pooling.
+    """
+
+    def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
+        width = config.width
+        self.num_heads, self.activation, self.precision = config.num_heads, config.activation, config.precision
+        self.latent = nnx.Param(jnp.zeros((width,)))
+        self.query = nnx.Linear(width, width, rngs=rngs)
+        self.key_value = nnx.Linear(width, 2 * width, rngs=rngs)
+        self.out = nnx.Linear(width, width, rngs=rngs)
+        self.norm = LayerNorm(config, rngs)
+        self.up = nnx.Linear(width, config.mlp_width, rngs=rngs)
+        self.down = nnx.Linear(config.mlp_width, width, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B N D"]) -> Float[Array, "B D"]:
+        """The pooled token."""
+        assert self.up.bias is not None
+
+        def heads(t: Float[Array, "B N D"]) -> Float[Array, "B H N d"]:
+            return t.reshape(*t.shape[:2], self.num_heads, -1).transpose(0, 2, 1, 3)
+
+        query = jnp.broadcast_to(linear(self.query, self.latent[...], self.precision), (x.shape[0], 1, x.shape[2]))
+        key, value = jnp.split(linear(self.key_value, x, self.precision), 2, axis=-1)
+        mixed = attend(heads(query), heads(key), heads(value), self.precision)
+        z = linear(self.out, mixed.transpose(0, 2, 1, 3).reshape(x.shape[0], x.shape[2]), self.precision)
+        widened = activate(
+            product(self.norm(z), self.up.kernel[...], self.precision), self.up.bias[...], self.activation
+        )
+        return z + linear(self.down, widened, self.precision)
 
 
 class ViT(nnx.Module):
-    """Images to features: the class token after the final LayerNorm."""
+    """Images to features: the class token after the final LayerNorm, or what pools the tokens where there is none."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         self.config = config
         num_inputs = 3 * config.patch_size**2
         self.patch = nnx.Linear(num_inputs, config.width, use_bias=config.patch_bias, rngs=rngs)
-        self.class_token = nnx.Param(jnp.zeros((config.width,)))
+        self.class_token = nnx.Param(jnp.zeros((config.width,))) if config.pool == "class" else None
         self.registers = nnx.Param(jnp.zeros((config.num_registers, config.width))) if config.num_registers else None
         self.position = nnx.Param(jnp.zeros((config.num_tokens, config.width))) if config.rotary is None else None
         self.norm_before = LayerNorm(config, rngs) if config.norm_before_blocks else None
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.depth)])
         self.norm = LayerNorm(config, rngs)
+        self.pool = AttentionPool(config, rngs) if config.pool == "attention" else None
         self.head = nnx.Linear(config.width, config.num_classes, rngs=rngs) if config.num_classes else None
 
     def experts(self, placement: Placement) -> list[Expert]:
@@ -219,19 +269,22 @@ class ViT(nnx.Module):
         tokens = product(patches.reshape(b, -1, p * p * 3), self.patch.kernel[...], self.config.precision)
         if self.patch.bias is not None:
             tokens = tokens + self.patch.bias[...]
-        learned = [self.class_token[...]] if self.registers is None else [self.class_token[...], *self.registers[...]]
+        learned = [] if self.class_token is None else [self.class_token[...]]
+        learned += [] if self.registers is None else [*self.registers[...]]
         prefix = [jnp.broadcast_to(token, (b, 1, tokens.shape[-1])) for token in learned]
         tokens = jnp.concatenate([*prefix, tokens], axis=1)
         tokens = tokens if self.position is None else tokens + self.position[...]
         return tokens if self.norm_before is None else self.norm_before(tokens)
 
     def outputs(self, block: int) -> int | None:
-        """Tokens that are wanted of a block: all (None), of the last one only the class token."""
-        return 1 if block == self.config.depth - 1 else None
+        """Tokens that are wanted of a block: all (None), of the last one only the class token where there is one."""
+        return 1 if block == self.config.depth - 1 and self.config.pool == "class" else None
 
     def features(self, x: Float[Array, "B N D"]) -> Float[Array, "B D"]:
-        """The class token of the last block's output, normalised."""
-        return self.norm(x[:, 0])
+        """The class token of the last block's output, normalised; without one, the pool of all tokens, normalised."""
+        if self.config.pool == "class":
+            return self.norm(x[:, 0])
+        return self.norm(x).mean(axis=1) if self.pool is None else self.pool(self.norm(x))
 
     def __call__(
         self,
@@ -260,7 +313,7 @@ class ViT(nnx.Module):
     ) -> Float[Array, "B M D"]:
         """The tokens behind blocks `begin` to `until` with what methods put beside them, by block.
 
-        Behind the last block only the class token comes out, unless `all_tokens`.
+        Behind the last block only the tokens that the features are made of come out, unless `all_tokens`.
         """
         for index in range(begin, self.config.depth if until is None else until):
             x = self.blocks[index].run_adapted(

@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from cheem_jax.backbone.config import BUNDLED, CONFIGS, ViTConfig, at_image_size, check_fields
 from cheem_jax.backbone.params import check_params
-from cheem_jax.backbone.timm_names import SUPPORTED, from_timm, infer_config
+from cheem_jax.backbone.timm_names import SUPPORTED, from_timm, infer_config, other_pool
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
@@ -27,7 +27,7 @@ from cheem_jax.core.paths import absolute
 FORMAT = "cheem_jax.vit.1"
 _MEANS = "base_means/"
 _TIMM_NAME = re.compile(r"(vit|deit3?)(_[a-z0-9]+)*_patch\d+(_[a-z0-9]+)*(\.[a-z0-9_]+)?")
-_OTHERS = re.compile("siglip|relpos|rope|_gap_|vit_7b_")
+_OTHERS = re.compile("relpos|rope|(?<!_siglip)_gap_|vit_7b_")
 """In names of ViTs whose tokens, positions or heads this library does not know."""
 
 
@@ -104,7 +104,7 @@ def resize(pretrained: Pretrained, image_size: int) -> Pretrained:
     config = at_image_size(pretrained.config, image_size)
     if config.rotary is not None:
         return dataclasses.replace(pretrained, config=config)
-    position = resample_position(pretrained.params["position"], config.num_patches, 1 + config.num_registers)
+    position = resample_position(pretrained.params["position"], config.num_patches, config.num_prefix)
     return dataclasses.replace(pretrained, config=config, params={**pretrained.params, "position": position})
 
 
@@ -207,16 +207,15 @@ def _download(timm_name: str) -> tuple[Path, dict, str]:
         config = json.loads(_cached_or_fetched(repository, "config.json").read_text())
         if not isinstance(config, dict):
             raise ValueError("its config.json is no JSON object")
-        plain = config.get("global_pool", "token") == "token" or "_dinov3" in timm_name
-        weights = _cached_or_fetched(repository, "model.safetensors") if plain else None
+        refusal = other_pool(timm_name, config)
+        weights = None if refusal else _cached_or_fetched(repository, "model.safetensors")
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(f"the hub has no model {repository!r}: check the name, or {way_out}") from error
     except Exception as error:  # the client's error classes differ between its releases
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FileNotFoundError(f"cannot download {repository!r} ({reason}); {way_out}") from error
     if weights is None:
-        pool = config["global_pool"]
-        raise ValueError(f"{timm_name!r} pools with {pool!r:.40}, not the class token; supported: {SUPPORTED}")
+        raise ValueError(f"{timm_name!r} is no plain timm ViT: {refusal[0]}; supported: {SUPPORTED}")
     return weights, config, f"hub:{repository}"
 
 

@@ -114,9 +114,9 @@ def adapter_params(config: ViTConfig, bottleneck: int) -> int:
 
 
 def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
-    """FLOPs per image of all adapters as executed: the last block computes the CLS token alone."""
+    """FLOPs per image of all adapters as executed: the last block has fewer tokens (`ViTConfig.num_outputs`)."""
     tokens = config.depth * config.num_tokens
-    return adapter_flops(config, bottleneck) * (tokens - config.num_tokens + 1) // tokens
+    return adapter_flops(config, bottleneck) * (tokens - config.num_tokens + config.num_outputs) // tokens
 
 
 def adapted_features(

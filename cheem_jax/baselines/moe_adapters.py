@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import adapter_flops
-from cheem_jax.backbone.vit import Adapter
+from cheem_jax.backbone.vit import Adapter, summary
 from cheem_jax.baselines.adapters import executed_adapter_flops
 from cheem_jax.baselines.autoencoders import AutoEncoder, AutoEncoderConfig, AutoEncoders, autoencoder_flops
 from cheem_jax.baselines.baseline import OwnHeads, params_report, pass_costs
@@ -136,7 +136,7 @@ class MoeAdapters(OwnHeads):
 
                 def adapter(z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
                     noise = None if training is None else jax.tree.map(lambda leaf: leaf[block], training)
-                    gates = gate(routers[:, block], z[:, 0], tasks, noise)
+                    gates = gate(routers[:, block], summary(z, executor.config), tasks, noise)
                     chosen[block] = gates.chosen
                     kept = None if noise is None or noise.kept is None else noise.kept[:, : z.shape[1]]
                     precision = executor.config.precision

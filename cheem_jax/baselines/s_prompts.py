@@ -74,7 +74,9 @@ class SPrompts(OwnPrompts):
         self, vit: ViT, tokens: Float[Array, "B N D"], prompts: Mapping[str, Float[Array, "B ..."]], weight: Array
     ) -> Float[Array, "B D"]:
         """See `OwnPrompts.prompted`; S-Prompts has no use for the weight."""
-        return vit.features(vit.run_blocks(jnp.concatenate([tokens[:, :1], prompts["tokens"], tokens[:, 1:]], axis=1)))
+        behind = int(vit.config.pool == "class")
+        parts = [tokens[:, :behind], prompts["tokens"], tokens[:, behind:]]
+        return vit.features(vit.run_blocks(jnp.concatenate(parts, axis=1)))
 
     def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
         """See `OwnPrompts.fit_router`."""

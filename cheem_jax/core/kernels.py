@@ -5,6 +5,7 @@ the arithmetic. Each function below names what it keeps. `Precision` says in whi
 operands; everything else (parameters, sums, LayerNorm, softmax, residual stream) is float32 whatever it says.
 """
 
+import math
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -15,9 +16,11 @@ from jaxtyping import Array, Float
 
 Precision = Literal["float32", "bfloat16"]
 """Operand type of matrix products; their sums are float32 in both."""
-Activation = Literal["gelu", "quick_gelu", "silu"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "silu"]
 _SIGMOIDS = {"quick_gelu": 1.702, "silu": 1.0}
 """What a sigmoid gate takes its argument times."""
+_TANH, _CUBIC = 2.0 * (2.0 / math.pi) ** 0.5, 0.044715
+"""Of the tanh approximation of GELU (Hendrycks and Gimpel, 2016), written as a sigmoid of twice its argument."""
 IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
 """Whether the program that is traced now will be divided over several devices."""
 
@@ -95,7 +98,7 @@ def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
 
 
 def activate(x: Float[Array, "*B F"], bias: Float[Array, "F"], activation: Activation) -> Float[Array, "*B F"]:
-    """Exact GELU, CLIP's approximation or SiLU of `x + bias`; keeps x, a product's result, which lies in memory anyway.
+    """Exact GELU, an approximation of it or SiLU of `x + bias`; keeps x, a product's result, which is in memory anyway.
 
     The gradient computes the gate again: cheaper than to write the derivative and to read it back.
     """
@@ -110,6 +113,8 @@ def _slope(a, activation):
     gate = _gate(a, activation)
     if activation in _SIGMOIDS:
         return gate + _SIGMOIDS[activation] * a * gate * (1.0 - gate)
+    if activation == "gelu_tanh":
+        return gate + _TANH * a * (1.0 + 3.0 * _CUBIC * a * a) * gate * (1.0 - gate)
     density = jnp.exp(-0.5 * a * a) * (0.5 / jnp.pi) ** 0.5
     return gate + a * density
 
@@ -117,6 +122,8 @@ def _slope(a, activation):
 def _gate(a, activation):
     if activation in _SIGMOIDS:
         return jax.nn.sigmoid(_SIGMOIDS[activation] * a)
+    if activation == "gelu_tanh":
+        return jax.nn.sigmoid(_TANH * a * (1.0 + _CUBIC * a * a))
     return 0.5 + 0.5 * jax.lax.erf(a * 0.5**0.5)
 
 

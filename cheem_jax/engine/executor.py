@@ -22,7 +22,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from cheem_jax.backbone.vit import Block, ViT
+from cheem_jax.backbone.vit import Block, ViT, mean_patch
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.ops import Adapt, Expert, New, Op, Placement, Reuse, Skip
 from cheem_jax.core.pool import Head, base_pool
@@ -195,7 +195,7 @@ class Executor(abc.ABC):
 
         self.vit_of, self.block_of, self.begin_of, self.mean_loss = vit_of, block_of, begin, mean_loss
         self._begin, self._features, self._classify = self.jit(begin), self.jit(features), self.jit(classify)
-        self._mean_patch = self.jit(lambda tokens: tokens[:, 1:].mean(axis=1))
+        self._mean_patch = self.jit(lambda tokens: mean_patch(tokens, vit.config))
 
     @property
     def num_blocks(self) -> int:

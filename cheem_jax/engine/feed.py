@@ -136,7 +136,7 @@ def kept_bytes(executor: Executor, num_images: int, block: int) -> int:
     """Bytes that the tokens of a block take for so many images."""
     behind_last = block == executor.num_blocks
     trimmed = behind_last or (executor.outputs[block] is not None and executor.placement == "mlp_down")
-    num_tokens = 1 if trimmed else executor.config.num_tokens
+    num_tokens = executor.config.num_outputs if trimmed else executor.config.num_tokens
     return 4 * num_images * num_tokens * executor.config.width
 
 

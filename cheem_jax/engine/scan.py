@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
-from cheem_jax.backbone.vit import Block, ViT
+from cheem_jax.backbone.vit import Block, ViT, summary
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.ops import KINDS, Adapt, Expert, LowRank, New, Placement, Reuse, Skip
 from cheem_jax.engine.executor import (
@@ -174,7 +174,7 @@ class Scan(Executor):
             u = None if isinstance(op, Skip) else block.widen(z, placement=placement, outputs=outputs)
             y, component = block.leave(op, z, u, placement=placement, outputs=outputs)
             seen = y if self.token == "block" or component is None else component
-            return y, seen[:, 0]
+            return y, summary(seen, self.config)
 
         frozen = jax.tree.map(jax.lax.stop_gradient, expert)
         if pair is None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from cheem_jax.backbone.vit import ViT
+from cheem_jax.backbone.vit import ViT, summary
 from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.ops import Expert, Learned, Ops, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.core.pool import Head
@@ -58,8 +58,7 @@ class Stages(Executor):
             y, component = block_of(leaves).leave(op, z, u, placement=placement, outputs=outputs)
             if component is None:
                 return y, None
-            tokens = (component if token == "component" else y)[:, 0]
-            return y, mask @ tokens
+            return y, mask @ summary(component if token == "component" else y, vit.config)
 
         def linearise(leaves, op, x, *, outputs):
             def output(learned, x):

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from cheem_jax.backbone.vit import ViT
+from cheem_jax.backbone.vit import ViT, summary
 from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.ops import Op, Placement, Reuse, Skip, learned_of, with_learned
 from cheem_jax.engine.executor import (
@@ -132,7 +132,10 @@ class Whole(Executor):
             ops = [Skip() if expert is None else Reuse(expert) for expert in experts]
             last, components = self._run(frozen[1], ops, values, begin, until)
             tokens = [c if self.token == "component" else y for y, c in components]
-            return last, [None if c is None else mask @ t[:, 0] for t, (_, c) in zip(tokens, components, strict=True)]
+            return last, [
+                None if c is None else mask @ summary(t, self.config)
+                for t, (_, c) in zip(tokens, components, strict=True)
+            ]
 
         return self.programs.call(
             ("forward", begin, until, self.layout.place), self.jit(forward), self._frozen(begin),

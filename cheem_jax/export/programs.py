@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, UInt8
 
-from cheem_jax.backbone.vit import ViT
+from cheem_jax.backbone.vit import ViT, mean_patch
 from cheem_jax.cheem.heads import FAR
 from cheem_jax.core.ops import Adapt, LowRank, Ops, Placement, Reuse, Skip
 from cheem_jax.core.pool import BlockPool, Head, Pool, TaskMemory, dense_expert
@@ -125,7 +125,7 @@ def memory_program(subject: Subject) -> Program:
         for i, block in enumerate(vit.blocks[: until + 1]):
             reached[i] = x
             if i in blocks:
-                parts.append(block.enter(x, placement=placement)[:, 1:].mean(axis=1))
+                parts.append(mean_patch(block.enter(x, placement=placement), vit.config))
             x, _ = block.run(base[i], x, placement=placement, outputs=vit.outputs(i))
         reached[depth] = x
         features = joined([*parts, vit.features(x)] if until == depth else parts)

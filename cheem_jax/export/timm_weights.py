@@ -82,9 +82,10 @@ def _architecture(config: ViTConfig) -> str:
 
 def _arguments(config: ViTConfig) -> dict[str, Any]:
     """Of `timm.create_model`; a backbone that timm does not know is its tiny ViT with other sizes."""
-    if config.rotary is not None or config.gated:
+    if config.rotary is not None or config.gated or config.pool != "class":
         raise ValueError(
-            f"backbone {config.name!r} has rotary positions or a gated MLP, which the export to timm does not write; "
+            f"backbone {config.name!r} has rotary positions, a gated MLP or no class token, which the export to timm "
+            "does not write; "
             "export it as stablehlo or onnx"
         )
     found = {"num_classes": config.num_classes, "img_size": config.image_size}

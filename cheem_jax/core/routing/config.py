@@ -22,8 +22,9 @@ class RouterConfig:
     """What a task stores: `kmeans` centroids (S-Prompts, the paper), `class_means`, these with one covariance for all
     tasks (`lda`) or one per task (`gaussian`), or sums for a `ridge` regression of task IDs on random features."""
     features: Reads = "last"
-    """Features that the router reads: the `last` CLS token (the paper); `early`: mean patch tokens at a quarter and at
-    half of the depth, where the router's pass then ends; `levels`: those at each quarter, and the last CLS token."""
+    """Features that the router reads: the `last` CLS token (the paper) or what pools the tokens; `early`: mean patch
+    tokens at a quarter and at half of the depth, where the router's pass then ends; `levels`: those at each
+    quarter, and the last CLS token."""
     num_centroids: int = 5
     """Centroids per task of `kmeans`, K; clipped to the number of training images."""
     metric: Metric = "l1"
