@@ -3,6 +3,8 @@ import functools
 import hashlib
 import http.server
 import json
+import subprocess
+import sys
 import threading
 
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from cheem_jax.backbone.config import CONFIGS, ViTConfig
-from cheem_jax.backbone.params import build, shapes_of
+from cheem_jax.backbone.params import build, params_of, shapes_of
 from cheem_jax.backbone.timm_names import from_timm, infer_config
 from cheem_jax.backbone.weights import (
     Pretrained,
@@ -541,3 +543,36 @@ def test_base_means_of_another_shape_or_not_finite_are_refused(tmp_path, nano):
         save_converted(tmp_path / "own.safetensors", dataclasses.replace(nano, base_means={"32/mlp_down/block": mean}))
         with pytest.raises(ValueError, match=rf"own\.safetensors: base means \['32/mlp_down/block'\] {told}"):
             load_pretrained("vit_nano", weights=tmp_path / "own.safetensors")
+
+
+def test_a_network_on_a_cpu_shares_the_weights_it_was_loaded_with_and_copies_what_could_change(tmp_path, nano):
+    file = tmp_path / "random.safetensors"
+    save_converted(file, nano)
+    loaded = load_pretrained("vit_nano", weights=file)
+    vit, changeable = build(loaded.config, loaded.params), {k: np.array(v) for k, v in loaded.params.items()}
+    copied = build(loaded.config, changeable)
+    for name, values in params_of(vit).items():
+        assert np.shares_memory(values, loaded.params[name]) and not loaded.params[name].flags.writeable
+        assert not np.shares_memory(params_of(copied)[name], changeable[name])
+
+
+PEAK = """
+import resource, sys
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.weights import load_pretrained
+build((small := load_pretrained("vit_nano")).config, small.params)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+build((large := load_pretrained("vit_large_patch14_224.random", weights=sys.argv[1])).config, large.params)
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.full
+def test_a_network_is_loaded_in_little_more_memory_than_its_weights_take(tmp_path):
+    config = ViTConfig("vit_large_patch14_224.random", 1024, 4, 16, patch_size=14, num_classes=0)
+    params = {name: np.zeros(shape, np.float32) for name, shape in shapes_of(config).items()}
+    save_converted(tmp_path / "large.safetensors", Pretrained(config, params, "random", "ab" * 32))
+    found = subprocess.run(
+        [sys.executable, "-c", PEAK, tmp_path / "large.safetensors"], capture_output=True, text=True, check=True
+    )
+    assert int(found.stdout) < 1.4 * sum(values.nbytes for values in params.values())

@@ -21,6 +21,8 @@ from cheem_jax.backbone.vit import ViT
 Params = Mapping[str, np.ndarray]
 Network = TypeVar("Network", bound=nnx.Module)
 _BLOCK = re.compile(r"blocks\.\d+\.")
+_ALIGNMENT = 64
+"""In bytes; on a CPU, JAX takes an array that begins at a multiple of it as it is."""
 
 
 @functools.cache
@@ -75,11 +77,26 @@ def build(config: ViTConfig, params: Params) -> ViT:
     return filled(lambda: ViT(config, nnx.Rngs(0)), params)
 
 
+def float32(values: np.ndarray) -> np.ndarray:
+    """A read-only copy in float32, which a network on a CPU shares instead of copying it once more."""
+    room = np.empty(4 * values.size + _ALIGNMENT, np.uint8)
+    begin = -room.ctypes.data % _ALIGNMENT
+    copied = room[begin : begin + 4 * values.size].view(np.float32).reshape(values.shape)
+    copied[...] = values
+    copied.flags.writeable = False
+    return copied
+
+
 def filled(make: Callable[[], Network], params: Params) -> Network:
     """The network that `make` makes, with these weights in float32, which must fit."""
+
+    def placed(values: np.ndarray) -> jax.Array:
+        values = np.asarray(values, np.float32)
+        # only what nobody can change may be shared
+        return jnp.asarray(values) if values.flags.writeable else jax.device_put(values)
+
     graphdef, state = nnx.split(nnx.eval_shape(make))
-    flat = {name: leaf.replace(jnp.asarray(np.asarray(params[_dotted(name)], np.float32)))
-            for name, leaf in nnx.to_flat_state(state)}  # fmt: skip
+    flat = {name: leaf.replace(placed(params[_dotted(name)])) for name, leaf in nnx.to_flat_state(state)}
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
@@ -103,7 +120,7 @@ def from_torch(
     params = {}
     for name, shape in shapes.items():
         tensor = tensors[theirs[name][0]]
-        params[name] = tensor.transpose(axes.get(tensor.ndim, range(tensor.ndim))).reshape(shape).astype(np.float32)
+        params[name] = float32(tensor.transpose(axes.get(tensor.ndim, range(tensor.ndim))).reshape(shape))
     return params
 
 

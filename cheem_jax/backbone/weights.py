@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float
 
 from cheem_jax.backbone.config import BUNDLED, CONFIGS, ViTConfig, at_image_size, check_fields
-from cheem_jax.backbone.params import check_params
+from cheem_jax.backbone.params import check_params, float32
 from cheem_jax.backbone.timm_names import SUPPORTED, from_timm, infer_config, other_pool
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.npz import read_npz
@@ -135,8 +135,10 @@ def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     elif file.suffix == ".safetensors":
         try:
             with safe_open(file, framework="numpy") as opened:
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-                metadata = dict(opened.metadata() or {})
+                names, metadata, tensors = opened.keys(), dict(opened.metadata() or {}), {}
+            for name in names:  # opened anew: what was read of a mapped file stays in memory until it is closed
+                with safe_open(file, framework="numpy") as opened:
+                    tensors[name] = opened.get_tensor(name)
         except (SafetensorError, TypeError, AttributeError, KeyError, OSError) as error:  # types NumPy does not have
             raise ValueError(f"{file} is not a readable safetensors file ({error}); is it complete?") from error
     else:
@@ -167,7 +169,8 @@ def _from_converted(
         stored = ViTConfig(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
     except (TypeError, ValueError, KeyError, RecursionError) as error:
         raise ValueError(f"the converted file's config is broken ({error}); convert the weights again") from error
-    params = {name: value.astype(np.float32) for name, value in tensors.items() if not name.startswith(_MEANS)}
+    # taken out one by one, so that there are never two copies of all
+    params = {name: float32(tensors.pop(name)) for name in sorted(tensors) if not name.startswith(_MEANS)}
     wanted = stored if known is None else dataclasses.replace(known, image_size=stored.image_size)
     check_params(wanted, params)
     if wanted != stored or (known is None and stored.name != backbone):

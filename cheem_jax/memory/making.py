@@ -113,6 +113,7 @@ def create(
         (checkpoints_of(partial, 1) / "cheem").mkdir(parents=True)
         Record(partial).write("run", **_setting(settings, pretrained))
         write_config(partial, settings)
+    del vit, pretrained  # which opening reads again
     return open_memory(directory, engine=engine)
 
 
