@@ -3,6 +3,7 @@
     python experiments/compare.py --stream demo --methods all
     python experiments/compare.py --stream FOLDER --backbone deit_tiny --weights FILE --image-size 96 \\
         --methods cheem,lora_cl,s_prompts --seeds 0,1,2 --run-dir runs/compare-real
+    python experiments/compare.py --stream FOLDER --methods cheem,lora_cl --choose TASK,TASK --run-dir runs/fair
     python experiments/compare.py --stream mtil --preset paper --data-dir DATA --run-dir RUNS --launcher slurm
     python experiments/compare.py --backbone clip_vit_base --methods cheem_lite --router deit_tiny,alexnet --smoke
 
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import study
 from charts import mean_std, spread, write_page
+from choosing import choose
 from smoke import smoke
 from study import Found, Study, Variant
 
@@ -40,6 +42,9 @@ class Compare(Study):
     """Lighter networks of `cheem_lite` and `moe_adapters`, separated by commas: backbones, or alexnet."""
     router_weights: Path | None = None
     """Weights of the router; of several routers, those of alexnet."""
+    choose: str | None = None
+    """Names of tasks, separated by commas, on whose validation images the rate and at most two further settings of
+    every method are chosen first; all methods then have the same number of epochs and the cosine schedule."""
     smoke: bool = False
     """Run every method on two blocks with random weights, which shows that it works and no accuracy."""
     run_dir: Path = Path("runs/compare")
@@ -52,6 +57,8 @@ def main(settings: Compare) -> None:
     if settings.smoke:
         smoke(variants, settings.backbone or "deit_tiny", progress)
         return
+    if settings.choose is not None:
+        variants = choose(settings, settings.choose, variants, progress)
     titles = {variant.name: variant.title for variant in variants}
     found = study.run_all(settings, variants, progress, lambda found: write(settings.run_dir, found, titles))
     progress.console.print(narrow(comparison_grid(found, titles)).to_rich())

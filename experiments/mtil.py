@@ -125,6 +125,8 @@ class Mtil(Common):
     the presets `paper` and `cheem_plus`, else 1."""
     seeds: SeedsConfig = SeedsConfig()
     """Separate seeds for parts of the run."""
+    measured_on: Literal["test", "validation"] = "test"
+    """Images that accuracies are of; `validation`, to choose settings without a look at the test images."""
     upper_bound: bool = False
     """Also fine-tune the whole backbone per task, the task ID given; takes its own time."""
     tensorboard: bool = False
@@ -271,8 +273,11 @@ def run(
     settings: Mtil, config: RunConfig, loaded: Loaded, progress: Progress, workshop: dict[Any, Networks] | None = None
 ) -> dict[str, Any]:
     """Learn the stream, or go on with it."""
+    stream = loaded.stream
+    if settings.measured_on == "validation":
+        stream = Stream(stream.name, tuple(dataclasses.replace(task, test=task.val) for task in stream.tasks))
     return run_stream(
-        loaded.stream, loaded.pretrained, config, settings.run_dir, progress, base_images=loaded.base_images,
+        stream, loaded.pretrained, config, settings.run_dir, progress, base_images=loaded.base_images,
         router=loaded.router, save_every=settings.save_every, workshop=workshop, data=data_of(settings, loaded.stream),
         tensorboard=settings.tensorboard,
         command=["experiments/mtil.py", *arguments_of(dataclasses.replace(anywhere(settings), num_seeds=1))],

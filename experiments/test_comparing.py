@@ -3,12 +3,16 @@
 import dataclasses
 import json
 
+import choosing
 import compare
 import mtil
 import numpy as np
 import pytest
+import study
 from PIL import Image
 
+from cheem_jax.baselines.catalogue import NAMES, preset_of
+from cheem_jax.cheem.config import PRESETS, CheemConfig
 from cheem_jax.cli.main import run_command
 from cheem_jax.data.task import Split, Stream, Task
 from cheem_jax.run.record import read
@@ -31,6 +35,47 @@ def settings(monkeypatch, tmp_path):
     stream = stream_of_colours()
     monkeypatch.setattr(mtil, "demo_stream", lambda image_size: stream)
     return compare.Compare(methods="frozen_linear,diki", run_dir=tmp_path)
+
+
+@pytest.mark.parametrize("method", NAMES)
+@pytest.mark.parametrize("preset", ["demo", "quick"])
+def test_every_choice_is_of_settings_that_the_method_has(method, preset):
+    usual = preset_of(method, preset)
+    config = study.changed(usual, choosing.budget(method, preset))
+    if method != "frozen_linear" and not isinstance(usual, CheemConfig):
+        epochs = config.epochs if method == "full_finetune" else config.fit.epochs
+        assert epochs == PRESETS[preset].supernet.epochs + PRESETS[preset].finetune.epochs
+    for setting, values in choosing.grids_of(method).items():
+        found = [study.changed(config, choosing.change(method, setting, value)) for value in values]
+        assert len(set(found)) == len(values) >= 2
+    assert len(choosing.grids_of(method)) <= 3
+
+
+@pytest.mark.full
+def test_settings_are_chosen_on_validation_images_and_never_on_test_images(settings, monkeypatch, capsys):
+    settings = dataclasses.replace(settings, methods="diki", choose="warm,cold")
+    monkeypatch.setattr(choosing, "RATES", (1e-6, 1e-2))
+    monkeypatch.setitem(choosing.FURTHER, "diki", {"length": (2, 8)})
+    compare.main(settings)
+    rows = json.loads((settings.run_dir / "chosen.json").read_text())
+    assert [row["setting"] for row in rows] == ["rate", "length"]
+    for row in rows:
+        assert row["chosen"] == row["values"][int(np.argmax(row["accuracies"]))]
+    config = json.loads((settings.run_dir / "diki" / "seed-0" / "config.json").read_text())
+    assert (config["diki"]["fit"]["learning_rate"], config["diki"]["length"]) == tuple(row["chosen"] for row in rows)
+    shown = (settings.run_dir / "chosen.md").read_text()
+    assert "Settings chosen on warm, cold" in shown and "(an end)" in shown
+
+    # other test images change no choice, and what was tried is not tried again
+    stream = mtil.demo_stream(image_size=32)
+    other = [dataclasses.replace(task, test=Split(255 - task.test.images, task.test.labels)) for task in stream.tasks]
+    monkeypatch.setattr(mtil, "demo_stream", lambda image_size: Stream("demo", tuple(other)))
+    before = read(settings.run_dir / "choice" / "diki-rate-0" / "seed-0")
+    capsys.readouterr()
+    with pytest.raises(ValueError, match="contains another run: data_sha256"):
+        compare.main(settings)
+    assert json.loads((settings.run_dir / "chosen.json").read_text()) == rows
+    assert read(settings.run_dir / "choice" / "diki-rate-0" / "seed-0") == before
 
 
 @pytest.mark.full

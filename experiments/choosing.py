@@ -1,0 +1,122 @@
+"""One way to choose the settings of every method: by accuracy on validation images of a few of the stream's tasks.
+
+The rate comes first, with everything else as the preset has it, then further settings one after the other. A candidate
+learns the given tasks as a stream, is measured on their validation images, and the highest average accuracy wins
+(task-agnostic; with the task ID given for upper bounds; of equal ones the first). Every method has as many passes over
+the training images as CHEEM has in both phases together, and the cosine schedule.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from charts import write_page
+from study import Study, Variant, changed, run_all
+
+from cheem_jax.baselines.catalogue import preset_of
+from cheem_jax.cheem.config import PRESETS, CheemConfig
+from cheem_jax.report.table import UPPER_BOUNDS, Grid
+from cheem_jax.run.progress import Progress
+
+RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+LOWER_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
+"""Of methods that train the whole backbone."""
+FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "lora_cl": {"rank": (4, 16, 64)},
+    "lora_finetune": {"rank": (4, 16, 64)},
+    "s_prompts": {"length": (5, 10, 20)},
+    "l2p": {"length": (6, 10, 20), "top_k": (1, 5)},
+    "dualprompt": {"expert_length": (10, 20, 40), "general_length": (6, 12)},
+    "coda_prompt": {"length": (4, 8, 16)},
+    "diki": {"layers": ("last3", "first8"), "cov_shrinkage": (0.0, 0.01, 0.1, 0.5)},
+    "ewc": {"penalties": ((1.0,), (1e2,), (1e4,), (1e6,), (1e8,))},
+    "tuna": {"bottleneck": (8, 16, 64)},
+    "moal": {"bottleneck": (16, 64), "hidden": (1000, 5000)},
+    "moe_adapters": {"bottleneck": (8, 64)},
+}
+"""At most two settings per method besides the rate: those that its own paper varies."""
+
+
+def grids_of(method: str) -> dict[str, tuple[Any, ...]]:
+    """The values of each setting that is chosen, in the order of choosing; none for a method that trains no network."""
+    if method == "frozen_linear":
+        return {}
+    rates = LOWER_RATES if method in ("ewc", "full_finetune") else RATES
+    return {"rate": rates, **FURTHER.get(method, {})}
+
+
+def change(method: str, setting: str, value: Any) -> dict[str, Any]:
+    """The fields of a method's settings that one choice changes."""
+    if setting != "rate":
+        return {setting: value}
+    if method == "full_finetune":
+        return {"learning_rates": (value,)}
+    phases = ("supernet", "finetune") if method.startswith("cheem") else ("fit",)
+    return {f"{phase}.learning_rate": value for phase in phases}
+
+
+def budget(method: str, preset: Any) -> dict[str, Any]:
+    """The fields that give a method CHEEM's passes over the training images, and the cosine schedule."""
+    config, cheem = preset_of(method, preset), PRESETS[preset]
+    epochs = cheem.supernet.epochs + cheem.finetune.epochs
+    if isinstance(config, CheemConfig) or method == "frozen_linear":
+        return {}
+    own = {"epochs": epochs} if method == "full_finetune" else {"fit.epochs": epochs, "fit.schedule": "cosine"}
+    # one penalty at a time: a choice within the method would take passes that others do not have
+    return own | ({"penalties": FURTHER["ewc"]["penalties"][1]} if method == "ewc" else {})
+
+
+def choose(study: Study, tasks: str, variants: Sequence[Variant], progress: Progress) -> list[Variant]:
+    """The variants with the settings that win on `tasks`; `chosen.md` and `chosen.json` say what was tried.
+
+    `tasks` are names of the stream's tasks, separated by commas. What was run before is not run again.
+    """
+    trying = dataclasses.replace(study, seeds="0", run_dir=study.run_dir / "choice")
+    chosen, rows = [], []
+    for variant in variants:
+        config = {**budget(variant.method, study.chosen_preset), **variant.config}
+        usual, reached = preset_of(variant.method, study.chosen_preset), dict[Any, float]()
+        for setting, values in grids_of(variant.method).items():
+            candidates = [
+                Variant(
+                    f"{variant.name}-{setting}-{number}", f"{variant.title}, {setting} {_told(value)}", variant.method,
+                    {**config, **change(variant.method, setting, value)},
+                    {**variant.run, "tasks": tasks, "measured_on": "validation"},
+                )
+                for number, value in enumerate(values)
+            ]  # fmt: skip
+            settings = [changed(usual, candidate.config) for candidate in candidates]
+            new = [one for one, own in zip(candidates, settings, strict=True) if own not in reached]
+            found = run_all(trying, new, progress, lambda found: None)
+            key = "local_average_accuracy" if variant.method in UPPER_BOUNDS else "average_accuracy"
+            for candidate, own in zip(candidates, settings, strict=True):
+                if own not in reached:
+                    reached[own] = found[candidate.name][0][key]
+            accuracies = [reached[own] for own in settings]
+            best = accuracies.index(max(accuracies))
+            config = candidates[best].config
+            rows.append({
+                "method": variant.name, "title": variant.title, "setting": setting, "values": list(values),
+                "accuracies": accuracies, "chosen": values[best], "at_the_end": best in (0, len(values) - 1),
+            })  # fmt: skip
+            write_page(study.run_dir / "chosen", _page(tasks, rows), rows)
+        chosen.append(variant._replace(config=config))
+    return chosen
+
+
+def _told(value: Any) -> str:
+    return f"{value[0]:g}" if isinstance(value, tuple) else value if isinstance(value, str) else f"{value:g}"
+
+
+def _page(tasks: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = tuple(
+        (
+            row["title"],
+            row["setting"],
+            ", ".join(f"{_told(v)}: {100 * a:.1f}" for v, a in zip(row["values"], row["accuracies"], strict=True)),
+            _told(row["chosen"]) + (" (an end)" if row["at_the_end"] else ""),
+        )
+        for row in rows
+    )
+    grid = Grid("", ("method", "setting", "accuracy % on validation images", "chosen"), lines, 2)
+    return f"# Settings chosen on {tasks.replace(',', ', ')}\n\n{grid.to_markdown()}\n"
