@@ -1,8 +1,10 @@
 """LoRA-CL: every task adapts every plastic layer by a low-rank pair of its own; the task is named by its centroids.
 
 It is CHEEM with Adapt everywhere and no search: y = W h + b + B A h per block, from the pretrained weights and not from
-the task before, so tasks are independent and their order changes nothing. Low-rank pairs after Hu et al., "LoRA:
-Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual learner is a baseline of the CHEEM paper.
+the task before, so tasks are independent and their order changes nothing. With `begin` = `nearest`, which is not in the
+paper, W and b are those of the most similar earlier task: what Reuse would be without a search. Low-rank pairs after Hu
+et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022; the continual learner is a baseline of the
+CHEEM paper.
 
 LoRA fine-tuning, which the paper's table of upper bounds lists next to full fine-tuning, has the same networks with the
 same seed, bit for bit, and the task ID given; adapters are merged into the backbone, so an image costs one plain pass.
@@ -10,7 +12,7 @@ same seed, bit for bit, and the task ID given; adapters are merged into the back
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from cheem_jax.cheem.underway import Underway
 from cheem_jax.core.architecture import Choice, encode
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two, task_number
 from cheem_jax.core.ops import Placement
-from cheem_jax.core.pool import TaskMemory, dense_experts, grow
+from cheem_jax.core.pool import TaskMemory, grow
 from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.data.task import Task
 from cheem_jax.engine.feed import Budget, feed_images, keep_tokens
@@ -39,6 +41,9 @@ class LoraClConfig:
     """Layer that every block adapts."""
     rank: int = 40
     """Rank of the pairs; for ViT-B, 42 to 47 give the paper's FLOPs as printed."""
+    begin: Literal["base", "nearest"] = "base"
+    """What pairs are added to: the pretrained layers, or those of the earlier task that the router names for most
+    training images."""
     fit: FitConfig = FitConfig(epochs=20)
     router: RouterConfig = RouterConfig()
     batch_size: int = 64
@@ -58,11 +63,12 @@ class LoraCl(ExpertMemory):
         self.config, self.keys = config, keys
 
     def learn(self, task: Task, running: Running) -> dict[str, Any]:
-        """Train a pair per block and the head, then the task's centroids; earlier tasks play no part."""
+        """Train a pair per block and the head, then the task's centroids."""
         config, executor, keys, index = self.config, self.executor, self.keys, len(self.memory.tasks)
         number, num, batch_size = task_number(task.name), len(task.train.labels), self.batch_size
         underway, budget = Underway.begun(running.saved), Budget(executor.budget)
-        clock, experts, num_classes = underway.clock, dense_experts(executor.base_pool), len(task.classes)
+        clock, num_classes, begun = underway.clock, len(task.classes), self.begun_from(task)
+        experts = [[self.dense(block, parent)] for block, parent in enumerate(begun)]
         key, settings = keys.at(number, Phase.METHOD_INIT), OpSettings(rank=config.rank)
         fitting = underway.fitting("finetune", Supernet(key, experts, num_classes, settings))
         network, progress, architecture = fitting.supernet, fitting.progress, (Choice("adapt", 0),) * len(experts)
@@ -80,7 +86,8 @@ class LoraCl(ExpertMemory):
                 order_key=keys.at(number, Phase.METHOD_ORDER), advance=advance,
             )  # fmt: skip
         state = fitting.state
-        pool, used = grow(self.memory.pool, architecture, network.learned(state, architecture), index)
+        parents = tuple(Choice("adapt", parent) for parent in begun)
+        pool, used = grow(self.memory.pool, parents, network.learned(state, architecture), index)
         means = np.zeros((1, executor.config.width), np.float32)  # nobody asks for mean class tokens
         self.remember(
             task, pool=pool, architecture=architecture, experts=used, head=network.trained_head(state), means=means,
@@ -95,6 +102,14 @@ class LoraCl(ExpertMemory):
             "engine": executor.counters(),
             "seconds": clock.seconds,
         }
+
+    def begun_from(self, task: Task) -> list[int]:
+        """The expert of each block that the task adapts."""
+        if self.config.begin == "base" or not self.memory.tasks:
+            return [0] * self.executor.num_blocks
+        named = np.bincount(self.index.route(self.features(task, "train")))
+        # every block of an earlier task has an expert: nothing is skipped here
+        return [int(expert or 0) for expert in self.memory.tasks[int(named.argmax())].experts]
 
     def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
         """See `ExpertMemory.kept_beside`."""
