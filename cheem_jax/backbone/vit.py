@@ -212,7 +212,9 @@ class AttentionPool(nnx.Module):
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         width = config.width
-        self.num_heads, self.activation, self.precision = config.num_heads, config.activation, config.precision
+        self.num_heads = config.num_heads
+        self.activation: Activation = config.activation
+        self.precision: Precision = config.precision
         self.latent = nnx.Param(jnp.zeros((width,)))
         self.query = nnx.Linear(width, width, rngs=rngs)
         self.key_value = nnx.Linear(width, 2 * width, rngs=rngs)
