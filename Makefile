@@ -15,6 +15,7 @@ WORKERS ?= 2
 # a third less time for compiling what runs for milliseconds; `make test-all` compiles as users do
 QUICK_COMPILING := --xla_backend_optimization_level=0
 BENCH_ARGS ?=
+GPU_ARGS ?=
 BENCH_PYTHON ?= python3
 RUN_DIR ?= runs/demo
 
@@ -26,7 +27,7 @@ VENV_DOCS := .venv-docs
 INPUTS := pyproject.toml constraints.txt
 CODE := cheem_jax convert experiments tests
 
-.PHONY: help demo test test-all test-slow faults scale test-convert test-browser test-prepare test-312 docs bench bench-gpu lint format clean
+.PHONY: help demo test test-all test-slow faults scale test-convert test-browser test-prepare test-312 docs bench gpu lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -74,9 +75,8 @@ docs: $(VENV_DOCS)/.docs ## the documentation site, in site/; warnings are error
 bench: $(VENV_CONVERT)/.convert ## the benchmarks of docs/benchmarks.md on this CPU, PyTorch beside it; about half an hour
 	@JAX_PLATFORMS=cpu $(VENV_CONVERT)/bin/python experiments/bench/run.py $(BENCH_ARGS)
 
-bench-gpu: ## every executor on an accelerator, with a python that has JAX for it: make bench-gpu BENCH_PYTHON=python3
-	@PYTHONPATH=$(CURDIR) $(BENCH_PYTHON) experiments/jit_profile.py --backbones deit_tiny,vit_base --batch-sizes 64,256 \
-	    --precisions float32,bfloat16 --num-draws 8 --rank 40 --out docs/profile/gpu $(BENCH_ARGS)
+gpu: ## checks, speed and runs on an accelerator in 25 minutes, with a python that has JAX for it: make gpu BENCH_PYTHON=python3
+	@PYTHONPATH=$(CURDIR) $(BENCH_PYTHON) experiments/gpu.py $(GPU_ARGS)
 
 lint: $(VENV)/.dev ## formatting, lint and types
 	@$(VENV)/bin/python -m ruff format --check $(CODE)

@@ -1,0 +1,208 @@
+"""All that an accelerator is wanted for, in one command that ends by itself: is it right, how fast is it, real runs.
+
+    python experiments/gpu.py --stream FOLDER --weights FILE --seconds 1500 --out runs/gpu
+    python experiments/gpu.py --miniature --out runs/gpu-miniature
+
+Parts, in this order: `smoke` (training by every executor beside the CPU's, and deterministic training twice),
+`profile` (`jit_profile.py`), `bench` (`bench/run.py --only steps`, where PyTorch and timm are installed), `runs`
+(`compare.py` for one method after the other, in the order of what their rows are worth, settings chosen on validation
+images first). What does not end in time is interrupted; a run resumes with the next call. OUT/records.tar.gz has what
+was found and no checkpoint. The miniature takes minutes on any machine, and its numbers mean nothing.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import numpy as np
+from bench import measure
+from charts import check_folder, names_in
+
+from cheem_jax.backbone.params import build
+from cheem_jax.backbone.weights import load_pretrained
+from cheem_jax.cheem.supernet import OpSettings, Supernet
+from cheem_jax.cheem.training import step_of, train_steps
+from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.architecture import from_strings
+from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.kernels import Precision
+from cheem_jax.core.pool import dense_experts
+from cheem_jax.engine import choice
+from cheem_jax.engine.batches import batches
+from cheem_jax.engine.choice import EngineConfig, make_executor
+from cheem_jax.engine.feed import HostImages
+
+PARTS = ("smoke", "profile", "bench", "runs")
+HERE = Path(__file__).parent
+LARGEST_DIFFERENCE: dict[Precision, float] = {"float32": 1e-2, "bfloat16": 5e-2}
+"""Of a loss from the CPU's in float32, as a share of the first one; accelerators round products more."""
+QUEUE = (
+    ("frozen_linear", "quick", 0), ("lora_cl", "quick", 0), ("cheem", "quick_plus", 0), ("cheem", "quick", 0),
+    ("full_finetune", "quick", 0), ("s_prompts", "quick", 0),
+    *((method, preset, seed) for seed in (1, 2) for method, preset in (
+        ("cheem", "quick_plus"), ("lora_cl", "quick"), ("cheem", "quick"))),
+    *((method, "quick", 0) for method in ("moal", "tuna", "diki", "coda_prompt", "l2p", "dualprompt", "ewc")),
+    ("cheem", "paper", 0),
+)  # fmt: skip
+"""Method, preset and seed of the runs, the most wanted first."""
+GRACE = 60
+"""Seconds that a part has to stop after an interruption."""
+Case = tuple[choice.Name, Precision, bool]
+"""An executor, a precision, and whether bits are to be equal in every run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """Parts, their data, and the time that they have together."""
+
+    stream: str = "demo"
+    """What `runs` learns, as for `experiments/mtil.py`."""
+    weights: Path | None = None
+    """DeiT-Tiny's weights; default: from the hub."""
+    base_data: str | None = None
+    """Images of the pretraining data, as for `experiments/mtil.py`."""
+    choose: str | None = None
+    """Names of the stream's tasks, separated by commas, on which settings are chosen; default: those of the presets."""
+    only: str = ",".join(PARTS)
+    """Parts, separated by commas."""
+    seconds: float = 1500
+    """After which all have ended."""
+    miniature: bool = False
+    """Everything but the hardware: the bundled backbones and two demo tasks."""
+    out: Path = Path("runs/gpu")
+    """Folder of everything; what is unfinished there is continued."""
+
+    def __post_init__(self) -> None:
+        if not self.seconds > GRACE:
+            raise ValueError(f"--seconds is {self.seconds:g}; expected more than {GRACE}, which stopping may take")
+
+
+def main(settings: Gpu) -> None:
+    """Run the parts, then pack what they found; a part that fails does not stop the others."""
+    parts, end = names_in("--only", settings.only, list(PARTS)), time.monotonic() + settings.seconds
+    check_folder("--out", settings.out)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    ended = []
+    for name, command in commands(settings, parts):
+        left = end - GRACE - time.monotonic()
+        how = "no time was left" if left < 1 else limited(command, left)
+        ended.append(f"{name}: {how}")
+        print(ended[-1], flush=True)
+    write_atomically(settings.out / "ended.txt", "\n".join(ended) + "\n")
+    print(f"records: {pack(settings.out)}")
+    if failed := [line for line in ended if "status" in line]:
+        raise SystemExit(f"error: these parts failed, see above: {'; '.join(failed)}")
+
+
+def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """The name and the command line of every process."""
+    small, out = settings.miniature, settings.out
+    if "smoke" in parts:
+        yield "smoke", [f"{HERE}/gpu.py", "--only", "check", "--out", f"{out}"]
+    if "profile" in parts:
+        sizes = ["--backbones", "vit_nano", "--batch-sizes", "4", "--num-draws", "2", "--repeats", "1"]
+        full = ["--backbones", "deit_tiny,vit_base", "--batch-sizes", "64,256", "--num-draws", "8", "--rank", "40"]
+        both = ["--precisions", "float32,bfloat16"]
+        yield "profile", [f"{HERE}/jit_profile.py", *(sizes if small else [*full, *both]), "--out", f"{out}/profile"]
+    if "bench" in parts and importlib.util.find_spec("timm") is not None:
+        quick = ["--quick"] if small else []
+        yield "bench", [f"{HERE}/bench/run.py", "--only", "steps", *quick, "--out", f"{out}/bench"]
+    if "runs" in parts:
+        given = {"--weights": settings.weights, "--base-data": settings.base_data, "--choose": settings.choose}
+        options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        options += ["--backbone", "vit_nano", "--tasks", "shapes,colours"] if small else ["--backbone", "deit_tiny"]
+        for method, preset, seed in QUEUE[:2] if small else QUEUE:
+            place = out / "runs" / f"{method}-{preset}"
+            own = ["--methods", method, "--preset", "demo" if small else preset, "--seeds", f"{seed}"]
+            command = [f"{HERE}/compare.py", "--stream", settings.stream, *own, *options, "--run-dir", f"{place}"]
+            yield f"{method}, {preset}, seed {seed}", command
+
+
+def limited(command: list[str], seconds: float) -> str:
+    """Run a script for so long at most; how it ended."""
+    start = time.monotonic()
+    process = subprocess.Popen([sys.executable, *command])
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # a run saves what it has learned
+        try:
+            process.wait(GRACE / 2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return f"interrupted after {time.monotonic() - start:.0f} s"
+    return f"{time.monotonic() - start:.0f} s" + (f", status {status}" if status else "")
+
+
+def check(out: Path) -> None:
+    """Every executor beside the CPU, and two trainings that must have the same bits; writes `smoke.json`."""
+    same: Case = ("stages", "float32", True)
+    cases: list[Case] = [
+        *((name, precision, False) for precision in LARGEST_DIFFERENCE for name in get_args(choice.Name)), same
+    ]  # fmt: skip
+    (wanted,) = measure.in_child(trainings, [same], environment={"JAX_PLATFORMS": "cpu"})
+    found, (again,) = measure.in_child(trainings, cases), measure.in_child(trainings, [same])
+    report, wrong = dict[str, Any](), []
+    for (name, precision, _), ours in zip(cases[:-1], found, strict=False):
+        largest = measure.difference(ours["losses"], np.asarray(wanted["losses"]))
+        report[f"{name} {precision}"] = {**ours, "largest_difference": largest}
+        told = f"{name}, {precision} on {ours['device']}: largest difference from the CPU {largest:.1e}"
+        print(told, flush=True)
+        wrong += [] if largest <= LARGEST_DIFFERENCE[precision] else [told]
+    report["deterministic"] = found[-1]["losses"] == again["losses"]
+    write_atomically(out / "smoke.json", json.dumps(report, indent=1) + "\n")
+    if wrong or not report["deterministic"]:
+        raise ValueError("; ".join(wrong) or "two deterministic trainings have different losses")
+
+
+def trainings(cases: list[Case]) -> list[dict[str, Any]]:
+    """One process's `training` of every case."""
+    return [training(*case) for case in cases]
+
+
+def training(name: choice.Name, precision: Precision, deterministic: bool) -> dict[str, Any]:
+    """Losses of a few steps with every op on this process's device, and what memory they took."""
+    pretrained = load_pretrained("vit_nano")
+    vit = build(dataclasses.replace(pretrained.config, precision=precision), pretrained.params)
+    executor = make_executor(
+        vit, "mlp_down", EngineConfig(name, deterministic=deterministic, steps_per_call=4), batch_size=16
+    )
+    supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), 4, OpSettings(rank=4))
+    ops = ["reuse:0", "adapt:0", "skip", "new", "adapt:0", "reuse:0"]
+    drawn = [from_strings(ops[turn:] + ops[:turn]) for turn in (0, 1, 2, 3)] * 2
+    images, labels = measure.random_images(16, pretrained.config), np.arange(16, dtype=np.int32) % 4
+    (rows,) = batches(np.arange(16), 16)
+    steps = [step_of(executor, HostImages(executor, images), labels, rows) for _ in drawn]
+    _, losses = train_steps(executor, supernet, supernet.init(), drawn, steps, rates=[1e-3] * len(drawn))
+    device = jax.devices()[0]
+    memory = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return {"device": device.device_kind, "peak_memory_bytes": memory, "losses": [float(loss) for loss in losses]}
+
+
+def pack(out: Path) -> Path:
+    """The folder's small files in one archive: no checkpoint, no TensorBoard, nothing above 1 MB."""
+    file = out / "records.tar.gz"
+    with tarfile.open(file, "w:gz") as archive:
+        for found in sorted(out.rglob("*")):
+            kept = found.suffix in (".json", ".jsonl", ".md", ".csv", ".txt", ".npz") and found.stat().st_size < 2**20
+            if kept and "checkpoints" not in found.parts:
+                archive.add(found, found.relative_to(out))
+    return file
+
+
+if __name__ == "__main__":
+    if sys.argv[1:3] == ["--only", "check"]:  # the part `smoke`, in a process of its own
+        check(Path(sys.argv[4]))
+    else:
+        parsed = parse(Gpu, description=__doc__)
+        run_command(main, parsed, parsed.out)
