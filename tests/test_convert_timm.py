@@ -258,7 +258,7 @@ def test_other_plain_vits_compute_what_timm_computes_from_an_inferred_config_and
 
     exported = _random_model(timm_weights._architecture(config), depth=3, **timm_weights._arguments(config))
     tensors = timm_weights.to_timm(params, config)
-    exported.load_state_dict({key: torch.from_numpy(value) for key, value in tensors.items()})
+    exported.load_state_dict({key: torch.tensor(value) for key, value in tensors.items()})
     _assert_parity(config, params, exported)
 
 
