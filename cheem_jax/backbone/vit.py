@@ -127,6 +127,8 @@ class Block(nnx.Module):
         if isinstance(prefix, Prefix):
             key = jnp.concatenate([heads(prefix.keys), key], axis=2)
             value = jnp.concatenate([heads(prefix.values), value], axis=2)
+        # products would round them anyway; heads are laid out in half the bytes
+        query, key, value = (part.astype(self.precision) for part in (query, key, value))
         mixed = attend(query, key, value, self.precision)
         if isinstance(prefix, SidePrefix):
             beside = attend(query, heads(prefix.keys), heads(prefix.values), self.precision)

@@ -177,11 +177,12 @@ def _attend_backward(precision, kept, grad):
     grad = grad * inverse
     pull = (grad * mixed).sum(axis=-1, keepdims=True)
     grad_scores = weights * (dot(grad, value.mT, precision) - pull)
-    return (
+    grads = (
         dot(grad_scores, key, precision) * query.shape[-1] ** -0.5,
         dot(grad_scores.mT, query, precision),
         dot(weights.mT, grad, precision),
     )
+    return tuple(own.astype(given.dtype) for own, given in zip(grads, (query, key, value), strict=True))
 
 
 def _in_order(values):

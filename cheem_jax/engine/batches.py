@@ -5,9 +5,10 @@ network does things that occupy one core of a CPU; two parts at once fill the ga
 core. On an accelerator a batch is one part.
 """
 
+import collections
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -50,13 +51,20 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="parts")
 
 
-def side_by_side(function: Callable[[P], R], parts: Sequence[P]) -> Iterator[R]:
-    """`function` of each part, in their order; it returns once its arrays are computed."""
+def side_by_side(function: Callable[[P], R], parts: Iterable[P]) -> Iterator[R]:
+    """`function` of each part, in their order; it returns once its arrays are computed.
+
+    A part is taken when it is about to be computed.
+    """
 
     def computed(part: P) -> R:
         # programs are dispatched ahead of the work: without a bound all parts' activations would be held at once
         return jax.block_until_ready(function(part))
 
-    if len(parts) == 1:
-        return iter([function(parts[0])])
-    return _threads().map(computed, parts)
+    waiting: collections.deque[Future[R]] = collections.deque()
+    for part in parts:
+        waiting.append(_threads().submit(computed, part))
+        if len(waiting) > NUM_AT_ONCE:
+            yield waiting.popleft().result()
+    for future in waiting:
+        yield future.result()

@@ -12,8 +12,8 @@ executors differ only in how the blocks after that are cut into compiled program
 import abc
 import copy
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,10 @@ WORKING_SET = 5 * 2**20
 
 Token = Literal["component", "block"]
 """Where mean class tokens are read: the plastic layer's output before the residual sum, or the block's output."""
+
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 
 class Dense(NamedTuple):
@@ -160,7 +164,12 @@ class Executor(abc.ABC):
         last = {id(leaf) for leaf in jax.tree.leaves(splits[-1][1])}
         placed = {id(leaf): layout.everywhere(leaf) if id(leaf) in last else layout.frozen(leaf) for leaf in leaves}
         self.leaves = [placed[id(leaf)] for leaf in leaves]
-        self.blocks = [tuple(placed[id(leaf)] for leaf in jax.tree.leaves(state)) for _, state in splits]
+        # matrices of a block are operands of products alone, so they are rounded once and not in every call
+        operand = jnp.dtype(vit.config.precision)
+        self.blocks = [
+            tuple(own.astype(operand) if own.ndim == 2 else own for own in (placed[id(leaf)] for leaf in leaves))
+            for leaves in (jax.tree.leaves(state) for _, state in splits)
+        ]
         self.base_pool = jax.tree.map(
             # split ones would hand their parts on to all that begins as a copy of them
             lambda leaf: layout.everywhere(leaf if layout.fsdp > 1 else placed.get(id(leaf), leaf)),
@@ -238,6 +247,10 @@ class Executor(abc.ABC):
         On a CPU `stages` takes as many as keep a block's widest activations within `working_set` bytes.
         """
         return batch_size
+
+    def each(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> Iterator[Result]:
+        """`function` of each part of a forward pass, in their order; on a CPU `stages` computes two at a time."""
+        return map(function, parts)
 
     def walk(self, networks: Sequence[Network], tokens: Tokens | Gather, mask: Mask) -> Iterator[Walked]:
         """Every network from the same tokens on, forward only, in any order."""

@@ -131,15 +131,18 @@ class Inference:
 
     def _base(self, feed: Feed, rows: np.ndarray) -> tuple[np.ndarray, dict[int, np.ndarray | jax.Array]]:
         """Features of a batch and the base network's tokens wherever some network leaves it."""
-        parts, reached = [], {block: [] for block in sorted(set(self.differences))}
-        for start in range(0, len(rows), self.rows):
-            tokens = self.executor.resolve(feed(rows[start : start + self.rows]))
-            parts.append(
-                read_on_the_way(
-                    self.executor, self.base, tokens, blocks=self._blocks, until=self._until,
-                    keep=lambda tokens: reached[tokens.block].append(tokens.values), stops=list(reached),
-                )
+        stops = sorted(set(self.differences))
+
+        def read(start: int) -> tuple[list[jax.Array], list[jax.Array]]:
+            tokens, kept = self.executor.resolve(feed(rows[start : start + self.rows])), list[jax.Array]()
+            found = read_on_the_way(
+                self.executor, self.base, tokens, blocks=self._blocks, until=self._until,
+                keep=lambda tokens: kept.append(tokens.values), stops=stops,
             )  # fmt: skip
+            return found, kept
+
+        parts, kept = zip(*self.executor.each(read, range(0, len(rows), self.rows)), strict=True)
+        reached = dict(zip(stops, zip(*kept, strict=True), strict=True))
         # on a CPU numpy gathers without a program; elsewhere a batch is one part and stays on the device
         join = np.concatenate if jax.default_backend() == "cpu" else jnp.concatenate
         features = joined([np.concatenate(part) for part in zip(*jax.device_get(parts), strict=True)])
@@ -162,12 +165,16 @@ class Inference:
         """The last tokens of a task's network in groups, padded ones behind the real rows, and how many are real."""
         block, network = self.differences[task], self.networks.network(task)
         values = reached[block]
-        for padded, size in pieces(rows, self.sizes):
+
+        def run(group: tuple[np.ndarray, int]) -> tuple[jax.Array, int]:
+            padded, size = group
             if jax.default_backend() == "cpu":
                 tokens = Tokens(block, jnp.asarray(np.asarray(values)[padded]))
             else:
                 tokens = self.executor.resolve(Gather(block, jnp.asarray(values), padded.astype(np.int32)))
-            yield self.executor.advance(network, tokens, self.executor.num_blocks).values, size
+            return self.executor.advance(network, tokens, self.executor.num_blocks).values, size
+
+        return self.executor.each(run, pieces(rows, self.sizes))
 
 
 SKIP = -1

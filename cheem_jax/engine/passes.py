@@ -1,7 +1,7 @@
 """Forward-only passes over whole data sets: mean class tokens, features, answers, counts of right answers."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -12,6 +12,8 @@ from cheem_jax.engine import hosts
 from cheem_jax.engine.batches import Rows, batches
 from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
 from cheem_jax.engine.feed import Feed, fed
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -38,15 +40,21 @@ def token_means(
     """Average class tokens of several networks over the same `num` images (paper's mu), sums kept in float64."""
     sums = np.zeros((len(networks), executor.num_blocks, executor.config.width))
     features = []
-    for batch, tokens in _in_order(executor, images, num, batch_size):
-        pending = []
+
+    def summed(batch: Rows, tokens: Tokens | Gather) -> tuple[list[tuple[int, int, np.ndarray]], jax.Array]:
+        places, pending, own = [], [], None
         for walked in executor.walk(networks, tokens, batch.mask):
-            pending += [(walked.index, block, s) for block, s in enumerate(walked.sums) if s is not None]
-            if walked.index == 0:
-                features.append((executor.features(walked.tokens), batch.size))
-        for (index, block, _), total in zip(pending, jax.device_get([s for *_, s in pending]), strict=True):
+            places += [(walked.index, block) for block, total in enumerate(walked.sums) if total is not None]
+            pending += [total for total in walked.sums if total is not None]
+            own = executor.features(walked.tokens) if walked.index == 0 else own
+        # read when the whole batch is under way: a look at a result waits for the device
+        return [(*place, total) for place, total in zip(places, jax.device_get(pending), strict=True)], own
+
+    for size, (totals, own) in _in_order(executor, images, num, batch_size, summed):
+        for index, block, total in totals:
             sums[index, block] += total
-        advance(batch.size * len(networks))
+        features.append((own, size))
+        advance(size * len(networks))
     means = (sums / num).astype(np.float32)
     return TokenMeans(means, np.concatenate([hosts.fetch(f)[:size] for f, size in features]))
 
@@ -62,14 +70,17 @@ def network_features(
 ) -> Float[np.ndarray, "P N D"]:
     """Features of several networks for the same `num` images, shared prefixes run once per batch."""
     found = np.empty((len(networks), num, executor.config.width), np.float32)
-    for batch, tokens in _in_order(executor, images, num, batch_size):
+
+    def read(batch: Rows, tokens: Tokens | Gather) -> None:
         # read when the whole batch is under way: a look at a result waits for the device
         pending = [
             (walked.index, executor.features(walked.tokens)) for walked in executor.walk(networks, tokens, batch.mask)
         ]
         for index, features in pending:
             found[index, batch.rows[: batch.size]] = hosts.fetch(features)[: batch.size]
-        advance(batch.size * len(networks))
+
+    for size, _ in _in_order(executor, images, num, batch_size, read):
+        advance(size * len(networks))
     return found
 
 
@@ -80,10 +91,12 @@ def features_on_the_way(
 
     Where the pass goes `until` the end, the features as well.
     """
-    found: list[list[np.ndarray]] = []
-    for batch, tokens in _in_order(executor, images, num, batch_size):
+
+    def read(batch: Rows, tokens: Tokens | Gather) -> list[np.ndarray]:
         walked = read_on_the_way(executor, network, executor.resolve(tokens), blocks=blocks, until=until)
-        found.append([hosts.fetch(part)[: batch.size] for part in walked])
+        return [hosts.fetch(part)[: batch.size] for part in walked]
+
+    found = [parts for _, parts in _in_order(executor, images, num, batch_size, read)]
     return [np.concatenate(parts) for parts in zip(*found, strict=True)]
 
 
@@ -112,12 +125,14 @@ def answers(
     executor: Executor, network: Network, head: Head, images: Feed, *, num: int, num_classes: int, batch_size: int
 ) -> Int[np.ndarray, "N"]:
     """The class that one network and its (padded) head give each image."""
-    found = []
-    for batch, tokens in _in_order(executor, images, num, batch_size):
+
+    def answered(batch: Rows, tokens: Tokens | Gather) -> np.ndarray:
         (walked,) = executor.walk([network], tokens, batch.mask)
         labels = executor.layout.rows(np.zeros(len(batch.rows), np.int32))
         answer, _ = executor.classify(head, walked.tokens, labels, batch.mask, num_classes)
-        found.append(hosts.fetch(answer)[: batch.size])
+        return hosts.fetch(answer)[: batch.size]
+
+    found = [answer for _, answer in _in_order(executor, images, num, batch_size, answered)]
     return np.concatenate(found).astype(np.int32)
 
 
@@ -133,16 +148,17 @@ def answers_and_features(
     batch_size: int,
 ) -> tuple[Int[np.ndarray, "N"], Float[np.ndarray, "N D"]]:
     """`answers` of one network and `network_features` of another, what both share run once."""
-    found, features = [], []
-    for batch, tokens in _in_order(executor, images, num, batch_size):
+
+    def read(batch: Rows, tokens: Tokens | Gather) -> tuple[np.ndarray, np.ndarray]:
         labels = executor.layout.rows(np.zeros(len(batch.rows), np.int32))
-        for walked in executor.walk([base, network], tokens, batch.mask):
-            if walked.index == 0:
-                features.append(hosts.fetch(executor.features(walked.tokens))[: batch.size])
-            else:
-                answer, _ = executor.classify(head, walked.tokens, labels, batch.mask, num_classes)
-                found.append(hosts.fetch(answer)[: batch.size])
-    return np.concatenate(found).astype(np.int32), np.concatenate(features)
+        last = {walked.index: walked.tokens for walked in executor.walk([base, network], tokens, batch.mask)}
+        features = executor.features(last[0])
+        answer, _ = executor.classify(head, last[1], labels, batch.mask, num_classes)
+        return hosts.fetch(answer)[: batch.size], hosts.fetch(features)[: batch.size]
+
+    found = [parts for _, parts in _in_order(executor, images, num, batch_size, read)]
+    answers, features = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return answers.astype(np.int32), features
 
 
 def count_right(
@@ -158,19 +174,27 @@ def count_right(
 ) -> Int[np.ndarray, "P"]:
     """Right answers of several networks with one shared head, shared prefixes run once per batch."""
     counts = np.zeros(len(networks), np.int64)
-    for batch, tokens in _in_order(executor, images, len(labels), batch_size):
-        pending, own = [], executor.layout.rows(labels[batch.rows])
+
+    def counted(batch: Rows, tokens: Tokens | Gather) -> tuple[list[int], list[np.ndarray]]:
+        order, pending, own = [], [], executor.layout.rows(labels[batch.rows])
         for walked in executor.walk(networks, tokens, batch.mask):
             _, right = executor.classify(head, walked.tokens, own, batch.mask, num_classes)
-            pending.append((walked.index, right))
-        for (index, _), right in zip(pending, jax.device_get([r for _, r in pending]), strict=True):
-            counts[index] += int(right)
-        advance(batch.size * len(networks))
+            order.append(walked.index)
+            pending.append(right)
+        return order, jax.device_get(pending)
+
+    for size, (order, right) in _in_order(executor, images, len(labels), batch_size, counted):
+        counts[order] += np.asarray(right, np.int64)
+        advance(size * len(networks))
     return counts
 
 
-def _in_order(executor: Executor, images: Feed, num: int, batch_size: int) -> Iterator[tuple[Rows, Tokens | Gather]]:
+def _in_order(
+    executor: Executor, images: Feed, num: int, batch_size: int, work: Callable[[Rows, Tokens | Gather], T]
+) -> Iterator[tuple[int, T]]:
+    """The images of each batch in order and what `work` makes of it."""
     pieces = list(batches(np.arange(num), executor.rows(batch_size)))
-    coming = fed(images, [batch.rows for batch in pieces])
-    for batch, tokens in zip(pieces, coming, strict=True):
-        yield batch._replace(mask=executor.layout.weights(batch.mask)), tokens
+    masked = [batch._replace(mask=executor.layout.weights(batch.mask)) for batch in pieces]
+    coming = zip(masked, fed(images, [batch.rows for batch in pieces]), strict=True)
+    found = executor.each(lambda given: work(*given), coming)
+    return zip((batch.size for batch in pieces), found, strict=True)

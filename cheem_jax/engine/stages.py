@@ -6,7 +6,8 @@ forward only and keeps nothing, and Skip costs nothing.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,8 @@ from cheem_jax.engine.executor import (
     Learners,
     Mask,
     Network,
+    Part,
+    Result,
     Setup,
     Step,
     Tokens,
@@ -51,7 +54,8 @@ class Stages(Executor):
             return block_of(leaves).enter(x, placement=placement, outputs=outputs)
 
         def widen(leaves, z, *, outputs):
-            return block_of(leaves).widen(z, placement=placement, outputs=outputs)
+            # products read it rounded anyway: so it is written once, and in half the bytes
+            return block_of(leaves).widen(z, placement=placement, outputs=outputs).astype(vit.config.precision)
 
         def leave(leaves, expert, z, u, mask, *, outputs):
             op = Skip() if expert is None else Reuse(expert)
@@ -98,11 +102,24 @@ class Stages(Executor):
         fitting = max(working_set // per_image, 1)
         return max(num for num in range(1, fitting + 1) if batch_size % num == 0)
 
+    def each(self, function: Callable[[Part], Result], parts: Iterable[Part]) -> Iterator[Result]:
+        """See `Executor.each`. The first runs alone, so that what it compiles is compiled once."""
+        if jax.default_backend() != "cpu" or self.layout.is_many:
+            yield from map(function, parts)
+            return
+        following = iter(parts)
+        yield from map(function, itertools.islice(following, 1))
+        yield from side_by_side(function, following)
+
     def _train_step(
         self, learners: Learners, head: Any, architecture: Architecture, step: Step, rate: np.float32, setup: Setup
     ) -> tuple[Learners, Any, jax.Array]:
         ops = ops_of(architecture, setup.experts, learners)
-        results = side_by_side(lambda batch: self.gradients(ops, head.params, batch, setup.num_classes), step)
+
+        def gradients(batch: Batch):
+            return self.gradients(ops, head.params, batch, setup.num_classes)
+
+        results = side_by_side(gradients, step) if len(step) > 1 else map(gradients, step)
         loss, grads, head_grad = next(results)
         for more_loss, more_grads, more_head in results:
             loss, head_grad = add(loss, more_loss), add(head_grad, more_head)
