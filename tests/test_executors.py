@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import gc
+import re
 
 import chex
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -18,7 +20,7 @@ from cheem_jax.backbone.params import build, init_params
 from cheem_jax.cheem.supernet import OpSettings, Supernet, SupernetState
 from cheem_jax.cheem.training import dense_network, train_step, train_steps
 from cheem_jax.core.architecture import decode, from_strings
-from cheem_jax.core.ops import LowRank, learned_of, with_learned
+from cheem_jax.core.ops import Adapt, LowRank, learned_of, with_learned
 from cheem_jax.core.pool import dense_experts, grow
 from cheem_jax.engine.batches import side_by_side
 from cheem_jax.engine.executor import Batch, Dense, Executor, Gather, masked_logits
@@ -303,3 +305,27 @@ def test_a_process_short_of_memory_maps_keeps_only_the_newest_compiled_function(
         alive.append(len(client.live_executables()))
     assert (cache.misses, cache.evictions) == (4, 3)
     assert alive == alive[:1] * 4  # what is evicted is freed
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_gpu_is_given_operands_in_the_precision_and_sums_in_float32(precision):
+    """Lowered for CUDA, which needs no GPU: products, their gradients, and the layouts of attention."""
+    vit = build(dataclasses.replace(VIT.config, precision=precision), init_params(VIT.config, jax.random.key(0)))
+    stages, checks = Stages(vit, "mlp_down"), [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+    op = Adapt(
+        dense_experts(stages.base_pool)[1][0], LowRank(jnp.ones((64, 2)), jnp.ones((2, 16)))
+    )  # fmt: skip
+    tokens = stages.begin(IMAGES).values
+    _, vjp = stages._linearise(stages.blocks[1], op, tokens, outputs=None)
+    for function, arguments, options in (
+        (stages._linearise, (stages.blocks[1], op, tokens), {"outputs": None}),
+        (stages._backward, (vjp, tokens, np.float32(0)), {}),
+    ):
+        lowered = jax.export.export(function, platforms=["cuda"], disabled_checks=checks)(*arguments, **options)
+        text = lowered.mlir_module()
+        products = re.findall(r"dot_general.*: \(tensor<(.*?)>, tensor<(.*?)>\) -> tensor<(.*?)>", text)
+        assert len(products) >= 6 and all(found.endswith("xf32") for *_, found in products)
+        # the mean of a row in LayerNorm is a product as well, with one column, and in float32
+        short = {"float32": "f32", "bfloat16": "bf16"}[precision]
+        wide = [pair for *pair, _ in products if not any("x1x" in side for side in pair)]
+        assert wide and all(side.endswith(f"x{short}") for pair in wide for side in pair)
