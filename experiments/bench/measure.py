@@ -5,8 +5,11 @@ Call `alternate`, `medians` and `ratio` to time, `in_child` for what needs a pro
 
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
+import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -34,7 +38,9 @@ from cheem_jax.continual import peak_memory_bytes
 from cheem_jax.core.architecture import Architecture
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.images import Images
+from cheem_jax.core.kernels import Precision
 from cheem_jax.core.pool import Pool, dense_experts
+from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.executor import Executor, Network, Step
 from cheem_jax.engine.feed import Budget, Feed, HostImages, keep_tokens
 from cheem_jax.engine.stages import Stages
@@ -52,6 +58,8 @@ class Bench:
     """Folder of the JSON files and the tables; figures are written next to it."""
     quick: bool = False
     """Settings so small that the numbers mean nothing: to see whether everything runs."""
+    loaded: bool = False
+    """Measure while other programs use the processors; without it that is refused, as it distorts even ratios."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +76,8 @@ class Row:
     unit: str = "x"
     ceiling: float | None = None
     """What counting FLOPs alone would allow."""
+    share: float | None = None
+    """FLOPs that our side must run per second, over those of the machine's fastest large matrix product."""
     note: str = ""
 
     @property
@@ -153,10 +163,55 @@ def process_memory(field: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
     return 1024 * int(kilobytes)
 
 
+def other_work(seconds: float = 2.0) -> float | None:
+    """Share of the processors' time that programs use while this one waits; None where Linux does not report it."""
+
+    def times() -> tuple[int, int]:
+        fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        return sum(fields), fields[3] + fields[4]  # idle, and waiting for a disk
+
+    try:
+        (total, idle), _ = times(), time.sleep(seconds)
+        later, later_idle = times()
+    except OSError:
+        return None
+    return 1 - (later_idle - idle) / max(later - total, 1)
+
+
+MOST_OTHER_WORK = 0.1
+_found: dict[str, Any] = {}
+"""What `command` found of other work, for the record."""
+
+
+@functools.cache
+def matrix_peak(precision: Precision) -> float:
+    """FLOPs per second of the fastest of a few products of large matrices, by JAX or where it is there by PyTorch."""
+    size, best = 2048 if jax.default_backend() == "cpu" else 8192, math.inf
+    values = np.random.default_rng(0).normal(size=(size, size)).astype(np.float32)
+    sides: list[Callable[[], object]] = []
+    for options in {id(o): o for o in (jit_options("float32"), jit_options("bfloat16"))}.values():
+        ours = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32), compiler_options=options)
+        sides.append(functools.partial(lambda f, x: f(x).block_until_ready(), ours, jnp.asarray(values, precision)))
+    if importlib.util.find_spec("torch") is not None and jax.default_backend() == "cpu":
+        import torch
+
+        theirs = torch.from_numpy(values).to(getattr(torch, precision))
+        sides.append(lambda: theirs @ theirs)
+    for side in sides:
+        best = min([best, *alternate({"": side}, 5)[""]])
+    return 2 * size**3 / best
+
+
+def share_of_peak(flops: float, seconds: float, precision: Precision = "float32") -> float:
+    """Part of the machine's matrix peak that work of so many FLOPs in so many seconds reaches."""
+    return flops / seconds / matrix_peak(precision)
+
+
 def machine() -> dict[str, Any]:
     """Where and with what was measured."""
     device = jax.devices()[0]
     return {
+        **_found,
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "platform": device.platform,
@@ -173,6 +228,8 @@ def save(out: Path | None, part: str, rows: Sequence[Row], *, quick: bool = Fals
         told = [f"{name} {value:.4g} s" for name, value in row.seconds.items()]
         if row.reached is not None:
             told.append(f"{row.reached:.3g} {row.unit}")
+        if row.share is not None:
+            told.append(f"{100 * row.share:.0f} % of the matrix peak")
         if row.met is not None:
             told.append(f"goal: {row.sense} {row.goal:.3g}: {'yes' if row.met else 'no'}")
         print(f"{row.what}: {', '.join(told) or 'not measured'}", flush=True)
@@ -185,10 +242,23 @@ def save(out: Path | None, part: str, rows: Sequence[Row], *, quick: bool = Fals
     write_atomically(out / f"{name}.json", json.dumps(to_json(found), indent=1) + "\n")
 
 
-def command(main: Callable[[Any], None], settings: Any) -> None:
-    """Run a part, compiling counted."""
+def command(main: Callable[[Bench], None], settings: Bench) -> None:
+    """Run a part, compiling counted. Refuses where other programs use the processors."""
     compile_everything()
-    run_command(main, settings)
+    run_command(lambda settings: main(alone(settings)), settings)
+
+
+def alone(settings: Bench) -> Bench:
+    """The same settings; ValueError where other work would distort what is measured."""
+    share = None if settings.quick else other_work()
+    if share is not None:
+        _found["other_work"] = round(share, 3)
+        if share > MOST_OTHER_WORK and not settings.loaded:
+            raise ValueError(
+                f"other programs use {100 * share:.0f} % of the processors, which distorts even ratios; expected at "
+                f"most {100 * MOST_OTHER_WORK:.0f} %: wait for them, or measure all the same with --loaded"
+            )
+    return settings
 
 
 def say(message: str) -> None:

@@ -7,7 +7,7 @@ they are PyTorch's `[out, in]`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from cheem_jax.backbone.timm_names import timm_name_of
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.l2p import L2pConfig
-from cheem_jax.core.architecture import Architecture
+from cheem_jax.cheem.closed_form import PENALTIES
+from cheem_jax.core.architecture import Architecture, Choice
 
 Arrays = tuple[np.ndarray, np.ndarray]
 """Two arrays in our layout: an `Expert` or a `Head` (weight, bias), or a `LowRank` (down, up)."""
@@ -145,6 +146,12 @@ class CheemPeer(Peer):
         counts = [(self._logits(a, pixels, num_classes).argmax(dim=-1) == wanted).sum() for a in architectures]
         return torch.stack(counts).cpu().numpy()
 
+    @torch.inference_mode()
+    def forward(self, architecture: Architecture, images: np.ndarray, batch_size: int) -> None:
+        """A forward pass over a data set."""
+        for start in range(0, len(images), batch_size):
+            self._logits(architecture, self.pixels(images[start : start + batch_size]), len(self.classes))
+
     def _loss(self, architecture: Architecture, images: np.ndarray, labels: np.ndarray, num_classes: int) -> Tensor:
         logits = self._logits(architecture, self.pixels(images), num_classes)
         return F.cross_entropy(logits.float(), self.labels(labels))
@@ -175,6 +182,84 @@ class CheemPeer(Peer):
         """Truncated normal 0.02 [out, in] and zero bias [out]."""
         weight = nn.init.trunc_normal_(torch.empty(num_outputs, num_inputs), std=0.02, a=-0.04, b=0.04)
         return nn.Parameter(weight.to(self.device)), nn.Parameter(torch.zeros(num_outputs, device=self.device))
+
+
+class Walked(NamedTuple):
+    """What one network makes of a data set: features [N, D], mean class tokens [L, D], mean patches by block read."""
+
+    features: np.ndarray
+    means: np.ndarray
+    on_the_way: list[np.ndarray]
+
+
+class TaskPeer(CheemPeer):
+    """All phases of learning a first task, with images in batches of `batch_size`."""
+
+    def __init__(self, pretrained: Pretrained, *, batch_size: int, **options: Any):
+        super().__init__(pretrained, **options)
+        self.batch_size = batch_size
+        self.base: Architecture = (Choice("reuse", 0),) * len(self.blocks)
+
+    @torch.inference_mode()
+    def walk(self, architecture: Architecture, images: np.ndarray, blocks: Sequence[int] = ()) -> Walked:
+        """A forward pass over images [N, H, W, 3]; the means are of what the plastic layers put out."""
+        features, read = [], list[list[Tensor]]([] for _ in blocks)
+        sums = torch.zeros(len(self.blocks), self.model.num_features)
+        for start in range(0, len(images), self.batch_size):
+            x = self.tokens(self.pixels(images[start : start + self.batch_size]))
+            for index, (block, choice) in enumerate(zip(self.blocks, architecture, strict=True)):
+                z = x + block.attn(block.norm1(x))
+                if index in blocks:
+                    read[blocks.index(index)].append(z[:, 1:].mean(dim=1))
+                component = None if choice.kind == "skip" else self._component(block, z, index, choice)
+                x = z if component is None else z + component
+                sums[index] += 0 if component is None else component[:, 0].sum(dim=0)
+            features.append(self.model.norm(x[:, 0]))
+        return Walked(
+            torch.cat(features).numpy(), (sums / len(images)).numpy(), [torch.cat(parts).numpy() for parts in read]
+        )
+
+    def count_in_batches(
+        self, architectures: Sequence[Architecture], images: np.ndarray, labels: np.ndarray, num_classes: int
+    ) -> np.ndarray:
+        """`count_right` over a data set."""
+        cuts = [slice(start, start + self.batch_size) for start in range(0, len(images), self.batch_size)]
+        counts = [self.count_right(architectures, images[cut], labels[cut], num_classes) for cut in cuts]
+        return np.sum(counts, axis=0)
+
+    @torch.inference_mode()
+    def ridge_right(
+        self, architecture: Architecture, images: np.ndarray, labels: np.ndarray, num_fitted: int, num_classes: int
+    ) -> int:
+        """Right answers of the best ridge head: leave-one-out on the first `num_fitted` images, as it is on the others.
+
+        Source: as `cheem_jax.cheem.closed_form.fit_head`.
+        """
+        x, wanted = torch.from_numpy(self.walk(architecture, images).features), torch.from_numpy(labels).long()
+        fitted = torch.arange(len(x)) < num_fitted
+        x = (x - x[fitted].mean(dim=0)) / x[fitted].std(dim=0, correction=0).clamp_min(1e-6)
+        y = F.one_hot(wanted, num_classes).float()
+        share = y[fitted].mean(dim=0)
+        eigenvalues, vectors = torch.linalg.eigh(x[fitted].T @ x[fitted])
+        z = x @ vectors
+        moments, found = z[fitted].T @ (y[fitted] - share), []
+        for penalty in PENALTIES:
+            shrunk = eigenvalues.clamp_min(0) + penalty * num_fitted
+            logits = z @ (moments / shrunk[:, None]) + share
+            leverage = 1 / num_fitted + (z * z / shrunk).sum(dim=1)
+            alone = y - (y - logits) / (1 - leverage).clamp_min(1e-6)[:, None]
+            right = torch.where(fitted[:, None], alone, logits).argmax(dim=1) == wanted
+            found.append((int(right[fitted].sum()), penalty, int(right.sum())))
+        return max(found)[2]
+
+    def _component(self, block: Block, z: Tensor, index: int, choice: Choice) -> Tensor:
+        u = block.mlp.act(block.mlp.fc1(block.norm2(z)))
+        weight, bias = self.new[index] if choice.kind == "new" else self.experts[index]
+        component = F.linear(u, weight, bias)
+        if choice.kind == "adapt":
+            down, up = self.pairs[index]
+            component = component + F.linear(F.linear(u, down), up)
+        return component
 
 
 def run_dense(block: Block, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

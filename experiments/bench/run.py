@@ -20,7 +20,7 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.table import NONE, Grid
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("steps", "methods", "sharing", "many_tasks", "footprint", "demo_compile", "data", "collectives")
+PARTS = ("steps", "tasks", "methods", "sharing", "many_tasks", "footprint", "demo_compile", "data", "collectives")
 
 Found = Mapping[str, Any]
 
@@ -45,6 +45,8 @@ class All:
     """Folder of the JSON files and the tables; figures are written next to it."""
     quick: bool = False
     """Settings so small that the numbers mean nothing: to see whether everything runs."""
+    loaded: bool = False
+    """Measure while other programs use the processors; without it that is refused, as it distorts even ratios."""
 
 
 def main(settings: All) -> None:
@@ -53,6 +55,7 @@ def main(settings: All) -> None:
     if unknown := [part for part in parts if part not in PARTS]:
         raise ValueError(f"unknown parts {unknown}; expected some of: {', '.join(PARTS)}")
     options = ["--out", str(settings.out.resolve()), *(["--quick"] if settings.quick else [])]
+    options += ["--loaded"] if settings.loaded else []
     failed = []
     for part in parts:
         start = time.perf_counter()
@@ -95,10 +98,11 @@ def leaves(found: Found, prefix: str = "") -> Iterator[tuple[str, str | float]]:
 
 def _machine(machine: Found, is_quick: bool) -> str:
     device = "" if machine["platform"] == "cpu" else f"{machine['device']}, "
-    others = ("cpu", "cores", "platform", "device", "date")
+    others = ("cpu", "cores", "platform", "device", "date", "other_work")
     versions = ", ".join(f"{name} {version}" for name, version in machine.items() if name not in others)
     quick = "; **settings too small to mean anything**" if is_quick else ""
-    return f"{device}{machine['cpu']}, {machine['cores']} cores; {versions}; {machine['date']}{quick}"
+    load = f"; other work {100 * machine['other_work']:.0f} %" if "other_work" in machine else ""
+    return f"{device}{machine['cpu']}, {machine['cores']} cores; {versions}; {machine['date']}{load}{quick}"
 
 
 def _goals(rows: Sequence[Found]) -> str:
@@ -109,8 +113,9 @@ def _goals(rows: Sequence[Found]) -> str:
         unit = {"x": "×"}.get(row["unit"], row["unit"])
         reached = "not measured" if row["reached"] is None else f"{_number(row['reached'])} {unit}"
         ceiling = NONE if row["ceiling"] is None else _number(row["ceiling"])
-        body.append((row["what"], seconds or NONE, reached, ceiling, goal, MET[row["met"]], row["note"]))
-    columns = ("what", "median seconds", "reached", "ceiling", "goal", "met", "note")
+        share = f"{100 * row['share']:.0f} %" if row.get("share") else NONE
+        body.append((row["what"], seconds or NONE, reached, share, ceiling, goal, MET[row["met"]], row["note"]))
+    columns = ("what", "median seconds", "reached", "of the matrix peak", "ceiling", "goal", "met", "note")
     return Grid("", columns, tuple(body), len(columns)).to_markdown()
 
 

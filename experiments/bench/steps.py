@@ -8,6 +8,7 @@ timed.
 
 import dataclasses
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,15 +18,17 @@ import numpy as np
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.cheem.training import frozen_prefix, prepare, step_of, supernet_score
+from cheem_jax.cheem.training import dense_network, frozen_prefix, prepare, step_of, supernet_score
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice, decode
 from cheem_jax.core.kernels import Precision
 from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.ops import LowRank
+from cheem_jax.core.pool import dense_experts
 from cheem_jax.engine.batches import batches
-from cheem_jax.engine.executor import Batch
+from cheem_jax.engine.executor import Batch, Dense
 from cheem_jax.engine.feed import Feed, HostImages
+from cheem_jax.engine.passes import network_features
 from cheem_jax.engine.stages import Stages
 from experiments.bench import measure
 from experiments.bench.measure import Bench, Row, alternate, medians, ratio, say
@@ -104,21 +107,30 @@ def main(settings: Bench) -> None:
             sides[name] = lambda a, peer=peer, x=images, y=labels: peer.step(a, x, y, NUM_CLASSES)
         times = over_draws(sides, architectures, rounds if num == sizes[0] else 1)
         samples[f"supernet step, {num}"] = times
-        what = f"supernet step, {num} images, float32"
-        rows += compare(what, medians(times), GOAL_FLOAT32, f"torch.compile's programs took {warm:.0f} s")
+        what, flops = f"supernet step, {num} images, float32", num * mean_flops(pretrained.config, architectures)
+        share = measure.share_of_peak(flops, statistics.mean(times[OURS]))
+        rows += compare(what, medians(times), GOAL_FLOAT32, share, f"torch.compile's programs took {warm:.0f} s")
         if num == sizes[0]:
             found, fine = finetuning(ours, peers, images, labels), f"fine-tuning step, {num} images, float32"
             samples[fine] = found
-            rows += compare(fine, medians(found), GOAL_FLOAT32)
+            architecture = finetuned(depth)
+            flops = num * measure.step_flops(pretrained.config, architecture, RANK, begin=2)
+            share = measure.share_of_peak(flops, medians(found)[OURS])
+            rows += compare(fine, medians(found), GOAL_FLOAT32, share)
             found = bfloat16(pretrained, ours, architectures, images, labels, rounds)
             samples["bfloat16"] = found
             seconds, what = medians(found), f"supernet step, {num} images"
-            rows.append(Row(f"{what}, bfloat16, against {AUTOCAST}", seconds, ratio(seconds, AUTOCAST, OURS)))
+            share = measure.share_of_peak(
+                num * mean_flops(pretrained.config, architectures), statistics.mean(found[OURS]), "bfloat16"
+            )
+            rows.append(
+                Row(f"{what}, bfloat16, against {AUTOCAST}", seconds, ratio(seconds, AUTOCAST, OURS), share=share)
+            )
             rows.append(Row(f"{what}, our float32 against {AUTOCAST}", seconds, ratio(seconds, AUTOCAST, SINGLE)))
-    row, times = evaluation(executor, peers[EAGER], settings.quick)
-    samples[row.what] = times
+    row, samples["candidates"] = evaluation(executor, peers[EAGER], settings.quick)
+    forward, samples["forward passes"] = forward_passes(pretrained, peers, settings.quick)
     measure.save(
-        settings.out, "steps", [*rows, row], quick=settings.quick,
+        settings.out, "steps", [*rows, row, *forward], quick=settings.quick,
         checks=checks, samples=samples, weights=pretrained.source, kinds=codes.tolist(),
     )  # fmt: skip
 
@@ -140,21 +152,31 @@ def over_draws(
     return alternate({name: in_order(side) for name, side in sides.items()}, rounds * len(architectures))
 
 
-def compare(what: str, seconds: dict[str, float], goal: float, note: str = "") -> list[Row]:
+def compare(what: str, seconds: dict[str, float], goal: float, share: float, note: str = "") -> list[Row]:
     """Ours against each of PyTorch's ways."""
     return [
-        Row(f"{what}, against {EAGER}", seconds, ratio(seconds, EAGER, OURS), goal),
+        Row(f"{what}, against {EAGER}", seconds, ratio(seconds, EAGER, OURS), goal, share=share),
         Row(f"{what}, against {COMPILED}", seconds, ratio(seconds, COMPILED, OURS), goal, note=note),
     ]
+
+
+def mean_flops(config: ViTConfig, architectures: Sequence[Architecture]) -> float:
+    """FLOPs of one image's training step from kept tokens, on average."""
+    return statistics.mean(measure.step_flops(config, one, RANK, begin=0) for one in architectures)
+
+
+def finetuned(depth: int) -> Architecture:
+    """A network that learns from its third block on."""
+    reuse, adapt = Choice("reuse", 0), Choice("adapt", 0)
+    pattern = [reuse, reuse, adapt, Choice("skip"), Choice("new"), reuse]
+    return tuple(pattern[block % len(pattern)] for block in range(depth))
 
 
 def finetuning(
     ours: Ours, peers: dict[str, CheemPeer], images: np.ndarray, labels: np.ndarray
 ) -> dict[str, list[float]]:
     """One architecture throughout, from the tokens that it leaves unchanged."""
-    reuse, adapt = Choice("reuse", 0), Choice("adapt", 0)
-    pattern = [reuse, reuse, adapt, Choice("skip"), Choice("new"), reuse]
-    architecture = tuple(pattern[block % len(pattern)] for block in range(ours.executor.num_blocks))
+    architecture = finetuned(ours.executor.num_blocks)
     unchanged = ours.keep(frozen_prefix(ours.supernet, architecture))
     sides: dict[str, Callable[[], object]] = {
         OURS: lambda: ours.step(architecture, unchanged),
@@ -205,7 +227,39 @@ def evaluation(executor: Stages, peer: CheemPeer, quick: bool) -> tuple[Row, dic
     )
     seconds = medians(times)
     what = f"{num_candidates} candidates on {num_images} images, float32, against {EAGER}"
-    return Row(what, seconds, ratio(seconds, EAGER, OURS), GOAL_FLOAT32, note=note), times
+    networks = [dense_network(ours.supernet, ours.fitting.state, row, {}) for row in codes]
+    share = measure.share_of_peak(num_images * measure.tree_flops(executor.config, networks), seconds[OURS])
+    return Row(what, seconds, ratio(seconds, EAGER, OURS), GOAL_FLOAT32, share=share, note=note), times
+
+
+def forward_passes(
+    pretrained: Pretrained, peers: dict[str, CheemPeer], quick: bool
+) -> tuple[list[Row], dict[str, list[float]]]:
+    """The plain backbone over a data set in batches, in both precisions; bfloat16 on both sides."""
+    num, batch = (8, 4) if quick else (128, 32)
+    images, _ = data(num, pretrained.config)
+    base = (Choice("reuse", 0),) * pretrained.config.depth
+    halves: dict[str, Precision] = {OURS: "bfloat16", SINGLE: "float32"}
+    sides: dict[str, Callable[[], object]] = {}
+    for name, precision in halves.items():
+        executor = make_executor(pretrained, precision)
+        network = [Dense(0, experts[0]) for experts in dense_experts(executor.base_pool)]
+        sides[name] = lambda executor=executor, network=network: network_features(
+            executor, [network], HostImages(executor, images), num, batch_size=batch
+        )
+    half = make_peer(pretrained, precision="bfloat16")
+    for name, peer in ((AUTOCAST, half), (EAGER, peers[EAGER])):
+        sides[name] = lambda peer=peer: peer.forward(base, images, batch)
+    times = alternate(sides, 1 if quick else 7)
+    seconds, what = medians(times), f"forward passes, {num} images"
+    flops = num * measure.separate_flops(pretrained.config, [network], from_images=True)
+    shares = {name: measure.share_of_peak(flops, seconds[name], own) for name, own in halves.items()}
+    rows = [
+        Row(f"{what}, float32, against {EAGER}", seconds, ratio(seconds, EAGER, SINGLE), share=shares[SINGLE]),
+        Row(f"{what}, bfloat16, against our float32", seconds, ratio(seconds, SINGLE, OURS), 1.6, share=shares[OURS]),
+        Row(f"{what}, bfloat16, against {AUTOCAST}", seconds, ratio(seconds, AUTOCAST, OURS), 1.0),
+    ]
+    return rows, times
 
 
 def agree(ours: Ours, peer: CheemPeer, architectures: Sequence[Architecture], images, labels) -> dict[str, float]:

@@ -89,7 +89,7 @@ def test_nothing_runs_backward_before_the_first_op_that_learns():
 def test_tables_show_a_missed_goal_and_what_was_not_run(tmp_path):
     folder = tmp_path / "benchmarks"
     rows = [
-        measure.Row("a step", {"ours": 0.2, "PyTorch": 0.3}, 1.5, 2.0),
+        measure.Row("a step", {"ours": 0.2, "PyTorch": 0.3}, 1.5, 2.0, share=0.41),
         measure.Row("programs", {}, 4.0, 5.0, "at most", "programs"),
         measure.Row("without torch", {"ours": 0.2}, None, 2.0),
     ]
@@ -97,9 +97,9 @@ def test_tables_show_a_missed_goal_and_what_was_not_run(tmp_path):
     run.main(run.All("tables", folder))
     lines = (folder / "tables.txt").read_text().splitlines()
     cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in lines if line.startswith("| ")}
-    assert cells["a step"][1:6] == ["ours: 200 ms<br>PyTorch: 300 ms", "1.50 ×", "–", "at least 2", "**no**"]
-    assert cells["programs"][2:6] == ["4 programs", "–", "at most 5", "yes"]
-    assert cells["without torch"][2:6] == ["not measured", "–", "at least 2", "–"]
+    assert cells["a step"][1:7] == ["ours: 200 ms<br>PyTorch: 300 ms", "1.50 ×", "41 %", "–", "at least 2", "**no**"]
+    assert cells["programs"][2:7] == ["4 programs", "–", "–", "at most 5", "yes"]
+    assert cells["without torch"][2:7] == ["not measured", "–", "–", "at least 2", "–"]
     machine = json.loads((folder / "steps.json").read_text())["machine"]
     assert any(machine["cpu"] in line and f"jax {machine['jax']}" in line for line in lines)
 
@@ -109,6 +109,22 @@ def test_generated_photographs_are_all_different_and_about_as_large_as_real_ones
     assert len(set(files)) == 8
     assert all(50_000 < len(file) < 100_000 for file in files)
     assert list(data.photographs(2)) == files[:2]
+
+
+def test_other_work_is_refused_unless_it_is_allowed(monkeypatch):
+    monkeypatch.setattr(measure, "other_work", lambda: 0.35)
+    monkeypatch.setattr(measure, "_found", {})
+    with pytest.raises(ValueError, match="other programs use 35 % of the processors.*--loaded"):
+        measure.alone(measure.Bench())
+    measure.alone(measure.Bench(loaded=True))
+    assert measure.machine()["other_work"] == 0.35
+    monkeypatch.setattr(measure, "other_work", lambda: 0.02)
+    measure.alone(measure.Bench())
+
+
+def test_the_share_of_other_work_counts_busy_processors():
+    share = measure.other_work(0.05)
+    assert share is None or 0 <= share <= 1
 
 
 def test_an_unknown_part_is_refused():

@@ -1,0 +1,270 @@
+"""Learning a whole task of DeiT-Tiny at 224 pixels, beside the same procedure written plainly with PyTorch and timm.
+
+    python -m experiments.bench.tasks
+
+Ours learns a task as the first one of a memory and notes what it sampled: an architecture per step, the candidates of
+every generation, the networks that were fine-tuned. The peer then does the same work with the same draws: similarity,
+supernet, search, fine-tuning, mean tokens and router. Budgets are a quarter of the presets', so that shares stay about
+as they are. Images come from the folder CHEEM_SHARED.
+"""
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.cheem.config import QUICK, QUICK_PLUS, CheemConfig
+from cheem_jax.cheem.learner import Cheem, Learning
+from cheem_jax.cheem.training import supernet_draws
+from cheem_jax.cli.main import parse
+from cheem_jax.core.architecture import Architecture, Choice, decode, encode
+from cheem_jax.core.keys import Keys, Phase, key_at, next_power_of_two, order_at
+from cheem_jax.core.ops import Expert
+from cheem_jax.core.routing.statistics import fit_statistics, joined
+from cheem_jax.data.demo import demo_stream
+from cheem_jax.data.load import load_stream
+from cheem_jax.data.task import Split, Task
+from cheem_jax.engine.batches import batches, num_batches
+from cheem_jax.engine.executor import Dense
+from cheem_jax.run.method import Backbone, FrozenFeatures, Undisturbed
+from experiments.bench import measure
+from experiments.bench.measure import Bench, Row
+from experiments.bench.peer import TaskPeer
+
+OURS, PEER = "ours", "PyTorch eager"
+TASKS = ("flowers12", "gtsrb")
+EXPERT = Expert(np.zeros((1, 1), np.float32), np.zeros(1, np.float32))
+"""Stands for any expert where only FLOPs are counted."""
+
+
+def fewer(config: CheemConfig, supernet: int, finetune: int, **search: int) -> CheemConfig:
+    """The same with fewer epochs and candidates."""
+    return dataclasses.replace(
+        config,
+        supernet=dataclasses.replace(config.supernet, epochs=supernet),
+        finetune=dataclasses.replace(config.finetune, epochs=finetune),
+        search=dataclasses.replace(config.search, **search),
+    )
+
+
+BUDGETS = {
+    "the paper's search": (fewer(QUICK, 2, 2, generations=2), 2.0),
+    "the search of quick_plus": (fewer(QUICK_PLUS, 2, 4, population=8, num_parents=4), 3.0),
+}
+"""Settings and goal: how many times as fast as PyTorch."""
+
+
+@dataclasses.dataclass
+class Plan:
+    """What one task's learning sampled."""
+
+    supernet: list[Architecture] = dataclasses.field(default_factory=list)
+    """One architecture per step."""
+    generations: list[list[Architecture]] = dataclasses.field(default_factory=list)
+    scored: np.ndarray = dataclasses.field(default_factory=lambda: np.arange(0))
+    """Rows of training images that the score looks at."""
+    field: list[Architecture] = dataclasses.field(default_factory=list)
+    """Networks that are fine-tuned."""
+
+
+class Noting(Cheem):
+    """The learner, noting what it samples."""
+
+    plan: Plan
+
+    def similarity(self, learning: Learning) -> np.ndarray:
+        """See `Cheem`; the plan begins here."""
+        self.plan = Plan()
+        return super().similarity(learning)
+
+    def train_supernet(self, learning: Learning, tables: Any) -> Any:
+        """See `Cheem`."""
+        config, keys, index = self.config, self.keys, learning.index
+        draws = supernet_draws(
+            keys.at(index, Phase.SUPERNET_MODE), keys.at(index, Phase.SUPERNET_DRAW), **tables._asdict(),
+            epsilon=config.exploration.epsilon,
+        )  # fmt: skip
+        steps = num_batches(len(learning.task.train.labels), config.batch_size)
+        for epoch in range(config.supernet.epochs):
+            self.plan.supernet += [decode(codes, learning.candidates.sizes) for codes in draws(epoch, steps)]
+        return super().train_supernet(learning, tables)
+
+    def _score(self, learning: Learning, trained: Any, rows: np.ndarray, advance: Any) -> Any:
+        score, self.plan.scored = super()._score(learning, trained, rows, advance), rows
+
+        def noted(genomes: np.ndarray) -> np.ndarray:
+            self.plan.generations.append([decode(codes, learning.candidates.sizes) for codes in genomes])
+            return score(genomes)
+
+        return noted
+
+    def _fine_tuned(self, learning: Learning, trained: Any, field: Sequence[np.ndarray]) -> Any:
+        self.plan.field = [decode(codes, learning.candidates.sizes) for codes in field]
+        return super()._fine_tuned(learning, trained, field)
+
+
+def main(settings: Bench) -> None:
+    """Measure everything and write `tasks.json`."""
+    pretrained = measure.backbone("deit_tiny", 32 if settings.quick else None)
+    tasks = small_tasks() if settings.quick else [shortened(task, None) for task in real_tasks()]
+    executor = measure.stages(pretrained)
+    rows, phases, checks = [], [], {}
+    for what, (config, goal) in BUDGETS.items():
+        learner = functools.partial(new_learner, executor, config)
+        for task in tasks:
+            # compiles what the task calls; what compiling costs is a row of its own benchmark (`demo_compile`)
+            learner().learn(shortened(task, 2 * config.batch_size), Undisturbed())
+            start = time.perf_counter()
+            ours = learner()
+            report = ours.learn(task, Undisturbed())
+            own, start = time.perf_counter() - start, time.perf_counter()
+            spent, features = replay(pretrained, ours.plan, config, task, ours.keys)
+            theirs = time.perf_counter() - start
+            known = ours.features.encoder.features(task.train.images[:32], batch_size=config.batch_size)
+            checks[f"{task.name}, {what}"] = measure.difference(features[:32], known)
+            phases.append({"task": task.name, "search": what, OURS: report["seconds"], PEER: spent})
+            share = measure.share_of_peak(flops_of(pretrained, ours.plan, config, task), own)
+            title = f"learning {task.name}, {len(task.train.labels):,} images, {what}, against {PEER}"
+            rows.append(Row(title, {OURS: own, PEER: theirs}, theirs / own, goal, share=share))
+            measure.say(f"tasks: {title}: {theirs / own:.2f} ({own:.1f} and {theirs:.1f} s)")
+    if max(checks.values()) > 1e-3:
+        raise ValueError(f"features differ from PyTorch's by {checks}")
+    measure.save(
+        settings.out, "tasks", rows, quick=settings.quick, phases=phases, checks=checks, weights=pretrained.source
+    )
+
+
+def flops_of(pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task) -> float:
+    """FLOPs of all forward and backward passes as ours runs them, shared prefixes once."""
+    vit, num, num_val = pretrained.config, len(task.train.labels), len(task.val.labels)
+
+    def networks(architectures: Sequence[Architecture]) -> list[list[Dense]]:
+        sizes = (1,) * vit.depth
+        return [
+            [
+                Dense(code, None if choice.kind == "skip" else EXPERT)
+                for code, choice in zip(encode(own, sizes), own, strict=True)
+            ]
+            for own in architectures
+        ]
+
+    def finetuned(own: Architecture) -> float:
+        begin = next((block for block, choice in enumerate(own) if choice.kind in ("adapt", "new")), vit.depth)
+        return measure.step_flops(vit, own, config.ops.rank, begin=begin)
+
+    base: Architecture = (Choice("reuse", 0),) * vit.depth
+    steps = [measure.step_flops(vit, own, config.ops.rank, begin=0) for own in plan.supernet]
+    quarter = max(config.finetune.epochs // 4, 1) * (len(plan.field) > 1)
+    epochs = [config.finetune.epochs, *[quarter] * (len(plan.field) - 1)]
+    return (
+        num * measure.separate_flops(vit, networks([base]), from_images=True)
+        + num * config.supernet.epochs * float(np.mean(steps))
+        + (len(plan.scored) + num_val) * sum(measure.tree_flops(vit, networks(own)) for own in plan.generations)
+        + num * sum(times * finetuned(own) for times, own in zip(epochs, plan.field, strict=True))
+        + num * measure.separate_flops(vit, networks(plan.field[:1]))
+    )
+
+
+def real_tasks() -> Sequence[Task]:
+    """The two tasks at 224 pixels."""
+    folder = Path(os.environ.get("CHEEM_SHARED", measure.ROOT.parent / "shared"))
+    return load_stream(folder / "data224" / "eleven.toml", TASKS, image_size=224).tasks
+
+
+def small_tasks() -> Sequence[Task]:
+    """Generated ones, to see whether everything runs."""
+    return demo_stream(num_train=64, num_val=32, num_test=32).tasks[:1]
+
+
+def shortened(task: Task, num: int | None) -> Task:
+    """The task with its images in memory, and of its training images as many as hold every class and `num`."""
+    labels = task.train.labels
+    if num is None:
+        kept = np.arange(len(labels))
+    else:
+        firsts = np.unique(labels, return_index=True)[1]
+        kept = np.unique(np.concatenate([firsts, np.arange(min(num, len(labels)))]))
+    train = Split(np.asarray(task.train.images[kept]), labels[kept])
+    return dataclasses.replace(task, train=train, val=Split(np.asarray(task.val.images[:]), task.val.labels))
+
+
+def new_learner(executor: Any, config: CheemConfig) -> Noting:
+    """A learner without tasks."""
+    features = FrozenFeatures(Backbone(executor, config.router), config.batch_size)
+    return Noting(executor, config, Keys(0), None, features)
+
+
+def replay(
+    pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task, keys: Keys
+) -> tuple[dict[str, float], np.ndarray]:
+    """The same work in PyTorch; seconds by phase, and the router's features `[N, D]`."""
+    spent: dict[str, float] = {}
+
+    def timed(phase: str, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        found = work()
+        spent[phase] = spent.get(phase, 0.0) + time.perf_counter() - start
+        return found
+
+    num_classes, batch = len(task.classes), config.batch_size
+    depth = pretrained.config.depth
+    new = functools.partial(
+        TaskPeer, pretrained, rank=config.ops.rank, num_outputs=next_power_of_two(num_classes), batch_size=batch
+    )
+    peer, reads = new(), config.router
+    blocks = () if reads.features == "last" else reads.blocks(depth)
+    train, val = task.train, task.val
+    base = timed("similarity", lambda: peer.walk(peer.base, train.images, blocks))
+    features = (
+        base.features if not blocks else joined([*base.on_the_way, *([base.features] * (reads.until(depth) == depth))])
+    )
+
+    def steps(peer: TaskPeer, architectures: Sequence[Architecture], phase: Phase, epochs: Sequence[int]) -> None:
+        following = iter(architectures)
+        for epoch in epochs:
+            order = order_at(key_at(keys.at(0, phase), epoch), len(train.labels))
+            for rows in batches(order, batch):
+                chosen = rows.rows[: rows.size]
+                peer.step(next(following), train.images[chosen], train.labels[chosen], num_classes)
+
+    timed("supernet", lambda: steps(peer, plan.supernet, Phase.SUPERNET_ORDER, range(config.supernet.epochs)))
+
+    def search() -> None:
+        for generation in plan.generations:
+            if config.score == "shared_head":
+                peer.count_in_batches(generation, val.images, val.labels, num_classes)
+                continue
+            images = np.concatenate([train.images[plan.scored], val.images])
+            labels = np.concatenate([train.labels[plan.scored], val.labels])
+            for architecture in generation:
+                peer.ridge_right(architecture, images, labels, len(plan.scored), num_classes)
+
+    timed("search", search)
+
+    def finetune() -> TaskPeer:
+        total, quarter = config.finetune.epochs, max(config.finetune.epochs // 4, 1)
+        num_steps, peers = num_batches(len(train.labels), batch), [new() for _ in plan.field]
+        right = []
+        for own, architecture in zip(peers, plan.field, strict=True):
+            if len(peers) > 1:
+                steps(own, [architecture] * quarter * num_steps, Phase.FINETUNE_ORDER, range(quarter))
+                right.append(int(own.count_in_batches([architecture], val.images, val.labels, num_classes)[0]))
+        best = int(np.argmax(right)) if right else 0
+        left = range(quarter if right else 0, total)
+        steps(peers[best], [plan.field[best]] * len(left) * num_steps, Phase.FINETUNE_ORDER, left)
+        peers[best].walk(plan.field[best], train.images)
+        return peers[best]
+
+    timed("finetune", finetune)
+    timed("router", lambda: fit_statistics(features, train.labels, reads, seed=keys.seed_at(0, Phase.CENTROIDS)))
+    return spent, features
+
+
+if __name__ == "__main__":
+    measure.command(main, parse(Bench, description=__doc__))
