@@ -8,7 +8,7 @@ from cheem_jax.cli.shared import Predicting
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import shown
 from cheem_jax.run.progress import Progress
-from cheem_jax.serve.limits import Limits
+from cheem_jax.serve import Limits
 
 BATCH_SIZES = (1, 8, 16)
 """Sizes that are compiled next to the largest one: of 32 clients about ten meet in a batch."""
