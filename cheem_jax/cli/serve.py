@@ -46,7 +46,7 @@ def serve_memory(settings: Serve) -> None:
                     progress.say(f"ready on {address_of(listening)} for browsers and POST /predict; Ctrl-C stops it")
 
             service.on_warm = say
-            tasks = f"{len(predictor.tasks)} task{'s' if len(predictor.tasks) > 1 else ''}"
+            tasks = f"{len(predictor.classes)} task{'s' if len(predictor.classes) > 1 else ''}"
             progress.say(f"{shown(settings.memory)}: {tasks}; compiling for batches of {', '.join(map(str, sizes))}")
             server.run(sockets=[listening])
             if service.failure is not None:

@@ -35,8 +35,6 @@ SENTENCES = {404: f"unknown path; there are {', '.join(PATHS)}", 405: "wrong met
 TEMPLATE = Path(__file__).with_name("page.html")
 MORE_CONNECTIONS = 512
 """Connections beyond the images that may wait: idle ones, and those that are about to be refused."""
-MAX_HEAD = 2**15
-"""Bytes of a request's head."""
 
 
 def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)) -> Starlette:
@@ -65,8 +63,8 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
             return JSONResponse({"status": "warming up"}, 503, {"Retry-After": "1"})
         return JSONResponse({
             "status": "ok",
-            "tasks": list(predictor.tasks),
-            "num_classes": sum(len(predictor.classes[task]) for task in predictor.tasks),
+            "tasks": list(predictor.classes),
+            "num_classes": sum(map(len, predictor.classes.values())),
             "image_size": predictor.image_size,
             "version": __version__,
         })  # fmt: skip
@@ -76,9 +74,9 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
 
     async def memory(request: Request) -> Response:
         return JSONResponse({
-            "tasks": list(predictor.tasks),
-            "classes": {task: list(predictor.classes[task]) for task in predictor.tasks},
-            "architectures": {task: list(predictor.architectures[task]) for task in predictor.tasks},
+            "tasks": list(predictor.classes),
+            "classes": predictor.classes,
+            "architectures": predictor.architectures,
             "image_size": predictor.image_size,
             "max_body_bytes": limits.max_body_bytes,
             "networks": predictor.counters(),
@@ -129,19 +127,13 @@ def page() -> tuple[str, dict[str, str]]:
     """The page and its headers; it asks for a memory under `/memory`, and loads and sends nothing elsewhere."""
     colours = " ".join(f"--{kind}: {colour};" for kind, colour in COLOURS.items())
     html = TEMPLATE.read_text().replace("/* colours of the ops */", colours)
-    policy = {
-        "default-src": "'none'",
-        "script-src": _hash_of("script", html),
-        "style-src": _hash_of("style", html),
-        "connect-src": "'self'",
-        "img-src": "blob: data:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-    }
+    policy = (
+        f"default-src 'none'; script-src {_hash_of('script', html)}; style-src {_hash_of('style', html)}; "
+        "connect-src 'self'; img-src blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
     headers = {
         "Content-Type": "text/html; charset=utf-8",
-        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Content-Security-Policy": policy,
         "Referrer-Policy": "no-referrer",
     }
     return html, headers
@@ -189,7 +181,7 @@ def make_server(app: Starlette, limits: Limits) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app, loop="asyncio", http="h11", ws="none", lifespan="on", log_config=None, log_level="error",
-            access_log=False, proxy_headers=False, server_header=False, h11_max_incomplete_event_size=MAX_HEAD,
+            access_log=False, proxy_headers=False, server_header=False,
             limit_concurrency=limits.max_queue + MORE_CONNECTIONS, timeout_keep_alive=patience,
             timeout_graceful_shutdown=patience + 1,
         )

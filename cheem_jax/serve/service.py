@@ -22,6 +22,8 @@ from cheem_jax.engine.compilation import compilations
 from cheem_jax.memory.predictor import Asked, Prediction, Predictor
 from cheem_jax.serve import Limits
 
+Waiting = tuple[np.ndarray, asyncio.Future[Prediction]]
+"""An image, and where its answer goes."""
 log = logging.getLogger(__name__)
 FORM = "multipart/form-data"
 RAW = ("application/octet-stream", "application/x-www-form-urlencoded")
@@ -89,7 +91,7 @@ class Service:
         """Called once, after warming up or when it failed."""
         self._decoders = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "cheem-decode")
         self._thread = ThreadPoolExecutor(1, "cheem-predict")
-        self._waiting: asyncio.Queue[tuple[np.ndarray, asyncio.Future[Prediction]]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -131,43 +133,39 @@ class Service:
         if not self.is_warm:
             raise Refused(503, "not_ready", "the server is not ready; try again in a second", retry_after=1)
         check_head(request, self.limits)
-        seconds = self.limits.timeout_s
-        until = asyncio.get_running_loop().time() + seconds
+        seconds, files = self.limits.timeout_s, None
         with self._places(1):
             try:
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout(seconds):
                     files = await read_files(request, self.limits)
-            except TimeoutError:
-                raise Refused(408, "slow_body", f"the body did not arrive within {seconds:g} s") from None
-            with self._places(len(files) - 1):
-                try:
-                    async with asyncio.timeout_at(until):
+                    with self._places(len(files) - 1):
                         return await self._answers(files)
-                except TimeoutError:
-                    sentence = f"no answer within {seconds:g} s; try again later"
-                    raise Refused(503, "timeout", sentence, retry_after=1) from None
-                except Refused:
-                    raise
-                except Exception as error:
-                    log.exception("the predictor failed")
-                    raise Refused(500, "failed", "the prediction failed; the server's log says more") from error
+            except TimeoutError:
+                if files is None:
+                    raise Refused(408, "slow_body", f"the body did not arrive within {seconds:g} s") from None
+                sentence = f"no answer within {seconds:g} s; try again later"
+                raise Refused(503, "timeout", sentence, retry_after=1) from None
+            except Refused:
+                raise
+            except Exception as error:
+                log.exception("the predictor failed")
+                raise Refused(500, "failed", "the prediction failed; the server's log says more") from error
 
     async def _answers(self, files: list[tuple[str, bytes]]) -> list[Asked]:
         size, max_pixels, loop = self.predictor.image_size, self.limits.max_pixels, asyncio.get_running_loop()
-        images, names = list[np.ndarray](), [name for name, _ in files]
+        names, waiting = [name for name, _ in files], list[Waiting]()
         answers: list[asyncio.Future[Prediction]] = [loop.create_future() for _ in files]
-        good = list[asyncio.Future[Prediction]]()
         for (name, data), answer in zip(files, answers, strict=True):
             try:
-                images.append(await loop.run_in_executor(self._decoders, decode, data, size, max_pixels, name))
-                good.append(answer)
+                image = await loop.run_in_executor(self._decoders, decode, data, size, max_pixels, name)
+                waiting.append((image, answer))
             except Refused as refused:
                 if len(files) == 1:
                     raise
-                answer.set_result(Prediction.failed(refused.detail.removeprefix(f"{name}: ")))
+                answer.set_result(Prediction(error=refused.detail.removeprefix(f"{name}: ")))
         files.clear()
-        for waiting in zip(images, good, strict=True):
-            self._waiting.put_nowait(waiting)
+        for one in waiting:
+            self._waiting.put_nowait(one)
         return list(map(Asked, names, await asyncio.gather(*answers)))
 
     async def _answer_batches(self) -> None:
@@ -175,7 +173,7 @@ class Service:
 
         An image whose request has ended is not predicted any more.
         """
-        batch: list[tuple[np.ndarray, asyncio.Future[Prediction]]] = []
+        batch = list[Waiting]()
         try:
             while True:
                 batch = [await self._waiting.get()]
@@ -201,7 +199,7 @@ class Service:
             _fail(batch, Refused(503, "not_ready", "the server is shutting down"))
 
 
-def _fail(batch: list[tuple[np.ndarray, asyncio.Future[Prediction]]], error: Exception) -> None:
+def _fail(batch: list[Waiting], error: Exception) -> None:
     for _, answer in batch:
         if not answer.done():
             answer.set_exception(error)
