@@ -125,9 +125,7 @@ def checkpoints_of(directory: Path, generation: int) -> Path:
     return directory / f"generation-{generation:04d}"
 
 
-def write_generation(
-    directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory, rank: int
-) -> None:
+def write_generation(directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory) -> None:
     """The next generation, complete and on the disk; it counts once `config.json` says so.
 
     Tasks that did not change share their files with the generation before.
@@ -143,7 +141,7 @@ def write_generation(
             if number in after.forgotten:
                 save_forgotten(root, after, number)
             elif number in changed or number >= len(saved):  # which was extended
-                save_memory_task(root, after, after.numbers.index(number), rank)
+                save_memory_task(root, after, after.numbers.index(number), config.method.ops.rank)
             else:
                 shutil.copytree(saved[number], root / saved[number].name, copy_function=_link)
 

@@ -177,21 +177,21 @@ class OpenMemory:
     @property
     def targets(self) -> tuple[TaskMemory, ...]:
         """What may answer: the tasks, and the backbone's own classes where they are kept."""
-        base = self._base
-        return self.pools.tasks if base is None else (*self.pools.tasks, base)
+        return (*self.pools.tasks, *self._base)
 
     @functools.cached_property
-    def _base(self) -> TaskMemory | None:
+    def _base(self) -> tuple[TaskMemory, ...]:
         if not self.config.keeps_base:
-            return None
+            return ()
         arrays, meta = load_task(self.directory / BASE)
         assert self.vit.head is not None and self.vit.head.bias is not None
         head, depth = Head(self.vit.head.kernel[...], self.vit.head.bias[...]), self.vit.config.depth
         means = np.zeros((depth, self.vit.config.width), np.float32)
-        return TaskMemory(
+        base = TaskMemory(
             BASE, tuple(meta["classes"]), (Choice("reuse", 0),) * depth, (0,) * depth, head, means,
             arrays["centroids"], arrays["distances"], arrays.get("moments", {}),
         )  # fmt: skip
+        return (base,)
 
     def info(self) -> dict[str, Any]:
         """What `cheem info` tells, as JSON values; bytes on the disk per task."""
@@ -368,15 +368,13 @@ class OpenMemory:
         self.check_writable()
         progress = progress or Progress()
         tasks = tasks_of(data, self.config.image_size, progress)
-        if name is not None:
-            if len(tasks) != 1:
-                raise ValueError(f"one name, {name!r}, for {len(tasks)} tasks: {[task.name for task in tasks]}")
-            tasks = (dataclasses.replace(tasks[0], name=name),)
-        if extend is not None:
-            if name is not None or len(tasks) != 1:
-                given = f"the name {name!r}" if name is not None else f"{len(tasks)} tasks"
-                raise ValueError(f"one task, {extend!r}, is extended by the images of one, but {given} came with it")
-            tasks = (dataclasses.replace(tasks[0], name=extend),)
+        if extend is not None and (name is not None or len(tasks) != 1):
+            given = f"the name {name!r}" if name is not None else f"{len(tasks)} tasks"
+            raise ValueError(f"one task, {extend!r}, is extended by the images of one, but {given} came with it")
+        if name is not None and len(tasks) != 1:
+            raise ValueError(f"one name, {name!r}, for {len(tasks)} tasks: {[task.name for task in tasks]}")
+        if (own := name if extend is None else extend) is not None:
+            tasks = (dataclasses.replace(tasks[0], name=own),)
         if repeated := repeats(task.name.casefold() for task in tasks):
             raise ValueError(f"task names differ in upper and lower case alone, or not at all: {repeated}")
         size = self.config.image_size
@@ -490,7 +488,7 @@ class OpenMemory:
 
     def _replace(self, before: InternalMemory, after: InternalMemory, **changes: Any) -> None:
         """Write the next generation, say in `config.json` that it counts, and take away what is left of the old one."""
-        write_generation(self.directory, self.config, before, after, self.config.method.ops.rank)
+        write_generation(self.directory, self.config, before, after)
         self._write(
             generation=self.config.generation + 1,
             tasks=tuple(task.name for task in after.tasks),

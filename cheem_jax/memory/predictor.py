@@ -249,8 +249,7 @@ def predict_files(predictor: Predictor, files: Sequence[Picture]) -> Iterator[As
     """The answer to each file in turn, decoded while others are answered. Raises as `NamedFiles`."""
     # small pieces: the first answer does not wait for hundreds of pictures
     size = 2 * predictor.batch_sizes[-1]
-    decoded = decode_pieces(NamedFiles(files), predictor.image_size, size)
-    for names, images, errors in decoded:
+    for names, images, errors in decode_pieces(NamedFiles(files), predictor.image_size, size):
         answers = iter(predictor(images))
         for name, error in zip(names, errors, strict=True):
             found = Prediction(error=error.removeprefix(f"{name}: ")) if error else next(answers)
