@@ -14,8 +14,8 @@ import uvicorn
 from PIL import Image
 
 from cheem_jax.memory.predictor import Guess, NearTask, Prediction, Predictor
+from cheem_jax.serve import Limits
 from cheem_jax.serve.app import address_of, hosts_of, listen, make_app, make_server
-from cheem_jax.serve.limits import Limits
 from cheem_jax.serve.service import Service
 
 DEFAULTS = Limits()

@@ -26,9 +26,9 @@ from cheem_jax.core.pool import Head, StoredExpert, TaskMemory, base_pool
 from cheem_jax.core.routing.centroids import distances
 from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.core.routing.routers import make_router
-from cheem_jax.export import Subject, export, exporting, stablehlo, timm_weights
-from cheem_jax.export.checking import check, random_images
-from cheem_jax.export.programs import distances_to, memory_program
+from cheem_jax.export import Subject, export, exporting, timm_weights
+from cheem_jax.export.exporting import check, random_images
+from cheem_jax.export.programs import distances_to, memory_program, stablehlo
 
 PICTURES = example.PICTURES
 
@@ -230,7 +230,7 @@ def test_weights_that_tasks_share_are_in_the_file_once():
             for i, used in enumerate(experts)
         )  # fmt: skip
         subject = Subject(vit, "mlp_down", pool, tasks, RouterConfig())
-        return len(stablehlo.make(memory_program(subject), 8).content)
+        return len(stablehlo(memory_program(subject), 8).content)
 
     one_expert = new.weight.nbytes
     alone, together = size((0, 0)), size((1, 0), (1, None), (1, 0), (None, 0))

@@ -35,7 +35,8 @@ OPTIONAL = (
 NEEDS_AN_EXTRA = {
     "cheem_jax.data.benchmarks.builders",
     "cheem_jax.data.benchmarks.download",
-    *(f"cheem_jax.serve.{name}" for name in ("app", "metrics", "reading", "service")),
+    "cheem_jax.serve.app",
+    "cheem_jax.serve.service",
 }
 
 

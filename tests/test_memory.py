@@ -32,7 +32,7 @@ from cheem_jax.run.directory import hold
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from cheem_jax.run.results import results_of
-from cheem_jax.serve.limits import Limits
+from cheem_jax.serve import Limits
 
 NAME = "vit_tiny_patch4_8"
 STREAM = small.stream(3)

@@ -19,7 +19,8 @@ from rich.text import Text
 
 from cheem_jax.cli.shared import Answering, OfData, Predicting
 from cheem_jax.core.paths import shown
-from cheem_jax.memory.predictor import Asked, Prediction, files_in, predict_files
+from cheem_jax.memory.data import files_in
+from cheem_jax.memory.predictor import Asked, Prediction, predict_files
 from cheem_jax.report.table import Grid
 from cheem_jax.run.progress import Progress
 
@@ -101,7 +102,7 @@ def _files(given: tuple[str, ...]) -> tuple[list[str | bytes], list[Asked]]:
             for note in notes:
                 print(note, file=sys.stderr)
         except (ValueError, OSError) as error:
-            errors.append(Asked(place, Prediction.failed(str(error).removeprefix(f"{place}: "))))
+            errors.append(Asked(place, Prediction(error=str(error).removeprefix(f"{place}: "))))
     return files, errors
 
 

@@ -8,7 +8,7 @@ from cheem_jax.cli.shared import Predicting
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import shown
 from cheem_jax.run.progress import Progress
-from cheem_jax.serve.limits import Limits
+from cheem_jax.serve import Limits
 
 BATCH_SIZES = (1, 8, 16)
 """Sizes that are compiled next to the largest one: of 32 clients about ten meet in a batch."""
@@ -46,7 +46,7 @@ def serve_memory(settings: Serve) -> None:
                     progress.say(f"ready on {address_of(listening)} for browsers and POST /predict; Ctrl-C stops it")
 
             service.on_warm = say
-            tasks = f"{len(predictor.tasks)} task{'s' if len(predictor.tasks) > 1 else ''}"
+            tasks = f"{len(predictor.classes)} task{'s' if len(predictor.classes) > 1 else ''}"
             progress.say(f"{shown(settings.memory)}: {tasks}; compiling for batches of {', '.join(map(str, sizes))}")
             server.run(sockets=[listening])
             if service.failure is not None:

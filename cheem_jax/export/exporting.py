@@ -4,16 +4,37 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import statistics
+import timeit
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import UInt8
+
 from cheem_jax import __version__
+from cheem_jax.cheem.heads import FAR
 from cheem_jax.core.architecture import to_strings
 from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.routing.centroids import distances
+from cheem_jax.core.routing.routers import make_router
 from cheem_jax.data.task import check_names
-from cheem_jax.export import onnx_model, stablehlo, timm_weights
-from cheem_jax.export.checking import check, seconds_per_image
-from cheem_jax.export.programs import Program, Subject, memory_program, num_bytes, task_program
+from cheem_jax.engine.choice import EngineConfig, make_executor
+from cheem_jax.export import onnx_model, timm_weights
+from cheem_jax.export.programs import (
+    Program,
+    Run,
+    Subject,
+    dense_ops,
+    memory_program,
+    num_bytes,
+    stablehlo,
+    stored_ops,
+    task_program,
+)
+from cheem_jax.run.method import Backbone
 
 Format = Literal["stablehlo", "onnx", "timm"]
 SUFFIXES: dict[Format, str] = {"stablehlo": ".stablehlo", "onnx": ".onnx", "timm": ".safetensors"}
@@ -22,6 +43,12 @@ PACKAGES: dict[Format, tuple[str, ...]] = {
 }  # fmt: skip
 LIMIT = 2**31 - 2**20
 """Bytes that a file of weights may hold: neither flatbuffers nor protobuf can write two gigabytes."""
+TOLERANCE = 1e-4
+"""Largest difference that a file may show, where logits are larger than 1 relative to the largest."""
+NUM_IMAGES = 6
+"""Compared at a time, so that few functions are compiled."""
+NUM_CANDIDATES = 4 * NUM_IMAGES
+NUM_TIMED = 5
 
 
 class Exported(NamedTuple):
@@ -57,7 +84,13 @@ def export(subject: Subject, file: Path, kind: Format, *, task: str | None = Non
     the network's by more than 1e-4; then nothing is written.
     """
     description_file = file.with_name(f"{file.name}.json") if kind == "stablehlo" else None
-    _check_place(file, description_file, kind, overwrite)
+    if file.suffix != SUFFIXES[kind]:
+        raise ValueError(f"{file}: a file of kind {kind!r} ends with {SUFFIXES[kind]!r}, not {file.suffix!r}")
+    for place in filter(None, (file, description_file)):
+        if place.is_dir():
+            raise ValueError(f"{place} is a folder; expected a file")
+        if place.exists() and not overwrite:
+            raise ValueError(f"{place} exists already; choose another file, or add --overwrite (overwrite=True)")
     names = [known.name for known in subject.tasks]
     if task is None and kind == "timm":
         if len(names) > 1:
@@ -79,7 +112,7 @@ def export(subject: Subject, file: Path, kind: Format, *, task: str | None = Non
         case "onnx":
             made = onnx_model.make(_program(subject, index), size, list(description["outputs"]), description)
         case "stablehlo":
-            made = stablehlo.make(_program(subject, index), size)
+            made = stablehlo(_program(subject, index), size)
     difference, compared = check(subject, index, made.run)
     # timm's weights do not compute by themselves
     seconds = None if kind == "timm" else seconds_per_image(made.run, size)
@@ -97,16 +130,6 @@ def export(subject: Subject, file: Path, kind: Format, *, task: str | None = Non
             file.unlink()  # nobody could tell its classes
             raise
     return Exported(file, len(made.content), difference, seconds, tuple(notes))
-
-
-def _check_place(file: Path, description_file: Path | None, kind: Format, overwrite: bool) -> None:
-    if file.suffix != SUFFIXES[kind]:
-        raise ValueError(f"{file}: a file of kind {kind!r} ends with {SUFFIXES[kind]!r}, not {file.suffix!r}")
-    for place in filter(None, (file, description_file)):
-        if place.is_dir():
-            raise ValueError(f"{place} is a folder; expected a file")
-        if place.exists() and not overwrite:
-            raise ValueError(f"{place} exists already; choose another file, or add --overwrite (overwrite=True)")
 
 
 def _program(subject: Subject, index: int | None) -> Program:
@@ -158,3 +181,94 @@ def _description(subject: Subject, index: int | None, kind: Format) -> dict[str,
             "thresholds": None if subject.thresholds is None else list(subject.thresholds),
         }
     return description
+
+
+def check(subject: Subject, index: int | None, run: Run) -> tuple[float, set[int]]:
+    """The largest difference between a file's answers to random images and ours, and the tasks that were compared.
+
+    Images are given together and one alone; RuntimeError where the difference is too large. Our answers are those of
+    the plain network with ops and of the router with SciPy, which no file is made of. A task's file has merged experts,
+    so low-rank pairs run here, and the other way round for the memory's.
+    """
+    graphdef, state = nnx.split(subject.vit)
+    features = jax.jit(lambda state, ops, images: nnx.merge(graphdef, state)(images, ops, placement=subject.placement))
+    routing = None if index is not None else _Routing(subject)
+    images = random_images(subject.vit.config.image_size, NUM_IMAGES) if routing is None else routing.images
+    logits, differences = {-1: np.zeros((len(images), 0))}, list[float]()
+    for part in (images, images[:1]):
+        found = run(part)
+        tasks = np.full(len(part), index) if routing is None else found["task"]
+        differences += [] if routing is None else [routing.difference(tasks, found["distance"])]
+        for row, task in enumerate(tasks.tolist()):
+            if task not in logits:
+                head = subject.tasks[task].head
+                ops = stored_ops(subject)[task] if routing is None else dense_ops(subject, task)
+                with jax.default_matmul_precision("highest"):
+                    seen = np.asarray(features(state, ops, images))
+                logits[task] = seen @ np.asarray(head.weight) + np.asarray(head.bias)
+            wanted, own = logits[task][row], found["logits"][row]
+            differences += [_largest(own[: len(wanted)] - wanted), _largest(own[len(wanted) :] / FAR - 1)]
+    largest, scale = max(differences), max(map(_largest, logits.values()))
+    if not largest <= TOLERANCE * max(1.0, scale):
+        raise RuntimeError(
+            f"the exported file differs from the network by {largest:.3g} (logits up to {scale:.3g}); nothing was "
+            "written"
+        )
+    return largest, set(logits) - {-1}
+
+
+def seconds_per_image(run: Run, image_size: int) -> float:
+    """The median of a few calls with one image, after one that is not counted."""
+    image = random_images(image_size, 1)
+    run(image)
+    return statistics.median(timeit.repeat(lambda: run(image), number=1, repeat=NUM_TIMED))
+
+
+def random_images(image_size: int, num: int) -> UInt8[np.ndarray, "N S S 3"]:
+    """Coloured squares, from one over the whole image to one per pixel: features differ more than those of noise."""
+    rng = np.random.default_rng(0)
+    images = []
+    for _ in range(num):
+        squares = 2 ** rng.integers(0, image_size.bit_length())
+        place = np.arange(image_size) * squares // image_size
+        images.append(rng.integers(0, 256, (squares, squares, 3), dtype=np.uint8)[place][:, place])
+    return np.stack(images)
+
+
+class _Routing:
+    """Random images for as many tasks as possible, and how far the router itself finds each task from them."""
+
+    def __init__(self, subject: Subject):
+        candidates = random_images(subject.vit.config.image_size, NUM_CANDIDATES)
+        engine, places = EngineConfig(executor="stages"), [task.place for task in subject.tasks]
+        executor = make_executor(subject.vit, subject.placement, engine, batch_size=NUM_IMAGES)
+        with jax.default_matmul_precision("highest"):
+            seen = Backbone(executor, subject.router).features(candidates, batch_size=NUM_IMAGES)
+        distance = make_router(subject.router).follow(places).distances(seen)
+        nearest = distance.argmin(axis=1)
+        own = distances(seen, [place.centroids for place in places], subject.router)[np.arange(len(seen)), nearest]
+        beyond = own - np.asarray(subject.thresholds or [np.inf] * len(places))[nearest]
+        # one for each task that they lead to, then any others
+        _, first = np.unique(np.where(beyond <= 0, nearest, -1), return_index=True)
+        rows = [*first, *(row for row in range(len(candidates)) if row not in first)][:NUM_IMAGES]
+        self.images, self.distance, self.nearest = candidates[rows], distance[rows], nearest[rows]
+        self.beyond = beyond[rows]
+        """How much farther the nearest task is than its threshold."""
+        # a Mahalanobis distance may be thousands: errors are relative to a task's largest
+        self.far = np.maximum(np.abs(distance).max(axis=0), 1)
+
+    def difference(self, tasks: np.ndarray, found: np.ndarray) -> float:
+        """The largest one in the distances to the first images, and how much too far the chosen tasks are.
+
+        A tie or a threshold that rounding decides costs next to nothing.
+        """
+        images = np.arange(len(tasks))
+        distance, nearest, beyond = self.distance[images], self.nearest[images], self.beyond[images]
+        farther = (distance[images, tasks] - distance[images, nearest]) / self.far[tasks]
+        regret = np.where(tasks < 0, np.maximum(-beyond, 0), farther + np.maximum(beyond, 0))
+        return max(_largest((found - distance) / self.far), _largest(regret))
+
+
+def _largest(values: np.ndarray) -> float:
+    """The largest absolute value; inf where one is NaN or infinite."""
+    return float(np.abs(values).max(initial=0)) if np.isfinite(values).all() else float("inf")

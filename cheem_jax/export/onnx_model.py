@@ -98,28 +98,22 @@ def _keep_outside_loops(graph: Any) -> None:
 
     As converted, all of it is handed from turn to turn, and a runtime copies all weights for each image.
     """
-    for node in graph.node:
-        if node.op_type == "Loop":
-            [body] = [attribute.g for attribute in node.attribute if attribute.name == "body"]
-            _keep_outside(graph, node, body)
-
-
-def _keep_outside(graph: Any, loop: Any, body: Any) -> None:
-    copied = {node.output[0]: node.input[0] for node in body.node if node.op_type == "Identity"}
-    inside = {name for inner in _graphs(body) for node in inner.node for name in node.output}
-    renamed, after = {}, {}
-    # a body takes the turn's number and a condition before what is carried, and gives a condition before it
-    for carried in reversed(range(len(loop.input) - 2)):
-        outer, given, left = loop.input[carried + 2], body.input[carried + 2].name, body.output[carried + 1].name
-        if copied.get(left) == given and outer not in inside:
-            renamed[given], after[loop.output[carried]] = outer, outer
-            del loop.input[carried + 2], loop.output[carried], body.input[carried + 2], body.output[carried + 1]
-    _rename(body, renamed)
-    _rename(graph, after)
-    used = _read(body)
-    dead = [node for node in body.node if node.op_type == "Identity" and node.output[0] not in used]
-    for node in dead:
-        body.node.remove(node)
+    for loop in [node for node in graph.node if node.op_type == "Loop"]:
+        [body] = [attribute.g for attribute in loop.attribute if attribute.name == "body"]
+        copied = {node.output[0]: node.input[0] for node in body.node if node.op_type == "Identity"}
+        inside = {name for inner in _graphs(body) for node in inner.node for name in node.output}
+        renamed, after = {}, {}
+        # a body takes the turn's number and a condition before what is carried, and gives a condition before it
+        for carried in reversed(range(len(loop.input) - 2)):
+            outer, given, left = loop.input[carried + 2], body.input[carried + 2].name, body.output[carried + 1].name
+            if copied.get(left) == given and outer not in inside:
+                renamed[given], after[loop.output[carried]] = outer, outer
+                del loop.input[carried + 2], loop.output[carried], body.input[carried + 2], body.output[carried + 1]
+        _rename(body, renamed)
+        _rename(graph, after)
+        used = _read(body)
+        for node in [node for node in body.node if node.op_type == "Identity" and node.output[0] not in used]:
+            body.node.remove(node)
 
 
 def _graphs(graph: Any) -> Iterator[Any]:

@@ -1,7 +1,8 @@
 """What is exported, and what its file computes: one task's network, or the whole memory with its router."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, UInt8
 from cheem_jax.backbone.vit import ViT, mean_patch
 from cheem_jax.cheem.heads import FAR
 from cheem_jax.core.ops import Adapt, LowRank, Ops, Placement, Reuse, Skip
-from cheem_jax.core.pool import BlockPool, Head, Pool, TaskMemory, dense_expert
+from cheem_jax.core.pool import Head, Pool, TaskMemory, dense_expert
 from cheem_jax.core.routing.config import Metric, RouterConfig
 from cheem_jax.core.routing.routers import OwnCovariance, RidgeOnTasks, SharedCovariance, make_router
 from cheem_jax.core.routing.statistics import projection
@@ -23,6 +24,8 @@ Program = Callable[[UInt8[Array, "B S S 3"]], dict[str, Array]]
 Distances = Callable[[Float[Array, "B E"]], Float[Array, "B T"]]
 Run = Callable[[np.ndarray], dict[str, np.ndarray]]
 """Uint8 images `[B, S, S, 3]` to the outputs by name, through what is in the file."""
+PLATFORMS = ("cpu", "cuda", "tpu")
+"""That a StableHLO file runs on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,32 +67,24 @@ def stored_ops(subject: Subject) -> list[Ops]:
 
     An adapted expert is a full one and a low-rank pair, so that a file grows no faster than the memory.
     """
-    kept: dict[tuple[int, int], Reuse | Adapt] = {}
-    for block, layer in enumerate(subject.vit.blocks):
-        kept[block, 0] = Reuse(layer.expert(subject.placement))
-    networks = []
-    for task in subject.tasks:
-        ops = []
-        for block, expert in enumerate(task.experts):
-            if expert is not None and (block, expert) not in kept:
-                kept[block, expert] = _stored(kept, subject.pool[block], block, expert)
-            ops.append(Skip() if expert is None else kept[block, expert])
-        networks.append(ops)
-    return networks
 
+    @functools.cache
+    def stored(block: int, index: int) -> Reuse | Adapt:
+        """A chain of pairs on a full expert is one pair as wide as all of them."""
+        pool, pairs, root = subject.pool[block], [], index
+        while (parent := pool[root].parent) is not None:
+            pairs.append(pool[root].params)
+            root = parent
+        if root == index:
+            return Reuse(dense_expert(pool, root) if root else subject.vit.blocks[block].expert(subject.placement))
+        down = np.concatenate([np.asarray(pair.down) for pair in pairs], axis=1)
+        up = np.concatenate([np.asarray(pair.up) for pair in pairs], axis=0)
+        return Adapt(stored(block, root).expert, LowRank(jnp.asarray(down), jnp.asarray(up)))
 
-def _stored(kept: dict[tuple[int, int], Reuse | Adapt], pool: BlockPool, block: int, index: int) -> Reuse | Adapt:
-    """A chain of pairs on a full expert is one pair as wide as all of them."""
-    pairs, root = [], index
-    while (parent := pool[root].parent) is not None:
-        pairs.append(pool[root].params)
-        root = parent
-    full = kept.setdefault((block, root), Reuse(dense_expert(pool, root))).expert
-    if not pairs:
-        return Reuse(full)
-    down = np.concatenate([np.asarray(pair.down) for pair in pairs], axis=1)
-    up = np.concatenate([np.asarray(pair.up) for pair in pairs], axis=0)
-    return Adapt(full, LowRank(jnp.asarray(down), jnp.asarray(up)))
+    return [
+        [Skip() if expert is None else stored(block, expert) for block, expert in enumerate(task.experts)]
+        for task in subject.tasks
+    ]
 
 
 def task_program(subject: Subject, index: int) -> Program:
@@ -128,7 +123,9 @@ def memory_program(subject: Subject) -> Program:
                 parts.append(mean_patch(block.enter(x, placement=placement), vit.config))
             x, _ = block.run(base[i], x, placement=placement, outputs=vit.outputs(i))
         reached[depth] = x
-        features = joined([*parts, vit.features(x)] if until == depth else parts)
+        parts += [vit.features(x)] if until == depth else []
+        # as `routing.statistics.joined`
+        features = parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1)
         distance = distances(features)
         task = jnp.argmin(distance, axis=1).astype(jnp.int32)
         if thresholds is not None:
@@ -210,11 +207,6 @@ def to_centroids(subject: Subject) -> Distances:
     return lambda features: distances_to(features, centroids, subject.router.metric)
 
 
-def joined(parts: Sequence[Float[Array, "B D"]]) -> Float[Array, "B E"]:
-    """See `routing.statistics.joined`."""
-    return parts[0] if len(parts) == 1 else jnp.concatenate([_unit(part) for part in parts], axis=1)
-
-
 def distances_to(
     features: Float[Array, "B E"], centroids: Float[np.ndarray, "T K E"], metric: Metric
 ) -> Float[Array, "B T"]:
@@ -243,3 +235,32 @@ def _single(values: np.ndarray) -> np.ndarray:
 def _unit(features: Float[Array, "B E"]) -> Float[Array, "B E"]:
     norm = jnp.sqrt((features * features).sum(axis=1, keepdims=True))
     return features / jnp.maximum(norm, 1e-12)
+
+
+def stablehlo(program: Program, image_size: int) -> Artefact:
+    """The program for any number of images, with its weights, which any later JAX runs on CPU, CUDA and TPU.
+
+    outputs = jax.export.deserialize(bytearray(Path("memory.stablehlo").read_bytes())).call(images)
+    """
+    from jax import export  # needs flatbuffers as soon as it writes
+
+    (batch,) = export.symbolic_shape("batch")
+    images = jax.ShapeDtypeStruct((batch, image_size, image_size, 3), jnp.uint8)
+    # JAX makes its settings' attributes at run time, where a type checker sees none
+    before = jax.config.jax_traceback_in_locations_limit  # pyright: ignore[reportAttributeAccessIssue]
+    # the program names no source files: paths of this machine are nobody's business elsewhere
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    try:
+        # products in full float32: accelerators would round operands, and answer otherwise than a CPU
+        with jax.default_matmul_precision("highest"):
+            # a function of its own: what was traced before may hold another precision
+            exported = export.export(jax.jit(lambda images: program(images)), platforms=PLATFORMS)(images)
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", before)
+    content = bytes(exported.serialize())
+    call = jax.jit(export.deserialize(bytearray(content)).call)
+
+    def run(images: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: np.asarray(value) for name, value in call(images).items()}
+
+    return Artefact(content, run, notes=(f"runs on {', '.join(PLATFORMS)}",))

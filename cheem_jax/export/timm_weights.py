@@ -66,13 +66,9 @@ def to_timm(params: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str, np
 def _their_layout(name: str, value: np.ndarray, patch_size: int) -> np.ndarray:
     if name == "patch.kernel":
         return value.reshape(patch_size, patch_size, 3, -1).transpose(3, 2, 0, 1)
-    if name.endswith(".kernel"):
-        return value.T
-    return value.reshape(
-        {"class_token": (1, 1, -1), "registers": (1, *value.shape), "position": (1, *value.shape)}.get(
-            name, value.shape
-        )
-    )
+    if name in ("class_token", "registers", "position"):
+        return value.reshape(1, -1, value.shape[-1])
+    return value.T if name.endswith(".kernel") else value
 
 
 def _architecture(config: ViTConfig) -> str:

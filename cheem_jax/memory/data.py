@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from cheem_jax.core.paths import absolute
-from cheem_jax.data.decode import decode_image
+from cheem_jax.data.files import FolderFiles, look_through
 from cheem_jax.data.load import ImagesConfig, load_tasks
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import Plan, Stream, Task, repeats
@@ -16,6 +16,8 @@ from cheem_jax.run.progress import Progress
 
 Data = str | Path | Task | Stream | Sequence[Task]
 Picture = str | Path | bytes | np.ndarray | Image.Image
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+"""Of PIL, which PNG can hold."""
 
 
 def tasks_of(data: Data, image_size: int, progress: Progress | None = None) -> tuple[Task, ...]:
@@ -47,26 +49,51 @@ def decoded(
     )
 
 
-def pixels_of(image: Picture, size: int, name: str) -> np.ndarray:
-    """Any picture as uint8 `[S, S, 3]`; ValueError or OSError naming what is none."""
-    match image:
-        case str() | Path():
-            try:
-                data = absolute(image).read_bytes()
-            except FileNotFoundError:
-                raise FileNotFoundError(f"{image}: no such file") from None
-            return decode_image(data, size, name=str(image))
-        case bytes():
-            return decode_image(image, size, name=name)
-        case Image.Image():
-            packed = io.BytesIO()
-            modes = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-            (image if image.mode in modes else image.convert("RGB")).save(packed, "PNG")
-            return decode_image(packed.getvalue(), size, name=name)
-    if not isinstance(image, np.ndarray):
-        raise ValueError(f"{name} is a {type(image).__name__}, expected a file, bytes, a PIL image or uint8 [H, W, 3]")
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
-        raise ValueError(f"{name} is {image.dtype} {list(image.shape)}, expected uint8 [H, W, 3] or an image file")
-    if image.shape[:2] == (size, size):
-        return image
-    return np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC))
+def files_in(place: Path) -> tuple[list[str], list[str]]:
+    """A file itself, or the images below a folder, and lines about what else is there; ValueError where none is."""
+    folder = absolute(place)
+    if not folder.is_dir():
+        return [str(place)], []
+    found = look_through(folder, any_name=True)
+    if not found.images:
+        told = "".join(f"; {note}" for note in found.notes())
+        raise ValueError(f"{str(place)!r} contains no image; expected an image file, or a folder of some{told}")
+    return [str(place / name) for name in found.images], found.notes()
+
+
+class NamedFiles(FolderFiles):
+    """Files by any path, and pictures without one; errors and answers name each file as it was given, others `-`.
+
+    Raises ValueError for what is no picture, and for arrays other than uint8 `[H, W, 3]`.
+    """
+
+    def __init__(self, given: Sequence[Picture]):
+        super().__init__(Path(), [str(one) if isinstance(one, str | Path) else "-" for one in given])
+        self.given = given
+        for row, one in enumerate(given):
+            if isinstance(one, np.ndarray):
+                fits, kind = one.dtype == np.uint8 and one.shape[2:] == (3,), f"{one.dtype} {list(one.shape)}"
+            else:
+                fits, kind = isinstance(one, str | Path | bytes | Image.Image), f"a {type(one).__name__}"
+            if not fits:
+                raise ValueError(f"image {row} is {kind}, expected a file, bytes, a PIL image or uint8 [H, W, 3]")
+
+    def where(self, row: int) -> str:
+        """See `FolderFiles.where`."""
+        return self.keys[row]
+
+    def read(self, row: int) -> bytes:
+        """See `FolderFiles.read`."""
+        one = self.given[row]
+        if isinstance(one, str | Path):
+            return super().read(row)
+        if isinstance(one, bytes):
+            return one
+        image, packed = one if isinstance(one, Image.Image) else Image.fromarray(one), io.BytesIO()
+        image = image if image.mode in MODES else image.convert("RGB")
+        image.save(packed, "PNG", compress_level=1)
+        return packed.getvalue()
+
+    def file(self, row: int) -> Path:
+        """See `FolderFiles.file`."""
+        return absolute(self.keys[row])

@@ -125,16 +125,7 @@ def checkpoints_of(directory: Path, generation: int) -> Path:
     return directory / f"generation-{generation:04d}"
 
 
-def tasks_root(directory: Path, held: Mapping[str, Any]) -> Path:
-    """Where the tasks of a memory or run lie."""
-    if held["format"] == RUN_FORMAT:
-        return directory / "checkpoints" / "cheem"
-    return checkpoints_of(directory, held["generation"]) / "cheem"
-
-
-def write_generation(
-    directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory, rank: int
-) -> None:
+def write_generation(directory: Path, config: MemoryConfig, before: InternalMemory, after: InternalMemory) -> None:
     """The next generation, complete and on the disk; it counts once `config.json` says so.
 
     Tasks that did not change share their files with the generation before.
@@ -146,16 +137,13 @@ def write_generation(
         root = partial / "cheem"
         root.mkdir()
         saved = saved_tasks(old / "cheem")
-        for number, place in enumerate(saved):
+        for number in range(after.next_number):
             if number in after.forgotten:
                 save_forgotten(root, after, number)
-            elif number in changed:
-                save_memory_task(root, after, after.numbers.index(number), rank)
+            elif number in changed or number >= len(saved):  # which was extended
+                save_memory_task(root, after, after.numbers.index(number), config.method.ops.rank)
             else:
-                shutil.copytree(place, root / place.name, copy_function=_link)
-        for index, number in enumerate(after.numbers):
-            if number >= len(saved):  # a task that was extended
-                save_memory_task(root, after, index, rank)
+                shutil.copytree(saved[number], root / saved[number].name, copy_function=_link)
 
 
 def _link(source: str, target: str) -> None:

@@ -83,12 +83,8 @@ class MemoryLearner(Cheem):
         report = super().learn(task, running)
         learned = self.memory.tasks[-1]
         own = distances(self.features(task, "val"), [learned.centroids], self.router)[:, 0]
-        kept = {
-            "distances": calibrate(own),
-            "temperature": self._temperature(task, learned),
-            "statistics": self._statistics,
-        }
-        self._replace_last(dataclasses.replace(learned, **kept))
+        temperature = self._temperature(task, learned)
+        self._keep(distances=calibrate(own), temperature=temperature, statistics=self._statistics)
         self.features.forget(task)
         epochs = {"supernet": self.config.supernet.epochs, "finetune": self.config.finetune.epochs}
         costs = self.costs(len(self.memory.tasks) - 1)  # which count the statistics now
@@ -145,21 +141,14 @@ class MemoryLearner(Cheem):
         )  # fmt: skip
         learned = self.memory.tasks[-1]
         rows = np.concatenate([before.centroids, learned.centroids])
-        away = distances(self.features(task, "val"), [rows], self.router)[:, 0]
-        self._replace_last(
-            dataclasses.replace(
-                learned,
-                centroids=rows,
-                moments={
-                    name: share * before.moments[name] + (1 - share) * new for name, new in learned.moments.items()
-                },
-                distances=None
-                if before.distances is None
-                else mixed_quantiles(before.distances, calibrate(away), share),
-                # validation images of some classes alone would tell too little
-                temperature=before.temperature if absent else self._temperature(task, learned),
-                statistics=statistics,
-            )
+        away = calibrate(distances(self.features(task, "val"), [rows], self.router)[:, 0])
+        self._keep(
+            centroids=rows,
+            moments={name: share * before.moments[name] + (1 - share) * new for name, new in learned.moments.items()},
+            distances=None if before.distances is None else mixed_quantiles(before.distances, away, share),
+            # validation images of some classes alone would tell too little
+            temperature=before.temperature if absent else self._temperature(task, learned),
+            statistics=statistics,
         )
         self.features.forget(task)
         fitted = {} if absent else {"finetune_losses": fitting.progress.losses}
@@ -175,8 +164,10 @@ class MemoryLearner(Cheem):
         logits = features @ np.asarray(learned.head.weight) + np.asarray(learned.head.bias)
         return fit_temperature(logits, task.val.labels)
 
-    def _replace_last(self, task: TaskMemory) -> None:
-        self.memory = dataclasses.replace(self.memory, tasks=(*self.memory.tasks[:-1], task))
+    def _keep(self, **changes: Any) -> None:
+        """Keep this of the last task, too."""
+        *earlier, last = self.memory.tasks
+        self.memory = dataclasses.replace(self.memory, tasks=(*earlier, dataclasses.replace(last, **changes)))
 
 
 def class_statistics(

@@ -32,15 +32,15 @@ class Forgotten:
     """The memory without some tasks, and what became of their experts."""
 
     memory: InternalMemory = dataclasses.field(repr=False)
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...] = ()
     """Of the forgotten tasks; they are never used again."""
-    removed: tuple[Place, ...]
+    removed: tuple[Place, ...] = ()
     """Experts that are gone, those included that only waited for this one."""
-    in_use: tuple[Kept, ...]
+    in_use: tuple[Kept, ...] = ()
     """Stay, since other tasks use them; they remain candidates for new tasks."""
-    ancestors: tuple[Kept, ...]
+    ancestors: tuple[Kept, ...] = ()
     """Stay, since adapted experts descend from them; they are no candidates any more."""
-    baked: tuple[Place, ...]
+    baked: tuple[Place, ...] = ()
     """Adapted experts that became full ones, so that what they descend from could go."""
 
 
@@ -111,41 +111,40 @@ def _needed(block: Sequence[StoredExpert], used: set[int | None]) -> set[int]:
 
 def without_task(entries: Sequence[Mapping[str, Any]], index: int, name: str) -> list[dict[str, Any]]:
     """A record as if the task at `index` had never been: its lines go, and its columns in the lines of others."""
-    return [changed for entry in entries if (changed := _without_task(dict(entry), index, name)) is not None]
-
-
-def _without_task(entry: dict[str, Any], index: int, name: str) -> dict[str, Any] | None:
-    match entry["event"]:
-        case "run":
-            known = {task: split for task, split in (entry.get("split_sha256") or {}).items() if task != name}
-            return {**entry, "split_sha256": known, "data": None, "command": None}
-        case "learned":
-            report = dict(entry["report"])
-            if report["index"] == index:
-                return None
-            if report["index"] > index:
-                report["index"] -= 1
-                if "similarity" in report:  # the base's row comes first
-                    report["similarity"] = _cut(report["similarity"], index + 1)
-            report["pool"] = [[_origin(expert, index) for expert in block] for block in report.get("pool", [])]
-            return {**entry, "report": report}
-        case "evaluated":
-            if entry["index"] == index:
-                return None
-            if entry["index"] > index:
-                entry["index"] -= 1
-                entry["methods"] = {
-                    method: {
-                        **found,
-                        "accuracy": _cut(found["accuracy"], index),
-                        "local_accuracy": _cut(found["local_accuracy"], index),
-                        "routing": [_cut(row, index) for row in _cut(found["routing"], index)],
+    kept = []
+    for entry in map(dict, entries):
+        match entry["event"]:
+            case "run":
+                splits = {task: split for task, split in (entry.get("split_sha256") or {}).items() if task != name}
+                entry |= {"split_sha256": splits, "data": None, "command": None}
+            case "learned":
+                entry["report"] = report = dict(entry["report"])
+                if report["index"] == index:
+                    continue
+                if report["index"] > index:
+                    report["index"] -= 1
+                    if "similarity" in report:  # the base's row comes first
+                        report["similarity"] = _cut(report["similarity"], index + 1)
+                report["pool"] = [[_origin(expert, index) for expert in block] for block in report.get("pool", [])]
+            case "evaluated":
+                if entry["index"] == index:
+                    continue
+                if entry["index"] > index:
+                    entry["index"] -= 1
+                    entry["methods"] = {
+                        method: {
+                            **found,
+                            "accuracy": _cut(found["accuracy"], index),
+                            "local_accuracy": _cut(found["local_accuracy"], index),
+                            "routing": [_cut(row, index) for row in _cut(found["routing"], index)],
+                        }
+                        for method, found in entry["methods"].items()
                     }
-                    for method, found in entry["methods"].items()
-                }
-            return {**entry, "checkpoints": {}}
-        case _:
-            return entry if entry.get("name") != name else None
+                entry["checkpoints"] = {}
+            case _ if entry.get("name") == name:
+                continue
+        kept.append(entry)
+    return kept
 
 
 def _origin(expert: dict[str, Any], index: int) -> dict[str, Any]:

@@ -7,13 +7,12 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from cheem_jax.core.paths import absolute
-from cheem_jax.memory.directory import BASE, WEIGHTS, made_whole, read_config, tasks_root
+from cheem_jax.memory.directory import BASE, WEIGHTS, made_whole
 from cheem_jax.memory.making import open_memory
 from cheem_jax.memory.opened import OpenMemory
 from cheem_jax.report.table import Grid
@@ -49,7 +48,9 @@ def push(directory: str | Path, repository: str, *, license: str | None = None, 
             raise ValueError(
                 f"task {left['name']!r} is interrupted; finish it, or forget it, before the memory is pushed"
             )
-        names = files_of(memory)
+        folders = [directory / BASE, *saved_tasks(memory.root)]
+        files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
+        names = [NAME, WEIGHTS, RECORD, *(file.relative_to(directory).as_posix() for file in files)]
         api, card = HfApi(), card_of(memory, repository, license)
         get_session().timeout = COMMIT_TIMEOUT  # by itself it would wait for ever
         with _told(repository, "push to"):
@@ -59,8 +60,8 @@ def push(directory: str | Path, repository: str, *, license: str | None = None, 
                 there = []
                 api.create_repo(repository, private=not public, exist_ok=True)
             gone = [name for name in there if _OURS.fullmatch(name) and name not in names]
-            files = [CommitOperationAdd(name, str(directory / name)) for name in names]
-            operations = [CommitOperationAdd(CARD, card.encode()), *files, *map(CommitOperationDelete, gone)]
+            operations = [CommitOperationAdd(name, str(directory / name)) for name in names]
+            operations += [CommitOperationAdd(CARD, card.encode()), *map(CommitOperationDelete, gone)]
             api.create_commit(repository, operations, commit_message=f"A memory of {len(memory.tasks)} tasks")
     return [CARD, *names]
 
@@ -90,14 +91,6 @@ def pull(repository: str, directory: str | Path) -> OpenMemory:
         except (ValueError, OSError) as error:
             raise ValueError(f"{repository!r} on the hub is not a whole memory: {error}") from error
     return open_memory(directory)
-
-
-def files_of(memory: OpenMemory) -> list[str]:
-    """Names of the files that make the memory."""
-    root = memory.directory
-    folders = [root / BASE, *saved_tasks(tasks_root(root, read_config(root)))]
-    files = [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
-    return [NAME, WEIGHTS, RECORD, *(file.relative_to(root).as_posix() for file in files)]
 
 
 def card_of(memory: OpenMemory, repository: str, license: str | None = None) -> str:
@@ -143,23 +136,21 @@ def _told(repository: str, doing: str) -> Iterator[None]:
     except Exception as error:  # the client's error classes differ between its releases
         if type(error) is ValueError or (isinstance(error, OSError) and error.errno is not None):
             raise
-        raise OSError(f"cannot {doing} {repository!r}: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    causes: Sequence[Any] = [error, error.__cause__, error.__context__]
-    status = next((found.status_code for one in causes if (found := getattr(one, "response", None)) is not None), None)
-    login = "`hf auth login` logs in, or set HF_TOKEN to a token with access to it"
-    match status:
-        case 401 | 403:
-            return f"the hub refuses access ({status}); check the name OWNER/NAME; {login}"
-        case 404:
-            return f"the hub has no such repository (404), or hides it; check the name OWNER/NAME; {login}"
-        case 429:
-            return "the hub accepts no more requests for now (429); give the same command again in some minutes"
-        case int() if status >= 500:
-            return f"the hub has a fault ({status}); give the same command again later"
-    text = " ".join(str(error).split())[:300] or type(error).__name__
-    if isinstance(error, ValueError):  # the name of a repository
-        return f"{text}; expected OWNER/NAME"
-    return f"the hub does not answer ({text}); check the network, and give the same command again"
+        responses = [getattr(cause, "response", None) for cause in (error, error.__cause__, error.__context__)]
+        status = next((response.status_code for response in responses if response is not None), None)
+        login = "`hf auth login` logs in, or set HF_TOKEN to a token with access to it"
+        match status:
+            case 401 | 403:
+                reason = f"the hub refuses access ({status}); check the name OWNER/NAME; {login}"
+            case 404:
+                reason = f"the hub has no such repository (404), or hides it; check the name OWNER/NAME; {login}"
+            case 429:
+                reason = "the hub accepts no more requests for now (429); give the same command again in some minutes"
+            case int() if status >= 500:
+                reason = f"the hub has a fault ({status}); give the same command again later"
+            case _:
+                text = " ".join(str(error).split())[:300] or type(error).__name__
+                reason = f"the hub does not answer ({text}); check the network, and give the same command again"
+                if isinstance(error, ValueError):  # the name of a repository
+                    reason = f"{text}; expected OWNER/NAME"
+        raise OSError(f"cannot {doing} {repository!r}: {reason}") from error

@@ -14,7 +14,7 @@ from cheem_jax.core.keys import Keys, Phase, SeedsConfig
 from cheem_jax.core.paths import absolute
 from cheem_jax.core.routing.centroids import calibrate, distances
 from cheem_jax.core.routing.statistics import fit_statistics
-from cheem_jax.data.task import Task, repeats
+from cheem_jax.data.task import repeats
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.memory.data import Data, tasks_of
 from cheem_jax.memory.directory import (
@@ -28,7 +28,6 @@ from cheem_jax.memory.directory import (
     made_whole,
     read_config,
     settings_of,
-    tasks_root,
     write_config,
 )
 from cheem_jax.memory.opened import OpenMemory
@@ -78,13 +77,11 @@ def create(
     config.router.blocks(pretrained.config.depth)  # raises before anything is written
     vit = build(dataclasses.replace(pretrained.config, precision=engine.precision), pretrained.params)
     size, classes = pretrained.config.image_size, ()
-    base: dict[str, Any] | None = None
-    if keep_base and (base_data is None or vit.head is None):
-        raise ValueError(
-            f"{pretrained.config.name} carries no head, so it has no classes to keep"
-            if vit.head is None
-            else "to keep the backbone's classes, images have to show where they lie; give base_data"
-        )
+    base: dict[str, Any] = {}
+    if keep_base and vit.head is None:
+        raise ValueError(f"{pretrained.config.name} carries no head, so it has no classes to keep")
+    if keep_base and base_data is None:
+        raise ValueError("to keep the backbone's classes, images have to show where they lie; give base_data")
     if base_data is not None:
         found_tasks = tasks_of(base_data, size, progress)
         if len(found_tasks) != 1:
@@ -95,7 +92,13 @@ def create(
         found = base_means(vit, own.train.images, batch_size=config.batch_size)
         pretrained = dataclasses.replace(pretrained, base_means={**pretrained.base_means, **found})
         if keep_base:
-            classes = _base_classes(own, pretrained.config.num_classes, base_classes)
+            num = pretrained.config.num_classes
+            usual = own.classes if len(own.classes) == num else [f"class {label}" for label in range(num)]
+            classes = tuple(usual if base_classes is None else base_classes)
+            if len(classes) != num or repeats(classes):
+                raise ValueError(
+                    f"{len(classes)} names (repeated: {repeats(classes)[:5]}) for the backbone's {num} classes"
+                )
             features = networks_of(pretrained, None, config, engine).router_features
             seed_of_base = Keys(seed).seed_at(_BASE_NUMBER, Phase.CENTROIDS)
             place = fit_statistics(features(own, "train"), own.train.labels, config.router, seed=seed_of_base)
@@ -103,12 +106,10 @@ def create(
             base = {"centroids": place.centroids, "distances": calibrate(away)}
             if place.moments:
                 base["moments"] = dict(place.moments)
-    settings = MemoryConfig(
-        pretrained.config.name, size, pretrained.sha256, config, told, seed, keeps_base=base is not None
-    )
+    settings = MemoryConfig(pretrained.config.name, size, pretrained.sha256, config, told, seed, keeps_base=keep_base)
     with made_whole(directory) as partial:
         save_converted(partial / WEIGHTS, pretrained)
-        if base is not None:
+        if keep_base:
             save_task(partial / BASE, base, {"name": BASE, "classes": list(classes)})
         (checkpoints_of(partial, 1) / "cheem").mkdir(parents=True)
         Record(partial).write("run", **_setting(settings, pretrained))
@@ -122,47 +123,40 @@ def begin_with(
 ) -> OpenMemory:
     """A new memory that begins with what a finished run of CHEEM has learned; the run is left alone.
 
-    Raises as `open_memory` and `create`.
+    New tasks have to be compared with the means that the run had: raises ValueError where the weights lack them, and
+    as `open_memory` and `create`.
     """
     directory, begun = absolute(directory), open_memory(run, weights=weights, engine=engine)
     if not begun.is_run:
         raise ValueError(f"{str(run)!r} is a memory already; copy its folder, or learn in it")
-    names = tuple(task.name for task in begun.tasks)
-    known = begun.config.data_sha256
-    config = dataclasses.replace(
-        begun.config, tasks=names, data_sha256={name: known[name] for name in names}, num_learned=len(names)
-    )
-    _check_means(begun)
-    own = [e for e in read(begun.directory) if e["event"] in ("learned", "evaluated")]
+    held, precision = read_config(begun.directory), begun.engine.precision
+    method, nothing = begun.config.method, Progress()
+    known = base_means_of(begun.pretrained, method, precision, images=None, progress=nothing).means_sha256
+    # what a run measured is known by its pictures, so that any means of the weights have to be taken for those
+    if known is None if held.get("base_data_sha256") else known != held.get("base_means_sha256"):
+        raise ValueError(
+            f"run {str(begun.directory)!r} measured mean CLS tokens of the pretraining data, which "
+            f"{begun.pretrained.source} lacks; write weights with them by `cheem convert --base-data`, and give those "
+            "(--weights)"
+        )
+    data = {task.name: begun.config.data_sha256[task.name] for task in begun.tasks}
+    config = dataclasses.replace(begun.config, tasks=tuple(data), data_sha256=data, num_learned=len(data))
+    kept = [entry for entry in read(begun.directory) if entry["event"] in ("learned", "evaluated")]
+    kept = [entry for entry in kept if entry.get("method", "cheem") == "cheem"]
+    for entry in kept:
+        if entry["event"] == "evaluated":
+            entry |= {"methods": {"cheem": entry["methods"]["cheem"]}, "checkpoints": {}}
     with made_whole(directory) as partial:
         save_converted(partial / WEIGHTS, begun.pretrained)
         root = checkpoints_of(partial, 1) / "cheem"
         root.mkdir(parents=True)
-        for place in saved_tasks(begun.directory / "checkpoints" / "cheem"):
+        for place in saved_tasks(begun.root):
             shutil.copytree(place, root / place.name)
         record = Record(partial)
         record.write("run", **_setting(config, begun.pretrained))
-        kept = [e if e["event"] == "learned" else _only_cheem(e) for e in own if e.get("method", "cheem") == "cheem"]
         record.replace([*read(partial), *kept])
         write_config(partial, config)
     return open_memory(directory, engine=engine)
-
-
-def _check_means(run: OpenMemory) -> None:
-    """New tasks have to be compared with the means that the run had. Raises ValueError where the weights lack them."""
-    held, precision = read_config(run.directory), run.engine.precision
-    known = base_means_of(run.pretrained, run.config.method, precision, images=None, progress=Progress()).means_sha256
-    # what a run measured is known by its pictures, so that any means of the weights have to be taken for those
-    if known is None if held.get("base_data_sha256") else known != held.get("base_means_sha256"):
-        raise ValueError(
-            f"run {str(run.directory)!r} measured mean CLS tokens of the pretraining data, which "
-            f"{run.pretrained.source} lacks; write weights with them by `cheem convert --base-data`, and give those "
-            "(--weights)"
-        )
-
-
-def _only_cheem(entry: dict[str, Any]) -> dict[str, Any]:
-    return {**entry, "methods": {"cheem": entry["methods"]["cheem"]}, "checkpoints": {}}
 
 
 def open_memory(
@@ -194,7 +188,7 @@ def open_memory(
             f"{config.image_size} pixels, but {pretrained.source} has {pretrained.sha256[:12]} at "
             f"{pretrained.config.image_size}; give the file that it was learned with (--weights)"
         )
-    return OpenMemory(directory, config, pretrained, tasks_root(directory, held), engine, usable=usable)
+    return OpenMemory(directory, config, pretrained, engine, is_run=held["format"] == RUN_FORMAT, usable=usable)
 
 
 def _run_config(
@@ -231,11 +225,3 @@ def _setting(config: MemoryConfig, pretrained: Pretrained) -> dict[str, Any]:
         "image_size": config.image_size, "base_means": "known" if pretrained.base_means else "neutral",
         "router": config.backbone, "split_sha256": {}, "data": None, "command": None, "upper_bound": False,
     }  # fmt: skip
-
-
-def _base_classes(own: Task, num: int, names: Sequence[str] | None) -> tuple[str, ...]:
-    if names is None:
-        return own.classes if len(own.classes) == num else tuple(f"class {label}" for label in range(num))
-    if len(names) != num or repeats(names):
-        raise ValueError(f"{len(names)} names (repeated: {repeats(names)[:5]}) for the backbone's {num} classes")
-    return tuple(names)

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -33,20 +33,21 @@ from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.compilation import Mark
 from cheem_jax.engine.feed import memory_budget
-from cheem_jax.memory.data import Data, Picture, pixels_of, tasks_of
+from cheem_jax.export import Exported, Format, Subject, export, kind_of
+from cheem_jax.memory.data import Data, Picture, tasks_of
 from cheem_jax.memory.directory import (
     BASE,
     MemoryConfig,
+    checkpoints_of,
     config_of,
     read_config,
     remove_old_generations,
-    tasks_root,
     write_config,
     write_generation,
 )
 from cheem_jax.memory.extending import Extension, MemoryLearner, absent_classes, extension_of
 from cheem_jax.memory.forgetting import Forgotten, forget, without_numbers, without_task
-from cheem_jax.memory.predictor import BATCH_SIZES, Prediction, Predictor, is_best, probabilities_of
+from cheem_jax.memory.predictor import BATCH_SIZES, Prediction, Predictor, is_best, predict_files, probabilities_of
 from cheem_jax.report.memories import EVALUATED, Evaluated, keep_evaluated
 from cheem_jax.report.status import Status
 from cheem_jax.run import fingerprint
@@ -57,9 +58,6 @@ from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import write_results
 from cheem_jax.run.rolling import Rolling
 from cheem_jax.run_config import base_means_of, networks_of
-
-if TYPE_CHECKING:
-    from cheem_jax.export import Exported, Format
 
 DERIVED = (".status.json", EVALUATED, "answers.npz", "report.html", "report.md", "figures", "tensorboard")
 """What commands write into a memory's folder from its record, and can write again; names and classes are in it."""
@@ -102,15 +100,17 @@ class OpenMemory:
         directory: Path,
         config: MemoryConfig,
         pretrained: Pretrained,
-        root: Path,
         engine: EngineConfig,
         *,
-        usable: bool = False,
+        is_run: bool,
+        usable: bool,
     ):
         self.lost: dict[str, str] | None = {} if usable else None
         """Why tasks cannot answer, by folder; None where a corrupted memory is not opened at all."""
         self.directory, self.config, self.pretrained, self.engine = directory, config, pretrained, engine
-        self._root, self.is_run = root, root.parent.name == "checkpoints"
+        self.is_run = is_run
+        self.root = (directory / "checkpoints" if is_run else checkpoints_of(directory, config.generation)) / "cheem"
+        """Where the tasks lie, one directory each."""
         method, networks = config.method, networks_of(pretrained, None, config.method, engine)
         self.executor = networks.executor
         base = base_means_of(pretrained, method, engine.precision, images=None, progress=Progress())
@@ -128,16 +128,16 @@ class OpenMemory:
         Raises ValueError that names every corrupted task.
         """
         if self.lost is not None:
-            self._learner.memory, self.lost = open_usable(self._root, self.executor.base_pool)
+            self._learner.memory, self.lost = open_usable(self.root, self.executor.base_pool)
         elif self.is_run:
-            self._learner.memory = open_saved(self._root, self.executor.base_pool)
+            self._learner.memory = open_saved(self.root, self.executor.base_pool)
         else:
             self._read()
         self._predictors.clear()
 
     def _read(self) -> None:
-        held = read_config(self.directory)
-        config, root = config_of(held, self.directory), tasks_root(self.directory, held)
+        config = config_of(read_config(self.directory), self.directory)
+        root = checkpoints_of(self.directory, config.generation) / "cheem"
         try:
             memory = open_saved(root, self.executor.base_pool)
         except (ValueError, OSError):
@@ -152,7 +152,7 @@ class OpenMemory:
                 f"{root} lacks tasks that were learned ({', '.join(missing) or 'forgotten ones, which keep places'}); "
                 "restore it from a copy"
             )
-        self.config, self._root, self._learner.memory = config, root, memory
+        self.config, self.root, self._learner.memory = config, root, memory
 
     # ---- what it knows
 
@@ -177,25 +177,25 @@ class OpenMemory:
     @property
     def targets(self) -> tuple[TaskMemory, ...]:
         """What may answer: the tasks, and the backbone's own classes where they are kept."""
-        base = self._base
-        return self.pools.tasks if base is None else (*self.pools.tasks, base)
+        return (*self.pools.tasks, *self._base)
 
     @functools.cached_property
-    def _base(self) -> TaskMemory | None:
+    def _base(self) -> tuple[TaskMemory, ...]:
         if not self.config.keeps_base:
-            return None
+            return ()
         arrays, meta = load_task(self.directory / BASE)
         assert self.vit.head is not None and self.vit.head.bias is not None
         head, depth = Head(self.vit.head.kernel[...], self.vit.head.bias[...]), self.vit.config.depth
         means = np.zeros((depth, self.vit.config.width), np.float32)
-        return TaskMemory(
+        base = TaskMemory(
             BASE, tuple(meta["classes"]), (Choice("reuse", 0),) * depth, (0,) * depth, head, means,
             arrays["centroids"], arrays["distances"], arrays.get("moments", {}),
         )  # fmt: skip
+        return (base,)
 
     def info(self) -> dict[str, Any]:
         """What `cheem info` tells, as JSON values; bytes on the disk per task."""
-        sizes, tasks = dict(enumerate(map(_bytes_of, saved_tasks(self._root)))), []
+        sizes, tasks = dict(enumerate(map(_bytes_of, saved_tasks(self.root)))), []
         for index, (task, kept) in enumerate(zip(self.tasks, self.pools.tasks, strict=True)):
             cost = self._learner.costs(index)
             own = {name: cost[name] for name in ("experts", "flops_executed", "params_added", "params_added_percent")}
@@ -267,20 +267,15 @@ class OpenMemory:
         `task` tells the true task of all of them. As for `cheem predict`, an image that cannot be read gets a
         prediction with `error` alone, and the others are answered. Raises ValueError for an array of another form.
         """
-        if isinstance(images, str | bytes | Path | Image.Image) or (
-            isinstance(images, np.ndarray) and images.ndim == 3
-        ):
+        if isinstance(images, str | bytes | Path | Image.Image):
             images = [images]
-        size, decoded, errors = self.config.image_size, [], dict[int, str]()
-        for i, image in enumerate(images):
-            try:
-                decoded.append(pixels_of(image, size, f"image {i}"))
-            except (ValueError, OSError) as error:
-                if not isinstance(image, str | bytes | Path | Image.Image):
-                    raise
-                errors[i] = str(error)
-        answers = iter(self.predictor(top=top, open_set=open_set, task=task)(np.stack(decoded)) if decoded else ())
-        return [Prediction.failed(errors[i]) if i in errors else next(answers) for i in range(len(images))]
+        given = [images] if isinstance(images, np.ndarray) and images.ndim == 3 else list(images)
+        names = [str(one) if isinstance(one, str | Path) else f"image {i}" for i, one in enumerate(given)]
+        found = predict_files(self.predictor(top=top, open_set=open_set, task=task), given)
+        return [
+            Prediction(error=f"{name}: {answer.error}") if answer.error else answer
+            for name, (_, answer) in zip(names, found, strict=True)
+        ]
 
     def evaluate(
         self, data: Data, *, split: str = "test", task: str | None = None, open_set: float | None = None
@@ -293,19 +288,16 @@ class OpenMemory:
         found = tasks_of(data, self.config.image_size)
         if task is not None and len(found) != 1:
             raise ValueError(f"{task!r} is one task, and the data hold {len(found)}: {[t.name for t in found]}")
-        names = [learned.name for learned in self.pools.tasks]
         wanted = [task] if task is not None else [one.name for one in found]
-        check_names(wanted, names, f"memory {str(self.directory)!r}")
-        return [self._score(one, names.index(name), split, open_set) for one, name in zip(found, wanted, strict=True)]
+        check_names(wanted, self._names, f"memory {str(self.directory)!r}")
+        pairs = zip(found, map(self._names.index, wanted), strict=True)
+        return [self._score(one, index, split, open_set) for one, index in pairs]
 
     def keep_scores(self, scores: Sequence[Score]) -> None:
         """Keep what was measured on test images for `cheem report`, until a task is learned or forgotten."""
-        measured = {
-            score.task: Evaluated(
-                score.num_images, score.accuracy, score.accuracy_given, score.found, time.strftime("%Y-%m-%d %H:%M")
-            )
-            for score in scores
-        }
+        date, measured = time.strftime("%Y-%m-%d %H:%M"), dict[str, Evaluated]()
+        for score in scores:
+            measured[score.task] = Evaluated(score.num_images, score.accuracy, score.accuracy_given, score.found, date)
         keep_evaluated(self.directory, dataclasses.asdict(self.config), measured)
 
     def _score(self, task: Task, index: int, split: str, open_set: float | None) -> Score:
@@ -332,12 +324,12 @@ class OpenMemory:
     def export(
         self,
         file: str | Path,
-        kind: "Format | None" = None,
+        kind: Format | None = None,
         *,
         task: str | None = None,
         open_set: float | None = None,
         overwrite: bool = False,
-    ) -> "Exported":
+    ) -> Exported:
         """Write one task's network, or without `task` the whole memory behind its router, for use elsewhere.
 
         Without `kind` the file's ending decides: .onnx, .stablehlo or .safetensors (`timm`).
@@ -346,8 +338,6 @@ class OpenMemory:
             raise ValueError(
                 "one task's network has no router, so open_set means nothing there; leave out one of the two"
             )
-        from cheem_jax.export import Subject, export, kind_of
-
         kind = kind or kind_of(Path(file))
         thresholds = self.predictor(open_set=open_set).thresholds
         subject = Subject(
@@ -378,15 +368,13 @@ class OpenMemory:
         self.check_writable()
         progress = progress or Progress()
         tasks = tasks_of(data, self.config.image_size, progress)
-        if name is not None:
-            if len(tasks) != 1:
-                raise ValueError(f"one name, {name!r}, for {len(tasks)} tasks: {[task.name for task in tasks]}")
-            tasks = (dataclasses.replace(tasks[0], name=name),)
-        if extend is not None:
-            if name is not None or len(tasks) != 1:
-                given = f"the name {name!r}" if name is not None else f"{len(tasks)} tasks"
-                raise ValueError(f"one task, {extend!r}, is extended by the images of one, but {given} came with it")
-            tasks = (dataclasses.replace(tasks[0], name=extend),)
+        if extend is not None and (name is not None or len(tasks) != 1):
+            given = f"the name {name!r}" if name is not None else f"{len(tasks)} tasks"
+            raise ValueError(f"one task, {extend!r}, is extended by the images of one, but {given} came with it")
+        if name is not None and len(tasks) != 1:
+            raise ValueError(f"one name, {name!r}, for {len(tasks)} tasks: {[task.name for task in tasks]}")
+        if (own := name if extend is None else extend) is not None:
+            tasks = (dataclasses.replace(tasks[0], name=own),)
         if repeated := repeats(task.name.casefold() for task in tasks):
             raise ValueError(f"task names differ in upper and lower case alone, or not at all: {repeated}")
         size = self.config.image_size
@@ -409,13 +397,13 @@ class OpenMemory:
                         f"warning: {task.name} has the same images as {name}; the router cannot tell them apart, so "
                         "accuracy will be low without the task ID"
                     )
-            run = RunContext(self.directory, record, progress, stop, save_every, status, self._root.parent)
+            run = RunContext(self.directory, record, progress, stop, save_every, status, self.root.parent)
             for task in tasks:
                 if hashes[task.name] in self._learned_from(task.name):
                     progress.say(f"{task.name}: learned already")
                 elif isinstance(task, Extension):
                     self._extend(task, hashes[task.name], run)
-                    run = run._replace(checkpoints=self._root.parent)
+                    run = run._replace(checkpoints=self.root.parent)
                 else:
                     self._learn(task, hashes[task.name], run)
                 self._measure(tasks, run)
@@ -423,14 +411,22 @@ class OpenMemory:
         names = [task.name for task in tasks]
         return tuple(task for task in self.tasks if task.name in names)
 
-    def _learn(self, task: Task, data_sha256: str, run: RunContext) -> None:
-        number, index = self.pools.next_number, len(self.pools.tasks)
-        begun = {"name": task.name, "number": number, "data_sha256": data_sha256}
-        method, num = self.config.method, len(task.train.labels)
+    def _begin(self, task: Task, data_sha256: str, run: RunContext) -> int:
+        """Say in `config.json` which task is learned, with the settings for its images; returns its number."""
+        number, num = self.pools.next_number, len(self.pools.tasks)
         if self.config.preset == "auto":
-            self._learner.config = method = auto(method, num)
-        self._write(learning=begun, tasks=(*self._names, task.name), method=method)
-        run.record.keep(lambda entry: entry["event"] != "learned" or entry["report"]["index"] < index)
+            self._learner.config = auto(self.config.method, len(task.train.labels))
+        self._write(
+            learning={"name": task.name, "number": number, "data_sha256": data_sha256},
+            tasks=tuple(dict.fromkeys((*self._names, task.name))),
+            method=self._learner.config,
+        )
+        run.record.keep(lambda entry: entry["event"] != "learned" or entry["report"]["index"] < num)
+        return number
+
+    def _learn(self, task: Task, data_sha256: str, run: RunContext) -> None:
+        index, num = len(self.pools.tasks), len(task.train.labels)
+        number, method = self._begin(task, data_sha256, run), self.config.method
         # in tens of seconds, which claim no more than such an estimate can
         takes = duration(10 * math.ceil(self._learner.expected_seconds(task) / 10))
         run.progress.say(
@@ -446,16 +442,12 @@ class OpenMemory:
         self._predictors.clear()
 
     def _extend(self, task: Extension, data_sha256: str, run: RunContext) -> None:
-        before, index, number = self.pools, self._names.index(task.name), self.pools.next_number
+        before, index = self.pools, self._names.index(task.name)
         num, classes = len(before.tasks), before.tasks[index].classes
         absent = absent_classes(task, before.tasks[index])
         learned = {e["report"]["index"]: e["report"] for e in read(self.directory) if e["event"] == "learned"}
-        old, method = learned[index], self.config.method
-        if self.config.preset == "auto":
-            method = auto(method, len(task.train.labels))
-        begun = {"name": task.name, "number": number, "data_sha256": data_sha256}
-        self._write(learning=begun, method=method)
-        run.record.keep(lambda entry: entry["event"] != "learned" or entry["report"]["index"] < num)
+        old = learned[index]
+        number, method = self._begin(task, data_sha256, run), self.config.method
         run.progress.say(
             f"{task.name}: {len(task.train.labels):,} more training images ({old['num_train']:,} before), "
             f"{len(task.classes) - len(classes)} more classes ({len(classes)} before)"
@@ -485,18 +477,25 @@ class OpenMemory:
         report["similarity"] = [*old["similarity"], *[[None] * len(before.pool)] * (num - index)]
         run.record.write("learned", method=self._learner.name, report=report, **start.since())
         done = without_numbers(grown, (before.numbers[index],))
-        write_generation(self.directory, self.config, grown, done.memory, method.ops.rank)
-        told = {**then, "data_sha256": data_sha256}
+        more = [*self.config.extended.get(task.name, []), {**then, "data_sha256": data_sha256}]
+        self._replace(
+            grown,
+            done.memory,
+            forgetting=({"index": index, "name": task.name, "extended": True},),
+            replaced=(*self.config.replaced, before.numbers[index]),
+            extended={**self.config.extended, task.name: more},
+        )
+
+    def _replace(self, before: InternalMemory, after: InternalMemory, **changes: Any) -> None:
+        """Write the next generation, say in `config.json` that it counts, and take away what is left of the old one."""
+        write_generation(self.directory, self.config, before, after)
         self._write(
             generation=self.config.generation + 1,
-            replaced=(*self.config.replaced, before.numbers[index]),
-            extended={**self.config.extended, task.name: [*self.config.extended.get(task.name, []), told]},
-            tasks=tuple(task.name for task in done.memory.tasks),
-            num_learned=done.memory.next_number,
+            tasks=tuple(task.name for task in after.tasks),
+            num_learned=after.next_number,
             learning=None,
-            forgetting=({"index": index, "name": task.name, "extended": True},),
+            **changes,
         )
-        self.refresh()
         self._tidy()
 
     def _measure(self, tasks: Sequence[Task], run: RunContext) -> None:
@@ -524,28 +523,20 @@ class OpenMemory:
                     f"task {learning['name']!r} is interrupted; finish it, or forget it too, before another one is "
                     "forgotten"
                 )
-            given, names = (
-                names,
-                tuple(name for name in names if learning is None or name != learning["name"] or name in self._names),
-            )
-            if given and not names:
-                self._give_up()
-                return Forgotten(before, (), (), (), (), ())
-            done = forget(before, *names, erase=erase)
+            saved = [name for name in names if learning is None or name != learning["name"] or name in self._names]
+            done = forget(before, *saved, erase=erase) if saved or not names else Forgotten(before)
             if learning is not None:
-                self._give_up()
-            indices = sorted((self._names.index(name) for name in names), reverse=True)
-            write_generation(self.directory, self.config, before, done.memory, self.config.method.ops.rank)
-            self._write(
-                generation=self.config.generation + 1,
-                tasks=tuple(task.name for task in done.memory.tasks),
-                data_sha256={task: sha for task, sha in self.config.data_sha256.items() if task not in names},
-                extended={task: told for task, told in self.config.extended.items() if task not in names},
-                learning=None,
-                forgetting=tuple({"index": index, "name": before.tasks[index].name} for index in indices),
-            )
-            self.refresh()
-            self._tidy()
+                self._end_learning()
+            if done.numbers:
+                indices = sorted((self._names.index(name) for name in saved), reverse=True)
+                config = self.config
+                self._replace(
+                    before,
+                    done.memory,
+                    forgetting=tuple({"index": index, "name": before.tasks[index].name} for index in indices),
+                    data_sha256={task: sha for task, sha in config.data_sha256.items() if task not in saved},
+                    extended={task: told for task, told in config.extended.items() if task not in saved},
+                )
         return done
 
     # ---- keeping it whole
@@ -554,53 +545,46 @@ class OpenMemory:
     def _writing(self) -> Iterator[Record]:
         """The directory for this process alone, read anew, and with what a killed process left taken away."""
         with hold(self.directory):
-            self.refresh()
-            if self._tidy():
-                self.refresh()
-            identity = {
-                "backbone": self.config.backbone,
-                "image_size": self.config.image_size,
-                "seed": self.config.seed,
-                "cheem": dataclasses.asdict(self.config.method),
-                "engine": dataclasses.asdict(self.engine),
-                "weights_sha256": self.config.weights_sha256,
-                "data_sha256": self.config.data_sha256,
-            }
+            self._tidy()
+            told = ("backbone", "image_size", "seed", "weights_sha256", "data_sha256")
+            identity = {name: getattr(self.config, name) for name in told}
+            identity |= {"cheem": dataclasses.asdict(self.config.method), "engine": dataclasses.asdict(self.engine)}
             yield Record(self.directory, fingerprint.digest(fingerprint.take(identity)))
 
-    def _tidy(self) -> bool:
-        """Finish what a killed process began; returns whether there was anything."""
-        before = self.config
+    def _tidy(self) -> None:
+        """Read the directory again, and finish what a killed process began."""
+        self.refresh()
         remove_old_generations(self.directory, self.config.generation)
         if (left := self.config.forgetting) is not None:
             for torn in self.directory.glob(".*.tmp"):
                 torn.unlink(missing_ok=True)
-            entries = read(self.directory)
-            names = {(e["report"]["index"], e["report"]["name"]) for e in entries if e["event"] == "learned"}
-            kept = entries
+            kept = read(self.directory)
+            names = {(e["report"]["index"], e["report"]["name"]) for e in kept if e["event"] == "learned"}
             for one in left:
                 # an extended task has a line of the same name, which may be at the same place already
                 is_told = not one.get("extended") or len(names) > len(self.pools.tasks)
                 if is_told and (one["index"], one["name"]) in names:
                     kept = without_task(kept, one["index"], one["name"])
-            if kept is not entries:
-                if told := [entry["report"] for entry in kept if entry["event"] == "learned"]:
-                    max(told, key=lambda report: report["index"])["pool"] = self.pools.history()
-                Record(self.directory).replace(kept)
+            if told := [entry["report"] for entry in kept if entry["event"] == "learned"]:
+                max(told, key=lambda report: report["index"])["pool"] = self.pools.history()
+            Record(self.directory).replace(kept)
             for place in (self.directory / name for name in DERIVED):
                 shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
             write_results(self.directory)
             self._write(forgetting=None)
         self._finish_learning()
-        return self.config != before
 
     def _finish_learning(self) -> None:
         """Say in `config.json` that the task is learned, once it is saved."""
         begun = self.config.learning
-        if begun is not None and begun["number"] < self.pools.next_number:
+        if begun is not None and self.interrupted is None:
             known = {**self.config.data_sha256, begun["name"]: begun["data_sha256"]}
-            self._rolling.clear()
-            self._write(learning=None, data_sha256=known, tasks=self._names, num_learned=self.pools.next_number)
+            self._end_learning(data_sha256=known, num_learned=self.pools.next_number)
+
+    def _end_learning(self, **changes: Any) -> None:
+        """Drop what there is of an interrupted task, or the rolling checkpoint of one that is saved."""
+        Rolling(self.root, Stop()).clear()
+        self._write(learning=None, tasks=self._names, **changes)
 
     def check_writable(self) -> None:
         """Raises ValueError for a run of an experiment, and where a corrupted memory was opened for answering alone."""
@@ -613,49 +597,35 @@ class OpenMemory:
             )
 
     def _check_names(self, hashes: Mapping[str, str]) -> None:
-        taken = {task.name.casefold(): task.name for task in self.pools.tasks}
-        if self.config.keeps_base:
-            taken[BASE] = BASE
         for name, sha in hashes.items():
-            known = taken.get(name.casefold())
-            if known is None or (known == name and self.config.data_sha256.get(name) == sha):
-                continue
-            if known == BASE and self.config.keeps_base:
+            if self.config.keeps_base and name.casefold() == BASE:
                 raise ValueError(
                     f"{name!r} is the pretraining data in this memory; give this one another name (--name)"
                 )
-            raise ValueError(
-                f"a task {known!r} was learned from other images already, and what is learned never changes; give this "
-                f"one another name (--name), or drop the old one first: cheem forget {self.directory} {known}"
-            )
+            for known in self._names:
+                is_same = (known, self.config.data_sha256.get(known)) == (name, sha)
+                if known.casefold() == name.casefold() and not is_same:
+                    raise ValueError(
+                        f"a task {known!r} was learned from other images already, and what is learned never changes; "
+                        f"give this one another name (--name), or drop the old one first: cheem forget "
+                        f"{self.directory} {known}"
+                    )
 
     def _check_unfinished(self, hashes: Mapping[str, str], discard: bool) -> None:
-        left = self.interrupted
-        first = next((name for name, sha in hashes.items() if sha not in self._learned_from(name)), None)
-        if left is None or (first is None and not discard):
-            return
-        if first is not None and (first, hashes[first]) == (left["name"], left["data_sha256"]):
+        left, new = self.interrupted, [one for one in hashes.items() if one[1] not in self._learned_from(one[0])]
+        if left is None or not (new or discard) or new[:1] == [(left["name"], left["data_sha256"])]:
             return
         if not discard:
             raise ValueError(
                 f"task {left['name']!r} is interrupted; give its command again to finish it first, or give it up with "
                 "--discard-unfinished"
             )
-        self._give_up()
+        self._end_learning()
 
     def _learned_from(self, name: str) -> list[str]:
         """What a task was learned from and extended by."""
         more = [one["data_sha256"] for one in self.config.extended.get(name, [])]
         return [self.config.data_sha256[name], *more] if name in self.config.data_sha256 else []
-
-    def _give_up(self) -> None:
-        """Drop what there is of an interrupted task."""
-        self._rolling.clear()
-        self._write(learning=None, tasks=self._names)
-
-    @property
-    def _rolling(self) -> Rolling:
-        return Rolling(self._root, Stop())
 
     def _write(self, **changes: Any) -> None:
         self.config = dataclasses.replace(self.config, **changes)

@@ -1,8 +1,7 @@
 """Answering for a whole memory: which task an image belongs to, which class of it, and whether to any at all."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,16 +11,15 @@ from scipy.special import softmax
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.core.architecture import to_strings
 from cheem_jax.core.images import Images
-from cheem_jax.core.paths import absolute
 from cheem_jax.core.pool import TaskMemory
 from cheem_jax.core.routing.centroids import CentroidIndex, threshold
 from cheem_jax.core.routing.config import RouterConfig
 from cheem_jax.core.routing.routers import NearestCentroid, make_router
 from cheem_jax.data.decode import decode_pieces
-from cheem_jax.data.files import FolderFiles, look_through
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import Inference
+from cheem_jax.memory.data import NamedFiles, Picture
 from cheem_jax.run.method import base_network
 
 BATCH_SIZES = (1, 8, 32)
@@ -46,22 +44,17 @@ class NearTask(NamedTuple):
 class Prediction:
     """The answer to one image, decided from that image alone."""
 
-    task: str | None
+    task: str | None = None
     """The task whose network answered; None where the image belongs to none of them (open set)."""
-    guesses: tuple[Guess, ...]
+    guesses: tuple[Guess, ...] = ()
     """Classes of that task, most probable first; empty without a task, and where a logit is non-finite."""
-    near: tuple[NearTask, ...]
+    near: tuple[NearTask, ...] = ()
     """Tasks by distance, the nearest first."""
-    blocks: tuple[str, ...]
+    blocks: tuple[str, ...] = ()
     """What ran in each block of the answering network, such as `reuse:0`, `adapt:2`, `new`, `skip`; () without a
     task."""
     error: str = ""
     """Why the image could not be read; then there is nothing else. Empty for every image that was answered."""
-
-    @classmethod
-    def failed(cls, error: str) -> "Prediction":
-        """For an image that could not be read; others of the same call are answered."""
-        return cls(None, (), (), (), error)
 
     @property
     def label(self) -> str | None:
@@ -151,11 +144,6 @@ class Predictor:
         return self.executor.config.image_size
 
     @property
-    def tasks(self) -> tuple[str, ...]:
-        """Names of the targets."""
-        return tuple(target.name for target in self.targets)
-
-    @property
     def classes(self) -> dict[str, tuple[str, ...]]:
         """The classes of each target."""
         return {target.name: target.classes for target in self.targets}
@@ -180,11 +168,20 @@ class Predictor:
 
     def __call__(self, images: UInt8[np.ndarray, "N S S 3"]) -> list[Prediction]:
         """The answer to each image."""
-        found = self.answer(images)
-        return [
-            self._told(int(target), logits, row)
-            for target, logits, row in zip(found.targets, found.logits, found.distances, strict=True)
-        ]
+        predictions = []
+        for target, logits, distances in zip(*self.answer(images), strict=True):
+            order = np.argsort(distances, kind="stable")
+            near = tuple(NearTask(self.targets[i].name, float(distances[i])) for i in order)
+            if target < 0:
+                predictions.append(Prediction(near=near))
+                continue
+            task, guesses = self.targets[target], ()
+            if np.isfinite(logits).all():  # a network that computes NaN must not pass for one that knows
+                probabilities = probabilities_of(logits, task)
+                best = np.argsort(-logits, kind="stable")[: self.top]  # which the temperature cannot change
+                guesses = tuple(Guess(task.classes[i], float(probabilities[i])) for i in best)
+            predictions.append(Prediction(task.name, guesses, near, tuple(to_strings(task.architecture))))
+        return predictions
 
     def answer(self, images: Images) -> Answered:
         """Answers to images uint8 `[N, S, S, 3]` as arrays.
@@ -209,43 +206,22 @@ class Predictor:
 
             def route(seen: np.ndarray, known: slice = known, size: int = size) -> np.ndarray:
                 found = self.index.distances(seen)
-                routed = self._routed(found, seen)
-                near[known], targets[known] = found[:size], routed[:size]
-                return routed
+                nearest = np.argmin(found, axis=1).astype(np.int32)
+                if self.thresholds is not None:
+                    own = found if self._own is None else self._own.distances(seen)
+                    # so written, what is no number is foreign too
+                    nearest[~(own[np.arange(len(found)), nearest] <= self.thresholds[nearest])] = -1
+                near[known], targets[known] = found[:size], nearest[:size]
+                return nearest
 
             features[known] = inference.features(HostImages(self.executor, part), size, route)
-        heads = {target: self._head(target) for target in np.unique(targets).tolist()}
+        heads = {-1: (np.zeros((features.shape[1], 0), np.float32), np.zeros(0, np.float32))}  # of no class
+        for target in np.unique(targets[targets >= 0]).tolist():
+            weight, bias = self.targets[target].head
+            heads[target] = np.asarray(weight), np.asarray(bias)
         pairs = zip(features, [heads[target] for target in targets.tolist()], strict=True)
         logits = [row @ weight + bias for row, (weight, bias) in pairs]
         return Answered(targets, logits, near)
-
-    def _routed(self, found: Float[np.ndarray, "N T"], seen: Float[np.ndarray, "N E"]) -> Int[np.ndarray, "N"]:
-        nearest = np.argmin(found, axis=1).astype(np.int32)
-        if self.thresholds is not None:
-            own = found if self._own is None else self._own.distances(seen)
-            # so written, what is no number is foreign too
-            nearest[~(own[np.arange(len(found)), nearest] <= self.thresholds[nearest])] = -1
-        return nearest
-
-    def _head(self, target: int) -> tuple[Float[np.ndarray, "D C"], Float[np.ndarray, "C"]]:
-        """On the host; none of the targets has no classes."""
-        if target < 0:
-            return np.zeros((self.executor.config.width, 0), np.float32), np.zeros(0, np.float32)
-        weight, bias = self.targets[target].head
-        return np.asarray(weight), np.asarray(bias)
-
-    def _told(self, target: int, logits: np.ndarray, near: np.ndarray) -> Prediction:
-        order = np.argsort(near, kind="stable")
-        told = tuple(NearTask(self.targets[i].name, float(near[i])) for i in order)
-        if target < 0:
-            return Prediction(None, (), told, ())
-        task = self.targets[target]
-        if not np.isfinite(logits).all():  # a network that computes NaN must not pass for one that knows
-            return Prediction(task.name, (), told, tuple(to_strings(task.architecture)))
-        probabilities = probabilities_of(logits, task)
-        best = np.argsort(-logits, kind="stable")[: self.top]  # which the temperature cannot change
-        guesses = tuple(Guess(task.classes[i], float(probabilities[i])) for i in best)
-        return Prediction(task.name, guesses, told, tuple(to_strings(task.architecture)))
 
 
 def probabilities_of(logits: Float[np.ndarray, "C"], task: TaskMemory) -> Float[np.ndarray, "C"]:
@@ -269,46 +245,12 @@ class Asked(NamedTuple):
         return {"file": self.file, **self.prediction.to_json()}
 
 
-def predict_files(predictor: Predictor, files: Iterable[str | Path | bytes]) -> Iterator[Asked]:
-    """The answer to each file in turn, decoded while others are answered; bytes are an image from standard input."""
+def predict_files(predictor: Predictor, files: Sequence[Picture]) -> Iterator[Asked]:
+    """The answer to each file in turn, decoded while others are answered. Raises as `NamedFiles`."""
     # small pieces: the first answer does not wait for hundreds of pictures
     size = 2 * predictor.batch_sizes[-1]
-    decoded = decode_pieces(NamedFiles(list(files)), predictor.image_size, size)
-    for names, images, errors in decoded:
+    for names, images, errors in decode_pieces(NamedFiles(files), predictor.image_size, size):
         answers = iter(predictor(images))
         for name, error in zip(names, errors, strict=True):
-            found = Prediction.failed(error.removeprefix(f"{name}: ")) if error else next(answers)
+            found = Prediction(error=error.removeprefix(f"{name}: ")) if error else next(answers)
             yield Asked(name, found)
-
-
-def files_in(place: Path) -> tuple[list[str], list[str]]:
-    """A file itself, or the images below a folder, and lines about what else is there; ValueError where none is."""
-    folder = absolute(place)
-    if not folder.is_dir():
-        return [str(place)], []
-    found = look_through(folder, any_name=True)
-    if not found.images:
-        told = "".join(f"; {note}" for note in found.notes())
-        raise ValueError(f"{str(place)!r} contains no image; expected an image file, or a folder of some{told}")
-    return [str(place / name) for name in found.images], found.notes()
-
-
-class NamedFiles(FolderFiles):
-    """Files by any path; errors and answers name each as it was given, and bytes from standard input `-`."""
-
-    def __init__(self, given: Sequence[str | Path | bytes]):
-        super().__init__(Path(), ["-" if isinstance(one, bytes) else str(one) for one in given])
-        self.given = given
-
-    def where(self, row: int) -> str:
-        """See `FolderFiles.where`."""
-        return self.keys[row]
-
-    def read(self, row: int) -> bytes:
-        """See `FolderFiles.read`."""
-        one = self.given[row]
-        return one if isinstance(one, bytes) else super().read(row)
-
-    def file(self, row: int) -> Path:
-        """See `FolderFiles.file`."""
-        return absolute(self.keys[row])

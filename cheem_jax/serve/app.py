@@ -13,33 +13,28 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import uvicorn
-from prometheus_client import generate_latest
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cheem_jax import __version__
 from cheem_jax.core.ops import COLOURS
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.record import to_json
-from cheem_jax.serve.limits import Limits
-from cheem_jax.serve.metrics import Metrics
-from cheem_jax.serve.reading import Refused
-from cheem_jax.serve.service import Service
+from cheem_jax.serve import Limits
+from cheem_jax.serve.service import Refused, Service
 
 PATHS = ("/", "/predict", "/health", "/metrics", "/memory")
 SENTENCES = {404: f"unknown path; there are {', '.join(PATHS)}", 405: "wrong method; images are sent with POST"}
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TEMPLATE = Path(__file__).with_name("page.html")
 MORE_CONNECTIONS = 512
 """Connections beyond the images that may wait: idle ones, and those that are about to be refused."""
-MAX_HEAD = 2**15
-"""Bytes of a request's head."""
 
 
 def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)) -> Starlette:
@@ -68,20 +63,20 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
             return JSONResponse({"status": "warming up"}, 503, {"Retry-After": "1"})
         return JSONResponse({
             "status": "ok",
-            "tasks": list(predictor.tasks),
-            "num_classes": sum(len(predictor.classes[task]) for task in predictor.tasks),
+            "tasks": list(predictor.classes),
+            "num_classes": sum(map(len, predictor.classes.values())),
             "image_size": predictor.image_size,
             "version": __version__,
         })  # fmt: skip
 
     async def metrics(request: Request) -> Response:
-        return Response(generate_latest(service.metrics.registry), headers={"Content-Type": METRICS_TYPE})
+        return Response(generate_latest(service.metrics.registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     async def memory(request: Request) -> Response:
         return JSONResponse({
-            "tasks": list(predictor.tasks),
-            "classes": {task: list(predictor.classes[task]) for task in predictor.tasks},
-            "architectures": {task: list(predictor.architectures[task]) for task in predictor.tasks},
+            "tasks": list(predictor.classes),
+            "classes": predictor.classes,
+            "architectures": predictor.architectures,
             "image_size": predictor.image_size,
             "max_body_bytes": limits.max_body_bytes,
             "networks": predictor.counters(),
@@ -98,6 +93,16 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
             sentence = error.detail
         return JSONResponse({"error": sentence}, error.status_code, error.headers)
 
+    async def count(request: Request, answer: RequestResponseEndpoint) -> Response:
+        """Every request with its status and seconds; browsers may not guess at the type of an answer."""
+        start, status = time.perf_counter(), 500  # what Starlette answers to an error of ours
+        try:
+            response = await answer(request)
+            status, response.headers["X-Content-Type-Options"] = response.status_code, "nosniff"
+            return response
+        finally:
+            service.metrics.answered(request.scope["path"], status, time.perf_counter() - start)
+
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with service.running():
@@ -107,7 +112,7 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
     app = Starlette(
         routes=[Route("/predict", predict, methods=["POST"]), *(Route(path, get[path]) for path in get)],
         middleware=[
-            Middleware(Counted, metrics=service.metrics),
+            Middleware(BaseHTTPMiddleware, dispatch=count),
             Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
         ],
         exception_handlers={HTTPException: refuse},
@@ -118,48 +123,17 @@ def make_app(predictor: Predictor, limits: Limits, hosts: Sequence[str] = ("*",)
     return app
 
 
-class Counted:
-    """Counts every request with its status and seconds, and forbids browsers to guess at the type of an answer."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics):
-        self.app, self.metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        start, status = time.perf_counter(), 500  # what Starlette answers to an error of ours
-
-        async def answer(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = [*message.get("headers", []), (b"x-content-type-options", b"nosniff")]
-                message = {**message, "headers": headers}
-            await send(message)
-
-        try:
-            await self.app(scope, receive, answer)
-        finally:
-            self.metrics.answered(scope["path"], status, time.perf_counter() - start)
-
-
 def page() -> tuple[str, dict[str, str]]:
     """The page and its headers; it asks for a memory under `/memory`, and loads and sends nothing elsewhere."""
     colours = " ".join(f"--{kind}: {colour};" for kind, colour in COLOURS.items())
     html = TEMPLATE.read_text().replace("/* colours of the ops */", colours)
-    policy = {
-        "default-src": "'none'",
-        "script-src": _hash_of("script", html),
-        "style-src": _hash_of("style", html),
-        "connect-src": "'self'",
-        "img-src": "blob: data:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-    }
+    policy = (
+        f"default-src 'none'; script-src {_hash_of('script', html)}; style-src {_hash_of('style', html)}; "
+        "connect-src 'self'; img-src blob: data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
     headers = {
         "Content-Type": "text/html; charset=utf-8",
-        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Content-Security-Policy": policy,
         "Referrer-Policy": "no-referrer",
     }
     return html, headers
@@ -207,7 +181,7 @@ def make_server(app: Starlette, limits: Limits) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app, loop="asyncio", http="h11", ws="none", lifespan="on", log_config=None, log_level="error",
-            access_log=False, proxy_headers=False, server_header=False, h11_max_incomplete_event_size=MAX_HEAD,
+            access_log=False, proxy_headers=False, server_header=False,
             limit_concurrency=limits.max_queue + MORE_CONNECTIONS, timeout_keep_alive=patience,
             timeout_graceful_shutdown=patience + 1,
         )

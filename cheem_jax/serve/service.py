@@ -1,21 +1,79 @@
-"""One memory that answers requests: reading, decoding and predicting, each where it holds nothing up."""
+"""One memory that answers requests: reading, decoding and predicting, each where it holds nothing up, and counted."""
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from starlette.requests import Request
+from jaxtyping import UInt8
+from PIL import Image
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
 
+from cheem_jax.data.decode import FORMATS, decode_image
+from cheem_jax.engine.compilation import compilations
 from cheem_jax.memory.predictor import Asked, Prediction, Predictor
-from cheem_jax.serve.limits import Limits
-from cheem_jax.serve.metrics import Metrics
-from cheem_jax.serve.reading import Refused, check_head, decode, read_files
+from cheem_jax.serve import Limits
 
+Waiting = tuple[np.ndarray, asyncio.Future[Prediction]]
+"""An image, and where its answer goes."""
 log = logging.getLogger(__name__)
+FORM = "multipart/form-data"
+RAW = ("application/octet-stream", "application/x-www-form-urlencoded")
+"""Types of a body that may be an image; the second is what curl says where nobody names one."""
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SECONDS = (0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10)
+"""Bounds of the metrics' buckets."""
+
+
+class Refused(HTTPException):
+    """A request that gets a sentence instead of a prediction; `reason` is the word that counts it."""
+
+    def __init__(self, status: int, reason: str, sentence: str, *, retry_after: int | None = None):
+        headers = None if retry_after is None else {"Retry-After": str(retry_after)}
+        super().__init__(status, sentence, headers)
+        self.reason = reason
+
+
+class Metrics:
+    """Counters whose labels take few values, whatever clients send."""
+
+    def __init__(self, paths: Sequence[str], queue_length: Callable[[], int]):
+        self.registry = to = CollectorRegistry()
+        self._paths, self._warm = frozenset(paths), compilations()
+        self._requests = Counter("cheem_requests", "Requests answered", ["path", "status"], registry=to)
+        self._seconds = Histogram(
+            "cheem_request_seconds", "From a request's head to its answer", ["path"], buckets=SECONDS, registry=to
+        )
+        self.refused = Counter("cheem_refused", "Requests that got a sentence, no prediction", ["reason"], registry=to)
+        self.batches = Histogram("cheem_batch_images", "Images in one call", buckets=BATCH_SIZES, registry=to)
+        self.images = Counter("cheem_images", "Images answered, by the task that answered", ["task"], registry=to)
+        queue = Gauge("cheem_queue_images", "Images in the server that are not answered yet", registry=to)
+        queue.set_function(queue_length)
+        text = "Functions compiled, or read from the cache of compiled functions, since warm-up"
+        Gauge("cheem_programs_since_warm_up", text, registry=to).set_function(self._compiled)
+        ProcessCollector(registry=to)
+
+    def warmed_up(self) -> None:
+        """From here on nothing should be compiled."""
+        self._warm = compilations()
+
+    def _compiled(self) -> int:
+        since = compilations().since(self._warm)
+        return since.programs + since.cached
+
+    def answered(self, path: str, status: int, seconds: float) -> None:
+        """One request, whatever came of it."""
+        path = path if path in self._paths else "other"
+        self._requests.labels(path, str(status)).inc()
+        self._seconds.labels(path).observe(seconds)
 
 
 class Service:
@@ -25,7 +83,7 @@ class Service:
         self.predictor, self.limits = predictor, limits
         self.num_images = 0
         """Images in the server that are not answered yet."""
-        self.metrics = Metrics(paths, lambda: self.num_images, predictor.counters)
+        self.metrics = Metrics(paths, lambda: self.num_images)
         self.is_warm = False
         self.failure: Exception | None = None
         """Why warming up failed."""
@@ -33,7 +91,7 @@ class Service:
         """Called once, after warming up or when it failed."""
         self._decoders = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "cheem-decode")
         self._thread = ThreadPoolExecutor(1, "cheem-predict")
-        self._waiting: asyncio.Queue[tuple[np.ndarray, asyncio.Future[Prediction]]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[Waiting] = asyncio.Queue()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -75,43 +133,39 @@ class Service:
         if not self.is_warm:
             raise Refused(503, "not_ready", "the server is not ready; try again in a second", retry_after=1)
         check_head(request, self.limits)
-        seconds = self.limits.timeout_s
-        until = asyncio.get_running_loop().time() + seconds
+        seconds, files = self.limits.timeout_s, None
         with self._places(1):
             try:
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout(seconds):
                     files = await read_files(request, self.limits)
-            except TimeoutError:
-                raise Refused(408, "slow_body", f"the body did not arrive within {seconds:g} s") from None
-            with self._places(len(files) - 1):
-                try:
-                    async with asyncio.timeout_at(until):
+                    with self._places(len(files) - 1):
                         return await self._answers(files)
-                except TimeoutError:
-                    sentence = f"no answer within {seconds:g} s; try again later"
-                    raise Refused(503, "timeout", sentence, retry_after=1) from None
-                except Refused:
-                    raise
-                except Exception as error:
-                    log.exception("the predictor failed")
-                    raise Refused(500, "failed", "the prediction failed; the server's log says more") from error
+            except TimeoutError:
+                if files is None:
+                    raise Refused(408, "slow_body", f"the body did not arrive within {seconds:g} s") from None
+                sentence = f"no answer within {seconds:g} s; try again later"
+                raise Refused(503, "timeout", sentence, retry_after=1) from None
+            except Refused:
+                raise
+            except Exception as error:
+                log.exception("the predictor failed")
+                raise Refused(500, "failed", "the prediction failed; the server's log says more") from error
 
     async def _answers(self, files: list[tuple[str, bytes]]) -> list[Asked]:
         size, max_pixels, loop = self.predictor.image_size, self.limits.max_pixels, asyncio.get_running_loop()
-        images, names = list[np.ndarray](), [name for name, _ in files]
+        names, waiting = [name for name, _ in files], list[Waiting]()
         answers: list[asyncio.Future[Prediction]] = [loop.create_future() for _ in files]
-        good = list[asyncio.Future[Prediction]]()
         for (name, data), answer in zip(files, answers, strict=True):
             try:
-                images.append(await loop.run_in_executor(self._decoders, decode, data, size, max_pixels, name))
-                good.append(answer)
+                image = await loop.run_in_executor(self._decoders, decode, data, size, max_pixels, name)
+                waiting.append((image, answer))
             except Refused as refused:
                 if len(files) == 1:
                     raise
-                answer.set_result(Prediction.failed(refused.detail.removeprefix(f"{name}: ")))
+                answer.set_result(Prediction(error=refused.detail.removeprefix(f"{name}: ")))
         files.clear()
-        for waiting in zip(images, good, strict=True):
-            self._waiting.put_nowait(waiting)
+        for one in waiting:
+            self._waiting.put_nowait(one)
         return list(map(Asked, names, await asyncio.gather(*answers)))
 
     async def _answer_batches(self) -> None:
@@ -119,7 +173,7 @@ class Service:
 
         An image whose request has ended is not predicted any more.
         """
-        batch: list[tuple[np.ndarray, asyncio.Future[Prediction]]] = []
+        batch = list[Waiting]()
         try:
             while True:
                 batch = [await self._waiting.get()]
@@ -145,7 +199,87 @@ class Service:
             _fail(batch, Refused(503, "not_ready", "the server is shutting down"))
 
 
-def _fail(batch: list[tuple[np.ndarray, asyncio.Future[Prediction]]], error: Exception) -> None:
+def _fail(batch: list[Waiting], error: Exception) -> None:
     for _, answer in batch:
         if not answer.done():
             answer.set_exception(error)
+
+
+class _FormInMemory(MultiPartParser):
+    # the body is limited already, and nothing that was sent is written to a disk
+    spool_max_size = 2**40
+
+
+def check_head(request: Request, limits: Limits) -> None:
+    """Refuses what the head alone tells, before anything is read."""
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > limits.max_body_bytes:
+        raise _too_large(limits)
+    kind = _kind(request)
+    if kind not in ("", FORM, *RAW) and not kind.startswith("image/"):
+        raise Refused(
+            415, "content_type",
+            f"a body of type {kind:.60} is not accepted; send the image as image/* or application/octet-stream, or "
+            "files in a form (curl -F image=@cat.jpg)",
+        )  # fmt: skip
+
+
+async def read_files(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
+    """The files in the body with their names: one, or those of a form."""
+    try:
+        if _kind(request) == FORM:
+            return await _files_of_form(request, limits)
+        return [("the image", b"".join([piece async for piece in _pieces(request, limits)]))]
+    except ClientDisconnect:
+        raise Refused(499, "hung_up", "the client hung up") from None
+
+
+def decode(data: bytes, image_size: int, max_pixels: int, name: str) -> UInt8[np.ndarray, "S S 3"]:
+    """The pixels; Refused with 413 for too many of them and with 400 for what is not an image."""
+    if not data:
+        raise Refused(400, "no_image", f"{name}: an empty file is not an image")
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            num, text = image.width * image.height, f"{image.width} x {image.height} pixels are"
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):  # the latter where warnings are errors
+        num, text = max_pixels + 1, "so many pixels are"
+    except Exception:  # what is wrong is said below
+        num, text = 0, ""
+    if num > max_pixels:
+        raise Refused(413, "pixels", f"{name}: {text} too many; send at most {max_pixels / 1e6:g} megapixels")
+    try:
+        return decode_image(data, image_size, name=name)
+    except ValueError as error:
+        raise Refused(400, "no_image", str(error)) from error
+
+
+async def _pieces(request: Request, limits: Limits) -> AsyncGenerator[bytes, None]:
+    """The body as it comes, counted."""
+    total = 0
+    async for piece in request.stream():
+        total += len(piece)
+        if total > limits.max_body_bytes:
+            raise _too_large(limits)
+        yield piece
+
+
+async def _files_of_form(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
+    try:
+        pieces, most = _pieces(request, limits), limits.max_batch
+        form = await _FormInMemory(request.headers, pieces, max_files=most, max_fields=most).parse()
+    except MultiPartException as error:
+        raise Refused(400, "form", f"the form cannot be read: {error.message}") from error
+    sent = [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
+    files = [(value.filename or f"image {number}", await value.read()) for number, value in enumerate(sent, 1)]
+    await form.close()
+    if not files:
+        raise Refused(400, "form", "the form has no file; send one with a file name (curl -F image=@cat.jpg)")
+    return files
+
+
+def _kind(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _too_large(limits: Limits) -> Refused:
+    return Refused(413, "body_size", f"the body is too large; send at most {limits.max_body_mb:g} MB")

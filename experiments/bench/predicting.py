@@ -15,7 +15,8 @@ import tyro
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.data.decode import decode_many
 from cheem_jax.memory import open_memory
-from cheem_jax.memory.predictor import NamedFiles, files_in, predict_files
+from cheem_jax.memory.data import NamedFiles, files_in
+from cheem_jax.memory.predictor import predict_files
 from experiments.bench.measure import Row, alternate, medians, ratio, save
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from serving import Colours, Served, picture, serving
 
-from cheem_jax.serve.limits import Limits
+from cheem_jax.serve import Limits
 
 pytestmark = pytest.mark.browser
 
