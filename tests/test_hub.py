@@ -10,14 +10,16 @@ import shutil
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import small
-from test_memory import STREAM, begin
+from test_memory import STREAM, begin, dying
 
 import cheem_jax
 from cheem_jax.cli.main import main
+from cheem_jax.memory.opened import OpenMemory
 
 REPO = "someone/pets"
 
@@ -165,16 +167,20 @@ def test_a_pushed_memory_contains_no_image_and_answers_the_same_once_pulled(caps
     assert status == 2 and "exists and is not empty" in err
 
 
-def test_what_was_forgotten_is_gone_with_the_next_push(hub, memory):
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_what_was_forgotten_is_gone_with_the_next_push(monkeypatch, hub, memory, is_killed):
     from cheem_jax.memory.hub import push
 
     push(memory, REPO)
     hub.repositories[REPO]["own.md"] = b"kept"
-    cheem_jax.open(memory).forget("task1")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt) if is_killed else nullcontext():
+        if is_killed:
+            patched.setattr(OpenMemory, "_write", dying(OpenMemory._write, "forgetting"))
+        cheem_jax.open(memory).forget("task1")
     names = push(memory, REPO, public=True)
     assert hub.repositories[REPO].keys() == {*names, "own.md"} and hub.private == [True]
     assert all("task1" not in name for name in names) and any("generation-0002" in name for name in names)
-    assert b"task1" not in hub.repositories[REPO]["README.md"]
+    assert not [name for name, content in hub.repositories[REPO].items() if b"task1" in content]
 
 
 @pytest.mark.parametrize("command", ["push", "pull"])

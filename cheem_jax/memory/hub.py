@@ -43,7 +43,7 @@ def push(directory: str | Path, repository: str, *, license: str | None = None, 
     memory = open_memory(directory)
     memory.check_writable()
     with hold(directory):
-        memory.refresh()
+        memory.tidy()  # nor does what a killed command left travel
         if (left := memory.interrupted) is not None:
             raise ValueError(
                 f"task {left['name']!r} is interrupted; finish it, or forget it, before the memory is pushed"

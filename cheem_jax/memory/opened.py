@@ -496,7 +496,7 @@ class OpenMemory:
             learning=None,
             **changes,
         )
-        self._tidy()
+        self.tidy()
 
     def _measure(self, tasks: Sequence[Task], run: RunContext) -> None:
         """Fill the record up: one measurement after each task, of those whose images are at hand."""
@@ -545,13 +545,13 @@ class OpenMemory:
     def _writing(self) -> Iterator[Record]:
         """The directory for this process alone, read anew, and with what a killed process left taken away."""
         with hold(self.directory):
-            self._tidy()
+            self.tidy()
             told = ("backbone", "image_size", "seed", "weights_sha256", "data_sha256")
             identity = {name: getattr(self.config, name) for name in told}
             identity |= {"cheem": dataclasses.asdict(self.config.method), "engine": dataclasses.asdict(self.engine)}
             yield Record(self.directory, fingerprint.digest(fingerprint.take(identity)))
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
         """Read the directory again, and finish what a killed process began."""
         self.refresh()
         remove_old_generations(self.directory, self.config.generation)
