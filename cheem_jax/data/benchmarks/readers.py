@@ -7,7 +7,12 @@ ValueError for corrupted archives, lists that do not fit and images that are abs
 import csv
 import functools
 import io
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 from cheem_jax.data.benchmarks.archives import (
     Reading,
@@ -19,11 +24,25 @@ from cheem_jax.data.benchmarks.archives import (
     members,
     read_files,
 )
-from cheem_jax.data.benchmarks.matlab import read_variable
 from cheem_jax.data.benchmarks.table import BY_NAME
 from cheem_jax.data.decode import opened
 
 STRIP_PIXELS = 20  # the copyright notice below each aircraft
+SECONDS, MAX_BYTES = 60, 2**31
+"""Of the process that reads a MATLAB file; an intact list takes less than one second."""
+_PROGRAM = """
+import contextlib, io, json, sys
+with contextlib.suppress(ImportError, ValueError):  # not every system has this limit
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
+import numpy, scipy.io
+variables = scipy.io.loadmat(io.BytesIO(sys.stdin.buffer.read()), squeeze_me=True, variable_names=[sys.argv[1]])
+found = numpy.atleast_1d(variables[sys.argv[1]])
+rows = found.ravel(order="F").tolist()  # MATLAB's order
+if found.dtype.names:
+    rows = [dict(zip(found.dtype.names, row)) for row in rows]
+print(json.dumps(rows, default=lambda value: value.tolist()))
+"""
 
 
 def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
@@ -174,3 +193,28 @@ def _recode(data: bytes, name: str, *, cut: int = 0, format: str, **options: int
             raise ValueError(f"{image.height} rows, of which {cut} are to be cut off")
         image.crop((0, 0, image.width, image.height - cut)).save(buffer, format, **options)
     return buffer.getvalue()
+
+
+def read_variable(data: bytes, name: str, where: str) -> list[Any]:
+    """The elements of a variable of a `.mat` file in MATLAB's order; those of a struct array are dicts by field.
+
+    Raises ValueError for a file that is corrupted, has no such variable, or takes too much time or memory; `where`
+    names the file in it. SciPy reads it in a process of its own, since some corrupted files end that process with a
+    segmentation fault.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _PROGRAM, name, str(MAX_BYTES)],
+            input=data,
+            capture_output=True,
+            timeout=SECONDS,
+            # each thread of OpenBLAS would take address space, which is limited
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{where}: variable {name!r} was not read within {SECONDS} seconds") from error
+    if done.returncode != 0:
+        last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        reason = last_line or f"signal {-done.returncode}"
+        raise ValueError(f"{where}: variable {name!r} cannot be read: {reason}; download it again")
+    return json.loads(done.stdout)

@@ -61,8 +61,10 @@ class BenchmarkTask:
     """Whether the stock builder does; without one of this library's own."""
     by_hand: str = ""
     """Why the user has to bring some archives."""
+    description: str = ""
+    """For TFDS, where a builder of this library's own makes the data set."""
     archives: tuple[Archive, ...] = ()
-    """What a builder of this library's own makes the data set from, without TensorFlow; none: TFDS's builder does."""
+    """What that builder makes it from, without TensorFlow; none: TFDS's builder does."""
 
     @property
     def spec(self) -> str:
