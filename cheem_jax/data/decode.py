@@ -39,13 +39,13 @@ def decode_image(data: bytes, image_size: int, *, name: str = "image") -> UInt8[
     if image_size < 1:
         raise ValueError(f"image_size must be at least 1, got {image_size}")
     with opened(data, name) as image:
-        return np.asarray(_to_rgb(image).resize((image_size, image_size), Image.Resampling.BICUBIC))
+        return np.asarray(to_rgb(image).resize((image_size, image_size), Image.Resampling.BICUBIC))
 
 
 def decode_pixels(data: bytes, *, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
     """As `decode_image`, in the image's own size."""
     with opened(data, name) as image:
-        return np.asarray(_to_rgb(image))
+        return np.asarray(to_rgb(image))
 
 
 @contextlib.contextmanager
@@ -83,7 +83,8 @@ def _refuse_bombs(image: Image.Image, data: bytes) -> None:
         raise ValueError(f"tiles of {tile[0]} x {tile[1]} pixels, at most {MAX_PIXELS} are accepted")
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """All pixels, decoded to RGB; what is returned outlives the file."""
     if image.mode == "F":
         raise ValueError("floating-point pixels have no known range; store 8 or 16 bits")
     if image.mode == "I" or image.mode.startswith("I;16"):
@@ -94,7 +95,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray(((values.astype(np.int32) + 128) // 257).astype(np.uint8))
     elif "transparency" in image.info:
         image = image.convert("RGBA")  # a palette with transparency goes to RGB only with a warning
-    image.load()  # what is returned outlives the file
+    image.load()
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
 
 

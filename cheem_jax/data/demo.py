@@ -15,8 +15,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from cheem_jax.data.splits import cut
-from cheem_jax.data.task import Split, Stream, Task
+from cheem_jax.data.task import Split, Stream, Task, cut
 
 # Shapes: filled or outlined, a little turned, stretched and moved, on a mottled ground
 

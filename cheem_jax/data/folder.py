@@ -1,7 +1,6 @@
 """Tasks from image folders and zips laid out as `<split>/<class>/<image>`, streams from folders of them."""
 
 import collections
-import dataclasses
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -17,9 +16,8 @@ from cheem_jax.data.files import (
     may_be_image,
     stamp_of,
 )
-from cheem_jax.data.hub import is_saved, plan_hub
-from cheem_jax.data.splits import SPLITS, Members, check_splits, cut_missing
-from cheem_jax.data.task import Plan, check_names, repeats
+from cheem_jax.data.records import is_saved, plan_hub
+from cheem_jax.data.task import SPLITS, Members, Plan, check_names, check_splits, repeats
 
 LAYOUT = "<train|val|test>/<class>/<image>, or <class>/<image> without splits"
 
@@ -95,7 +93,12 @@ def name_of(path: Path) -> str:
 def _plan(found: Listing, task: str, seed: int) -> Plan:
     path, names, images, _ = found
     if not images:
-        raise ValueError(f"{path}: no images in it; expected {LAYOUT}{_told(found)}")
+        raise ValueError(f"{path}: no images in it; expected {LAYOUT}{found.told()}")
+    for name in images:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{path}: the name {ascii(name)} is not valid Unicode; rename the file") from None
     root, grouped = _group(path, images)
     check_splits(str(path), grouped.keys())
     _refuse_folders_without_image(found, root, (root + next(iter(grouped["train"]))).count("/"))
@@ -108,16 +111,16 @@ def _plan(found: Listing, task: str, seed: int) -> Plan:
             raise ValueError(f"{path}: classes in {split} that train does not have: {ascii(unknown[:8])}")
         members[split] = {file: label_of[folder] for file, folder in folder_of.items()}
     files = [path / root / file for labels in members.values() for file in labels] if path.is_dir() else [path]
-    cut_missing(str(path), classes, members, seed)
-    plan = Plan.of(
+    return Plan.of(
         task,
         classes,
         members,
         lambda keys: files_of(path, keys, root),
         source=str(path.resolve()),
         stamp=stamp_of(files),
+        seed=seed,
+        ignored=found.notes(),
     )
-    return dataclasses.replace(plan, ignored=tuple(found.notes()))
 
 
 def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]]]:
@@ -148,13 +151,8 @@ def _refuse_folders_without_image(found: Listing, root: str, depth: int) -> None
     if folders:
         raise ValueError(
             f"{found.path}: folders without any image: {sorted(folders)[:8]}; fill these folders, or remove them if no "
-            f"class is meant{_told(found)}"
+            f"class is meant{found.told()}"
         )
-
-
-def _told(found: Listing) -> str:
-    """What is left out, at the end of an error."""
-    return "".join(f"; {note}" for note in found.notes())
 
 
 def _split_folders(folders: Iterable[str]) -> set[str]:

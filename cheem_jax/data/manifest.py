@@ -1,6 +1,7 @@
 """Tasks from a table that names the files: CSV or Parquet with `path`, `label` and perhaps `split`."""
 
 import csv
+import importlib
 import io
 import os
 import re
@@ -8,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from cheem_jax.data.files import FolderFiles, stamp_of
-from cheem_jax.data.splits import SPLITS, Members, check_splits, cut_missing
-from cheem_jax.data.task import Plan
+from cheem_jax.data.files import FolderFiles, import_extra, stamp_of
+from cheem_jax.data.task import SPLITS, Members, Plan, check_splits, cut_missing
 
 NEEDED, OPTIONAL = ("path", "label"), ("split",)
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
@@ -54,6 +54,7 @@ def plan_manifest(file: Path, *, name: str | None = None, root: Path | None = No
         lambda keys: FolderFiles(root, keys),
         source=f"{file.resolve()}, files in {root.resolve()}",
         stamp=stamp_of([file, *(root / row.path for row in rows)]),
+        seed=seed,
     )
 
 
@@ -116,13 +117,8 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ValueError(
-            f"{file}: Parquet is read with pyarrow: `pip install 'cheem_jax[datasets]'`, or save the table as CSV"
-        ) from error
+    pyarrow = import_extra("pyarrow", "datasets", f"{file}: Parquet", ", or save the table as CSV")
+    parquet = importlib.import_module("pyarrow.parquet")
     try:
         with parquet.ParquetFile(file) as opened:
             names = opened.schema_arrow.names

@@ -15,11 +15,9 @@ from cheem_jax.core.paths import absolute
 from cheem_jax.data.benchmarks.prepare import plan_of, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
 from cheem_jax.data.folder import name_of, plan_stream, plan_task
-from cheem_jax.data.hub import PREFIX as HUB
-from cheem_jax.data.hub import name_in, plan_hub
 from cheem_jax.data.load import default_directory
 from cheem_jax.data.manifest import plan_manifest
-from cheem_jax.data.records import default_data_dir, plan_tfds
+from cheem_jax.data.records import HUB, default_data_dir, name_in, plan_hub, plan_tfds
 from cheem_jax.data.task import Plan, check_names, repeats
 
 BENCHMARKS: tuple[Benchmark, ...] = get_args(Benchmark)

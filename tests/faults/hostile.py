@@ -1084,7 +1084,7 @@ def readers(folder: Path) -> Attempts:
     """The official archives of six data sets: their bytes, the lists in them, and the pictures."""
     import official
 
-    from cheem_jax.data.benchmarks import readers as module
+    from cheem_jax.data.benchmarks import builders as module
 
     kinds = {
         "aircraft": module.read_aircraft, "gtsrb": module.read_gtsrb, "cars": module.read_cars,
