@@ -6,7 +6,6 @@ import functools
 import hashlib
 import importlib
 import importlib.util
-import io
 import os
 import re
 import stat
@@ -70,7 +69,7 @@ class FolderFiles(Encoded):
         """Where it lies."""
         return self.root / self.keys[row]
 
-    def open(self, row: int) -> io.BufferedIOBase:
+    def open(self, row: int) -> Any:
         """A file to be read."""
         if not stat.S_ISREG(self.file(row).stat().st_mode):
             raise ValueError(f"{self.where(row)}: not a regular file")  # reading a pipe would wait
@@ -93,7 +92,7 @@ class ZipFiles(Encoded):
     def where(self, row: int) -> str:
         return f"{self.path}/{self.root}{self.keys[row]}"
 
-    def open(self, row: int) -> io.BufferedIOBase:
+    def open(self, row: int) -> Any:
         """A member to be read."""
         return _opened(self.path, self.stamp).open(self.root + self.keys[row])
 

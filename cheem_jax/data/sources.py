@@ -14,9 +14,8 @@ from typing import Any, get_args
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.benchmarks.prepare import plan_of, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
-from cheem_jax.data.folder import name_of, plan_stream, plan_task
+from cheem_jax.data.folder import name_of, plan_manifest, plan_stream, plan_task
 from cheem_jax.data.load import default_directory
-from cheem_jax.data.manifest import plan_manifest
 from cheem_jax.data.records import HUB, default_data_dir, name_in, plan_hub, plan_tfds
 from cheem_jax.data.task import Plan, check_names, repeats
 

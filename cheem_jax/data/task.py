@@ -141,7 +141,8 @@ class Plan:
             split: Part(files(list(labels)), np.array(list(labels.values()), np.int32))
             for split, labels in members.items()
         }
-        return Plan(name, tuple(classes), **parts, source=source, stamp=stamp, ignored=tuple(ignored))
+        train, val, test = (parts[split] for split in ("train", "val", "test"))
+        return Plan(name, tuple(classes), train, val, test, source, stamp, tuple(ignored))
 
     def __post_init__(self):
         where = f"{self.source}: task {self.name!r}"

@@ -550,7 +550,7 @@ def manifests(folder: Path) -> Attempts:
     import pyarrow
     from pyarrow import parquet
 
-    from cheem_jax.data.manifest import plan_manifest
+    from cheem_jax.data.folder import plan_manifest
 
     put(folder, task_files())
     header, *rows = (line.split(",") for line in CARS)

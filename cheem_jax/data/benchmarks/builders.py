@@ -34,7 +34,6 @@ from cheem_jax.data.benchmarks.archives import (
 )
 from cheem_jax.data.benchmarks.table import BY_NAME, TASKS
 from cheem_jax.data.decode import Progress, opened
-from cheem_jax.data.records import import_tfds
 
 ORIGIN = "Read from the official files in a folder that the user filled, not downloaded by TensorFlow Datasets."
 STRIP_PIXELS = 20  # the copyright notice below each aircraft
@@ -278,7 +277,8 @@ def prepare_from_folder(name: str, data_dir: Path, place: Path, on_progress: Pro
         return directory
     description = f"{task.description}{data_set.more} {ORIGIN}"
     builder = _builder(f"{name}:{task.version}", data_dir, data_set, data_set.read(place), description, on_progress)
-    tfds = import_tfds()
+    import tensorflow_datasets as tfds  # here and below, since it takes seconds and comes with an extra
+
     config = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
     tfds.disable_progress_bar()  # `on_progress` counts already
     try:
@@ -293,7 +293,8 @@ def _builder(
     spec: str, data_dir: Path, data_set: DataSet, reading: Reading, description: str, on_progress: Progress
 ) -> Any:
     """A builder of what a reader has found; `spec` is `<name>[/<config>]:<version>`."""
-    tfds = import_tfds()
+    import tensorflow_datasets as tfds
+
     name, _, version = spec.partition(":")
     name, _, config = name.partition("/")
 
