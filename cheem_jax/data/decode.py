@@ -12,7 +12,7 @@ from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError, features
 from PIL import TiffImagePlugin as TIFF
 
-from cheem_jax.data.files import GET_HEIF, HEIF_MAGIC, READS_HEIF, Encoded
+from cheem_jax.data.files import GET_HEIF, HEIF_MAGIC, READS_HEIF, Encoded, first_of
 
 # Named, because Pillow would otherwise also start other programs (Ghostscript for EPS).
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF", *(["AVIF"] if features.check("avif") else []))
@@ -40,12 +40,6 @@ def decode_image(data: bytes, image_size: int, *, name: str = "image") -> UInt8[
         raise ValueError(f"image_size must be at least 1, got {image_size}")
     with opened(data, name) as image:
         return np.asarray(to_rgb(image).resize((image_size, image_size), Image.Resampling.BICUBIC))
-
-
-def decode_pixels(data: bytes, *, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
-    """As `decode_image`, in the image's own size."""
-    with opened(data, name) as image:
-        return np.asarray(to_rgb(image))
 
 
 @contextlib.contextmanager
@@ -159,9 +153,8 @@ def decode_in_order(
         broken += filter(None, piece.errors)
         yield piece.images
     if broken:
-        more = f"; and {len(broken) - 5} more" if len(broken) > 5 else ""
         raise ValueError(
-            f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}; replace or remove them "
+            f"{len(broken)} image file(s) cannot be used: {first_of(broken)}; replace or remove them "
             "(`cheem learn` and `cheem evaluate` leave them out with --skip-broken)"
         )
 

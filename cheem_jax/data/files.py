@@ -128,6 +128,12 @@ def _opened(path: Path, stamp: str) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+def first_of(faults: Sequence[str], num: int = 5) -> str:
+    """The first of some faults, and how many more there are."""
+    more = f"; and {len(faults) - num} more" if len(faults) > num else ""
+    return "; ".join(faults[:num]) + more
+
+
 def import_extra(module: str, extra: str, what: str, instead: str = "") -> Any:
     """A module that comes with an extra; ValueError says that `what` needs it, and what to do `instead`."""
     try:
@@ -156,15 +162,10 @@ def list_files(path: Path) -> list[str]:
     not a zip or a zip with members that no image set has.
     """
     if path.is_dir():
-        return sorted(f"{folder}{name}" for folder, _, names in _walk(path) for name in names if not is_hidden(name))
+        return sorted(f"{folder}{name}" for folder, _, names in walk(path) for name in names if not is_hidden(name))
     if path.is_file():
         return sorted(_list_zip(path))
     raise FileNotFoundError(f"{path}: no such folder or zip file")
-
-
-def empty_folders(path: Path) -> list[str]:
-    """Visible folders below a folder that contain nothing at all, by relative name."""
-    return sorted(folder[:-1] for folder, subfolders, names in _walk(path) if folder and not subfolders and not names)
 
 
 class Listing(NamedTuple):
@@ -237,7 +238,7 @@ def is_hidden(part: str) -> bool:
     return part.startswith(".") or part == "__MACOSX"
 
 
-def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+def walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """As `os.walk`, without hidden folders, which are named relative to `path` ("" or "folder/")."""
 
     def fail(error: OSError) -> NoReturn:

@@ -17,13 +17,14 @@ from cheem_jax.data.files import (
     GET_HEIF,
     FolderFiles,
     Listing,
-    empty_folders,
     files_of,
+    first_of,
     import_extra,
     is_hidden,
     look_through,
     may_be_image,
     stamp_of,
+    walk,
 )
 from cheem_jax.data.records import is_saved, plan_hub
 from cheem_jax.data.task import SPLITS, Members, Plan, check_names, check_splits, cut_missing, repeats
@@ -158,7 +159,8 @@ def _refuse_folders_without_image(found: Listing, root: str, depth: int) -> None
     """A class that is empty, or whose files are all no images, would otherwise vanish silently."""
     folders = {name.rpartition("/")[0] for name in found.names if name.startswith(root) and name.count("/") == depth}
     folders -= {name.rpartition("/")[0] for name in found.images}
-    folders |= set(empty_folders(found.path)) if found.path.is_dir() else set()
+    if found.path.is_dir():
+        folders |= {at[:-1] for at, subfolders, names in walk(found.path) if at and not subfolders and not names}
     if folders:
         raise ValueError(
             f"{found.path}: folders without any image: {sorted(folders)[:8]}; fill these folders, or remove them if no "
@@ -230,7 +232,13 @@ def plan_manifest(file: Path, *, name: str | None = None, root: Path | None = No
     if not root.is_dir():
         raise FileNotFoundError(f"{root}: no such folder; the paths in {file} are relative to it")
     rows = _read_rows(file)
-    _check_files(file, root, rows)
+    # os.path and no pathlib: there may be a million of them
+    absent = [f"{row.where}: {row.path!r}" for row in rows if not os.path.isfile(os.path.join(root, row.path))]
+    if absent:
+        raise FileNotFoundError(
+            f"{file}: {len(absent)} of the files do not exist: {first_of(absent)}; paths are relative to {root} unless "
+            "another root is given"
+        )
     classes, label_of = _classes(file, rows)
     check_splits(str(file), {row.split for row in rows})
     rows.sort(key=lambda row: row.path)  # the order of the rows must not change a run
@@ -272,7 +280,7 @@ def _read_rows(file: Path) -> list[ManifestRow]:
         first.setdefault(path, where)
         rows.append(row._replace(path=path, split=split))
     if wrong:
-        raise ValueError(f"{file}: {len(wrong)} fault(s): {_first(wrong)}")
+        raise ValueError(f"{file}: {len(wrong)} fault(s): {first_of(wrong)}")
     if not rows:
         raise ValueError(f"{file}: no rows; expected one image a row below the names of the columns")
     return rows
@@ -303,7 +311,7 @@ def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
     if ragged:
         raise ValueError(
             f"{file}: expected {len(columns)} fields in every row, separated by {delimiter!r} as in the first "
-            f'line; other numbers in {_first(ragged)}; put "..." around a field that contains {delimiter!r}'
+            f'line; other numbers in {first_of(ragged)}; put "..." around a field that contains {delimiter!r}'
         )
 
 
@@ -341,16 +349,6 @@ def _wanted(file: Path, found: Sequence[str]) -> dict[str, int]:
     return {column: found.index(column) for column in wanted}
 
 
-def _check_files(file: Path, root: Path, rows: Sequence[ManifestRow]) -> None:
-    # os.path and no pathlib: there may be a million of them
-    absent = [f"{row.where}: {row.path!r}" for row in rows if not os.path.isfile(os.path.join(root, row.path))]
-    if absent:
-        raise FileNotFoundError(
-            f"{file}: {len(absent)} of the files do not exist: {_first(absent)}; paths are relative to {root} "
-            "unless another root is given"
-        )
-
-
 def _classes(file: Path, rows: Sequence[ManifestRow]) -> tuple[tuple[str, ...], Mapping[str, int]]:
     """Class names, and the label of each row's text: the numbers 0..n-1 or names."""
     first = {row.label: row for row in reversed(rows)}
@@ -364,9 +362,3 @@ def _classes(file: Path, rows: Sequence[ManifestRow]) -> tuple[tuple[str, ...], 
             f"numbers 0..{len(numbers) - 1}; number the classes from 0 without gaps, or write class names"
         )
     return tuple(map(str, range(len(numbers)))), {text: int(text) for text in first}
-
-
-def _first(faults: Sequence[str], num: int = 5) -> str:
-    """The first of them, and how many more there are."""
-    more = f"; and {len(faults) - num} more" if len(faults) > num else ""
-    return "; ".join(faults[:num]) + more

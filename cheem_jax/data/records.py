@@ -24,7 +24,7 @@ import numpy as np
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
-from cheem_jax.data.decode import Progress, decode_pixels
+from cheem_jax.data.decode import Progress, opened, to_rgb
 from cheem_jax.data.files import Encoded, FolderFiles, import_extra, stamp_of
 from cheem_jax.data.task import SPLITS, Members, Plan
 
@@ -194,7 +194,8 @@ class Prepared:
         if key == BY_BYTES:
             return hashlib.sha256(example[self.image]).hexdigest()
         if key == BY_PIXELS:  # PNG files are written while preparing, and not by everybody with the same bytes
-            pixels = decode_pixels(example[self.image], name=self.full_name)
+            with opened(example[self.image], self.full_name) as image:
+                pixels = np.asarray(to_rgb(image))
             return hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).hexdigest()
         feature = key.removeprefix("class/")
         value = example[feature].decode()

@@ -270,40 +270,22 @@ def prepare_from_folder(name: str, data_dir: Path, place: Path, on_progress: Pro
     """
     if name not in DATA_SETS:
         raise ValueError(f"no builder named {name!r}; there are {', '.join(DATA_SETS)}")
+    import tensorflow_datasets as tfds  # here, since it takes seconds and comes with an extra
+
     data_set = DATA_SETS[name]
     task = next(task for task in TASKS if task.builder.split("/")[0] == name.split("/")[0])
     directory = data_dir / name / task.version
     if (directory / "dataset_info.json").is_file():
         return directory
-    description = f"{task.description}{data_set.more} {ORIGIN}"
-    builder = _builder(f"{name}:{task.version}", data_dir, data_set, data_set.read(place), description, on_progress)
-    import tensorflow_datasets as tfds  # here and below, since it takes seconds and comes with an extra
-
-    config = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
-    tfds.disable_progress_bar()  # `on_progress` counts already
-    try:
-        with tempfile.TemporaryDirectory() as unused:  # TFDS makes folders for downloads even if there are none
-            builder.download_and_prepare(file_format="array_record", download_config=config, download_dir=unused)
-    finally:
-        tfds.enable_progress_bar()
-    return directory
-
-
-def _builder(
-    spec: str, data_dir: Path, data_set: DataSet, reading: Reading, description: str, on_progress: Progress
-) -> Any:
-    """A builder of what a reader has found; `spec` is `<name>[/<config>]:<version>`."""
-    import tensorflow_datasets as tfds
-
-    name, _, version = spec.partition(":")
-    name, _, config = name.partition("/")
+    reading = data_set.read(place)
+    short, _, config = name.partition("/")
 
     class Info(tfds.core.DatasetInfo):
         def initialize_from_bucket(self) -> None:
             """Nothing: what TFDS publishes under a name describes its own builder, and asking takes a network."""
 
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        VERSION = tfds.core.Version(version)
+        VERSION = tfds.core.Version(task.version)
         BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)] if config else []
 
         def _info(self) -> Info:
@@ -312,6 +294,7 @@ def _builder(
                 "label": tfds.features.ClassLabel(names=reading.classes),
                 data_set.key: tfds.features.Text(),
             })  # fmt: skip
+            description = f"{task.description}{data_set.more} {ORIGIN}"
             return Info(builder=self, description=description, features=features, supervised_keys=("image", "label"))
 
         def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
@@ -326,5 +309,13 @@ def _builder(
         def _log_download_bytes(self) -> None: ...
         def _log_download_done(self) -> None: ...
 
-    Builder.name = name
-    return Builder(data_dir=data_dir, config=config or None)
+    Builder.name = short
+    builder = Builder(data_dir=data_dir, config=config or None)
+    downloads = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
+    tfds.disable_progress_bar()  # `on_progress` counts already
+    try:
+        with tempfile.TemporaryDirectory() as unused:  # TFDS makes folders for downloads even if there are none
+            builder.download_and_prepare(file_format="array_record", download_config=downloads, download_dir=unused)
+    finally:
+        tfds.enable_progress_bar()
+    return directory

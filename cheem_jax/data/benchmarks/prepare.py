@@ -10,7 +10,7 @@ import importlib.util
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -73,7 +73,15 @@ def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
     Raises ValueError or OSError that says what to do; what existed stays as it was.
     """
     task = BY_NAME[name]
-    with _alone(data_dir, name, phase):
+    # one process at a time prepares in a data folder: several tasks come from the same archives
+    lock = filelock.FileLock(data_dir / "cheem_jax" / "prepare.lock")
+    Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as alone:
+        try:
+            alone.enter_context(lock.acquire(timeout=1))
+        except filelock.Timeout:
+            with phase("wait", f"{name}, for another process that prepares here", 0):
+                alone.enter_context(lock.acquire())
         try:
             find_prepared(task.spec, data_dir)
         except FileNotFoundError:
@@ -87,20 +95,6 @@ def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
                 _from_stock_builder(task, data_dir, phase)
         with phase("index", name, sum(task.counts)) as on_progress:
             return plan_of(task, data_dir, seed=seed, on_progress=on_progress)
-
-
-@contextlib.contextmanager
-def _alone(data_dir: Path, name: str, phase: Work) -> Iterator[None]:
-    """One process at a time prepares in a data folder: several tasks come from the same archives."""
-    lock = filelock.FileLock(data_dir / "cheem_jax" / "prepare.lock")
-    Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(lock.acquire(timeout=1))
-        except filelock.Timeout:
-            with phase("wait", f"{name}, for another process that prepares here", 0):
-                held.enter_context(lock.acquire())
-        yield
 
 
 def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
