@@ -160,13 +160,12 @@ def decode_in_order(
 
 
 def decode_many(
-    files: Encoded, image_size: int, *, on_progress: Progress | None = None
+    files: Encoded, image_size: int, *, on_progress: Progress = lambda num: None
 ) -> UInt8[np.ndarray, "N S S 3"]:
     """All images in one array; raises as `decode_in_order`."""
     images, done = np.empty((len(files), image_size, image_size, 3), np.uint8), 0
     for piece in decode_in_order(files, image_size, range(len(files))):
         images[done : done + len(piece)] = piece
         done += len(piece)
-        if on_progress is not None:
-            on_progress(len(piece))
+        on_progress(len(piece))
     return images

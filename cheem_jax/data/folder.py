@@ -106,7 +106,7 @@ def _plan(found: Listing, task: str, seed: int) -> Plan:
     path, names, images, _ = found
     if not images:
         raise ValueError(f"{path}: no images in it; expected {LAYOUT}{found.told()}")
-    for name in images:
+    for name in names:
         try:
             name.encode()
         except UnicodeEncodeError:

@@ -57,8 +57,6 @@ class Findings:
     """Copies in two splits, each after the first of its kind."""
     contradictory: Pairs
     """Copies under two labels."""
-    within: Pairs
-    """Copies in one split."""
 
     @property
     def sound(self) -> bool:
@@ -87,16 +85,7 @@ def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
         sizes.add(size)
         num_bytes += length
 
-    across, contradictory, within = Pairs(), Pairs(), Pairs()
-    for first, *others in copies.values():
-        of_split = {first.split: first}
-        for other in others:
-            if (earlier := of_split.setdefault(other.split, other)) is not other:
-                within.append((earlier, other))
-            if other.split != first.split:
-                across.append((first, other))
-            if other.label != first.label:
-                contradictory.append((first, other))
+    pairs = [(first, other) for first, *others in copies.values() for other in others]
     counts = collections.Counter(plan.classes[label] for label in sorted(plan.train.labels.tolist()))
     by_area = sorted(sizes, key=lambda size: (math.prod(size), size))
     return Findings(
@@ -110,9 +99,8 @@ def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
         largest_image=by_area[-1] if by_area else None,
         modes=dict(sorted(modes.items())),
         broken=broken,
-        across=across,
-        contradictory=contradictory,
-        within=within,
+        across=[(first, other) for first, other in pairs if first.split != other.split],
+        contradictory=[(first, other) for first, other in pairs if first.label != other.label],
     )
 
 
