@@ -196,7 +196,7 @@ def _label_folders(path: Path, folders: list[str], names: list[str] | None) -> t
                 f"{path}: class folders {alike[:8]} differ only in upper and lower case; put one class into one "
                 "folder, or list them as `classes` of a meta.json next to the splits if they are different ones"
             )
-        return tuple(folders), {folder: label for label, folder in enumerate(folders)}
+        names = folders
     if set(folders) <= set(names):
         return tuple(names), {name: label for label, name in enumerate(names)}
     numbers = {folder: int(folder) for folder in folders if folder.isdecimal() and len(folder) < 20}

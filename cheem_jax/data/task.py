@@ -141,7 +141,7 @@ class Plan:
             split: Part(files(list(labels)), np.array(list(labels.values()), np.int32))
             for split, labels in members.items()
         }
-        train, val, test = (parts[split] for split in ("train", "val", "test"))
+        train, val, test = parts["train"], parts["val"], parts["test"]
         return Plan(name, tuple(classes), train, val, test, source, stamp, tuple(ignored))
 
     def __post_init__(self):
