@@ -2,6 +2,7 @@
 
 import abc
 import collections
+import dataclasses
 import functools
 import hashlib
 import importlib
@@ -36,8 +37,7 @@ SMALL_BYTES, MAX_RATIO = 2**30, 100  # what unpacks to more than both is a bomb:
 class Encoded(abc.ABC):
     """Image files in a fixed order. They can be pickled, so that worker processes can read them as well."""
 
-    def __init__(self, keys: Sequence[str]):
-        self.keys = list(keys)
+    keys: Sequence[str]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -55,12 +55,12 @@ class Encoded(abc.ABC):
         """A file's bytes; ValueError or OSError that says which file cannot be read."""
 
 
+@dataclasses.dataclass(eq=False)
 class FolderFiles(Encoded):
     """Files by their names relative to a folder."""
 
-    def __init__(self, root: Path, keys: Sequence[str]):
-        super().__init__(keys)
-        self.root = root
+    root: Path
+    keys: Sequence[str]
 
     def where(self, row: int) -> str:
         return str(self.file(row))
@@ -86,8 +86,7 @@ class ZipFiles(Encoded):
     """Members of a zip file below `root` ("" or "folder/")."""
 
     def __init__(self, path: Path, keys: Sequence[str], root: str):
-        super().__init__(keys)
-        self.path, self.root, self.stamp = path, root, stamp_of([path])
+        self.path, self.keys, self.root, self.stamp = path, keys, root, stamp_of([path])
 
     def where(self, row: int) -> str:
         return f"{self.path}/{self.root}{self.keys[row]}"
@@ -110,8 +109,7 @@ class Chosen(Encoded):
     """Some rows of other files."""
 
     def __init__(self, files: Encoded, rows: Sequence[int]):
-        super().__init__([files.key(row) for row in rows])
-        self.files, self.rows = files, list(rows)
+        self.files, self.rows, self.keys = files, rows, [files.key(row) for row in rows]
 
     def where(self, row: int) -> str:
         return self.files.where(self.rows[row])

@@ -46,23 +46,17 @@ class Row(NamedTuple):
     position: int
 
 
+@dataclasses.dataclass(eq=False)
 class Records(Encoded):
-    """Images of a data set: each in a split at a position.
+    """Images of a data set: each in a split at a position."""
 
-    `opened` gives the examples of a split, which can be pickled and serve many threads at a time; each contains the
-    bytes of its image under the name `image`, or a dict that has them or names a file.
-    """
-
-    def __init__(
-        self,
-        source: str | Path,
-        image: str,
-        opened: Callable[[str], Any],
-        places: Sequence[tuple[str, int]],
-        keys: Sequence[str],
-    ):
-        super().__init__(keys)
-        self.source, self.image, self.opened, self.places = source, image, opened, list(places)
+    source: str | Path
+    image: str
+    """The name of the image in an example: its bytes, or a dict that has them or names a file."""
+    opened: Callable[[str], Any]
+    """The examples of a split, which can be pickled and serve many threads at a time."""
+    places: Sequence[tuple[str, int]]
+    keys: Sequence[str]
 
     def where(self, row: int) -> str:
         split, position = self.places[row]
