@@ -8,7 +8,7 @@ import official
 import pytest
 
 from cheem_jax.data.benchmarks.archives import Reading
-from cheem_jax.data.benchmarks.readers import (
+from cheem_jax.data.benchmarks.builders import (
     read_aircraft,
     read_caltech101,
     read_cars,

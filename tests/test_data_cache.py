@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from cheem_jax.data import fingerprint, load, load_tasks, plan_task
+from cheem_jax.data.folder import plan_manifest
 from cheem_jax.data.load import ImagesConfig, StreamedImages, cache_place, load_train, open_cache
-from cheem_jax.data.manifest import plan_manifest
 
 
 def pictures(root: Path, per_class: int = 6) -> Path:

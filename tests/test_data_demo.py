@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import RidgeClassifier
 
-from cheem_jax.data import Split, Task, demo_stream, fingerprint
-from cheem_jax.data.demo import drawing
+from cheem_jax.data import Split, Task, demo, demo_stream, fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +66,8 @@ def test_the_planted_kin_shares_the_shapes_and_not_the_colours(stream):
     assert means[0].argmax() == 2 and means[1].argmax() == 0  # blue against red grounds
     # One generator state gives the same figures in both colourings: bright in the same places.
     labels = np.arange(8, dtype=np.int32)
-    plain = drawing.draw_shapes(np.random.default_rng(3), labels, 32).astype(float)
-    other = drawing.draw_recoloured_shapes(np.random.default_rng(3), labels, 32).astype(float)
+    plain = demo.draw_shapes(np.random.default_rng(3), labels, 32).astype(float)
+    other = demo.draw_recoloured_shapes(np.random.default_rng(3), labels, 32).astype(float)
     for a, b in zip(plain.max(axis=-1), other.max(axis=-1), strict=True):
         assert np.corrcoef(a.ravel(), b.ravel())[0, 1] > 0.8
 
@@ -94,8 +93,8 @@ def test_sizes_that_cannot_be_had_are_refused(settings, complaint):
 def test_hues_turn_into_the_colours_one_expects():
     hue = np.array([0.0, 1 / 6, 1 / 3, 2 / 3])
     want = [[1, 0, 0], [1, 1, 0], [0, 1, 0], [0, 0, 1]]
-    np.testing.assert_allclose(drawing.hsv(hue, np.ones(4), np.ones(4)), want, atol=1e-12)
-    np.testing.assert_allclose(drawing.hsv(hue[:1], np.array([0.5]), np.array([0.8])), [[0.8, 0.4, 0.4]])
+    np.testing.assert_allclose(demo.hsv(hue, np.ones(4), np.ones(4)), want, atol=1e-12)
+    np.testing.assert_allclose(demo.hsv(hue[:1], np.array([0.5]), np.array([0.8])), [[0.8, 0.4, 0.4]])
 
 
 def test_letters_stand_inside_their_pictures(stream):

@@ -16,7 +16,7 @@ from PIL import Image
 from cheem_jax.data import fingerprint, load_stream, load_task
 from cheem_jax.data.files import files_of, list_files
 from cheem_jax.data.folder import plan_stream, plan_task
-from cheem_jax.data.splits import cut, tenths
+from cheem_jax.data.task import cut, tenths
 
 
 def png(value: int = 0) -> bytes:
@@ -125,7 +125,9 @@ def test_many_folders_with_other_files_take_ten_lines(tmp_path):
 
 def test_a_known_suffix_is_believed_without_opening_the_file(tmp_path, monkeypatch):
     folder = write(tmp_path / "pets", FULL | {"train/cat/a.txt": b"x"})
-    monkeypatch.setattr("cheem_jax.data.files.head_of", lambda file: pytest.fail(f"{file} was opened"))
+    monkeypatch.setattr(
+        "cheem_jax.data.files.head_of", lambda files, row: pytest.fail(f"{files.where(row)} was opened")
+    )
     assert plan_task(folder).counts["train"] == 5
 
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from cheem_jax.data import ImagesConfig, load_tasks
-from cheem_jax.data.hub import plan_hub
+from cheem_jax.data.records import plan_hub
 from cheem_jax.data.sources import cache_dir_of, plan_source
 
 datasets = pytest.importorskip("datasets")

@@ -33,7 +33,6 @@ OPTIONAL = (
 )  # fmt: skip
 # made of classes of an extra's, so imported only by the function that needs them
 NEEDS_AN_EXTRA = {
-    "cheem_jax.data.benchmarks.builders",
     "cheem_jax.data.benchmarks.download",
     "cheem_jax.serve.app",
     "cheem_jax.serve.service",

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from cheem_jax.data import ImagesConfig, fingerprint, load_tasks, plan_task
-from cheem_jax.data.manifest import plan_manifest
+from cheem_jax.data.folder import plan_manifest
 
 NAMES = {"cat": 10, "dog": 20}  # each with its grey
 

@@ -9,8 +9,8 @@ import official
 import pytest
 import scipy.io
 
-from cheem_jax.data.benchmarks import matlab
-from cheem_jax.data.benchmarks.matlab import read_variable
+from cheem_jax.data.benchmarks import builders
+from cheem_jax.data.benchmarks.builders import read_variable
 
 
 def saved(**options) -> bytes:
@@ -65,12 +65,12 @@ def test_what_promises_more_than_there_is_takes_no_memory(monkeypatch):
     with pytest.raises(ValueError, match="list.mat: variable 'x' cannot be read"):
         read_variable(header + struct.pack("<II", 14, len(body)) + body, "x", "list.mat")
     bomb = zlib.compress(bytes(2**28))
-    monkeypatch.setattr(matlab, "MAX_BYTES", 2**30)
+    monkeypatch.setattr(builders, "MAX_BYTES", 2**30)
     with pytest.raises(ValueError, match="list.mat: variable 'x' cannot be read"):
         read_variable(header + struct.pack("<II", 15, len(bomb)) + bomb, "x", "list.mat")
 
 
 def test_a_file_that_takes_too_long_is_refused(monkeypatch):
-    monkeypatch.setattr(matlab, "SECONDS", 0.001)
+    monkeypatch.setattr(builders, "SECONDS", 0.001)
     with pytest.raises(ValueError, match="list.mat: variable 'names' was not read within 0.001 seconds"):
         read_variable(saved(), "names", "list.mat")

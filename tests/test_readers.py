@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from cheem_jax.data.benchmarks.archives import Example, Reading
-from cheem_jax.data.benchmarks.readers import (
+from cheem_jax.data.benchmarks.builders import (
     read_aircraft,
     read_caltech101,
     read_cars,
@@ -317,7 +317,7 @@ def test_a_broken_traffic_sign_is_named(tmp_path):
 
 
 def test_readers_import_no_tensorflow():
-    code = "import sys, cheem_jax.data.benchmarks.readers; print(*sys.modules)"
+    code = "import sys, cheem_jax.data.benchmarks.builders; print(*sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert not {"tensorflow", "tensorflow_datasets"} & set(done.stdout.split())

@@ -47,7 +47,7 @@ def test_a_sound_task_is_counted(tmp_path):
     assert (found.smallest_image, found.largest_image) == ((2, 3), (9, 2))  # 6 and 18 pixels
     assert found.modes == {"L": 1, "P": 1, "RGB": 14}
     assert found.num_bytes == sum(map(len, files.values()))
-    assert (found.broken, found.across, found.contradictory, found.within) == ([], [], [], [])
+    assert (found.broken, found.across, found.contradictory) == ([], [], [])
 
 
 def test_every_broken_file_is_named_and_the_others_are_counted(tmp_path):
@@ -83,15 +83,6 @@ def test_copies_across_splits_are_told_and_leave_the_task_sound(tmp_path):
         (first, ("test", "cat", "test/cat/0.png")),
         (first, ("test", "cat", "test/cat/1.png")),
     ]
-    # the two in test are copies within it as well
-    assert found.within == [(("test", "cat", "test/cat/0.png"), ("test", "cat", "test/cat/1.png"))]
-
-
-def test_copies_within_a_split_are_counted(tmp_path):
-    files = full() | {f"train/dog/{i}.png": encoded(200) for i in range(10, 20)}
-    found = verify(plan_task(write(tmp_path / "pets", files)))
-    assert found.sound and (len(found.within), found.across) == (9, [])
-    assert found.within[0] == (("train", "dog", "train/dog/10.png"), ("train", "dog", "train/dog/11.png"))
 
 
 def test_the_same_bytes_under_two_labels_are_told(tmp_path):

@@ -294,7 +294,6 @@ def _tell(progress: Progress, plan: Plan, findings: Findings, caches: Sequence[s
         progress.say(f"  decoded images intact: {place}")
     copies = {
         "copies in two splits (counted, not refused: some public sets have them)": findings.across,
-        "copies within a split": findings.within,
         "images under two labels": findings.contradictory,
     }
     for what, pairs in copies.items():

@@ -12,7 +12,7 @@ from jaxtyping import UInt8
 from PIL import Image, UnidentifiedImageError, features
 from PIL import TiffImagePlugin as TIFF
 
-from cheem_jax.data.files import GET_HEIF, HEIF_MAGIC, READS_HEIF, Encoded
+from cheem_jax.data.files import GET_HEIF, HEIF_MAGIC, READS_HEIF, Encoded, first_of
 
 # Named, because Pillow would otherwise also start other programs (Ghostscript for EPS).
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF", *(["AVIF"] if features.check("avif") else []))
@@ -39,13 +39,7 @@ def decode_image(data: bytes, image_size: int, *, name: str = "image") -> UInt8[
     if image_size < 1:
         raise ValueError(f"image_size must be at least 1, got {image_size}")
     with opened(data, name) as image:
-        return np.asarray(_to_rgb(image).resize((image_size, image_size), Image.Resampling.BICUBIC))
-
-
-def decode_pixels(data: bytes, *, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
-    """As `decode_image`, in the image's own size."""
-    with opened(data, name) as image:
-        return np.asarray(_to_rgb(image))
+        return np.asarray(to_rgb(image).resize((image_size, image_size), Image.Resampling.BICUBIC))
 
 
 @contextlib.contextmanager
@@ -83,7 +77,8 @@ def _refuse_bombs(image: Image.Image, data: bytes) -> None:
         raise ValueError(f"tiles of {tile[0]} x {tile[1]} pixels, at most {MAX_PIXELS} are accepted")
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """All pixels, decoded to RGB; what is returned outlives the file."""
     if image.mode == "F":
         raise ValueError("floating-point pixels have no known range; store 8 or 16 bits")
     if image.mode == "I" or image.mode.startswith("I;16"):
@@ -94,7 +89,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = Image.fromarray(((values.astype(np.int32) + 128) // 257).astype(np.uint8))
     elif "transparency" in image.info:
         image = image.convert("RGBA")  # a palette with transparency goes to RGB only with a warning
-    image.load()  # what is returned outlives the file
+    image.load()
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy
 
 
@@ -158,21 +153,19 @@ def decode_in_order(
         broken += filter(None, piece.errors)
         yield piece.images
     if broken:
-        more = f"; and {len(broken) - 5} more" if len(broken) > 5 else ""
         raise ValueError(
-            f"{len(broken)} image file(s) cannot be used: {'; '.join(broken[:5])}{more}; replace or remove them "
+            f"{len(broken)} image file(s) cannot be used: {first_of(broken)}; replace or remove them "
             "(`cheem learn` and `cheem evaluate` leave them out with --skip-broken)"
         )
 
 
 def decode_many(
-    files: Encoded, image_size: int, *, on_progress: Progress | None = None
+    files: Encoded, image_size: int, *, on_progress: Progress = lambda num: None
 ) -> UInt8[np.ndarray, "N S S 3"]:
     """All images in one array; raises as `decode_in_order`."""
     images, done = np.empty((len(files), image_size, image_size, 3), np.uint8), 0
     for piece in decode_in_order(files, image_size, range(len(files))):
         images[done : done + len(piece)] = piece
         done += len(piece)
-        if on_progress is not None:
-            on_progress(len(piece))
+        on_progress(len(piece))
     return images

@@ -2,16 +2,18 @@
 
 import abc
 import collections
+import dataclasses
 import functools
 import hashlib
+import importlib
 import importlib.util
 import os
 import re
 import stat
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 IMAGE_SUFFIXES = frozenset(".jpg .jpeg .png .bmp .gif .webp .tif .tiff .ppm .pgm .avif".split())
 HEIF_SUFFIXES = frozenset((".heic", ".heif"))
@@ -35,8 +37,7 @@ SMALL_BYTES, MAX_RATIO = 2**30, 100  # what unpacks to more than both is a bomb:
 class Encoded(abc.ABC):
     """Image files in a fixed order. They can be pickled, so that worker processes can read them as well."""
 
-    def __init__(self, keys: Sequence[str]):
-        self.keys = list(keys)
+    keys: Sequence[str]
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -54,12 +55,12 @@ class Encoded(abc.ABC):
         """A file's bytes; ValueError or OSError that says which file cannot be read."""
 
 
+@dataclasses.dataclass(eq=False)
 class FolderFiles(Encoded):
     """Files by their names relative to a folder."""
 
-    def __init__(self, root: Path, keys: Sequence[str]):
-        super().__init__(keys)
-        self.root = root
+    root: Path
+    keys: Sequence[str]
 
     def where(self, row: int) -> str:
         return str(self.file(row))
@@ -68,55 +69,47 @@ class FolderFiles(Encoded):
         """Where it lies."""
         return self.root / self.keys[row]
 
-    def read(self, row: int) -> bytes:
-        file = self.file(row)
-        status = file.stat()
-        if not stat.S_ISREG(status.st_mode):
+    def open(self, row: int) -> Any:
+        """A file to be read."""
+        if not stat.S_ISREG(self.file(row).stat().st_mode):
             raise ValueError(f"{self.where(row)}: not a regular file")  # reading a pipe would wait
-        if status.st_size > MAX_FILE_BYTES:
-            raise ValueError(f"{self.where(row)}: {status.st_size} bytes, expected at most {MAX_FILE_BYTES}")
-        return file.read_bytes()
+        return self.file(row).open("rb")
 
-    def head(self, row: int) -> bytes:
-        """How a file begins; nothing where it cannot be read."""
-        return head_of(self.file(row))
+    def read(self, row: int) -> bytes:
+        with self.open(row) as stream:
+            if (size := os.fstat(stream.fileno()).st_size) > MAX_FILE_BYTES:
+                raise ValueError(f"{self.where(row)}: {size} bytes, expected at most {MAX_FILE_BYTES}")
+            return stream.read()
 
 
 class ZipFiles(Encoded):
     """Members of a zip file below `root` ("" or "folder/")."""
 
     def __init__(self, path: Path, keys: Sequence[str], root: str):
-        super().__init__(keys)
-        self.path, self.root, self.stamp = path, root, stamp_of([path])
+        self.path, self.keys, self.root, self.stamp = path, keys, root, stamp_of([path])
 
     def where(self, row: int) -> str:
         return f"{self.path}/{self.root}{self.keys[row]}"
 
+    def open(self, row: int) -> Any:
+        """A member to be read."""
+        return _opened(self.path, self.stamp).open(self.root + self.keys[row])
+
     def read(self, row: int) -> bytes:
         try:
-            archive = _opened(self.path, self.stamp)
-            member = archive.getinfo(self.root + self.keys[row])
-            with archive.open(member) as stream:
+            size = _opened(self.path, self.stamp).getinfo(self.root + self.keys[row]).file_size
+            with self.open(row) as stream:
                 # no more bytes than the zip's directory says, whatever the packed bytes would unpack to
-                return stream.read(member.file_size + 1)
+                return stream.read(size + 1)
         except Exception as error:  # checksum, compression method, cut-off file: zipfile and zlib raise many types
             raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
-
-    def head(self, row: int) -> bytes:
-        """How a member begins; nothing where it cannot be read."""
-        try:
-            with _opened(self.path, self.stamp).open(self.root + self.keys[row]) as stream:
-                return stream.read(HEAD_BYTES)
-        except Exception:  # as in `read`
-            return b""
 
 
 class Chosen(Encoded):
     """Some rows of other files."""
 
     def __init__(self, files: Encoded, rows: Sequence[int]):
-        super().__init__([files.key(row) for row in rows])
-        self.files, self.rows = files, list(rows)
+        self.files, self.rows, self.keys = files, rows, [files.key(row) for row in rows]
 
     def where(self, row: int) -> str:
         return self.files.where(self.rows[row])
@@ -133,6 +126,20 @@ def _opened(path: Path, stamp: str) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+def first_of(faults: Sequence[str], num: int = 5) -> str:
+    """The first of some faults, and how many more there are."""
+    more = f"; and {len(faults) - num} more" if len(faults) > num else ""
+    return "; ".join(faults[:num]) + more
+
+
+def import_extra(module: str, extra: str, what: str, instead: str = "") -> Any:
+    """A module that comes with an extra; ValueError says that `what` needs it, and what to do `instead`."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"{what} needs {module} ({error}): `pip install 'cheem_jax[{extra}]'`{instead}") from error
+
+
 def files_of(path: Path, names: Sequence[str], root: str = "") -> FolderFiles | ZipFiles:
     """Named files below `root` ("" or "folder/") of a folder or zip that `list_files` has checked."""
     return FolderFiles(path / root, names) if path.is_dir() else ZipFiles(path, names, root)
@@ -146,29 +153,17 @@ def stamp_of(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def list_files(path: Path, *, any_name: bool = False) -> list[str]:
-    """Names of all visible files relative to `path`, sorted; with `any_name` also those that are not valid text.
+def list_files(path: Path) -> list[str]:
+    """Names of all visible files relative to `path`, sorted.
 
     Hidden files and `__MACOSX` are left out. Raises FileNotFoundError, or ValueError for a file that is
     not a zip or a zip with members that no image set has.
     """
     if path.is_dir():
-        names = sorted(f"{folder}{name}" for folder, _, names in _walk(path) for name in names if not is_hidden(name))
-    elif path.is_file():
-        names = sorted(_list_zip(path))
-    else:
-        raise FileNotFoundError(f"{path}: no such folder or zip file")
-    for name in () if any_name else names:
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{path}: the name {ascii(name)} is not valid Unicode; rename the file") from None
-    return names
-
-
-def empty_folders(path: Path) -> list[str]:
-    """Visible folders below a folder that contain nothing at all, by relative name."""
-    return sorted(folder[:-1] for folder, subfolders, names in _walk(path) if folder and not subfolders and not names)
+        return sorted(f"{folder}{name}" for folder, _, names in walk(path) for name in names if not is_hidden(name))
+    if path.is_file():
+        return sorted(_list_zip(path))
+    raise FileNotFoundError(f"{path}: no such folder or zip file")
 
 
 class Listing(NamedTuple):
@@ -190,28 +185,32 @@ class Listing(NamedTuple):
         more = len(found) - MAX_NOTES
         return found[:MAX_NOTES] + ([f"{self.path.name}: {more:,} more folders with ignored files"] if more > 0 else [])
 
+    def told(self) -> str:
+        """The same at the end of an error."""
+        return "".join(f"; {note}" for note in self.notes())
 
-def look_through(path: Path, *, any_name: bool = False) -> Listing:
+
+def look_through(path: Path) -> Listing:
     """The files of a folder or zip; see `list_files`. Content is read only where a suffix is unknown."""
-    listing = Listing(path, list_files(path, any_name=any_name), [], collections.Counter())
+    listing = Listing(path, list_files(path), [], collections.Counter())
     files = files_of(path, listing.names)
     for row, name in enumerate(listing.names):
         folder, _, file = name.rpartition("/")
-        if (kind := kind_of(file, functools.partial(files.head, row))) is None:
+        if (kind := kind_of(files, row)) is None:
             listing.images.append(name)
         elif file != "meta.json":  # which names the classes
             listing.ignored["" if kind.lower() in COMPANIONS else folder, kind] += 1
     return listing
 
 
-def kind_of(name: str, head: Callable[[], bytes]) -> str | None:
-    """None for an image, else what the file is for people; `head` reads how it begins."""
-    suffix = PurePosixPath(name).suffix
+def kind_of(files: FolderFiles | ZipFiles, row: int) -> str | None:
+    """None for an image, else what the file is for people."""
+    suffix = PurePosixPath(files.key(row)).suffix
     if (known := suffix.lower()) in IMAGE_SUFFIXES or (READS_HEIF and known in HEIF_SUFFIXES):
         return None
     if known in COMPANIONS:
         return suffix
-    found = head()
+    found = head_of(files, row)
     is_heif = HEIF_MAGIC.match(found) is not None
     if MAGIC.match(found) or (READS_HEIF and is_heif):
         return None
@@ -220,18 +219,16 @@ def kind_of(name: str, head: Callable[[], bytes]) -> str | None:
 
 def may_be_image(file: Path) -> bool:
     """Whether a file is an image, perhaps of a format that only an extra reads."""
-    kind = kind_of(file.name, functools.partial(head_of, file))
+    kind = kind_of(FolderFiles(file.parent, [file.name]), 0)
     return kind is None or kind.endswith(GET_HEIF)
 
 
-def head_of(file: Path) -> bytes:
+def head_of(files: FolderFiles | ZipFiles, row: int) -> bytes:
     """How a file begins; nothing where it cannot be read."""
     try:
-        if not file.is_file():  # reading a pipe would wait
-            return b""
-        with file.open("rb") as stream:
+        with files.open(row) as stream:
             return stream.read(HEAD_BYTES)
-    except OSError:
+    except Exception:  # as in `ZipFiles.read`
         return b""
 
 
@@ -239,7 +236,7 @@ def is_hidden(part: str) -> bool:
     return part.startswith(".") or part == "__MACOSX"
 
 
-def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+def walk(path: Path) -> Iterator[tuple[str, list[str], list[str]]]:
     """As `os.walk`, without hidden folders, which are named relative to `path` ("" or "folder/")."""
 
     def fail(error: OSError) -> NoReturn:

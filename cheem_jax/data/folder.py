@@ -1,27 +1,37 @@
-"""Tasks from image folders and zips laid out as `<split>/<class>/<image>`, streams from folders of them."""
+"""Tasks from image folders and zips laid out as `<split>/<class>/<image>`, streams from folders of them, and tasks from
+a manifest: a table that names the files, in CSV or Parquet, with `path`, `label` and perhaps `split`.
+"""
 
 import collections
-import dataclasses
+import csv
+import importlib
+import io
 import json
 import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from cheem_jax.data.files import (
     GET_HEIF,
+    FolderFiles,
     Listing,
-    empty_folders,
     files_of,
+    first_of,
+    import_extra,
     is_hidden,
     look_through,
     may_be_image,
     stamp_of,
+    walk,
 )
-from cheem_jax.data.hub import is_saved, plan_hub
-from cheem_jax.data.splits import SPLITS, Members, check_splits, cut_missing
-from cheem_jax.data.task import Plan, check_names, repeats
+from cheem_jax.data.records import is_saved, plan_hub
+from cheem_jax.data.task import SPLITS, Members, Plan, check_names, check_splits, cut_missing, repeats
 
 LAYOUT = "<train|val|test>/<class>/<image>, or <class>/<image> without splits"
+NEEDED, OPTIONAL = ("path", "label"), ("split",)  # columns of a manifest
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 
 def plan_task(path: Path, *, name: str | None = None, seed: int = 0) -> Plan:
@@ -95,7 +105,12 @@ def name_of(path: Path) -> str:
 def _plan(found: Listing, task: str, seed: int) -> Plan:
     path, names, images, _ = found
     if not images:
-        raise ValueError(f"{path}: no images in it; expected {LAYOUT}{_told(found)}")
+        raise ValueError(f"{path}: no images in it; expected {LAYOUT}{found.told()}")
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{path}: the name {ascii(name)} is not valid Unicode; rename the file") from None
     root, grouped = _group(path, images)
     check_splits(str(path), grouped.keys())
     _refuse_folders_without_image(found, root, (root + next(iter(grouped["train"]))).count("/"))
@@ -108,16 +123,16 @@ def _plan(found: Listing, task: str, seed: int) -> Plan:
             raise ValueError(f"{path}: classes in {split} that train does not have: {ascii(unknown[:8])}")
         members[split] = {file: label_of[folder] for file, folder in folder_of.items()}
     files = [path / root / file for labels in members.values() for file in labels] if path.is_dir() else [path]
-    cut_missing(str(path), classes, members, seed)
-    plan = Plan.of(
+    return Plan.of(
         task,
         classes,
         members,
         lambda keys: files_of(path, keys, root),
         source=str(path.resolve()),
         stamp=stamp_of(files),
+        seed=seed,
+        ignored=found.notes(),
     )
-    return dataclasses.replace(plan, ignored=tuple(found.notes()))
 
 
 def _group(path: Path, images: list[str]) -> tuple[str, dict[str, dict[str, str]]]:
@@ -144,17 +159,13 @@ def _refuse_folders_without_image(found: Listing, root: str, depth: int) -> None
     """A class that is empty, or whose files are all no images, would otherwise vanish silently."""
     folders = {name.rpartition("/")[0] for name in found.names if name.startswith(root) and name.count("/") == depth}
     folders -= {name.rpartition("/")[0] for name in found.images}
-    folders |= set(empty_folders(found.path)) if found.path.is_dir() else set()
+    if found.path.is_dir():
+        folders |= {at[:-1] for at, subfolders, names in walk(found.path) if at and not subfolders and not names}
     if folders:
         raise ValueError(
             f"{found.path}: folders without any image: {sorted(folders)[:8]}; fill these folders, or remove them if no "
-            f"class is meant{_told(found)}"
+            f"class is meant{found.told()}"
         )
-
-
-def _told(found: Listing) -> str:
-    """What is left out, at the end of an error."""
-    return "".join(f"; {note}" for note in found.notes())
 
 
 def _split_folders(folders: Iterable[str]) -> set[str]:
@@ -185,7 +196,7 @@ def _label_folders(path: Path, folders: list[str], names: list[str] | None) -> t
                 f"{path}: class folders {alike[:8]} differ only in upper and lower case; put one class into one "
                 "folder, or list them as `classes` of a meta.json next to the splits if they are different ones"
             )
-        return tuple(folders), {folder: label for label, folder in enumerate(folders)}
+        names = folders
     if set(folders) <= set(names):
         return tuple(names), {name: label for label, name in enumerate(names)}
     numbers = {folder: int(folder) for folder in folders if folder.isdecimal() and len(folder) < 20}
@@ -196,3 +207,158 @@ def _label_folders(path: Path, folders: list[str], names: list[str] | None) -> t
             f"of the {len(names)} classes in its meta.json"
         )
     return tuple(names), numbers
+
+
+class ManifestRow(NamedTuple):
+    """One image as the table lists it, text without surrounding blanks."""
+
+    where: str
+    """As in "line 7"."""
+    path: str
+    label: str
+    split: str = "train"
+
+
+def plan_manifest(file: Path, *, name: str | None = None, root: Path | None = None, seed: int = 0) -> Plan:
+    """The task that a CSV (comma, semicolon or tab) or Parquet file lists: one image a row, other columns are ignored.
+
+    `path` is relative to `root`, by default the folder of the manifest. `label` is a class name, or a number
+    0..n-1; names are sorted. Splits (train, val or test) that the column `split` does not have are cut from train by
+    `seed` as for folders. Raises FileNotFoundError, or ValueError naming file and lines.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; expected a CSV or Parquet manifest")
+    root = file.resolve().parent if root is None else root
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root}: no such folder; the paths in {file} are relative to it")
+    rows = _read_rows(file)
+    # os.path and no pathlib: there may be a million of them
+    absent = [f"{row.where}: {row.path!r}" for row in rows if not os.path.isfile(os.path.join(root, row.path))]
+    if absent:
+        raise FileNotFoundError(
+            f"{file}: {len(absent)} of the files do not exist: {first_of(absent)}; paths are relative to {root} unless "
+            "another root is given"
+        )
+    classes, label_of = _classes(file, rows)
+    check_splits(str(file), {row.split for row in rows})
+    rows.sort(key=lambda row: row.path)  # the order of the rows must not change a run
+    members: Members = {}
+    for row in rows:
+        members.setdefault(row.split, {})[row.path] = label_of[row.label]
+    cut_missing(str(file), classes, members, seed)
+    return Plan.of(
+        name or file.resolve().stem,
+        classes,
+        members,
+        lambda keys: FolderFiles(root, keys),
+        source=f"{file.resolve()}, files in {root.resolve()}",
+        stamp=stamp_of([file, *(root / row.path for row in rows)]),
+        seed=seed,
+    )
+
+
+def _read_rows(file: Path) -> list[ManifestRow]:
+    """The rows with paths in POSIX form and our names of splits, or one ValueError for all that is wrong."""
+    read = _read_parquet if file.suffix.lower() in (".parquet", ".pq") else _read_csv
+    first: dict[str, str] = {}
+    rows: list[ManifestRow] = []
+    wrong: list[str] = []
+    for where, values in read(file):
+        row = ManifestRow(where, **values)
+        path = PurePosixPath(row.path.replace("\\", "/")).as_posix()
+        split = SPLITS.get(row.split.lower(), "")
+        if not row.path:
+            wrong.append(f"{where}: empty path")
+        elif path.startswith("/") or path[1:2] == ":" or ".." in path.split("/") or "\0" in path:
+            wrong.append(f"{where}: path {path!r} is not one below the root; write it relative and without '..'")
+        elif path in first:
+            wrong.append(f"{where}: path {path!r} is in {first[path]} already")
+        if not row.label:
+            wrong.append(f"{where}: empty label")
+        if not split:
+            wrong.append(f"{where}: unknown split {row.split!r}, expected {', '.join(SPLITS)}")
+        first.setdefault(path, where)
+        rows.append(row._replace(path=path, split=split))
+    if wrong:
+        raise ValueError(f"{file}: {len(wrong)} fault(s): {first_of(wrong)}")
+    if not rows:
+        raise ValueError(f"{file}: no rows; expected one image a row below the names of the columns")
+    return rows
+
+
+def _read_csv(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Where each row is, and its text in the columns that count."""
+    data = file.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{file}, line {line}: not UTF-8 ({error.reason}); save the table as UTF-8") from error
+    header = io.StringIO(text, newline="").readline()
+    delimiter = max(",;\t", key=header.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    ragged: list[str] = []
+    try:
+        columns = [column.strip().lower() for column in next(reader, [])]
+        wanted = _wanted(file, columns)
+        for fields in filter(None, reader):  # no empty lines
+            if len(fields) != len(columns):
+                ragged.append(f"line {reader.line_num}: {len(fields)}")
+            else:
+                yield f"line {reader.line_num}", {column: fields[at].strip() for column, at in wanted.items()}
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {reader.line_num}: not readable as CSV: {error}") from error
+    if ragged:
+        raise ValueError(
+            f"{file}: expected {len(columns)} fields in every row, separated by {delimiter!r} as in the first "
+            f'line; other numbers in {first_of(ragged)}; put "..." around a field that contains {delimiter!r}'
+        )
+
+
+def _read_parquet(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    pyarrow = import_extra("pyarrow", "datasets", f"{file}: Parquet", ", or save the table as CSV")
+    parquet = importlib.import_module("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(file) as opened:
+            names = opened.schema_arrow.names
+            wanted = _wanted(file, [name.strip().lower() for name in names])
+            table = opened.read([names[at] for at in wanted.values()])
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file}: not readable as Parquet: {error}") from error
+    for number, values in enumerate(table.rename_columns([*wanted]).to_pylist(), start=1):
+        # the exact type: True would pass for a whole number
+        if wrong := [column for column, value in values.items() if type(value) not in (str, int, type(None))]:
+            value: Any = values[wrong[0]]
+            raise ValueError(
+                f"{file}, row {number}: column {wrong[0]!r} contains {type(value).__name__} ({value!r:.40}); expected "
+                "text or whole numbers"
+            )
+        yield f"row {number}", {c: "" if value is None else str(value).strip() for c, value in values.items()}
+
+
+def _wanted(file: Path, found: Sequence[str]) -> dict[str, int]:
+    """The columns to read and where they are."""
+    if missing := [column for column in NEEDED if column not in found]:
+        raise ValueError(
+            f"{file}: no column {' and '.join(map(repr, missing))} among {found[:12]}; the first line must name the "
+            "columns: path, label, and optionally split"
+        )
+    wanted = [column for column in NEEDED + OPTIONAL if column in found]
+    if repeated := [column for column in wanted if found.count(column) > 1]:
+        raise ValueError(f"{file}: several columns are called {repeated}; keep one of each")
+    return {column: found.index(column) for column in wanted}
+
+
+def _classes(file: Path, rows: Sequence[ManifestRow]) -> tuple[tuple[str, ...], Mapping[str, int]]:
+    """Class names, and the label of each row's text: the numbers 0..n-1 or names."""
+    first = {row.label: row for row in reversed(rows)}
+    if not all(map(_WHOLE.fullmatch, first)):
+        classes = tuple(sorted(first))
+        return classes, {name: label for label, name in enumerate(classes)}
+    numbers = {int(text): row for text, row in first.items()}
+    if strange := sorted(number for number in numbers if not 0 <= number < len(numbers)):
+        raise ValueError(
+            f"{file}, {numbers[strange[0]].where}: label {strange[0]} among {len(numbers)} different ones, expected "
+            f"numbers 0..{len(numbers) - 1}; number the classes from 0 without gaps, or write class names"
+        )
+    return tuple(map(str, range(len(numbers)))), {text: int(text) for text in first}

@@ -8,6 +8,7 @@ name can be trusted; a lock makes a second process wait for the first.
 import contextlib
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import numpy as np
 
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.decode import DECODER_VERSION, Progress, decode_image, decode_in_order, decode_many
-from cheem_jax.data.files import Encoded
+from cheem_jax.data.files import Encoded, import_extra
 from cheem_jax.data.folder import plan_stream, plan_task
 from cheem_jax.data.task import Part, Plan, Split, Stream, Task, hash_of
 
@@ -270,13 +271,8 @@ class StreamedImages:
 
 
 def _grain() -> Any:
-    try:
-        import grain
-        from absl import flags
-    except ImportError as error:
-        raise ValueError(
-            "streaming images needs Grain: `pip install 'cheem_jax[datasets]'`, or --images.keep cache"
-        ) from error
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()  # starting workers, Grain asks for absl's flags, which nobody parses here
+    grain = import_extra("grain", "datasets", "streaming images", ", or --images.keep cache")
+    flags = importlib.import_module("absl.flags").FLAGS
+    if not flags.is_parsed():
+        flags.mark_as_parsed()  # starting workers, Grain asks for absl's flags, which nobody parses here
     return grain

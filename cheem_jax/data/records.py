@@ -1,7 +1,8 @@
-"""Prepared TFDS data sets, read without TensorFlow: as bytes, which the library's own decoder then decodes.
+"""Data sets that TFDS has prepared, and those of the Hugging Face hub or that `save_to_disk` wrote, as encoded images.
 
-TFDS's decoder without TensorFlow gives palette images their indices as colours and leaves CMYK and alpha channels
-in, hence `SkipDecoding`.
+The library's own decoder decodes their bytes. TFDS's decoder without TensorFlow gives palette images their indices as
+colours and leaves CMYK and alpha channels in, hence `SkipDecoding`. The hub's are kept as Arrow files: no code of a
+data set runs, and nothing is unpickled.
 """
 
 import collections
@@ -23,49 +24,85 @@ import numpy as np
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
-from cheem_jax.data.decode import Progress, decode_pixels
-from cheem_jax.data.files import Encoded, stamp_of
-from cheem_jax.data.splits import SPLITS, Members, cut_missing
-from cheem_jax.data.task import Plan
+from cheem_jax.data.decode import Progress, opened, to_rgb
+from cheem_jax.data.files import Encoded, FolderFiles, import_extra, stamp_of
+from cheem_jax.data.task import SPLITS, Members, Plan
 
 BY_BYTES, BY_PIXELS = "bytes", "pixels"
 MAX_CLASSES = 1_000_000
 NAME_FEATURES = ("file_name", "filename", "image/file_name", "name", "id")
+HUB = "hf:"
+"""Before the name of a data set of the hub."""
 _SPEC = re.compile(r"([a-z0-9_]+)(?:/([A-Za-z0-9_.-]+))?(?::(\d+\.\d+\.\d+))?")
 _OWN_FEATURE = re.compile(r"tensorflow_datasets\.core\.features\.[a-z_]+\.[A-Za-z]+")
 
 
-class Records(Encoded):
-    """Images of a prepared data set: each in a split of TFDS's at a position."""
-
-    def __init__(self, directory: Path, image: str, places: Sequence[tuple[str, int]], keys: Sequence[str]):
-        super().__init__(keys)
-        self.directory, self.image, self.places = directory, image, list(places)
-
-    def where(self, row: int) -> str:
-        split, position = self.places[row]
-        return f"{self.directory} split {split!r} #{position} ({self.keys[row]})"
-
-    def read(self, row: int) -> bytes:
-        split, position = self.places[row]
-        try:
-            return self._sources[split][position][self.image]
-        except Exception as error:  # array_record and protobuf raise their own
-            raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
-
-    @functools.cached_property
-    def _sources(self) -> dict[str, Any]:
-        """TFDS's splits: they can be pickled, and serve many threads at a time."""
-        return {split: _source(self.directory, self.image, split) for split in {split for split, _ in self.places}}
-
-
 class Row(NamedTuple):
-    """One image of a prepared data set; sorted by key, then label, then place."""
+    """One image of a data set; sorted by key, then label, then place."""
 
     key: str
     label: int
     split: str
     position: int
+
+
+@dataclasses.dataclass(eq=False)
+class Records(Encoded):
+    """Images of a data set: each in a split at a position."""
+
+    source: str | Path
+    image: str
+    """The name of the image in an example: its bytes, or a dict that has them or names a file."""
+    opened: Callable[[str], Any]
+    """The examples of a split, which can be pickled and serve many threads at a time."""
+    places: Sequence[tuple[str, int]]
+    keys: Sequence[str]
+
+    def where(self, row: int) -> str:
+        split, position = self.places[row]
+        return f"{self.source} split {split!r} #{position}"
+
+    def read(self, row: int) -> bytes:
+        split, position = self.places[row]
+        try:
+            found = self._splits[split][position][self.image]
+            return found if isinstance(found, bytes) else found["bytes"] or FolderFiles(Path(), [found["path"]]).read(0)
+        except Exception as error:  # array_record, protobuf and pyarrow raise their own
+            raise ValueError(f"{self.where(row)} cannot be read: {error}") from error
+
+    @functools.cached_property
+    def _splits(self) -> dict[str, Any]:
+        return {split: self.opened(split) for split in {split for split, _ in self.places}}
+
+
+def plan_rows(
+    name: str,
+    classes: Sequence[str],
+    rows: Mapping[str, Sequence[Row]],
+    records: Callable[[Sequence[tuple[str, int]], Sequence[str]], Records],
+    *,
+    source: str,
+    stamp: str,
+    seed: int,
+    floor: bool = False,
+) -> Plan:
+    """A task from the rows of some splits; see `Plan.of`. `records` makes the images at some places with some keys."""
+    members: Members = {}
+    places: dict[str, tuple[str, int]] = {}
+    for split, found in rows.items():
+        members[split] = {}
+        repeated = collections.Counter[str]()
+        for row in found:
+            repeated[row.key] += 1
+            # the same image may come twice, and be in two official splits: its key must say which is meant
+            number = f"#{repeated[row.key]}" if repeated[row.key] > 1 else ""
+            key = f"{split}/{row.key}{number}"
+            members[split][key], places[key] = row.label, (row.split, row.position)
+
+    def files(keys: Sequence[str]) -> Records:
+        return records([places[key] for key in keys], keys)
+
+    return Plan.of(name, classes, members, files, source=source, stamp=stamp, seed=seed, floor=floor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,32 +133,19 @@ class Prepared:
             rows += map(Row, names, labels.tolist(), [split] * len(names), range(len(names)))
         return sorted(rows)
 
-    def plan(self, task: str, rows: Mapping[str, Sequence[Row]], classes: Sequence[str], cut: Callable) -> Plan:
-        """A task from rows of some of our splits; `cut` makes the others from train, in place."""
-        members: Members = {}
-        places: dict[str, tuple[str, int]] = {}
-        for split, found in rows.items():
-            members[split] = {}
-            repeated = collections.Counter[str]()
-            for row in found:
-                repeated[row.key] += 1
-                # the same image may come twice, and be in two official splits: its key must say which is meant
-                number = f"#{repeated[row.key]}" if repeated[row.key] > 1 else ""
-                key = f"{split}/{row.key}{number}"
-                members[split][key], places[key] = row.label, (row.split, row.position)
-        cut(members)
-        return Plan.of(
-            task,
-            classes,
-            members,
-            lambda keys: Records(self.directory, self.image, [places[key] for key in keys], keys),
-            source=f"tfds:{self.full_name}",
-            stamp=_stamp(self.directory),
-        )
+    @functools.cached_property
+    def stamp(self) -> str:
+        """Changes when the files do."""
+        return stamp_of(sorted(file for file in self.directory.iterdir() if file.is_file()))
+
+    def records(self, places: Sequence[tuple[str, int]], keys: Sequence[str]) -> Records:
+        """The images at these places in TFDS's splits."""
+        opened = functools.partial(_source, self.directory, self.image)
+        return Records(self.directory, self.image, opened, places, keys)
 
     def _known(self, split: str, key: str, on_progress: Progress | None) -> tuple[list[str], np.ndarray]:
         """Keys and labels of one split in TFDS's order, from an earlier pass if nothing has changed since."""
-        mark = hashlib.sha256(f"{key} {_stamp(self.directory)}".encode()).hexdigest()[:16]
+        mark = hashlib.sha256(f"{key} {self.stamp}".encode()).hexdigest()[:16]
         file = self.directory / ".cheem_jax" / f"{split}-{mark}.npz"
         # what does not exist or was truncated by a crash is made again
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -164,7 +188,8 @@ class Prepared:
         if key == BY_BYTES:
             return hashlib.sha256(example[self.image]).hexdigest()
         if key == BY_PIXELS:  # PNG files are written while preparing, and not by everybody with the same bytes
-            pixels = decode_pixels(example[self.image], name=self.full_name)
+            with opened(example[self.image], self.full_name) as image:
+                pixels = np.asarray(to_rgb(image))
             return hashlib.sha256(f"{pixels.shape}".encode() + pixels.tobytes()).hexdigest()
         feature = key.removeprefix("class/")
         value = example[feature].decode()
@@ -185,20 +210,17 @@ def plan_tfds(spec: str, data_dir: Path | None, *, name: str | None = None, seed
     prepared = open_prepared(spec, data_dir or default_data_dir())
     if "train" not in prepared.splits:
         raise ValueError(f"{prepared.full_name} has no train split, only {sorted(prepared.splits)}")
-    return prepared.plan(
-        name or prepared.full_name.split("/")[0],
-        {SPLITS[split]: prepared.index([split]) for split in prepared.splits if split in SPLITS},
-        prepared.classes,
-        lambda members: cut_missing(prepared.full_name, prepared.classes, members, seed),
-    )
+    rows = {SPLITS[split]: prepared.index([split]) for split in prepared.splits if split in SPLITS}
+    source, stamp = f"tfds:{prepared.full_name}", prepared.stamp
+    name = name or prepared.full_name.split("/")[0]
+    return plan_rows(name, prepared.classes, rows, prepared.records, source=source, stamp=stamp, seed=seed)
 
 
 def all_pictures(spec: str, split: str, data_dir: Path | None) -> Records:
     """The images of one split, or of a slice such as `train[:1000]`, in TFDS's order; labels are not read."""
     prepared = open_prepared(spec, data_dir or default_data_dir())
     positions = range(len(_source(prepared.directory, prepared.image, split)))
-    places = [(split, position) for position in positions]
-    return Records(prepared.directory, prepared.image, places, [f"{split}#{position}" for position in positions])
+    return prepared.records([(split, position) for position in positions], [f"{split}#{row}" for row in positions])
 
 
 def open_prepared(spec: str, data_dir: Path) -> Prepared:
@@ -249,21 +271,10 @@ def find_prepared(spec: str, data_dir: Path) -> Path:
     return max(found, key=lambda directory: tuple(map(int, directory.name.split("."))))
 
 
-def _stamp(directory: Path) -> str:
-    return stamp_of(sorted(file for file in directory.iterdir() if file.is_file()))
-
-
 def import_tfds() -> Any:
-    """TFDS, or ValueError that says how to get it."""
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError as error:
-        raise ValueError(
-            f"TFDS is needed for this and cannot be imported ({error}): `pip install 'cheem_jax[datasets]'`"
-        ) from error
-    absl = logging.getLogger("absl")
-    if _no_advice not in absl.filters:
-        absl.addFilter(_no_advice)
+    """TFDS; ValueError if it is not installed."""
+    tfds = import_extra("tensorflow_datasets", "datasets", "this")
+    logging.getLogger("absl").addFilter(_no_advice)
     return tfds
 
 
@@ -306,10 +317,69 @@ def _feature_classes(value: Any) -> Iterator[str]:
             yield from _feature_classes(json.loads(value))
 
 
-def _only(features: Any, kind: type, usual: str) -> str:
+def _only(features: Any, kind: type, usual: str, where: str = "") -> str:
+    """The feature of this kind, of several the `usual` one; ValueError, which begins with `where`, if there is none."""
     names = [name for name, feature in features.items() if isinstance(feature, kind)]
-    if usual in names:
-        return usual
-    if len(names) != 1:
-        raise ValueError(f"expected one {kind.__name__} feature, found {names or 'none'} among {sorted(features)}")
-    return names[0]
+    if usual not in names and len(names) != 1:
+        raise ValueError(
+            f"{where}expected one column of {kind.__name__}, found {names or 'none'} among {sorted(features)}; rename "
+            f"the one to use to {usual!r}, or cast it"
+        )
+    return usual if usual in names else names[0]
+
+
+def is_saved(path: Path) -> bool:
+    """Whether `save_to_disk` wrote this folder."""
+    of_one_split = (path / "dataset_info.json").is_file() and (path / "state.json").is_file()
+    return of_one_split or (path / "dataset_dict.json").is_file()
+
+
+def plan_hub(source: str | Path, *, name: str | None = None, seed: int = 0) -> Plan:
+    """The task in a data set: `NAME` or `NAME:CONFIG` on the hub, or a folder of `save_to_disk` (a path).
+
+    The only column of images and the only one of class labels count, or those called `image` and `label`. Missing
+    splits are cut from train by `seed` as for folders. Raises ValueError or FileNotFoundError.
+    """
+    datasets, told = import_extra("datasets", "hub", "this"), f"{'' if isinstance(source, Path) else HUB}{source}"
+    datasets.disable_progress_bars()
+    try:
+        if isinstance(source, Path):
+            found = datasets.load_from_disk(str(source))
+            default = source.resolve().name
+        else:
+            repository, _, config = source.partition(":")
+            found = datasets.load_dataset(repository, config or None)
+            default = name_in(source)
+    except Exception as error:  # of the hub, of Arrow, and of the library
+        reason = " ".join(f"{error or type(error).__name__}".split())[:300]
+        raise ValueError(
+            f"{told} cannot be read: {reason}; check the name (hf:OWNER/NAME or hf:OWNER/NAME:CONFIG) and the network, "
+            "or give a folder that save_to_disk of the library datasets wrote"
+        ) from error
+    splits = found if isinstance(found, dict) else {"train": found}
+    splits = {SPLITS[split.lower()]: rows for split, rows in splits.items() if split.lower() in SPLITS}
+    if "train" not in splits:
+        raise ValueError(f"{told} has no train split, only {sorted(splits) or 'others'}")
+    features = splits["train"].features
+    image = _only(features, datasets.Image, "image", f"{told}: ")
+    label = _only(features, datasets.ClassLabel, "label", f"{told}: ")
+    classes, found = features[label].names, dict[str, list[Row]]()
+    for split, rows in splits.items():
+        if rows.features.get(label) != features[label] or image not in rows.features:
+            raise ValueError(f"{told}: the columns of {split} are not those of train; save splits that have the same")
+        labels = np.array([-1 if one is None else one for one in rows.select_columns([label])[:][label]], int)
+        if outside := int(((labels < 0) | (labels >= len(classes))).sum()):
+            raise ValueError(
+                f"{told}: {outside} of {len(labels)} images of {split} have no label; save the other splits with "
+                "save_to_disk, and give that folder"
+            )
+        found[split] = [Row(f"{at:07d}", label, split, at) for at, label in enumerate(labels.tolist())]
+        splits[split] = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+    files = {Path(file["filename"]) for rows in splits.values() for file in rows.cache_files}
+    records = functools.partial(Records, told, image, splits.__getitem__)
+    return plan_rows(name or default, classes, found, records, source=told, stamp=stamp_of(sorted(files)), seed=seed)
+
+
+def name_in(spec: str) -> str:
+    """What the task of `OWNER/NAME[:CONFIG]` is called."""
+    return spec.partition(":")[0].split("/")[-1]

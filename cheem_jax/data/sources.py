@@ -14,12 +14,9 @@ from typing import Any, get_args
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.benchmarks.prepare import plan_of, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, Benchmark, Order, order_of
-from cheem_jax.data.folder import name_of, plan_stream, plan_task
-from cheem_jax.data.hub import PREFIX as HUB
-from cheem_jax.data.hub import name_in, plan_hub
+from cheem_jax.data.folder import name_of, plan_manifest, plan_stream, plan_task
 from cheem_jax.data.load import default_directory
-from cheem_jax.data.manifest import plan_manifest
-from cheem_jax.data.records import default_data_dir, plan_tfds
+from cheem_jax.data.records import HUB, default_data_dir, name_in, plan_hub, plan_tfds
 from cheem_jax.data.task import Plan, check_names, repeats
 
 BENCHMARKS: tuple[Benchmark, ...] = get_args(Benchmark)
@@ -129,24 +126,20 @@ def plan_stream_file(
     with every fault.
     """
     file = absolute(file)
-    content = _read_toml(file)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such file; expected a stream in TOML")
+    if file.stat().st_size > MAX_STREAM_FILE_BYTES:
+        raise ValueError(f"{file}: {file.stat().st_size} bytes, expected at most {MAX_STREAM_FILE_BYTES} in a stream")
+    try:
+        content = tomllib.loads(file.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, or brackets without end
+        raise ValueError(f"{file}: not readable as TOML: {error}") from error
     tables = _named_tables(file, content)
     if tasks is not None:
         check_names(tasks, list(tables), f"stream {file}")
     seed = content.get("seed", seed)
     plans = [_plan_table(name, tables[name], file.parent, data_dir, seed) for name in tasks or tables]
     return content.get("name", file.resolve().stem), plans
-
-
-def _read_toml(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such file; expected a stream in TOML")
-    if file.stat().st_size > MAX_STREAM_FILE_BYTES:
-        raise ValueError(f"{file}: {file.stat().st_size} bytes, expected at most {MAX_STREAM_FILE_BYTES} in a stream")
-    try:
-        return tomllib.loads(file.read_bytes().decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # no UTF-8, no TOML, or brackets without end
-        raise ValueError(f"{file}: not readable as TOML: {error}") from error
 
 
 def _named_tables(file: Path, content: dict[str, Any]) -> dict[str, dict[str, str]]:

@@ -1,4 +1,9 @@
-"""Tasks and streams of uint8 images with integer labels, and plans of them before decoding; checked when made."""
+"""Tasks and streams of uint8 images with integer labels, and plans of them before decoding; checked when made.
+
+Splits that a plan lacks are cut by the counts that the paper's tables follow: validation = ceil(0.1 n) of what is left
+for training; where there is no test part either, test = ceil(0.3 n) comes first (n is the size of the part that is
+divided).
+"""
 
 import collections
 import dataclasses
@@ -6,12 +11,19 @@ import difflib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
+from jaxtyping import Bool, Int
 
 from cheem_jax.core.images import Images
 from cheem_jax.data.files import Encoded
+
+Members = dict[str, dict[str, int]]
+"""The label of every image by its key, for each split."""
+
+SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+"""Usual names of splits, in lower case, and ours."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,18 +123,26 @@ class Plan:
     def of(
         name: str,
         classes: Sequence[str],
-        members: Mapping[str, Mapping[str, int]],
+        members: Members,
         files: Callable[[Sequence[str]], Encoded],
         *,
         source: str,
         stamp: str,
+        seed: int,
+        floor: bool = False,
+        ignored: Sequence[str] = (),
     ) -> "Plan":
-        """The plan whose splits have these labels by key; `files` gives the files of some keys."""
+        """The plan whose splits have these labels by key; missing ones are cut from train, in place: `cut_missing`.
+
+        `files` gives the files of some keys. Raises ValueError for classes that have too few images.
+        """
+        cut_missing(source, classes, members, seed, floor=floor)
         parts = {
             split: Part(files(list(labels)), np.array(list(labels.values()), np.int32))
             for split, labels in members.items()
         }
-        return Plan(name, tuple(classes), parts["train"], parts["val"], parts["test"], source=source, stamp=stamp)
+        train, val, test = parts["train"], parts["val"], parts["test"]
+        return Plan(name, tuple(classes), train, val, test, source, stamp, tuple(ignored))
 
     def __post_init__(self):
         where = f"{self.source}: task {self.name!r}"
@@ -222,3 +242,70 @@ def check_labels(where: str, classes: Sequence[object], labels: np.ndarray) -> N
 def repeats(names: Iterable[str]) -> list[str]:
     """Names that occur more than once, sorted."""
     return sorted(name for name, count in collections.Counter(names).items() if count > 1)
+
+
+def tenths(num: int, count: int) -> int:
+    """ceil(num count / 10) in integers: 0.3 * 10 in floating point would round up to 4."""
+    return -(-num * count // 10)
+
+
+def cut(labels: np.ndarray, num: int, *, keep: int, order: Int[np.ndarray, "N"]) -> Bool[np.ndarray, "N"]:
+    """A mask with `num` examples cut out, spread over the classes in proportion to their size.
+
+    Every class gives at least one and keeps at least `keep`; `num` gives way where that needs more or leaves less.
+    Each gives those that come first in `order`.
+    """
+    sizes = np.bincount(labels)
+    if sizes.min() <= keep:
+        raise ValueError(f"classes of {sizes.min()} example(s) cannot give one and keep {keep}")
+    mask, left = np.zeros(len(labels), bool), _allot(sizes, num, sizes - keep)
+    for row, label in zip(order.tolist(), labels[order].tolist(), strict=True):
+        if left[label]:
+            left[label] -= 1
+            mask[row] = True
+    return mask
+
+
+def check_splits(where: str, splits: Collection[str]) -> None:
+    """ValueError for splits that people give and that nothing can be cut from; `where` names their folder or file."""
+    if "train" not in splits:
+        raise ValueError(f"{where}: no split 'train', only {sorted(splits)}")
+    if "val" in splits and "test" not in splits:
+        raise ValueError(f"{where}: train and val but no test split; add one, or leave train alone to be cut")
+
+
+def cut_missing(where: str, classes: Sequence[str], members: Members, seed: int, *, floor: bool = False) -> None:
+    """Adds the splits that `members` lacks, in place, taking their images from train.
+
+    With `floor`, validation is floor(0.1 n). Raises ValueError for classes that have too few images.
+    """
+    missing = [split for split in ("test", "val") if split not in members]
+    if not missing:
+        return
+    sizes = np.bincount(list(members["train"].values()), minlength=len(classes))
+    if scarce := [name for name, size in zip(classes, sizes, strict=True) if size <= len(missing)]:
+        raise ValueError(
+            f"{where}: to cut {' and '.join(missing)} from train every class needs {len(missing) + 1} "
+            f"images or more; too few in {', '.join(map(repr, scarce[:8]))}"
+        )
+    for i, split in enumerate(missing):
+        keys, labels = list(members["train"]), np.array(list(members["train"].values()))
+        num = len(keys) // 10 if floor else tenths(len(keys), 3 if split == "test" else 1)
+        # by SHA-256("seed/key"): a permutation that depends on no library's random numbers
+        ranks = [hashlib.sha256(f"{seed}/{key}".encode()).digest() for key in keys]
+        order = np.array(sorted(range(len(keys)), key=ranks.__getitem__), int)
+        chosen = cut(labels, num, keep=len(missing) - i, order=order)
+        for name, mask in ((split, chosen), ("train", ~chosen)):
+            members[name] = {keys[row]: int(labels[row]) for row in np.flatnonzero(mask)}
+
+
+def _allot(sizes: np.ndarray, num: int, most: np.ndarray) -> list[int]:
+    """Shares of `num` in proportion to `sizes`, each within 1..most, by largest remainder."""
+    num = int(np.clip(num, len(sizes), most.sum()))
+    exact = num * sizes / sizes.sum()
+    counts = np.clip(exact.astype(int), 1, most)
+    step = np.sign(num - counts.sum())
+    while counts.sum() != num:
+        free = counts < most if step > 0 else counts > 1
+        counts[np.where(free, step * (exact - counts), -np.inf).argmax()] += step
+    return counts.tolist()

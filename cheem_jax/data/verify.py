@@ -6,22 +6,19 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from cheem_jax.data.decode import PIECE, Progress, decode_image, decode_pieces, in_threads, opened
+from cheem_jax.data.decode import PIECE, Progress, in_threads, opened, to_rgb
 from cheem_jax.data.files import Chosen, Encoded
 from cheem_jax.data.load import cache_place, open_cache
 from cheem_jax.data.task import Part, Plan, hash_of
 
-SMALL = 32
-"""Every pixel is decoded; what is kept of an image for a moment has this size."""
-
 Size = tuple[int, int]
 """Width and height in pixels."""
+Look = tuple[bytes, Size, str, int]
+"""SHA-256, size, Pillow's mode and number of bytes of an image."""
 
 
 class Listed(NamedTuple):
@@ -60,8 +57,6 @@ class Findings:
     """Copies in two splits, each after the first of its kind."""
     contradictory: Pairs
     """Copies under two labels."""
-    within: Pairs
-    """Copies in one split."""
 
     @property
     def sound(self) -> bool:
@@ -80,31 +75,18 @@ def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
     modes: collections.Counter[str] = collections.Counter()
     sizes: set[Size] = set()
     num_bytes = 0
-    for split, part in plan.splits.items():
-        looks = in_threads(functools.partial(_look, part.files), range(len(part.files)), PIECE)
-        for row, seen in enumerate(itertools.chain.from_iterable(looks)):
-            on_progress(1)
-            if isinstance(seen, str):
-                broken.append(seen)
-                continue
-            digest, size, mode, length = seen
-            listed = Listed(split, plan.classes[part.labels[row]], part.files.key(row))
-            copies.setdefault(digest, []).append(listed)
-            modes[mode] += 1
-            sizes.add(size)
-            num_bytes += length
+    for listed, _, seen in _looks(plan, on_progress):
+        if isinstance(seen, str):
+            broken.append(seen)
+            continue
+        digest, size, mode, length = seen
+        copies.setdefault(digest, []).append(listed)
+        modes[mode] += 1
+        sizes.add(size)
+        num_bytes += length
 
-    across, contradictory, within = Pairs(), Pairs(), Pairs()
-    for first, *others in copies.values():
-        of_split = {first.split: first}
-        for other in others:
-            if (earlier := of_split.setdefault(other.split, other)) is not other:
-                within.append((earlier, other))
-            if other.split != first.split:
-                across.append((first, other))
-            if other.label != first.label:
-                contradictory.append((first, other))
-    counts = dict(zip(plan.classes, np.bincount(plan.train.labels, minlength=len(plan.classes)).tolist(), strict=True))
+    pairs = [(first, other) for first, *others in copies.values() for other in others]
+    counts = collections.Counter(plan.classes[label] for label in sorted(plan.train.labels.tolist()))
     by_area = sorted(sizes, key=lambda size: (math.prod(size), size))
     return Findings(
         task=plan.name,
@@ -117,21 +99,29 @@ def verify(plan: Plan, *, on_progress: Progress = lambda num: None) -> Findings:
         largest_image=by_area[-1] if by_area else None,
         modes=dict(sorted(modes.items())),
         broken=broken,
-        across=across,
-        contradictory=contradictory,
-        within=within,
+        across=[(first, other) for first, other in pairs if first.split != other.split],
+        contradictory=[(first, other) for first, other in pairs if first.label != other.label],
     )
 
 
-def _look(files: Encoded, row: int) -> tuple[bytes, Size, str, int] | str:
-    """Digest, size, mode and number of bytes of an image, or why it cannot be used."""
+def _looks(plan: Plan, on_progress: Progress) -> Iterator[tuple[Listed, int, Look | str]]:
+    """Every image with its row, and what it is or why it cannot be used."""
+    for split, part in plan.splits.items():
+        looks = in_threads(functools.partial(_look, part.files), range(len(part.files)), PIECE)
+        for row, seen in enumerate(itertools.chain.from_iterable(looks)):
+            on_progress(1)
+            yield Listed(split, plan.classes[part.labels[row]], part.files.key(row)), row, seen
+
+
+def _look(files: Encoded, row: int) -> Look | str:
     try:
         data = files.read(row)
-        decode_image(data, SMALL, name=files.where(row))
+        with opened(data, files.where(row)) as image:
+            look = hashlib.sha256(data).digest(), image.size, image.mode, len(data)
+            to_rgb(image)
+        return look
     except (ValueError, OSError) as error:
         return str(error)
-    with opened(data, files.where(row)) as image:  # the header again
-        return hashlib.sha256(data).digest(), image.size, image.mode, len(data)
 
 
 def without_broken(plan: Plan, *, on_progress: Progress = lambda num: None) -> tuple[Plan, list[str]]:
@@ -139,28 +129,29 @@ def without_broken(plan: Plan, *, on_progress: Progress = lambda num: None) -> t
 
     Raises ValueError where they are more than 5 %, rounded up, of a split or of a class in all splits together.
     """
-    parts, reasons, skipped = dict[str, Part](), list[str](), list[str]()
+    kept: dict[str, list[int]] = {split: [] for split in plan.splits}
+    reasons, skipped = list[str](), list[str]()
     num, lost = (collections.Counter[str]() for _ in range(2))
-    for split, part in plan.splits.items():
-        errors = list[str]()
-        for piece in decode_pieces(part.files, SMALL, PIECE):
-            errors += piece.errors
-            on_progress(len(piece.errors))
-        kept = [row for row, error in enumerate(errors) if not error]
-        parts[split] = Part(Chosen(part.files, kept), part.labels[kept])
-        for row, error in enumerate(errors):
-            groups = (f"split {split!r}", f"class {plan.classes[part.labels[row]]!r}")
-            num.update(groups)
-            if error:
-                lost.update(groups)
-                reasons.append(error)
-                skipped.append(part.files.key(row))
+    for listed, row, seen in _looks(plan, on_progress):
+        groups = (f"split {listed.split!r}", f"class {listed.label!r}")
+        num.update(groups)
+        if isinstance(seen, str):
+            lost.update(groups)
+            reasons.append(seen)
+            skipped.append(listed.key)
+        else:
+            kept[listed.split].append(row)
     if many := [f"{lost[group]} of {num[group]} in {group}" for group in lost if lost[group] > -(-num[group] // 20)]:
         raise ValueError(
             f"{plan.name}: {len(reasons)} images cannot be read, more than 5 % of a class or split "
             f"({'; '.join(many[:5])}); replace or remove these files, the first of which is {reasons[0]}"
         )
-    return (dataclasses.replace(plan, **parts, skipped=tuple(skipped)) if skipped else plan), reasons
+    if not skipped:
+        return plan, []
+    parts = {
+        split: Part(Chosen(part.files, kept[split]), part.labels[kept[split]]) for split, part in plan.splits.items()
+    }
+    return dataclasses.replace(plan, **parts, skipped=tuple(skipped)), reasons
 
 
 def verify_caches(plan: Plan, roots: Iterable[Path]) -> tuple[list[str], list[str]]:

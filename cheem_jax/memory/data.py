@@ -54,10 +54,9 @@ def files_in(place: Path) -> tuple[list[str], list[str]]:
     folder = absolute(place)
     if not folder.is_dir():
         return [str(place)], []
-    found = look_through(folder, any_name=True)
+    found = look_through(folder)
     if not found.images:
-        told = "".join(f"; {note}" for note in found.notes())
-        raise ValueError(f"{str(place)!r} contains no image; expected an image file, or a folder of some{told}")
+        raise ValueError(f"{str(place)!r} contains no image; expected an image file, or a folder of some{found.told()}")
     return [str(place / name) for name in found.images], found.notes()
 
 

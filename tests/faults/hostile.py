@@ -550,7 +550,7 @@ def manifests(folder: Path) -> Attempts:
     import pyarrow
     from pyarrow import parquet
 
-    from cheem_jax.data.manifest import plan_manifest
+    from cheem_jax.data.folder import plan_manifest
 
     put(folder, task_files())
     header, *rows = (line.split(",") for line in CARS)
@@ -1084,7 +1084,7 @@ def readers(folder: Path) -> Attempts:
     """The official archives of six data sets: their bytes, the lists in them, and the pictures."""
     import official
 
-    from cheem_jax.data.benchmarks import readers as module
+    from cheem_jax.data.benchmarks import builders as module
 
     kinds = {
         "aircraft": module.read_aircraft, "gtsrb": module.read_gtsrb, "cars": module.read_cars,

@@ -1,87 +1,262 @@
-"""TensorFlow Datasets builders over the readers: prepared on disk as TFDS does it, without TensorFlow.
+"""One reader for each data set, and a TensorFlow Datasets builder over it: prepared on disk without TensorFlow.
+
+The readers take the official archives or the folders they unpack to from `place`, the folder that a user fills. All
+raise FileNotFoundError that lists what is missing there, or ValueError for corrupted archives, lists that do not fit
+and images that are absent.
 
 TFDS has no builder of the first two data sets. The others have the names, versions and features of its own
 builders, so that reading prepared data does not depend on which of the two has made it. None is registered:
 a second class of a name would clash, so `prepare_from_folder` makes them here.
 """
 
+import csv
 import functools
+import io
+import json
+import operator
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-import tensorflow_datasets as tfds
-
-from cheem_jax.data.benchmarks import readers
-from cheem_jax.data.benchmarks.archives import Reading, Source
-from cheem_jax.data.decode import Progress
+from cheem_jax.data.benchmarks.archives import (
+    Reading,
+    Source,
+    below,
+    label_keys,
+    lines_of,
+    locate,
+    members,
+    read_files,
+)
+from cheem_jax.data.benchmarks.table import BY_NAME, TASKS
+from cheem_jax.data.decode import Progress, opened
 
 ORIGIN = "Read from the official files in a folder that the user filled, not downloaded by TensorFlow Datasets."
+STRIP_PIXELS = 20  # the copyright notice below each aircraft
+SECONDS, MAX_BYTES = 60, 2**31
+"""Of the process that reads a MATLAB file; an intact list takes less than one second."""
+_PROGRAM = """
+import contextlib, io, json, sys
+with contextlib.suppress(ImportError, ValueError):  # not every system has this limit
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
+import numpy, scipy.io
+variables = scipy.io.loadmat(io.BytesIO(sys.stdin.buffer.read()), squeeze_me=True, variable_names=[sys.argv[1]])
+found = numpy.atleast_1d(variables[sys.argv[1]])
+rows = found.ravel(order="F").tolist()  # MATLAB's order
+if found.dtype.names:
+    rows = [dict(zip(found.dtype.names, row)) for row in rows]
+print(json.dumps(rows, default=lambda value: value.tolist()))
+"""
+
+
+def read_aircraft(place: Path, *, cut_strip: bool = False) -> Reading:
+    """FGVC-Aircraft by variant: train, validation, test; keys are the seven digits with `.jpg`.
+
+    `cut_strip` cuts the lowest 20 pixels off and codes the rest as JPEG of quality 95; else the bytes stay.
+    """
+    [path] = locate(place, ("fgvc-aircraft-2013b.tar.gz", "fgvc-aircraft-2013b"))
+    lists = {"train": "train", "validation": "val", "test": "test"}
+    names = [f"images_variant_{part}.txt" for part in lists.values()]
+    variants, *splits = _read_lists(path, "variants.txt", *names)
+    convert = functools.partial(_recode, cut=STRIP_PIXELS, format="JPEG", quality=95) if cut_strip else None
+    sources = {}
+    for split, name, lines in zip(lists, names, splits, strict=True):
+        pairs = [line.partition(" ") for line in lines]  # variants contain spaces themselves
+        labels = label_keys(((f"{digits}.jpg", variant) for digits, _, variant in pairs), variants, f"{path}: {name}")
+        sources[split] = Source(path, below("images", 1, ".jpg"), labels, convert)
+    return Reading(tuple(variants), sources)
+
+
+def read_gtsrb(place: Path) -> Reading:
+    """German traffic signs: train, test; keys `<class>/<track>_<frame>.ppm` and `<number>.ppm`; coded as PNG.
+
+    Train is the archive of 26,640 images (`GTSRB-Training_fixed.zip`).
+    """
+    train, test, truth = locate(
+        place,
+        ("GTSRB-Training_fixed.zip", "GTSRB-Training_fixed", "GTSRB/Training"),
+        ("GTSRB_Final_Test_Images.zip", "GTSRB_Final_Test_Images", "GTSRB/Final_Test"),
+        ("GTSRB_Final_Test_GT.zip", "GTSRB_Final_Test_GT", "GT-final_test.csv", "GTSRB/GT-final_test.csv"),
+    )
+    in_lists = below("Training", 2, ".csv")
+    rows = []
+    for name, read in members(train):
+        if key := in_lists(name):
+            folder = key.partition("/")[0]
+            listed = _annotations(lines_of(read(), f"{train}: {name}"), f"{train}: {name}")
+            rows += [(f"{folder}/{file}", label) for file, label in listed]
+    [lines] = _read_lists(truth, "GT-final_test.csv")
+    classes = BY_NAME["gtsrb"].class_names
+    numbers = range(len(classes))
+    test_labels = label_keys(_annotations(lines, str(truth)), numbers, str(truth))
+    as_png = functools.partial(_recode, format="PNG")
+    sources = {
+        "train": Source(train, below("Training", 2, ".ppm"), label_keys(rows, numbers, str(train)), as_png),
+        "test": Source(test, below("Images", 1, ".ppm"), test_labels, as_png),
+    }
+    return Reading(classes, sources)
+
+
+def read_cars(place: Path) -> Reading:
+    """Stanford Cars: train, test; keys are file names, which both splits use."""
+    test_list = "cars_test_annos_withlabels.mat"
+    train, test, devkit, annotations = locate(
+        place,
+        ("cars_train.tgz", "cars_train"),
+        ("cars_test.tgz", "cars_test"),
+        ("car_devkit.tgz", "car_devkit", "devkit"),
+        (test_list, f"devkit/{test_list}"),
+    )
+    meta, train_list = read_files(devkit, "cars_meta.mat", "cars_train_annos.mat")
+    classes = tuple(map(str, read_variable(meta, "class_names", f"{devkit}: cars_meta.mat")))
+    train_labels = _car_labels(train_list, f"{devkit}: cars_train_annos.mat", len(classes))
+    test_labels = _car_labels(read_files(annotations, test_list)[0], str(annotations), len(classes))
+    sources = {
+        "train": Source(train, below("cars_train", 1, ".jpg"), train_labels),
+        "test": Source(test, below("cars_test", 1, ".jpg"), test_labels),
+    }
+    return Reading(classes, sources)
+
+
+def read_sun397(place: Path) -> Reading:
+    """SUN397, the first official partition: train, test; keys and classes as listed, `/a/abbey/sun_x.jpg`.
+
+    Some of the files named .jpg are PNG, BMP or GIF; their bytes stay as they are.
+    """
+    images, partitions = locate(place, ("SUN397.tar.gz", "SUN397"), ("Partitions.zip", "Partitions"))
+    names = ("Training_01.txt", "Testing_01.txt")
+    classes, *lists = _read_lists(partitions, "ClassName.txt", *names)
+
+    def key_of(name: str) -> str | None:
+        _, top, rest = f"/{name}".partition("/SUN397/")
+        return f"/{rest}" if top else None
+
+    sources = {}
+    for split, name, lines in zip(("train", "test"), names, lists, strict=True):
+        pairs = ((line, line.rpartition("/")[0]) for line in lines)
+        sources[split] = Source(images, key_of, label_keys(pairs, classes, f"{partitions}: {name}"))
+    return Reading(tuple(classes), sources)
+
+
+def read_eurosat(place: Path) -> Reading:
+    """EuroSAT in red, green and blue: train only; keys `<class folder>/<file>`."""
+    [path] = locate(place, ("EuroSAT.zip", "2750", "EuroSAT"))
+    return _read_class_folders("eurosat", path, "2750")
+
+
+def read_caltech101(place: Path) -> Reading:
+    """Caltech-101 with its background class: everything as train; keys `<class folder>/<file>`."""
+    folder, inner = "101_ObjectCategories", "101_ObjectCategories.tar.gz"
+    [path] = locate(place, ("caltech-101.zip", folder, f"caltech-101/{folder}", inner, f"caltech-101/{inner}"))
+    return _read_class_folders("caltech101", path, folder)
+
+
+def _read_class_folders(task: str, path: Path, folder: str) -> Reading:
+    """Everything as train, from a folder for each class below `folder`; case does not count."""
+    key_of, classes = below(folder, 2, ".jpg"), BY_NAME[task].class_names
+    keys = sorted(key for name, _ in members(path) if (key := key_of(name)))
+    rows = ((key, key.partition("/")[0].lower()) for key in keys)
+    labels = label_keys(rows, [name.lower() for name in classes], f"{path}, below {folder}")
+    return Reading(classes, {"train": Source(path, key_of, labels)})
+
+
+def _read_lists(path: Path, *names: str) -> list[list[str]]:
+    """The lines of text files, which are found as `read_files` does."""
+    files = zip(names, read_files(path, *names), strict=True)
+    return [lines_of(data, f"{path}: {name}") for name, data in files]
+
+
+def _annotations(lines: list[str], where: str) -> list[tuple[str, int]]:
+    """File name and class of each row of a GTSRB list."""
+    rows = csv.DictReader(lines, delimiter=";")
+    try:
+        return [(row["Filename"], int(row["ClassId"])) for row in rows]
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ValueError(
+            f"{where}, line {rows.line_num}: expected columns Filename and ClassId (a number) between ';' ({error!r}); "
+            "the list without classes will not do"
+        ) from error
+
+
+def _car_labels(data: bytes, where: str, num_classes: int) -> dict[str, int]:
+    annotations = read_variable(data, "annotations", where)
+    try:
+        rows = [(str(row["fname"]), int(row["class"])) for row in annotations]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{where}: annotations need the fields fname and class, a name and a number ({error!r})"
+        ) from error
+    return label_keys(rows, range(1, num_classes + 1), where)
+
+
+def _recode(data: bytes, name: str, *, cut: int = 0, format: str, **options: int) -> bytes:
+    """The image in another format, without the lowest `cut` rows."""
+    buffer = io.BytesIO()
+    with opened(data, name) as image:
+        if image.height <= cut:
+            raise ValueError(f"{image.height} rows, of which {cut} are to be cut off")
+        image.crop((0, 0, image.width, image.height - cut)).save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def read_variable(data: bytes, name: str, where: str) -> list[Any]:
+    """The elements of a variable of a `.mat` file in MATLAB's order; those of a struct array are dicts by field.
+
+    Raises ValueError for a file that is corrupted, has no such variable, or takes too much time or memory; `where`
+    names the file in it. SciPy reads it in a process of its own, since some corrupted files end that process with a
+    segmentation fault.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _PROGRAM, name, str(MAX_BYTES)],
+            input=data,
+            capture_output=True,
+            timeout=SECONDS,
+            # each thread of OpenBLAS would take address space, which is limited
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{where}: variable {name!r} was not read within {SECONDS} seconds") from error
+    if done.returncode != 0:
+        last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        reason = last_line or f"signal {-done.returncode}"
+        raise ValueError(f"{where}: variable {name!r} cannot be read: {reason}; download it again")
+    return json.loads(done.stdout)
 
 
 class DataSet(NamedTuple):
-    """What TFDS is given of a data set."""
+    """What the features of a data set are made from; the rest is in the table."""
 
-    version: str
     read: Callable[[Path], Reading]
-    description: str
     key: str
     """The feature that contains an example's key."""
     text: Callable[[PurePosixPath], str] = str
     """What the stock builder stores for a key."""
     image_shape: tuple[int | None, int | None, int] = (None, None, 3)
+    more: str = ""
+    """At the end of the description."""
 
 
-_AIRCRAFT = DataSet(
-    "1.0.0",
-    readers.read_aircraft,
-    "FGVC-Aircraft 2013b (robots.ox.ac.uk/~vgg/data/fgvc-aircraft): 100 variants, official parts.",
-    "file_name",
-    lambda key: key.stem,
-)
+_stem, _name = operator.attrgetter("stem"), operator.attrgetter("name")
 DATA_SETS = {
-    "fgvc_aircraft/default": _AIRCRAFT,
-    "fgvc_aircraft/without_strip": _AIRCRAFT._replace(
-        read=functools.partial(readers.read_aircraft, cut_strip=True),
-        description=f"{_AIRCRAFT.description} The lowest 20 pixels are cut off; JPEG, quality 95.",
-    ),
-    "gtsrb": DataSet(
-        "1.0.0",
-        readers.read_gtsrb,
-        "German Traffic Sign Recognition Benchmark (benchmark.ini.rub.de): 43 signs, PPM coded as PNG without loss.",
+    "fgvc_aircraft/default": DataSet(read_aircraft, "file_name", _stem),
+    "fgvc_aircraft/without_strip": DataSet(
+        functools.partial(read_aircraft, cut_strip=True),
         "file_name",
+        _stem,
+        more=" The lowest 20 pixels are cut off; JPEG, quality 95.",
     ),
-    "cars196": DataSet(
-        "2.1.0",
-        readers.read_cars,
-        "Stanford Cars (Krause et al., 3dRR 2013): 196 makes, models and years, without the bounding boxes.",
-        "id",
-        lambda key: key.stem,
-    ),
-    "sun397/standard-part1-120k": DataSet(
-        "4.0.0",
-        readers.read_sun397,
-        "SUN397 (vision.princeton.edu/projects/2010/SUN): 397 scenes, the first official partition. The images are "
-        "the original ones, not re-coded to 120,000 pixels as the configuration of TensorFlow Datasets' own.",
-        "file_name",
-    ),
-    "eurosat/rgb": DataSet(
-        "2.0.0",
-        readers.read_eurosat,
-        "EuroSAT (github.com/phelber/eurosat): ten kinds of land use seen by Sentinel-2, in red, green and blue.",
-        "filename",
-        lambda key: key.name,
-        (64, 64, 3),
-    ),
+    "gtsrb": DataSet(read_gtsrb, "file_name"),
+    "cars196": DataSet(read_cars, "id", _stem),
+    "sun397/standard-part1-120k": DataSet(read_sun397, "file_name"),
+    "eurosat/rgb": DataSet(read_eurosat, "filename", _name, (64, 64, 3)),
     # as TFDS's, but one split with everything instead of 30 sampled images of each class and the rest
-    "caltech101": DataSet(
-        "3.0.2",
-        readers.read_caltech101,
-        "Caltech-101 (doi.org/10.22002/D1.20086): 101 classes and the background class; all images are in train.",
-        "image/file_name",
-        lambda key: key.name,
-    ),
+    "caltech101": DataSet(read_caltech101, "image/file_name", _name),
 }
 """By `<name>` or `<name>/<config>`."""
 
@@ -95,48 +270,34 @@ def prepare_from_folder(name: str, data_dir: Path, place: Path, on_progress: Pro
     """
     if name not in DATA_SETS:
         raise ValueError(f"no builder named {name!r}; there are {', '.join(DATA_SETS)}")
+    import tensorflow_datasets as tfds  # here, since it takes seconds and comes with an extra
+
     data_set = DATA_SETS[name]
-    directory = data_dir / name / data_set.version
+    task = next(task for task in TASKS if task.builder.split("/")[0] == name.split("/")[0])
+    directory = data_dir / name / task.version
     if (directory / "dataset_info.json").is_file():
         return directory
-    builder = _builder(name, data_dir, data_set, data_set.read(place), on_progress)
-    config = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
-    tfds.disable_progress_bar()  # `on_progress` counts already
-    try:
-        with tempfile.TemporaryDirectory() as unused:  # TFDS makes folders for downloads even if there are none
-            builder.download_and_prepare(file_format="array_record", download_config=config, download_dir=unused)
-    finally:
-        tfds.enable_progress_bar()
-    return directory
+    reading = data_set.read(place)
+    short, _, config = name.partition("/")
 
-
-class _Info(tfds.core.DatasetInfo):
-    def initialize_from_bucket(self) -> None:
-        """Nothing: what TFDS publishes under a name describes its own builder, and asking takes a network."""
-
-
-def _builder(full_name: str, data_dir: Path, data_set: DataSet, reading: Reading, on_progress: Progress) -> Any:
-    """A builder of what a reader has found."""
-    name, _, config = full_name.partition("/")
+    class Info(tfds.core.DatasetInfo):
+        def initialize_from_bucket(self) -> None:
+            """Nothing: what TFDS publishes under a name describes its own builder, and asking takes a network."""
 
     class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        VERSION = tfds.core.Version(data_set.version)
+        VERSION = tfds.core.Version(task.version)
         BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)] if config else []
 
-        def _info(self) -> tfds.core.DatasetInfo:
-            features = {
+        def _info(self) -> Info:
+            features = tfds.features.FeaturesDict({
                 "image": tfds.features.Image(shape=data_set.image_shape),
                 "label": tfds.features.ClassLabel(names=reading.classes),
                 data_set.key: tfds.features.Text(),
-            }
-            return _Info(
-                builder=self,
-                description=f"{data_set.description} {ORIGIN}",
-                features=tfds.features.FeaturesDict(features),
-                supervised_keys=("image", "label"),
-            )
+            })  # fmt: skip
+            description = f"{task.description}{data_set.more} {ORIGIN}"
+            return Info(builder=self, description=description, features=features, supervised_keys=("image", "label"))
 
-        def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Any]:
+        def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
             return {split: self._generate_examples(source) for split, source in reading.sources.items()}
 
         def _generate_examples(self, source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -144,11 +305,17 @@ def _builder(full_name: str, data_dir: Path, data_set: DataSet, reading: Reading
                 on_progress(1)
                 yield key, {"image": image, "label": label, data_set.key: data_set.text(PurePosixPath(key))}
 
-        def _log_download_bytes(self) -> None:
-            """Nothing: TFDS would print here what it downloads."""
+        # TFDS would print here what it downloads
+        def _log_download_bytes(self) -> None: ...
+        def _log_download_done(self) -> None: ...
 
-        def _log_download_done(self) -> None:
-            """Nothing, as above."""
-
-    Builder.name = name
-    return Builder(data_dir=data_dir, config=config or None)
+    Builder.name = short
+    builder = Builder(data_dir=data_dir, config=config or None)
+    downloads = tfds.download.DownloadConfig(manual_dir=place, try_download_gcs=False)
+    tfds.disable_progress_bar()  # `on_progress` counts already
+    try:
+        with tempfile.TemporaryDirectory() as unused:  # TFDS makes folders for downloads even if there are none
+            builder.download_and_prepare(file_format="array_record", download_config=downloads, download_dir=unused)
+    finally:
+        tfds.enable_progress_bar()
+    return directory

@@ -4,9 +4,10 @@ pooch alone starts again from the beginning after a broken connection; archives 
 known hash tells a file that was put together from two versions.
 """
 
+import functools
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urljoin
 
 import pooch
@@ -38,15 +39,10 @@ def download(url: str, file: Path, known_hash: str, *, on_progress: Progress = l
     is not the wanted one, and OSError where it cannot be downloaded or written; then `file` does not exist.
     """
     part = file.with_name(f"{file.name}.part")
-
-    def transfer(url: str, output_file: str, _: object) -> None:
-        """What pooch calls to fill a temporary file."""
-        _transfer(url, part, on_progress)
-        os.replace(part, output_file)
-
+    transfer: Any = functools.partial(_transfer, part, on_progress)
     pooch.get_logger().setLevel("WARNING")  # it would print addresses and hashes between the lines of progress
     try:
-        pooch.retrieve(url, known_hash, file.name, file.parent, downloader=cast(Any, transfer))
+        pooch.retrieve(url, known_hash, file.name, file.parent, downloader=transfer)
     except (requests.RequestException, HTTPError) as error:
         raise OSError(
             f"{url} cannot be downloaded: {error}. Try again later, which resumes from byte {_num_bytes(part)}, or put "
@@ -60,8 +56,8 @@ def download(url: str, file: Path, known_hash: str, *, on_progress: Progress = l
         raise ValueError(f"{url}: {error}") from error
 
 
-def _transfer(url: str, part: Path, on_progress: Progress) -> None:
-    """Completes `part`, resuming where the connection broke."""
+def _transfer(part: Path, on_progress: Progress, url: str, output_file: str, _: object) -> None:
+    """Completes `part`, resuming where the connection broke, and makes it the temporary file that pooch asks for."""
     on_progress(_num_bytes(part))
     failures = 0
     with _session() as session:
@@ -73,7 +69,8 @@ def _transfer(url: str, part: Path, on_progress: Progress) -> None:
                 if response.status_code not in (200, 206, 416):
                     raise requests.HTTPError(f"HTTP status {response.status_code} {response.reason}".rstrip())
                 try:
-                    return _receive(response, part, on_progress)
+                    _receive(response, part, on_progress)
+                    return os.replace(part, output_file)
                 except requests.RequestException:
                     failures = 0 if _num_bytes(part) >= before + GROWTH_BYTES else failures + 1
                     if failures > RETRIES:

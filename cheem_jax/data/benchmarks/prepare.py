@@ -10,7 +10,7 @@ import importlib.util
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -19,10 +19,10 @@ import filelock
 
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.benchmarks.archives import Missing
-from cheem_jax.data.benchmarks.table import BY_NAME, Archive, BenchmarkTask, Counts
+from cheem_jax.data.benchmarks.builders import prepare_from_folder
+from cheem_jax.data.benchmarks.table import BY_NAME, Archive, BenchmarkTask
 from cheem_jax.data.decode import Progress
-from cheem_jax.data.records import Row, find_prepared, import_tfds, open_prepared
-from cheem_jax.data.splits import Members, cut_missing, move
+from cheem_jax.data.records import Row, find_prepared, import_tfds, open_prepared, plan_rows
 from cheem_jax.data.task import Plan
 
 Work = Callable[[str, str, int], AbstractContextManager[Progress]]
@@ -55,15 +55,14 @@ def status_of(task: BenchmarkTask, data_dir: Path) -> Status:
     if task.archives and not absent:
         return Status("archives", command, size)
     reason = f" ({task.by_hand})" if task.by_hand else ""
-    first = ""
     if by_hand := [archive.file for archive in absent if archive.url is None]:
-        first = f"put {', '.join(by_hand)} into {place}{reason}, then "
-    elif lacks_tensorflow(task):
-        first = f"`pip install 'cheem_jax[prepare]'`{reason}, then "
-    return Status("missing", f"{first}{command}", size)
+        command = f"put {', '.join(by_hand)} into {place}{reason}, then {command}"
+    elif _lacks_tensorflow(task):
+        command = f"`pip install 'cheem_jax[prepare]'`{reason}, then {command}"
+    return Status("missing", command, size)
 
 
-def lacks_tensorflow(task: BenchmarkTask) -> bool:
+def _lacks_tensorflow(task: BenchmarkTask) -> bool:
     """Whether a task is prepared with TensorFlow and that is not installed (it is not imported for this)."""
     return not task.archives and task.needs_tensorflow and importlib.util.find_spec("tensorflow") is None
 
@@ -74,7 +73,15 @@ def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
     Raises ValueError or OSError that says what to do; what existed stays as it was.
     """
     task = BY_NAME[name]
-    with _alone(data_dir, name, phase):
+    # one process at a time prepares in a data folder: several tasks come from the same archives
+    lock = filelock.FileLock(data_dir / "cheem_jax" / "prepare.lock")
+    Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as alone:
+        try:
+            alone.enter_context(lock.acquire(timeout=1))
+        except filelock.Timeout:
+            with phase("wait", f"{name}, for another process that prepares here", 0):
+                alone.enter_context(lock.acquire())
         try:
             find_prepared(task.spec, data_dir)
         except FileNotFoundError:
@@ -90,24 +97,7 @@ def prepare(name: str, data_dir: Path, phase: Work, *, seed: int = 0) -> Plan:
             return plan_of(task, data_dir, seed=seed, on_progress=on_progress)
 
 
-@contextlib.contextmanager
-def _alone(data_dir: Path, name: str, phase: Work) -> Iterator[None]:
-    """One process at a time prepares in a data folder: several tasks come from the same archives."""
-    lock = filelock.FileLock(data_dir / "cheem_jax" / "prepare.lock")
-    Path(lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(lock.acquire(timeout=1))
-        except filelock.Timeout:
-            with phase("wait", f"{name}, for another process that prepares here", 0):
-                held.enter_context(lock.acquire())
-        yield
-
-
 def _from_archives(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
-    # TFDS comes with the extra `datasets`, and the builders are classes of its
-    from cheem_jax.data.benchmarks.builders import prepare_from_folder
-
     def build() -> None:
         with phase("prepare", task.name, sum(task.counts)) as on_progress:
             prepare_from_folder(task.builder, data_dir, place, on_progress)
@@ -152,7 +142,7 @@ def _get(name: str, archives: Sequence[Archive], place: Path, phase: Work) -> No
 
 
 def _from_stock_builder(task: BenchmarkTask, data_dir: Path, phase: Work) -> None:
-    if lacks_tensorflow(task):
+    if _lacks_tensorflow(task):
         raise ValueError(
             f"preparing {task.builder!r} needs TensorFlow once (reading it does not): "
             "`pip install 'cheem_jax[prepare]'`, then give the command again"
@@ -207,30 +197,21 @@ def plan_of(task: BenchmarkTask, data_dir: Path, *, seed: int = 0, on_progress: 
             raise ValueError(f"{prepared.directory} has no split {names}, only {sorted(prepared.splits)}")
         found = prepared.index(present, task.key, on_progress=on_progress)
         rows[split] = [row._replace(label=label_of[row.label]) for row in found if row.label in label_of]
-    plan = prepared.plan(task.name, rows, classes, lambda members: cut_by_rule(task, classes, members, seed))
-    _check_counts(task, plan)
+    source, floor = f"tfds:{prepared.full_name}", task.rule == "decathlon"
+    plan = plan_rows(
+        task.name, classes, rows, prepared.records, source=source, stamp=prepared.stamp, seed=seed, floor=floor
+    )
+    found, wanted = (
+        f"{'/'.join(f'{num:,}' for num in counts)} train/val/test images of {num_classes:,} classes"
+        for counts, num_classes in ((plan.counts.values(), len(classes)), (task.counts, task.num_classes))
+    )
+    if found != wanted:
+        raise ValueError(
+            f"task {task.name!r} has {found}, expected {wanted}: {plan.source} is not the data set of the benchmark, "
+            "or was prepared incompletely; prepare it again"
+        )
     _check_splits(task, plan, data_dir, seed)
     return plan
-
-
-def cut_by_rule(task: BenchmarkTask, classes: Sequence[str], members: Members, seed: int) -> None:
-    """Cuts what a task lacks from train, in place."""
-    if task.rule == "decathlon":
-        move(members, "val", len(members["train"]) // 10, keep=1, seed=seed)
-    cut_missing(f"task {task.name!r}", classes, members, seed)
-
-
-def _check_counts(task: BenchmarkTask, plan: Plan) -> None:
-    def shown(counts: Counts, num_classes: int) -> str:
-        return f"{counts.train:,}/{counts.val:,}/{counts.test:,} train/val/test images of {num_classes:,} classes"
-
-    found = Counts(**plan.counts)
-    if found != task.counts or len(plan.classes) != task.num_classes:
-        raise ValueError(
-            f"task {task.name!r} has {shown(found, len(plan.classes))}, expected "
-            f"{shown(task.counts, task.num_classes)}: {plan.source} is not the data set of the benchmark, or was "
-            "prepared incompletely; prepare it again"
-        )
 
 
 def splits_file(data_dir: Path, name: str, seed: int) -> Path:

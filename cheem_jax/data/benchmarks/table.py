@@ -61,8 +61,10 @@ class BenchmarkTask:
     """Whether the stock builder does; without one of this library's own."""
     by_hand: str = ""
     """Why the user has to bring some archives."""
+    description: str = ""
+    """For TFDS, where a builder of this library's own makes the data set."""
     archives: tuple[Archive, ...] = ()
-    """What a builder of this library's own makes the data set from, without TensorFlow; none: TFDS's builder does."""
+    """What that builder makes it from, without TensorFlow; none: TFDS's builder does."""
 
     @property
     def spec(self) -> str:
@@ -70,33 +72,20 @@ class BenchmarkTask:
         return f"{self.builder}:{self.version}"
 
 
-def _read_tasks() -> tuple[BenchmarkTask, ...]:
-    tables = tomllib.loads((Path(__file__).parent / "benchmarks.toml").read_text(encoding="utf-8"))["task"]
-    tasks = []
-    for table in tables:
-        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
-        fields["counts"] = Counts(*table["counts"])
-        fields["archives"] = tuple(Archive(**archive) for archive in table.get("archives", ()))
-        tasks.append(BenchmarkTask(**fields))
-    return tuple(tasks)
+def _task(table: dict[str, Any]) -> BenchmarkTask:
+    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in table.items()}
+    archives = tuple(Archive(**archive) for archive in table.get("archives", ()))
+    return BenchmarkTask(**fields | {"counts": Counts(*table["counts"]), "archives": archives})
 
 
-TASKS = _read_tasks()
+_FACTS = tomllib.loads((Path(__file__).parent / "benchmarks.toml").read_text(encoding="utf-8"))
+TASKS = tuple(map(_task, _FACTS["task"]))
 BY_NAME = {task.name: task for task in TASKS}
 
 Benchmark = Literal["mtil", "vdd"]
 Order = Literal["default", "paper_a", "paper_b", "paper_c", "zscl_ii"]
-
-MTIL: dict[Order, str] = {
-    "default": "aircraft caltech101 cifar100 dtd eurosat flowers food101 mnist pets cars sun397",
-    "paper_a": "sun397 aircraft dtd food101 cars caltech101 cifar100 eurosat flowers mnist pets",
-    "paper_b": "caltech101 cifar100 eurosat flowers mnist pets dtd cars food101 aircraft sun397",
-    "paper_c": "mnist sun397 flowers dtd caltech101 cars pets food101 cifar100 aircraft eurosat",
-    "zscl_ii": "cars food101 mnist pets flowers sun397 aircraft caltech101 dtd eurosat cifar100",
-}
-"""Orders of MTIL: of the paper's tables, of its table on task orders, and the second order of ZSCL."""
-VDD = "cifar100 dped omniglot svhn ucf101 gtsrb flowers aircraft dtd"
-"""VDD in the order of the paper's tables, which leave out ImageNet: the backbone was pretrained on it."""
+MTIL: dict[Order, str] = _FACTS["mtil"]
+VDD: str = _FACTS["vdd"]["default"]
 
 
 def order_of(benchmark: Benchmark, order: Order = "default") -> tuple[str, ...]:

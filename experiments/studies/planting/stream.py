@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from cheem_jax.data.demo import drawing
+from cheem_jax.data import demo
 from cheem_jax.data.task import Split, Stream, Task
 
 Draw = Callable[[np.random.Generator, np.ndarray, int], np.ndarray]
@@ -36,7 +36,7 @@ def draw_noise(rng: np.random.Generator, labels: np.ndarray, image_size: int) ->
         members = np.flatnonzero(labels == label)
         pattern[members] = _lagged(rng, lag, len(members), image_size)
     front, back = rng.random((2, len(labels), 1, 1, 3))
-    return drawing.finish(rng, drawing.blend(pattern, front, back), grain=0.03)
+    return demo.finish(rng, demo.blend(pattern, front, back), grain=0.03)
 
 
 def _lagged(rng: np.random.Generator, lag: tuple[int, int], num: int, size: int) -> Float[np.ndarray, "num S S"]:
@@ -63,19 +63,19 @@ class Planted(NamedTuple):
 
 PLAN = (
     Planted(
-        "shapes", "origin", drawing.SHAPES, drawing.draw_shapes,
+        "shapes", "origin", demo.SHAPES, demo.draw_shapes,
         "only the base to draw on; what it adds is what its kin and its twin can find",
     ),
     Planted(
-        "letters", "unrelated", drawing.LETTERS, drawing.draw_letters,
+        "letters", "unrelated", demo.LETTERS, demo.draw_letters,
         "as hard as shapes and of no use to its kin: its experts are there to be left alone",
     ),
     Planted(
-        "colours", "easy", drawing.COLOURS, drawing.draw_colours,
+        "colours", "easy", demo.COLOURS, demo.draw_colours,
         "the first layers tell the classes apart: skips blocks, the cheapest network of all",
     ),
     Planted(
-        "shapes_recoloured", "kin", drawing.SHAPES, drawing.draw_recoloured_shapes,
+        "shapes_recoloured", "kin", demo.SHAPES, demo.draw_recoloured_shapes,
         "the classes of shapes in other colours: draws on the experts of shapes, adds little",
         "shapes",
     ),
@@ -84,7 +84,7 @@ PLAN = (
         "nothing larger than a few pixels, neither shapes nor strokes: draws less on others' experts, adds more",
     ),
     Planted(
-        "shapes_again", "twin", drawing.SHAPES, drawing.draw_shapes,
+        "shapes_again", "twin", demo.SHAPES, demo.draw_shapes,
         "the distribution of shapes, new draws: draws on the experts of shapes, adds least",
         "shapes",
     ),
