@@ -9,8 +9,7 @@ from flax import nnx
 from jaxtyping import UInt8
 
 from cheem_jax.cheem.heads import FAR
-from cheem_jax.core.routing.centroids import distances
-from cheem_jax.core.routing.routers import make_router
+from cheem_jax.core.routing import distances, make_router
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.export.programs import Run, Subject, dense_ops, stored_ops
 from cheem_jax.run.method import Backbone
