@@ -8,7 +8,7 @@ operands; everything else (parameters, sums, LayerNorm, softmax, residual stream
 import functools
 import math
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,19 @@ IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
 """Whether the program that is traced now will be divided over several devices."""
 
 
+def _own_gradient(static: int) -> Any:
+    """Decorator of a function whose gradient is written below it; the argument at the place `static` is no array."""
+    # typed as anything: the type of a `custom_vjp` hides that it returns an array
+    return functools.partial(jax.custom_vjp, nondiff_argnums=(static,))
+
+
 def dot(a: Float[Array, "*B M K"], b: Float[Array, "*B K N"], precision: Precision) -> Float[Array, "*B M N"]:
     """`a @ b` with operands rounded to `precision` and a float32 result."""
     dtype = jnp.dtype(precision)
     return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@_own_gradient(2)
 def product(
     x: Float[Array, "*B K"], weight: Float[Array, "K N"], precision: Precision = "float32"
 ) -> Float[Array, "*B N"]:
@@ -61,7 +67,7 @@ def _product_backward(precision, kept, grad):
 product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@_own_gradient(3)
 def layer_norm(
     x: Float[Array, "*B D"], scale: Float[Array, "D"], bias: Float[Array, "D"], epsilon: float
 ) -> Float[Array, "*B D"]:
@@ -94,7 +100,7 @@ def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
     return jnp.matmul(x, jnp.full((width, 1), 1.0 / width, x.dtype), precision="highest")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@_own_gradient(2)
 def activate(x: Float[Array, "*B F"], bias: Float[Array, "F"], activation: Activation) -> Float[Array, "*B F"]:
     """Exact GELU, an approximation of it or SiLU of `x + bias`; keeps x, a product's result, which is in memory anyway.
 
@@ -138,7 +144,7 @@ def _activate_backward(activation, kept, grad):
 activate.defvjp(_activate_forward, _activate_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@_own_gradient(3)
 def attend(
     query: Float[Array, "B H M d"],
     key: Float[Array, "B H N d"],
