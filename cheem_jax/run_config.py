@@ -26,7 +26,7 @@ from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import Precision
 from cheem_jax.core.keys import Keys, SeedsConfig
 from cheem_jax.core.ops import Placement
-from cheem_jax.core.routing.config import PAPER
+from cheem_jax.core.routing import PAPER
 from cheem_jax.data.task import Stream, hash_of
 from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine import hosts

@@ -34,7 +34,7 @@ from cheem_jax.backbone.params import build
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.keys import Keys
-from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing import RouterConfig
 from cheem_jax.engine.choice import make_executor
 from cheem_jax.engine.executor import Executor
 from cheem_jax.memory.making import open_memory

@@ -17,7 +17,7 @@ from cheem_jax.cli.arguments import arguments_of, located
 from cheem_jax.cli.demo import Demo
 from cheem_jax.cli.main import parse
 from cheem_jax.core.keys import SeedsConfig
-from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing import RouterConfig
 from cheem_jax.data.load import ImagesConfig
 from cheem_jax.engine.choice import EngineConfig
 from experiments import mtil

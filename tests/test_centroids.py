@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from cheem_jax.core.routing.centroids import fit_centroids, normalise, route
-from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing import RouterConfig, fit_centroids, normalise, route
 
 
 def test_routing_equals_a_brute_force_search_in_l1():

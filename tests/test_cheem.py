@@ -20,7 +20,7 @@ from cheem_jax.baselines.frozen_linear import FrozenLinear, FrozenLinearConfig, 
 from cheem_jax.cheem import hee
 from cheem_jax.cheem import learner as learner_module
 from cheem_jax.cheem.config import PAPER, PLUS, PRESETS, QUICK
-from cheem_jax.cheem.expert_memory import dense_task_network
+from cheem_jax.cheem.expert_memory import task_network
 from cheem_jax.cheem.learner import Cheem
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import dense_expert
@@ -174,7 +174,7 @@ def test_a_recoloured_task_is_more_similar_to_its_original_than_an_unrelated_one
     stream = demo_stream(num_train=64, num_val=16, num_test=16)
     loaded = load_pretrained("vit_micro")
     stages = Stages(build(loaded.config, loaded.params), "mlp_down")
-    network = dense_task_network([[block[0].params] for block in stages.base_pool], (0,) * 8)
+    network = task_network([[block[0].params] for block in stages.base_pool], (0,) * 8)
     means = {
         task.name: token_means(
             stages,

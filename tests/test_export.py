@@ -23,9 +23,7 @@ from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import Head, StoredExpert, TaskMemory, base_pool
-from cheem_jax.core.routing.centroids import distances
-from cheem_jax.core.routing.config import RouterConfig
-from cheem_jax.core.routing.routers import make_router
+from cheem_jax.core.routing import RouterConfig, distances, make_router
 from cheem_jax.export import Subject, export, exporting, timm_weights
 from cheem_jax.export.exporting import check, random_images
 from cheem_jax.export.programs import distances_to, memory_program, stablehlo

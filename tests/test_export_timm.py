@@ -13,7 +13,7 @@ from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Expert, LowRank
 from cheem_jax.core.pool import Head, StoredExpert, TaskMemory, base_pool
-from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing import RouterConfig
 from cheem_jax.export import Subject, export
 
 pytestmark = pytest.mark.convert

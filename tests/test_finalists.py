@@ -57,7 +57,7 @@ def test_the_winner_leads_on_validation_images_and_is_what_it_becomes_alone():
     assert found.name == f"finalist_{np.argmax(right)}" and len(right) == 3
     epochs = [len(learning.underway.fits[f"finalist_{i}"].losses) for i in range(3)]
     assert sorted(epochs) == [1, 1, 4] and epochs[np.argmax(right)] == 4
-    again = cheem.finetune(cheem.begin(TASK, Undisturbed()), trained, found.codes)
+    again = cheem.finetune(cheem.begin(TASK, Undisturbed()), trained, [found.codes]).fit
     chex.assert_trees_all_equal(found.fit.state, again.state)
     assert found.fit.progress.losses == again.progress.losses
 

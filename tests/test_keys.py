@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from cheem_jax.core.keys import Phase, key_at, next_power_of_two, order_at, seed_at
+from cheem_jax.core.keys import Keys, Phase, key_at, next_power_of_two, order_at
 
 
 def test_a_key_depends_on_every_part_of_its_position():
@@ -27,8 +27,8 @@ def test_an_order_is_a_permutation_and_few_programs_serve_all_lengths(compilatio
 
 
 def test_seeds_differ_by_position():
-    assert seed_at(jax.random.key(0), 1) != seed_at(jax.random.key(0), 2)
-    assert seed_at(jax.random.key(0), 1) == seed_at(jax.random.key(0), 1)
+    assert Keys(0).seed_at(1, Phase.SEARCH) != Keys(0).seed_at(2, Phase.SEARCH)
+    assert Keys(0).seed_at(1, Phase.SEARCH) == Keys(0).seed_at(1, Phase.SEARCH)
 
 
 @pytest.mark.parametrize("num, power", [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])

@@ -16,13 +16,11 @@ from scipy.spatial.distance import cdist
 from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.learner import Cheem, together
 from cheem_jax.cheem.saved_memory import open_memory, save_memory_task
-from cheem_jax.core import pool
+from cheem_jax.core import pool, routing
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.ops import LowRank
 from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, dense_expert
-from cheem_jax.core.routing import centroids
-from cheem_jax.core.routing.centroids import CentroidIndex
-from cheem_jax.core.routing.config import Metric, RouterConfig
+from cheem_jax.core.routing import Metric, NearestCentroid, Router, RouterConfig, TaskStatistics
 from cheem_jax.engine.stages import Stages
 from cheem_jax.memory.predictor import Predictor
 from cheem_jax.run.checkpoint import saved_tasks
@@ -51,7 +49,7 @@ def images():
 def memory(executor, images):
     """Thirty tasks that were drawn, as if they had been learned; task t is that of image t."""
     drawn = sampled_memory(executor, NUM_TASKS, rank=RANK)
-    own = centroids.normalise(FrozenFeatures(executor, 8).compute(images))
+    own = routing.normalise(FrozenFeatures(executor, 8).compute(images))
     rng = np.random.default_rng(0)
     tasks = [
         dataclasses.replace(
@@ -95,6 +93,10 @@ def per_task(points, tasks, metric) -> np.ndarray:
     return np.stack([cdist(normal, task, METRICS[metric]).min(axis=1) for task in tasks], axis=1)
 
 
+def router_of(tasks, metric: Metric) -> Router:
+    return NearestCentroid(RouterConfig(metric=metric)).follow([TaskStatistics(rows) for rows in tasks])
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(list(METRICS)), st.integers(1, 40), st.booleans())
 def test_one_index_names_the_task_that_comparing_task_by_task_does(seed, metric, num_tasks, close):
@@ -105,7 +107,7 @@ def test_one_index_names_the_task_that_comparing_task_by_task_does(seed, metric,
     points = rng.normal(size=(9, 12)).astype(np.float32)
     points[0] = tasks[-1][0]
     wanted = per_task(points, tasks, metric)
-    index = CentroidIndex(metric, tasks)
+    index = router_of(tasks, metric)
     np.testing.assert_array_equal(index.distances(points), wanted)
     np.testing.assert_array_equal(index.route(points), wanted.argmin(axis=1))
 
@@ -115,7 +117,7 @@ def test_blocks_change_no_answer_and_bound_what_is_compared_together(monkeypatch
     rng = np.random.default_rng(0)
     tasks = [rng.normal(size=(5, 8)).astype(np.float32) for _ in range(60)]
     points = rng.normal(size=(50, 8)).astype(np.float32)
-    whole = CentroidIndex(metric, tasks)
+    whole = router_of(tasks, metric)
     wanted, named = whole.distances(points), whole.route(points)
     sizes = []
 
@@ -123,9 +125,9 @@ def test_blocks_change_no_answer_and_bound_what_is_compared_together(monkeypatch
         sizes.append(len(a) * len(b))
         return cdist(a, b, name)
 
-    monkeypatch.setattr(centroids, "BLOCK_BYTES", 8 * 7 * 300)  # seven points beside three hundred centroids
-    monkeypatch.setattr(centroids, "PART", 64)
-    monkeypatch.setattr(centroids, "cdist", counted)
+    monkeypatch.setattr(routing, "BLOCK_BYTES", 8 * 7 * 300)  # seven points beside three hundred centroids
+    monkeypatch.setattr(routing, "PART", 64)
+    monkeypatch.setattr(routing, "cdist", counted)
     np.testing.assert_array_equal(whole.distances(points), wanted)
     np.testing.assert_array_equal(whole.route(points), named)
     assert max(sizes) <= 7 * 64
@@ -136,22 +138,17 @@ def test_points_that_are_no_numbers_are_named_as_task_by_task():
     points = np.array([[np.nan, 0, 0], [0, 0, 0], [0, 1, 0]], np.float32)
     for metric in METRICS:
         wanted = per_task(points, tasks, metric).argmin(axis=1)
-        np.testing.assert_array_equal(CentroidIndex(metric, tasks).route(points), wanted)
+        np.testing.assert_array_equal(router_of(tasks, metric).route(points), wanted)
 
 
-def test_an_index_that_grows_task_by_task_is_copied_seldom_and_forgets_what_is_gone():
+def test_a_router_that_grows_task_by_task_forgets_what_is_gone():
     rng = np.random.default_rng(0)
-    tasks = [rng.normal(size=(5, 4)).astype(np.float32) for _ in range(100)]
-    points = rng.normal(size=(20, 4)).astype(np.float32)
-    index, buffers = CentroidIndex("l1"), set()
-    for num in range(1, 101):
-        index.follow(tasks[:num])
-        buffers.add(index.nbytes)
-    assert len(buffers) <= 8  # doubled, not grown a hundred times
-    assert index.nbytes < 2.1 * sum(task.nbytes for task in tasks)
-    for changed in ([*tasks[:50], tasks[3]], tasks[10:40], [tasks[7]]):
-        np.testing.assert_array_equal(index.follow(changed).route(points), per_task(points, changed, "l1").argmin(1))
-        assert len(index) == len(changed)
+    places = [TaskStatistics(rng.normal(size=(5, 4)).astype(np.float32)) for _ in range(100)]
+    points, router = rng.normal(size=(20, 4)).astype(np.float32), NearestCentroid(RouterConfig())
+    for changed in (places, [*places[:50], places[3]], places[10:40], [places[7]]):
+        wanted = per_task(points, [place.centroids for place in changed], "l1").argmin(axis=1)
+        np.testing.assert_array_equal(router.follow(changed).route(points), wanted)
+        assert len(router) == len(changed)
 
 
 # ---- opening

@@ -33,10 +33,23 @@ from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import Reuse, init_new
 from cheem_jax.core.pool import InternalMemory
-from cheem_jax.core.routing.centroids import distances, fit_centroids, normalise, route, threshold
-from cheem_jax.core.routing.config import PAPER, RouterConfig, TaskStatistics
-from cheem_jax.core.routing.routers import make_router
-from cheem_jax.core.routing.statistics import fit_statistics, joined, num_kept, packed, random_features, unpacked
+from cheem_jax.core.routing import (
+    PAPER,
+    RouterConfig,
+    TaskStatistics,
+    distances,
+    fit_centroids,
+    fit_statistics,
+    joined,
+    make_router,
+    normalise,
+    num_kept,
+    packed,
+    random_features,
+    route,
+    threshold,
+    unpacked,
+)
 from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.engine.executor import Dense

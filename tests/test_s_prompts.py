@@ -14,7 +14,7 @@ from cheem_jax.backbone.flops import backbone_flops, executed_backbone_flops, to
 from cheem_jax.baselines.s_prompts import SPrompts, SPromptsConfig
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.ops import Reuse
-from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing import RouterConfig
 from cheem_jax.run.method import Undisturbed
 
 CONFIG = SPromptsConfig(

@@ -25,7 +25,7 @@ from cheem_jax.cli.main import run_command
 from cheem_jax.cli.serve import Serve, serve_memory
 from cheem_jax.core.architecture import Choice
 from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, base_pool
-from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing import RouterConfig
 from cheem_jax.data.decode import decode_image
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.memory.predictor import Predictor

@@ -131,13 +131,8 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     """ValueError for values that no ViT has, in a config read from a file; what is not there has its default."""
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(ViTConfig)}
     told = defaults | dict(fields)
-    sizes = ("width", "depth", "num_heads", "image_size", "patch_size")
-    bounds = {
-        **{name: (1, 2**16) for name in sizes},
-        "depth": (1, 1000),
-        "num_classes": (0, 2**24),
-        "num_registers": (0, 1000),
-    }
+    bounds = dict.fromkeys(("width", "depth", "num_heads", "image_size", "patch_size"), (1, 2**16))
+    bounds |= {"depth": (1, 1000), "num_classes": (0, 2**24), "num_registers": (0, 1000)}
     faults = [
         f"{name} is {told[name]!r:.40}, expected a whole number in {least}..{most}"
         for name, (least, most) in bounds.items()

@@ -128,14 +128,13 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
     Sizes come from shapes, heads from the usual width of 64, the preprocessing from `pretrained_cfg`. What is
     not a plain ViT (other gated MLPs, other pools, ...) is refused by the names of its tensors.
     """
-    hub_config = hub_config or {}
-    _refuse_unless_plain(name, tensors, hub_config)
-    width, channels, patch_size, _ = tensors["patch_embed.proj.weight"].shape
-    num_registers = _num_registers(tensors)
-    rotary = _is_rotary(name, tensors)
-    gated = _is_gated(name, tensors)
-    pool = pool_of(name)
+    hub_config, pool, gated = hub_config or {}, pool_of(name), _is_gated(name, tensors)
+    rotary = "_dinov3" in name and "pos_embed" not in tensors
+    extra = [tensors[token].shape for token in ("reg_token", "dist_token") if token in tensors]
+    num_registers = sum(shape[1] for shape in extra if len(shape) == 3)
     prefix = num_registers + (pool == "class")
+    _refuse_unless_plain(name, tensors, hub_config, rotary=rotary, gated=gated, prefix=prefix)
+    width, channels, patch_size, _ = tensors["patch_embed.proj.weight"].shape
     image_size = 256 if rotary else patch_size * _grid(tensors["pos_embed"].shape[1], prefix)
     depth = len({key.split(".")[1] for key in tensors if key.startswith("blocks.")})  # gaps are told by `from_timm`
     families = () if "_dinov" in name else _HEADS.items()
@@ -175,16 +174,16 @@ def infer_config(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict 
     return config
 
 
-def _refuse_unless_plain(name: str, tensors: Mapping[str, np.ndarray], hub_config: dict) -> None:
+def _refuse_unless_plain(
+    name: str, tensors: Mapping[str, np.ndarray], hub_config: dict, *, rotary: bool, gated: bool, prefix: int
+) -> None:
     reasons = []
-    rotary, gated = _is_rotary(name, tensors), _is_gated(name, tensors)
     known = {key for key in tensors if _PLAIN.fullmatch(key) or (rotary and _ROTARY.fullmatch(key))}
     foreign = sorted({re.sub(r"\.\d+\.", ".*.", key) for key in tensors if key not in known})
     if foreign:
         reasons.append(f"unknown tensors {foreign}")
     widened = "blocks.0.mlp.fc1_x.weight" if rotary and gated else "blocks.0.mlp.fc1.weight"
-    pool = pool_of(name)
-    token = {"class": ["cls_token"], "attention": ["attn_pool.latent"], "mean": []}[pool]
+    token = {"class": ["cls_token"], "attention": ["attn_pool.latent"], "mean": []}[pool_of(name)]
     reasons += [
         f"has {other}" for other in sorted({"cls_token", "attn_pool.latent"}.difference(token) & tensors.keys())
     ]
@@ -196,7 +195,7 @@ def _refuse_unless_plain(name: str, tensors: Mapping[str, np.ndarray], hub_confi
     else:
         patch, position = tensors["patch_embed.proj.weight"].shape, () if rotary else tensors["pos_embed"].shape
         up, down = tensors[widened].shape, tensors["blocks.0.mlp.fc2.weight"].shape
-        if not rotary and (len(position) != 3 or not _grid(position[1], len(token) + _num_registers(tensors))):
+        if not rotary and (len(position) != 3 or not _grid(position[1], prefix)):
             reasons.append(f"pos_embed {position} is no square grid behind the class token, if any")
         if len(patch) != 4 or patch[2] != patch[3]:
             reasons.append(f"patch_embed.proj.weight {patch} has no square patches")
@@ -229,22 +228,12 @@ def _activation(name: str, gated: bool) -> Activation:
     return "quick_gelu" if "quickgelu" in name else "gelu_tanh" if _GELU_TANH.search(name) else "gelu"
 
 
-def _is_rotary(name: str, tensors: Mapping[str, np.ndarray]) -> bool:
-    return "_dinov3" in name and "pos_embed" not in tensors
-
-
 def _is_gated(name: str, tensors: Mapping[str, np.ndarray]) -> bool:
     """Whether the MLP is DINOv3's, with two layers before `fc2`, or DINOv2 giant's, with both in one."""
     up, down = (tensors.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
     if up is None or down is None or up.ndim != 2 or down.ndim != 2:
         return "blocks.0.mlp.fc1_g.weight" in tensors
     return "_dinov2" in name and up.shape == (2 * down.shape[1], down.shape[0])
-
-
-def _num_registers(tensors: Mapping[str, np.ndarray]) -> int:
-    """Tokens between the class token and the patches."""
-    shapes = [tensors[name].shape for name in ("reg_token", "dist_token") if name in tensors]
-    return sum(shape[1] for shape in shapes if len(shape) == 3)
 
 
 def _grid(num_positions: int, num_prefix: int) -> int:
@@ -265,18 +254,13 @@ def _preprocessing(name: str, hub_config: dict) -> tuple[Rgb, Rgb]:
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"mean and std in the config.json of {name!r} are not three numbers each") from error
         return mean, std
-    families = (
-        (".openai", "clip_vit_base"),
-        (".augreg", "vit_base"),
-        ("_siglip_", "vit_base"),
-        (".dino", "deit_tiny"),
-        ("_dinov2", "deit_tiny"),
-        (".lvd1689m", "deit_tiny"),
-        ("deit3_", "deit_tiny"),
-        ("deit_", "deit_tiny"),
-    )
-    for part, like in families:
-        if part in name:
+    families = {
+        "clip_vit_base": (".openai",),
+        "vit_base": (".augreg", "_siglip_"),
+        "deit_tiny": (".dino", "_dinov2", ".lvd1689m", "deit3_", "deit_"),
+    }
+    for like, parts in families.items():
+        if any(part in name for part in parts):
             return CONFIGS[like].mean, CONFIGS[like].std
     raise ValueError(
         f"the mean and std that {name!r} was trained with are unknown: put the model's config.json "

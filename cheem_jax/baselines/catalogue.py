@@ -18,9 +18,8 @@ from cheem_jax.baselines.moal import Moal, MoalConfig
 from cheem_jax.baselines.moe_adapters import MoeAdapters, MoeAdaptersConfig
 from cheem_jax.baselines.s_prompts import SPrompts, SPromptsConfig
 from cheem_jax.baselines.tuna import Tuna, TunaConfig
-from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
+from cheem_jax.cheem.config import PRESETS, CheemConfig, CheemLiteConfig, Preset
 from cheem_jax.cheem.learner import Cheem
-from cheem_jax.cheem.lite import CheemLite, CheemLiteConfig
 from cheem_jax.core.keys import Keys
 from cheem_jax.run.method import Method, Networks
 
@@ -114,8 +113,7 @@ def make(
             "deit_tiny, --router alexnet --router-weights FILE, or --router vit_nano"
         )
     if isinstance(config, CheemConfig):
-        kind = CheemLite if isinstance(config, CheemLiteConfig) else Cheem
-        return kind(executor, config, keys, base_means, router_features)
+        return Cheem(executor, config, keys, base_means, router_features)
     if config.name not in TAKE_A_ROUTER and not shared:
         raise ValueError(f"{config.name} infers no task ID with a router, so it takes no --router; leave it out")
     return LEARNERS[type(config)](networks, config, keys, num_tasks)

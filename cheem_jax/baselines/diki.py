@@ -27,7 +27,7 @@ from cheem_jax.baselines.prompting import OwnPrompts, PromptedTask, Prompts, che
 from cheem_jax.baselines.settings import at_least_one, expect, positive
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
-from cheem_jax.core.routing.centroids import normalise
+from cheem_jax.core.routing import normalise
 from cheem_jax.data.task import Task
 from cheem_jax.engine import hosts
 

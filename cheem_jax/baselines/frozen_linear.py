@@ -18,9 +18,7 @@ from cheem_jax.baselines.settings import at_least_one
 from cheem_jax.cheem.heads import classes_by_task
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.pool import Head
-from cheem_jax.core.routing.config import RouterConfig, TaskStatistics
-from cheem_jax.core.routing.routers import Router, make_router
-from cheem_jax.core.routing.statistics import fit_statistics, num_kept
+from cheem_jax.core.routing import Router, RouterConfig, TaskStatistics, fit_statistics, make_router, num_kept
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
 from cheem_jax.run.method import Answers, Clock, Running, check_given, check_router

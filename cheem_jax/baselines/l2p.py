@@ -20,7 +20,7 @@ from cheem_jax.baselines.fitting import Fitting
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine
 from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
-from cheem_jax.core.routing.centroids import normalise
+from cheem_jax.core.routing import normalise
 from cheem_jax.data.task import Task
 
 

@@ -35,7 +35,7 @@ from cheem_jax.baselines.settings import at_least_one, expect
 from cheem_jax.cheem.heads import local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, order_at
-from cheem_jax.core.routing.centroids import normalise
+from cheem_jax.core.routing import normalise
 from cheem_jax.data.task import Task
 
 RIDGES = tuple(10.0**power for power in range(-8, 9))

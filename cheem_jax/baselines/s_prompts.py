@@ -24,8 +24,7 @@ from cheem_jax.baselines.settings import at_least_one
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase
-from cheem_jax.core.routing.centroids import fit_centroids, route
-from cheem_jax.core.routing.config import PAPER, RouterConfig
+from cheem_jax.core.routing import PAPER, RouterConfig, fit_centroids, route
 from cheem_jax.data.task import Task
 
 

@@ -5,9 +5,9 @@ from typing import ClassVar, Literal
 
 from cheem_jax.cheem.evolution import SearchConfig
 from cheem_jax.cheem.supernet import OpSettings
-from cheem_jax.cheem.training import ExplorationConfig, FitConfig, check_batch_size
+from cheem_jax.cheem.training import ExplorationConfig, FitConfig
 from cheem_jax.core.ops import KINDS, Kind, Placement
-from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing import RouterConfig
 from cheem_jax.engine.executor import Token
 
 
@@ -51,13 +51,24 @@ class CheemConfig:
     """Training images that the similarity of tasks looks at, a seeded subsample; 0: all, as in the paper."""
 
     def __post_init__(self) -> None:
-        check_batch_size(self.batch_size)
-        if self.finalists < 1:
-            raise ValueError(f"finalists is {self.finalists}; expected at least 1")
+        for name in ("batch_size", "finalists"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.similarity_images < 0:
             raise ValueError(f"similarity_images is {self.similarity_images}; expected 0 (all) or more")
         if not len(set(self.remove)) == len(self.remove) < len(KINDS):
             raise ValueError(f"remove names {', '.join(self.remove)}; expected some of {', '.join(KINDS)}, each once")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheemLiteConfig(CheemConfig):
+    """CHEEM whose tasks are named by a lighter network than the one that answers; the run has to name it as its router.
+
+    The paper routes with DeiT-Tiny or AlexNet in front of ViT-B, which nearly halves its FLOPs (table on CHEEM-lite).
+    All that is learned is CHEEM's; the centroids are those of the lighter network's features.
+    """
+
+    name: ClassVar[str] = "cheem_lite"
 
 
 PAPER = CheemConfig(ops=OpSettings(rank=40))

@@ -95,18 +95,16 @@ def rank(scored: Scored, num_images: int, tolerance: float) -> np.ndarray:
     return np.array(sorted(range(len(scored.genomes)), key=place))
 
 
-def best_of(scored: Scored, num_images: int, tolerance: float) -> int:
-    """Index of the first in rank. Raises ValueError where none has a score."""
+def leaders(scored: Scored, num_images: int, tolerance: float, *, num: int = 1) -> list[Int[np.ndarray, "L"]]:
+    """The first `num` in rank that differ from each other in a quarter of the blocks; fewer where not enough do.
+
+    Raises ValueError where none has a score.
+    """
     if not np.isfinite(scored.correct).any():
         raise ValueError(
             "the search found no architecture with a score: none was a finite number; try lower learning rates"
         )
-    return int(rank(scored, num_images, tolerance)[0])
-
-
-def leaders(scored: Scored, num_images: int, tolerance: float, *, num: int) -> list[Int[np.ndarray, "L"]]:
-    """The first `num` in rank that differ from each other in a quarter of the blocks; fewer where not enough do."""
-    chosen = [scored.genomes[best_of(scored, num_images, tolerance)]]
+    chosen: list[np.ndarray] = []
     for index in rank(scored, num_images, tolerance):
         genome = scored.genomes[index]
         # neighbours of the best reach what it reaches: to train them as well would decide little
@@ -136,7 +134,7 @@ def search(
     """
     num, none = config.population, np.zeros((0, len(uniform)), np.int32)
     begin, scored = begun or Searched(0, Scored(none, np.zeros(0), np.zeros(0)))
-    seen: dict[tuple[int, ...], None] = {tuple(genome.tolist()): None for genome in scored.genomes}
+    seen: set[tuple[int, ...]] = {tuple(genome.tolist()) for genome in scored.genomes}
     for generation in range(begin, config.generations):
         generation_key = key_at(key, generation)
         fresh: list[tuple[int, ...]] = []
@@ -145,10 +143,9 @@ def search(
         else:
             order = rank(scored, num_images, config.tolerance)[: config.num_parents]
             parents = scored.genomes[np.resize(order, config.num_parents)]
-            half = num // 2
-            _take(fresh, seen, _cross(generation_key, parents, config), half)
-            mutated = _mutate(generation_key, parents, exploit, uniform, config)
-            _take(fresh, seen, mutated, len(fresh) + num - half)
+            crossed, mutated = _children(generation_key, parents, exploit, uniform, config)
+            _take(fresh, seen, crossed, num // 2)
+            _take(fresh, seen, mutated, len(fresh) + num - num // 2)
         _fill(fresh, seen, generation_key, exploit, uniform, config)
         if not fresh:
             break
@@ -156,15 +153,14 @@ def search(
         found = Scored(genomes, np.asarray(score(genomes), np.float64), np.asarray(flops(genomes), np.float64))
         scored = Scored(*(np.concatenate(pair) for pair in zip(scored, found, strict=True)))
         on_generation(Searched(generation + 1, scored))
-    return scored.genomes[best_of(scored, num_images, config.tolerance)], scored
+    return leaders(scored, num_images, config.tolerance)[0], scored
 
 
 def prepare_search(exploit: Float[np.ndarray, "L C"], config: SearchConfig) -> None:
     """Compile what the search draws with, for this bucket of candidates, by drawing once."""
     key, parents = jax.random.key(0), np.zeros((config.num_parents, len(exploit)), np.int32)
     _draw(key, Purpose.FIRST, exploit, exploit, config)
-    _cross(key, parents, config)
-    _mutate(key, parents, exploit, exploit, config)
+    _children(key, parents, exploit, exploit, config)
 
 
 @functools.partial(jax.jit, static_argnames="num")
@@ -200,41 +196,33 @@ def _draw(key, purpose: Purpose, exploit, uniform, config: SearchConfig) -> np.n
     return np.asarray(sample_mixed(key_at(key, purpose), exploit, uniform, config.epsilon, num=num))
 
 
-def _cross(key, parents, config: SearchConfig) -> np.ndarray:
-    return np.asarray(crossover(key_at(key, Purpose.CROSSOVER), parents, num=TRIES * max(config.population // 2, 1)))
-
-
-def _mutate(key, parents, exploit, uniform, config: SearchConfig) -> np.ndarray:
-    num = TRIES * (config.population - config.population // 2)
-    found = mutate(
+def _children(key, parents, exploit, uniform, config: SearchConfig) -> tuple[np.ndarray, np.ndarray]:
+    half = config.population // 2
+    crossed = crossover(key_at(key, Purpose.CROSSOVER), parents, num=TRIES * max(half, 1))
+    mutated = mutate(
         key_at(key, Purpose.MUTATION), parents, exploit=exploit, uniform=uniform, epsilon=config.epsilon,
-        rate=config.mutation_rate, num=num,
+        rate=config.mutation_rate, num=TRIES * (config.population - half),
     )  # fmt: skip
-    return np.asarray(found)
+    return np.asarray(crossed), np.asarray(mutated)
 
 
-def _take(fresh: list, seen: dict, candidates, total: int) -> None:
+def _take(fresh: list, seen: set, candidates, total: int) -> None:
     """Append unseen candidates until `fresh` holds `total`."""
     for genome in candidates:
         if len(fresh) >= total:
             return
         genome = tuple(int(gene) for gene in genome)
         if genome not in seen:
-            seen[genome] = None
+            seen.add(genome)
             fresh.append(genome)
 
 
-def _fill(fresh: list, seen: dict, key, exploit, uniform, config: SearchConfig) -> None:
-    """Append uniform draws, and the rest of a small space, where a population is not complete."""
+def _fill(fresh: list, seen: set, key, exploit, uniform, config: SearchConfig) -> None:
+    """Append uniform draws, and the rest of a small space in order, where a population is not complete."""
     num = config.population
     if len(fresh) < num:
         _take(fresh, seen, _draw(key, Purpose.FILL, uniform, uniform, config), num)
-    if len(fresh) < num:
-        _take(fresh, seen, _unseen(exploit + uniform, seen), num)
-
-
-def _unseen(table: Float[np.ndarray, "L C"], seen: dict):
-    """The rest of a small space in order; nothing where random draws are as good as sure to find unseen ones."""
-    candidates = [np.flatnonzero(row).tolist() for row in table]
-    if len(seen) < np.prod([float(len(genes)) for genes in candidates]) <= 1e5:
-        yield from itertools.product(*candidates)
+    candidates = [np.flatnonzero(row).tolist() for row in exploit + uniform]
+    # in a larger space random draws are as good as sure to find unseen ones
+    if len(fresh) < num and len(seen) < np.prod([float(len(genes)) for genes in candidates]) <= 1e5:
+        _take(fresh, seen, itertools.product(*candidates), num)

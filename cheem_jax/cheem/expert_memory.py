@@ -1,7 +1,7 @@
-"""Answering, cost and storage of methods that grow a pool of experts: CHEEM, and LoRA-CL as its simplest case."""
+"""What methods share that grow a pool of experts (CHEEM, and LoRA-CL as its simplest case): progress, answers, cost."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,83 @@ import numpy as np
 from jaxtyping import Int
 
 from cheem_jax.backbone.flops import backbone_flops, backbone_params, branch_flops, executed_flops, network_flops
+from cheem_jax.cheem.evolution import Scored, Searched
 from cheem_jax.cheem.heads import padded
 from cheem_jax.cheem.saved_memory import open_memory, save_memory_task, with_task
+from cheem_jax.cheem.supernet import Supernet
+from cheem_jax.cheem.training import FitState, SupernetFit
 from cheem_jax.core.architecture import Architecture, to_strings
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, Pool, StoredExpert, TaskMemory
-from cheem_jax.core.routing.config import RouterConfig, TaskStatistics
-from cheem_jax.core.routing.routers import Router, make_router
-from cheem_jax.core.routing.statistics import fit_statistics, num_kept
+from cheem_jax.core.routing import Router, RouterConfig, TaskStatistics, fit_statistics, make_router, num_kept
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Dense, Executor
 from cheem_jax.engine.feed import HostImages
 from cheem_jax.engine.inference import SKIP, Inference, Inferred, Outline
 from cheem_jax.engine.passes import answers, answers_and_features
 from cheem_jax.run.method import Answers, Clock, FrozenFeatures, base_network, check_given, check_router
+from cheem_jax.run.rolling import Saved
+
+
+@dataclasses.dataclass
+class Underway:
+    """How far a method has come with a task: what a rolling checkpoint holds, and what resuming begins with.
+
+    Each phase resumes from what it finds here; at the end of one the next has not begun.
+    """
+
+    clock: Clock
+    similarity: np.ndarray | None = None
+    searched: Searched | None = None
+    fits: dict[str, FitState] = dataclasses.field(default_factory=dict)
+    """How far each training is: `supernet`, `finetune`, or `finalist_0` and so on."""
+    finals: list[int] = dataclasses.field(default_factory=list)
+    """Right answers of each finalist on validation images; -1 where its training failed."""
+    learned: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arrays of networks that were being trained and have not gone on yet, by the name of the training."""
+
+    @classmethod
+    def begun(cls, saved: Saved | None) -> "Underway":
+        """What an earlier process left, or nothing."""
+        if saved is None:
+            return cls(Clock())
+        arrays, meta = saved
+        searched = None
+        if "searched" in arrays:
+            searched = Searched(meta["generations"], Scored(**arrays["searched"]))
+        fits = {}
+        for name, fit in meta["fits"].items():
+            running = [float(loss) for loss in arrays.get(f"{name}_running", ())]
+            fits[name] = FitState(fit["step"], list(fit["losses"]), [*running], fit["skipped"])
+        learned = {name: arrays[name] for name in fits if name in arrays}
+        return cls(Clock(meta["seconds"]), arrays.get("similarity"), searched, fits, meta["finals"], learned)
+
+    @property
+    def skipped(self) -> int:
+        """Steps that reached no parameter because their loss or gradient was non-finite."""
+        return sum(fit.skipped for fit in self.fits.values())
+
+    def fitting(self, name: str, supernet: Supernet) -> SupernetFit:
+        """The training of this name, from where it was saved or from its start."""
+        arrays = self.learned.pop(name, None)
+        state = supernet.init() if arrays is None else supernet.from_arrays(arrays)
+        return SupernetFit(supernet, state, self.fits.setdefault(name, FitState()))
+
+    def saved(self, fittings: Mapping[str, SupernetFit]) -> Saved:
+        """Everything so far; `fittings` are what this phase trains, or what the search scores."""
+        arrays: dict[str, Any] = self.learned | {name: one.supernet.arrays(one.state) for name, one in fittings.items()}
+        if self.similarity is not None:
+            arrays["similarity"] = self.similarity
+        if self.searched is not None:
+            arrays["searched"] = self.searched.scored._asdict()
+        fits: dict[str, Any] = {}
+        for name, fit in self.fits.items():
+            fits[name] = {"step": fit.step, "losses": fit.losses, "skipped": fit.skipped}
+            if fit.running:
+                arrays[f"{name}_running"] = np.array(jax.device_get(fit.running), np.float64)
+        generations = 0 if self.searched is None else self.searched.generations
+        meta = {"generations": generations, "seconds": self.clock.so_far(), "finals": self.finals, "fits": fits}
+        return Saved(arrays, meta)
 
 
 class ExpertMemory:
@@ -233,17 +296,11 @@ class TaskNetworks:
         return {"hits": self.hits, "misses": self.misses, **self.experts.counters()}
 
 
-def dense_task_network(experts: Sequence[Sequence[Expert]], used: Sequence[int | None]) -> list[Dense]:
+def task_network(
+    experts: DenseExperts | Sequence[Sequence[Expert]], used: Sequence[int | None]
+) -> list[Dense]:  # fmt: skip
     """A finished network over dense experts; its codes are pool indices, so networks that share experts share work."""
     return [
         Dense(SKIP, None) if expert is None else Dense(expert, experts[block][expert])
-        for block, expert in enumerate(used)
-    ]
-
-
-def task_network(experts: DenseExperts, used: Sequence[int | None]) -> list[Dense]:
-    """The same from a pool, merging what this network needs and is not kept."""
-    return [
-        Dense(SKIP, None) if expert is None else Dense(expert, experts(block, expert))
         for block, expert in enumerate(used)
     ]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from cheem_jax.core.architecture import num_candidates
 from cheem_jax.core.keys import next_power_of_two
-from cheem_jax.core.ops import KINDS, Kind
+from cheem_jax.core.ops import Kind
 
 
 def cosines(
@@ -94,9 +94,8 @@ def without(table: Float[np.ndarray, "L C"], removed: Sequence[Kind], sizes: Seq
         return table
     kept = np.zeros_like(table)
     for block, n in enumerate(sizes):
-        begins = {"reuse": 0, "adapt": n, "new": 2 * n, "skip": 2 * n + 1}
-        for kind in set(KINDS) - set(removed):
-            kept[block, begins[kind] : begins[kind] + (n if kind in ("reuse", "adapt") else 1)] = 1.0
+        kinds = ["reuse"] * n + ["adapt"] * n + ["new", "skip"]
+        kept[block, : len(kinds)] = ~np.isin(kinds, removed)
     left = table * kept
     left = np.where(left.any(axis=1, keepdims=True), left, kept)
     return left / left.sum(axis=1, keepdims=True)

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 
 from cheem_jax.cheem.closed_form import closed_form_score
 from cheem_jax.cheem.config import CheemConfig
-from cheem_jax.cheem.evolution import Score, SearchConfig, Searched, leaders, prepare_search, search
-from cheem_jax.cheem.expert_memory import ExpertMemory, dense_task_network, task_network
+from cheem_jax.cheem.evolution import Score, Searched, leaders, prepare_search, search
+from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, task_network
 from cheem_jax.cheem.hee import cosines, exploit_table, norm_cosine, uniform_table, without
 from cheem_jax.cheem.supernet import Supernet
 from cheem_jax.cheem.training import (
@@ -31,7 +31,6 @@ from cheem_jax.cheem.training import (
     supernet_draws,
     supernet_score,
 )
-from cheem_jax.cheem.underway import FINALIST, Underway
 from cheem_jax.core.architecture import decode
 from cheem_jax.core.keys import Keys, Phase, next_power_of_two
 from cheem_jax.core.ops import Expert
@@ -93,7 +92,7 @@ class Cheem(ExpertMemory):
         features: FrozenFeatures,
     ):
         super().__init__(executor, features, config.router, rank=config.ops.rank, batch_size=config.batch_size)
-        self.config, self.keys, self.base_means = config, keys, base_means
+        self.name, self.config, self.keys, self.base_means = config.name, config, keys, base_means
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -210,7 +209,9 @@ class Cheem(ExpertMemory):
 
     def search(self, learning: Learning, tables: Tables, trained: SupernetFit) -> Int[np.ndarray, "L"]:
         """Candidate indices of the chosen network; `underway.searched` holds what it was chosen from."""
-        config, underway = self._search_config(), learning.underway
+        config, underway = self.config.search, learning.underway
+        if self.config.sampling == "uniform":
+            config = dataclasses.replace(config, epsilon=1.0)
         rows = self._scored_rows(learning)
         key, num = self.keys.at(learning.index, Phase.SEARCH), len(rows) + len(learning.task.val.labels)
         done = 0 if underway.searched is None else underway.searched.generations
@@ -220,7 +221,8 @@ class Cheem(ExpertMemory):
 
             def keep(searched: Searched) -> None:
                 underway.searched = searched
-                advance(0, search_note(searched, num))
+                best, tried = 100 * np.nanmax(searched.scored.correct) / num, len(searched.scored.genomes)
+                advance(0, f"generation {searched.generations}: {tried} networks, best {best:.1f} %")
 
             score = self._score(learning, trained, rows, advance)
             flops = architecture_flops(self.executor, trained.supernet)
@@ -230,29 +232,24 @@ class Cheem(ExpertMemory):
             )  # fmt: skip
         return codes
 
-    def finetune(
-        self, learning: Learning, trained: SupernetFit | None, codes: Int[np.ndarray, "L"]
-    ) -> SupernetFit:  # fmt: skip
-        """A network trained stand-alone, as a supernet of which nothing else was sampled.
-
-        `trained` is needed only where weights are inherited.
-        """
-        return self._fine_tuned(learning, trained, [codes]).fit
-
     def final(self, learning: Learning, trained: SupernetFit) -> Finished:
         """The network that is kept, fine-tuned: the best of the search, or the one that leads among the finalists."""
         config, searched = self.config, learning.underway.searched
         assert searched is not None, "the search is over"
         num = len(self._scored_rows(learning)) + len(learning.task.val.labels)
         field = leaders(searched.scored, num, config.search.tolerance, num=config.finalists)
-        return self._fine_tuned(learning, trained, field)
+        return self.finetune(learning, trained, field)
 
-    def _fine_tuned(
+    def finetune(
         self, learning: Learning, trained: SupernetFit | None, field: Sequence[Int[np.ndarray, "L"]]
     ) -> Finished:  # fmt: skip
-        """One network, or several for a quarter of the epochs, of which the best on validation images continues."""
+        """A network trained stand-alone, as a supernet of which nothing else was sampled.
+
+        Of several in the `field`, each is trained for a quarter of the epochs, and the best on validation images
+        continues. `trained` is needed only where weights are inherited.
+        """
         config, underway, num = self.config.finetune, learning.underway, len(learning.task.train.labels)
-        names = [f"{FINALIST}{i}" for i in range(len(field))] if len(field) > 1 else ["finetune"]
+        names = [f"finalist_{i}" for i in range(len(field))] if len(field) > 1 else ["finetune"]
         quarter, fits = max(config.epochs // 4, 1), dict[str, SupernetFit]()
         images = self._trained_on(learning, Phase.FINETUNE_AUGMENTATION)
         if len(field) == 1 and not self.config.augment:  # several would have to keep theirs side by side
@@ -262,7 +259,11 @@ class Cheem(ExpertMemory):
 
         def train(i: int, until: int) -> SupernetFit:
             if names[i] not in fits:
-                fits[names[i]] = self._begun(learning, trained, names[i], field[i])
+                supernet = self._supernet(learning, Phase.FINETUNE_INIT)
+                fits[names[i]] = begun = underway.fitting(names[i], supernet)
+                if self.config.weights == "inherited" and not begun.progress.step:
+                    assert trained is not None, "inherited weights come from a supernet"
+                    begun.state = trained.supernet.inherit(trained.state, decode(field[i], supernet.sizes))
             return fit(
                 self.executor, fits[names[i]], images, learning.task.train.labels, draws=constant_draws(field[i]),
                 config=config, batch_size=self.config.batch_size,
@@ -291,16 +292,6 @@ class Cheem(ExpertMemory):
                     f"{config.learning_rate:g}"
                 )
             return Finished(names[best], train(best, config.epochs), field[best])
-
-    def _begun(
-        self, learning: Learning, trained: SupernetFit | None, name: str, codes: Int[np.ndarray, "L"]
-    ) -> SupernetFit:  # fmt: skip
-        """The fine-tuning of this name, from where it was saved or from its start."""
-        fitting = learning.underway.fitting(name, self._supernet(learning, Phase.FINETUNE_INIT))
-        if self.config.weights == "inherited" and not fitting.progress.step:
-            assert trained is not None, "inherited weights come from a supernet"
-            fitting.state = trained.supernet.inherit(trained.state, decode(codes, learning.candidates.sizes))
-        return fitting
 
     def _right(self, learning: Learning, fitting: SupernetFit, codes: Int[np.ndarray, "L"]) -> int:
         """Right answers on validation images."""
@@ -335,10 +326,6 @@ class Cheem(ExpertMemory):
             self.executor, trained.supernet, trained.state, train=Subset(learning.train, rows),
             train_labels=task.train.labels[rows], val=learning.val, val_labels=task.val.labels, **common,
         )  # fmt: skip
-
-    def _search_config(self) -> SearchConfig:
-        config = self.config.search
-        return dataclasses.replace(config, epsilon=1.0) if self.config.sampling == "uniform" else config
 
     def _trained_on(self, learning: Learning, phase: Phase) -> Feed:
         """What a phase of training sees of the training images."""
@@ -379,14 +366,12 @@ class Cheem(ExpertMemory):
             "num_images": num_images,
             "chosen": chosen,
         }
-        if config.score == "shared_head":
-            accuracies = {"validation_accuracy": reached, "best_validation_accuracy": best}
-        else:  # training images count too
-            found["score"] = config.score
-            accuracies = {"score": reached, "best_score": best}
+        name = "validation_accuracy"
+        if config.score != "shared_head":  # training images count too
+            name, found["score"] = "score", config.score
         if learning.underway.finals:
             found["finals"] = learning.underway.finals
-        return {"searched": len(scored.genomes), "search": found, **accuracies}
+        return {"searched": len(scored.genomes), "search": found, name: reached, f"best_{name}": best}
 
     def bytes_needed(self, task: Task) -> int:
         """Everything sampled in the supernet, or the two finalists that lie there at a time, with Adam's moments.
@@ -409,7 +394,7 @@ class Cheem(ExpertMemory):
         means = np.zeros((len(earlier), self.executor.num_blocks, self.executor.config.width), np.float32)
         with learning.running.phase("similarity", len(rows) * len(earlier)) as advance:
             for part in together(earlier, candidates.experts, self.dense.limit):
-                networks = [dense_task_network(candidates.experts, earlier[i]) for i in part]
+                networks = [task_network(candidates.experts, earlier[i]) for i in part]
                 seen = token_means(
                     self.executor, networks, Subset(learning.train, rows), len(rows), batch_size=config.batch_size,
                     advance=advance,
@@ -443,9 +428,3 @@ def together(
         part.append(index)
         held |= own
     yield part
-
-
-def search_note(searched: Searched, num_images: int) -> str:
-    """What a search has found so far."""
-    best = 100 * np.nanmax(searched.scored.correct) / num_images
-    return f"generation {searched.generations}: {len(searched.scored.genomes)} networks, best {best:.1f} %"

@@ -9,7 +9,7 @@ import numpy as np
 
 from cheem_jax.core.architecture import from_strings, to_strings
 from cheem_jax.core.ops import Expert, LowRank
-from cheem_jax.core.pool import Head, InternalMemory, Pool, StoredExpert, TaskMemory, append, gone
+from cheem_jax.core.pool import Head, InternalMemory, Pool, StoredExpert, TaskMemory, gone, grow
 from cheem_jax.run.checkpoint import Arrays, each_task, load_task, named, save_task, saved_tasks, task_directory
 
 
@@ -68,17 +68,42 @@ def open_memory(root: Path, pool: Pool) -> InternalMemory:
 
     Raises ValueError that names every corrupted task, not the first alone.
     """
-    opening, directories = _Opening(InternalMemory(pool)), saved_tasks(root)
+    memory, directories = InternalMemory(pool), saved_tasks(root)
     for directory, (arrays, meta) in zip(directories, each_task(directories), strict=True):
-        opening.add(directory, arrays, meta)
-    return opening.memory()
+        memory = _with_saved(memory, directory, arrays, meta)
+    return memory
 
 
 def with_task(memory: InternalMemory, directory: Path) -> InternalMemory:
     """A memory and the next task, as it is saved."""
-    opening = _Opening(memory)
-    opening.add(directory, *load_task(directory))
-    return opening.memory()
+    return _with_saved(memory, directory, *load_task(directory))
+
+
+def _with_saved(memory: InternalMemory, directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> InternalMemory:
+    """The memory and the next task; raises ValueError naming its directory where it does not fit those before."""
+    with named(directory):
+        if directory.name.endswith(FORGOTTEN):
+            return _with_forgotten(memory, arrays, meta)
+        task, learned = _task_of(arrays, meta)
+        pool, experts = grow(memory.pool, task.architecture, learned, memory.next_number)
+        if experts != task.experts:
+            raise ValueError(
+                f"it uses experts {list(task.experts)}, but the pool before it gives {list(experts)}; an earlier "
+                "task is missing or from another run"
+            )
+        return InternalMemory(pool, (*memory.tasks, task), memory.forgotten)
+
+
+def _with_forgotten(memory: InternalMemory, arrays: Arrays, meta: Mapping[str, Any]) -> InternalMemory:
+    left, pool, number = _experts_of(arrays), list(memory.pool), memory.next_number
+    for index, (block, place) in enumerate(zip(memory.pool, meta["forgotten"], strict=True)):
+        if place is None:
+            continue
+        if place != len(block):
+            raise ValueError(f"its expert in block {index} was number {place}, but {len(block)} are before it")
+        kept = StoredExpert(left[index], meta["parents"][str(index)], number) if index in left else gone(number)
+        pool[index] = (*block, kept)
+    return InternalMemory(tuple(pool), memory.tasks, (*memory.forgotten, number))
 
 
 def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]:
@@ -126,45 +151,6 @@ def open_usable(root: Path, pool: Pool) -> tuple[InternalMemory, dict[str, str]]
         else:
             tasks.append(task)
     return InternalMemory(tuple(map(tuple, blocks)), tuple(tasks), tuple(absent)), lost
-
-
-class _Opening:
-    """A memory that takes up saved tasks in place, so that many of them cost no more than each by itself."""
-
-    def __init__(self, memory: InternalMemory):
-        self._blocks = [list(block) for block in memory.pool]
-        self._tasks, self._forgotten = list(memory.tasks), list(memory.forgotten)
-
-    def memory(self) -> InternalMemory:
-        """What it has become."""
-        return InternalMemory(tuple(map(tuple, self._blocks)), tuple(self._tasks), tuple(self._forgotten))
-
-    def add(self, directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
-        """The next task; raises ValueError naming its directory where it does not fit those before."""
-        number = len(self._tasks) + len(self._forgotten)
-        with named(directory):
-            if directory.name.endswith(FORGOTTEN):
-                self._add_forgotten(arrays, meta, number)
-                return
-            task, learned = _task_of(arrays, meta)
-            experts = append(self._blocks, task.architecture, learned, number)
-            if experts != task.experts:
-                raise ValueError(
-                    f"it uses experts {list(task.experts)}, but the pool before it gives {list(experts)}; an earlier "
-                    "task is missing or from another run"
-                )
-            self._tasks.append(task)
-
-    def _add_forgotten(self, arrays: Arrays, meta: Mapping[str, Any], number: int) -> None:
-        left = _experts_of(arrays)
-        for index, (block, place) in enumerate(zip(self._blocks, meta["forgotten"], strict=True)):
-            if place is None:
-                continue
-            if place != len(block):
-                raise ValueError(f"its expert in block {index} was number {place}, but {len(block)} are before it")
-            kept = StoredExpert(left[index], meta["parents"][str(index)], number) if index in left else gone(number)
-            block.append(kept)
-        self._forgotten.append(number)
 
 
 def _experts_of(arrays: Arrays) -> dict[int, Expert | LowRank]:

@@ -18,7 +18,7 @@ import optax
 
 from cheem_jax.core.architecture import Architecture, Choice, decode, encode
 from cheem_jax.core.keys import key_at, next_power_of_two
-from cheem_jax.core.ops import Expert, LowRank, Op, init_low_rank, init_new
+from cheem_jax.core.ops import Expert, Kind, LowRank, Op, init_low_rank, init_new
 from cheem_jax.core.pool import Head
 from cheem_jax.engine.executor import Place, Setup, ops_of
 
@@ -87,9 +87,13 @@ class Supernet:
     @functools.cached_property
     def setup(self) -> Setup:
         """What an executor has to know of it to train it."""
-        num_inputs, width = self.experts[0][0].weight.shape
-        update, blank = adam_updates(self.settings.new_rate), blank_learners(num_inputs, width, self.settings.rank)
-        return Setup(self.experts, self.num_classes, update, blank)
+        begun = functools.partial(init_learner, settings=self.settings)
+        shapes = [
+            jax.eval_shape(functools.partial(begun, kind=kind), self.key, self.experts[0][0])
+            for kind in ("adapt", "new")
+        ]
+        adapt, new = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        return Setup(self.experts, self.num_classes, adam_update(self.settings.new_rate), (adapt, new))
 
     def init(self) -> SupernetState:
         """The state before the first step: a head, and no candidate sampled."""
@@ -158,10 +162,8 @@ class Supernet:
         return SupernetState(learners, HeadLearner(*_unnamed(Head, arrays["head"])))
 
     def _begin(self, block: int, choice: Choice) -> OpLearner:
-        key, base = key_at(self.key, block, self.code(block, choice)), self.experts[block][0]
-        if choice.kind == "adapt":
-            return init_pair_learner(key, base.weight.shape, self.settings.rank)
-        return init_new_learner(key, base, self.settings.new_init)
+        key = key_at(self.key, block, self.code(block, choice))
+        return init_learner(key, self.experts[block][0], kind=choice.kind, settings=self.settings)
 
 
 def learned_places(architecture: Architecture) -> list[Place]:
@@ -184,38 +186,20 @@ def _unnamed(kind: type[Expert | LowRank | Head], leaves: Mapping[str, Any]) -> 
     return params, optax.ScaleByAdamState(jnp.asarray(leaves["count"]), mu, nu)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def init_pair_learner(key, shape: tuple[int, int], rank: int) -> OpLearner:
-    """A low-rank pair at its start with fresh moments."""
-    pair = init_low_rank(key, num_inputs=shape[0], width=shape[1], rank=rank)
-    return OpLearner(pair, _adam.init(pair))
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def init_new_learner(key, base: Expert, how: Literal["random", "copy", "zero"]) -> OpLearner:
-    """A New expert at its start with fresh moments."""
-    expert = init_new(key, base, how=how)
-    return OpLearner(expert, _adam.init(expert))
+@functools.partial(jax.jit, static_argnames=("kind", "settings"))
+def init_learner(key: jax.Array, base: Expert, *, kind: Kind, settings: OpSettings) -> OpLearner:
+    """The learner of an Adapt or a New at its start; `base` is the block's expert 0."""
+    if kind == "adapt":
+        params = init_low_rank(key, num_inputs=base.weight.shape[0], width=base.weight.shape[1], rank=settings.rank)
+    else:
+        params = init_new(key, base, how=settings.new_init)
+    return OpLearner(params, _adam.init(params))
 
 
 @jax.jit
 def _begun_again(learner: Learner) -> Learner:
     """The same parameters with fresh moments."""
     return learner._replace(adam=_adam.init(learner.params))
-
-
-@functools.lru_cache
-def blank_learners(num_inputs: int, width: int, rank: int) -> tuple[OpLearner, OpLearner]:
-    """Zeros in the shapes of Adapt's and New's learners, to fill places that nobody reads."""
-    shapes = jax.eval_shape(
-        lambda key, base: (
-            init_pair_learner(key, (num_inputs, width), rank),
-            init_new_learner(key, Expert(*base), "zero"),
-        ),
-        jax.random.key(0),
-        (jax.ShapeDtypeStruct((num_inputs, width), jnp.float32), jax.ShapeDtypeStruct((width,), jnp.float32)),
-    )
-    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -226,24 +210,20 @@ def init_head_learner(key, width: int, num_outputs: int) -> HeadLearner:
     return HeadLearner(head, _adam.init(head))
 
 
-@jax.jit
-def adam_update(learner: Learner, grads: Expert | LowRank | Head, learning_rate, loss) -> Learner:
-    """One Adam step (no weight decay); the bias correction counts this learner's own steps.
-
-    Where the step's loss is non-finite (see `executor.guard`) the learner stays as it was.
-    """
-    steps, adam = _adam.update(grads, learner.adam)
-    params = jax.tree.map(lambda p, s: p - learning_rate * s, learner.params, steps)
-    updated = learner._replace(params=params, adam=adam)
-    return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(loss), new, old), updated, learner)
-
-
 @functools.cache
-def adam_updates(new_rate: float) -> Callable[..., Any]:
-    """`adam_update` where New's rate is a multiple of the others'; the same function for the same multiple."""
+def adam_update(new_rate: float = 1.0) -> Callable[..., Any]:
+    """One Adam step (no weight decay) of a learner, where New's rate is a multiple of the others'.
 
+    The bias correction counts this learner's own steps. Where the step's loss is non-finite (see `executor.guard`) the
+    learner stays as it was. The same multiple gives the same function.
+    """
+
+    @jax.jit
     def update(learner: Learner, grads: Expert | LowRank | Head, learning_rate, loss) -> Learner:
         rate = new_rate * learning_rate if isinstance(learner.params, Expert) else learning_rate
-        return adam_update(learner, grads, rate, loss)
+        steps, adam = _adam.update(grads, learner.adam)
+        params = jax.tree.map(lambda p, s: p - rate * s, learner.params, steps)
+        updated = learner._replace(params=params, adam=adam)
+        return jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(loss), new, old), updated, learner)
 
-    return adam_update if new_rate == 1 else jax.jit(update)
+    return update

@@ -66,12 +66,6 @@ class ExplorationConfig:
             raise ValueError(f"epsilon is {self.epsilon}; expected a probability in [0, 1]")
 
 
-def check_batch_size(batch_size: int) -> None:
-    """ValueError for a batch without images."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; expected at least 1")
-
-
 Draws = Callable[[int, int], Int[np.ndarray, "steps L"]]
 """Epoch and number of steps to candidate indices, one architecture per step."""
 
@@ -183,16 +177,9 @@ def fit(
             if (first - begin) // NOTE_EVERY >= seen:
                 note, seen = f"epoch {epoch + 1}/{config.epochs} loss {float(progress.running[-1]):.3f}", seen + 1
             if progress.step == (epoch + 1) * steps:
-                finish_epoch(
-                    progress, config, [piece.size for piece in pieces], rates,
-                    functools.partial(_drawn, architectures),
-                )  # fmt: skip
+                finish_epoch(progress, config, [piece.size for piece in pieces], rates, architectures)
             advance(sum(size for _, size in coming), note)
     return fitting
-
-
-def _drawn(architectures: Sequence[Architecture], step: int) -> str:
-    return f" with the architecture {' '.join(to_strings(architectures[step]))}"
 
 
 def images_left(state: FitState, config: FitConfig, num_images: int, batch_size: int) -> int:
@@ -206,9 +193,9 @@ def finish_epoch(
     config: FitConfig,
     sizes: Sequence[int],
     rates: Sequence[float],
-    describe: Callable[[int], str] = lambda step: "",
+    architectures: Sequence[Architecture] = (),
 ) -> None:
-    """Move the running losses of an epoch's steps to its mean; `describe` says what a step trained.
+    """Move the running losses of an epoch's steps to its mean; an error tells the step's architecture, if given.
 
     Raises FloatingPointError where one is non-finite, unless such steps are to be left out.
     """
@@ -217,10 +204,11 @@ def finish_epoch(
     left_out = sorted(set(range(len(losses))) - set(kept))
     if left_out and (config.non_finite == "stop" or not kept):
         step = left_out[0]
+        trained = f" with the architecture {' '.join(to_strings(architectures[step]))}" if architectures else ""
         raise FloatingPointError(
             f"non-finite loss or gradient at step {step + 1} of {len(losses)} in epoch "
             f"{len(state.losses) + 1}, at the learning rate {rates[step]:.3g}"
-            f"{describe(step)}; try a learning rate below {config.learning_rate}"
+            f"{trained}; try a learning rate below {config.learning_rate}"
             + ("" if config.non_finite == "skip" else ", or non_finite=skip to leave such steps out")
         )
     state.losses.append(sum(losses[step] * sizes[step] for step in kept) / sum(sizes[step] for step in kept))
@@ -256,10 +244,8 @@ def step_of(executor: Executor, feed: Feed, labels: Int[np.ndarray, "N"], batch:
 
 def frozen_prefix(supernet: Supernet, architecture: Architecture) -> list[Dense]:
     """The blocks before the first that learns, as a forward-only network: what fine-tuning never changes."""
-    prefix = list(
-        itertools.takewhile(lambda pair: pair[1].kind in ("reuse", "skip"), enumerate(architecture))
-    )  # fmt: skip
-    return [Dense(supernet.code(block, choice), supernet.frozen(block, choice)) for block, choice in prefix]
+    prefix = itertools.takewhile(lambda choice: choice.kind in ("reuse", "skip"), architecture)
+    return [Dense(supernet.code(block, choice), supernet.frozen(block, choice)) for block, choice in enumerate(prefix)]
 
 
 def prepare(executor: Executor, supernet: Supernet, batch_size: int) -> None:

@@ -57,12 +57,10 @@ def decode(codes: Sequence[int] | np.ndarray, num_experts: Sequence[int]) -> Arc
         code = int(code)
         if not 0 <= code < num_candidates(n):
             raise ValueError(f"candidate {code} outside 0..{num_candidates(n) - 1} of a block with {n} experts")
-        if code < n:
-            choices.append(Choice("reuse", code))
-        elif code < 2 * n:
-            choices.append(Choice("adapt", code - n))
+        if code < 2 * n:
+            choices.append(Choice("reuse" if code < n else "adapt", code % n))
         else:
-            choices.append(Choice("new") if code == 2 * n else Choice("skip"))
+            choices.append(Choice("new" if code == 2 * n else "skip"))
     return tuple(choices)
 
 
@@ -70,13 +68,8 @@ def encode(architecture: Architecture, num_experts: Sequence[int]) -> np.ndarray
     """Inverse of `decode`, as int32 `[L]`."""
     codes = []
     for choice, n in zip(architecture, num_experts, strict=True):
-        match choice.kind:
-            case "reuse" | "adapt":
-                if choice.expert is None or not 0 <= choice.expert < n:
-                    raise ValueError(f"{choice} names no expert of a pool with {n}")
-                codes.append(choice.expert + (n if choice.kind == "adapt" else 0))
-            case "new":
-                codes.append(2 * n)
-            case "skip":
-                codes.append(2 * n + 1)
+        if choice.kind in ("reuse", "adapt") and (choice.expert is None or not 0 <= choice.expert < n):
+            raise ValueError(f"{choice} names no expert of a pool with {n}")
+        first = {"reuse": 0, "adapt": n, "new": 2 * n, "skip": 2 * n + 1}[choice.kind]
+        codes.append(first + (choice.expert or 0))
     return np.asarray(codes, np.int32)

@@ -5,6 +5,7 @@ the arithmetic. Each function below names what it keeps. `Precision` says in whi
 operands; everything else (parameters, sums, LayerNorm, softmax, residual stream) is float32 whatever it says.
 """
 
+import functools
 import math
 from contextvars import ContextVar
 from typing import Any, Literal
@@ -25,20 +26,23 @@ IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
 """Whether the program that is traced now will be divided over several devices."""
 
 
+def _own_gradient(static: int) -> Any:
+    """Decorator of a function whose gradient is written below it; the argument at the place `static` is no array."""
+    # typed as anything: the type of a `custom_vjp` hides that it returns an array
+    return functools.partial(jax.custom_vjp, nondiff_argnums=(static,))
+
+
 def dot(a: Float[Array, "*B M K"], b: Float[Array, "*B K N"], precision: Precision) -> Float[Array, "*B M N"]:
     """`a @ b` with operands rounded to `precision` and a float32 result."""
     dtype = jnp.dtype(precision)
     return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32)
 
 
+@_own_gradient(2)
 def product(
     x: Float[Array, "*B K"], weight: Float[Array, "K N"], precision: Precision = "float32"
 ) -> Float[Array, "*B N"]:
     """`x @ weight`; keeps only the operand that the other one's gradient needs, and that in `precision`."""
-    return _product(x, weight, precision)
-
-
-def _product_value(x, weight, precision):
     return dot(x.reshape(-1, x.shape[-1]), weight, precision).reshape(*x.shape[:-1], -1)
 
 
@@ -46,7 +50,7 @@ def _product_forward(x, weight, precision):
     dtype = jnp.dtype(precision)
     kept_x = x.value.astype(dtype) if weight.perturbed else None
     kept_weight = weight.value.astype(dtype) if x.perturbed else None
-    return _product_value(x.value, weight.value, precision), (kept_x, kept_weight)
+    return product(x.value, weight.value, precision), (kept_x, kept_weight)
 
 
 def _product_backward(precision, kept, grad):
@@ -60,15 +64,15 @@ def _product_backward(precision, kept, grad):
     return grad_x, grad_weight
 
 
-_product: Any = jax.custom_vjp(_product_value, nondiff_argnums=(2,))
-_product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
+product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 
 
+@_own_gradient(3)
 def layer_norm(
     x: Float[Array, "*B D"], scale: Float[Array, "D"], bias: Float[Array, "D"], epsilon: float
 ) -> Float[Array, "*B D"]:
     """LayerNorm over the last axis with the two-pass variance; keeps x and two numbers per row."""
-    return _layer_norm(x, scale, bias, epsilon)
+    return _layer_norm_forward(x, scale, bias, epsilon)[0]
 
 
 def _layer_norm_forward(x, scale, bias, epsilon):
@@ -87,8 +91,7 @@ def _layer_norm_backward(epsilon, kept, grad):
     return grad_x, (grad * normal).sum(axes), grad.sum(axes)
 
 
-_layer_norm: Any = jax.custom_vjp(lambda *given: _layer_norm_forward(*given)[0], nondiff_argnums=(3,))
-_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
@@ -97,15 +100,13 @@ def _row_mean(x: Float[Array, "*B D"]) -> Float[Array, "*B 1"]:
     return jnp.matmul(x, jnp.full((width, 1), 1.0 / width, x.dtype), precision="highest")
 
 
+@_own_gradient(2)
 def activate(x: Float[Array, "*B F"], bias: Float[Array, "F"], activation: Activation) -> Float[Array, "*B F"]:
     """Exact GELU, an approximation of it or SiLU of `x + bias`; keeps x, a product's result, which is in memory anyway.
 
     The gradient computes the gate again: cheaper than to write the derivative and to read it back.
     """
-    return _activate(x, bias, activation)
-
-
-def _value(a, activation):
+    a = x + bias
     return a * _gate(a, activation)
 
 
@@ -130,7 +131,8 @@ def _gate(a, activation):
 def _activate_forward(x, bias, activation):
     # the barrier keeps XLA from computing the product before this twice, for the value and to be kept
     x = jax.lax.optimization_barrier(x)
-    return _value(x + bias, activation), (x, bias)
+    a = x + bias
+    return a * _gate(a, activation), (x, bias)
 
 
 def _activate_backward(activation, kept, grad):
@@ -139,10 +141,10 @@ def _activate_backward(activation, kept, grad):
     return grad, grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
-_activate: Any = jax.custom_vjp(lambda x, bias, activation: _value(x + bias, activation), nondiff_argnums=(2,))
-_activate.defvjp(_activate_forward, _activate_backward)
+activate.defvjp(_activate_forward, _activate_backward)
 
 
+@_own_gradient(3)
 def attend(
     query: Float[Array, "B H M d"],
     key: Float[Array, "B H N d"],
@@ -150,10 +152,6 @@ def attend(
     precision: Precision = "float32",
 ) -> Float[Array, "B H M d"]:
     """Softmax attention; keeps the exponentials, which the gradient reads twice."""
-    return _attend(query, key, value, precision)
-
-
-def _attend_value(query, key, value, precision):
     return _attended(query * query.shape[-1] ** -0.5, key, value, precision)[0]
 
 
@@ -191,5 +189,4 @@ def _in_order(values):
     return with_layout_constraint(values, Layout(tuple(range(values.ndim))))
 
 
-_attend: Any = jax.custom_vjp(_attend_value, nondiff_argnums=(3,))
-_attend.defvjp(_attend_forward, _attend_backward)
+attend.defvjp(_attend_forward, _attend_backward)

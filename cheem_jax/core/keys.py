@@ -66,8 +66,8 @@ class Keys:
         return key_at(self._roots[phase], task, phase, *position)
 
     def seed_at(self, task: int, phase: Phase) -> int:
-        """The same for libraries that take numbers instead of keys."""
-        return seed_at(self._roots[phase], task, phase)
+        """The same as a seed in [0, 2**32), for libraries that take numbers instead of keys."""
+        return int(_bits(self.at(task, phase), 1)[0])
 
 
 def task_number(name: str) -> int:
@@ -78,11 +78,6 @@ def task_number(name: str) -> int:
 def key_at(key: jax.Array, *position: int) -> jax.Array:
     """`key` folded with each number in turn, as in `key_at(root, task, Phase.SEARCH, generation)`."""
     return _fold(key, np.asarray(position, np.uint32))
-
-
-def seed_at(key: jax.Array, *position: int) -> int:
-    """A seed in [0, 2**32) for libraries that take numbers instead of keys."""
-    return int(_bits(key_at(key, *position), 1)[0])
 
 
 def order_at(key: jax.Array, num: int) -> np.ndarray:

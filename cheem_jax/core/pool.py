@@ -7,7 +7,7 @@ earlier task needs can change.
 import dataclasses
 import functools
 import threading
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from cheem_jax.core.architecture import Architecture, Choice
 from cheem_jax.core.ops import Expert, LowRank, merge
-from cheem_jax.core.routing.config import TaskStatistics
+from cheem_jax.core.routing import TaskStatistics
 
 
 class StoredExpert(NamedTuple):
@@ -206,6 +206,10 @@ class DenseExperts:
         """These experts of each block as sequences that merge what is taken out of them."""
         return [_Chosen(self, block, kept) for block, kept in enumerate(experts)]
 
+    def __getitem__(self, block: int) -> Sequence[Expert]:
+        """All experts of a block, merged as they are taken out."""
+        return _Chosen(self, block, range(len(self.pool[block])))
+
     def counters(self) -> dict[str, int]:
         """Experts merged and dropped so far, and the bytes of those that are kept."""
         return {"merged": self.merged, "evictions": self.evicted, "bytes": self.bytes, "limit_bytes": self.limit}
@@ -277,31 +281,17 @@ def grow(
     pool: Pool, architecture: Architecture, learned: Mapping[int, Expert | LowRank], origin: int
 ) -> tuple[Pool, tuple[int | None, ...]]:
     """The pool with a task's New and Adapt as experts, and the expert each block of the task uses."""
-    blocks = [list(block) for block in pool]
-    experts = append(blocks, architecture, learned, origin)
-    return tuple(map(tuple, blocks)), experts
-
-
-def append(
-    blocks: Sequence[MutableSequence[StoredExpert]],
-    architecture: Architecture,
-    learned: Mapping[int, Expert | LowRank],
-    origin: int,
-) -> tuple[int | None, ...]:
-    """`grow` in place."""
-    experts = []
-    for index, (block, choice) in enumerate(zip(blocks, architecture, strict=True)):
-        match choice.kind:
-            case "skip":
-                experts.append(None)
-            case "reuse":
-                experts.append(choice.expert)
-            case "adapt" | "new":
-                experts.append(len(block))
-                # an adapted expert whose parent was erased has become a full one
-                parent = choice.expert if isinstance(learned[index], LowRank) else None
-                block.append(StoredExpert(learned[index], parent, origin))
-    return tuple(experts)
+    blocks, experts = [], []
+    for index, (block, choice) in enumerate(zip(pool, architecture, strict=True)):
+        if choice.kind in ("reuse", "skip"):
+            experts.append(choice.expert)
+        else:
+            experts.append(len(block))
+            # an adapted expert whose parent was erased has become a full one
+            parent = choice.expert if isinstance(learned[index], LowRank) else None
+            block = (*block, StoredExpert(learned[index], parent, origin))
+        blocks.append(block)
+    return tuple(blocks), tuple(experts)
 
 
 merge_dense = jax.jit(merge)

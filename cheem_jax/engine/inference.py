@@ -15,8 +15,7 @@ from jaxtyping import Float, Int
 
 from cheem_jax.core.keys import next_power_of_two
 from cheem_jax.core.pool import Head
-from cheem_jax.core.routing.config import PAPER, RouterConfig
-from cheem_jax.core.routing.statistics import joined
+from cheem_jax.core.routing import PAPER, RouterConfig, joined
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.executor import Executor, Gather, Network, Tokens
 from cheem_jax.engine.feed import Feed

@@ -15,9 +15,15 @@ from cheem_jax.backbone.vit import ViT, mean_patch
 from cheem_jax.cheem.heads import FAR
 from cheem_jax.core.ops import Adapt, LowRank, Ops, Placement, Reuse, Skip
 from cheem_jax.core.pool import Head, Pool, TaskMemory, dense_expert
-from cheem_jax.core.routing.config import Metric, RouterConfig
-from cheem_jax.core.routing.routers import OwnCovariance, RidgeOnTasks, SharedCovariance, make_router
-from cheem_jax.core.routing.statistics import projection
+from cheem_jax.core.routing import (
+    Metric,
+    OwnCovariance,
+    RidgeOnTasks,
+    RouterConfig,
+    SharedCovariance,
+    make_router,
+    projection,
+)
 
 Program = Callable[[UInt8[Array, "B S S 3"]], dict[str, Array]]
 """Images to the outputs by name."""
@@ -210,7 +216,7 @@ def to_centroids(subject: Subject) -> Distances:
 def distances_to(
     features: Float[Array, "B E"], centroids: Float[np.ndarray, "T K E"], metric: Metric
 ) -> Float[Array, "B T"]:
-    """To the nearest centroid of each task, as `CentroidIndex` compares them."""
+    """To the nearest centroid of each task, as `NearestCentroid` compares them."""
     points = _unit(features)[:, None]
     flat = centroids.reshape(-1, centroids.shape[-1])
     match metric:

@@ -22,9 +22,7 @@ from cheem_jax.core.keys import Phase
 from cheem_jax.core.metrics import fit_temperature
 from cheem_jax.core.ops import Expert
 from cheem_jax.core.pool import Candidates, DenseExperts, Head, TaskMemory, grow
-from cheem_jax.core.routing.centroids import NUM_QUANTILES, calibrate, distances
-from cheem_jax.core.routing.routers import whitening_of
-from cheem_jax.core.routing.statistics import packed, unpacked
+from cheem_jax.core.routing import NUM_QUANTILES, calibrate, distances, packed, unpacked, whitening_of
 from cheem_jax.data.task import Split, Task
 from cheem_jax.engine.executor import Network
 from cheem_jax.engine.feed import HostImages
@@ -125,7 +123,7 @@ class MemoryLearner(Cheem):
         begun = {(block, chosen[block]): params for block, params in own.items()}
         fitting = SupernetFit(supernet, supernet.begun_with(begun, head))
         if not absent:
-            fitting = self.finetune(learning, fitting, codes)
+            fitting = self.finetune(learning, fitting, [codes]).fit
         pool, used = grow(self.memory.pool, architecture, supernet.learned(fitting.state, chosen), learning.index)
         network = task_network(DenseExperts(pool, 0), used)
         seen = self.finished_means(learning, Finished("finetune", fitting, codes), network)

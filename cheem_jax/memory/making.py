@@ -12,8 +12,7 @@ from cheem_jax.backbone.weights import Pretrained, load_pretrained, save_convert
 from cheem_jax.cheem.config import PRESETS, QUICK, CheemConfig, LearnPreset
 from cheem_jax.core.keys import Keys, Phase, SeedsConfig
 from cheem_jax.core.paths import absolute
-from cheem_jax.core.routing.centroids import calibrate, distances
-from cheem_jax.core.routing.statistics import fit_statistics
+from cheem_jax.core.routing import calibrate, distances, fit_statistics
 from cheem_jax.data.task import repeats
 from cheem_jax.engine.choice import EngineConfig
 from cheem_jax.memory.data import Data, tasks_of

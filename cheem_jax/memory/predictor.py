@@ -12,9 +12,7 @@ from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.core.architecture import to_strings
 from cheem_jax.core.images import Images
 from cheem_jax.core.pool import TaskMemory
-from cheem_jax.core.routing.centroids import CentroidIndex, threshold
-from cheem_jax.core.routing.config import RouterConfig
-from cheem_jax.core.routing.routers import NearestCentroid, make_router
+from cheem_jax.core.routing import NearestCentroid, RouterConfig, make_router, threshold
 from cheem_jax.data.decode import decode_pieces
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import HostImages
@@ -117,10 +115,10 @@ class Predictor:
         if top < 1:
             raise ValueError(f"top is {top}; expected at least 1 class")
         self.executor, self.targets, self.networks, self.top = executor, tuple(targets), networks, top
-        self.index = make_router(router).follow([target.place for target in targets])
+        places = [target.place for target in targets]
+        self.index = make_router(router).follow(places)
         # a distance that learning more tasks does not change, so that a threshold keeps its meaning
-        centroids = [target.centroids for target in targets]
-        self._own = None if isinstance(self.index, NearestCentroid) else CentroidIndex(router.metric, centroids)
+        self._own = None if isinstance(self.index, NearestCentroid) else NearestCentroid(router).follow(places)
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self.thresholds: np.ndarray | None = None
         if open_set is not None:

@@ -12,8 +12,7 @@ from jaxtyping import Float, Int
 from cheem_jax.backbone.flops import executed_pass_flops, pass_flops
 from cheem_jax.core.images import Images
 from cheem_jax.core.pool import dense_expert
-from cheem_jax.core.routing.config import PAPER, RouterConfig
-from cheem_jax.core.routing.statistics import check_labels, joined
+from cheem_jax.core.routing import PAPER, RouterConfig, check_labels, joined
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Dense, Executor
 from cheem_jax.engine.feed import HostImages

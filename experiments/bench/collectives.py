@@ -228,7 +228,7 @@ def compile_case(config: ViTConfig, name: Name, fsdp: int) -> Iterator[dict[str,
     supernet = Supernet(jax.random.key(1), dense_experts(executor.base_pool), NUM_CLASSES, OpSettings(rank=RANK))
     setup, head = supernet.setup, layout.everywhere(supernet.init().head)
     if name == "stages":  # the others have the update inside of their step
-        setup = setup._replace(update=Compiled(adam_update, layout.calls))
+        setup = setup._replace(update=Compiled(adam_update(), layout.calls))
     pair, full = layout.everywhere(setup.blank)
     learners = {(block, choice): own for block in range(depth) for choice, own in ((ADAPT, pair), (NEW, full))}
     rows, ones = np.zeros(BATCH, np.int32), np.ones(BATCH, np.float32)

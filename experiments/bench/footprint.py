@@ -26,7 +26,7 @@ from cheem_jax.cheem.training import SupernetFit, make_step, train_step
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import decode
 from cheem_jax.core.pool import DenseExperts, InternalMemory
-from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing import RouterConfig
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.stages import Stages
 from cheem_jax.engine.whole import Whole, memory_map_limit, memory_maps

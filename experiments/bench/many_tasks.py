@@ -39,8 +39,7 @@ from cheem_jax.cheem.training import prepare, step_of
 from cheem_jax.cli.main import parse
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.pool import DenseExperts, InternalMemory
-from cheem_jax.core.routing.centroids import CentroidIndex, normalise
-from cheem_jax.core.routing.config import Metric, RouterConfig
+from cheem_jax.core.routing import Metric, NearestCentroid, RouterConfig, TaskStatistics, normalise
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.engine.batches import batches
 from cheem_jax.engine.compilation import compilations
@@ -196,11 +195,12 @@ def routing(memory: InternalMemory, width: int) -> dict[str, float]:
     found = {}
     metrics: dict[Metric, Literal["cityblock", "euclidean"]] = {"l1": "cityblock", "l2": "euclidean"}
     for metric, name in metrics.items():
-        index = CentroidIndex(metric, centroids)
+        index = NearestCentroid(RouterConfig(metric=metric))
+        index.follow([TaskStatistics(rows) for rows in centroids])
         apart = np.stack([cdist(points, one, name).min(axis=1) for one in centroids], axis=1)
         assert np.array_equal(index.route(features), apart.argmin(axis=1)), "the index names other tasks"
         seconds.median(f"route_{metric}", functools.partial(index.route, features))
-        found["index_megabytes"] = index.nbytes / 1e6
+        found["index_megabytes"] = index.rows.nbytes / 1e6
     return {**found, **seconds.found}
 
 

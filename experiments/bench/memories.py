@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cheem_jax.cheem.expert_memory import dense_task_network
+from cheem_jax.cheem.expert_memory import task_network
 from cheem_jax.cheem.hee import exploit_table
 from cheem_jax.core.architecture import Choice, decode
 from cheem_jax.core.ops import Expert, LowRank
@@ -55,7 +55,7 @@ def experts_used(memory: InternalMemory) -> list[tuple[int | None, ...]]:
 def networks_of(memory: InternalMemory) -> list[list[Dense]]:
     """The base network and every task's."""
     experts = dense_experts(memory.pool)
-    return [dense_task_network(experts, used) for used in experts_used(memory)]
+    return [task_network(experts, used) for used in experts_used(memory)]
 
 
 def sampled_table(rng: np.random.Generator, memory: InternalMemory) -> np.ndarray:

@@ -26,7 +26,7 @@ from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice, decode, encode
 from cheem_jax.core.keys import Keys, Phase, key_at, next_power_of_two, order_at
 from cheem_jax.core.ops import Expert
-from cheem_jax.core.routing.statistics import fit_statistics, joined
+from cheem_jax.core.routing import fit_statistics, joined
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.load import load_stream
 from cheem_jax.data.task import Split, Task

@@ -8,7 +8,7 @@ from cheem_jax.backbone.flops import executed_flops, executed_pass_flops, pass_f
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.metrics import figure_of_merit
 from cheem_jax.core.ops import Placement
-from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing import RouterConfig
 from cheem_jax.report.table import NONE, UPPER_BOUNDS, Grid, number
 
 FLOPS = {"paper": "paper's FLOPs", "executed": "executed"}

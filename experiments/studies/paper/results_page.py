@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 
 from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing import RouterConfig
 from cheem_jax.report.comparison import comparison, measure
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid

@@ -11,7 +11,7 @@ import pytest
 import router_study
 
 from cheem_jax.backbone.config import CONFIGS, at_image_size
-from cheem_jax.core.routing.config import RouterConfig
+from cheem_jax.core.routing import RouterConfig
 from studies.paper.merit import behind_pass, cost_of_router
 from studies.routers.trying import PAPER, Looked, by_task, decide
 

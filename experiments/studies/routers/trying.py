@@ -12,9 +12,7 @@ from scipy.special import log_softmax
 
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.keys import Keys, Phase
-from cheem_jax.core.routing.config import Reads, RouterConfig
-from cheem_jax.core.routing.routers import make_router
-from cheem_jax.core.routing.statistics import fit_statistics, joined
+from cheem_jax.core.routing import Reads, RouterConfig, fit_statistics, joined, make_router
 from cheem_jax.data.task import Task
 from cheem_jax.engine.executor import Executor
 from cheem_jax.engine.feed import HostImages

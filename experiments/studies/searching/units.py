@@ -159,7 +159,7 @@ class TaskUnits:
         """An architecture trained stand-alone."""
         codes = np.array(genome, np.int32)
         try:
-            return self._reached(cheem, learning, cheem.finetune(learning, supernet, codes), codes)
+            return self._reached(cheem, learning, cheem.finetune(learning, supernet, [codes]).fit, codes)
         except FloatingPointError as error:
             self.progress.say(f"{self.task.name}: {genome} has no accuracy, {error}")
             return {"genome": genome, "val_accuracy": None, "test_accuracy": None}

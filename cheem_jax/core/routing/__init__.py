@@ -1,1 +1,0 @@
-"""External memory: what tasks store of the frozen features, and how it infers the task ID of a test image."""
