@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
-from cheem_jax.baselines.autoencoders import (
-    AutoEncoder,
+from cheem_jax.baselines.adapters import Bottleneck
+from cheem_jax.baselines.moe_adapters import (
     AutoEncoderConfig,
     AutoEncoders,
     autoencoder_flops,
@@ -65,7 +65,7 @@ def test_each_tasks_images_go_to_their_own_auto_encoder_in_any_company(programs)
 
 
 def test_equal_errors_go_to_the_first_task(programs):
-    zero = AutoEncoder(*(jnp.zeros(shape) for shape in ((12, 5), 5, (5, 12), 12)))
+    zero = Bottleneck(*(jnp.zeros(shape) for shape in ((12, 5), 5, (5, 12), 12)))
     found = programs.route(clusters()[0], [zero, zero], batch_size=8)
     np.testing.assert_array_equal(found, 0)
 

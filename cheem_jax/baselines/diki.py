@@ -21,10 +21,9 @@ from sklearn.covariance import ledoit_wolf_shrinkage
 
 from cheem_jax.backbone.flops import executed_halves, prefix_flops
 from cheem_jax.backbone.vit import SidePrefix, ViT
-from cheem_jax.baselines.baseline import pass_costs
+from cheem_jax.baselines.baseline import at_least_one, expect, pass_costs, positive
 from cheem_jax.baselines.fitting import Fitting, Inputs
 from cheem_jax.baselines.prompting import OwnPrompts, PromptedTask, Prompts, check_layers
-from cheem_jax.baselines.settings import at_least_one, expect, positive
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.routing.centroids import normalise

@@ -22,9 +22,8 @@ import optax
 from jaxtyping import Array, Float
 
 from cheem_jax.backbone.flops import backbone_params
-from cheem_jax.baselines.baseline import OneHead, params_report, pass_costs
+from cheem_jax.baselines.baseline import OneHead, at_least_one, expect, no_classes, params_report, pass_costs, positive
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs
-from cheem_jax.baselines.settings import at_least_one, expect, positive
 from cheem_jax.cheem.heads import FAR, Classes, cut, grow_head, head_logits, local_cross_entropy, padded
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
@@ -145,6 +144,8 @@ class Ewc(OneHead):
         adam = optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(ratio), (False, True)))
         self.fitter = Fitter(loss, adam, jit=executor.jit, layout=executor.layout)
         self._add_fisher, self._scaled, self._answer = add_fisher, scaled, executor.jit(logits)
+        leaves = list(executor.leaves)
+        self.known = EwcState(leaves, scaled(leaves, np.float32(0)), no_classes(executor.config.width))
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
         """See `Method.check`."""
@@ -167,7 +168,7 @@ class Ewc(OneHead):
                 f"ewc selects one of {len(penalties)} penalties on a stream's first tasks, but knows no stream that "
                 f"starts with {task.name!r}: call check(tasks) first, or give one penalty"
             )
-        before, begins, report = self.known or self.pretrained(), not self.known, {}
+        before, begins, report = self.known, not self.classes.num, {}
         strength = np.float32(0 if begins else self.penalty)
         self.train(fitting, task, (before.backbone, before.fisher, strength, np.int32(num)))
         with fitting.phase("fisher", self._num_fisher(task)) as advance:
@@ -191,17 +192,10 @@ class Ewc(OneHead):
         """FLOPs per image of one plain pass."""
         return pass_costs(self.executor.config, self.classes.num)
 
-    def pretrained(self) -> EwcState:
-        """The state before the first task."""
-        leaves, width = list(self.executor.leaves), self.executor.config.width
-        empty = Head(np.zeros((width, 0), np.float32), np.zeros(0, np.float32))  # pyright: ignore[reportArgumentType]
-        return EwcState(leaves, self._scaled(leaves, np.float32(0)), empty)
-
     def start(self, task: Task) -> tuple[list[Any], Head]:
         """The backbone's weights, and columns of the task's classes alone: its loss sees no others."""
-        key = self.key(task, Phase.METHOD_INIT)
-        leaves = self.known.backbone if self.known else self.executor.leaves
-        return list(leaves), grow_head(key, None, self.executor.config.width, 0, len(task.classes))
+        key, width = self.key(task, Phase.METHOD_INIT), self.executor.config.width
+        return list(self.known.backbone), grow_head(key, None, width, 0, len(task.classes))
 
     def add_fisher(self, fisher: list[Any], fitting: Fitting, task: Task, advance: Advance) -> list[jax.Array]:
         """The running Fisher information plus that of the next task, whose training has finished."""
@@ -227,8 +221,7 @@ class Ewc(OneHead):
         return jax.block_until_ready(sums)
 
     def _num_fisher(self, task: Task) -> int:
-        num = len(task.train.labels)
-        return min(num, self.config.fisher_images) if self.config.fisher_images else num
+        return min(len(task.train.labels), self.config.fisher_images or len(task.train.labels))
 
     def _tune(self, fitting: Fitting) -> Float[np.ndarray, "penalties"]:
         """The validation accuracy of each penalty, of which `fitting` keeps those that were tried already.

@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int
 from sklearn.linear_model import RidgeClassifier
 from sklearn.preprocessing import StandardScaler
 
-from cheem_jax.baselines.baseline import Baseline, params_report, pass_costs
-from cheem_jax.baselines.settings import at_least_one
+from cheem_jax.baselines.baseline import Baseline, at_least_one, params_report, pass_costs
 from cheem_jax.cheem.heads import classes_by_task
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.pool import Head
@@ -124,13 +123,10 @@ def fit_head(
     Ties go to the largest penalty. The head takes raw features: their standardisation is folded into it.
     """
     scaler = StandardScaler().fit(train)
-
-    def accuracy(penalty: float) -> float:
-        return float(RidgeClassifier(alpha=penalty).fit(scaler.transform(train), labels)
-                     .score(scaler.transform(val), val_labels))  # fmt: skip
-
-    penalty = max(PENALTIES, key=lambda p: (accuracy(p), p))
-    ridge = RidgeClassifier(alpha=penalty).fit(scaler.transform(train), labels)
+    points, held_out = scaler.transform(train), scaler.transform(val)
+    ridges = {penalty: RidgeClassifier(alpha=penalty).fit(points, labels) for penalty in PENALTIES}
+    penalty = max(PENALTIES, key=lambda penalty: (ridges[penalty].score(held_out, val_labels), penalty))
+    ridge = ridges[penalty]
     coefficients, intercept = np.atleast_2d(ridge.coef_), np.atleast_1d(ridge.intercept_)
     if len(coefficients) == 1:  # scikit-learn keeps one row for two classes
         coefficients = np.concatenate([-coefficients, coefficients])

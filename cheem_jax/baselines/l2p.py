@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import executed_halves, prefix_flops, token_flops
 from cheem_jax.backbone.vit import Prefix
+from cheem_jax.baselines.baseline import at_least_one, expect, halved
 from cheem_jax.baselines.fitting import Fitting
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine
-from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.routing.centroids import normalise
 from cheem_jax.data.task import Task

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from cheem_jax.backbone.flops import backbone_flops
-from cheem_jax.baselines.settings import at_least_one
+from cheem_jax.baselines.baseline import at_least_one
 from cheem_jax.cheem.expert_memory import ExpertMemory, kept_by_router
 from cheem_jax.cheem.supernet import OpSettings, Supernet
 from cheem_jax.cheem.training import FitConfig, constant_draws, fit, images_left

@@ -17,10 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import executed_backbone_flops, token_flops
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.baselines.baseline import pass_costs
+from cheem_jax.baselines.baseline import at_least_one, pass_costs
 from cheem_jax.baselines.fitting import Inputs
 from cheem_jax.baselines.prompting import OwnPrompts, Prompts
-from cheem_jax.baselines.settings import at_least_one
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase
