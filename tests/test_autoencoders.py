@@ -13,7 +13,6 @@ from cheem_jax.baselines.adapters import Bottleneck
 from cheem_jax.baselines.moe_adapters import (
     AutoEncoderConfig,
     AutoEncoders,
-    autoencoder_flops,
     errors,
     init_autoencoder,
 )
@@ -101,8 +100,7 @@ def test_features_that_are_no_numbers_are_not_learned_from(programs):
         fitted(programs, np.full((9, 12), np.nan, np.float32))
 
 
-def test_conv5_at_224_has_8_7_million_parameters_and_17_3_mflops():
-    assert autoencoder_flops(43_264, 100) == 17_305_600
+def test_conv5_at_224_has_8_7_million_parameters():
     leaves = jax.eval_shape(lambda: init_autoencoder(jax.random.key(0), 43_264, 100))
     assert sum(leaf.size for leaf in leaves) == 8_696_164
 

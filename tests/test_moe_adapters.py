@@ -283,6 +283,7 @@ def test_the_papers_flops_are_twelve_auto_encoders_and_two_experts_of_rank_8(
     vit, config = config_of(name), MoeAdaptersConfig()
     costs = moe_costs(vit, conv5, config, 12)
     found = costs["flops_method"]
+    assert found - moe_costs(vit, conv5, config, 11)["flops_method"] == 17_305_600  # one auto-encoder
     assert round(found / 1e9, 2) == with_adapters
     assert abs(found / 1e9 - paper) < 0.08
     adapters = 2 * 197 * 12 * 2 * width * 2 * 8

@@ -158,12 +158,6 @@ class Diki(OwnPrompts):
         width = self.executor.config.width
         return 8 * (width + width * (width + 1) // 2)
 
-    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
-        """See `OwnPrompts.learn_task`; reports the mean log-density per dimension, which `confidence` takes too."""
-        report, features = super().learn_task(task, fitting), self.router_features(task, "train")
-        mean = float(log_density(features, gaussian_of(self.tasks[-1])).mean())
-        return {**report, "log_density_per_dimension": mean / features.shape[1], "layers": list(self.layers)}
-
     def costs(self) -> dict[str, int]:
         """FLOPs per image: one pass, and the blocks from the first prefix on a second time.
 

@@ -224,38 +224,35 @@ class Ewc(OneHead):
         return min(len(task.train.labels), self.config.fisher_images or len(task.train.labels))
 
     def _tune(self, fitting: Fitting) -> Float[np.ndarray, "penalties"]:
-        """The validation accuracy of each penalty, of which `fitting` keeps those that were tried already.
+        """The mean validation accuracy with each penalty, of which `fitting` keeps those that were tried already.
 
         The first task has no penalty, so all start from its state, with the keys that the stream itself will use.
         """
         tasks, untried = self._first, np.full(len(self.config.penalties), np.nan)
         tried = fitting.more["tried"] = np.array(fitting.more.get("tried", untried), np.float64)
-        todo = np.flatnonzero(np.isnan(tried))
-        total = sum(self.config.fit.epochs * len(task.train.labels) + self._num_fisher(task) for task in tasks[1:])
+        todo, (first, *others) = np.flatnonzero(np.isnan(tried)), tasks
+        total = sum(self.config.fit.epochs * len(task.train.labels) + self._num_fisher(task) for task in others)
         with fitting.phase("penalty", len(todo) * total) as advance:
+            running: Any = SimpleNamespace(saved=None, phase=lambda *_: nullcontext(advance))
             for place in todo:
+                trial, accuracies = copy.copy(self), []
+                trial.penalty, trial.classes = self.config.penalties[place], Classes([first.name], [first.classes])
                 try:
-                    tried[place] = self._accuracy_with(self.config.penalties[place], advance)
+                    for task in others:
+                        trial.learn(task, running)
                 except FloatingPointError:
                     tried[place] = -1.0
+                    continue
+                for index, task in enumerate(tasks):
+                    found = trial.classes.inferred(trial.logits(task.val.images))
+                    accuracies.append(((found.tasks == index) & (found.classes == task.val.labels)).mean())
+                tried[place] = np.mean(accuracies)
         if tried.max() < 0:
             raise FloatingPointError(
                 f"ewc: non-finite losses on the first {len(tasks)} tasks with each of the penalties "
                 f"{self.config.penalties}; set a learning rate below {self.config.fit.learning_rate}"
             )
         return tried
-
-    def _accuracy_with(self, strength: float, advance: Advance) -> float:
-        """Average validation accuracy on the first tasks, of which the first one is learned, with this penalty."""
-        trial, accuracies, (first, *others) = copy.copy(self), [], self._first
-        trial.penalty, trial.classes = strength, Classes([first.name], [first.classes])
-        running: Any = SimpleNamespace(saved=None, phase=lambda *_: nullcontext(advance))
-        for task in others:
-            trial.learn(task, running)
-        for index, task in enumerate(self._first):
-            found = trial.classes.inferred(trial.logits(task.val.images))
-            accuracies.append(((found.tasks == index) & (found.classes == task.val.labels)).mean())
-        return float(np.mean(accuracies))
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
         """See `OneHead.logits`."""

@@ -97,11 +97,10 @@ class L2p(Prompting):
                 pulls = (1.0 - near[:, chosen]).sum(axis=2)
                 key_loss += pulls.sum(axis=1) if weights is None else pulls @ (weights > 0).astype(pulls.dtype)
             picked, half = prompts["pool"][place][chosen], config.length // 2  # [B, k, length, D]
-            keys, values = picked[:, :, :half], picked[:, :, half:]
             if config.inject == "tokens":
                 tokens = _joined(picked)
             else:
-                found[layer] = Prefix(_joined(keys), _joined(values))
+                found[layer] = Prefix(_joined(picked[:, :, :half]), _joined(picked[:, :, half:]))
         return Attached(found, config.key_weight * key_loss, tokens)
 
     def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:

@@ -74,9 +74,7 @@ class LoraCl(ExpertMemory):
         network, progress, architecture = fitting.supernet, fitting.progress, (Choice("adapt", 0),) * len(experts)
         train = feed_images(executor, task.train.images, budget)
         with clock("keep"):
-            train = keep_tokens(
-                "training images", executor, train, num, (), batch_size=batch_size, budget=budget
-            )  # fmt: skip
+            train = keep_tokens("training images", executor, train, num, (), batch_size=batch_size, budget=budget)
         left = images_left(progress, config.fit, num, batch_size)
         saved = functools.partial(underway.saved, {"finetune": fitting})
         with clock("train"), running.phase("train", left, saved) as advance:

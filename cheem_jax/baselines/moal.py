@@ -200,13 +200,13 @@ class Moal(AdapterBaseline):
         """Ridge regression, and its penalty, which is selected on the last fifth of the shuffled training images."""
         order = order_at(self.key(task, Phase.ALIGNMENT_ORDER, Order.RIDGE), len(features))
         cut = max(1, len(features) * 4 // 5)
+        held = order[cut:]
 
         def rows(order: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for part in _parts(order, self.config.analytic_batch):
                 yield lift(features[part], projection), one_hot(task.train.labels[part], len(task.classes))
 
         moments, products = second_moments(rows(order[:cut]))
-        held = order[cut:]
         # a single image is held out and learned
         penalty = best_ridge(moments, products, functools.partial(rows, held if len(held) else order))
         more_moments, more_products = second_moments(rows(held))

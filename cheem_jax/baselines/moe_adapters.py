@@ -38,7 +38,7 @@ from cheem_jax.baselines.baseline import (
 )
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, Inputs, learning_only, over_batches
 from cheem_jax.cheem.heads import FAR, cut, grow_head, head_logits, local_cross_entropy
-from cheem_jax.cheem.training import NOTE_EVERY, FitConfig
+from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import Precision, dot
 from cheem_jax.core.keys import Phase, key_at, next_power_of_two, order_at
@@ -354,7 +354,7 @@ class AutoEncoders:
         Raises FloatingPointError for a non-finite error.
         """
         config, num = self.config, len(features)
-        steps, no_labels, note = num_batches(num, config.batch_size), np.zeros(config.batch_size, np.int32), ""
+        steps, no_labels = num_batches(num, config.batch_size), np.zeros(config.batch_size, np.int32)
         fitting, losses = self.fitter.begun(self._init(init_key)), list[float]()
         for epoch in range(-(-config.iterations // steps)):
             # MoE-Adapters' step schedule; the fit ends after `iterations` steps, also within an epoch
@@ -364,9 +364,7 @@ class AutoEncoders:
             for piece in itertools.islice(batches(order, config.batch_size), left):
                 batch = FitBatch({"features": features[piece.rows]}, no_labels, piece.mask / piece.mask.sum())
                 running.append(self.fitter.step(fitting, rate, None, batch))
-                if len(running) % NOTE_EVERY == 1:
-                    note = f"auto-encoder, step {epoch * steps + len(running)}, error {float(running[-1]):.4f}"
-                advance(piece.size, note)
+                advance(piece.size)
             losses.append(float(np.mean(jax.device_get(running))))
             if not math.isfinite(losses[-1]):
                 raise FloatingPointError(
@@ -411,16 +409,11 @@ def errors(learned: Bottleneck, features: Float[Array, "B E"]) -> Float[Array, "
     return ((reconstructed - inputs) ** 2).mean(axis=-1)
 
 
-def autoencoder_flops(width: int, hidden: int) -> int:
-    """FLOPs of one auto-encoder for one image (2 x multiply-adds)."""
-    return 2 * 2 * width * hidden
-
-
 def moe_costs(
     vit: ViTConfig, encoder: Encoder, config: MoeAdaptersConfig, num_tasks: int, num_classes: int = 0
 ) -> dict[str, int]:
     """FLOPs per image: F0, the encoder, an auto-encoder per task, and two experts in every block."""
-    identify = num_tasks * autoencoder_flops(encoder.width, config.autoencoder.hidden)
+    identify = num_tasks * 2 * 2 * encoder.width * config.autoencoder.hidden
     rank = ACTIVE * config.bottleneck
     # all tasks' routers compute logits, of which an image uses its own
     routers = vit.depth * 2 * vit.width * config.experts * next_power_of_two(num_tasks)

@@ -7,7 +7,7 @@ Pre-trained Transformers: An Occam's Razor for Domain Incremental Learning", Neu
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -52,12 +52,6 @@ class SPrompts(OwnPrompts):
     """See the module."""
 
     config: SPromptsConfig
-
-    def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
-        num = self.config.router.num_centroids
-        few = [task.name for task in tasks if len(task.train.labels) < num]
-        return [f"fewer training images than the {num} centroids, so fewer centroids: {', '.join(few)}"] if few else []
 
     def begin_prompts(self, key: jax.Array) -> Prompts:
         """U(-1/sqrt(D), 1/sqrt(D)), as in the official code."""

@@ -169,7 +169,11 @@ class Tuna(AdapterBaseline):
         config, index, num, labels = self.config, len(self.tasks), len(task.classes), task.train.labels
         seen, vit = self.classes.num, self.executor.config
         strength = config.orthogonality * math.exp(-(index + 1))
-        self.train(fitting, task, (self.executor.leaves, self._old_rows(), np.float32(strength), np.int32(num)))
+        # mean unit rows of the stored adapters' up halves; for future tasks 0, which overlaps with nothing
+        old = np.zeros((max(self.num_tasks, index), vit.depth, config.bottleneck), np.float32)
+        for place, known in enumerate(self.tasks if strength else ()):
+            old[place] = mean_rows(known.adapters)
+        self.train(fitting, task, (self.executor.leaves, old, np.float32(strength), np.int32(num)))
         adapters, own = fitting.learned
         with fitting.phase("statistics", len(labels)) as advance:
             features = self.features_with(adapters, task.train.images, advance)
@@ -232,14 +236,6 @@ class Tuna(AdapterBaseline):
                     f"{config.alignment_rate}"
                 )
         return np.asarray(fitting.learned)[:, : len(means)], losses
-
-    def _old_rows(self) -> Float[np.ndarray, "T L r"]:
-        """Mean unit rows of the stored adapters' up halves; for future tasks 0, which overlaps with nothing."""
-        shape = (max(self.num_tasks, len(self.tasks)), self.executor.config.depth, self.config.bottleneck)
-        rows = np.zeros(shape, np.float32)
-        for index, task in enumerate(self.tasks if self.config.orthogonality else ()):
-            rows[index] = mean_rows(task.adapters)
-        return rows
 
     def bytes_beside(self, task: Task) -> int:
         """See `TrainedBaseline.bytes_beside`: the task's Gaussians, and the columns of earlier classes."""
