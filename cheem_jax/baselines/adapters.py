@@ -64,7 +64,6 @@ class AdapterBaseline(OneHead):
     """A frozen backbone with adapters, and heads on its features."""
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor, config = self.executor, self.config
 
         @executor.jit

@@ -56,7 +56,6 @@ class CodaPrompt(Prompting):
         return self.config.pool // self.num_tasks
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         config, notes, width = self.config, [], self.executor.config.width
         self._check_share(len(tasks) - 1)
         if unused := config.pool - self.rows * self.num_tasks:

@@ -65,7 +65,6 @@ class Diki(OwnPrompts):
     config: DikiConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor = self.executor
         if not self.router_features.of(executor):
             raise ValueError("diki infers the task ID within one pass; give it the features of the same backbone")
@@ -85,7 +84,6 @@ class Diki(OwnPrompts):
         self._tokens, self._tokens_and_features = tokens, tokens_and_features
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         width = self.executor.config.width
         few = [task.name for task in tasks if len(task.train.labels) <= width]
         if not few or self.config.cov_shrinkage:

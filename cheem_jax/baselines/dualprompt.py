@@ -74,11 +74,9 @@ class DualPrompt(Prompting):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """See `Prompting.layers`."""
         return (*self.config.general_layers, *self.config.expert_layers)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         self._check_slot(len(tasks) - 1)
         return []
 

@@ -95,7 +95,6 @@ class Ewc(OneHead):
     config: EwcConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor, config = self.executor, self.config
         self.penalty = config.penalties[0] if len(config.penalties) == 1 else None
         """The strength in use; None before it is selected."""
@@ -148,7 +147,6 @@ class Ewc(OneHead):
         self.known = EwcState(leaves, scaled(leaves, np.float32(0)), no_classes(executor.config.width))
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         self._first, num = list(tasks[:TUNED_ON]), len(self.config.penalties)
         if num == 1:
             return []
@@ -255,7 +253,6 @@ class Ewc(OneHead):
         return tried
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        """See `OneHead.logits`."""
         return self.over(self._answer, Inputs(images), self.known.backbone, padded(self.known.head))
 
     def meta(self) -> dict[str, Any]:
@@ -263,7 +260,6 @@ class Ewc(OneHead):
         return {"penalty": self.penalty}
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """See `Baseline.restore`."""
         super().restore(index, arrays, meta)
         self.penalty = meta["penalty"]
 

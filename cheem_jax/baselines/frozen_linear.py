@@ -55,11 +55,9 @@ class FrozenLinear(Baseline):
     Learned = LinearTask
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         self._index = make_router(self.config.router)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         check_router(tasks, self.config.router)
         return []
 
@@ -101,12 +99,10 @@ class FrozenLinear(Baseline):
         return self._index.follow([TaskStatistics(task.centroids, task.moments) for task in self.tasks])
 
     def answers(self, index: int, task: Task) -> Answers:
-        """See `Method.answers`."""
         local = self.classes_for(self.features(task, "test"), np.full(len(task.test.labels), index))
         return Answers(local, self.index.route(self.router_features(task, "test")), local)
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """See `Method.predict`."""
         check_given(self.name, len(self.tasks), tasks)
         features = self.features.compute(images)
         if tasks is None:

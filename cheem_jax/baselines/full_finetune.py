@@ -72,7 +72,6 @@ class FullFinetune(OwnHeads):
     config: FullFinetuneConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor = self.executor
 
         def features(leaves, inputs):
@@ -172,7 +171,6 @@ class FullFinetune(OwnHeads):
         return 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
-        """See `OwnHeads.features_by`."""
         found = np.zeros((len(images), self.executor.config.width), np.float32)
         for index in np.unique(tasks):
             rows = np.flatnonzero(tasks == index)

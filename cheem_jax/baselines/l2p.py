@@ -65,7 +65,6 @@ class L2p(Prompting):
     config: L2pConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         super().build()
         if self.config.key_loss == "batch":
             self.fitter.rows = None  # an image's loss depends on the others of its batch

@@ -110,7 +110,6 @@ class LoraCl(ExpertMemory):
         return [int(expert or 0) for expert in self.memory.tasks[int(named.argmax())].experts]
 
     def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
-        """See `ExpertMemory.kept_beside`."""
         return [] if self.needs_task_id else kept_by_router(task)
 
     def bytes_needed(self, task: Task) -> int:

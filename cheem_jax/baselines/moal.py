@@ -110,7 +110,6 @@ class Moal(AdapterBaseline):
     config: MoalConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         super().build()
         executor, config = self.executor, self.config
 
@@ -129,7 +128,6 @@ class Moal(AdapterBaseline):
         self._average = average
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         hidden, num_classes = self.config.hidden, sum(len(task.classes) for task in tasks)
         # three inverses: the stored one, the updated one, and what a step subtracts
         needed = 8 * hidden * (3 * hidden + 2 * num_classes)

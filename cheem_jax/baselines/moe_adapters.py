@@ -142,7 +142,6 @@ class MoeAdapters(OwnHeads):
     config: MoeAdaptersConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor, depth, config = self.executor, self.executor.config.depth, self.config
         self.encoder = self.router_features.encoder
         self.autoencoders = AutoEncoders(self.encoder.width, config.autoencoder, jit=executor.jit)
@@ -177,7 +176,6 @@ class MoeAdapters(OwnHeads):
         self._adapted = executor.jit(adapted)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         said, config = [], self.config
         enough = (config.experts - ACTIVE) // config.freeze + 1 if config.freeze else len(tasks)
         if len(tasks) > enough:
@@ -248,7 +246,6 @@ class MoeAdapters(OwnHeads):
         return self.autoencoders.route(features, self.placed(known), batch_size=self.config.batch_size)
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
-        """See `OwnHeads.features_by`."""
         routers = np.zeros((next_power_of_two(len(self.tasks)), *self.tasks[0].router.shape), np.float32)
         routers[: len(self.tasks)] = [task.router for task in self.tasks]
         return self._over(self.known.experts, routers, images, tasks)[0]

@@ -54,7 +54,6 @@ class Prompting(OneHead):
     State = PromptingState
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor = self.executor
         check_layers(self.layers, executor.config.depth)
         self.known = PromptingState({}, no_classes(executor.config.width))
@@ -139,7 +138,6 @@ class Prompting(OneHead):
         return pass_costs(vit, self.classes.num, encoder=encoder, **self.added_flops())
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        """See `OneHead.logits`."""
         head, last = padded(self.known.head), np.int32(len(self.classes) - 1)
         inputs = Inputs(images, query=self.features.compute(images))
         return self.over(self._answer, inputs, self.known.prompts, head, self.executor.leaves, last)
@@ -168,7 +166,6 @@ class OwnPrompts(OwnHeads):
     Learned = PromptedTask
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor = self.executor
 
         def found(vit: ViT, inputs, prompts, weight):

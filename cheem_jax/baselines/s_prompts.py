@@ -72,7 +72,6 @@ class SPrompts(OwnPrompts):
         return vit.features(vit.run_blocks(jnp.concatenate(parts, axis=1)))
 
     def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
-        """See `OwnPrompts.fit_router`."""
         seed = self.keys.seed_at(self.number(task), Phase.CENTROIDS)
         return {"centroids": fit_centroids(features, seed=seed, config=self.config.router)}
 
@@ -81,7 +80,6 @@ class SPrompts(OwnPrompts):
         return route(features, [task.router["centroids"] for task in self.tasks], self.config.router)
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
-        """See `OwnHeads.features_by`."""
         inputs = Inputs(images, task=tasks, weight=np.ones(len(images), np.float32))
         return self.over(self._answer, inputs, self.executor.leaves, self.stack())
 

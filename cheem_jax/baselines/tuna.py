@@ -105,7 +105,6 @@ class Tuna(AdapterBaseline):
     config: TunaConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         super().build()
         executor, config = self.executor, self.config
         self.known = TunaState(np.zeros((executor.config.width, 0), np.float32))
@@ -141,7 +140,6 @@ class Tuna(AdapterBaseline):
         self._answer, self._sample = answer, sample
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         config, width = self.config, self.executor.config.width
         if not config.alignment_epochs:
             return []
