@@ -101,7 +101,7 @@ def test_the_networks_fisher_information_is_that_of_a_loop_over_its_images(kind,
     ewc, task = fresh(begun(kind)), small.task("colours", 0, num=num)
     fitting = ewc.fitter.begun(ewc.start(task))
     leaves, head = fitting.learned
-    found = ewc.add_fisher(ewc.pretrained().fisher, fitting, task, quiet)
+    found = ewc.add_fisher(ewc.known.fisher, fitting, task, quiet)
 
     values, gradient = spelled_out()
     labels = task.train.labels

@@ -14,10 +14,10 @@ from scipy.special import erf
 
 from cheem_jax.backbone.alexnet import AlexNetConfig, build_alexnet, shapes_of
 from cheem_jax.backbone.config import config_of
+from cheem_jax.baselines.adapters import Bottleneck
 from cheem_jax.baselines.alexnet_encoder import AlexNetEncoder
-from cheem_jax.baselines.autoencoders import AutoEncoderConfig
 from cheem_jax.baselines.moe_adapters import (
-    Experts,
+    AutoEncoderConfig,
     Gates,
     MoeAdapters,
     MoeAdaptersConfig,
@@ -59,11 +59,11 @@ def parts(moe: MoeAdapters) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in moe.known.experts]
 
 
-def random_experts(seed: int = 0, experts: int = 6) -> Experts:
+def random_experts(seed: int = 0, experts: int = 6) -> Bottleneck:
     """Experts of which every part counts."""
     shapes = init_experts(jax.random.key(0), small.CONFIG, dataclasses.replace(CONFIG, experts=experts))
     rng = np.random.default_rng(seed)
-    return Experts(*(jnp.asarray(rng.normal(0, 1, leaf.shape), jnp.float32) for leaf in shapes))
+    return Bottleneck(*(jnp.asarray(rng.normal(0, 1, leaf.shape), jnp.float32) for leaf in shapes))
 
 
 @pytest.mark.full
@@ -174,7 +174,7 @@ def test_every_image_runs_the_two_experts_of_its_own_task_as_numpy_does(begun):
 @pytest.mark.full
 def test_dropout_leaves_hidden_values_out_and_scales_the_others():
     identity = jnp.broadcast_to(jnp.eye(4), (2, 4, 4))
-    experts = Experts(identity, jnp.zeros((2, 4)), identity, jnp.zeros((2, 4)))
+    experts = Bottleneck(identity, jnp.zeros((2, 4)), identity, jnp.zeros((2, 4)))
     gates = Gates(jnp.tile(jnp.array([[0, 1]]), (3, 1)), jnp.full((3, 2), 0.5))
     z = jnp.ones((3, 50, 4))
     mixed = jax.jit(mixture, static_argnames="dropout")
@@ -283,6 +283,7 @@ def test_the_papers_flops_are_twelve_auto_encoders_and_two_experts_of_rank_8(
     vit, config = config_of(name), MoeAdaptersConfig()
     costs = moe_costs(vit, conv5, config, 12)
     found = costs["flops_method"]
+    assert found - moe_costs(vit, conv5, config, 11)["flops_method"] == 17_305_600  # one auto-encoder
     assert round(found / 1e9, 2) == with_adapters
     assert abs(found / 1e9 - paper) < 0.08
     adapters = 2 * 197 * 12 * 2 * width * 2 * 8

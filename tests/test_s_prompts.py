@@ -115,10 +115,6 @@ def test_the_reported_flops_count_the_router_and_the_longer_sequence(begun):
     assert found["flops_executed"] == executed_backbone_flops(vit) + executed_backbone_flops(vit, 3) + 2 * 16 * 3
 
 
-def test_impossible_settings_are_refused_and_few_images_told(begun):
+def test_impossible_settings_are_refused():
     with pytest.raises(ValueError, match="length is 0; expected at least 1"):
         SPromptsConfig(length=0)
-    many = learner(SPrompts, SPromptsConfig(router=RouterConfig(num_centroids=41)))
-    assert many.check(small.stream(2).tasks) == [
-        "fewer training images than the 41 centroids, so fewer centroids: task0, task1"
-    ]

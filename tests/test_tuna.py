@@ -13,7 +13,7 @@ from baselines import check_method, fresh, learner
 
 from cheem_jax.backbone import flops
 from cheem_jax.backbone.config import config_of
-from cheem_jax.baselines.adapters import Adapters, adapter_params
+from cheem_jax.baselines.adapters import Bottleneck, adapter_params
 from cheem_jax.baselines.tuna import (
     JITTER,
     Gaussians,
@@ -25,7 +25,6 @@ from cheem_jax.baselines.tuna import (
     mean_rows,
     merge,
     most_certain,
-    num_passes,
     overlap,
 )
 from cheem_jax.cheem.training import FitConfig
@@ -44,10 +43,10 @@ def begun() -> Any:
     return learner(Tuna, CONFIG)
 
 
-def random_adapters(seed: int, size: float = 0.3) -> Adapters:
+def random_adapters(seed: int, size: float = 0.3) -> Bottleneck:
     rng = np.random.default_rng(seed)
     shapes = (4, 16, 3), (4, 3), (4, 3, 16), (4, 16)
-    return Adapters(*(jnp.asarray(rng.normal(0, size, shape), jnp.float32) for shape in shapes))
+    return Bottleneck(*(jnp.asarray(rng.normal(0, size, shape), jnp.float32) for shape in shapes))
 
 
 @pytest.mark.full
@@ -80,10 +79,10 @@ def test_an_adapter_adds_relu_of_a_product_beside_its_ffn():
 
 
 def test_the_merge_has_the_sign_of_the_mean_and_the_largest_size_under_it():
-    one, two = (Adapters(*(jnp.array([values])[..., None] for _ in range(4))) for values in ([1.0, -3.0], [2.0, 1.0]))
+    one, two = (Bottleneck(*(jnp.array([values])[..., None] for _ in range(4))) for values in ([1.0, -3.0], [2.0, 1.0]))
     np.testing.assert_array_equal(merge([one, two]).down[0, :, 0], [2.0, -3.0])
     # a mean of 0 counts as negative; where no task has the mean's sign nothing is left
-    opposed = [Adapters(*(jnp.array([values]) for _ in range(4))) for values in ([1.0, 0.0], [-1.0, 0.0])]
+    opposed = [Bottleneck(*(jnp.array([values]) for _ in range(4))) for values in ([1.0, 0.0], [-1.0, 0.0])]
     np.testing.assert_array_equal(merge(opposed).up_bias[0], [-1.0, 0.0])
 
 
@@ -219,8 +218,9 @@ def test_costs_are_a_pass_per_task_and_one_of_the_universal_adapter():
     for name, tasks, row in (
         ("vit_base", 11, 405.0), ("vit_base", 9, 337.0), ("deit_tiny", 11, 26.0), ("deit_tiny", 9, 21.5)
     ):  # fmt: skip
-        assert num_passes(tasks) * flops.backbone_flops(config_of(name)) / 1e9 == pytest.approx(row, rel=0.01)
-    assert num_passes(1) == 1
+        assert (tasks + 1) * flops.backbone_flops(config_of(name)) / 1e9 == pytest.approx(row, rel=0.01)
+    tuna.num_tasks = 1
+    assert tuna.costs()["flops_method"] == flops.backbone_flops(vit)
 
 
 def test_impossible_settings_are_refused():

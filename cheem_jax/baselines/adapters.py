@@ -5,6 +5,7 @@ starts at 0, so a network with new adapters is the plain backbone. (AdaptFormer:
 """
 
 import dataclasses
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -15,10 +16,9 @@ from jaxtyping import Array, Float
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import adapter_flops
-from cheem_jax.backbone.vit import Adapter, ViT
-from cheem_jax.baselines.baseline import OneHead, pass_costs
+from cheem_jax.backbone.vit import ViT
+from cheem_jax.baselines.baseline import OneHead, at_least_one, pass_costs, positive, shares
 from cheem_jax.baselines.fitting import Init, Inputs
-from cheem_jax.baselines.settings import at_least_one, positive, shares
 from cheem_jax.cheem.heads import grow_head
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
@@ -30,13 +30,13 @@ from cheem_jax.engine.passes import Advance, unwatched
 Optimizer = Literal["adam", "sgd"]
 
 
-class Adapters(NamedTuple):
-    """The adapters of all L blocks, D -> r -> D."""
+class Bottleneck(NamedTuple):
+    """Two layers D -> r -> D, with axes in front such as L blocks; MoE-Adapters has `down` of experts as `[r, D]`."""
 
-    down: Float[Array, "L D r"]
-    down_bias: Float[Array, "L r"]
-    up: Float[Array, "L r D"]
-    up_bias: Float[Array, "L D"]
+    down: Float[Array, "*L D r"]
+    down_bias: Float[Array, "*L r"]
+    up: Float[Array, "*L r D"]
+    up_bias: Float[Array, "*L D"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,6 @@ class AdapterBaseline(OneHead):
     """A frozen backbone with adapters, and heads on its features."""
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor, config = self.executor, self.config
 
         @executor.jit
@@ -74,15 +73,17 @@ class AdapterBaseline(OneHead):
         self._features = features
 
     def features_with(
-        self, adapters: Adapters, images: Images, advance: Advance = unwatched
+        self, adapters: Bottleneck, images: Images, advance: Advance = unwatched
     ) -> Float[np.ndarray, "N D"]:
         """Features of the network with these adapters."""
         return self.over(self._features, Inputs(images), adapters, self.executor.leaves, advance=advance)
 
-    def new_adapters(self, task: Task) -> Adapters:
-        """The initial adapters, were this the first task."""
-        key = self.key(task, Phase.METHOD_INIT, Init.LEARNED)
-        return init_adapters(key, self.executor.config, self.config.bottleneck)
+    def new_adapters(self, task: Task) -> Bottleneck:
+        """The initial adapters, were this the first task: the down half uniform in +-1/sqrt(D), all else 0."""
+        depth, width, rank = self.executor.config.depth, self.executor.config.width, self.config.bottleneck
+        key, bound = self.key(task, Phase.METHOD_INIT, Init.LEARNED), width**-0.5
+        down = jax.random.uniform(key, (depth, width, rank), minval=-bound, maxval=bound)
+        return Bottleneck(down, jnp.zeros((depth, rank)), jnp.zeros((depth, rank, width)), jnp.zeros((depth, width)))
 
     def new_columns(self, task: Task) -> Float[np.ndarray, "D C"]:
         """The initial columns of a cosine head for the task's classes."""
@@ -94,18 +95,6 @@ class AdapterBaseline(OneHead):
         vit, rank = self.executor.config, self.config.bottleneck
         executed = executed_adapter_flops(vit, rank) + head
         return pass_costs(vit, num_classes, attention=adapter_flops(vit, rank) + head, executed=executed)
-
-
-def init_adapters(key: jax.Array, config: ViTConfig, bottleneck: int) -> Adapters:
-    """The down half uniform in +-1/sqrt(D), all else 0."""
-    depth, width = config.depth, config.width
-    bound = width**-0.5
-    return Adapters(
-        jax.random.uniform(key, (depth, width, bottleneck), minval=-bound, maxval=bound),
-        jnp.zeros((depth, bottleneck)),
-        jnp.zeros((depth, bottleneck, width)),
-        jnp.zeros((depth, width)),
-    )
 
 
 def adapter_params(config: ViTConfig, bottleneck: int) -> int:
@@ -120,24 +109,21 @@ def executed_adapter_flops(config: ViTConfig, bottleneck: int) -> int:
 
 
 def adapted_features(
-    vit: ViT, adapters: Adapters, images: Array, config: AdapterConfig, key: jax.Array | None = None
+    vit: ViT, adapters: Bottleneck, images: Array, config: AdapterConfig, key: jax.Array | None = None
 ) -> Float[Array, "B D"]:
     """Features of the network with these adapters; with a `key`, a training step's dropout of hidden values."""
     depth, precision = vit.config.depth, vit.config.precision
-    keys = [None] * depth if key is None else list(jax.random.split(key, depth))
+    keys = None if key is None else jax.random.split(key, depth)
 
-    def beside(block: int, key: jax.Array | None) -> Adapter:
-        def adapter(z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-            hidden = jax.nn.relu(product(z, adapters.down[block], precision) + adapters.down_bias[block])
-            if key is not None and config.dropout:
-                kept = jax.random.bernoulli(key, 1 - config.dropout, hidden.shape)
-                hidden = jnp.where(kept, hidden / (1 - config.dropout), 0.0)
-            return config.scale * (product(hidden, adapters.up[block], precision) + adapters.up_bias[block])
+    def adapter(block: int, z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+        hidden = jax.nn.relu(product(z, adapters.down[block], precision) + adapters.down_bias[block])
+        if keys is not None and config.dropout:
+            kept = jax.random.bernoulli(keys[block], 1 - config.dropout, hidden.shape)
+            hidden = jnp.where(kept, hidden / (1 - config.dropout), 0.0)
+        return config.scale * (product(hidden, adapters.up[block], precision) + adapters.up_bias[block])
 
-        return adapter
-
-    found = {block: beside(block, keys[block]) for block in range(depth)}
-    return vit.features(vit.run_blocks(vit.embed(images), adapters=found))
+    beside = {block: functools.partial(adapter, block) for block in range(depth)}
+    return vit.features(vit.run_blocks(vit.embed(images), adapters=beside))
 
 
 def unit(x: Array, axis: int = -1) -> Array:

@@ -26,12 +26,10 @@ class AlexNetEncoder:
         self._features = jit(lambda state, images: nnx.merge(graphdef, state)(images))
 
     def flops(self, *, count_attention: bool = False) -> int:
-        """See `Encoder.flops`; there is no attention to count."""
+        """See `Encoder.flops`; there is no attention to count, and exactly the counted products are executed."""
         return alexnet.flops(self.config)
 
-    def executed_flops(self) -> int:
-        """See `Encoder.executed_flops`: the same, as exactly the counted products are executed."""
-        return alexnet.flops(self.config)
+    executed_flops = flops
 
     def features(self, images: Images, *, batch_size: int) -> Float[np.ndarray, "N D"]:
         """See `Encoder.features`."""

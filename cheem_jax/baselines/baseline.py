@@ -1,4 +1,4 @@
-"""What the baselines do alike: checkpoints, the training of a task, predictions, and what a task costs.
+"""What the baselines do alike: checkpoints, the training of a task, predictions, costs, and checks of settings.
 
 A checkpoint is one directory per task. What is saved is read back at once, so that a run that never stopped continues
 from the same bytes as a resumed one.
@@ -21,11 +21,15 @@ from cheem_jax.cheem.heads import Classes, classes_by_task, saved_classes
 from cheem_jax.cheem.training import images_left
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Keys, Phase
+from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Task
 from cheem_jax.engine.inference import Inferred
 from cheem_jax.engine.passes import Advance, unwatched
 from cheem_jax.run.checkpoint import each_task, load_task, named, save_task, saved_tasks, task_directory
 from cheem_jax.run.method import Answers, Clock, Encoder, Networks, Running, check_given
+
+MUCH_MEMORY = 4 * 2**30
+"""Bytes on the host above which `check` warns."""
 
 
 class Baseline(abc.ABC):
@@ -72,7 +76,7 @@ class Baseline(abc.ABC):
         """See `Method.save`."""
         index, name, classes = self.classes.last
         directory = task_directory(root, index, name)
-        arrays = {**as_dict(self.known or ()), **as_dict(self.tasks[-1] if self.tasks else ())}
+        arrays = (as_dict(self.known) or {}) | (as_dict(self.tasks[-1]) if self.tasks else {})
         save_task(directory, arrays, {"name": name, "classes": list(classes), **self.meta()})
         with named(directory):
             self.restore(index, *load_task(directory))
@@ -87,17 +91,12 @@ class Baseline(abc.ABC):
         self.classes = saved_classes(root)
 
 
-def as_dict(tree: Any) -> dict[str, Any]:
+def as_dict(tree: Any) -> Any:
     """A NamedTuple by its fields, and those within it; lists of leaves by number. Orbax keeps no empty tree."""
-    found = {}
-    for name, part in tree._asdict().items() if tree else ():
-        if hasattr(part, "_asdict"):
-            part = as_dict(part)
-        elif isinstance(part, list):
-            part = numbered(part)
-        if not isinstance(part, dict) or part:
-            found[name] = part
-    return found
+    if not hasattr(tree, "_asdict"):
+        return numbered(tree) if isinstance(tree, list) else tree
+    parts = {name: as_dict(part) for name, part in tree._asdict().items()}
+    return {name: part for name, part in parts.items() if not isinstance(part, dict) or part}
 
 
 def rebuilt(kind: Any, arrays: Mapping[str, Any]) -> Any:
@@ -130,7 +129,9 @@ class TrainedBaseline(Baseline):
         fitting.running, fitting.clock = running, Clock.of(running)
         report = self.learn_task(task, fitting)
         self.classes.add(task.name, task.classes)
-        return {**self.costs(), **report, **fitting.report()}
+        state = fitting.state
+        losses = {"losses": state.losses, "skipped_steps": state.skipped, "seconds": fitting.clock.seconds}
+        return {**self.costs(), **report, **losses}
 
     def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
         """Train to the end and take over what is learned; returns the method's own part of the report."""
@@ -157,19 +158,16 @@ class TrainedBaseline(Baseline):
         """Bytes of a task's checkpoint, or of its rolling ones, besides what is trained and its moments."""
         return 0
 
-    def train(self, fitting: Fitting, task: Task, fixed: Any, inputs: Inputs | None = None) -> None:
-        """Train in place to the last epoch, as the phase `train`; by default on the images. Raises as `Fitter.run`."""
+    def train(self, fitting: Fitting, task: Task, fixed: Any, inputs: Inputs | None = None, **more: Any) -> None:
+        """Train in place to the last epoch, as the phase `train`; by default on the images. As `Fitter.run`."""
         config, labels = self.config, task.train.labels
         left = images_left(fitting.state, config.fit, len(labels), config.batch_size)
         with fitting.phase("train", left) as advance:
             self.fitter.run(
                 fitting, self.placed(fixed), labels, inputs or Inputs(task.train.images), config.fit,
                 batch_size=config.batch_size, order_key=self.key(task, Phase.METHOD_ORDER),
-                noise_key=self.key(task, Phase.METHOD_NOISE), advance=advance, after_epoch=self.after_epoch,
+                noise_key=self.key(task, Phase.METHOD_NOISE), advance=advance, **more,
             )  # fmt: skip
-
-    def after_epoch(self, fitting: Fitting) -> None:
-        """Called in training whenever an epoch ends."""
 
     def over(self, function: Callable[..., Any], inputs: Inputs, *fixed: Any, advance: Advance = unwatched) -> Any:
         """`function(*fixed, batch)` for all inputs; see `over_batches`."""
@@ -249,6 +247,11 @@ class OneHead(TrainedBaseline):
         return self.classes.answers(self.logits(task.test.images), index)
 
 
+def no_classes(width: int) -> Head:
+    """The head before the first class, on the host."""
+    return Head(np.zeros((width, 0), np.float32), np.zeros(0, np.float32))  # pyright: ignore[reportArgumentType]
+
+
 def params_report(config: ViTConfig, *, added: int, learned: int, stored: int) -> dict[str, float]:
     """A task's numbers of parameters: those it trains, those it stores, and the added ones in percent of the backbone.
 
@@ -281,3 +284,34 @@ def pass_costs(
         found["flops_explicit"] += encoder.flops(count_attention=True)
         found["flops_executed"] += encoder.executed_flops()
     return found
+
+
+def expect(settings: Any, name: str, holds: bool, expected: str) -> None:
+    """The setting `name` has to hold."""
+    if not holds:
+        raise ValueError(f"{name} is {getattr(settings, name)}; expected {expected}")
+
+
+def at_least_one(settings: Any, *names: str) -> None:
+    """Each of these settings has to be 1 or more."""
+    for name in names:
+        expect(settings, name, getattr(settings, name) >= 1, "at least 1")
+
+
+def positive(settings: Any, *names: str) -> None:
+    """Each of these settings has to be above 0."""
+    for name in names:
+        expect(settings, name, getattr(settings, name) > 0, "a positive number")
+
+
+def shares(settings: Any, *names: str) -> None:
+    """Each of these settings has to be at least 0 and below 1."""
+    for name in names:
+        expect(settings, name, 0 <= getattr(settings, name) < 1, "a share in [0, 1)")
+
+
+def halved(settings: Any, *names: str) -> None:
+    """Each of these lengths has to have one half for keys and one for values."""
+    for name in names:
+        length = getattr(settings, name)
+        expect(settings, name, length >= 2 and length % 2 == 0, "an even number, half keys and half values")

@@ -39,6 +39,7 @@ NEED_A_ROUTER = ("cheem_lite", "moe_adapters")
 """Methods that infer the task ID with another network than the one that predicts the class."""
 DEMO_BOUND: dict[str, Any] = {"epochs": 24, "learning_rates": (1e-3,)}
 """The upper bound on the demo stream, with as many epochs as CHEEM's fine-tuning there."""
+QUICK_BOUND: dict[str, Any] = {"epochs": 8, "learning_rates": (3e-5, 1e-4)}
 
 LEARNERS: dict[type, Any] = dict(zip(get_args(Baseline), (
     LoraCl, LoraFinetune, SPrompts, L2p, DualPrompt, CodaPrompt, Diki, Ewc, Tuna, Moal, MoeAdapters, FullFinetune,
@@ -67,23 +68,14 @@ def preset_of(method: str, preset: Preset) -> MethodConfig:
             return PRESETS[preset]
         case "cheem_lite":
             return CheemLiteConfig(**vars(PRESETS[preset]))
-    kind = next(kind for kind in LEARNERS if kind.name == method)
-    if preset in ("paper", "cheem_plus"):  # which differ for CHEEM alone
-        return kind()
-    return _sized(kind(), "demo" if preset == "demo" else "quick")
-
-
-def _sized(config: Any, preset: Literal["quick", "demo"]) -> Any:
-    """A baseline's defaults, which are the paper's, with epochs, rate and batch size near those of CHEEM's preset."""
-    epochs, rate, batch_size = {"quick": (8, 1e-3, 32), "demo": (16, 2e-3, 32)}[preset]
-    changes: dict[str, Any] = {"batch_size": batch_size}
-    match config:
-        case FrozenLinearConfig():
-            return config
-        case FullFinetuneConfig():
-            changes |= {"epochs": 8, "learning_rates": (3e-5, 1e-4)} if preset == "quick" else DEMO_BOUND
-        case _:
-            changes["fit"] = dataclasses.replace(config.fit, epochs=epochs, learning_rate=rate)
+    config = next(kind for kind in LEARNERS if kind.name == method)()
+    # the defaults are the paper's, and `cheem_plus` differs for CHEEM alone
+    if preset in ("paper", "cheem_plus") or isinstance(config, FrozenLinearConfig):
+        return config
+    # epochs, rate and batch size near those of CHEEM's preset
+    epochs, rate, changes = (16, 2e-3, DEMO_BOUND) if preset == "demo" else (8, 1e-3, QUICK_BOUND)
+    if not isinstance(config, FullFinetuneConfig):
+        changes = {"fit": dataclasses.replace(config.fit, epochs=epochs, learning_rate=rate)}
     match config:
         case LoraClConfig():
             changes["rank"] = 16
@@ -93,7 +85,7 @@ def _sized(config: Any, preset: Literal["quick", "demo"]) -> Any:
             changes["penalties"] = (10.0, 1e3, 1e5)
         case MoalConfig():
             changes["hidden"] = 1000
-    return dataclasses.replace(config, **changes)
+    return dataclasses.replace(config, batch_size=32, **changes)
 
 
 def make(

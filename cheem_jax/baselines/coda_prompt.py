@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import prefix_flops
+from cheem_jax.baselines.baseline import at_least_one, expect, halved
 from cheem_jax.baselines.fitting import learning_only
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, halves
-from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.data.task import Task
 
@@ -56,7 +56,6 @@ class CodaPrompt(Prompting):
         return self.config.pool // self.num_tasks
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         config, notes, width = self.config, [], self.executor.config.width
         self._check_share(len(tasks) - 1)
         if unused := config.pool - self.rows * self.num_tasks:

@@ -21,10 +21,9 @@ from sklearn.covariance import ledoit_wolf_shrinkage
 
 from cheem_jax.backbone.flops import executed_halves, prefix_flops
 from cheem_jax.backbone.vit import SidePrefix, ViT
-from cheem_jax.baselines.baseline import pass_costs
+from cheem_jax.baselines.baseline import at_least_one, expect, pass_costs, positive
 from cheem_jax.baselines.fitting import Fitting, Inputs
 from cheem_jax.baselines.prompting import OwnPrompts, PromptedTask, Prompts, check_layers
-from cheem_jax.baselines.settings import at_least_one, expect, positive
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.routing import normalise
@@ -66,7 +65,6 @@ class Diki(OwnPrompts):
     config: DikiConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor = self.executor
         if not self.router_features.of(executor):
             raise ValueError("diki infers the task ID within one pass; give it the features of the same backbone")
@@ -86,7 +84,6 @@ class Diki(OwnPrompts):
         self._tokens, self._tokens_and_features = tokens, tokens_and_features
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         width = self.executor.config.width
         few = [task.name for task in tasks if len(task.train.labels) <= width]
         if not few or self.config.cov_shrinkage:
@@ -158,12 +155,6 @@ class Diki(OwnPrompts):
         """See `TrainedBaseline.bytes_beside`: a mean and the triangle of a covariance, in float64."""
         width = self.executor.config.width
         return 8 * (width + width * (width + 1) // 2)
-
-    def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:
-        """See `OwnPrompts.learn_task`; reports the mean log-density per dimension, which `confidence` takes too."""
-        report, features = super().learn_task(task, fitting), self.router_features(task, "train")
-        mean = float(log_density(features, gaussian_of(self.tasks[-1])).mean())
-        return {**report, "log_density_per_dimension": mean / features.shape[1], "layers": list(self.layers)}
 
     def costs(self) -> dict[str, int]:
         """FLOPs per image: one pass, and the blocks from the first prefix on a second time.

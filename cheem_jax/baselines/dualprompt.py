@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import prefix_flops
+from cheem_jax.baselines.baseline import at_least_one, expect, halved
 from cheem_jax.baselines.fitting import Fitting
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine, halves
-from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.data.task import Task
 
@@ -74,11 +74,9 @@ class DualPrompt(Prompting):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """See `Prompting.layers`."""
         return (*self.config.general_layers, *self.config.expert_layers)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         self._check_slot(len(tasks) - 1)
         return []
 
@@ -126,7 +124,9 @@ class DualPrompt(Prompting):
                 if place < len(prompts["keys"]):
                     key_loss += 1.0 - cosine(query, keys[task])
             else:
-                slot = nearest_slot(query, keys, task)
+                # later slots are still random
+                near = jnp.where(jnp.arange(len(keys)) <= task, cosine(query[:, None], keys), -jnp.inf)
+                slot = near.argmax(axis=1)
             found[layer] = halves(prompts["expert"][place][slot])
         return Attached(found, config.key_weight * key_loss)
 
@@ -153,9 +153,3 @@ class DualPrompt(Prompting):
             near = query @ (keys / np.linalg.norm(keys, axis=1, keepdims=True)).T
             spread.append((np.bincount(near.argmax(axis=1), minlength=index + 1) / len(query)).tolist())
         return {**report, "slots_chosen": spread}
-
-
-def nearest_slot(query: Float[Array, "B D"], keys: Float[Array, "S D"], last: Int[Array, ""]) -> Int[Array, "B"]:
-    """The slot up to `last` whose key has the largest cosine; later slots are still random."""
-    near = cosine(query[:, None], keys)
-    return jnp.where(jnp.arange(len(keys)) <= last, near, -jnp.inf).argmax(axis=1)

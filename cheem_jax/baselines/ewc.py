@@ -22,9 +22,8 @@ import optax
 from jaxtyping import Array, Float
 
 from cheem_jax.backbone.flops import backbone_params
-from cheem_jax.baselines.baseline import OneHead, params_report, pass_costs
+from cheem_jax.baselines.baseline import OneHead, at_least_one, expect, no_classes, params_report, pass_costs, positive
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs
-from cheem_jax.baselines.settings import at_least_one, expect, positive
 from cheem_jax.cheem.heads import FAR, Classes, cut, grow_head, head_logits, local_cross_entropy, padded
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
@@ -96,7 +95,6 @@ class Ewc(OneHead):
     config: EwcConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor, config = self.executor, self.config
         self.penalty = config.penalties[0] if len(config.penalties) == 1 else None
         """The strength in use; None before it is selected."""
@@ -145,9 +143,10 @@ class Ewc(OneHead):
         adam = optax.chain(optax.scale_by_adam(), optax.masked(optax.scale(ratio), (False, True)))
         self.fitter = Fitter(loss, adam, jit=executor.jit, layout=executor.layout)
         self._add_fisher, self._scaled, self._answer = add_fisher, scaled, executor.jit(logits)
+        leaves = list(executor.leaves)
+        self.known = EwcState(leaves, scaled(leaves, np.float32(0)), no_classes(executor.config.width))
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         self._first, num = list(tasks[:TUNED_ON]), len(self.config.penalties)
         if num == 1:
             return []
@@ -167,7 +166,7 @@ class Ewc(OneHead):
                 f"ewc selects one of {len(penalties)} penalties on a stream's first tasks, but knows no stream that "
                 f"starts with {task.name!r}: call check(tasks) first, or give one penalty"
             )
-        before, begins, report = self.known or self.pretrained(), not self.known, {}
+        before, begins, report = self.known, not self.classes.num, {}
         strength = np.float32(0 if begins else self.penalty)
         self.train(fitting, task, (before.backbone, before.fisher, strength, np.int32(num)))
         with fitting.phase("fisher", self._num_fisher(task)) as advance:
@@ -191,17 +190,10 @@ class Ewc(OneHead):
         """FLOPs per image of one plain pass."""
         return pass_costs(self.executor.config, self.classes.num)
 
-    def pretrained(self) -> EwcState:
-        """The state before the first task."""
-        leaves, width = list(self.executor.leaves), self.executor.config.width
-        empty = Head(np.zeros((width, 0), np.float32), np.zeros(0, np.float32))  # pyright: ignore[reportArgumentType]
-        return EwcState(leaves, self._scaled(leaves, np.float32(0)), empty)
-
     def start(self, task: Task) -> tuple[list[Any], Head]:
         """The backbone's weights, and columns of the task's classes alone: its loss sees no others."""
-        key = self.key(task, Phase.METHOD_INIT)
-        leaves = self.known.backbone if self.known else self.executor.leaves
-        return list(leaves), grow_head(key, None, self.executor.config.width, 0, len(task.classes))
+        key, width = self.key(task, Phase.METHOD_INIT), self.executor.config.width
+        return list(self.known.backbone), grow_head(key, None, width, 0, len(task.classes))
 
     def add_fisher(self, fisher: list[Any], fitting: Fitting, task: Task, advance: Advance) -> list[jax.Array]:
         """The running Fisher information plus that of the next task, whose training has finished."""
@@ -227,24 +219,32 @@ class Ewc(OneHead):
         return jax.block_until_ready(sums)
 
     def _num_fisher(self, task: Task) -> int:
-        num = len(task.train.labels)
-        return min(num, self.config.fisher_images) if self.config.fisher_images else num
+        return min(len(task.train.labels), self.config.fisher_images or len(task.train.labels))
 
     def _tune(self, fitting: Fitting) -> Float[np.ndarray, "penalties"]:
-        """The validation accuracy of each penalty, of which `fitting` keeps those that were tried already.
+        """The mean validation accuracy with each penalty, of which `fitting` keeps those that were tried already.
 
         The first task has no penalty, so all start from its state, with the keys that the stream itself will use.
         """
         tasks, untried = self._first, np.full(len(self.config.penalties), np.nan)
         tried = fitting.more["tried"] = np.array(fitting.more.get("tried", untried), np.float64)
-        todo = np.flatnonzero(np.isnan(tried))
-        total = sum(self.config.fit.epochs * len(task.train.labels) + self._num_fisher(task) for task in tasks[1:])
+        todo, (first, *others) = np.flatnonzero(np.isnan(tried)), tasks
+        total = sum(self.config.fit.epochs * len(task.train.labels) + self._num_fisher(task) for task in others)
         with fitting.phase("penalty", len(todo) * total) as advance:
+            running: Any = SimpleNamespace(saved=None, phase=lambda *_: nullcontext(advance))
             for place in todo:
+                trial, accuracies = copy.copy(self), []
+                trial.penalty, trial.classes = self.config.penalties[place], Classes([first.name], [first.classes])
                 try:
-                    tried[place] = self._accuracy_with(self.config.penalties[place], advance)
+                    for task in others:
+                        trial.learn(task, running)
                 except FloatingPointError:
                     tried[place] = -1.0
+                    continue
+                for index, task in enumerate(tasks):
+                    found = trial.classes.inferred(trial.logits(task.val.images))
+                    accuracies.append(((found.tasks == index) & (found.classes == task.val.labels)).mean())
+                tried[place] = np.mean(accuracies)
         if tried.max() < 0:
             raise FloatingPointError(
                 f"ewc: non-finite losses on the first {len(tasks)} tasks with each of the penalties "
@@ -252,20 +252,7 @@ class Ewc(OneHead):
             )
         return tried
 
-    def _accuracy_with(self, strength: float, advance: Advance) -> float:
-        """Average validation accuracy on the first tasks, of which the first one is learned, with this penalty."""
-        trial, accuracies, (first, *others) = copy.copy(self), [], self._first
-        trial.penalty, trial.classes = strength, Classes([first.name], [first.classes])
-        running: Any = SimpleNamespace(saved=None, phase=lambda *_: nullcontext(advance))
-        for task in others:
-            trial.learn(task, running)
-        for index, task in enumerate(self._first):
-            found = trial.classes.inferred(trial.logits(task.val.images))
-            accuracies.append(((found.tasks == index) & (found.classes == task.val.labels)).mean())
-        return float(np.mean(accuracies))
-
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        """See `OneHead.logits`."""
         return self.over(self._answer, Inputs(images), self.known.backbone, padded(self.known.head))
 
     def meta(self) -> dict[str, Any]:
@@ -273,7 +260,6 @@ class Ewc(OneHead):
         return {"penalty": self.penalty}
 
     def restore(self, index: int, arrays: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        """See `Baseline.restore`."""
         super().restore(index, arrays, meta)
         self.penalty = meta["penalty"]
 

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,8 +32,6 @@ from cheem_jax.run.method import Clock, Running, Undisturbed
 from cheem_jax.run.rolling import Saved
 
 T = TypeVar("T")
-
-
 WORKING_SET = 5 * 2**19
 """Bytes per part of a batch: half of an executor's, as a whole network keeps more than its widest activations."""
 
@@ -51,18 +50,10 @@ class FitBatch(NamedTuple):
     """What one step learns from; `weights` sum to 1 and are 0 for padding, `inputs` are arrays `[B, ...]` by name."""
 
     inputs: dict[str, Any]
-    labels: Int[Array, "B"]
-    weights: Float[Array, "B"]
-    key: jax.Array
-
-
-def fit_batch(inputs: dict[str, Any], labels: Any, weights: Any) -> FitBatch:
-    """A batch for a loss without noise."""
-    return FitBatch(inputs, labels, weights, np.zeros(()))  # pyright: ignore[reportArgumentType]
-
-
-Loss = Callable[[Any, Any, FitBatch], jax.Array]
-"""Loss of one batch, a pure function of what is learned, what is fixed, and the batch."""
+    labels: Int[Any, "B"]
+    weights: Float[Any, "B"]
+    key: Any = np.zeros(())
+    """Of the noise, for a loss that has any."""
 
 
 class Inputs:
@@ -95,20 +86,13 @@ class Fitting:
     running: Running = Undisturbed()
     clock: Clock = dataclasses.field(default_factory=Clock)
 
-    def arrays(self) -> dict[str, Any]:
-        """The arrays of a rolling checkpoint, by name."""
-        found: dict[str, Any] = {"fitting": numbered((self.learned, self.moments))}
-        if self.state.running:
-            found["running"] = np.array(jax.device_get(self.state.running), np.float64)
-        return found
-
-    def meta(self) -> dict[str, Any]:
-        """The JSON values of a rolling checkpoint."""
-        return {"step": self.state.step, "losses": self.state.losses, "skipped": self.state.skipped}
-
     def saved(self) -> Saved:
         """A rolling checkpoint of this fit."""
-        return Saved({**self.arrays(), **self.more}, {**self.meta(), "seconds": self.clock.so_far()})
+        state, arrays = self.state, {"fitting": numbered((self.learned, self.moments)), **self.more}
+        if state.running:
+            arrays["running"] = np.array(jax.device_get(state.running), np.float64)
+        meta = {"step": state.step, "losses": state.losses, "skipped": state.skipped}
+        return Saved(arrays, {**meta, "seconds": self.clock.so_far()})
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int) -> Iterator[Advance]:
@@ -116,13 +100,9 @@ class Fitting:
         with self.clock(name), self.running.phase(name, total, self.saved) as advance:
             yield advance
 
-    def report(self) -> dict[str, Any]:
-        """A finished fit's part of its task's report."""
-        return {"losses": self.state.losses, "skipped_steps": self.state.skipped, "seconds": self.clock.seconds}
-
 
 class Fitter:
-    """The compiled step of one loss.
+    """The compiled step of one loss, a pure function of what is learned, what is fixed, and the batch.
 
     `optimizer` gives updates for the learning rate 1 (default: `optax.scale_by_adam()`); `jit` compiles; `layout`
     divides each batch over devices. `rows` gives the rows of a part, as `Executor.rows`: a CPU computes the parts of a
@@ -132,7 +112,7 @@ class Fitter:
 
     def __init__(
         self,
-        loss: Loss,
+        loss: Callable[[Any, Any, FitBatch], jax.Array],
         optimizer: optax.GradientTransformation | None = None,
         *,
         jit: Callable[..., Any] = jax.jit,
@@ -171,13 +151,12 @@ class Fitter:
         learned = self.layout.everywhere(jax.tree.map(jnp.asarray, learned))
         fitting = Fitting(*self._begin(learned))
         if saved is not None:
-            both = (fitting.learned, fitting.moments)
-            found = unnumbered(both, saved.arrays["fitting"])
+            arrays, meta = dict(saved.arrays), saved.meta
+            found = unnumbered((fitting.learned, fitting.moments), arrays.pop("fitting"))
             fitting.learned, fitting.moments = self.layout.everywhere(found)
-            running = [float(loss) for loss in saved.arrays.get("running", ())]
-            meta = saved.meta
-            fitting.state = FitState(meta["step"], list(meta["losses"]), [*running], meta["skipped"])
-            fitting.more = {name: part for name, part in saved.arrays.items() if name not in ("fitting", "running")}
+            running: list[Any] = [float(loss) for loss in arrays.pop("running", ())]
+            fitting.state = FitState(meta["step"], list(meta["losses"]), running, meta["skipped"])
+            fitting.more = arrays
         return fitting
 
     def run(
@@ -201,16 +180,21 @@ class Fitter:
         rate, as one number or as a pytree over what is learned. Raises FloatingPointError for a non-finite loss or
         gradient, unless `config` skips such steps; they reach no parameter.
         """
-        state, steps = fitting.state, num_batches(len(labels), batch_size)
-        note = ""
+        state, steps, layout, note = fitting.state, num_batches(len(labels), batch_size), self.layout, ""
+
+        def read(pieces: Sequence[Rows]) -> Iterator[tuple[FitBatch, int]]:
+            for piece, found in zip(pieces, inputs.follow([piece.rows for piece in pieces], layout), strict=True):
+                weights = layout.weights(piece.mask / piece.mask.sum())
+                yield FitBatch(found, layout.rows(labels[piece.rows]), weights), piece.size
+
         for epoch in range(state.step // steps, config.epochs):
             begin = state.step % steps
             rates = [learning_rate_at(config, epoch * steps + step, config.epochs * steps) for step in range(steps)]
             pieces = list(batches(order_at(key_at(order_key, epoch), len(labels)), batch_size))
-            coming = ahead(self.layout, self._batches(inputs, labels, pieces[begin:]))
-            for step, (batch, size) in enumerate(coming, begin):
+            for step, (batch, size) in enumerate(ahead(layout, read(pieces[begin:])), begin):
                 batch = batch._replace(key=key_at(noise_key, state.step))
-                loss = self.step(fitting, _scaled(scale, rates[step]), fixed, batch)
+                rate = jax.tree.map(lambda s, rate=rates[step]: np.float32(s * rate), scale)
+                loss = self.step(fitting, rate, fixed, batch)
                 state.running.append(loss)
                 state.step += 1
                 if (step - begin) % NOTE_EVERY == 0:
@@ -227,28 +211,13 @@ class Fitter:
         if rows == size:
             found = self._step(fitting.learned, fitting.moments, rate, fixed, batch)
         else:
-            parts = [_part(batch, slice(start, start + rows)) for start in range(0, size, rows)]
+            cuts = [operator.itemgetter(slice(start, start + rows)) for start in range(0, size, rows)]
+            parts = [FitBatch(*jax.tree.map(cut, batch[:3]), key=batch.key) for cut in cuts]
             gradient = functools.partial(self._gradient, fitting.learned, fixed)
             grads = functools.reduce(add, side_by_side(gradient, parts))
             found = self._update(fitting.learned, fitting.moments, rate, *grads)
         fitting.learned, fitting.moments, loss = found
         return loss
-
-    def _batches(self, inputs: Inputs, labels: np.ndarray, pieces: Sequence[Rows]) -> Iterator[tuple[FitBatch, int]]:
-        layout = self.layout
-        read = inputs.follow([piece.rows for piece in pieces], layout)
-        for piece, found in zip(pieces, read, strict=True):
-            own, weights = layout.rows(labels[piece.rows]), layout.weights(piece.mask / piece.mask.sum())
-            yield fit_batch(found, own, weights), piece.size
-
-
-def _part(batch: FitBatch, part: slice) -> FitBatch:
-    inputs = {name: values[part] for name, values in batch.inputs.items()}
-    return FitBatch(inputs, batch.labels[part], batch.weights[part], batch.key)
-
-
-def _scaled(scale: Any, rate: float) -> Any:
-    return jax.tree.map(lambda s: np.float32(s * rate), scale)
 
 
 def over_batches(

@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int
 from sklearn.linear_model import RidgeClassifier
 from sklearn.preprocessing import StandardScaler
 
-from cheem_jax.baselines.baseline import Baseline, params_report, pass_costs
-from cheem_jax.baselines.settings import at_least_one
+from cheem_jax.baselines.baseline import Baseline, at_least_one, params_report, pass_costs
 from cheem_jax.cheem.heads import classes_by_task
 from cheem_jax.core.keys import Phase
 from cheem_jax.core.pool import Head
@@ -54,11 +53,9 @@ class FrozenLinear(Baseline):
     Learned = LinearTask
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         self._index = make_router(self.config.router)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         check_router(tasks, self.config.router)
         return []
 
@@ -100,12 +97,10 @@ class FrozenLinear(Baseline):
         return self._index.follow([TaskStatistics(task.centroids, task.moments) for task in self.tasks])
 
     def answers(self, index: int, task: Task) -> Answers:
-        """See `Method.answers`."""
         local = self.classes_for(self.features(task, "test"), np.full(len(task.test.labels), index))
         return Answers(local, self.index.route(self.router_features(task, "test")), local)
 
     def predict(self, images: np.ndarray, tasks: Int[np.ndarray, "N"] | None = None) -> Inferred:
-        """See `Method.predict`."""
         check_given(self.name, len(self.tasks), tasks)
         features = self.features.compute(images)
         if tasks is None:
@@ -122,13 +117,10 @@ def fit_head(
     Ties go to the largest penalty. The head takes raw features: their standardisation is folded into it.
     """
     scaler = StandardScaler().fit(train)
-
-    def accuracy(penalty: float) -> float:
-        return float(RidgeClassifier(alpha=penalty).fit(scaler.transform(train), labels)
-                     .score(scaler.transform(val), val_labels))  # fmt: skip
-
-    penalty = max(PENALTIES, key=lambda p: (accuracy(p), p))
-    ridge = RidgeClassifier(alpha=penalty).fit(scaler.transform(train), labels)
+    points, held_out = scaler.transform(train), scaler.transform(val)
+    ridges = {penalty: RidgeClassifier(alpha=penalty).fit(points, labels) for penalty in PENALTIES}
+    penalty = max(PENALTIES, key=lambda penalty: (ridges[penalty].score(held_out, val_labels), penalty))
+    ridge = ridges[penalty]
     coefficients, intercept = np.atleast_2d(ridge.coef_), np.atleast_1d(ridge.intercept_)
     if len(coefficients) == 1:  # scikit-learn keeps one row for two classes
         coefficients = np.concatenate([-coefficients, coefficients])

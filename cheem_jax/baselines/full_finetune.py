@@ -12,9 +12,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from cheem_jax.backbone.flops import backbone_params
-from cheem_jax.baselines.baseline import OwnHeads, params_report, pass_costs
+from cheem_jax.baselines.baseline import OwnHeads, at_least_one, params_report, pass_costs
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Inputs, numbered, unnumbered
-from cheem_jax.baselines.settings import at_least_one
 from cheem_jax.cheem.heads import classes_by_task, cut, head_logits, local_cross_entropy
 from cheem_jax.cheem.supernet import init_head_learner
 from cheem_jax.cheem.training import FitConfig, images_left
@@ -73,7 +72,6 @@ class FullFinetune(OwnHeads):
     config: FullFinetuneConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor = self.executor
 
         def features(leaves, inputs):
@@ -95,10 +93,10 @@ class FullFinetune(OwnHeads):
         """Fine-tune the next task and keep its network."""
         clock, vit = Clock.of(running), self.executor.config
         with clock("train"):
-            bound, learned = self._sweep(len(self.tasks), task, running, clock)
-        self.tasks.append(learned)
-        self.classes.add(task.name, task.classes)
+            bound, (leaves, head) = self._sweep(len(self.tasks), task, running, clock)
         backbone, num = backbone_params(vit), len(task.classes)
+        self.tasks.append(FinetunedTask(leaves, cut(head, num)))
+        self.classes.add(task.name, task.classes)
         params = backbone + (vit.width + 1) * num
         return {
             "learning_rate": bound.learning_rate,
@@ -111,7 +109,7 @@ class FullFinetune(OwnHeads):
     def bound(self, index: int, task: Task, running: Running) -> UpperBound:
         """The bound of one task, whose network is dropped; only the selected rate is measured on the test split."""
         found, learned = self._sweep(index, task, running, Clock())
-        return found._replace(test_accuracy=self._accuracy(learned, task.test))
+        return found._replace(test_accuracy=self._accuracy(learned, len(task.classes), task.test))
 
     def _sweep(self, index: int, task: Task, running: Running, clock: Clock) -> tuple[UpperBound, Any]:
         """The bound of a task, without test accuracy, and the parameters at the selected rate."""
@@ -123,14 +121,13 @@ class FullFinetune(OwnHeads):
         fitting, first, best, best_learned = self.fitter.begun(begin, saved), 0, UpperBound(0.0, 0.0, 0.0), None
         if saved is not None:
             first, best = saved.meta["rate"], UpperBound(*saved.meta["best"])
-            if "best" in saved.arrays:
-                best_learned = unnumbered(fitting.learned, saved.arrays["best"])
-        number = first
+            if "best" in fitting.more:
+                best_learned = unnumbered(fitting.learned, fitting.more["best"])
+        fitting.clock, number = clock, first
 
         def state() -> Saved:
-            arrays = {} if best_learned is None else {"best": numbered(best_learned)}
-            more = {"seconds": clock.so_far(), "rate": number, "best": list(best), "config": settings}
-            return Saved({**fitting.arrays(), **arrays}, {**fitting.meta(), **more})
+            arrays, meta = fitting.saved()
+            return Saved(arrays, {**meta, "rate": number, "best": list(best), "config": settings})
 
         left = images_left(fitting.state, FitConfig(config.epochs), len(labels), config.batch_size)
         left += (len(rates) - first - 1) * config.epochs * len(labels)
@@ -145,18 +142,19 @@ class FullFinetune(OwnHeads):
                         advance=lambda num_images, note="", /, rate=rate: advance(num_images, f"rate {rate:g}, {note}"),
                         scale=(1.0, config.head_learning_rate / rate),
                     )  # fmt: skip
-                    accuracy = self._accuracy(_task_of(fitting.learned, num), task.val)
+                    accuracy = self._accuracy(fitting.learned, num, task.val)
                 except FloatingPointError:
                     accuracy = 0.0  # too large a rate, which is what the sweep is to find out
                 if accuracy > best.val_accuracy:
                     best, best_learned = UpperBound(0.0, accuracy, rate), fitting.learned
                 fitting = self.fitter.begun(begin)
+                fitting.clock, fitting.more = clock, {"best": numbered(best_learned)} if best_learned else {}
         if best_learned is None:
             raise FloatingPointError(
                 f"full fine-tuning of task {task.name!r} predicts no validation image right at any of the learning "
                 f"rates {rates}; set smaller ones"
             )
-        return best, _task_of(best_learned, num)
+        return best, best_learned
 
     def costs(self) -> dict[str, int]:
         """FLOPs per image of one plain pass."""
@@ -173,7 +171,6 @@ class FullFinetune(OwnHeads):
         return 4 * 2 * sum(leaf.size for leaf in jax.tree.leaves(self.start(task)))
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
-        """See `OwnHeads.features_by`."""
         found = np.zeros((len(images), self.executor.config.width), np.float32)
         for index in np.unique(tasks):
             rows = np.flatnonzero(tasks == index)
@@ -182,12 +179,8 @@ class FullFinetune(OwnHeads):
             found[rows] = self.over(self._features, Inputs(own), self.tasks[index].backbone)
         return found
 
-    def _accuracy(self, learned: FinetunedTask, split: Split) -> float:
-        features = self.over(self._features, Inputs(split.images), learned.backbone)
-        found = classes_by_task(features, [learned.head], np.zeros(len(features), np.int32))
+    def _accuracy(self, learned: tuple[list[jax.Array], Head], num_classes: int, split: Split) -> float:
+        leaves, head = learned
+        features = self.over(self._features, Inputs(split.images), leaves)
+        found = classes_by_task(features, [cut(head, num_classes)], np.zeros(len(features), np.int32))
         return float((found == split.labels).mean())
-
-
-def _task_of(learned: tuple[list[jax.Array], Head], num_classes: int) -> FinetunedTask:
-    leaves, head = learned
-    return FinetunedTask(leaves, cut(head, num_classes))

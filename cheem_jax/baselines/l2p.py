@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import executed_halves, prefix_flops, token_flops
 from cheem_jax.backbone.vit import Prefix
+from cheem_jax.baselines.baseline import at_least_one, expect, halved
 from cheem_jax.baselines.fitting import Fitting
 from cheem_jax.baselines.prompting import Attached, Prompting, Prompts, cosine
-from cheem_jax.baselines.settings import at_least_one, expect, halved
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.routing import normalise
 from cheem_jax.data.task import Task
@@ -65,7 +65,6 @@ class L2p(Prompting):
     config: L2pConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         super().build()
         if self.config.key_loss == "batch":
             self.fitter.rows = None  # an image's loss depends on the others of its batch
@@ -97,11 +96,10 @@ class L2p(Prompting):
                 pulls = (1.0 - near[:, chosen]).sum(axis=2)
                 key_loss += pulls.sum(axis=1) if weights is None else pulls @ (weights > 0).astype(pulls.dtype)
             picked, half = prompts["pool"][place][chosen], config.length // 2  # [B, k, length, D]
-            keys, values = picked[:, :, :half], picked[:, :, half:]
             if config.inject == "tokens":
                 tokens = _joined(picked)
             else:
-                found[layer] = Prefix(_joined(keys), _joined(values))
+                found[layer] = Prefix(_joined(picked[:, :, :half]), _joined(picked[:, :, half:]))
         return Attached(found, config.key_weight * key_loss, tokens)
 
     def learn_task(self, task: Task, fitting: Fitting) -> dict[str, Any]:

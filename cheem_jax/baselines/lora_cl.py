@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from cheem_jax.backbone.flops import backbone_flops
-from cheem_jax.baselines.settings import at_least_one
+from cheem_jax.baselines.baseline import at_least_one
 from cheem_jax.cheem.expert_memory import ExpertMemory, Underway, kept_by_router
 from cheem_jax.cheem.supernet import OpSettings, Supernet
 from cheem_jax.cheem.training import FitConfig, constant_draws, fit, images_left
@@ -73,9 +73,7 @@ class LoraCl(ExpertMemory):
         network, progress, architecture = fitting.supernet, fitting.progress, (Choice("adapt", 0),) * len(experts)
         train = feed_images(executor, task.train.images, budget)
         with clock("keep"):
-            train = keep_tokens(
-                "training images", executor, train, num, (), batch_size=batch_size, budget=budget
-            )  # fmt: skip
+            train = keep_tokens("training images", executor, train, num, (), batch_size=batch_size, budget=budget)
         left = images_left(progress, config.fit, num, batch_size)
         saved = functools.partial(underway.saved, {"finetune": fitting})
         with clock("train"), running.phase("train", left, saved) as advance:
@@ -111,7 +109,6 @@ class LoraCl(ExpertMemory):
         return [int(expert or 0) for expert in self.memory.tasks[int(named.argmax())].experts]
 
     def kept_beside(self, task: TaskMemory) -> list[np.ndarray]:
-        """See `ExpertMemory.kept_beside`."""
         return [] if self.needs_task_id else kept_by_router(task)
 
     def bytes_needed(self, task: Task) -> int:

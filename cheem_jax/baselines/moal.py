@@ -22,16 +22,15 @@ from jaxtyping import Float, Int
 from cheem_jax.baselines.adapters import (
     AdapterBaseline,
     AdapterConfig,
-    Adapters,
+    Bottleneck,
     adapted_features,
     adapter_params,
     cosines,
     directions,
     padded_columns,
 )
-from cheem_jax.baselines.baseline import params_report
+from cheem_jax.baselines.baseline import MUCH_MEMORY, at_least_one, expect, params_report
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, numbered, unnumbered
-from cheem_jax.baselines.settings import at_least_one, expect
 from cheem_jax.cheem.heads import local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, order_at
@@ -42,8 +41,6 @@ RIDGES = tuple(10.0**power for power in range(-8, 9))
 """Penalties of the first task's ridge regression to select from."""
 DRIFT_PENALTIES = tuple(10.0**power for power in range(-6, 3))
 """Penalties on the drift map's distance from the identity, relative to the features' mean square."""
-MUCH_MEMORY = 4 * 2**30
-"""Bytes of the analytic head above which `check` warns."""
 
 
 class Order(enum.IntEnum):
@@ -97,7 +94,7 @@ class Analytic(NamedTuple):
 class MoalState(NamedTuple):
     """What MoAL stores between tasks."""
 
-    adapters: Adapters
+    adapters: Bottleneck
     auxiliary: Float[np.ndarray, "D C"]
     """The weight of the auxiliary cosine head."""
     sigma: jax.Array
@@ -113,7 +110,6 @@ class Moal(AdapterBaseline):
     config: MoalConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         super().build()
         executor, config = self.executor, self.config
 
@@ -132,7 +128,6 @@ class Moal(AdapterBaseline):
         self._average = average
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         hidden, num_classes = self.config.hidden, sum(len(task.classes) for task in tasks)
         # three inverses: the stored one, the updated one, and what a step subtracts
         needed = 8 * hidden * (3 * hidden + 2 * num_classes)
@@ -144,14 +139,16 @@ class Moal(AdapterBaseline):
         """Train adapters and auxiliary head, average them, then update the analytic head."""
         config, known, seen, num = self.config, self.known, self.classes.num, len(task.classes)
         vit, images, num_images = self.executor.config, task.train.images, len(task.train.labels)
-        self.train(fitting, task, (self.executor.leaves, np.int32(seen), np.int32(seen + num)))
+        fixed = (self.executor.leaves, np.int32(seen), np.int32(seen + num))
+        self.train(fitting, task, fixed, after_epoch=self.after_epoch)
         adapters, auxiliary, sigma = fitting.learned
         if known:
             adapters = unnumbered(adapters, fitting.more["averaged"])
         with fitting.phase("features", num_images * (2 if known else 1)) as advance:
             new = self.features_with(adapters, images, advance)
             old = self.features_with(known.adapters, images, advance) if known else new
-        means, more = class_means(new, task.train.labels, num), {}
+        labels, more = task.train.labels, {}
+        means = np.stack([new[labels == c].mean(axis=0, dtype=np.float64) for c in range(num)]).astype(np.float32)
         with fitting.clock("head"):
             if known:
                 projection, old_means = known.projection, known.means
@@ -187,18 +184,15 @@ class Moal(AdapterBaseline):
         width, hidden = self.executor.config.width, self.config.hidden
         return self.adapted_costs(0, head=2 * hidden * (width + self.classes.num))
 
-    def start(self, task: Task) -> tuple[Adapters, jax.Array, jax.Array]:
+    def start(self, task: Task) -> tuple[Bottleneck, jax.Array, jax.Array]:
         """Adapters, the auxiliary head with columns for the new classes, and its scale."""
         columns, known = self.new_columns(task), self.known
         if not known:
             return self.new_adapters(task), padded_columns(columns), jnp.ones(())
         if self.config.aux_init == "zeros":
             columns = np.zeros_like(columns)
-        return (
-            known.adapters,
-            padded_columns(np.concatenate([known.auxiliary, columns], axis=1)),
-            jnp.asarray(known.sigma),
-        )
+        columns = np.concatenate([known.auxiliary, columns], axis=1)
+        return known.adapters, padded_columns(columns), jnp.asarray(known.sigma)
 
     def _first_head(self, projection: np.ndarray, features: np.ndarray, task: Task) -> tuple[Analytic, float]:
         """Ridge regression, and its penalty, which is selected on the last fifth of the shuffled training images."""
@@ -213,9 +207,8 @@ class Moal(AdapterBaseline):
         moments, products = second_moments(rows(order[:cut]))
         # a single image is held out and learned
         penalty = best_ridge(moments, products, functools.partial(rows, held if len(held) else order))
-        if len(held):
-            more_moments, more_products = second_moments(rows(held))
-            moments, products = moments + more_moments, products + more_products
+        more_moments, more_products = second_moments(rows(held))
+        moments, products = moments + more_moments, products + more_products
         inverse, penalty = ridge_inverse(moments, penalty)
         return Analytic(inverse, self.config.first_scale * (inverse @ products)), penalty
 
@@ -228,10 +221,8 @@ class Moal(AdapterBaseline):
         # copies: the stored head stays as it is until the task is learned
         weight = np.concatenate([known.analytic.weight, np.zeros((config.hidden, num - seen))], axis=1)
         analytic = Analytic(known.analytic.inverse.copy(), weight)
-        sources, classes, again, wrong = np.arange(len(labels)), labels, 0, 0
-        if config.ruminate:
-            sources, classes = shifted_sources(labels, means, seen)
-            again = len(sources)
+        sources, classes = shifted_sources(labels, means, seen) if config.ruminate else (labels[:0], labels[:0])
+        again, wrong = len(sources), 0
         shifts = np.zeros_like(means)
         shifts[:seen] = means[:seen] - means[nearest_new(means, seen)]
         with fitting.running.phase("head", len(labels) + again, fitting.saved) as advance:
@@ -276,11 +267,6 @@ def lift(features: Float[np.ndarray, "N D"], projection: Float[np.ndarray, "H D"
 def one_hot(labels: Int[np.ndarray, "N"], num: int) -> Float[np.ndarray, "N C"]:
     """Targets of the analytic head."""
     return np.eye(num)[labels]
-
-
-def class_means(features: Float[np.ndarray, "N D"], labels: Int[np.ndarray, "N"], num: int) -> Float[np.ndarray, "C D"]:
-    """Mean feature of each class."""
-    return np.stack([features[labels == c].mean(axis=0, dtype=np.float64) for c in range(num)]).astype(np.float32)
 
 
 Rows = Iterator[tuple[np.ndarray, np.ndarray]]
@@ -348,16 +334,13 @@ def drift_map(old: Float[np.ndarray, "N D"], new: Float[np.ndarray, "N D"]) -> F
     old, moved = old.astype(np.float64), new.astype(np.float64) - old
     num, width = old.shape
     cut = num * 9 // 10
-    if not 0 < cut < num:
+    if not 0 < cut < num or not old.any():
         return np.eye(width)
 
     def fitted(rows: slice, penalty: float) -> np.ndarray:
         squares = old[rows].T @ old[rows]
         strength = penalty * np.trace(squares) / width
         return scipy.linalg.solve(squares + strength * np.eye(width), old[rows].T @ moved[rows], assume_a="pos")
-
-    if not old.any():
-        return np.eye(width)
 
     def error(penalty: float) -> float:
         return float(((old[cut:] @ fitted(slice(cut), penalty) - moved[cut:]) ** 2).sum())

@@ -3,14 +3,18 @@
 An expert is a small adapter, D -> r (ReLU) -> D, on the tokens after a block's attention half. A task's router reads
 the CLS token there; the softmax of its two largest logits weighs two experts for all tokens of the image. After a task,
 the two experts that its images used most are frozen in every block: later tasks use them, and train others.
-Auto-encoders of a light network's features infer the task ID. Yu et al., "Boosting Continual Learning of
-Vision-Language Models via Mixture-of-Experts Adapters", CVPR 2024; here, as in the paper's comparison, with linear
-heads instead of texts.
+The inferred task is the one whose auto-encoder reconstructs a light network's features best. Yu et al., "Boosting
+Continual Learning of Vision-Language Models via Mixture-of-Experts Adapters", CVPR 2024; here, as in the paper's
+comparison, with linear heads instead of texts. Task-ID inference by auto-encoders after Aljundi, Chakravarty,
+Tuytelaars, "Expert Gate: Lifelong Learning with a Network of Experts", CVPR 2017.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -20,28 +24,53 @@ from jaxtyping import Array, Bool, Float, Int
 
 from cheem_jax.backbone.config import ViTConfig
 from cheem_jax.backbone.flops import adapter_flops
-from cheem_jax.backbone.vit import Adapter, summary
-from cheem_jax.baselines.adapters import executed_adapter_flops
-from cheem_jax.baselines.autoencoders import AutoEncoder, AutoEncoderConfig, AutoEncoders, autoencoder_flops
-from cheem_jax.baselines.baseline import OwnHeads, params_report, pass_costs
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, Inputs, learning_only
-from cheem_jax.baselines.settings import at_least_one, expect, positive, shares
+from cheem_jax.backbone.vit import summary
+from cheem_jax.baselines.adapters import Bottleneck, executed_adapter_flops
+from cheem_jax.baselines.baseline import (
+    MUCH_MEMORY,
+    OwnHeads,
+    at_least_one,
+    expect,
+    params_report,
+    pass_costs,
+    positive,
+    shares,
+)
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, Inputs, learning_only, over_batches
 from cheem_jax.cheem.heads import FAR, cut, grow_head, head_logits, local_cross_entropy
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.kernels import Precision, dot
-from cheem_jax.core.keys import Phase, next_power_of_two
+from cheem_jax.core.keys import Phase, key_at, next_power_of_two, order_at
 from cheem_jax.core.pool import Head
 from cheem_jax.data.task import Task
-from cheem_jax.engine.passes import unwatched
+from cheem_jax.engine.batches import batches, num_batches
+from cheem_jax.engine.passes import Advance, unwatched
 from cheem_jax.run.method import Encoder
 
 ACTIVE = 2
 """Experts per image and block."""
 NOISE_FLOOR = 0.01
 """Smallest standard deviation of the noise on a router's logits."""
-MUCH_MEMORY = 4 * 2**30
-"""Bytes of cached features above which `check` warns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoEncoderConfig:
+    """How one auto-encoder is trained; defaults as in MoE-Adapters."""
+
+    hidden: int = 100
+    """Width of the hidden layer."""
+    iterations: int = 300
+    """Steps of Adam per task."""
+    learning_rate: float = 0.01
+    """Adam's rate at the start; divided by ten after every `decay_every` epochs."""
+    decay_every: int = 10
+    """Epochs at one rate."""
+    batch_size: int = 64
+
+    def __post_init__(self) -> None:
+        at_least_one(self, "hidden", "iterations", "decay_every", "batch_size")
+        positive(self, "learning_rate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +105,6 @@ class MoeAdaptersConfig:
         shares(self, "dropout", "label_smoothing")
 
 
-class Experts(NamedTuple):
-    """The experts of all blocks (with a first axis L), or of one."""
-
-    down: Float[Array, "*L E r D"]
-    down_bias: Float[Array, "*L E r"]
-    up: Float[Array, "*L E r D"]
-    up_bias: Float[Array, "*L E D"]
-
-
 class Gates(NamedTuple):
     """The experts of each image of a batch in one block, and their weights."""
 
@@ -105,13 +125,13 @@ class MoeTask(NamedTuple):
 
     router: Float[np.ndarray, "L D E"]
     head: Head
-    autoencoder: AutoEncoder
+    autoencoder: Bottleneck
 
 
 class MoeState(NamedTuple):
     """The experts of all tasks, and which of them later tasks use but do not train."""
 
-    experts: Experts
+    experts: Bottleneck
     frozen: Bool[np.ndarray, "L E"]
 
 
@@ -122,32 +142,25 @@ class MoeAdapters(OwnHeads):
     config: MoeAdaptersConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor, depth, config = self.executor, self.executor.config.depth, self.config
         self.encoder = self.router_features.encoder
         self.autoencoders = AutoEncoders(self.encoder.width, config.autoencoder, jit=executor.jit)
 
         def adapted(experts, routers, leaves, inputs, training: Training | None = None):
             """Features `[B, D]` and the experts chosen `[B, L, k]`; `routers` are those of all tasks."""
-            vit, chosen, tasks = executor.vit_of(leaves), {}, inputs["tasks"]
+            vit, chosen = executor.vit_of(leaves), []
 
-            def adapter_at(block: int) -> Adapter:
-                own = jax.tree.map(lambda leaf: leaf[block], experts)
+            def adapter(block: int, z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
+                own, noise = (jax.tree.map(operator.itemgetter(block), part) for part in (experts, training))
+                gates = gate(routers[:, block], summary(z, executor.config), inputs["tasks"], noise)
+                chosen.append(gates.chosen)
+                kept = None if noise is None or noise.kept is None else noise.kept[:, : z.shape[1]]
+                precision = executor.config.precision
+                return config.scale * mixture(own, gates, z, kept, dropout=config.dropout, precision=precision)
 
-                def adapter(z: Float[Array, "B N D"]) -> Float[Array, "B N D"]:
-                    noise = None if training is None else jax.tree.map(lambda leaf: leaf[block], training)
-                    gates = gate(routers[:, block], summary(z, executor.config), tasks, noise)
-                    chosen[block] = gates.chosen
-                    kept = None if noise is None or noise.kept is None else noise.kept[:, : z.shape[1]]
-                    precision = executor.config.precision
-                    return config.scale * mixture(own, gates, z, kept, dropout=config.dropout, precision=precision)
-
-                return adapter
-
-            x = vit.run_blocks(
-                vit.embed(inputs["images"]), adapters={block: adapter_at(block) for block in range(depth)}
-            )
-            return vit.features(x), jnp.stack([chosen[block] for block in range(depth)], axis=1)
+            adapters = {block: functools.partial(adapter, block) for block in range(depth)}
+            features = vit.features(vit.run_blocks(vit.embed(inputs["images"]), adapters=adapters))
+            return features, jnp.stack(chosen, axis=1)
 
         def loss(learned, fixed, batch: FitBatch):
             (experts, router, noise, head), (leaves, frozen, num) = learned, fixed
@@ -163,7 +176,6 @@ class MoeAdapters(OwnHeads):
         self._adapted = executor.jit(adapted)
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         said, config = [], self.config
         enough = (config.experts - ACTIVE) // config.freeze + 1 if config.freeze else len(tasks)
         if len(tasks) > enough:
@@ -180,7 +192,7 @@ class MoeAdapters(OwnHeads):
             )
         return said
 
-    def start(self, task: Task) -> tuple[Experts, np.ndarray, np.ndarray, Head]:
+    def start(self, task: Task) -> tuple[Bottleneck, np.ndarray, np.ndarray, Head]:
         """All experts, a router, weights for its noise, and a head."""
         vit, key = self.executor.config, self.key(task, Phase.METHOD_INIT, Init.LEARNED)
         experts = self.known.experts if self.known else init_experts(key, vit, self.config)
@@ -197,7 +209,8 @@ class MoeAdapters(OwnHeads):
         with fitting.phase("experts", num_images) as advance:
             tasks = np.zeros(num_images, np.int32)
             _, chosen = self._over(experts, np.asarray(router)[None], task.train.images, tasks, advance)
-            uses = count_uses(chosen, config.experts)
+            # how many images got each expert of each block
+            uses = (chosen[..., None] == np.arange(config.experts)).sum(axis=(0, 2))
         with fitting.clock("features"):
             features = self.router_features(task, "train")
         with fitting.phase("router", self.autoencoders.images(num_images)) as advance:
@@ -233,7 +246,6 @@ class MoeAdapters(OwnHeads):
         return self.autoencoders.route(features, self.placed(known), batch_size=self.config.batch_size)
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
-        """See `OwnHeads.features_by`."""
         routers = np.zeros((next_power_of_two(len(self.tasks)), *self.tasks[0].router.shape), np.float32)
         routers[: len(self.tasks)] = [task.router for task in self.tasks]
         return self._over(self.known.experts, routers, images, tasks)[0]
@@ -244,11 +256,11 @@ class MoeAdapters(OwnHeads):
         return self.over(self._adapted, inputs, experts, routers, self.executor.leaves, advance=advance)
 
 
-def init_experts(key: jax.Array, vit: ViTConfig, config: MoeAdaptersConfig) -> Experts:
+def init_experts(key: jax.Array, vit: ViTConfig, config: MoeAdaptersConfig) -> Bottleneck:
     """Experts whose output is 0: down uniform within 1 / sqrt(D), all else 0."""
     shape = (vit.depth, config.experts, config.bottleneck, vit.width)
     down = jax.random.uniform(key, shape, minval=-1.0, maxval=1.0) / math.sqrt(vit.width)
-    return Experts(down, jnp.zeros(shape[:3]), jnp.zeros(shape), jnp.zeros((*shape[:2], vit.width)))
+    return Bottleneck(down, jnp.zeros(shape[:3]), jnp.zeros(shape), jnp.zeros((*shape[:2], vit.width)))
 
 
 def sample(
@@ -257,10 +269,9 @@ def sample(
     """The noise of a training step on `num` images."""
     normal_key, kept_key = jax.random.split(key)
     normal = jax.random.normal(normal_key, (len(noise), num, config.experts))
-    if not config.dropout:
-        return Training(noise, normal, None)
     hidden = (len(noise), num, num_tokens, ACTIVE * config.bottleneck)
-    return Training(noise, normal, jax.random.bernoulli(kept_key, 1 - config.dropout, hidden))
+    kept = jax.random.bernoulli(kept_key, 1 - config.dropout, hidden) if config.dropout else None
+    return Training(noise, normal, kept)
 
 
 def gate(
@@ -281,7 +292,7 @@ def gate(
 
 
 def mixture(
-    experts: Experts,
+    experts: Bottleneck,
     gates: Gates,
     z: Float[Array, "B N D"],
     kept: Bool[Array, "B N H"] | None = None,
@@ -314,24 +325,92 @@ def smoothed_cross_entropy(
     return (1 - smoothing) * sharp + smoothing * (spread * weights).sum()
 
 
-def count_uses(chosen: Int[np.ndarray, "N L k"], num_experts: int) -> Int[np.ndarray, "L E"]:
-    """The number of images that got each expert of each block."""
-    return (chosen[..., None] == np.arange(num_experts)).sum(axis=(0, 2))
-
-
 def freeze(frozen: Bool[np.ndarray, "L E"], uses: Int[np.ndarray, "L E"], num: int) -> Bool[np.ndarray, "L E"]:
     """The frozen experts, with the `num` most used ones of each block (ties: the first) that any image used."""
-    most = np.argsort(-uses, axis=1, kind="stable")[:, :num]
-    picked = np.zeros_like(frozen)
-    np.put_along_axis(picked, most, True, axis=1)
-    return frozen | (picked & (uses > 0))
+    places = np.argsort(-uses, axis=1, kind="stable").argsort(axis=1)
+    return frozen | ((places < num) & (uses > 0))
+
+
+class AutoEncoders:
+    """The compiled functions that fit and compare auto-encoders of one width; the caller keeps what is learned."""
+
+    def __init__(self, width: int, config: AutoEncoderConfig, *, jit: Callable[..., Any] = jax.jit):
+        self.width, self.config = width, config
+        self._init, self._errors = jit(lambda key: init_autoencoder(key, width, config.hidden)), jit(errors)
+
+        def loss(learned, fixed, batch: FitBatch):
+            return (errors(learned, batch.inputs["features"]) * batch.weights).sum()
+
+        self.fitter = Fitter(loss, jit=jit)
+
+    def fit(
+        self, init_key: jax.Array, order_key: jax.Array, features: Float[np.ndarray, "N E"], advance: Advance
+    ) -> tuple[Bottleneck, list[float]]:
+        """A task's auto-encoder, and its mean error per epoch, of which the last may be partial.
+
+        Raises FloatingPointError for a non-finite error.
+        """
+        config, num = self.config, len(features)
+        steps, no_labels = num_batches(num, config.batch_size), np.zeros(config.batch_size, np.int32)
+        fitting, losses = self.fitter.begun(self._init(init_key)), list[float]()
+        for epoch in range(-(-config.iterations // steps)):
+            # MoE-Adapters' step schedule; the fit ends after `iterations` steps, also within an epoch
+            rate = np.float32(config.learning_rate * 0.1 ** (epoch // config.decay_every))
+            order = order_at(key_at(order_key, epoch), num)
+            left, running = config.iterations - epoch * steps, []
+            for piece in itertools.islice(batches(order, config.batch_size), left):
+                batch = FitBatch({"features": features[piece.rows]}, no_labels, piece.mask / piece.mask.sum())
+                running.append(self.fitter.step(fitting, rate, None, batch))
+                advance(piece.size)
+            losses.append(float(np.mean(jax.device_get(running))))
+            if not math.isfinite(losses[-1]):
+                raise FloatingPointError(
+                    f"non-finite error of an auto-encoder in epoch {epoch + 1}; check that the router's features are "
+                    f"finite, or set a learning rate below {config.learning_rate}"
+                )
+        return fitting.learned, losses
+
+    def images(self, num: int) -> int:
+        """Images that a fit on `num` of them reads in all its iterations."""
+        epochs, rest = divmod(self.config.iterations, num_batches(num, self.config.batch_size))
+        return epochs * num + min(rest * self.config.batch_size, num)
+
+    def route(
+        self, features: Float[np.ndarray, "N E"], learned: Sequence[Bottleneck], *, batch_size: int
+    ) -> Int[np.ndarray, "N"]:
+        """The task of each image: that of the lowest error (ties: the lowest task)."""
+
+        def of_all(read: dict[str, Any]) -> Float[np.ndarray, "B T"]:
+            values = jnp.asarray(read["features"])
+            return np.stack([np.asarray(self._errors(one, values)) for one in learned], axis=1)
+
+        found = over_batches(of_all, Inputs(features=features), batch_size=batch_size)
+        return found.argmin(axis=1).astype(np.int32)
+
+
+def init_autoencoder(key: jax.Array, width: int, hidden: int) -> Bottleneck:
+    """Weights uniform within 1 / sqrt(inputs), biases 0."""
+    down_key, up_key = jax.random.split(key)
+    down = jax.random.uniform(down_key, (width, hidden), minval=-1.0, maxval=1.0) / math.sqrt(width)
+    up = jax.random.uniform(up_key, (hidden, width), minval=-1.0, maxval=1.0) / math.sqrt(hidden)
+    return Bottleneck(down, jnp.zeros(hidden), up, jnp.zeros(width))
+
+
+def errors(learned: Bottleneck, features: Float[Array, "B E"]) -> Float[Array, "B"]:
+    """Mean squared reconstruction error of each image's features."""
+    # float32 products on every device, because errors of two tasks may be close
+    product = functools.partial(jnp.matmul, precision="highest")
+    inputs = jax.nn.sigmoid(features)
+    hidden = jax.nn.relu(product(inputs, learned.down) + learned.down_bias)
+    reconstructed = jax.nn.sigmoid(product(hidden, learned.up) + learned.up_bias)
+    return ((reconstructed - inputs) ** 2).mean(axis=-1)
 
 
 def moe_costs(
     vit: ViTConfig, encoder: Encoder, config: MoeAdaptersConfig, num_tasks: int, num_classes: int = 0
 ) -> dict[str, int]:
     """FLOPs per image: F0, the encoder, an auto-encoder per task, and two experts in every block."""
-    identify = num_tasks * autoencoder_flops(encoder.width, config.autoencoder.hidden)
+    identify = num_tasks * 2 * 2 * encoder.width * config.autoencoder.hidden
     rank = ACTIVE * config.bottleneck
     # all tasks' routers compute logits, of which an image uses its own
     routers = vit.depth * 2 * vit.width * config.experts * next_power_of_two(num_tasks)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.vit import Prefix, ViT
-from cheem_jax.baselines.baseline import OneHead, OwnHeads, params_report, pass_costs
+from cheem_jax.baselines.baseline import OneHead, OwnHeads, no_classes, params_report, pass_costs
 from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Init, Inputs
 from cheem_jax.cheem.heads import cut, grow_head, head_logits, local_cross_entropy, padded
 from cheem_jax.core.images import Images
@@ -54,16 +54,19 @@ class Prompting(OneHead):
     State = PromptingState
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor = self.executor
         check_layers(self.layers, executor.config.depth)
-        empty: Any = Head(np.zeros((executor.config.width, 0), np.float32), np.zeros(0, np.float32))  # pyright: ignore[reportArgumentType]
-        self.known = PromptingState({}, empty)
+        self.known = PromptingState({}, no_classes(executor.config.width))
 
         def logits(prompts, head, leaves, inputs, task, weights):
             vit = executor.vit_of(leaves)
-            attached = self.attach(prompts, inputs["query"], task, weights)
-            return head_logits(head, _features(vit, inputs["images"], attached)), attached
+            x, attached = vit.embed(inputs["images"]), self.attach(prompts, inputs["query"], task, weights)
+            if (tokens := attached.tokens) is None:
+                features = vit.features(vit.run_blocks(x, prefixes=attached.prefixes))
+            else:
+                x = vit.run_blocks(jnp.concatenate([tokens, x], axis=1), all_tokens=True)
+                features = vit.norm(x[:, : tokens.shape[1]]).mean(axis=1)
+            return head_logits(head, features), attached
 
         def loss(learned, fixed, batch: FitBatch):
             (prompts, head), (leaves, task, first, num) = learned, fixed
@@ -135,7 +138,6 @@ class Prompting(OneHead):
         return pass_costs(vit, self.classes.num, encoder=encoder, **self.added_flops())
 
     def logits(self, images: Images) -> Float[np.ndarray, "N P"]:
-        """See `OneHead.logits`."""
         head, last = padded(self.known.head), np.int32(len(self.classes) - 1)
         inputs = Inputs(images, query=self.features.compute(images))
         return self.over(self._answer, inputs, self.known.prompts, head, self.executor.leaves, last)
@@ -164,7 +166,6 @@ class OwnPrompts(OwnHeads):
     Learned = PromptedTask
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         executor = self.executor
 
         def found(vit: ViT, inputs, prompts, weight):
@@ -237,15 +238,6 @@ class OwnPrompts(OwnHeads):
         """The prompts of all tasks, padded to a power of two with those of the first."""
         tasks = [*self.tasks, *[self.tasks[0]] * (next_power_of_two(len(self.tasks)) - len(self.tasks))]
         return {name: np.stack([task.prompts[name] for task in tasks]) for name in tasks[0].prompts}
-
-
-def _features(vit: ViT, images: Array, attached: Attached) -> Float[Array, "B D"]:
-    x = vit.embed(images)
-    if attached.tokens is None:
-        return vit.features(vit.run_blocks(x, prefixes=attached.prefixes))
-    num = attached.tokens.shape[1]
-    x = vit.run_blocks(jnp.concatenate([attached.tokens, x], axis=1), all_tokens=True)
-    return vit.norm(x[:, :num]).mean(axis=1)
 
 
 def halves(prompts: Float[Array, "B P D"]) -> Prefix:

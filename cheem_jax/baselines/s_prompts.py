@@ -7,7 +7,7 @@ Pre-trained Transformers: An Occam's Razor for Domain Incremental Learning", Neu
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -17,10 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from cheem_jax.backbone.flops import executed_backbone_flops, token_flops
 from cheem_jax.backbone.vit import ViT
-from cheem_jax.baselines.baseline import pass_costs
+from cheem_jax.baselines.baseline import at_least_one, pass_costs
 from cheem_jax.baselines.fitting import Inputs
 from cheem_jax.baselines.prompting import OwnPrompts, Prompts
-from cheem_jax.baselines.settings import at_least_one
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase
@@ -53,12 +52,6 @@ class SPrompts(OwnPrompts):
 
     config: SPromptsConfig
 
-    def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
-        num = self.config.router.num_centroids
-        few = [task.name for task in tasks if len(task.train.labels) < num]
-        return [f"fewer training images than the {num} centroids, so fewer centroids: {', '.join(few)}"] if few else []
-
     def begin_prompts(self, key: jax.Array) -> Prompts:
         """U(-1/sqrt(D), 1/sqrt(D)), as in the official code."""
         width = self.executor.config.width
@@ -78,7 +71,6 @@ class SPrompts(OwnPrompts):
         return vit.features(vit.run_blocks(jnp.concatenate(parts, axis=1)))
 
     def fit_router(self, features: Float[np.ndarray, "N E"], task: Task) -> dict[str, np.ndarray]:
-        """See `OwnPrompts.fit_router`."""
         seed = self.keys.seed_at(self.number(task), Phase.CENTROIDS)
         return {"centroids": fit_centroids(features, seed=seed, config=self.config.router)}
 
@@ -87,7 +79,6 @@ class SPrompts(OwnPrompts):
         return route(features, [task.router["centroids"] for task in self.tasks], self.config.router)
 
     def features_by(self, images: Images, tasks: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N D"]:
-        """See `OwnHeads.features_by`."""
         inputs = Inputs(images, task=tasks, weight=np.ones(len(images), np.float32))
         return self.over(self._answer, inputs, self.executor.leaves, self.stack())
 

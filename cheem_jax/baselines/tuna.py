@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from cheem_jax.baselines.adapters import (
     AdapterBaseline,
     AdapterConfig,
-    Adapters,
+    Bottleneck,
     adapted_features,
     adapter_params,
     cosines,
@@ -29,9 +29,8 @@ from cheem_jax.baselines.adapters import (
     padded_columns,
     unit,
 )
-from cheem_jax.baselines.baseline import params_report
-from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs, fit_batch
-from cheem_jax.baselines.settings import at_least_one, expect, positive
+from cheem_jax.baselines.baseline import at_least_one, expect, params_report, positive
+from cheem_jax.baselines.fitting import FitBatch, Fitter, Fitting, Inputs
 from cheem_jax.cheem.heads import FAR, local_cross_entropy
 from cheem_jax.core.images import Images
 from cheem_jax.core.keys import Phase, order_at
@@ -89,7 +88,7 @@ class Gaussians(NamedTuple):
 class TunaTask(NamedTuple):
     """What a task keeps; the next task continues from its adapters."""
 
-    adapters: Adapters
+    adapters: Bottleneck
     gaussians: Gaussians
 
 
@@ -106,7 +105,6 @@ class Tuna(AdapterBaseline):
     config: TunaConfig
 
     def build(self) -> None:
-        """See `Baseline.build`."""
         super().build()
         executor, config = self.executor, self.config
         self.known = TunaState(np.zeros((executor.config.width, 0), np.float32))
@@ -142,7 +140,6 @@ class Tuna(AdapterBaseline):
         self._answer, self._sample = answer, sample
 
     def check(self, tasks: Sequence[Task]) -> list[str]:
-        """See `Method.check`."""
         config, width = self.config, self.executor.config.width
         if not config.alignment_epochs:
             return []
@@ -160,7 +157,7 @@ class Tuna(AdapterBaseline):
             )
         return said
 
-    def start(self, task: Task) -> tuple[Adapters, jax.Array]:
+    def start(self, task: Task) -> tuple[Bottleneck, jax.Array]:
         """Adapters, and the columns of the task's classes."""
         adapters = self.tasks[-1].adapters if self.tasks else self.new_adapters(task)
         return adapters, padded_columns(self.new_columns(task))
@@ -170,12 +167,16 @@ class Tuna(AdapterBaseline):
         config, index, num, labels = self.config, len(self.tasks), len(task.classes), task.train.labels
         seen, vit = self.classes.num, self.executor.config
         strength = config.orthogonality * math.exp(-(index + 1))
-        self.train(fitting, task, (self.executor.leaves, self._old_rows(), np.float32(strength), np.int32(num)))
+        # mean unit rows of the stored adapters' up halves; for future tasks 0, which overlaps with nothing
+        old = np.zeros((max(self.num_tasks, index), vit.depth, config.bottleneck), np.float32)
+        for place, known in enumerate(self.tasks if strength else ()):
+            old[place] = mean_rows(known.adapters)
+        self.train(fitting, task, (self.executor.leaves, old, np.float32(strength), np.int32(num)))
         adapters, own = fitting.learned
         with fitting.phase("statistics", len(labels)) as advance:
             features = self.features_with(adapters, task.train.images, advance)
-            gaussians = [task.gaussians for task in self.tasks]
-            gaussians.append(gaussians_of(features, labels, num, config.statistics))
+            own_gaussians = gaussians_of(features, labels, num, config.statistics)
+        gaussians = [*(task.gaussians for task in self.tasks), own_gaussians]
         head, losses = np.concatenate([self.known.head, np.asarray(own)[:, :num]], axis=1), []
         if index and config.alignment_epochs:
             total = config.alignment_epochs * (seen + num) * self.num_samples
@@ -189,11 +190,12 @@ class Tuna(AdapterBaseline):
         return {**report, "alignment_losses": losses}
 
     def costs(self) -> dict[str, int]:
-        """FLOPs per image after the whole stream: a pass per task and one with the universal adapters.
+        """FLOPs per image after the whole stream: a pass per task and, for two or more, one with universal adapters.
 
         The paper's count (T + 1) F0 contains neither adapters nor heads.
         """
-        passes = num_passes(max(self.num_tasks, len(self.tasks)))
+        num = max(self.num_tasks, len(self.tasks))
+        passes = num + 1 if num > 1 else 1
         return {count: passes * flops for count, flops in self.adapted_costs(self.classes.num).items()}
 
     @property
@@ -209,8 +211,7 @@ class Tuna(AdapterBaseline):
         Raises FloatingPointError for a non-finite loss.
         """
         config, keys, size = self.config, self.keys, self.num_samples
-        means = np.concatenate([some.means for some in gaussians])
-        spreads = np.concatenate([some.spreads for some in gaussians])
+        means, spreads = (np.concatenate(parts) for parts in zip(*gaussians, strict=True))
         labels = np.repeat(np.arange(len(means), dtype=np.int32), size)
         fitting, losses = self.aligner.begun(padded_columns(head)), []
         weights = np.full(size, 1 / size, np.float32)
@@ -223,7 +224,7 @@ class Tuna(AdapterBaseline):
             rate = config.alignment_rate * 0.5 * (1 + math.cos(math.pi * epoch / ALIGNMENT_PERIOD))
             running = []
             for rows in order:
-                batch = fit_batch({"features": sampled[rows]}, labels[rows], weights)
+                batch = FitBatch({"features": sampled[rows]}, labels[rows], weights)
                 running.append(self.aligner.step(fitting, np.float32(rate), np.int32(len(means)), batch))
                 advance(size)
             losses.append(float(np.mean(jax.device_get(running))))
@@ -233,13 +234,6 @@ class Tuna(AdapterBaseline):
                     f"{config.alignment_rate}"
                 )
         return np.asarray(fitting.learned)[:, : len(means)], losses
-
-    def _old_rows(self) -> Float[np.ndarray, "T L r"]:
-        """Mean unit rows of the stored adapters' up halves; for future tasks 0, which overlaps with nothing."""
-        rows = np.zeros((max(self.num_tasks, len(self.tasks)), self.executor.config.depth, self.config.bottleneck))
-        for index, task in enumerate(self.tasks if self.config.orthogonality else ()):
-            rows[index] = mean_rows(task.adapters)
-        return rows.astype(np.float32)
 
     def bytes_beside(self, task: Task) -> int:
         """See `TrainedBaseline.bytes_beside`: the task's Gaussians, and the columns of earlier classes."""
@@ -262,12 +256,7 @@ class Tuna(AdapterBaseline):
         return self.over(run, Inputs(images), bank, universal, head, self.executor.leaves, num)
 
 
-def num_passes(num_tasks: int) -> int:
-    """Passes per image: one per task, and from the second task on one with the universal adapters."""
-    return num_tasks + 1 if num_tasks > 1 else 1
-
-
-def merge(bank: Sequence[Adapters]) -> Adapters:
+def merge(bank: Sequence[Bottleneck]) -> Bottleneck:
     """The universal adapters: each number has the sign of its mean over tasks, and its largest size with that sign."""
 
     def merged(*parts: Any) -> Float[np.ndarray, "*S"]:
@@ -285,7 +274,7 @@ def most_certain(
     return probabilities[entropies.argmin(axis=0), np.arange(entropies.shape[1])]
 
 
-def mean_rows(adapters: Adapters) -> Float[jax.Array, "L r"]:
+def mean_rows(adapters: Bottleneck) -> Float[jax.Array, "L r"]:
     """Mean over the D rows of each block's up half, every row scaled to unit length."""
     return unit(jnp.asarray(adapters.up), axis=1).mean(axis=2)
 

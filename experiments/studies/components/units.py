@@ -127,7 +127,7 @@ class Units:
         running = self._running(f"transfer {place} {task.name}", f"{place}, {task.name}", shown)
         fitting = learner.begun(keys, index, num, learner.pretrained, running.saved)
         found = {"val_accuracy": 0.0, "test_accuracy": 0.0, "diverged": True}
-        with running.phase("transfer", self.images(index), lambda: Saved(fitting.arrays(), fitting.meta())) as advance:
+        with running.phase("transfer", self.images(index), fitting.saved) as advance:
             try:
                 learner.fit(fitting, keys, index, num, task.train, self.training, place.rate, advance)
                 leaves, head = learner.leaves(fitting.learned.parts), fitting.learned.head
@@ -179,7 +179,7 @@ class Units:
 
 
 def _sequence_state(index: int, fitting: Fitting, heads: Sequence[Head]) -> Saved:
-    arrays = fitting.arrays()
+    arrays, meta = fitting.saved()
     if heads:
         arrays["heads"] = {f"{number:04d}": numbered(head) for number, head in enumerate(heads)}
-    return Saved(arrays, {**fitting.meta(), "index": index})
+    return Saved(arrays, {**meta, "index": index})
