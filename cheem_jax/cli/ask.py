@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cheem_jax.cli.shared import Answering, OfData, Predicting
+from cheem_jax.cli.memory import Answering, OfData, Predicting
 from cheem_jax.core.paths import shown
 from cheem_jax.memory.predictor import Asked, Prediction, files_in, predict_files
 from cheem_jax.report.table import Grid

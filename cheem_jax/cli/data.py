@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from cheem_jax.cli.help import ADVANCED
+from cheem_jax.cli.arguments import ADVANCED
 from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Order, members_of

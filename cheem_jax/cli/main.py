@@ -46,7 +46,7 @@ def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None =
     complaint = io.StringIO()
     kind, default = (settings, None) if isinstance(settings, type) else (type(settings), settings)
     if wanted := {"-h", "--help", ALL}.intersection(sys.argv[1:] if arguments is None else arguments):
-        from cheem_jax.cli.help import print_help
+        from cheem_jax.cli.arguments import print_help
 
         print_help(kind, shows_all=ALL in wanted, default=default, **options)
         raise SystemExit(0)
@@ -214,15 +214,15 @@ class Command(NamedTuple):
 
 GROUPS: dict[str, tuple[Command, ...]] = {
     "use a memory": (
-        Command("learn", "learn", "Learn", "learn_tasks"),
+        Command("learn", "memory", "Learn", "learn_tasks"),
         Command("predict", "ask", "Predict", "predict_images"),
         Command("evaluate", "ask", "Evaluate", "evaluate_memory"),
         Command("info", "ask", "Info", "show_info"),
-        Command("forget", "learn", "Forget", "forget_tasks"),
-        Command("export", "export", "Export", "export_memory"),
+        Command("forget", "memory", "Forget", "forget_tasks"),
+        Command("export", "memory", "Export", "export_memory"),
         Command("serve", "serve", "Serve", "serve_memory"),
-        Command("push", "hub", "Push", "push_memory", computes=False),
-        Command("pull", "hub", "Pull", "pull_memory", computes=False),
+        Command("push", "memory", "Push", "push_memory", computes=False),
+        Command("pull", "memory", "Pull", "pull_memory", computes=False),
     ),
     "look": (
         Command("report", "report", "Report", "write_report_page", computes=False),
@@ -239,7 +239,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "the rest": (
         Command("demo", "demo", "Demo", "learn_demo"),
         Command("doctor", "doctor", "Doctor", "examine", computes=False),
-        Command("completion", "completion", "Completion", "print_completion", computes=False),
+        Command("completion", "arguments", "Completion", "print_completion", computes=False),
     ),
 }
 """Commands as the help shows them."""

@@ -4,7 +4,7 @@ import dataclasses
 import signal
 from types import FrameType
 
-from cheem_jax.cli.shared import Predicting
+from cheem_jax.cli.memory import Predicting
 from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import shown
 from cheem_jax.run.progress import Progress
