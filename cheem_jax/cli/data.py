@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import tyro
@@ -71,6 +71,8 @@ class Prepare(WithSplits):
     """Also decode and resize all images to this many pixels now; otherwise the first run does it."""
     cache_dir: Path | None = None
     """Where decoded images are kept; default: `cheem_jax/images` in the data folder."""
+
+    kept: ClassVar[str] = " What is ready is kept; the same command resumes."
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,34 +79,18 @@ def run_command(
     process of a job of several ends at once where it fails, so that the others need not wait for it.
     """
     try:
-        _run(command, settings, directory, computes)
-    except BaseException as error:
-        if (hosts := sys.modules.get("cheem_jax.engine.hosts")) is not None:
-            hosts.leave(error)
-        raise
-
-
-def _run(command: Callable[[Settings], int | None], settings: Settings, directory: Path | None, computes: bool) -> None:
-    with _reader_may_leave(), _errors_in_a_line(directory):
-        try:
+        with _reader_may_leave(), _failures_in_a_line(directory, getattr(settings, "kept", "")):
             # of an image that is too large: whoever reads it says so, by name and in one line
             warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
             if computes:
                 _keep_programs()
             status = command(settings)
-        except KeyboardInterrupt as stop:
-            number = stop.signal_number if isinstance(stop, Stopped) else signal.SIGINT
-            where, data = "", sys.modules.get("cheem_jax.cli.data")
-            if data is not None and isinstance(settings, data.Prepare):
-                where = " What is ready is kept; the same command resumes."
-            elif directory is not None and isinstance(stop, Stopped):
-                where = f" In {shown(directory)} {stop}; the same command resumes from there."
-            elif directory is not None and directory.exists():
-                where = f" Finished tasks are in {shown(directory)}; the same command resumes after them."
-            print(f"\nstopped.{where}", file=sys.stderr)
-            raise SystemExit(128 + number) from None
-    if status:
-        raise SystemExit(status)
+        if status:
+            raise SystemExit(status)
+    except BaseException as error:
+        if (hosts := sys.modules.get("cheem_jax.engine.hosts")) is not None:
+            hosts.leave(error)
+        raise
 
 
 def _keep_programs() -> None:
@@ -120,13 +104,22 @@ def _keep_programs() -> None:
 
 
 @contextlib.contextmanager
-def _errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
-    """Bad input and missing packages end in one line and status 2; a fault of our own keeps its traceback.
+def _failures_in_a_line(directory: Path | None = None, kept: str = "") -> Iterator[None]:
+    """Bad input, missing packages and Ctrl-C end in one line and a status; a fault of our own keeps its traceback.
 
-    `directory` is where the command writes, for errors of a disk that name no file.
+    `directory` is where the command writes, for errors of a disk that name no file; `kept` says what a stop leaves
+    where there is none.
     """
     try:
         yield
+    except KeyboardInterrupt as stop:
+        number = stop.signal_number if isinstance(stop, Stopped) else signal.SIGINT
+        if directory is not None and isinstance(stop, Stopped):
+            kept = f" In {shown(directory)} {stop}; the same command resumes from there."
+        elif directory is not None and directory.exists():
+            kept = f" Finished tasks are in {shown(directory)}; the same command resumes after them."
+        print(f"\nstopped.{kept}", file=sys.stderr)
+        raise SystemExit(128 + number) from None
     except Exception as error:
         if (sentence := _sentence(error, directory)) is None:
             raise
@@ -136,7 +129,7 @@ def _errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
         raise SystemExit(2) from error
 
 
-def _sentence(error: Exception, directory: Path | None = None) -> str | None:
+def _sentence(error: Exception, directory: Path | None) -> str | None:
     """What a user reads of an error; None for a fault of our own."""
     text, jax = f"{' '.join(str(error).split()):.4000}", sys.modules.get("jax")
     is_of_jax = jax is not None and isinstance(error, jax.errors.JaxRuntimeError)
@@ -226,7 +219,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "look": (
         Command("report", "report", "Report", "write_report_page", computes=False),
-        Command("watch", "watch", "Watch", "watch_run", computes=False),
+        Command("watch", "report", "Watch", "watch_run", computes=False),
         Command("tensorboard", "report", "Tensorboard", "write_tensorboard", computes=False),
     ),
     "data and weights": (
@@ -266,12 +259,9 @@ def main() -> None:
             print(f"error: {_unknown(name, prefix)}", file=sys.stderr)
             raise SystemExit(2)
         command = COMMANDS[name]
-        try:
-            with _errors_in_a_line():
-                kind, function = command.load()
-                settings = parse(kind, arguments, prog=f"cheem {name}")
-        except KeyboardInterrupt:
-            raise SystemExit(128 + signal.SIGINT) from None
+        with _failures_in_a_line():
+            kind, function = command.load()
+            settings = parse(kind, arguments, prog=f"cheem {name}")
         run_command(function, settings, getattr(settings, "run_dir", None), computes=command.computes)
 
 
