@@ -216,13 +216,10 @@ def show_data(settings: Show) -> None:
     name, plans = plan_source(source, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed)
     say = Progress().say
     if settings.stream is not None:
-        rows = [
-            StreamRow(
-                plan.name, len(plan.classes), plan.counts["train"], plan.counts["val"], plan.counts["test"],
-                _images(plan.train, _some_of_each_class(plan.train.labels)[:5]),
-            )
-            for plan in plans
-        ]  # fmt: skip
+        rows = []
+        for plan in plans:
+            images, counts = _images(plan.train, _some_of_each_class(plan.train.labels)[:5]), plan.counts
+            rows.append(StreamRow(plan.name, len(plan.classes), counts["train"], counts["val"], counts["test"], images))
         file = settings.output or absolute(f"{_slug(name)}.png")
         stream_figure(rows, file, title=f"{name}: {len(plans)} tasks")
         say(f"wrote {shown(file)}")

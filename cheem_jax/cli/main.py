@@ -82,8 +82,13 @@ def run_command(
         with _reader_may_leave(), _failures_in_a_line(directory, getattr(settings, "kept", "")):
             # of an image that is too large: whoever reads it says so, by name and in one line
             warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
-            if computes:
-                _keep_programs()
+            if computes:  # not every command needs JAX, so it is not imported with this module
+                from cheem_jax.engine.compilation import NotKept, keep_programs
+
+                try:
+                    keep_programs()
+                except NotKept as error:
+                    print(f"note: {error}; they are compiled again in every run", file=sys.stderr)
             status = command(settings)
         if status:
             raise SystemExit(status)
@@ -91,16 +96,6 @@ def run_command(
         if (hosts := sys.modules.get("cheem_jax.engine.hosts")) is not None:
             hosts.leave(error)
         raise
-
-
-def _keep_programs() -> None:
-    # JAX is not imported with this module, since not every command needs it
-    from cheem_jax.engine.compilation import NotKept, keep_programs
-
-    try:
-        keep_programs()
-    except NotKept as error:
-        print(f"note: {error}; they are compiled again in every run", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -213,7 +208,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("info", "ask", "Info", "show_info"),
         Command("forget", "memory", "Forget", "forget_tasks"),
         Command("export", "memory", "Export", "export_memory"),
-        Command("serve", "serve", "Serve", "serve_memory"),
+        Command("serve", "ask", "Serve", "serve_memory"),
         Command("push", "memory", "Push", "push_memory", computes=False),
         Command("pull", "memory", "Pull", "pull_memory", computes=False),
     ),
