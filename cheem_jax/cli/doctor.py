@@ -80,16 +80,14 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
     versions, extras, gpus = _versions(problems), _extras(), _nvidia_gpus()
     devices, programs, hub = (told.get(step, {}) for step in ("devices", "programs", "hub"))
     if gpus and devices.get("platform") == "cpu":
-        way_out = (
-            extras.get("cuda12", "").partition("; ")[2] or "read what `python -c 'import jax; jax.devices()'` prints"
-        )
+        way_out = extras.get("cuda12", "").partition("; ")[2]  # empty where it is installed
         if "JAX_PLATFORMS" in os.environ:
             way_out = "unset JAX_PLATFORMS"
+        way_out = way_out or "read what `python -c 'import jax; jax.devices()'` prints"
         problems.append(Problem(f"JAX does not use {gpus[0]}", way_out, needed=False))
-    if "reason" in programs:
-        problems.append(Problem(programs["reason"], STEPS["programs"], needed=False))
-    if "reason" in hub:
-        problems.append(Problem(f"the hub does not answer ({hub['reason']})", STEPS["hub"], needed=False))
+    for step, found in (("programs", programs), ("hub", hub)):
+        if "reason" in found:
+            problems.append(Problem(found["reason"], STEPS[step], needed=False))
     places = {"compiled functions": programs.get("place"), **told.get("caches", {}), "hub": hub.get("cache")}
     found = {
         "versions": versions,
@@ -182,7 +180,7 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
             name = CONFIGS["deit_tiny"].timm_name or ""
             get_hf_file_metadata(hf_hub_url(repository_of(name), "model.safetensors"), timeout=10)
         except Exception as error:  # the client's error classes differ between its releases
-            found["reason"] = _line(error)
+            found["reason"] = f"the hub does not answer ({_line(error)})"
     yield "hub", found
 
 
