@@ -130,19 +130,17 @@ def _row(asked: Asked) -> dict[str, Any]:
 
 
 def _print_table(answered: Iterator[Asked]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("image", "task", "class", "second choice", "blocks"):
-        table.add_column(name, overflow="fold")
+    rows = []
     for asked in answered:
         found = asked.prediction
         if found.error:
             continue
         best = [f"{label} {100 * probability:.0f} %" for label, probability in found.guesses[:2]]
-        first, second = (*best, "", "")[:2]
         letters = "".join(block[0].upper() for block in found.blocks)  # as in the tables: R, A, N, S
-        table.add_row(*map(Text, (asked.file, found.task or "none of my tasks", first, second, letters)))
-    if table.row_count:
-        Console(width=None if sys.stdout.isatty() else 160).print(table)
+        rows.append((asked.file, found.task or "none of my tasks", *(*best, "", "")[:2], letters))
+    if rows:
+        grid = Grid("", ("image", "task", "class", "second choice", "blocks"), tuple(rows), 5)
+        _print_fitting(grid, Console(width=None if sys.stdout.isatty() else 160), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +243,8 @@ def _print_fitting(grid: Grid, console: Console, spare: Sequence[str]) -> None:
         grid, spare = grid.without(spare[:1]), spare[1:]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for place, name in enumerate(grid.columns):
-        table.add_column(name, justify="right" if place else "left", overflow="fold", no_wrap=place > 0)
+        is_left = place < grid.num_left
+        table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap=not is_left)
     for row in grid.rows:
         table.add_row(*map(Text, row))
     console.print(table)
