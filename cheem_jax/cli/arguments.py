@@ -112,7 +112,8 @@ def print_completion(settings: Completion) -> None:
     """The script, with all that the commands of this version take."""
     app, below, printed = SubcommandApp(), SubcommandApp(), io.StringIO()
     for name, command in COMMANDS.items():
-        (below if name.startswith("data ") else app).command(command.load()[0], name=name.removeprefix("data "))
+        parent = below if name.startswith("data ") else app
+        parent.command(name=name.removeprefix("data "))(command.load()[0])
     app.command(below, name="data")
     # tyro prints it and exits
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
