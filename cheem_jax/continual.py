@@ -31,7 +31,7 @@ from cheem_jax.run.record import Record, read
 from cheem_jax.run.results import accuracies, results_of, write_answers, write_results
 from cheem_jax.run.rolling import Rolling, RunningTask
 from cheem_jax.run_config import (
-    Learners,
+    FullFinetune,
     RouterWeights,
     RunConfig,
     base_means_of,
@@ -90,18 +90,17 @@ def run_stream(
     conditions = fingerprint.take(identity)
     check_hosts(config, identity, conditions)
     num_tasks = len(stream.tasks)
-    learners = learners_of(config, networks, num_tasks, base)
-    methods, notes = learners.methods, learners.methods[0].check(stream.tasks)
+    methods, bound = learners_of(config, networks, num_tasks, base)
+    notes = methods[0].check(stream.tasks)
 
     with contextlib.ExitStack() as held, stop_requests() as stop:
-        claimed: list[bool] = []
 
-        def claim_directory() -> None:
+        def claim_directory() -> bool:
             held.enter_context(hold(directory))
-            claimed.append(claim(directory, identity, defaults_of(config.method)))
+            return claim(directory, identity, defaults_of(config.method))
 
-        hosts.first_does(claim_directory)
-        is_resumed = bool(hosts.largest(int(any(claimed))))
+        is_claimed = hosts.together(lambda: hosts.is_first() and claim_directory())
+        is_resumed = bool(hosts.largest(int(is_claimed)))
         status = held.enter_context(Status(directory, writes=hosts.is_first()))
         record = Record(directory, fingerprint.digest(conditions), writes=hosts.is_first())
         run = RunContext(directory, record, progress, stop, save_every, status)
@@ -109,13 +108,13 @@ def run_stream(
 
         begin = next((entry for entry in read(directory) if entry["event"] == "run"), None)
         shared = {
-            "command": command, "conditions": conditions, "upper_bound": config.upper_bound is not None,
+            "command": command, "conditions": conditions, "upper_bound": bound is not None,
             "devices": networks.executor.layout.num, "processes": hosts.count(),
         }  # fmt: skip
         if begin is None:
             setting = setting_of(stream, pretrained, config, base=base, router=router)
             record.write("run", **setting, executor=networks.executor.name, data=data, **shared, **start.since())
-        elif num_finished < num_tasks or (config.upper_bound is not None and _missing_bounds(directory, num_tasks)):
+        elif num_finished < num_tasks or (bound is not None and _missing_bounds(directory, num_tasks)):
             record.write("continued", **shared, **start.since())
             if changed := "; ".join(map(str, leaves(begin["conditions"], conditions))):
                 progress.say(f"begun under other conditions, so numbers may differ: {changed}")
@@ -133,10 +132,10 @@ def run_stream(
             networks.features.forget(task)
             networks.router_features.forget(task)
             _write_results(directory, tensorboard)
-        if config.upper_bound is not None:
-            _write_report(directory, tensorboard)
-            _measure_bounds(stream, learners, run)
-        return _write_report(directory, tensorboard)
+        if bound is not None:
+            _write_results(directory, tensorboard, report=True)
+            _measure_bounds(stream, bound, run)
+        return _write_results(directory, tensorboard, report=True)
 
 
 class RunContext(NamedTuple):
@@ -252,10 +251,8 @@ def _say_accuracy(present: Sequence[tuple[int, Task]], measured: Mapping[str, An
         )
 
 
-def _measure_bounds(stream: Stream, learners: Learners, run: RunContext) -> None:
+def _measure_bounds(stream: Stream, bound: FullFinetune, run: RunContext) -> None:
     """Fine-tune the whole backbone for each task whose upper bound is not known yet."""
-    bound = learners.bound
-    assert bound is not None
     for index in _missing_bounds(run.directory, len(stream.tasks)):
         start, task = Mark.now(), stream.tasks[index]
         run.check_room(bound.bytes_needed(task), f"the upper bound of task {task.name!r}")
@@ -274,16 +271,13 @@ def _missing_bounds(directory: Path, num_tasks: int) -> list[int]:
     return [index for index in range(num_tasks) if index not in done]
 
 
-def _write_results(directory: Path, tensorboard: bool) -> None:
+def _write_results(directory: Path, tensorboard: bool, *, report: bool = False) -> dict[str, Any]:
     if tensorboard:
         hosts.first_does(lambda: write_events(directory))
     hosts.first_does(lambda: write_results(directory))
-
-
-def _write_report(directory: Path, tensorboard: bool) -> dict[str, Any]:
-    _write_results(directory, tensorboard)
     results = results_of(read(directory))
-    hosts.first_does(lambda: write_report(directory, results))
+    if report:
+        hosts.first_does(lambda: write_report(directory, results))
     return results
 
 

@@ -141,24 +141,20 @@ def base_means_of(
     return BaseMeans(measured, data_sha256=hash_of(images))
 
 
-class Learners(NamedTuple):
-    """What learns in a run."""
+def learners_of(
+    config: RunConfig, networks: Networks, num_tasks: int, base: BaseMeans
+) -> tuple[tuple[Method, ...], FullFinetune | None]:
+    """What learns in a run of so many tasks. Raises ValueError where the settings do not fit each other.
 
-    methods: tuple[Method, ...]
-    """The run's own method, and beside CHEEM a baseline that it has to beat."""
-    bound: FullFinetune | None
-    """The upper bound, where it was asked for."""
-
-
-def learners_of(config: RunConfig, networks: Networks, num_tasks: int, base: BaseMeans) -> Learners:
-    """The methods of a run of so many tasks. Raises ValueError where the settings do not fit each other."""
+    Returns the run's own method, with a baseline that CHEEM has to beat, and the upper bound where it was asked for.
+    """
     keys, bound = Keys(config.seed, config.seeds), None
     methods = [make(config.method, networks, keys, num_tasks, base.values)]
     if isinstance(config.method, CheemConfig):
         methods.append(FrozenLinear(networks, FrozenLinearConfig(config.method.router), keys, num_tasks))
     if config.upper_bound is not None:
         bound = FullFinetune(networks, config.upper_bound, keys, num_tasks)
-    return Learners(tuple(methods), bound)
+    return tuple(methods), bound
 
 
 def remarks(config: RunConfig, executor: Executor, notes: Sequence[str], base: BaseMeans) -> list[str]:

@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 import cheem_jax
-from cheem_jax.cli import completion, data, main
+from cheem_jax.cli import arguments, data, main
 from cheem_jax.cli.demo import Demo
-from cheem_jax.cli.learn import Learn
 from cheem_jax.cli.main import COMMANDS, GROUPS, run_command
 from cheem_jax.cli.main import main as cli_main
+from cheem_jax.cli.memory import Learn
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.data.benchmarks.table import order_of
 from experiments import mtil
@@ -352,7 +352,7 @@ def test_a_broken_pipe_of_somebody_else_is_told(capsys):
 
 
 def test_bash_completes_commands_options_values_and_files(capsys, tmp_path):
-    completion.print_completion(completion.Completion("bash"))
+    arguments.print_completion(arguments.Completion("bash"))
     script = tmp_path / "cheem"
     script.write_text(capsys.readouterr().out)
     assert script.read_text().startswith("# cheem completion bash > ")
@@ -377,7 +377,7 @@ def test_bash_completes_commands_options_values_and_files(capsys, tmp_path):
 
 @pytest.mark.parametrize(("shell", "place"), [("zsh", 1), ("fish", 0)])
 def test_other_shells_complete_the_same(capsys, shell, place):
-    completion.print_completion(completion.Completion(shell))
+    arguments.print_completion(arguments.Completion(shell))
     printed = capsys.readouterr().out
     assert printed.splitlines()[place].startswith(f"# cheem completion {shell} > ")
     assert all(word in printed for word in ("tensorboard", "verify", "--upper-bound"))

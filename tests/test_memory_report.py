@@ -16,8 +16,7 @@ from test_tensorboard import numbers_in, texts_in
 
 import cheem_jax
 from cheem_jax.backbone.weights import save_converted
-from cheem_jax.cli.report import Tensorboard, write_tensorboard
-from cheem_jax.cli.watch import Watch, watch_run
+from cheem_jax.cli.report import Tensorboard, Watch, watch_run, write_tensorboard
 from cheem_jax.memory import Score
 from cheem_jax.report import finished, memories
 from cheem_jax.report.live import line

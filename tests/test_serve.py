@@ -21,8 +21,8 @@ from PIL import Image
 from serving import COLOURS, Colours, Served, ask, name_of, picture, serving, wait_until
 
 from cheem_jax.cheem.expert_memory import TaskNetworks
+from cheem_jax.cli.ask import Serve, serve_memory
 from cheem_jax.cli.main import run_command
-from cheem_jax.cli.serve import Serve, serve_memory
 from cheem_jax.core.architecture import Choice
 from cheem_jax.core.pool import DenseExperts, Head, TaskMemory, base_pool
 from cheem_jax.core.routing import RouterConfig

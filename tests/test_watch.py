@@ -15,8 +15,8 @@ import pytest
 from page_runs import entries
 from rich.console import Console
 
-from cheem_jax.cli import watch
-from cheem_jax.cli.watch import Watch, watch_run
+from cheem_jax.cli import report as watch
+from cheem_jax.cli.report import Watch, watch_run
 from cheem_jax.report import live
 from cheem_jax.report.live import shown_tasks, view
 from cheem_jax.report.status import NAME, Doing, Status, look, read_owner, read_status

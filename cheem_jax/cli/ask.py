@@ -1,4 +1,4 @@
-"""`cheem predict`, `cheem evaluate` and `cheem info`: what a memory answers, how well, and what it contains."""
+"""`cheem predict`, `evaluate`, `info` and `serve`: what a memory answers, how well, what it contains, and over HTTP."""
 
 import csv
 import dataclasses
@@ -6,9 +6,11 @@ import io
 import itertools
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -17,18 +19,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cheem_jax.cli.shared import Answering, OfData, Predicting
+from cheem_jax.cli.memory import Answering, OfData, Predicting
+from cheem_jax.core.interruption import Stopped
 from cheem_jax.core.paths import shown
 from cheem_jax.memory.data import files_in
 from cheem_jax.memory.predictor import Asked, Prediction, predict_files
 from cheem_jax.report.table import Grid
 from cheem_jax.run.progress import Progress
+from cheem_jax.serve import Limits
 
 COLUMNS: list[str] = [
     "file", "task", "class", "probability", "second", "second_probability", "distance", "blocks", "error",
 ]  # fmt: skip
 SHOW_PROGRESS_FROM = 500
 """Images from which on a bar is shown."""
+BATCH_SIZES = (1, 8, 16)
+"""Sizes that are compiled next to the largest one: of 32 clients about ten meet in a batch."""
 SCORES_LEGEND = """\
 accuracy: task and class are right; task ID given: the class is right where the task is known
 task ID right: the task is right; ECE: how far confidence and accuracy are apart, the task ID given"""
@@ -125,19 +131,17 @@ def _row(asked: Asked) -> dict[str, Any]:
 
 
 def _print_table(answered: Iterator[Asked]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name in ("image", "task", "class", "second choice", "blocks"):
-        table.add_column(name, overflow="fold")
+    rows = []
     for asked in answered:
         found = asked.prediction
         if found.error:
             continue
         best = [f"{label} {100 * probability:.0f} %" for label, probability in found.guesses[:2]]
-        first, second = (*best, "", "")[:2]
         letters = "".join(block[0].upper() for block in found.blocks)  # as in the tables: R, A, N, S
-        table.add_row(*map(Text, (asked.file, found.task or "none of my tasks", first, second, letters)))
-    if table.row_count:
-        Console(width=None if sys.stdout.isatty() else 160).print(table)
+        rows.append((asked.file, found.task or "none of my tasks", *(*best, "", "")[:2], letters))
+    if rows:
+        grid = Grid("", ("image", "task", "class", "second choice", "blocks"), tuple(rows), 5)
+        _print_fitting(grid, Console(width=None if sys.stdout.isatty() else 160), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +244,8 @@ def _print_fitting(grid: Grid, console: Console, spare: Sequence[str]) -> None:
         grid, spare = grid.without(spare[:1]), spare[1:]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for place, name in enumerate(grid.columns):
-        table.add_column(name, justify="right" if place else "left", overflow="fold", no_wrap=place > 0)
+        is_left = place < grid.num_left
+        table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap=not is_left)
     for row in grid.rows:
         table.add_row(*map(Text, row))
     console.print(table)
@@ -248,3 +253,48 @@ def _print_fitting(grid: Grid, console: Console, spare: Sequence[str]) -> None:
 
 def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} kB"
+
+
+@dataclasses.dataclass(frozen=True)
+class Serve(Limits, Predicting):
+    """Answer images over HTTP, with a page in the browser that shows which blocks ran (extra `serve`)."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; the default is reached from this machine only."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+
+
+def serve_memory(settings: Serve) -> None:
+    """Answers until Ctrl-C or SIGTERM; running requests are finished."""
+    try:
+        from cheem_jax.serve.app import address_of, hosts_of, listen, make_app, make_server
+    except ImportError as error:
+        raise ValueError(f"serving needs more packages ({error}); pip install 'cheem_jax[serve]'") from error
+    progress = Progress()
+    usual = signal.signal(signal.SIGTERM, _stop)
+    try:
+        with listen(settings.host, settings.port) as listening:
+            sizes = tuple(sorted({min(size, settings.max_batch) for size in (*BATCH_SIZES, settings.max_batch)}))
+            predictor = settings.predictor(batch_sizes=sizes)
+            app = make_app(predictor, settings, hosts_of(listening, settings.host))
+            server, service = make_server(app, settings), app.state.service
+
+            def say() -> None:
+                if service.failure is not None:
+                    server.should_exit = True
+                else:
+                    progress.say(f"ready on {address_of(listening)} for browsers and POST /predict; Ctrl-C stops it")
+
+            service.on_warm = say
+            tasks = f"{len(predictor.classes)} task{'s' if len(predictor.classes) > 1 else ''}"
+            progress.say(f"{shown(settings.memory)}: {tasks}; compiling for batches of {', '.join(map(str, sizes))}")
+            server.run(sockets=[listening])
+            if service.failure is not None:
+                raise service.failure
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped("", number)

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from cheem_jax.cli.help import ADVANCED
+from cheem_jax.cli.arguments import ADVANCED
 from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.benchmarks.prepare import manual_dir, prepare, status_of
 from cheem_jax.data.benchmarks.table import BY_NAME, TASKS, Order, members_of
@@ -71,6 +71,8 @@ class Prepare(WithSplits):
     """Also decode and resize all images to this many pixels now; otherwise the first run does it."""
     cache_dir: Path | None = None
     """Where decoded images are kept; default: `cheem_jax/images` in the data folder."""
+
+    kept: ClassVar[str] = " What is ready is kept; the same command resumes."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,13 +216,10 @@ def show_data(settings: Show) -> None:
     name, plans = plan_source(source, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed)
     say = Progress().say
     if settings.stream is not None:
-        rows = [
-            StreamRow(
-                plan.name, len(plan.classes), plan.counts["train"], plan.counts["val"], plan.counts["test"],
-                _images(plan.train, _some_of_each_class(plan.train.labels)[:5]),
-            )
-            for plan in plans
-        ]  # fmt: skip
+        rows = []
+        for plan in plans:
+            images, counts = _images(plan.train, _some_of_each_class(plan.train.labels)[:5]), plan.counts
+            rows.append(StreamRow(plan.name, len(plan.classes), counts["train"], counts["val"], counts["test"], images))
         file = settings.output or absolute(f"{_slug(name)}.png")
         stream_figure(rows, file, title=f"{name}: {len(plans)} tasks")
         say(f"wrote {shown(file)}")

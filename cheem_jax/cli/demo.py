@@ -7,8 +7,7 @@ from typing import Annotated
 from cheem_jax.backbone.weights import load_pretrained
 from cheem_jax.baselines.catalogue import DEMO_BOUND, NEED_A_ROUTER, Name, preset_of
 from cheem_jax.baselines.full_finetune import FullFinetuneConfig
-from cheem_jax.cli.arguments import arguments_of
-from cheem_jax.cli.help import ADVANCED
+from cheem_jax.cli.arguments import ADVANCED, arguments_of
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.demo import demo_stream

@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -60,26 +59,15 @@ def examine(settings: Doctor) -> int:
     if settings.json:
         print(json.dumps({"works": works, **found, "problems": [p._asdict() for p in problems]}, indent=1))
         return 0 if works else 1
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console, table = Console(width=None if sys.stdout.isatty() else 100), Table(show_header=False, box=None)
     wrong = " ".join(problem.what for problem in problems)
+    left_out = {name for name in found["versions"] if name not in ALWAYS and name not in wrong} | {*FOR_DEVELOPERS}
     for section, entries in found.items():
-        if section == "versions":
-            entries = {name: value for name, value in entries.items() if name in ALWAYS or name in wrong}
-        elif section == "extras":
-            entries = {name: value for name, value in entries.items() if name not in FOR_DEVELOPERS}
-        for row, (name, value) in enumerate(entries.items()):
-            table.add_row(
-                Text("" if row else section, "bold"), Text(name), Text("missing" if value is None else str(value))
-            )
-    console.print(table)
+        shown = {name: value for name, value in entries.items() if name not in left_out}
+        for row, (name, value) in enumerate(shown.items()):
+            print(f"{'' if row else section:<10} {name:<20} {'missing' if value is None else value}")
     for problem in problems:
-        kind = "PROBLEM" if problem.needed else "note"
-        console.print(Text(f"{kind}: {problem.what}; way out: {problem.way_out}"), soft_wrap=True)
-    console.print("cheem can work here" if works else "cheem cannot work here")
+        print(f"{'PROBLEM' if problem.needed else 'note'}: {problem.what}; way out: {problem.way_out}")
+    print("cheem can work here" if works else "cheem cannot work here")
     return 0 if works else 1
 
 
@@ -89,24 +77,22 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
     told, end = _probe(settings)
     if end is not None:
         problems.append(end)
-    versions, extras, machine, gpus = _versions(problems), _extras(), _machine(), _nvidia_gpus()
-    devices, programs, hub = told.get("devices", {}), told.get("programs", {}), told.get("hub", {})
+    versions, extras, gpus = _versions(problems), _extras(), _nvidia_gpus()
+    devices, programs, hub = (told.get(step, {}) for step in ("devices", "programs", "hub"))
     if gpus and devices.get("platform") == "cpu":
-        way_out = "read what `python -c 'import jax; jax.devices()'` prints"
+        way_out = extras.get("cuda12", "").partition("; ")[2]  # empty where it is installed
         if "JAX_PLATFORMS" in os.environ:
             way_out = "unset JAX_PLATFORMS"
-        elif extras.get("cuda12", "installed") != "installed":
-            way_out = _getting("cuda12")
+        way_out = way_out or "read what `python -c 'import jax; jax.devices()'` prints"
         problems.append(Problem(f"JAX does not use {gpus[0]}", way_out, needed=False))
-    if "reason" in programs:
-        problems.append(Problem(programs["reason"], STEPS["programs"], needed=False))
-    if "reason" in hub:
-        problems.append(Problem(f"the hub does not answer ({hub['reason']})", STEPS["hub"], needed=False))
+    for step, found in (("programs", programs), ("hub", hub)):
+        if "reason" in found:
+            problems.append(Problem(found["reason"], STEPS[step], needed=False))
     places = {"compiled functions": programs.get("place"), **told.get("caches", {}), "hub": hub.get("cache")}
     found = {
         "versions": versions,
         "extras": extras,
-        "machine": machine,
+        "machine": _machine(),
         "devices": devices | {f"nvidia-smi {index}": gpu for index, gpu in enumerate(gpus)},
         "caches": {name: place for name, place in places.items() if place},
         "self_test": told.get("vit_micro", {}),
@@ -194,7 +180,7 @@ def _tried(asks_the_hub: bool) -> Iterator[tuple[str, dict[str, Any]]]:
             name = CONFIGS["deit_tiny"].timm_name or ""
             get_hf_file_metadata(hf_hub_url(repository_of(name), "model.safetensors"), timeout=10)
         except Exception as error:  # the client's error classes differ between its releases
-            found["reason"] = _line(error)
+            found["reason"] = f"the hub does not answer ({_line(error)})"
     yield "hub", found
 
 
@@ -202,7 +188,43 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
-def _requirements(package: str, extra: str) -> Iterator[Any]:
+def _versions(problems: list[Problem]) -> dict[str, str | None]:
+    """Versions of the packages that are always needed; None: missing."""
+    versions = {"python": platform.python_version(), "cheem_jax": __version__, "jaxlib": _version("jaxlib")}
+    try:
+        for requirement in _requirements("cheem_jax"):
+            version = versions[requirement.name] = _version(requirement.name)
+            if version is None:
+                problems.append(Problem(f"{requirement.name} is missing", f"pip install '{requirement}'"))
+            elif not requirement.specifier.contains(version, prereleases=True):
+                what = f"{requirement.name} is {version}, and {requirement.specifier} is wanted"
+                problems.append(Problem(what, f"pip install '{requirement}'", needed=False))
+    except ImportError as error:  # the package's metadata, or what reads them
+        way_out = "pip install cheem_jax, or pip install -e . in a checkout"
+        problems.append(Problem(f"required packages are unknown ({error})", way_out, needed=False))
+    return versions
+
+
+def _extras() -> dict[str, str]:
+    """For every extra whether it is installed, or what is missing and how to get it."""
+    found = {}
+    with contextlib.suppress(ImportError):  # reported with the versions
+        for extra in importlib.metadata.metadata("cheem_jax").get_all("Provides-Extra") or []:
+            missing = ", ".join(sorted(set(_missing("cheem_jax", extra))))
+            found[extra] = f"missing: {missing}; pip install 'cheem_jax[{extra}]'" if missing else "installed"
+    return found
+
+
+def _missing(package: str, extra: str) -> Iterator[str]:
+    for requirement in _requirements(package, extra):
+        if _version(requirement.name) is None:
+            yield requirement.name
+        else:
+            for inner in requirement.extras:
+                yield from _missing(requirement.name, inner)
+
+
+def _requirements(package: str, extra: str = "") -> Iterator[Any]:
     """What a package's metadata say that it, or one of its extras, needs on this machine."""
     from packaging.requirements import Requirement
 
@@ -214,52 +236,8 @@ def _requirements(package: str, extra: str) -> Iterator[Any]:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _versions(problems: list[Problem]) -> dict[str, str | None]:
-    """Versions of the packages that are always needed; None: missing."""
-    versions = {"python": platform.python_version(), "cheem_jax": __version__, "jaxlib": _version("jaxlib")}
-    try:
-        requirements = list(_requirements("cheem_jax", ""))
-    except ImportError as error:  # the package's metadata, or what reads them
-        way_out = "pip install cheem_jax, or pip install -e . in a checkout"
-        problems.append(Problem(f"required packages are unknown ({error})", way_out, needed=False))
-        return versions
-    for requirement in requirements:
-        version = versions[requirement.name] = _version(requirement.name)
-        if version is None:
-            problems.append(Problem(f"{requirement.name} is missing", f"pip install '{requirement}'"))
-        elif not requirement.specifier.contains(version, prereleases=True):
-            what = f"{requirement.name} is {version}, and {requirement.specifier} is wanted"
-            problems.append(Problem(what, f"pip install '{requirement}'", needed=False))
-    return versions
-
-
-def _extras() -> dict[str, str]:
-    """For every extra whether it is installed, or what is missing and how to get it."""
-    found = {}
-    with contextlib.suppress(ImportError):  # reported with the versions
-        for extra in importlib.metadata.metadata("cheem_jax").get_all("Provides-Extra") or []:
-            missing = sorted(set(_missing("cheem_jax", extra)))
-            found[extra] = f"missing: {', '.join(missing)}; {_getting(extra)}" if missing else "installed"
-    return found
-
-
-def _getting(extra: str) -> str:
-    return f"pip install 'cheem_jax[{extra}]'"
-
-
-def _missing(package: str, extra: str) -> Iterator[str]:
-    for requirement in _requirements(package, extra):
-        if _version(requirement.name) is None:
-            yield requirement.name
-        else:
-            for inner in requirement.extras:
-                yield from _missing(requirement.name, inner)
 
 
 def _nvidia_gpus() -> list[str]:

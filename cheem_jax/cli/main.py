@@ -46,7 +46,7 @@ def parse(settings: type[Settings] | Settings, arguments: Sequence[str] | None =
     complaint = io.StringIO()
     kind, default = (settings, None) if isinstance(settings, type) else (type(settings), settings)
     if wanted := {"-h", "--help", ALL}.intersection(sys.argv[1:] if arguments is None else arguments):
-        from cheem_jax.cli.help import print_help
+        from cheem_jax.cli.arguments import print_help
 
         print_help(kind, shows_all=ALL in wanted, default=default, **options)
         raise SystemExit(0)
@@ -79,54 +79,42 @@ def run_command(
     process of a job of several ends at once where it fails, so that the others need not wait for it.
     """
     try:
-        _run(command, settings, directory, computes)
+        with _reader_may_leave(), _failures_in_a_line(directory, getattr(settings, "kept", "")):
+            # of an image that is too large: whoever reads it says so, by name and in one line
+            warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
+            if computes:  # not every command needs JAX, so it is not imported with this module
+                from cheem_jax.engine.compilation import NotKept, keep_programs
+
+                try:
+                    keep_programs()
+                except NotKept as error:
+                    print(f"note: {error}; they are compiled again in every run", file=sys.stderr)
+            status = command(settings)
+        if status:
+            raise SystemExit(status)
     except BaseException as error:
         if (hosts := sys.modules.get("cheem_jax.engine.hosts")) is not None:
             hosts.leave(error)
         raise
 
 
-def _run(command: Callable[[Settings], int | None], settings: Settings, directory: Path | None, computes: bool) -> None:
-    with _reader_may_leave(), _errors_in_a_line(directory):
-        try:
-            # of an image that is too large: whoever reads it says so, by name and in one line
-            warnings.filterwarnings("ignore", message=r"Image size \(\d+ pixels\) exceeds limit")
-            if computes:
-                _keep_programs()
-            status = command(settings)
-        except KeyboardInterrupt as stop:
-            number = stop.signal_number if isinstance(stop, Stopped) else signal.SIGINT
-            where, data = "", sys.modules.get("cheem_jax.cli.data")
-            if data is not None and isinstance(settings, data.Prepare):
-                where = " What is ready is kept; the same command resumes."
-            elif directory is not None and isinstance(stop, Stopped):
-                where = f" In {shown(directory)} {stop}; the same command resumes from there."
-            elif directory is not None and directory.exists():
-                where = f" Finished tasks are in {shown(directory)}; the same command resumes after them."
-            print(f"\nstopped.{where}", file=sys.stderr)
-            raise SystemExit(128 + number) from None
-    if status:
-        raise SystemExit(status)
-
-
-def _keep_programs() -> None:
-    # JAX is not imported with this module, since not every command needs it
-    from cheem_jax.engine.compilation import NotKept, keep_programs
-
-    try:
-        keep_programs()
-    except NotKept as error:
-        print(f"note: {error}; they are compiled again in every run", file=sys.stderr)
-
-
 @contextlib.contextmanager
-def _errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
-    """Bad input and missing packages end in one line and status 2; a fault of our own keeps its traceback.
+def _failures_in_a_line(directory: Path | None = None, kept: str = "") -> Iterator[None]:
+    """Bad input, missing packages and Ctrl-C end in one line and a status; a fault of our own keeps its traceback.
 
-    `directory` is where the command writes, for errors of a disk that name no file.
+    `directory` is where the command writes, for errors of a disk that name no file; `kept` says what a stop leaves
+    where there is none.
     """
     try:
         yield
+    except KeyboardInterrupt as stop:
+        number = stop.signal_number if isinstance(stop, Stopped) else signal.SIGINT
+        if directory is not None and isinstance(stop, Stopped):
+            kept = f" In {shown(directory)} {stop}; the same command resumes from there."
+        elif directory is not None and directory.exists():
+            kept = f" Finished tasks are in {shown(directory)}; the same command resumes after them."
+        print(f"\nstopped.{kept}", file=sys.stderr)
+        raise SystemExit(128 + number) from None
     except Exception as error:
         if (sentence := _sentence(error, directory)) is None:
             raise
@@ -136,7 +124,7 @@ def _errors_in_a_line(directory: Path | None = None) -> Iterator[None]:
         raise SystemExit(2) from error
 
 
-def _sentence(error: Exception, directory: Path | None = None) -> str | None:
+def _sentence(error: Exception, directory: Path | None) -> str | None:
     """What a user reads of an error; None for a fault of our own."""
     text, jax = f"{' '.join(str(error).split()):.4000}", sys.modules.get("jax")
     is_of_jax = jax is not None and isinstance(error, jax.errors.JaxRuntimeError)
@@ -214,19 +202,19 @@ class Command(NamedTuple):
 
 GROUPS: dict[str, tuple[Command, ...]] = {
     "use a memory": (
-        Command("learn", "learn", "Learn", "learn_tasks"),
+        Command("learn", "memory", "Learn", "learn_tasks"),
         Command("predict", "ask", "Predict", "predict_images"),
         Command("evaluate", "ask", "Evaluate", "evaluate_memory"),
         Command("info", "ask", "Info", "show_info"),
-        Command("forget", "learn", "Forget", "forget_tasks"),
-        Command("export", "export", "Export", "export_memory"),
-        Command("serve", "serve", "Serve", "serve_memory"),
-        Command("push", "hub", "Push", "push_memory", computes=False),
-        Command("pull", "hub", "Pull", "pull_memory", computes=False),
+        Command("forget", "memory", "Forget", "forget_tasks"),
+        Command("export", "memory", "Export", "export_memory"),
+        Command("serve", "ask", "Serve", "serve_memory"),
+        Command("push", "memory", "Push", "push_memory", computes=False),
+        Command("pull", "memory", "Pull", "pull_memory", computes=False),
     ),
     "look": (
         Command("report", "report", "Report", "write_report_page", computes=False),
-        Command("watch", "watch", "Watch", "watch_run", computes=False),
+        Command("watch", "report", "Watch", "watch_run", computes=False),
         Command("tensorboard", "report", "Tensorboard", "write_tensorboard", computes=False),
     ),
     "data and weights": (
@@ -239,7 +227,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "the rest": (
         Command("demo", "demo", "Demo", "learn_demo"),
         Command("doctor", "doctor", "Doctor", "examine", computes=False),
-        Command("completion", "completion", "Completion", "print_completion", computes=False),
+        Command("completion", "arguments", "Completion", "print_completion", computes=False),
     ),
 }
 """Commands as the help shows them."""
@@ -266,12 +254,9 @@ def main() -> None:
             print(f"error: {_unknown(name, prefix)}", file=sys.stderr)
             raise SystemExit(2)
         command = COMMANDS[name]
-        try:
-            with _errors_in_a_line():
-                kind, function = command.load()
-                settings = parse(kind, arguments, prog=f"cheem {name}")
-        except KeyboardInterrupt:
-            raise SystemExit(128 + signal.SIGINT) from None
+        with _failures_in_a_line():
+            kind, function = command.load()
+            settings = parse(kind, arguments, prog=f"cheem {name}")
         run_command(function, settings, getattr(settings, "run_dir", None), computes=command.computes)
 
 

@@ -1,18 +1,29 @@
-"""`cheem report` and `cheem tensorboard`: runs and memories as one page to look at, or as event files."""
+"""`cheem report`, `cheem tensorboard` and `cheem watch`: a run or memory as a page, as event files, while it works."""
 
+import contextlib
 import dataclasses
 import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import sleep
 from typing import Annotated
 
 import tyro
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.paths import shown
+from cheem_jax.report.live import line, view
 from cheem_jax.report.page.assemble import page
+from cheem_jax.report.status import Snapshot, look
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run.directory import NAME
-from cheem_jax.run.progress import Progress
+from cheem_jax.run.progress import SECONDS_BETWEEN_LINES, Progress
 from cheem_jax.run.record import read
 
 PAGE = b"<!doctype html"
@@ -39,8 +50,10 @@ def write_report_page(settings: Report) -> None:
     file = settings.out or settings.runs[0] / "report.html"
     if file.is_dir():
         raise ValueError(f"--out {str(file)!r} is a folder; expected the name of a file to write")
-    if file.exists() and not _is_page(file):
-        raise ValueError(f"--out {str(file)!r} is there and is no HTML page; name another file")
+    if file.exists():
+        with file.open("rb") as stream:
+            if not stream.read(100).lstrip().lower().startswith(PAGE):
+                raise ValueError(f"--out {str(file)!r} is there and is no HTML page; name another file")
     text, left_out = page(settings.runs, images=settings.images)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -50,11 +63,6 @@ def write_report_page(settings: Report) -> None:
     for directory, reason in left_out:
         progress.say(f"left out {shown(directory)}: {reason}")
     progress.say(f"wrote {shown(file)} ({len(text.encode()) / 1e6:.1f} MB): open it in a browser")
-
-
-def _is_page(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(100).lstrip().lower().startswith(PAGE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,3 +88,61 @@ def write_tensorboard(settings: Tensorboard) -> None:
         progress.say(f"wrote {shown(folder)}" + (": settings only, since no task is learned yet" if is_empty else ""))
     above = os.path.commonpath(settings.runs)
     progress.say(f"look at them with: tensorboard --logdir {shown(Path(above))}")
+
+
+OTHER_LINES = 20
+"""Lines of a view besides its tasks."""
+MOST_ROWS = 40
+"""Tasks shown where nothing says how many lines there is room for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """Watch a run or memory that another process works on: what is learned, learning now, and the time left."""
+
+    run_dir: Annotated[Path, tyro.conf.Positional]
+    """The directory of the run or memory; shown once where nobody works on it."""
+    every: float = 1.0
+    """The view is updated after this many seconds."""
+    once: bool = False
+    """Show it once and end."""
+
+
+def watch_run(settings: Watch, console: Console | None = None) -> None:
+    """Shows the run until it is finished or stopped; Ctrl-C ends the view and leaves the run alone."""
+    if not settings.every > 0:
+        raise ValueError(f"every is {settings.every}; expected seconds between two looks, more than 0")
+    console = console or Console(width=None if sys.stdout.isatty() else 100)
+    seen = look(settings.run_dir, time.time())
+    if not settings.once and not seen.is_over:
+        with contextlib.suppress(KeyboardInterrupt), _shows(console) as show:
+            while not seen.is_over:
+                show(seen)
+                sleep(settings.every)
+                seen = look(settings.run_dir, time.time())
+        seen = look(settings.run_dir, time.time())
+    console.print(view(seen, console.width, MOST_ROWS))
+
+
+@contextlib.contextmanager
+def _shows(console: Console) -> Iterator[Callable[[Snapshot], None]]:
+    """Redraws a separate screen, which is gone afterwards; without one, a line now and then and after every task."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        said, num_finished = 0.0, None
+
+        def say(seen: Snapshot) -> None:
+            nonlocal said, num_finished
+            if seen.num_finished != num_finished or time.monotonic() - said >= SECONDS_BETWEEN_LINES:
+                said, num_finished = time.monotonic(), seen.num_finished
+                console.print(Text(line(seen)), soft_wrap=True)
+
+        yield say
+        return
+    usual = signal.signal(signal.SIGTERM, signal.default_int_handler)  # gives the terminal back as well
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            yield lambda seen: live.update(
+                view(seen, console.width, max(3, console.height - OTHER_LINES)), refresh=True
+            )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGTERM, usual)
