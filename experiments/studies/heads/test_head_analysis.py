@@ -25,7 +25,6 @@ from cheem_jax.data.task import Stream
 from cheem_jax.report.finished import RunRecord, read
 from cheem_jax.run.progress import Progress
 from studies.heads.margins import Margins, Measured, by_class, fit_of, margins_of, measure, summary
-from studies.heads.page import verdict
 from studies.heads.theory import match_probability, match_with_one_rival, match_with_unequal_rivals
 
 SETTINGS = [(0.0, 1.0, 1.0), (2.0, 1.0, 1.0), (-1.5, 0.5, 2.0), (3.0, 30.0, 1.0), (0.3, 1e-4, 1.0), (0.3, 1.0, 1e-5)]
@@ -166,11 +165,11 @@ def test_the_verdict_names_the_task_that_is_farthest_off():
         {"method": "l2p", "task": "near", "match": 0.5, "predicted": 0.6, "predicted_by_class": 0.5},
         {"method": "ewc", "task": "far", "match": 0.25, "predicted": 0.55, "predicted_by_class": 0.3},
     ]
-    text = verdict(tasks)
+    text = head_analysis.verdict(tasks)
     assert "over 2 tasks: -20.0 points on average, from -30.0 to -10.0" in text
     assert "EWC on far: measured 25.0 %, predicted 55.0 %" in text and "rivals are not alike" in text
     tasks[1]["predicted_by_class"] = 0.6
-    assert "not normal, or not independent" in verdict(tasks)
+    assert "not normal, or not independent" in head_analysis.verdict(tasks)
 
 
 WORKSHOP = {}

@@ -8,8 +8,7 @@ from charts import spread
 
 from cheem_jax.report.table import NONE, Grid
 from studies.planting.claims import CLAIMS, NUM_REDRAWN, Summary, Verdict, holm, judge, summarise
-from studies.planting.stream import NAMES, PLAN
-from studies.planting.structure import BASE, FAMILY, NEW, SKIP, STRANGER, Costs, counts_of, structure_of
+from studies.planting.structure import NAMES, PLAN, Costs, counts_of, structure_of
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Results by sampling, one per seed."""
@@ -82,7 +81,7 @@ def tasks_grid(runs: Runs, costs: Costs) -> Grid:
                 f"T{index} {name}", TITLES[sampling], spread(accuracy), spread(frozen),
                 f"{np.mean([100 * count.flops[0, index] / costs.plain for count in counts]):.1f}",
                 spread([float(count.added[0, index]) for count in counts], 2),
-                *(f"{source[kind]:.1f}" for kind in (FAMILY, STRANGER, BASE, NEW, SKIP)),
+                *(f"{blocks:.1f}" for blocks in source),
                 f"{np.mean([count.adapts[0, index] for count in counts]):.1f}",
             ))  # fmt: skip
     return Grid("What the tasks got", columns, tuple(rows), 2)
