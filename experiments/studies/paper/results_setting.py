@@ -1,7 +1,9 @@
 """The sections of `docs/results.md` that tell what was run, on what, and how to run it again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from flax.traverse_util import flatten_dict
 
 from cheem_jax.report.table import Grid
 from cheem_jax.run.differences import REMOVED, without_removed
@@ -82,7 +84,7 @@ def method_grid(cells: Cells) -> Grid:
 
 def settings_of(run: Collected) -> dict[str, Any]:
     """A method's settings by dotted names."""
-    return dict(leaves(without_removed(run.run.config.get(run.run.results["method"], {}))))
+    return flatten_dict(without_removed(run.run.config.get(run.run.results["method"], {})), sep=".")
 
 
 def is_gone(run: Collected) -> bool:
@@ -93,15 +95,6 @@ def is_gone(run: Collected) -> bool:
 def commit_of(run: Collected) -> str:
     """The commit of the code that a run was begun with."""
     return (run.record.get("conditions", {}).get("code", {}).get("commit") or "?")[:7]
-
-
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings with dotted names."""
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def machines(runs: Sequence[Collected]) -> list[str]:
