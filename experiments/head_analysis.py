@@ -25,8 +25,8 @@ from matplotlib.lines import Line2D
 from studies.heads.margins import GLOBAL_HEADS, Margins, Measured, by_task, measure, summary
 from studies.heads.theory import match_probability, match_with_one_rival
 from studies.paper.printed import Cell, printed
-from study import Source
 
+from cheem_jax.cheem.config import PRESETS
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.finished import RunRecord, check_comparable, numbers_of, order_names, read, variant_of
@@ -38,13 +38,29 @@ GAPS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadAnalysis(Source):
+class HeadAnalysis:
     """The paper's table of head designs, and when the argmax within a task is that over all tasks."""
 
+    stream: str | None = None
+    """Where the run's images are, as for mtil.py; default: what the run calls its stream."""
+    data_dir: Path | None = None
+    """Folder of prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
+    split_seed: int = 0
+    """The run's own, where a data set lacks splits."""
+    weights: Path | None = None
+    """The run's weights file; default: bundled, else from the hub."""
     runs: tuple[Path, ...] = ()
     """Folders with finished runs, at any depth."""
     out: Path = Path("runs/heads")
     """Where tables and figures are written."""
+
+    def settings(self, config: Mapping[str, Any]) -> mtil.Mtil:
+        """What `mtil.load` needs to load the images and weights of a run, from its `config.json`."""
+        return mtil.Mtil(
+            cheem=PRESETS["quick"], stream=self.stream or config["stream"], tasks=",".join(config["tasks"]),
+            data_dir=self.data_dir, split_seed=self.split_seed, backbone=config["backbone"], weights=self.weights,
+            image_size=config["image_size"], pixel_norm="unit" if "pixels" in config else "checkpoint",
+        )  # fmt: skip
 
 
 def main(settings: HeadAnalysis) -> None:
@@ -98,7 +114,7 @@ def measure_all(runs: Sequence[RunRecord], settings: HeadAnalysis, progress: Pro
         if run.results["method"] in GLOBAL_HEADS:
             place = (*run.place, run.order, run.config["image_size"], "pixels" in run.config)
             if place not in sources:
-                sources[place] = mtil.load(settings.settings(run.config, run.config["tasks"]), progress), {}
+                sources[place] = mtil.load(settings.settings(run.config), progress), {}
             loaded, workshop = sources[place]
             progress.say(f"logits of {run.directory}")
             margins = measure(run, loaded.stream, loaded.pretrained, workshop)
