@@ -35,18 +35,6 @@ def judge_all(runs: Runs, costs: Costs) -> Judged:
     return Judged(verdicts, summaries)
 
 
-def plan_grid() -> Grid:
-    """What was planted."""
-    rows = tuple((f"T{i} {task.name}", task.role, task.relative or NONE, task.answer) for i, task in enumerate(PLAN))
-    return Grid("What was planted", ("task", "role", "made from", "right answer"), rows, 4)
-
-
-def criteria_grid() -> Grid:
-    """What counts as a yes."""
-    rows = tuple((claim.name, claim.statement, claim.value, claim.criterion) for claim in CLAIMS)
-    return Grid("What counts as found", ("claim", "statement", "value", "found if"), rows, 4)
-
-
 def claims_grid(summaries: Sequence[Summary]) -> Grid:
     """Claims and samplings in rows."""
     rows = tuple(
@@ -117,9 +105,11 @@ def page(runs: Runs, judged: Judged, costs: Costs, setting: str) -> str:
     parts = ["# Planted synergy", setting, "## Findings"]
     parts += findings(runs, judged.summaries)
     parts += ["![target networks of all runs](architectures.png)"]
+    plan = tuple((f"T{i} {task.name}", task.role, task.relative or NONE, task.answer) for i, task in enumerate(PLAN))
+    criteria = tuple((claim.name, claim.statement, claim.value, claim.criterion) for claim in CLAIMS)
     for grid, note in (
-        (plan_grid(), ""),
-        (criteria_grid(), ""),
+        (Grid("What was planted", ("task", "role", "made from", "right answer"), plan, 4), ""),
+        (Grid("What counts as found", ("claim", "statement", "value", "found if"), criteria, 4), ""),
         (claims_grid(judged.summaries), NOTE),
         (tasks_grid(runs, costs), TASKS_NOTE),
     ):

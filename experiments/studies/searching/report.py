@@ -76,11 +76,11 @@ def found_by(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     for task, position in dict.fromkeys((e["task"], e["position"]) for e in entries if e["event"] == "learned"):
         own = [e for e in entries if (e.get("task"), e.get("position")) == (task, position)]
         recipes = dict.fromkeys(e["recipe"] for e in own if e["event"] == "learned")
-        row: dict[str, Any] = {"task": task, "position": position, "recipes": {}}
-        for recipe in recipes:
-            row["recipes"][recipe] = _by_rate([e for e in own if e.get("recipe") == recipe])
-        row["reuse"] = _by_rate([e for e in own if e["event"] == "reuse"])
-        rows.append(row)
+        rows.append({
+            "task": task, "position": position,
+            "recipes": {recipe: _by_rate([e for e in own if e.get("recipe") == recipe]) for recipe in recipes},
+            "reuse": _by_rate([e for e in own if e["event"] == "reuse"]),
+        })  # fmt: skip
     return rows
 
 
@@ -153,12 +153,12 @@ OFFSET = 0.15
 def write(directory: Path, entries: Sequence[Entry], setting: Mapping[str, Any]) -> list[Grid]:
     """Page, numbers and figure of what the record holds so far; returns the tables."""
     found = found_in(entries, setting)
-    title = f"# The search on {found['stream']}, {found['backbone']} at {found['image_size']} pixels"
-    parts = [title, *(grid.to_markdown() for grid in grids_of(found))]
+    grids, title = grids_of(found), f"{found['stream']}, {found['backbone']} at {found['image_size']} pixels"
+    parts = [f"# The search on {title}", *(grid.to_markdown() for grid in grids)]
     if picture(found, directory / f"{NAME}.png"):
         parts.append(f"![Score against accuracy, and what each recipe finds]({NAME}.png)")
     write_page(directory / NAME, "\n\n".join(parts) + "\n", found)
-    return grids_of(found)
+    return grids
 
 
 def found_in(entries: Sequence[Entry], setting: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,14 +233,8 @@ def gain_grid(gains: Sequence[Mapping[str, Any]]) -> Grid:
 def cost_grid(found: Mapping[str, Mapping[str, Any]]) -> Grid:
     """A row per recipe: what learning a task costs, and what the found network costs."""
     phases = list(dict.fromkeys(phase for own in found.values() for phase in own["seconds"]))
-    columns = (
-        "recipe",
-        "forward\npasses",
-        *(f"{phase}\ns" for phase in phases),
-        "all\ns",
-        "FLOPs",
-        "parameters\nadded",
-    )
+    seconds = (f"{phase}\ns" for phase in phases)
+    columns = ("recipe", "forward\npasses", *seconds, "all\ns", "FLOPs", "parameters\nadded")
     rows = [
         (name, number(own["passes"], 0), *(number(own["seconds"].get(phase, 0.0), 1) for phase in phases),
          number(sum(own["seconds"].values()), 1), format_flops(own["flops"]), number(own["params_added"], 0))
