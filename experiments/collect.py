@@ -87,8 +87,9 @@ def files_of(run: RunRecord, opened: dict[str, Labels]) -> dict[str, bytes]:
     check_right(run, right, given)
     names = places_of(begin["command"], begin["data"])
     told = {
-        "command": [named(word, names) for word in begin["command"]],
-        "data": {key: named(value, names) for key, value in begin["data"].items()},
+        "command": [names.get(word, word) for word in begin["command"]],
+        # of a path, a number or a list of tasks only a path may have a word
+        "data": {key: names.get(v, v) if isinstance(v, str) else v for key, v in begin["data"].items()},
         "conditions": begin.get("conditions", {}),
     }
     documents = {"record.json": told, "config.json": run.config, "results.json": run.results}
@@ -148,11 +149,6 @@ def places_of(command: Sequence[str], data: Mapping[str, Any]) -> dict[str, str]
             is_inside = value != stream and PurePath(value).is_relative_to(stream)
             found[value] = f"DATA/{PurePath(value).relative_to(stream).as_posix()}" if is_inside else word
     return found
-
-
-def named(value: Any, names: Mapping[str, str]) -> Any:
-    """A value of the record with a word for each place."""
-    return names.get(value, value) if isinstance(value, str) else value
 
 
 PLACE = re.compile(r"(?:^|[\s=:'\"(\[,])(?:~|/[^\s/]+|[A-Za-z]:[\\/])")

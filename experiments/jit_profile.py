@@ -138,7 +138,7 @@ _subjects: list[Subject] = []
 
 def cold_pass(case: Case, name: str) -> dict[str, Any]:
     """In a fresh process: build the executor, then every draw once, with all that compiles."""
-    jax.config.update("jax_enable_compilation_cache", False)
+    measure.compile_everything()
     _subjects[:] = [Subject(case, name)]
     memory, before = peak_bytes(), compilations()
     seconds = _subjects[0].train()

@@ -28,7 +28,7 @@ import tyro
 from cheem_jax.cli.main import run_command
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.interruption import stop_requests
-from cheem_jax.report.status import Owner, read_object, read_owner
+from cheem_jax.report.status import read_object, read_owner
 from cheem_jax.report.table import NONE, Grid
 from cheem_jax.run.progress import Progress
 
@@ -322,13 +322,10 @@ def on_slurm(sweep: Sweep) -> dict[str, State]:
             return states
         for run in sweep.runs:
             job = jobs.get(run.name)
-            if results_of(run.directory):
-                states[run.name] = "finished"
-            elif job in alive:
-                states[run.name] = "running" if alive[job] in ("RUNNING", "COMPLETING") else "queued"
+            state, _ = _standing(run, job, alive)
+            if state is not None:
+                states[run.name] = state
                 missed.discard(run.name)
-            elif _other(run, job):
-                states[run.name] = "elsewhere"
             elif run.name not in missed:  # results may still be on their way over the network
                 missed.add(run.name)
             elif states[run.name] != "failed":
@@ -350,13 +347,8 @@ def _submit(sweep: Sweep) -> dict[str, str]:
         alive, notes, new = _alive(jobs.values()), dict[str, str](), list[Run]()
         for run in sweep.runs:
             job = jobs.get(run.name)
-            if results_of(run.directory):
-                notes[run.name] = "finished"
-            elif job in alive:
-                notes[run.name] = f"is {alive[job].lower()}"
-            elif owner := _other(run, job):
-                notes[run.name] = f"left to process {owner.pid} on {owner.host}"
-            else:
+            state, notes[run.name] = _standing(run, job, alive)
+            if state is None:
                 new.append(run)
                 notes[run.name] = "submitted" + (f" again after {last_error(sweep.logs, job)}" if job else "")
         if new:
@@ -411,10 +403,17 @@ def _arrays(jobs: Collection[str]) -> list[str]:
     return sorted({job.partition("_")[0] for job in jobs})
 
 
-def _other(run: Run, job: str | None) -> Owner | None:
-    """The process that works on a run of which SLURM has no job.
+def _standing(run: Run, job: str | None, alive: dict[str, str]) -> tuple[State | None, str]:
+    """How a run stands, and the words for it; None where nobody works on it.
 
-    A killed job leaves its name there, and no other machine can be asked: what it submitted itself SLURM knows better.
+    A killed job leaves its name with the run, and no other machine can be asked: what it submitted itself SLURM knows
+    better.
     """
+    if results_of(run.directory):
+        return "finished", "finished"
+    if job in alive:
+        return "running" if alive[job] in ("RUNNING", "COMPLETING") else "queued", f"is {alive[job].lower()}"
     owner = read_owner(run.directory)
-    return owner if owner and (job is None or owner.host == socket.gethostname()) else None
+    if owner and (job is None or owner.host == socket.gethostname()):
+        return "elsewhere", f"left to process {owner.pid} on {owner.host}"
+    return None, ""

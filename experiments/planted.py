@@ -15,8 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from charts import architecture_sheet, write_page
 from studies.planting import pages
-from studies.planting.stream import planted_stream
-from studies.planting.structure import costs_of
+from studies.planting.structure import costs_of, planted_stream
 from study import seeds_of
 
 from cheem_jax.backbone.weights import Pretrained, load_pretrained

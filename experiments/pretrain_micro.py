@@ -9,7 +9,6 @@ Stopped and started again with the same `--work-dir`, it continues and ends with
 import dataclasses
 import hashlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -23,7 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32, UInt8
 from PIL import Image
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from sklearn.datasets import load_digits
 from sklearn.linear_model import RidgeClassifier
 from sklearn.pipeline import make_pipeline
@@ -35,6 +34,7 @@ from cheem_jax.backbone.means import base_means
 from cheem_jax.backbone.params import Params, build, init_params, params_of
 from cheem_jax.backbone.weights import Pretrained, save_converted
 from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.atomic import write_atomically
 from cheem_jax.run.differences import settings_apart, summary
 
 _BICUBIC = Image.Resampling.BICUBIC
@@ -167,9 +167,7 @@ def save_state(file: Path, config: Pretrain, state, step: int) -> None:
     """The arrays of `state` in tree order, the step and the settings, written whole or not at all."""
     leaves = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))}
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    save_file(leaves, temporary, {"step": str(step), "settings": json.dumps(_settings(config))})
-    os.replace(temporary, file)
+    write_atomically(file, save(leaves, {"step": str(step), "settings": json.dumps(_settings(config))}))
 
 
 def load_state(file: Path, config: Pretrain, state):

@@ -1,4 +1,4 @@
-"""What the studies share: several runs of `mtil.py` on the same data, one resumable record, the data of finished runs.
+"""What the studies share: several runs of `mtil.py` on the same data, and one resumable record.
 
 Every run has a directory of its own, `RUN_DIR/<variant>/seed-<seed>`, and is one that `mtil.py` could have made. What
 is finished is not run again, and what was stopped resumes.
@@ -14,16 +14,13 @@ import mtil
 from charts import check_folder
 from launching import LauncherConfig, Run, Sweep, check, finish, host_arguments, results_of
 
-from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.catalogue import Name, Networks, preset_of
 from cheem_jax.cheem.config import PRESETS, CheemConfig, Preset
 from cheem_jax.cli.arguments import arguments_of
 from cheem_jax.core.interruption import Stop, stop_requests
 from cheem_jax.core.keys import SeedsConfig
 from cheem_jax.data.sources import plan_source
-from cheem_jax.data.task import Stream, repeats
-from cheem_jax.data.task import fingerprint as data_hash
-from cheem_jax.memory.directory import settings_of
+from cheem_jax.data.task import repeats
 from cheem_jax.run import fingerprint
 from cheem_jax.run.directory import check_held, claim, hold
 from cheem_jax.run.progress import Progress
@@ -57,60 +54,6 @@ class Study(mtil.Common):
     @property
     def chosen_seeds(self) -> list[int]:
         return seeds_of(self.seeds or ("0,1,2" if self.chosen_preset in mtil.FULL else "0"))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-    """Images and weights of a finished run, which names backbone, image size and tasks itself."""
-
-    stream: str | None = None
-    """Where the run's images are, as for mtil.py; default: what the run calls its stream."""
-    data_dir: Path | None = None
-    """Folder of prepared data sets; default: $TFDS_DATA_DIR, else ~/tensorflow_datasets."""
-    split_seed: int = 0
-    """The run's own, where a data set lacks splits."""
-    weights: Path | None = None
-    """The run's weights file; default: bundled, else from the hub."""
-
-    def settings(self, config: Mapping[str, Any], tasks: Sequence[str], **further: Any) -> mtil.Mtil:
-        """What `mtil.load` needs to load these tasks of a run, from its `config.json`."""
-        return mtil.Mtil(
-            cheem=PRESETS["quick"],
-            stream=self.stream or config["stream"],
-            tasks=",".join(tasks),
-            data_dir=self.data_dir,
-            split_seed=self.split_seed,
-            backbone=config["backbone"],
-            weights=self.weights,
-            image_size=config["image_size"],
-            pixel_norm="unit" if "pixels" in config else "checkpoint",
-            **further,
-        )
-
-
-def check_same(
-    run: Path, config: Mapping[str, Any], tasks: Sequence[str], stream: Stream, pretrained: Pretrained
-) -> None:
-    """ValueError unless images and labels of the tasks, and the weights, are those that the run saw.
-
-    `config` is the run's `config.json`.
-    """
-    known, found = config["data_sha256"], {task.name: data_hash(task) for task in stream.tasks}
-    if other := [name for name in dict.fromkeys([*tasks, *found]) if known.get(name) != found.get(name)]:
-        raise ValueError(
-            f"{run} saw other images or labels of {', '.join(other)} than {stream.name!r} contains here; give the "
-            "--stream, --data-dir and --split-seed of that run"
-        )
-    if pretrained.sha256 != config["weights_sha256"]:
-        raise ValueError(
-            f"{run} began with weights {config['weights_sha256']:.12}, but those of {pretrained.config.name!r} from "
-            f"{pretrained.source} are {pretrained.sha256:.12}; give its --weights"
-        )
-
-
-def rebuilt(default: Any, held: Mapping[str, Any]) -> Any:
-    """Settings of the default's kind from what `config.json` contains of them; ValueError for unknown ones."""
-    return settings_of(type(default), held, Path("config.json"))
 
 
 @contextlib.contextmanager

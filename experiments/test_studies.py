@@ -10,7 +10,6 @@ import ablations
 import compare
 import mtil
 import pytest
-import smoke
 import study
 from PIL import Image
 
@@ -231,7 +230,7 @@ def test_a_removed_op_is_asked_for_on_the_command_line():
 @pytest.mark.parametrize("method", ["cheem", "cheem_lite", "moe_adapters", "dualprompt", "full_finetune"])
 def test_a_smoke_run_shows_costs_and_no_accuracy(method, capsys):
     run = {"router": "alexnet"} if method in ("cheem_lite", "moe_adapters") else {}
-    smoke.smoke([study.Variant(method, method.upper(), method, run=run)], "vit_base", compare.Progress())
+    compare.smoke([study.Variant(method, method.upper(), method, run=run)], "vit_base", compare.Progress())
     said = capsys.readouterr().out
     assert "random weights" in said and "learned, saved and read back 2 tasks" in said
     assert "%" not in said.replace("added %", "")

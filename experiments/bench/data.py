@@ -337,35 +337,23 @@ def prepared(folder: Path, quick: bool) -> tuple[list[Row], dict[str, Any]]:
     preparing = time.perf_counter() - start
     files = all_pictures("photographs", "train", folder)
     order = np.split(np.random.default_rng(0).permutation(num), num // GATHERED)
-    starts: dict[str, list[float]] = {name: [] for name in ways}
+    (wanted,) = decode_in_order(files, IMAGE_SIZE, order[0])
 
     def follow(name: str) -> None:
-        begun = time.perf_counter()
         following = in_turn(StreamedImages(files, IMAGE_SIZE, workers=ways[name]), order)
-        first = next(following)
-        starts[name].append(time.perf_counter() - begun)
-        (wanted,) = decode_in_order(files, IMAGE_SIZE, order[0]) if len(starts[name]) == 1 else (first,)
-        if not np.array_equal(first, wanted) or sum(map(len, following)) != num - GATHERED:
+        if not np.array_equal(next(following), wanted) or sum(map(len, following)) != num - GATHERED:
             raise ValueError(f"{name} gives other images")
 
     sides: dict[str, Callable[[], object]] = {
-        THREADS: lambda: sum(map(len, decode_in_order(files, IMAGE_SIZE, np.concatenate(order))))
+        THREADS: lambda: sum(map(len, decode_in_order(files, IMAGE_SIZE, np.concatenate(order)))),
+        **{name: lambda name=name: follow(name) for name in ways},
     }
-    sides |= {name: lambda name=name: follow(name) for name, workers in ways.items() if workers == 0}
     times = alternate(sides, 1 if quick else 2)
-    for name in [name for name in ways if name not in sides]:  # once: most of it is starting them
-        begun = time.perf_counter()
-        follow(name)
-        times[name] = [time.perf_counter() - begun]
-    seconds = medians(times)
     rows = []
-    for name in times:
-        note = "the library's own, as for a cache; no Grain"
-        if name in ways:
-            waited = medians(starts)[name]
-            note = f"first batch after {waited:.2g} s, in every epoch; more are being decoded meanwhile"
-        rows.append(Row(f"{what}, {name}", {"pass": seconds[name]}, num / seconds[name], unit="images/s", note=note))
-    return rows, {"samples": times, "first_batch": starts, "prepare_seconds": preparing}
+    for name, seconds in medians(times).items():
+        note = "the workers start in every epoch" if name in ways else "the library's own, as for a cache; no Grain"
+        rows.append(Row(f"{what}, {name}", {"pass": seconds}, num / seconds, unit="images/s", note=note))
+    return rows, {"samples": times, "prepare_seconds": preparing}
 
 
 def write_records(folder: Path, num: int) -> None:

@@ -306,7 +306,6 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
     def other(entry: dict[str, Any]) -> float:
         return entry["learn_cpu_seconds"] - entry["similarity_cpu_seconds"]
 
-    held = (last["free_megabytes"] - last["limited_megabytes"]) / (last["free_counters"]["bytes"] / 1e6)
     return [
         Row(
             f"opening, per task, T = {some} to {many}", sides("open", middle), per_task("open"),
@@ -344,10 +343,6 @@ def rows_of(found: Sequence[dict[str, Any]], written: int, added: int) -> list[R
             f"merged experts that stay after a picture of each task, 8 MB allowed, T = {many}", {},
             last["limited_counters"]["bytes"] / 1e6, LIMIT / 1e6, "at most", "MB",
             note=f"without a limit {last['free_counters']['bytes'] / 1e6:.0f} MB",
-        ),
-        Row(
-            f"resident memory that keeping all costs, per byte of merged experts, T = {many}", {}, held,
-            note=f"{last['limited_megabytes']:.0f} MB with the limit, {last['free_megabytes']:.0f} MB without",
         ),
         Row(
             f"programs, T = {few} to {many}", {}, float(last["programs"]),

@@ -12,7 +12,6 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import time
@@ -44,6 +43,7 @@ from cheem_jax.engine.compilation import jit_options
 from cheem_jax.engine.executor import Executor, Network, Step
 from cheem_jax.engine.feed import Budget, Feed, HostImages, keep_tokens
 from cheem_jax.engine.stages import Stages
+from cheem_jax.run import fingerprint
 from cheem_jax.run.record import to_json
 
 ROOT = Path(__file__).parents[2]
@@ -209,15 +209,16 @@ def share_of_peak(flops: float, seconds: float, precision: Precision = "float32"
 
 def machine() -> dict[str, Any]:
     """Where and with what was measured."""
-    device = jax.devices()[0]
+    conditions = fingerprint.take({"data_sha256": {}, "weights_sha256": ""})
+    device, installed = conditions["device"], {one.name: one.version for one in importlib.metadata.distributions()}
     return {
         **_found,
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "platform": device.platform,
-        "device": device.device_kind,
-        "python": platform.python_version(),
-        **{name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "cpu": device["processor"],
+        "cores": device["threads"],
+        "platform": device["platform"],
+        "device": device["kind"],
+        "python": conditions["versions"]["python"],
+        **{name: installed[name] for name in PACKAGES if name in installed},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
@@ -397,19 +398,3 @@ def step_flops(config: ViTConfig, architecture: Architecture, rank: int, begin: 
         if block >= first:
             total += {"new": cost.leave, "adapt": pair}.get(kind, 0)
     return total
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(found, platform.machine())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -11,7 +11,7 @@ import numpy as np
 
 from cheem_jax.cheem.expert_memory import task_network
 from cheem_jax.cheem.hee import exploit_table
-from cheem_jax.core.architecture import Choice, decode
+from cheem_jax.core.architecture import Architecture, Choice, decode
 from cheem_jax.core.ops import Expert, LowRank
 from cheem_jax.core.pool import Head, InternalMemory, TaskMemory, dense_experts, grow, pool_sizes
 from cheem_jax.engine.executor import Dense, Executor
@@ -19,9 +19,14 @@ from cheem_jax.engine.executor import Dense, Executor
 NUM_CLASSES, RANK = 10, 16
 
 
-def sampled_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed: int = 0) -> InternalMemory:
-    """A memory of tasks whose architectures are sampled as the exploiting sampler would, and not trained."""
-    rng, width = np.random.default_rng(seed), executor.config.width
+def sampled_memory(
+    executor: Executor, num_tasks: int, *, rank: int = RANK, architecture: Architecture | None = None
+) -> InternalMemory:
+    """A memory of tasks whose architectures are sampled as the exploiting sampler would, and not trained.
+
+    With `architecture` all tasks have that one, each with parameters of its own.
+    """
+    rng, width = np.random.default_rng(0), executor.config.width
     memory = InternalMemory(executor.base_pool)
 
     def normal(*shape: int) -> jax.Array:
@@ -34,15 +39,17 @@ def sampled_memory(executor: Executor, num_tasks: int, *, rank: int = RANK, seed
         return LowRank(normal(num_inputs, rank), normal(rank, width))
 
     for index in range(num_tasks):
-        table = sampled_table(rng, memory)
-        architecture = decode([rng.choice(len(row), p=row / row.sum()) for row in table], pool_sizes(memory.pool))
-        params = {i: learned(i, choice) for i, choice in enumerate(architecture) if choice.kind in ("adapt", "new")}
-        pool, used = grow(memory.pool, architecture, params, index)
+        chosen = architecture
+        if chosen is None:
+            table = sampled_table(rng, memory)
+            chosen = decode([rng.choice(len(row), p=row / row.sum()) for row in table], pool_sizes(memory.pool))
+        params = {i: learned(i, choice) for i, choice in enumerate(chosen) if choice.kind in ("adapt", "new")}
+        pool, used = grow(memory.pool, chosen, params, index)
         means, centroids = (rng.normal(size=(num, width)).astype(np.float32) for num in (executor.num_blocks, 5))
         names = tuple(f"class {i}" for i in range(NUM_CLASSES))
         head = Head(jnp.zeros((width, NUM_CLASSES)), jnp.zeros(NUM_CLASSES))
         memory = InternalMemory(
-            pool, (*memory.tasks, TaskMemory(f"task {index}", names, architecture, used, head, means, centroids))
+            pool, (*memory.tasks, TaskMemory(f"task {index}", names, chosen, used, head, means, centroids))
         )
     return memory
 

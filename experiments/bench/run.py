@@ -11,9 +11,11 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from flax.traverse_util import flatten_dict
 
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.core.atomic import write_atomically
@@ -78,22 +80,18 @@ def render(folder: Path) -> str:
         found = json.loads(file.read_text())
         sections += [f"## {file.stem}", f"{_machine(found['machine'], found['quick'])}.", _goals(found["rows"])]
         further = {name: value for name, value in found.items() if name not in SHOWN}
-        if numbers := dict(leaves(further)):
+        if numbers := leaves(further):
             sections.append(_numbers([numbers], [""]))
         for name, value in further.items():
             if isinstance(value, list) and value and isinstance(value[0], Mapping):
-                entries = [dict(leaves(entry)) for entry in value]
+                entries = [leaves(entry) for entry in value]
                 sections.append(_numbers(entries, [name, *[""] * (len(entries) - 1)]))
     return "\n\n".join(sections) + "\n"
 
 
-def leaves(found: Found, prefix: str = "") -> Iterator[tuple[str, str | float]]:
+def leaves(found: Found) -> dict[str, str | float]:
     """Single numbers and words by dotted names; samples and other lists are left out."""
-    for name, value in found.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{name}.")
-        elif isinstance(value, str | float | int):
-            yield f"{prefix}{name}", value
+    return {name: value for name, value in flatten_dict(found, sep=".").items() if isinstance(value, str | float | int)}
 
 
 def _machine(machine: Found, is_quick: bool) -> str:

@@ -6,16 +6,18 @@ Both sides compute the same numbers, which is checked exactly. Beside each ratio
 FLOPs alone would allow (attention products included, the last block for the CLS token alone).
 """
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from cheem_jax.cheem.evolution import SearchConfig, search
+from cheem_jax.cheem.expert_memory import TaskNetworks
 from cheem_jax.cheem.hee import uniform_table
 from cheem_jax.cheem.supernet import Supernet, SupernetState
 from cheem_jax.cheem.training import (
@@ -31,14 +33,13 @@ from cheem_jax.cheem.training import (
 )
 from cheem_jax.cli.main import parse
 from cheem_jax.core.architecture import Architecture, Choice
-from cheem_jax.core.ops import Expert
-from cheem_jax.core.pool import Head, InternalMemory, pool_sizes
+from cheem_jax.core.pool import DenseExperts, Head, InternalMemory, pool_sizes
 from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.task import Task
 from cheem_jax.engine.batches import batches
-from cheem_jax.engine.executor import Dense, Executor, Network
+from cheem_jax.engine.executor import Executor, Network
 from cheem_jax.engine.feed import Feed, HostImages
-from cheem_jax.engine.inference import Inference, Outline, bucket_sizes, pieces
+from cheem_jax.engine.inference import Inference, bucket_sizes, pieces
 from cheem_jax.engine.passes import count_right, token_means
 from cheem_jax.run.method import base_network
 from experiments.bench import measure
@@ -167,10 +168,12 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
     num = 32
     feed = kept(executor, measure.random_images(num, vit.config), batch_size=num)
     same = min(NUM_SAME, executor.num_blocks - 1)
-    planted = [base_network(executor), *leaving_networks(executor, 9, same)]
-    drawn = networks_of(sampled_memory(executor, 9))
+    planted, drawn = leaving_memory(executor, 9, same), sampled_memory(executor, 9)
     rows = []
-    for what, networks in ((f"all Reuse of the base in blocks 1-{same}", planted), ("drawn and consolidated", drawn)):
+    for what, memory, goal in (
+        (f"all Reuse of the base in blocks 1-{same}", planted, SIMILARITY), ("drawn and consolidated", drawn, None),
+    ):  # fmt: skip
+        networks = networks_of(memory)
 
         def means(chosen: Sequence[Network]) -> np.ndarray:
             return token_means(executor, chosen, feed, num, batch_size=num, advance=measure.ignore_advance).means
@@ -182,24 +185,14 @@ def similarities(name: str, image_size: int, repeats: int) -> list[Row]:
         )
         counted = separate_flops(vit.config, networks), tree_flops(vit.config, networks)
         note = f"{num} images at {image_size} pixels"
-        goal = SIMILARITY if networks is planted else None
         rows.append(shared_row(f"similarity pass, 10 networks, {what}, {name}", medians(times), counted, goal, note))
     return rows
 
 
-def leaving_networks(executor: Executor, num: int, same: int) -> list[list[Dense]]:
-    """Networks that reuse the base in the first `same` blocks and have experts of their own behind them."""
-    rng = np.random.default_rng(4)
-    base, found = base_network(executor), []
-    for index in range(1, num + 1):
-        network = list(base)
-        for block in range(same, executor.num_blocks):
-            expert = base[block].expert
-            assert expert is not None
-            moved = expert.weight + jnp.asarray(0.02 * rng.normal(size=expert.weight.shape), jnp.float32)
-            network[block] = Dense(index, Expert(moved, expert.bias))
-        found.append(network)
-    return found
+def leaving_memory(executor: Executor, num: int, same: int) -> InternalMemory:
+    """Tasks that reuse the base in the first `same` blocks and have experts of their own behind them."""
+    architecture = (Choice("reuse", 0),) * same + (Choice("new"),) * (executor.num_blocks - same)
+    return sampled_memory(executor, num, architecture=architecture)
 
 
 # ---- fine-tuning
@@ -253,49 +246,34 @@ def inferences(name: str, image_size: int, repeats: int) -> list[Row]:
     num = 8 if image_size <= 32 else 64
     images = measure.random_images(num, config)
     same = min(NUM_SAME, executor.num_blocks - 1)
-    planted, drawn = leaving_networks(executor, 3, same), networks_of(sampled_memory(executor, 9))[1:]
+    planted, drawn = leaving_memory(executor, 3, same), sampled_memory(executor, 9)
     rows = []
-    for what, networks in ((f"3 tasks that leave the base at block {same + 1}", planted), ("9 drawn tasks", drawn)):
+    for what, memory, goal in (
+        (f"3 tasks that leave the base at block {same + 1}", planted, INFERENCE), ("9 drawn tasks", drawn, None),
+    ):  # fmt: skip
         rng = np.random.default_rng(6)
-        tasks = rng.integers(0, len(networks), num)
-        heads = [Head(jnp.asarray(rng.normal(size=(config.width, 32)), jnp.float32), jnp.zeros(32)) for _ in networks]
-        inference = Inference(executor, base_network(executor), Given(networks, heads, NUM_CLASSES), batch_size=num)
+        tasks = rng.integers(0, len(memory.tasks), num)
+        heads = [jnp.asarray(rng.normal(size=task.head.weight.shape), jnp.float32) for task in memory.tasks]
+        learned = [
+            dataclasses.replace(task, head=Head(weight, task.head.bias))
+            for task, weight in zip(memory.tasks, heads, strict=True)
+        ]
+        networks = TaskNetworks(DenseExperts(memory.pool, 2**34), learned)
+        inference = Inference(executor, base_network(executor), networks, batch_size=num)
         inference.prepare()
         times = compare(
             lambda inference=inference, tasks=tasks: resumed(inference, images, tasks),
             lambda inference=inference, tasks=tasks: twice(inference, images, tasks),
             repeats,
         )
-        routed = [[inference.base, networks[task]] for task in tasks]
+        routed = [[inference.base, networks.network(task)] for task in tasks]
         counted = (
             sum(separate_flops(config, pair, from_images=True) for pair in routed),
             sum(tree_flops(config, pair, from_images=True) for pair in routed),
         )
         note = f"{num} images at {image_size} pixels, groups padded to {bucket_sizes(inference.rows)}"
-        goal = INFERENCE if networks is planted else None
         rows.append(shared_row(f"inference with the task unknown, {what}, {name}", medians(times), counted, goal, note))
     return rows
-
-
-class Given(NamedTuple):
-    """Finished networks with their (padded) heads, as `Inference` takes them."""
-
-    networks: Sequence[Network]
-    heads: Sequence[Head]
-    num_classes: int
-
-    @property
-    def outlines(self) -> list[Outline]:
-        """See `Networks`."""
-        return [Outline(tuple(step.code for step in network), self.num_classes) for network in self.networks]
-
-    def network(self, index: int) -> Network:
-        """See `Networks`."""
-        return self.networks[index]
-
-    def head(self, index: int) -> Head:
-        """See `Networks`."""
-        return self.heads[index]
 
 
 def resumed(inference: Inference, images: np.ndarray, tasks: np.ndarray) -> np.ndarray:

@@ -27,14 +27,14 @@ from studies.components.learning import (
     Learner,
     Network,
     Training,
+    Units,
+    chosen_rate,
     components_of,
     num_params,
     pieces_of,
     put_back,
     taken,
 )
-from studies.components.report import rows_of
-from studies.components.units import Units, chosen_rate
 
 BY_NAME = {component.name: component for component in COMPONENTS}
 TRAINING = Training(2, (1e-9, 1e-2), batch_size=16, head_rate=1e-6, max_train=32)
@@ -242,7 +242,7 @@ def test_forgetting_of_seeds_has_a_mean_and_a_standard_deviation():
         for seed in sequences for index in range(2)
     ]  # fmt: skip
     setting = {"training": {"rates": [0.1]}, "seeds": [0, 1], "tasks": ["a", "b"], "backbone_params": 400}
-    (row,) = rows_of(entries, [BY_NAME["ln1"]], {"ln1": 8}, setting)
+    (row,) = component_study.rows_of(entries, [BY_NAME["ln1"]], {"ln1": 8}, setting)
     assert row["average_forgetting"]["mean"] == pytest.approx(10) and row["params_percent"] == 2
     assert row["average_forgetting"]["std"] == pytest.approx(20 / np.sqrt(2))
     assert row["average_accuracy"] == {"mean": 70, "std": 0, "runs": [70, 70]}

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 from jaxtyping import Float, Int
-from study import check_same, rebuilt
 
 from cheem_jax.backbone.weights import Pretrained
 from cheem_jax.baselines.catalogue import Networks, make, preset_of
@@ -14,7 +13,9 @@ from cheem_jax.baselines.moal import Moal
 from cheem_jax.baselines.prompting import Prompting
 from cheem_jax.core.keys import Keys
 from cheem_jax.data.task import Stream
+from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig
+from cheem_jax.memory.directory import settings_of
 from cheem_jax.report.finished import RunRecord
 from cheem_jax.run_config import networks_of
 from studies.heads.theory import match_probability, match_with_unequal_rivals
@@ -169,6 +170,21 @@ def by_task(measured: Measured) -> list[dict[str, Any]]:
     return [{**about, "task": margins.task, **summary([margins])} for margins in measured.margins]
 
 
+def check_same(run: RunRecord, stream: Stream, pretrained: Pretrained) -> None:
+    """ValueError unless images and labels of the tasks, and the weights, are those that the run saw."""
+    known, found = run.config["data_sha256"], {task.name: data_hash(task) for task in stream.tasks}
+    if other := [name for name in dict.fromkeys([*run.order, *found]) if known.get(name) != found.get(name)]:
+        raise ValueError(
+            f"{run.directory} saw other images or labels of {', '.join(other)} than {stream.name!r} contains here; "
+            "give the --stream, --data-dir and --split-seed of that run"
+        )
+    if pretrained.sha256 != (weights := run.config["weights_sha256"]):
+        raise ValueError(
+            f"{run.directory} began with weights {weights:.12}, but those of {pretrained.config.name!r} from "
+            f"{pretrained.source} are {pretrained.sha256:.12}; give its --weights"
+        )
+
+
 def measure(
     run: RunRecord, stream: Stream, pretrained: Pretrained, workshop: dict[Any, Networks] | None = None
 ) -> list[Margins]:
@@ -176,10 +192,10 @@ def measure(
 
     Raises ValueError for other images or weights than the run's, and for checkpoints that are not whole.
     """
-    check_same(run.directory, run.config, run.order, stream, pretrained)
-    name = run.results["method"]
-    engine = rebuilt(EngineConfig(), run.config["engine"])
-    config = rebuilt(preset_of(name, "paper"), run.config[name])
+    check_same(run, stream, pretrained)
+    name, file = run.results["method"], run.directory / "config.json"
+    engine = settings_of(EngineConfig, run.config["engine"], file)
+    config = settings_of(type(preset_of(name, "paper")), run.config[name], file)
     networks = networks_of(pretrained, None, config, engine, workshop=workshop)
     method = cast(Prompting | Ewc | Moal, make(config, networks, Keys(run.config["seed"]), len(stream.tasks)))
     method.open(run.directory / "checkpoints" / name)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import small
 from rich.console import Console
-from study import check_same, rebuilt
 
 from cheem_jax.baselines.catalogue import preset_of
 from cheem_jax.baselines.ewc import EwcConfig
@@ -22,10 +21,10 @@ from cheem_jax.baselines.l2p import L2pConfig
 from cheem_jax.cheem.training import FitConfig
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.task import Stream
+from cheem_jax.memory.directory import settings_of
 from cheem_jax.report.finished import RunRecord, read
 from cheem_jax.run.progress import Progress
-from studies.heads.margins import Margins, Measured, by_class, fit_of, margins_of, measure, summary
-from studies.heads.page import verdict
+from studies.heads.margins import Margins, Measured, by_class, check_same, fit_of, margins_of, measure, summary
 from studies.heads.theory import match_probability, match_with_one_rival, match_with_unequal_rivals
 
 SETTINGS = [(0.0, 1.0, 1.0), (2.0, 1.0, 1.0), (-1.5, 0.5, 2.0), (3.0, 30.0, 1.0), (0.3, 1e-4, 1.0), (0.3, 1.0, 1e-5)]
@@ -156,9 +155,9 @@ def test_logits_that_are_not_finite_or_have_no_rivals_are_refused():
 def test_settings_come_back_from_the_json_of_a_run():
     config = L2pConfig(pool=7, layers=(0, 2), fit=FitConfig(epochs=3, learning_rate=0.5))
     held = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert rebuilt(preset_of("l2p", "paper"), held) == config
+    assert settings_of(type(preset_of("l2p", "paper")), held, Path("config.json")) == config
     with pytest.raises(ValueError, match=r"unknown settings \['depth'\]"):
-        rebuilt(L2pConfig(), {"depth": 3})
+        settings_of(L2pConfig, {"depth": 3}, Path("config.json"))
 
 
 def test_the_verdict_names_the_task_that_is_farthest_off():
@@ -166,11 +165,11 @@ def test_the_verdict_names_the_task_that_is_farthest_off():
         {"method": "l2p", "task": "near", "match": 0.5, "predicted": 0.6, "predicted_by_class": 0.5},
         {"method": "ewc", "task": "far", "match": 0.25, "predicted": 0.55, "predicted_by_class": 0.3},
     ]
-    text = verdict(tasks)
+    text = head_analysis.verdict(tasks)
     assert "over 2 tasks: -20.0 points on average, from -30.0 to -10.0" in text
     assert "EWC on far: measured 25.0 %, predicted 55.0 %" in text and "rivals are not alike" in text
     tasks[1]["predicted_by_class"] = 0.6
-    assert "not normal, or not independent" in verdict(tasks)
+    assert "not normal, or not independent" in head_analysis.verdict(tasks)
 
 
 WORKSHOP = {}
@@ -234,11 +233,10 @@ def test_cells_are_means_over_runs_and_heads_of_their_own_have_no_match(finished
 @pytest.mark.full
 def test_other_pictures_or_weights_than_the_runs_are_refused(finished):
     tasks = (small.stream(2).tasks[0], small.task("task1", 7, num_classes=4))
-    run = finished.directory, finished.config, finished.order
     with pytest.raises(ValueError, match="saw other images or labels of task1 than 'small' .*--data-dir"):
-        check_same(*run, Stream("small", tasks), small.pretrained())
+        check_same(finished, Stream("small", tasks), small.pretrained())
     with pytest.raises(ValueError, match="began with weights seed 0, but .* are seed 1; give its --weights"):
-        check_same(*run, small.stream(2), small.pretrained(1))
+        check_same(finished, small.stream(2), small.pretrained(1))
 
 
 @pytest.mark.full
@@ -265,10 +263,10 @@ def test_runs_that_are_told_the_task_or_differ_otherwise_are_left_out(finished, 
 @pytest.mark.full
 def test_pictures_and_weights_are_looked_for_where_the_run_had_them(finished):
     config = {**finished.config, "stream": "mtil", "pixels": [[0, 0, 0], [1, 1, 1]]}
-    source = head_analysis.HeadAnalysis(split_seed=3).settings(config, config["tasks"])
+    source = head_analysis.HeadAnalysis(split_seed=3).settings(config)
     assert (source.stream, source.tasks, source.backbone, source.image_size) == ("mtil", "task0,task1", "vit_test", 8)
     assert (source.split_seed, source.pixel_norm) == (3, "unit")
-    elsewhere = head_analysis.HeadAnalysis(stream="folder/of/tasks").settings(finished.config, config["tasks"])
+    elsewhere = head_analysis.HeadAnalysis(stream="folder/of/tasks").settings(finished.config)
     assert (elsewhere.stream, elsewhere.pixel_norm) == ("folder/of/tasks", "checkpoint")
 
 

@@ -62,17 +62,9 @@ def printed() -> Mapping[str, Mapping[Cell, Printed]]:
 def most_precise(cell: Cell) -> float | None:
     """A number from the table that prints the most digits of it."""
     tables = printed()
-    for table, variant in (
-        ("full", ""),
-        ("placement", "mlp_down"),
-        ("breakdown", ""),
-        ("upper_bounds", ""),
-        ("clip", ""),
-    ):
-        number = tables[table].get(cell._replace(variant=variant))
-        if number is not None:
-            return number.value
-    return None
+    variants = {"full": "", "placement": "mlp_down", "breakdown": "", "upper_bounds": "", "clip": ""}
+    numbers = (tables[table].get(cell._replace(variant=variant)) for table, variant in variants.items())
+    return next((number.value for number in numbers if number is not None), None)
 
 
 def recomputed_fom(stream: str, backbone: str, method: str) -> float | None:

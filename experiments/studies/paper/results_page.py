@@ -16,14 +16,14 @@ from cheem_jax.core.routing import RouterConfig
 from cheem_jax.report.comparison import comparison, measure
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid
-from studies.paper.again import Beside, again_section, changed_verdicts, load_beside, sizes_lines
+from studies.paper import results_setting
 from studies.paper.claims import CHEEM, claims, in_short, paired_grid, unbeaten, verdict_grid
 from studies.paper.collected import Cell, Cells, is_usual, load, usual_of
 from studies.paper.merit import ahead_line, cost_of_router, merit_section, sides_of
 from studies.paper.paired import RESAMPLES
 from studies.paper.printed import Cell as PrintedCell
 from studies.paper.printed import printed
-from studies.paper.results_setting import setting_sections
+from studies.paper.results_setting import Beside, load_beside, setting_sections
 from studies.routers.page import NAMES, sections_of, told_gain
 
 Results = Mapping[str, Any]
@@ -61,7 +61,7 @@ def page_of(
     """The whole page as Markdown; `notes` was written by hand and is taken as it is."""
     first = rows[0].runs[0]
     judged = [(claim, claim.check(cells)) for claim in claims()]
-    changed = changed_verdicts(beside.again, cells, judged)
+    changed = results_setting.changed_verdicts(beside.again, cells, judged)
     others = [cell for cell in cells if not is_usual(cells, cell)]
     pairs = [(cell.title, cell, usual_of(cells, cell.method) or Cell(cell.method)) for cell in others]
     variants = [Row(cell.title, cell.method, results_of(cells, cell)) for cell in others]
@@ -82,7 +82,7 @@ def page_of(
         + unbeaten(baselines, cells, measured)
         + ahead_line(sides)
         + beyond(routers)
-        + sizes_lines(beside.sizes, measured, routers, first["image_size"]),
+        + results_setting.sizes_lines(beside.sizes, measured, routers, first["image_size"]),
         "## What the paper claims, checked here",
         CLAIMS,
         verdict_grid(judged).to_markdown(),
@@ -95,7 +95,7 @@ def page_of(
         *([BASELINES_TEXT, paired_grid("CHEEM minus", baselines, cells)] if baselines else []),
         *(["### Variants and other orders", method_grid(variants).to_markdown()] if variants else []),
         *([PAIRED_TEXT, paired_grid("variant", pairs, cells)] if others else []),
-        *again_section(beside.again, cells, [*(cell for _, _, cell in baselines), *others], changed),
+        *results_setting.again_section(beside.again, cells, [*(cell for _, _, cell in baselines), *others], changed),
         "## Accuracy by task",
         f"After the last task, in %, mean{deviation} over runs.",
         task_grid(

@@ -75,7 +75,7 @@ def test_paths_of_a_command_become_words():
         "x",
     ]
     names = collect.places_of(command, {"stream": "/d", "data_dir": None})
-    assert [collect.named(word, names) for word in command] == [
+    assert [names.get(word, word) for word in command] == [
         "mtil.py", "--weights", "WEIGHTS", "--base-data", "DATA/base.zip", "--images.cache-dir", "IMAGES_CACHE_DIR",
         "--tasks", "x",
     ]  # fmt: skip

@@ -11,21 +11,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 from scipy.stats import binomtest
 
-from studies.planting.stream import PLAN, RELATED, place_of
-from studies.planting.structure import (
-    FAMILY,
-    NEW,
-    STRANGER,
-    Costs,
-    Counts,
-    counts_of,
-    expected,
-    first_level_lead,
-    first_share,
-    random_experts,
-    random_networks,
-    structure_of,
-)
+from studies.planting import structure
+from studies.planting.structure import FAMILY, NEW, PLAN, RELATED, STRANGER, Costs, Counts, counts_of, place_of
 
 NUM_REDRAWN = 4000
 """Structures drawn by chance per run."""
@@ -132,17 +119,17 @@ CLAIMS = (
 
 def judge(results: Mapping[str, Any], costs: Costs) -> dict[str, Verdict | None]:
     """Every claim about one run; None where it had nothing to find, because no expert was there."""
-    structure = structure_of(results, costs)
+    own = structure.structure_of(results, costs)
     rng = np.random.default_rng(results["seed"])
-    by_chance = expected(structure)
+    by_chance = structure.expected(own)
     # S of every task to the earlier networks, the backbone's first; NaN where one skips the block
     similarity = [np.array(task, float) for task in results["similarity"]]
     measured, random, exchanged = (
         measure(counts_of(drawn), by_chance)
         for drawn in (
-            structure,
-            random_networks(structure, rng, NUM_REDRAWN),
-            random_experts(structure, rng, NUM_REDRAWN),
+            own,
+            structure.random_networks(own, rng, NUM_REDRAWN),
+            structure.random_experts(own, rng, NUM_REDRAWN),
         )
     )
     verdicts: dict[str, Verdict | None] = {}
@@ -203,8 +190,8 @@ def _similar(similarity: Sequence[Float[np.ndarray, "E L"]], task: int, kind: st
     def measured(task: int, network: int, networks: Sequence[int]) -> tuple[float, float]:
         rivals = [other for other in networks if other != network]
         if kind == "offered":
-            return first_level_lead(similarity[task], network, rivals), 1.0
-        return first_share(similarity[task], network, rivals)
+            return structure.first_level_lead(similarity[task], network, rivals), 1.0
+        return structure.first_share(similarity[task], network, rivals)
 
     own, networks = relative_and_rivals(task)
     value, level = measured(task, own, networks)

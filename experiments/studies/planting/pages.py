@@ -8,8 +8,7 @@ from charts import spread
 
 from cheem_jax.report.table import NONE, Grid
 from studies.planting.claims import CLAIMS, NUM_REDRAWN, Summary, Verdict, holm, judge, summarise
-from studies.planting.stream import NAMES, PLAN
-from studies.planting.structure import BASE, FAMILY, NEW, SKIP, STRANGER, Costs, counts_of, structure_of
+from studies.planting.structure import NAMES, PLAN, Costs, counts_of, structure_of
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Results by sampling, one per seed."""
@@ -34,18 +33,6 @@ def judge_all(runs: Runs, costs: Costs) -> Judged:
         for sampling, found in verdicts.items()
     ]
     return Judged(verdicts, summaries)
-
-
-def plan_grid() -> Grid:
-    """What was planted."""
-    rows = tuple((f"T{i} {task.name}", task.role, task.relative or NONE, task.answer) for i, task in enumerate(PLAN))
-    return Grid("What was planted", ("task", "role", "made from", "right answer"), rows, 4)
-
-
-def criteria_grid() -> Grid:
-    """What counts as a yes."""
-    rows = tuple((claim.name, claim.statement, claim.value, claim.criterion) for claim in CLAIMS)
-    return Grid("What counts as found", ("claim", "statement", "value", "found if"), rows, 4)
 
 
 def claims_grid(summaries: Sequence[Summary]) -> Grid:
@@ -82,7 +69,7 @@ def tasks_grid(runs: Runs, costs: Costs) -> Grid:
                 f"T{index} {name}", TITLES[sampling], spread(accuracy), spread(frozen),
                 f"{np.mean([100 * count.flops[0, index] / costs.plain for count in counts]):.1f}",
                 spread([float(count.added[0, index]) for count in counts], 2),
-                *(f"{source[kind]:.1f}" for kind in (FAMILY, STRANGER, BASE, NEW, SKIP)),
+                *(f"{blocks:.1f}" for blocks in source),
                 f"{np.mean([count.adapts[0, index] for count in counts]):.1f}",
             ))  # fmt: skip
     return Grid("What the tasks got", columns, tuple(rows), 2)
@@ -118,9 +105,11 @@ def page(runs: Runs, judged: Judged, costs: Costs, setting: str) -> str:
     parts = ["# Planted synergy", setting, "## Findings"]
     parts += findings(runs, judged.summaries)
     parts += ["![target networks of all runs](architectures.png)"]
+    plan = tuple((f"T{i} {task.name}", task.role, task.relative or NONE, task.answer) for i, task in enumerate(PLAN))
+    criteria = tuple((claim.name, claim.statement, claim.value, claim.criterion) for claim in CLAIMS)
     for grid, note in (
-        (plan_grid(), ""),
-        (criteria_grid(), ""),
+        (Grid("What was planted", ("task", "role", "made from", "right answer"), plan, 4), ""),
+        (Grid("What counts as found", ("claim", "statement", "value", "found if"), criteria, 4), ""),
         (claims_grid(judged.summaries), NOTE),
         (tasks_grid(runs, costs), TASKS_NOTE),
     ):

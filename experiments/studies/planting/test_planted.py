@@ -15,19 +15,22 @@ from cheem_jax.cli.main import run_command
 from cheem_jax.core.architecture import from_strings
 from studies.planting import claims, pages
 from studies.planting.claims import CLAIMS, Verdict, judge, summarise, yes_distribution
-from studies.planting.stream import LAGS, NAMES, draw_noise, planted_stream
 from studies.planting.structure import (
     BASE,
     FAMILY,
+    LAGS,
+    NAMES,
     NEW,
     SKIP,
     STRANGER,
     Costs,
     costs_of,
     counts_of,
+    draw_noise,
     expected,
     first_level_lead,
     first_share,
+    planted_stream,
     random_experts,
     random_networks,
     sources,

@@ -18,8 +18,7 @@ from cheem_jax.data.task import Stream
 from cheem_jax.run.progress import Progress
 from cheem_jax.run.record import read
 from studies.searching import units
-from studies.searching.measures import correlation, costs, found_by, gain, rankings
-from studies.searching.report import grids_of
+from studies.searching.report import correlation, costs, found_by, gain, grids_of, rankings
 from studies.searching.units import Counted
 
 STREAM = small.stream(2)
