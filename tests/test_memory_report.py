@@ -20,8 +20,8 @@ from cheem_jax.cli.report import Tensorboard, write_tensorboard
 from cheem_jax.cli.watch import Watch, watch_run
 from cheem_jax.memory import Score
 from cheem_jax.report import finished
+from cheem_jax.report.figures import write_report
 from cheem_jax.report.live import line
-from cheem_jax.report.markdown import write_report
 from cheem_jax.report.memories import num_forgotten
 from cheem_jax.report.page.assemble import architectures, page
 from cheem_jax.report.page.charts import pool_growth
