@@ -18,7 +18,7 @@ from cheem_jax.core.paths import absolute, shown
 from cheem_jax.data.task import Stream, Task
 from cheem_jax.engine import hosts
 from cheem_jax.engine.compilation import Mark
-from cheem_jax.report.markdown import write_report
+from cheem_jax.report.figures import write_report
 from cheem_jax.report.status import Status
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint

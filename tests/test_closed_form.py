@@ -166,5 +166,5 @@ def test_the_report_says_what_the_search_ranked_by():
     assert search["score"] == "closed_form" and search["num_images"] == 24 + len(TASK.val.labels)
     assert report["score"] == search["correct"][search["chosen"]] / search["num_images"] <= report["best_score"]
     assert "validation_accuracy" not in report
-    (chart,) = search_chart(Recorded({}, [report]), 0.02).variants
+    (chart,) = search_chart(Recorded({}, [report]), 0.02).variants.values()
     assert "ridge head" in str(chart)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cheem_jax.report.data_figures import StreamRow, contact_sheet, stream_figure
+from cheem_jax.report.figures import StreamRow, contact_sheet, stream_figure
 
 RED, GREEN, EMPTY = (200, 30, 40), (10, 160, 60), (0xF4, 0xF4, 0xF4)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import COLOURS
 from cheem_jax.report import figures, table
-from cheem_jax.report.markdown import write_report
+from cheem_jax.report.figures import write_report
 from cheem_jax.report.table import spread
 
 OPS = ("reuse:0", "adapt:0", "new", "skip", "reuse:0")

@@ -21,9 +21,8 @@ from cheem_jax.backbone.flops import backbone_flops
 from cheem_jax.cli.report import Report, write_report_page
 from cheem_jax.report.finished import read, record_of
 from cheem_jax.report.page.assemble import text_of
-from cheem_jax.report.page.charts import search_chart
+from cheem_jax.report.page.charts import EmptySection, search_chart
 from cheem_jax.report.page.examples import data_uri
-from cheem_jax.report.page.specs import EmptySection
 from cheem_jax.report.table import spread
 from cheem_jax.run import record
 from cheem_jax.run.progress import duration
@@ -495,11 +494,12 @@ def test_cells_without_an_accuracy_stay_empty(run):
 def test_the_ring_is_around_the_chosen_candidate(run):
     [found], _ = read([run])
     chart = search_chart(record_of(found), 0.02)
-    dots, ring = chart.variants[0].spec["data"]
+    spec = next(iter(chart.variants.values()))
+    dots, ring = spec["data"]
     assert (ring["x"], ring["y"]) == ([12.0], [90.0])
     assert dots["y"] == [50.0, 60.0, 80.0, 90.0, 90.0]  # of six candidates one has no score
     assert dots["x"] == [10.0, 20.0, 15.0, 30.0, 12.0]
-    [band] = chart.variants[0].spec["layout"]["shapes"]
+    [band] = spec["layout"]["shapes"]
     assert (band["y0"], band["y1"]) == (88.0, 90.0)
     assert dots["marker"]["color"] == [1, 1, 2, 3, 3]
 

@@ -211,7 +211,7 @@ def show_data(settings: Show) -> None:
     if source is None or None not in (settings.what, settings.stream):
         raise ValueError("give either the task to show or --stream with a benchmark; e.g. `cheem data show food101`")
     # drawing takes seconds to import, which no other command should wait for
-    from cheem_jax.report.data_figures import StreamRow, contact_sheet, stream_figure
+    from cheem_jax.report.figures import StreamRow, contact_sheet, stream_figure
 
     name, plans = plan_source(source, data_dir=settings.data_dir, order=settings.order, seed=settings.split_seed)
     say = Progress().say

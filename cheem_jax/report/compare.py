@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from cheem_jax.run.differences import Leaf, dotted, leaves, sentence, settings_apart
+from cheem_jax.run.differences import Leaf, dotted, leaves, settings_apart
 from cheem_jax.run.directory import NAME
 from cheem_jax.run.record import read, read_object
 
@@ -80,7 +80,7 @@ def difference_of_records(first: Sequence[Entry], second: Sequence[Entry], tasks
 
 def _different(subject: str, leaf: Leaf) -> Difference:
     place = f"{subject}: {dotted(leaf.place)}"
-    return Difference(place, sentence(place, leaf.first, leaf.second))
+    return Difference(place, str(leaf._replace(place=(place,))))
 
 
 def _by_subject(entries: Sequence[Entry], tasks: Sequence[str]) -> dict[str, Entry]:

@@ -48,11 +48,10 @@ def measure(run: Mapping[str, Any], name: str) -> float | None:
     """One number of a run's results; upper bounds have no task-agnostic accuracy."""
     if name.startswith("flops_"):
         return run["flops"][name.removeprefix("flops_")]
-    if run["method"] in UPPER_BOUNDS and name in ("average_accuracy", "average_forgetting"):
+    is_bound = run["method"] in UPPER_BOUNDS
+    if name == "fom" or (is_bound and name in ("average_accuracy", "average_forgetting")):
         return None
     value = run.get(name)
-    if name == "fom":
-        return None
     return float(np.mean(value)) if isinstance(value, list) else value
 
 

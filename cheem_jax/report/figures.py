@@ -1,29 +1,75 @@
-"""The figures of a run as PNG files, from `results.json`, without a display."""
+"""What a run leaves to look at: PNG files and `report.md`, from `results.json`; and example images of a stream.
 
+Nothing here needs a display. `report.md.jinja` has the report's text.
+"""
+
+import functools
 import io
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Integer, UInt8
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont
 from matplotlib.patches import FancyBboxPatch
+from PIL import Image, ImageDraw, ImageFont
 
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.metrics import matrix_from_json
 from cheem_jax.core.ops import COLOURS
-from cheem_jax.report.memories import MARK, cell_text, origin_name
-from cheem_jax.report.table import MEANING, percent, spread
+from cheem_jax.report import memories
+from cheem_jax.report.table import MEANING, Grid, method_grid, percent, setting_rows, spread, task_grid
+from cheem_jax.run.progress import duration
 
 INK, FAINT = "#262626", "#757575"
 DPI = 150
 MOST_ROWS, MOST_CELLS = 60, 30
 """Tasks in a grid of architectures, and along a side of a heat map."""
 LONGEST_NAME = 28
+EMPTY, FRAME = "#f4f4f4", "#dcdcdc"
+COLUMNS, ROWS = 10, 8
+"""Images next to each other, and rows of a contact sheet."""
+MOST_OF_CLASS, MOST_OF_TASK = 8, 5
+"""Images of a class in a contact sheet, and of a task in the figure of a stream."""
+SIDE = 112
+"""About the pixels of an image's side."""
+MARGIN, GAP, TITLE, CAPTION = 28, 12, 50, 24
+"""Pixels, as all positions are, so that images keep whole pixels."""
+
+Images = UInt8[np.ndarray, "_ _ _ 3"]
+"""`[K, S, S, 3]`, of other sizes in each group."""
 Results = Mapping[str, Any]
+
+
+def write_report(directory: Path, results: Results) -> Path:
+    """Draw the figures into `figures/`, write `report.md` next to them and return its file."""
+    accuracy_heatmap(results, directory / "figures" / "accuracy.png")
+    if "pool" in results:
+        architecture_grid(results, directory / "figures" / "architectures.png")
+    compiled, splits = results["compile"], results.get("split_sha256", {})
+    spent = f"{duration(results['seconds_total'])}, of which {compiled['seconds']:.1f} s to compile "
+    setting = [*setting_rows(results), ("time", f"{spent}{compiled['programs']} functions")]
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, keep_trailing_newline=True,
+        trim_blocks=True,
+    )  # fmt: skip
+    text = environment.get_template("report.md.jinja").render(
+        results=results, methods=method_grid(results), tasks=task_grid(results),
+        setting=Grid("setting", ("setting", "value"), tuple(setting), 2),
+        just_trained=", ".join(map(percent, results["just_trained"])),
+        empty=memories.unmeasured(results), unavailable=memories.UNAVAILABLE,
+        forgotten=memories.ROUTED_TO_FORGOTTEN if memories.routed_to_forgotten(results) else "",
+        splits=", ".join(f"{name} `{sha256[:12]}`" for name, sha256 in splits.items() if sha256),
+    )  # fmt: skip
+    write_atomically(directory / "report.md", text)
+    return directory / "report.md"
 
 
 def architecture_grid(results: Results, file: Path, title: str | None = None) -> None:
@@ -43,14 +89,14 @@ def architecture_grid(results: Results, file: Path, title: str | None = None) ->
         axes.text(-0.15, row + 0.5, label, ha="right", va="center", color=INK, fontsize=10)
     for row, task in enumerate([results["tasks"][index] for index in shown], start=1):
         for block, choice in enumerate(from_strings(task["architecture"])):
-            text = cell_text(choice, pool[block])
-            has_mark |= MARK in text
+            text = memories.cell_text(choice, pool[block])
+            has_mark |= memories.MARK in text
             ink = "#6b4a58" if choice.kind == "skip" else INK
             _cell(axes, block, row, colour=COLOURS[choice.kind], text=text, ink=ink)
         added = f"{task['params_added_percent']:.1f} %"
         axes.text(num_blocks + 0.2, row + 0.5, added, ha="left", va="center", color=FAINT, fontsize=9)
     title = title or f"The target network of each task: {results['stream']}, {results['backbone']}"
-    title += _of(shown, names) + (f" ({MARK}: from a forgotten task)" if has_mark else "")
+    title += _of(shown, names) + (f" ({memories.MARK}: from a forgotten task)" if has_mark else "")
     axes.text(num_blocks / 2, -1.1, title, ha="center", va="bottom", fontsize=12, color=INK)
     axes.legend(
         [FancyBboxPatch((0, 0), 1, 1, facecolor=colour, edgecolor="none") for colour in COLOURS.values()],
@@ -108,7 +154,7 @@ def _labels(results: Results) -> list[str]:
     names = [task["name"] for task in results["tasks"]]
     names = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…" for name in names]
     names = [name.replace("$", r"\$") for name in names]  # a pair would start a formula
-    return [f"{origin_name(index)} {name}" for index, name in enumerate(names)]
+    return [f"{memories.origin_name(index)} {name}" for index, name in enumerate(names)]
 
 
 def _of(shown: list[int], names: list[str]) -> str:
@@ -119,3 +165,85 @@ def _cell(axes: Axes, column: int, row: int, *, colour: str, text: str, ink: str
     corner, shape = (column + 0.1, row + 0.14), "round,pad=0.03,rounding_size=0.1"
     axes.add_patch(FancyBboxPatch(corner, 0.8, 0.72, boxstyle=shape, facecolor=colour, edgecolor="none"))
     axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", color=ink, fontsize=9)
+
+
+class StreamRow(NamedTuple):
+    """One task of a stream as its figure shows it."""
+
+    name: str
+    classes: int
+    num_train: int
+    num_val: int
+    num_test: int
+    examples: Images
+    """At most five are shown."""
+
+
+def contact_sheet(
+    images: Images, labels: Integer[np.ndarray, "_"], classes: Sequence[str], file: Path, *, title: str
+) -> None:
+    """Examples of each class over its name, as many as there is room for.
+
+    Where there are more classes than places, some are left out, evenly spread.
+    """
+    chosen = spread(len(classes), COLUMNS * ROWS)
+    groups = [(classes[label], images[labels == label]) for label in chosen]
+    _draw(groups, min(MOST_OF_CLASS, COLUMNS * ROWS // len(chosen)), file, title)
+
+
+def stream_figure(rows: Sequence[StreamRow], file: Path, *, title: str) -> None:
+    """Examples of each task in learning order over its name, its classes and images."""
+    groups = [
+        (f"T{index} {row.name}: {row.classes:,} classes, {row.num_train:,} training, {row.num_val:,} validation and "
+         f"{row.num_test:,} test images", row.examples)
+        for index, row in enumerate(rows)
+    ]  # fmt: skip
+    _draw(groups, MOST_OF_TASK, file, title)
+
+
+def _draw(groups: Sequence[tuple[str, Images]], each: int, file: Path, title: str) -> None:
+    """A PNG of at most `each` images of every group over its caption; an empty box where it has none."""
+    num_columns = min(COLUMNS // each, len(groups)) * each
+    num_rows = math.ceil(len(groups) * each / num_columns)
+    # small images in whole multiples, so that every pixel stays a square; large ones reduced
+    side = groups[0][1].shape[1]
+    side = SIDE if side > 1.5 * SIDE else side * max(1, round(SIDE / side))
+    wide, tall = side + GAP, side + CAPTION
+    title = _shortened(title, 10 * DPI, 12)
+    width = max(num_columns * wide - GAP, math.ceil(_font(12).getlength(title))) + 2 * MARGIN
+    left = (width - num_columns * wide + GAP) // 2
+    figure = Image.new("RGB", (width, TITLE + num_rows * tall + MARGIN // 2), "white")
+    drawing = ImageDraw.Draw(figure)
+    drawing.text((width / 2, TITLE / 2), title, font=_font(12), fill=INK, anchor="mm")
+    for number, (caption, images) in enumerate(groups):
+        row, column = divmod(number * each, num_columns)
+        x, y = left + column * wide, TITLE + row * tall
+        num = min(each, len(images))
+        for place in range(num):
+            image, at = images[place * len(images) // num], x + place * wide
+            # a thin frame, since many an image is white at its edge
+            drawing.rectangle((at - 1, y - 1, at + side, y + side), fill=FRAME)
+            method = Image.Resampling.NEAREST if len(image) <= side else Image.Resampling.LANCZOS
+            figure.paste(Image.fromarray(image).resize((side, side), method), (at, y))
+        if not num:
+            drawing.rectangle((x, y, x + side - 1, y + side - 1), fill=EMPTY)
+        caption = _shortened(caption, each * wide - GAP, 7)
+        drawing.text((x, y + side + 13), caption, font=_font(7), fill=INK, anchor="lm")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = io.BytesIO()
+    figure.save(content, "PNG")
+    write_atomically(file, content.getvalue())
+
+
+def _shortened(text: str, room: float, size: float) -> str:
+    """The text in one line, cut off at so many pixels."""
+    text = " ".join(text.encode(errors="replace").decode().split())
+    kept = text[: int(room) + 1]  # no letter is narrower than a pixel
+    while len(kept) > 1 and _font(size).getlength(kept) > room:
+        kept = f"{kept[:-2].rstrip()}…"
+    return kept
+
+
+@functools.cache
+def _font(size: float) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(findfont("DejaVu Sans"), round(size * DPI / 72))

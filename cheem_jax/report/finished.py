@@ -133,9 +133,6 @@ def record_of(run: RunRecord) -> Recorded:
     return Recorded(begin, sorted(own, key=lambda report: report["index"])[: len(run.order)])
 
 
-IDENTITY = ("image_size", "data_sha256", "weights_sha256", "split_sha256", "preset")
-
-
 def check_comparable(runs: Sequence[RunRecord]) -> None:
     """Raises ValueError where runs of one table differ in data, weights or pixels, or runs of one cell in settings."""
     first: dict[tuple[str, str], RunRecord] = {}
@@ -147,8 +144,7 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
                 f"{run.directory} and {reference.directory} are both {' on '.join(run.place)}, but only one of them "
                 f"has {', '.join(apart)}; tabulate them separately"
             )
-        theirs, ours = ({key: _identity(other, key) for key in IDENTITY} for other in (reference, run))
-        if found := list(leaves(theirs, ours)):
+        if found := list(leaves(_identity(reference), _identity(run))):
             raise ValueError(
                 f"{reference.directory} and {run.directory} are both {' on '.join(run.place)}, but "
                 f"{summary(found, 'values')}; tabulate them separately"
@@ -161,10 +157,10 @@ def check_comparable(runs: Sequence[RunRecord]) -> None:
             )
 
 
-def _identity(run: RunRecord, key: str) -> object:
-    if key == "preset":  # "paper, changed" where single settings differ
-        return run.results["preset"].split(",")[0]
-    return run.config.get(key, run.results.get(key))
+def _identity(run: RunRecord) -> dict[str, Any]:
+    keys = ("image_size", "data_sha256", "weights_sha256", "split_sha256")
+    preset = run.results["preset"].split(",")[0]  # "paper, changed" where single settings differ
+    return {key: run.config.get(key, run.results.get(key)) for key in keys} | {"preset": preset}
 
 
 def cell_of(run: RunRecord) -> tuple[object, ...]:
@@ -180,11 +176,11 @@ def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
 def variant_of(run: RunRecord) -> str:
     """How a run differs from the usual one of its method: placement, sampling and other settings of CHEEM that an
     ablation changes, and the router; empty for the usual one."""
-    results, found = run.results, []
-    if (method := results["method"]) in ("cheem", "cheem_lite"):
+    results, found, settings = run.results, [], run.config.get(run.results["method"], {})
+    if results["method"] in ("cheem", "cheem_lite"):
         found += [results["placement"]] if results["placement"] != "mlp_down" else []
-        found += _unusual(run.config.get(method, {}))
-    router = run.config.get(method, {}).get("router", {})
+        found += _unusual(settings)
+    router = settings.get("router", {})
     kind = router.get("kind", "kmeans"), router.get("features", "last")
     found += [f"router {' '.join(kind)}"] if kind != ("kmeans", "last") else []
     if results["router"] != results["backbone"]:

@@ -6,19 +6,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cheem_jax.report import table
 from cheem_jax.report.memories import after_learning, left_undone, num_forgotten, unmeasured
 from cheem_jax.report.status import Doing, Snapshot
-from cheem_jax.report.table import (
-    ARCHITECTURE,
-    METHODS,
-    NONE,
-    SIZES,
-    UPPER_BOUNDS,
-    Grid,
-    method_grid,
-    percent,
-    task_grid,
-)
+from cheem_jax.report.table import METHODS, NONE, SIZES, UPPER_BOUNDS, Grid, percent
 from cheem_jax.run.progress import duration
 
 SILENT = 60.0
@@ -35,7 +26,7 @@ def view(seen: Snapshot, width: int, rows: int) -> RenderableType:
     if seen.names or not seen.is_memory:
         parts.append(_tasks(seen, width, rows))
     if seen.is_finished:
-        parts.append(method_grid(seen.results).to_rich())
+        parts.append(table.method_grid(seen.results).to_rich())
     return Group(*parts)
 
 
@@ -70,11 +61,9 @@ def _time_of_last(seen: Snapshot, *without: str) -> float | None:
 
 
 def count(seen: Snapshot) -> str:
-    """How many tasks are learned, and of how many where that is known."""
+    """How many tasks are learned, and of how many where that is known: a memory does not know of tasks to come."""
     num = seen.num_finished
-    if seen.is_memory:  # which does not know of tasks to come
-        return f"{_num_tasks(num)} learned"
-    return f"{num} of {len(seen.names)} tasks"
+    return f"{_num_tasks(num)} learned" if seen.is_memory else f"{num} of {len(seen.names)} tasks"
 
 
 def _num_tasks(num: int) -> str:
@@ -103,13 +92,10 @@ def averages(seen: Snapshot) -> list[str]:
 def _doing(seen: Snapshot) -> Doing | None:
     """The phase at work, or the one that was when the run was killed; not that of an earlier process."""
     doing, owner = seen.status, seen.owner
-    if (
-        doing is None
-        or seen.is_finished
-        or (owner is not None and (owner.pid != doing.pid or doing.time < owner.since - 1))
-    ):
+    if doing is None or seen.is_finished:
         return None
-    return doing
+    is_of_owner = owner is None or (owner.pid == doing.pid and doing.time >= owner.since - 1)
+    return doing if is_of_owner else None
 
 
 def _header(seen: Snapshot) -> Text:
@@ -171,7 +157,7 @@ def _pace(seen: Snapshot, doing: Doing) -> list[str]:
 def _tasks(seen: Snapshot, width: int, rows: int) -> Table:
     """What `task_grid` says of the tasks that are learned, and the others; columns that have no room are left out."""
     num, num_finished = len(seen.names), seen.num_finished
-    learned = task_grid(seen.results).without(SIZES) if seen.results else Grid("", ("task",), (), 1)
+    learned = table.task_grid(seen.results).without(SIZES) if seen.results else Grid("", ("task",), (), 1)
     shown, num_empty = shown_tasks(num, num_finished, rows), len(learned.columns) - 1
     hidden = [f"{n:,} {word}" for n, word in ((shown.start, "before"), (num - shown.stop, "after")) if n]
     captions = [f"{num:,} tasks, not shown: {' and '.join(hidden)} these"] if hidden else []
@@ -190,7 +176,7 @@ def _tasks(seen: Snapshot, width: int, rows: int) -> Table:
     columns = (learned.columns[0], "state", *learned.columns[1:])
     grid = Grid("", columns, tuple(lines), learned.num_left + 1, "\n".join(captions))
     if grid.width > width:
-        grid = grid.without((ARCHITECTURE,))._replace(num_left=2)
+        grid = grid.without((table.ARCHITECTURE,))._replace(num_left=2)
     while grid.width > width and len(grid.columns) > 3:
         grid = grid.without(grid.columns[-1:])
     return grid.to_rich()

@@ -115,16 +115,3 @@ def cell_text(choice: Choice, block: Sequence[Mapping[str, Any]]) -> str:
     if choice.expert is None:
         return choice.kind
     return origin_name(block[choice.expert]["origin"]) + ("+Δ" if choice.kind == "adapt" else "")
-
-
-def arrivals(results: Results) -> list[list[int]]:
-    """Per block, after which task each expert was there, ascending: -1 for the backbone's and of forgotten tasks."""
-    return [
-        sorted(e["origin"] if isinstance(e["origin"], int) else -1 for e in block if e["kind"] != "gone")
-        for block in results["pool"]
-    ]
-
-
-def num_left(results: Results) -> int:
-    """Experts of forgotten tasks that other tasks need."""
-    return sum(e["origin"] == FORGOTTEN and e["kind"] != "gone" for block in results["pool"] for e in block)

@@ -34,6 +34,7 @@ from cheem_jax.engine import hosts
 
 FORMAT = "cheem_jax-task/2"
 MANIFEST = "manifest.json"
+_ATTEMPTS = itertools.count()
 Arrays = Mapping[str, Any]
 
 
@@ -67,8 +68,13 @@ def _write(directory: Path, arrays: Arrays, meta: Mapping[str, Any]) -> None:
     meta = {"format": FORMAT, **meta}
     try:
         partial.mkdir(parents=True)
-        with _silent_log():
+        # Orbax logs a failing disk as pages of tracebacks; the exception that follows says it once
+        logger = logging.getLogger("absl")
+        was_disabled, logger.disabled = logger.disabled, True
+        try:
             _checkpointer(hosts.count(), hosts.index()).save(partial / "arrays", arrays)
+        finally:
+            logger.disabled = was_disabled
         (partial / "task.json").write_text(_text(meta))
         manifest = {"format": FORMAT, "content_sha256": content_hash(arrays, meta), "files": _hash_files(partial)}
         (partial / MANIFEST).write_text(_text(manifest))
@@ -97,9 +103,6 @@ def _remove_for_good(partial: Path) -> None:
         times_gone = 0 if partial.exists() else times_gone + 1
 
 
-_ATTEMPTS = itertools.count()
-
-
 @functools.cache
 def _checkpointer(num_processes: int, process: int) -> ocp.Checkpointer:
     """Orbax for this process alone: each contains all that is saved, so none waits for the others' parts.
@@ -112,17 +115,6 @@ def _checkpointer(num_processes: int, process: int) -> ocp.Checkpointer:
         primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process{process}"
     )
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(multiprocessing_options=alone), multiprocessing_options=alone)
-
-
-@contextlib.contextmanager
-def _silent_log() -> Iterator[None]:
-    """Orbax logs a failing disk as pages of tracebacks; the exception that follows says it once."""
-    logger = logging.getLogger("absl")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def load_task(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -43,7 +43,8 @@ class Leaf(NamedTuple):
     second: Any
 
     def __str__(self) -> str:
-        return sentence(dotted(self.place), self.first, self.second)
+        one, other = _shown(self.first, self.second)
+        return f"{dotted(self.place)} is {one} there and {other} here"
 
 
 def leaves(first: Any, second: Any, place: Place = ()) -> Iterator[Leaf]:
@@ -84,18 +85,13 @@ def summary(found: Sequence[Leaf], what: str) -> str:
     return f"{found[0]}" + (f" ({len(found) - 1} more {what} differ)" if len(found) > 1 else "")
 
 
-def sentence(subject: str, first: Any, second: Any) -> str:
-    """Both values with as many digits, or as much of the text, as tells them apart."""
-    one, other = _shown(first, second)
-    return f"{subject} is {one} there and {other} here"
-
-
 def dotted(place: Place) -> str:
     """`cheem.search.epsilon`, `accuracy[1][0]`."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
 
 
 def _shown(first: Any, second: Any) -> tuple[str, str]:
+    """Both values with as many digits, or as much of the text, as tells them apart."""
     if isinstance(first, float) and isinstance(second, float):
         for digits in range(5, 18):
             pair = f"{first:.{digits}g}", f"{second:.{digits}g}"

@@ -194,7 +194,7 @@ class FrozenFeatures:
 
     def ends(self, executor: Executor) -> bool:
         """Whether they are the last features of this executor's backbone, which any full pass computes."""
-        return isinstance(self.encoder, Backbone) and self.encoder.executor is executor and self.encoder.is_plain
+        return isinstance(self.encoder, Backbone) and self.of(executor) and self.encoder.is_plain
 
     def __call__(self, task: Task, split: str) -> Float[np.ndarray, "N D"]:
         """Features of one split of a task."""

@@ -1,4 +1,4 @@
-"""The page from its parts: what each section says of a run, and the template that lays it out."""
+"""The page from its parts: a run's headline and what each section says of it, and the template that lays it out."""
 
 import json
 import re
@@ -14,14 +14,14 @@ from plotly.offline import get_plotlyjs
 from cheem_jax import __version__
 from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.ops import COLOURS
+from cheem_jax.report import memories, table
 from cheem_jax.report.comparison import comparison_grid
-from cheem_jax.report.finished import LeftOut, Recorded, RunRecord, check_comparable, read, record_of
-from cheem_jax.report.memories import FORGOTTEN, MARK, Evaluated, cell_text, evaluated
+from cheem_jax.report.finished import LeftOut, Recorded, RunRecord, check_comparable, read, record_of, variant_of
+from cheem_jax.report.memories import Evaluated
 from cheem_jax.report.page import charts
+from cheem_jax.report.page.charts import Chart, EmptySection, Results
 from cheem_jax.report.page.examples import Examples, examples
-from cheem_jax.report.page.headline import evaluated_grid, heading, suffix_of, tiles_of
-from cheem_jax.report.page.specs import Chart, EmptySection, Results
-from cheem_jax.report.table import MEANING, METHODS, UPPER_BOUNDS, Grid, method_grid, setting_rows, task_grid
+from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid, number, percent
 from cheem_jax.run.differences import leaves, summary
 from cheem_jax.run.record import to_json
 
@@ -82,11 +82,11 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
     if len(keys) > 1:
         order, found, titles = [*METHODS], dict[str, list[Results]](), {}
         finished = [run for run in drawn if run.is_finished]
-        for run in sorted(finished, key=lambda run: (order.index(run.results["method"]), suffix_of(run))):
-            method, suffix = run.results["method"], suffix_of(run)
-            found.setdefault(method + suffix, []).append(run.results)
-            titles[method + suffix] = METHODS[method] + suffix
-            links.setdefault(METHODS[method] + suffix, keys[run.directory])  # to the first run of a method
+        for run in sorted(finished, key=lambda run: (order.index(run.results["method"]), variant_of(run))):
+            key, title = (name + _suffix(run) for name in (run.results["method"], METHODS[run.results["method"]]))
+            found.setdefault(key, []).append(run.results)
+            titles[key] = title
+            links.setdefault(title, keys[run.directory])  # to the first run of a method
         comparison = _section(
             "comparison", views[0]["title"],
             f"{views[0]['lead']} Means over seeds, ± standard deviation where there are several.",
@@ -98,7 +98,7 @@ def page(folders: Sequence[Path], *, images: bool) -> tuple[str, LeftOut]:
     )
     text = environment.get_template("template.html").render(
         views=views, left_out=left_out, title=views[0]["title"], version=__version__, colours=COLOURS,
-        meaning=MEANING, comparison=comparison, num_compared=len(keys),
+        meaning=table.MEANING, comparison=comparison, num_compared=len(keys),
         css=Markup((HERE / "page.css").read_text()), js=Markup((HERE / "page.js").read_text()),
         plotly=Markup(get_plotlyjs()), text_of=text_of, most_rows=ROWS, links=links,
     )  # fmt: skip
@@ -128,14 +128,14 @@ def text_of(value: Any) -> Markup:
 
 def _view_of(run: RunRecord, key: str, *, images: bool) -> dict[str, Any]:
     """One run's part of the page, by the names in the template."""
-    results, recorded, found = run.results, record_of(run), evaluated(run.directory, run.config)
+    results, recorded, found = run.results, record_of(run), memories.evaluated(run.directory, run.config)
     measured = {name: found[name] for name in run.order if name in found}
-    name, title, lead, warnings = heading(run)
+    name, title, lead, warnings = _heading(run)
     if recorded.trouble:
         warnings.append(f"What only the record contains is left out, because it cannot be read: {recorded.trouble}.")
     return {
-        "key": key, "name": name, "title": title, "lead": lead, "warnings": warnings, "tiles": tiles_of(run, measured),
-        "methods": method_grid(results), "sections": _sections(run, recorded, measured, images=images),
+        "key": key, "name": name, "title": title, "lead": lead, "warnings": warnings, "tiles": _tiles(run, measured),
+        "methods": table.method_grid(results), "sections": _sections(run, recorded, measured, images=images),
         "setting": _setting(run, recorded), "config": json.dumps(run.config, indent=1, ensure_ascii=False),
     }  # fmt: skip
 
@@ -149,12 +149,12 @@ def _sections(run: RunRecord, recorded: Recorded, measured: Mapping[str, Evaluat
     has_examples = images and not run.is_memory
     sections: tuple[tuple[bool, str, str, str, str, Callable[[], Any]], ...] = (
         (bool(measured), "evaluated", "Measured by cheem evaluate", "Test images that were given to the command, with "
-         "the tasks that the memory has now.", "grid", lambda: evaluated_grid(measured)),
+         "the tasks that the memory has now.", "grid", lambda: _evaluated_grid(measured)),
         ("pool" in results, "architectures", "Architectures", "The op at each block of each target network, and the "
          "task that its expert comes from.", "architectures", lambda: architectures(results)),
         ("pool" in results, "pool", "How the pool grew", "Learning only adds experts: what an earlier task needs "
          "cannot change.", "chart", lambda: charts.pool_growth(results)),
-        (True, "tasks", "Tasks", "", "grid", lambda: task_grid(results)),
+        (True, "tasks", "Tasks", "", "grid", lambda: table.task_grid(results)),
         (True, "accuracy", "Accuracy after every task", "Rows are moments, columns are tasks.",
          "chart", lambda: charts.accuracy_matrix(results)),
         (num > 1, "forgetting", "Forgetting", "What later tasks cost the earlier ones.",
@@ -193,16 +193,16 @@ def architectures(results: Results) -> Architectures:
         for block, choice, expert in zip(pool, from_strings(task["architecture"]), task["experts"], strict=True):
             if expert is not None and not 0 <= expert < len(block):
                 raise ValueError(f"task {task['name']!r} uses expert {expert} of a block with {len(block)}")
-            cells.append((choice.kind, cell_text(choice, block), expert))
+            cells.append((choice.kind, memories.cell_text(choice, block), expert))
         rows.append((f"T{index} {task['name']}", cells, f"{task['params_added_percent']:.1f} %"))
     caption = "Point at or tap a cell to see its expert's history and who shares it."
     if len(tasks) > MOST_ARCHITECTURES:
         caption += f" The first {MOST_ARCHITECTURES} of {len(tasks):,} tasks are shown."
-    if any(MARK in text for _, cells, _ in rows for _, text, _ in cells):
-        caption += f" {MARK}: from a forgotten task, whose expert stays because it is needed."
+    if any(memories.MARK in text for _, cells, _ in rows for _, text, _ in cells):
+        caption += f" {memories.MARK}: from a forgotten task, whose expert stays because it is needed."
 
     def number(place: int | str | None) -> int:
-        return place if isinstance(place, int) else -2 if place == FORGOTTEN else -1
+        return place if isinstance(place, int) else -2 if place == memories.FORGOTTEN else -1
 
     histories = [[(number(expert["origin"]), number(expert["parent"])) for expert in block] for block in pool]
     return Architectures(rows, histories, caption)
@@ -210,7 +210,7 @@ def architectures(results: Results) -> Architectures:
 
 def _setting(run: RunRecord, recorded: Recorded) -> list[tuple[str, str]]:
     results, conditions = run.results, recorded.begin.get("conditions") or {}
-    rows = setting_rows(results)
+    rows = table.setting_rows(results)
     rows += [(key, str(value)) for key, value in results["engine"].items() if isinstance(value, str)]
     rows += [(f"cheem_jax {key}", str(value)) for key, value in (conditions.get("code") or {}).items() if value]
     if versions := conditions.get("versions"):
@@ -221,3 +221,103 @@ def _setting(run: RunRecord, recorded: Recorded) -> list[tuple[str, str]]:
     if command := recorded.begin.get("command"):
         rows.append(("command", shlex.join(map(str, command))))
     return [*rows, ("directory", str(run.directory))]
+
+
+def _heading(run: RunRecord) -> tuple[str, str, str, list[str]]:
+    """A run's name among others, its title, a sentence, and what to know before reading a number."""
+    results, num = run.results, len(run.order)
+    pixels, tasks = f"{results['image_size']} × {results['image_size']} pixels", f"{num:,} task{'s' if num > 1 else ''}"
+    if run.is_memory:
+        name = run.directory.resolve().name
+        lead = f"{tasks} so far, of {pixels}, each learned from its own images alone; "
+        lead += f"preset {results['preset']}, seed {results['seed']}."
+        title = f"Memory {name} on {results['backbone']}"
+        return f"memory {name}{_suffix(run)}, {tasks} so far", title, lead, _about_memory(run)
+    name = f"{METHODS[results['method']]}{_suffix(run)}, seed {results['seed']}"
+    warnings = []
+    if not run.is_finished:
+        of = f"{num} of {len(run.config['tasks'])} tasks"
+        name += f", unfinished: {of}"
+        warnings.append(f"Unfinished: {of} so far; every number is about these.")
+    lead = f"{tasks} of {pixels}, learned one after the other; preset {results['preset']}."
+    return name, f"{results['stream']} on {results['backbone']}", lead, warnings
+
+
+def _suffix(run: RunRecord) -> str:
+    """How the run differs from the usual one of its method, to be put behind the name of that."""
+    variant = variant_of(run)
+    return f" ({variant})" if variant else ""
+
+
+def _about_memory(run: RunRecord) -> list[str]:
+    """What it has not measured, not finished or forgotten."""
+    results, config, warnings = run.results, run.config, []
+    later = [name for name in config["tasks"] if name not in run.order]
+    if undone := memories.left_undone(config, run.directory):
+        warnings.append(f"{undone[0].upper()}{undone[1:]}.")
+    elif later:
+        warnings.append(f"Learned but not measured yet: {', '.join(later)}; the next `cheem learn` measures it.")
+    if empty := memories.unmeasured(results):
+        named = ", ".join(f"T{index} {run.order[index]}" for index in empty[:5])
+        named += f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+        warnings.append(f"Not measured after the last task, and shown as {NONE}: {named}; {memories.UNAVAILABLE}.")
+    if forgotten := memories.num_forgotten(config):
+        warnings.append(
+            f"{forgotten:,} task{' was' if forgotten == 1 else 's were'} forgotten here: only the experts that other "
+            "tasks need remain, and the other tasks are renumbered. Accuracies measured before are unchanged, "
+            f"with images routed to {'it' if forgotten == 1 else 'them'} counted as wrong."
+        )
+    if config.get("keeps_base"):
+        warnings.append("Predictions may include the pretraining classes; accuracies here were measured without them.")
+    return warnings
+
+
+def _evaluated_grid(measured: Mapping[str, Evaluated]) -> Grid:
+    rows = tuple(
+        (name, f"{one.num_images:,}", percent(one.accuracy), percent(one.accuracy_given), percent(one.found), one.date)
+        for name, one in measured.items()
+    )
+    heads = ("task", "images", "accuracy %", "task ID given %", "task ID right %", "measured")
+    return Grid("", heads, rows, 1)
+
+
+def _tiles(run: RunRecord, measured: Mapping[str, Evaluated]) -> list[tuple[str, str, str, str]]:
+    """The headline numbers: each with its title, value, unit, and a note."""
+    results = run.results
+    is_bound, flops, plain = results["method"] in UPPER_BOUNDS, results["flops"], table.plain_flops(results)
+    tiles, num = [], len(results["tasks"])
+    if len(measured) == num:
+        values = measured.values()
+        images, date = sum(one.num_images for one in values), max(one.date for one in values).split()[0]
+        mean, given = (sum(shares) / num for shares in zip(*(one[1:3] for one in values), strict=True))
+        tiles.append(
+            ("Average accuracy", percent(mean), "%", f"task-agnostic; cheem evaluate on {images:,} test images, {date}")
+        )
+        tiles.append(("Task ID given", percent(given), "%", "class predicted within the given task, same images"))
+    elif results["local_average_accuracy"] is None:
+        mean, count = memories.after_learning(results)
+        missing = f"not measured: `cheem evaluate {run.directory.resolve().name} DATA` fills this in, with test images "
+        missing += f"of all {num:,} tasks ({len(measured):,} measured so far)"
+        tiles.append(("Average accuracy", NONE, "", missing))
+        tiles.append(("Right after learning", percent(mean), "%", f"mean over {count} of {num} tasks"))
+    else:
+        if not is_bound:
+            tiles.append(("Average accuracy", percent(results["average_accuracy"]), "%",
+                "task-agnostic: task ID inferred per image"))  # fmt: skip
+        tiles.append(("Task ID given", percent(results["local_average_accuracy"]), "%",
+            "class predicted within the given task"))  # fmt: skip
+    if not is_bound and results["average_forgetting"] is not None:
+        tiles.append(("Forgetting", percent(results["average_forgetting"]), "points",
+            "from the best so far to the end, mean over tasks"))  # fmt: skip
+    value, unit = table.format_flops(flops["paper"]).split()
+    times = f"{flops['paper'] / plain:.2f} × the plain backbone" if plain else "by the paper's convention"
+    tiles.append(("FLOPs per image", value, unit, times))
+    learned = results.get("params_learned")
+    tiles.append(("Parameters added", number(results["params_added_percent"], 2), "%",
+        "per task, of the backbone" + ("" if learned is None else f"; {learned / 1e3:,.1f} k learned")))  # fmt: skip
+    compiling = 100 * results["compile"]["seconds"] / max(results["seconds_total"], 1e-9)
+    seconds = results["seconds_total"]
+    everything = "learning and measuring" if results["stream"] == "memory" else "the whole run"
+    unit, length = next((u, n) for u, n in (("h", 3600), ("min", 60), ("s", 1)) if seconds >= 2 * n or n == 1)
+    tiles.append(("Time", number(seconds / length, 1), unit, f"{everything}; {compiling:.0f} % compiling"))
+    return tiles

@@ -1,43 +1,30 @@
-"""The charts of a run, and that of several, from their results."""
+"""The charts of a run, and that of several, from their results, as plotly's JSON.
 
+Colours are names such as `@ink`, which page.js takes from page.css; it also lays out margins, legends and colour bars.
+"""
+
+import html
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cheem_jax.core.metrics import matrix_from_json
 from cheem_jax.report.comparison import comparison
 from cheem_jax.report.finished import Recorded
-from cheem_jax.report.memories import (
-    ROUTED_TO_FORGOTTEN,
-    UNAVAILABLE,
-    arrivals,
-    num_left,
-    routed_to_forgotten,
-    unmeasured,
-)
-from cheem_jax.report.page.specs import (
-    MANY,
-    SHOWN,
-    Chart,
-    EmptySection,
-    Results,
-    Spec,
-    Variant,
-    axis,
-    category_axis,
-    heatmap,
-    label_of,
-    note_of_spread,
-    plot,
-    rounded,
-    shown,
-    single,
-    task_axis,
-)
+from cheem_jax.report.memories import FORGOTTEN, ROUTED_TO_FORGOTTEN, UNAVAILABLE, routed_to_forgotten, unmeasured
 from cheem_jax.report.table import UPPER_BOUNDS, accuracy_key, spread
 from cheem_jax.run.progress import duration
+from cheem_jax.run.record import to_json
 
+Results = Mapping[str, Any]
+Spec = dict[str, Any]
+"""`data` and `layout` of plotly.js, or a part of them."""
+
+MANY = 30
+"""More tasks than these have no numbers in their cells."""
+SHOWN = 120
+"""Tasks that one chart shows at most."""
 CURVES = 40
 """Curves in one chart."""
 PANELS = 60
@@ -52,16 +39,34 @@ SCORES = {
 """The axis and the caption by the score of the search."""
 
 
+class EmptySection(ValueError):
+    """Why a section is empty, as a sentence."""
+
+
+class Chart(NamedTuple):
+    """A figure: one chart, or several by name that share its place and a selector."""
+
+    caption: str
+    variants: Mapping[str, Spec]
+    height: int
+    min_width: int = 0
+    max_width: int = 860
+    """Pixels; a narrower page scrolls the figure inside its own box."""
+    choose: str = ""
+    """What the selector chooses."""
+    start: int = 0
+    """The variant that is shown first."""
+
+
 def accuracy_matrix(results: Results) -> Chart:
     """Accuracy after learning each task (row) on each task (column), task-agnostic and with the task ID given."""
     panels = {"task ID inferred": "accuracy", "task ID given": "local_accuracy"}
     if results["method"] in UPPER_BOUNDS:
         del panels["task ID inferred"]
     hover = "after %{y}<br>tested on %{x}<br><b>%{z:.1f} %</b>"
-    variants = tuple(
-        Variant(name, _task_by_task(results, results[key], "after learning", "tested on", hover))
-        for name, key in panels.items()
-    )
+    variants = {
+        name: _task_by_task(results, results[key], "after learning", "tested on", hover) for name, key in panels.items()
+    }
     caption = "Accuracy in %. Read a column downwards to follow one task."
     if any(None in row[: index + 1] for index, row in enumerate(results["local_accuracy"])):
         caption += " Empty on or below the diagonal: not measured, since its images were not available then."
@@ -80,7 +85,7 @@ def routing(results: Results) -> Chart:
         caption += f" Of {len(empty):,} of the {len(right):,} tasks that is not known: {UNAVAILABLE}."
     if routed_to_forgotten(results):
         caption += f" It was measured before a task was forgotten: {ROUTED_TO_FORGOTTEN}."
-    return _square(results, caption, (Variant("", spec),))
+    return _square(results, caption, {"": spec})
 
 
 def _task_by_task(results: Results, rows: list[list[float | None]], first: str, second: str, hover: str) -> Spec:
@@ -89,11 +94,11 @@ def _task_by_task(results: Results, rows: list[list[float | None]], first: str, 
     return heatmap(values, task_axis(results, kept, first, named=True), task_axis(results, kept, second), hover=hover)
 
 
-def _square(results: Results, caption: str, variants: tuple[Variant, ...], choose: str = "") -> Chart:
+def _square(results: Results, caption: str, variants: Mapping[str, Spec], choose: str = "") -> Chart:
     num = len(results["tasks"])
     drawn = min(num, SHOWN)
-    height = int(np.clip(34 * drawn + 70, 170, 640))
     caption += note_of_spread(num, SHOWN)
+    height = int(np.clip(34 * drawn + 70, 170, 640))
     return Chart(caption, variants, height, min(150 + 26 * drawn, 700), min(300 + 70 * drawn, 860), choose)
 
 
@@ -119,14 +124,19 @@ def forgetting(results: Results) -> Chart:
     if (np.isnan(matrix) & np.tri(num, dtype=bool)).any():
         caption += " Gaps were not measured."
     spec = plot(traces, task_axis(results, steps, "after learning"), axis("accuracy, %"))
-    return single(caption + note_of_spread(num, CURVES), spec, 400)
+    return Chart(caption + note_of_spread(num, CURVES), {"": spec}, 400)
 
 
 def pool_growth(results: Results) -> Chart:
     """Experts per block after each task."""
     num, num_blocks = len(results["tasks"]), len(results["pool"])
     kept = spread(num, SHOWN)
-    counts = np.array([np.searchsorted(block, [-1, *kept], side="right") for block in arrivals(results)])
+    # after which task each expert was there: -1 for the backbone's and those of forgotten tasks
+    arrivals = [
+        sorted(e["origin"] if isinstance(e["origin"], int) else -1 for e in block if e["kind"] != "gone")
+        for block in results["pool"]
+    ]
+    counts = np.array([np.searchsorted(block, [-1, *kept], side="right") for block in arrivals])
     blocks = [f"block {block + 1}" for block in range(num_blocks)]
     spec = heatmap(
         counts, category_axis(blocks, blocks), task_axis(results, [-1, *kept], "after learning"),
@@ -134,16 +144,16 @@ def pool_growth(results: Results) -> Chart:
     )  # fmt: skip
     caption = f"Experts per block, the backbone's own included: {counts[:, -1].sum():,} in all after the last task."
     caption += note_of_spread(num, SHOWN)
-    if left := num_left(results):
+    if left := sum(e["origin"] == FORGOTTEN and e["kind"] != "gone" for block in results["pool"] for e in block):
         caption += f" {left:,} of them remain from forgotten tasks, and count from the start."
-    return single(caption, spec, max(190, 26 * num_blocks + 70), min_width=min(166 + 26 * len(kept), 700))
+    return Chart(caption, {"": spec}, max(190, 26 * num_blocks + 70), min_width=min(166 + 26 * len(kept), 700))
 
 
 def similarity(results: Results) -> Chart:
     """Per task S of every earlier network at every block, in [-1, 1]."""
     num, num_blocks = len(results["tasks"]), len(results["similarity"][0][0])
     blocks = [f"B{block + 1}" for block in range(num_blocks)]
-    variants = []
+    variants: dict[str, Spec] = {}
     for task in spread(num, PANELS):
         kept = spread(task + 1, PANELS)  # the base comes first
         spec = heatmap(
@@ -152,13 +162,13 @@ def similarity(results: Results) -> Chart:
             scale="diverging", limits=(-1, 1), hover="%{y}<br>at %{x}<br><b>S = %{z:.2f}</b>", decimals=2,
         )  # fmt: skip
         spec["layout"]["height"] = int(np.clip(30 * len(kept) + 75, 130, 760))
-        variants.append(Variant(f"T{task} {results['tasks'][task]['name']}", spec))
-    height = max(variant.spec["layout"]["height"] for variant in variants)
+        variants[f"T{task} {results['tasks'][task]['name']}"] = spec
+    height = max(spec["layout"]["height"] for spec in variants.values())
     caption = (
         "Similarity S of a new task to every earlier network, block by block: 1 is alike, –1 unlike; empty where that "
         "network skips the block." + note_of_spread(num, PANELS)
     )
-    return Chart(caption, tuple(variants), height, min(160 + 34 * num_blocks, 700), 860, "task", len(variants) - 1)
+    return Chart(caption, variants, height, min(160 + 34 * num_blocks, 700), 860, "task", len(variants) - 1)
 
 
 def time(results: Results) -> Chart:
@@ -184,7 +194,7 @@ def time(results: Results) -> Chart:
         f"{results['compile'].get('cached', 0)} read from the cache." + note_of_spread(len(tasks), SHOWN)
     )
     spec = plot(traces, x, axis("seconds", rangemode="tozero"), barmode="stack", bargap=0.35)
-    return single(caption, spec, 400)
+    return Chart(caption, {"": spec}, 400)
 
 
 def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
@@ -196,16 +206,14 @@ def search_chart(recorded: Recorded, tolerance: float | None) -> Chart:
     if not scored:
         raise EmptySection("No architecture of the search has a score.")
     kept = [scored[place] for place in spread(len(scored), PANELS)]
-    variants = tuple(
-        Variant(f"T{index} {reports[index]['name']}", _scatter(reports[index], tolerance)) for index in kept
-    )
+    variants = {f"T{index} {reports[index]['name']}": _scatter(reports[index], tolerance) for index in kept}
     caption = (
         "Every architecture that the search evaluated: FLOPs of the architecture against "
         f"{SCORES[score_of(reports[0])][1]}. The colour is the generation; the ring marks the target network"
     )
     if tolerance is not None:
-        points = f"{100 * tolerance:g} points"
-        caption += f": the cheapest of those whose accuracy is less than {points} below the best (the band)"
+        caption += f": the cheapest of those whose accuracy is less than {100 * tolerance:g} points below the best"
+        caption += " (the band)"
     caption += "."
     if len(scored) < len(reports):
         caption += f" Of {len(reports) - len(scored):,} tasks no architecture has a score."
@@ -289,4 +297,76 @@ def accuracy_against_flops(found: Mapping[str, Sequence[Results]], titles: Mappi
         caption += f" Not shown, because the FLOPs are unknown: {', '.join(without)}."
     is_wide = bool(flops) and max(flops) > 3 * min(flops)
     x = axis(f"{name} per image, paper's convention", type="log" if is_wide else "linear")
-    return single(caption, plot(traces, x, axis("average accuracy, %")), 480, max_width=1080)
+    return Chart(caption, {"": plot(traces, x, axis("average accuracy, %"))}, 480, max_width=1080)
+
+
+def plot(data: list[Spec], x: Spec, y: Spec, **layout: Any) -> Spec:
+    """Traces and their axes."""
+    return {"data": data, "layout": {"xaxis": x, "yaxis": y, **layout}}
+
+
+def axis(title: str, **settings: Any) -> Spec:
+    """An axis over numbers."""
+    return {"title": {"text": title}, **settings}
+
+
+def category_axis(full: Sequence[str], short: Sequence[str], title: str = "") -> Spec:
+    """An axis over names: all in the hover text, of the ticks as many as there is room for."""
+    ticks = spread(len(full), MANY if len(full) <= MANY else 12)
+    return axis(
+        title, type="category", categoryorder="array", categoryarray=list(full), tickmode="array",
+        tickvals=[full[i] for i in ticks], ticktext=[short[i] for i in ticks], showgrid=False,
+    )  # fmt: skip
+
+
+def task_axis(results: Results, tasks: Sequence[int], title: str = "", *, named: bool = False) -> Spec:
+    """An axis over tasks, -1 being the base; ticks are `T3`, or `T3 food10` where they are `named`."""
+    short = [label_of(results, task, 20) if named or task < 0 else f"T{task}" for task in tasks]
+    return category_axis([label_of(results, task) for task in tasks], short, title)
+
+
+def label_of(results: Results, task: int, limit: int = 60) -> str:
+    """`T3 food10`: unique, because tasks are numbered; -1 is the base."""
+    return "base" if task < 0 else shown(f"T{task} {results['tasks'][task]['name']}", limit)
+
+
+def shown(text: str, limit: int = 60) -> str:
+    """Text as plotly shows it: it reads a little HTML, which a name must not be taken for."""
+    text = text if len(text) <= limit else f"{text[: limit - 1]}…"
+    return html.escape(text)
+
+
+def note_of_spread(num: int, limit: int) -> str:
+    """A sentence about the tasks that are left out, or nothing."""
+    return "" if num <= limit else f" Of {num:,} tasks, {limit} are shown, evenly spread."
+
+
+def rounded(values: Any, digits: int = 4) -> Any:
+    """Nested lists with so many significant digits, to keep the page small; None for what is not finite."""
+    if isinstance(values, list | tuple | np.ndarray):
+        return [rounded(value, digits) for value in values]
+    value = to_json(values)
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def heatmap(
+    values: np.ndarray,
+    rows: Spec,
+    columns: Spec,
+    *,
+    hover: str,
+    limits: tuple[float, float] = (0, 100),
+    decimals: int = 0,
+    scale: str = "sequential",
+) -> Spec:
+    """A matrix as colours, the first row on top, with its numbers in the cells where there are few."""
+    has_numbers = max(values.shape) <= MANY
+    gap = 0 if max(values.shape) > 2 * MANY else 1
+    trace = {
+        "type": "heatmap", "z": rounded(values), "x": columns["categoryarray"], "y": rows["categoryarray"],
+        "zmin": limits[0], "zmax": limits[1], "colorscale": f"@{scale}", "showscale": not has_numbers,
+        "xgap": gap, "ygap": gap, "hovertemplate": f"{hover}<extra></extra>", "hoverongaps": False,
+    }  # fmt: skip
+    if has_numbers:
+        trace |= {"texttemplate": f"%{{z:.{decimals}f}}", "textfont": {"size": 11}}
+    return plot([trace], {**columns, "side": "bottom"}, {**rows, "autorange": "reversed"})

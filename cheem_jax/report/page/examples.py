@@ -16,7 +16,7 @@ from cheem_jax.data.demo import demo_stream
 from cheem_jax.data.sources import plan_source
 from cheem_jax.data.task import Part, Split, fingerprint
 from cheem_jax.report.finished import Recorded, RunRecord
-from cheem_jax.report.page.specs import EmptySection
+from cheem_jax.report.page.charts import EmptySection
 from cheem_jax.report.table import spread
 
 TASKS = 24
