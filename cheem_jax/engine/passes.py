@@ -41,7 +41,7 @@ def token_means(
     sums = np.zeros((len(networks), executor.num_blocks, executor.config.width))
     features = []
 
-    def summed(batch: Rows, tokens: Tokens | Gather) -> tuple[list[tuple[int, int, np.ndarray]], jax.Array]:
+    def summed(batch: Rows, tokens: Tokens | Gather) -> tuple[list[tuple[int, int, np.ndarray]], jax.Array | None]:
         places, pending, own = [], [], None
         for walked in executor.walk(networks, tokens, batch.mask):
             places += [(walked.index, block) for block, total in enumerate(walked.sums) if total is not None]
@@ -53,7 +53,7 @@ def token_means(
     for size, (totals, own) in _in_order(executor, images, num, batch_size, summed):
         for index, block, total in totals:
             sums[index, block] += total
-        features.append((own, size))
+        features += [] if own is None else [(own, size)]
         advance(size * len(networks))
     means = (sums / num).astype(np.float32)
     return TokenMeans(means, np.concatenate([hosts.fetch(f)[:size] for f, size in features]))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from cheem_jax.backbone.weights import Pretrained
@@ -39,7 +40,7 @@ from experiments.bench.peer import TaskPeer
 
 OURS, PEER = "ours", "PyTorch eager"
 TASKS = ("flowers12", "gtsrb")
-EXPERT = Expert(np.zeros((1, 1), np.float32), np.zeros(1, np.float32))
+EXPERT = Expert(jnp.zeros((1, 1)), jnp.zeros(1))
 """Stands for any expert where only FLOPs are counted."""
 
 
@@ -104,9 +105,10 @@ class Noting(Cheem):
 
         return noted
 
-    def _fine_tuned(self, learning: Learning, trained: Any, field: Sequence[np.ndarray]) -> Any:
+    def finetune(self, learning: Learning, trained: Any, field: Sequence[np.ndarray]) -> Any:
+        """See `Cheem`."""
         self.plan.field = [decode(codes, learning.candidates.sizes) for codes in field]
-        return super()._fine_tuned(learning, trained, field)
+        return super().finetune(learning, trained, field)
 
 
 def main(settings: Bench) -> None:
@@ -219,50 +221,50 @@ def replay(
     )
     peer, reads = new(), config.router
     blocks = () if reads.features == "last" else reads.blocks(depth)
-    train, val = task.train, task.val
-    base = timed("similarity", lambda: peer.walk(peer.base, train.images, blocks))
-    features = (
-        base.features if not blocks else joined([*base.on_the_way, *([base.features] * (reads.until(depth) == depth))])
-    )
+    images, labels = np.asarray(task.train.images), task.train.labels
+    val_images, val_labels = np.asarray(task.val.images), task.val.labels
+    base = timed("similarity", lambda: peer.walk(peer.base, images, blocks))
+    last = [base.features] if reads.until(depth) == depth else []
+    features = joined([*base.on_the_way, *last]) if blocks else base.features
 
     def steps(peer: TaskPeer, architectures: Sequence[Architecture], phase: Phase, epochs: Sequence[int]) -> None:
         following = iter(architectures)
         for epoch in epochs:
-            order = order_at(key_at(keys.at(0, phase), epoch), len(train.labels))
+            order = order_at(key_at(keys.at(0, phase), epoch), len(labels))
             for rows in batches(order, batch):
                 chosen = rows.rows[: rows.size]
-                peer.step(next(following), train.images[chosen], train.labels[chosen], num_classes)
+                peer.step(next(following), images[chosen], labels[chosen], num_classes)
 
     timed("supernet", lambda: steps(peer, plan.supernet, Phase.SUPERNET_ORDER, range(config.supernet.epochs)))
 
     def search() -> None:
         for generation in plan.generations:
             if config.score == "shared_head":
-                peer.count_in_batches(generation, val.images, val.labels, num_classes)
+                peer.count_in_batches(generation, val_images, val_labels, num_classes)
                 continue
-            images = np.concatenate([train.images[plan.scored], val.images])
-            labels = np.concatenate([train.labels[plan.scored], val.labels])
+            seen = np.concatenate([images[plan.scored], val_images])
+            wanted = np.concatenate([labels[plan.scored], val_labels])
             for architecture in generation:
-                peer.ridge_right(architecture, images, labels, len(plan.scored), num_classes)
+                peer.ridge_right(architecture, seen, wanted, len(plan.scored), num_classes)
 
     timed("search", search)
 
     def finetune() -> TaskPeer:
         total, quarter = config.finetune.epochs, max(config.finetune.epochs // 4, 1)
-        num_steps, peers = num_batches(len(train.labels), batch), [new() for _ in plan.field]
+        num_steps, peers = num_batches(len(labels), batch), [new() for _ in plan.field]
         right = []
         for own, architecture in zip(peers, plan.field, strict=True):
             if len(peers) > 1:
                 steps(own, [architecture] * quarter * num_steps, Phase.FINETUNE_ORDER, range(quarter))
-                right.append(int(own.count_in_batches([architecture], val.images, val.labels, num_classes)[0]))
+                right.append(int(own.count_in_batches([architecture], val_images, val_labels, num_classes)[0]))
         best = int(np.argmax(right)) if right else 0
         left = range(quarter if right else 0, total)
         steps(peers[best], [plan.field[best]] * len(left) * num_steps, Phase.FINETUNE_ORDER, left)
-        peers[best].walk(plan.field[best], train.images)
+        peers[best].walk(plan.field[best], images)
         return peers[best]
 
     timed("finetune", finetune)
-    timed("router", lambda: fit_statistics(features, train.labels, reads, seed=keys.seed_at(0, Phase.CENTROIDS)))
+    timed("router", lambda: fit_statistics(features, labels, reads, seed=keys.seed_at(0, Phase.CENTROIDS)))
     return spent, features
 
 
