@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cheem_jax.backbone.weights import Pretrained
+from cheem_jax.cheem.closed_form import fit_head
 from cheem_jax.cheem.config import QUICK, QUICK_PLUS, CheemConfig
 from cheem_jax.cheem.learner import Cheem, Learning
 from cheem_jax.cheem.training import supernet_draws
@@ -134,6 +135,13 @@ def main(settings: Bench) -> None:
             share = measure.share_of_peak(flops_of(pretrained, ours.plan, config, task), own)
             title = f"learning {task.name}, {len(task.train.labels):,} images, {what}, against {PEER}"
             rows.append(Row(title, {OURS: own, PEER: theirs}, theirs / own, goal, share=share))
+            if config.score == "closed_form":
+                heads = sum(map(len, ours.plan.generations)) * head_seconds(pretrained, ours.plan, task)
+                spent_there = {"heads": heads, "search": report["seconds"]["search"]}
+                part = heads / spent_there["search"]
+                rows.append(
+                    Row(f"closed-form heads, share of the search, {task.name}", spent_there, part, 0.15, "at most")
+                )
             measure.say(f"tasks: {title}: {theirs / own:.2f} ({own:.1f} and {theirs:.1f} s)")
     if max(checks.values()) > 1e-3:
         raise ValueError(f"features differ from PyTorch's by {checks}")
@@ -171,6 +179,20 @@ def flops_of(pretrained: Pretrained, plan: Plan, config: CheemConfig, task: Task
         + num * sum(times * finetuned(own) for times, own in zip(epochs, plan.field, strict=True))
         + num * measure.separate_flops(vit, networks(plan.field[:1]))
     )
+
+
+def head_seconds(pretrained: Pretrained, plan: Plan, task: Task) -> float:
+    """Seconds of fitting one candidate's head in closed form; random features take as long."""
+    num, num_outputs = len(plan.scored) + len(task.val.labels), next_power_of_two(len(task.classes))
+    rows = np.arange(next_power_of_two(num))
+    features = np.random.default_rng(0).normal(size=(len(rows), pretrained.config.width)).astype(np.float32)
+    labels = np.where(rows < num, rows % len(task.classes), -1)
+
+    def fit() -> None:
+        head = fit_head(features, labels, rows < len(plan.scored), np.int32(len(task.classes)), num_outputs=num_outputs)
+        int(head.left_out)
+
+    return measure.medians(measure.alternate({OURS: fit}, 5))[OURS]
 
 
 def real_tasks() -> Sequence[Task]:
