@@ -4,6 +4,7 @@ Their images come as bytes, which our own decoder decodes. They are kept as Arro
 nothing is unpickled.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,4 +125,5 @@ def _import_datasets() -> Any:
             f"data sets of the hub need the library datasets ({error}): `pip install 'cheem_jax[hub]'`"
         ) from error
     datasets.disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # which would tell of every attempt
     return datasets
