@@ -1,9 +1,12 @@
 """Data sets of the hub: read from a folder that `save_to_disk` wrote, as the hub's are from its cache."""
 
 import io
+import logging
 
 import numpy as np
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import OfflineModeIsEnabled
 from PIL import Image
 
 from cheem_jax.data import ImagesConfig, load_tasks
@@ -66,7 +69,7 @@ def test_one_split_is_cut_by_the_seed_as_a_folder_is_and_a_task_of_a_stream(tmp_
     assert plan_source(str(file))[1][0].name == "mine"
 
 
-def test_a_name_on_the_hub_is_read_through_the_library(monkeypatch, tmp_path):
+def test_a_name_on_the_hub_is_read_through_the_library(monkeypatch, tmp_path, caplog):
     asked = []
 
     def load(*words):
@@ -74,15 +77,37 @@ def test_a_name_on_the_hub_is_read_through_the_library(monkeypatch, tmp_path):
         return datasets.DatasetDict(train=table(range(40)))
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(HfApi, "dataset_info", lambda self, name, timeout: None)
     file = tmp_path / "own.toml"
     file.write_text('[[task]]\nhub = "someone/pets:small"')
     (one,), (two,) = plan_source("hf:someone/pets")[1], plan_source(str(file))[1]
     assert cache_dir_of("hf:someone/pets", None) == cache_dir_of("photos", None) != cache_dir_of("mnist", None)
     assert asked == [("someone/pets", None), ("someone/pets", "small")] and (one.name, two.name) == ("pets", "pets")
-    monkeypatch.setattr(datasets, "load_dataset", lambda *words: 1 / 0)
+
+    def fail(*words):
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        return 1 / 0
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(ValueError, match="^hf:someone/pets cannot be read: division by zero; check the name") as caught:
         plan_source("hf:someone/pets")
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and not caplog.records
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_not_at_all_offline(monkeypatch):
+    def fails(error):
+        def dataset_info(self, name, timeout):
+            assert timeout <= 10
+            raise error
+
+        return dataset_info
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *words: datasets.DatasetDict(train=table(range(40))))
+    monkeypatch.setattr(HfApi, "dataset_info", fails(ConnectionError("timed out")))
+    with pytest.raises(OSError, match=r"cannot read 'hf:a/pets': the hub does not answer \(timed out\); .*HF_HUB_OFF"):
+        plan_source("hf:a/pets")
+    monkeypatch.setattr(HfApi, "dataset_info", fails(OfflineModeIsEnabled("offline")))
+    assert plan_source("hf:a/pets")[1][0].name == "pets"
 
 
 @pytest.mark.parametrize(

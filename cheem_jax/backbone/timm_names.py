@@ -68,7 +68,7 @@ def from_timm(tensors: Mapping[str, np.ndarray], config: ViTConfig) -> dict[str,
     theirs = {name: (timm_name_of(name), _timm_shape(name, shape, config)) for name, shape in shapes.items()}
     heads = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
     unused = heads if config.num_classes == 0 else ()
-    what = f"timm weights do not fit backbone {config.name!r} (were they made for another architecture?)"
+    what = f"timm weights do not fit backbone {config.name!r} (supported: {SUPPORTED})"
     return from_torch(_without_scales(tensors, config, what), shapes, theirs, unused=unused, what=what)
 
 

@@ -54,8 +54,8 @@ def load_pretrained(backbone: str, *, weights: str | Path | None = None, image_s
     repositories. Raises ValueError for an unknown name, an unreadable file or weights of another
     architecture, FileNotFoundError where there is no such file or no network.
     """
-    known = named_config(backbone)
-    hub_config = None
+    backbone = backbone.removeprefix("timm/")  # as the hub writes it
+    known, hub_config = named_config(backbone), None
     if weights is not None:
         file = absolute(weights)
         source = file.name
@@ -143,8 +143,9 @@ def read_tensors(file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
             raise ValueError(f"{file} is not a readable safetensors file ({error}); is it complete?") from error
     else:
         raise ValueError(f"{file}: expected a .safetensors or .npz file (pickled .bin and .pth files are not read)")
-    if wrong := sorted(name for name, value in tensors.items() if value.dtype.kind not in "fiub"):
-        raise ValueError(f"{file}: {wrong[:5]} contain no real numbers, expected weights")
+    right = {name for name, value in tensors.items() if value.dtype.kind in "fiub" and np.isfinite(value).all()}
+    if wrong := sorted(tensors.keys() - right):
+        raise ValueError(f"{file}: {wrong[:5]} contain values that are not finite real numbers; is it corrupted?")
     return tensors, metadata
 
 
@@ -177,9 +178,8 @@ def _from_converted(
         raise ValueError(f"converted for backbone {stored.name!r} (as {stored}), not for {backbone!r}")
     means = {name.removeprefix(_MEANS): value for name, value in tensors.items() if name.startswith(_MEANS)}
     shape = (stored.depth, stored.width)
-    right = {name for name, m in means.items() if m.shape == shape and m.dtype == np.float32 and np.isfinite(m).all()}
-    if wrong := sorted(means.keys() - right):
-        raise ValueError(f"base means {wrong[:4]} are not finite float32 {shape}; convert the weights again")
+    if wrong := sorted(name for name, m in means.items() if (m.shape, m.dtype) != (shape, np.float32)):
+        raise ValueError(f"base means {wrong[:4]} are not float32 {shape}; convert the weights again")
     return Pretrained(stored, params, metadata["source"], metadata["sha256"], means)
 
 

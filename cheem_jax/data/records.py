@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cheem_jax.core.atomic import write_atomically
+from cheem_jax.core.hub import TIMEOUT, told_in_a_line
 from cheem_jax.core.npz import read_npz
 from cheem_jax.core.paths import absolute
 from cheem_jax.data.decode import Progress, opened, to_rgb
@@ -342,6 +343,9 @@ def plan_hub(source: str | Path, *, name: str | None = None, seed: int = 0) -> P
     """
     datasets, told = import_extra("datasets", "hub", "this"), f"{'' if isinstance(source, Path) else HUB}{source}"
     datasets.disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # which would tell of every attempt
+    if not isinstance(source, Path):
+        _ask_hub(source.partition(":")[0])
     try:
         if isinstance(source, Path):
             found = datasets.load_from_disk(str(source))
@@ -378,6 +382,18 @@ def plan_hub(source: str | Path, *, name: str | None = None, seed: int = 0) -> P
     files = {Path(file["filename"]) for rows in splits.values() for file in rows.cache_files}
     records = functools.partial(Records, told, image, splits.__getitem__)
     return plan_rows(name or default, classes, found, records, source=told, stamp=stamp_of(sorted(files)), seed=seed)
+
+
+def _ask_hub(repository: str) -> None:
+    """Raise OSError where the hub does not have the data set or does not answer: the library would ask for minutes."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    try:
+        with told_in_a_line(f"{HUB}{repository}", "read"), contextlib.suppress(OfflineModeIsEnabled):
+            HfApi().dataset_info(repository, timeout=TIMEOUT)
+    except OSError as error:
+        raise OSError(f"{error}; HF_HUB_OFFLINE=1 takes a data set that was loaded before") from error
 
 
 def name_in(spec: str) -> str:

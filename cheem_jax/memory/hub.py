@@ -3,14 +3,13 @@
 What answers is pushed, and the record; never an image, nor a report, which may show some.
 """
 
-import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from cheem_jax.core.hub import TIMEOUT, told_in_a_line
 from cheem_jax.core.paths import absolute
 from cheem_jax.memory.directory import BASE, WEIGHTS, made_whole
 from cheem_jax.memory.making import open_memory
@@ -21,8 +20,6 @@ from cheem_jax.run.directory import NAME, hold
 from cheem_jax.run.record import NAME as RECORD
 from cheem_jax.run.record import read
 
-TIMEOUT = 10.0
-"""Seconds without an answer of the hub."""
 COMMIT_TIMEOUT = 120.0
 """The same once files are being sent, which it has to process."""
 CARD = "README.md"
@@ -53,7 +50,7 @@ def push(directory: str | Path, repository: str, *, license: str | None = None, 
         names = [NAME, WEIGHTS, RECORD, *(file.relative_to(directory).as_posix() for file in files)]
         api, card = HfApi(), card_of(memory, repository, license)
         get_session().timeout = COMMIT_TIMEOUT  # by itself it would wait for ever
-        with _told(repository, "push to"):
+        with told_in_a_line(repository, "push to"):
             try:
                 there = [file.rfilename for file in api.model_info(repository, timeout=TIMEOUT).siblings or ()]
             except RepositoryNotFoundError:
@@ -74,7 +71,7 @@ def pull(repository: str, directory: str | Path) -> OpenMemory:
     from huggingface_hub import HfApi, hf_hub_download
 
     with made_whole(absolute(directory)) as partial:
-        with _told(repository, "pull"):
+        with told_in_a_line(repository, "pull"):
             info = HfApi().model_info(repository, timeout=TIMEOUT)
             names = [file.rfilename for file in info.siblings or () if _OURS.fullmatch(file.rfilename)]
             if missing := sorted({NAME, WEIGHTS} - set(names)):
@@ -126,31 +123,3 @@ $ cheem pull {repository} MEMORY
 $ cheem predict MEMORY IMAGES
 ```
 """
-
-
-@contextlib.contextmanager
-def _told(repository: str, doing: str) -> Iterator[None]:
-    """Errors of the hub as OSError in one line with the way out; our own pass, and those of the disk."""
-    try:
-        yield
-    except Exception as error:  # the client's error classes differ between its releases
-        if type(error) is ValueError or (isinstance(error, OSError) and error.errno is not None):
-            raise
-        responses = [getattr(cause, "response", None) for cause in (error, error.__cause__, error.__context__)]
-        status = next((response.status_code for response in responses if response is not None), None)
-        login = "`hf auth login` logs in, or set HF_TOKEN to a token with access to it"
-        match status:
-            case 401 | 403:
-                reason = f"the hub refuses access ({status}); check the name OWNER/NAME; {login}"
-            case 404:
-                reason = f"the hub has no such repository (404), or hides it; check the name OWNER/NAME; {login}"
-            case 429:
-                reason = "the hub accepts no more requests for now (429); give the same command again in some minutes"
-            case int() if status >= 500:
-                reason = f"the hub has a fault ({status}); give the same command again later"
-            case _:
-                text = " ".join(str(error).split())[:300] or type(error).__name__
-                reason = f"the hub does not answer ({text}); check the network, and give the same command again"
-                if isinstance(error, ValueError):  # the name of a repository
-                    reason = f"{text}; expected OWNER/NAME"
-        raise OSError(f"cannot {doing} {repository!r}: {reason}") from error
