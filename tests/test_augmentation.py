@@ -58,6 +58,7 @@ def test_only_training_sees_augmented_images():
     assert plain["finetune_losses"] != varied["finetune_losses"] != []
 
 
+@pytest.mark.full
 def test_an_augmented_run_resumes_with_the_same_bits_and_the_setting_is_in_its_identity(tmp_path):
     config, stream = RunConfig(AUGMENTED, "quick", engine=EngineConfig(executor="stages")), small.stream(1)
     whole = run_stream(stream, small.pretrained(), config, tmp_path / "whole", quiet())

@@ -80,6 +80,7 @@ def test_eleven_tasks_own_nine_of_a_hundred_components_each():
     assert coda.check([])[0] == "each of 11 tasks gets 9 of 100 components; 1 stay unused"
 
 
+@pytest.mark.full
 def test_prompts_are_weighted_sums_of_the_rows_so_far_in_numpy(begun):
     coda, prompts = begun, {}
     for index in range(2):

@@ -55,6 +55,7 @@ def test_a_copied_slot_begins_as_the_task_before_ended():
     assert float(first["expert"].max()) <= 0.01 and first["keys"].shape == (1, 10, 16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_image_gets_the_slot_of_its_nearest_learned_key_in_numpy(shared):
     dual = learner(DualPrompt, dataclasses.replace(CONFIG, shared_keys=shared))

@@ -23,6 +23,7 @@ def nano():
     )
 
 
+@pytest.mark.full
 def test_base_means_are_the_mean_class_tokens_of_component_and_block(nano):
     @nnx.jit(static_argnames="placement")
     def class_tokens(vit, images, placement):

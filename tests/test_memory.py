@@ -782,6 +782,7 @@ def test_auto_takes_256_steps_within_bounds_and_the_rate_of_demo_where_images_ar
     assert auto(QUICK, 5000) == QUICK and auto(DEMO, 600).supernet == fits[600] and auto(DEMO, 600).ops == DEMO.ops
 
 
+@pytest.mark.full
 def test_with_auto_epochs_differ_by_task_and_nothing_else_does(tmp_path, monkeypatch, capsys):
     for place in ("memory.making.QUICK", "cheem.config.QUICK"):
         monkeypatch.setattr(f"cheem_jax.{place}", small.QUICK)

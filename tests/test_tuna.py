@@ -64,6 +64,7 @@ def test_new_adapters_leave_the_backbone_as_it_is_and_others_do_not():
     assert np.abs(tuna.features_with(random_adapters(0), images) - plain).max() > 0.1
 
 
+@pytest.mark.full
 def test_an_adapter_adds_relu_of_a_product_beside_its_ffn():
     tuna, image = begun(), small.task("colours", 0).test.images[:1]
     adapters, vit = random_adapters(1), small.backbone()
