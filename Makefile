@@ -72,7 +72,7 @@ test-312: ## the tests on Python 3.12, where there is one
 docs: $(VENV_DOCS)/.docs ## the documentation site, in site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/python -m mkdocs build --quiet --strict --site-dir site
 
-bench: $(VENV_CONVERT)/.convert ## the benchmarks of docs/benchmarks.md on this CPU, PyTorch beside it; about half an hour
+bench: $(VENV_CONVERT)/.convert ## the benchmarks of docs/benchmarks.md on this CPU, PyTorch beside it; over an hour
 	@JAX_PLATFORMS=cpu $(VENV_CONVERT)/bin/python experiments/bench/run.py $(BENCH_ARGS)
 
 gpu: ## checks, speed and runs on an accelerator in 25 minutes, with a python that has JAX for it: make gpu BENCH_PYTHON=python3

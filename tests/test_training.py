@@ -93,7 +93,9 @@ def test_the_first_adam_step_moves_every_entry_by_the_rate():
     np.testing.assert_allclose(moved, 1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("executor", ["stages", *(pytest.param(name, marks=pytest.mark.full) for name in ("whole", "scan"))])
+@pytest.mark.parametrize(
+    "executor", ["stages", *(pytest.param(name, marks=pytest.mark.full) for name in ("whole", "scan"))]
+)
 def test_new_may_move_by_a_multiple_of_the_rate(executor):
     settings, choices = OpSettings(rank=2, new_init="copy", new_rate=0.1), ["adapt:0", "new", "reuse:0", "skip"]
     net, own = (
