@@ -187,8 +187,6 @@ def figures_of(record: dict) -> list[float]:
     found = []
     for row in record["rows"]:
         found += [*row["seconds"].values(), row["reached"], row["goal"], row["ceiling"], row.get("share")]
-        # the times of two sides and nothing else make further ratios
-        found += [a / b for a in row["seconds"].values() for b in row["seconds"].values()]
         found += re.findall(r"\d+(?:\.\d+)?", row["note"].replace(",", ""))
     return [float(value) for value in found if value is not None]
 

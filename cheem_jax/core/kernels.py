@@ -27,7 +27,7 @@ IS_DIVIDED: ContextVar[bool] = ContextVar("is_divided", default=False)
 
 
 def _own_gradient(static: int) -> Any:
-    """Decorator of a function whose gradient is written below it; the argument at the place `static` is no array."""
+    """Decorator of a function whose gradient is written below it; argument number `static` is not an array."""
     # typed as anything: the type of a `custom_vjp` hides that it returns an array
     return functools.partial(jax.custom_vjp, nondiff_argnums=(static,))
 

@@ -63,7 +63,7 @@ def files_in(place: Path) -> tuple[list[str], list[str]]:
 class NamedFiles(FolderFiles):
     """Files by any path, and pictures without one; errors and answers name each file as it was given, others `-`.
 
-    Raises ValueError for what is no picture, and for arrays other than uint8 `[H, W, 3]`.
+    Raises ValueError for what is not an image, and for arrays other than uint8 `[H, W, 3]`.
     """
 
     def __init__(self, given: Sequence[Picture]):
