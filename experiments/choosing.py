@@ -1,13 +1,15 @@
 """One way to choose the settings of every method: by accuracy on validation images of a few of the stream's tasks.
 
-The rate comes first, with everything else as the preset has it, then further settings one after the other. A candidate
-learns the given tasks as a stream, is measured on their validation images, and the highest average accuracy wins
-(task-agnostic; with the task ID given for upper bounds; of equal ones the first). Every method has as many passes over
-the training images as CHEEM has in both phases together, and the cosine schedule.
+The rate comes first, with everything else as the preset has it, then further settings one after the other. Of a grid,
+the two values in the middle are tried, then the next ones on the side of the better, as long as they are better still.
+A candidate learns the given tasks as a stream, is measured on their validation images, and the highest average accuracy
+wins (task-agnostic; with the task ID given for upper bounds; of equal ones the first). Every method has as many passes
+over the training images as CHEEM has in both phases together, and the cosine schedule.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from charts import write_page
@@ -85,23 +87,48 @@ def choose(study: Study, tasks: str, variants: Sequence[Variant], progress: Prog
                 )
                 for number, value in enumerate(values)
             ]  # fmt: skip
-            settings = [changed(usual, candidate.config) for candidate in candidates]
-            new = [one for one, own in zip(candidates, settings, strict=True) if own not in reached]
-            found = run_all(trying, new, progress, lambda found: None)
-            key = "local_average_accuracy" if variant.method in UPPER_BOUNDS else "average_accuracy"
-            for candidate, own in zip(candidates, settings, strict=True):
-                if own not in reached:
-                    reached[own] = found[candidate.name][0][key]
-            accuracies = [reached[own] for own in settings]
-            best = accuracies.index(max(accuracies))
+            accuracy = functools.partial(_accuracy, trying, progress, candidates, usual, reached)
+            tried = climbed(accuracy, len(values))
+            best = max(tried, key=lambda number: (tried[number], -number))
             config = candidates[best].config
             rows.append({
                 "method": variant.name, "title": variant.title, "setting": setting, "values": list(values),
-                "accuracies": accuracies, "chosen": values[best], "at_the_end": best in (0, len(values) - 1),
+                "accuracies": [tried.get(number) for number in range(len(values))], "chosen": values[best],
+                "at_the_end": best in (0, len(values) - 1),
             })  # fmt: skip
             write_page(study.run_dir / "chosen", _page(tasks, rows), rows)
         chosen.append(variant._replace(config=config))
     return chosen
+
+
+def climbed(accuracy: Callable[[int], float], num: int) -> dict[int, float]:
+    """Accuracies of the values that are tried: the two in the middle, then outwards from the better while it rises.
+
+    The values outside have neighbours that were better, so trying them costs passes and would hardly win.
+    """
+    low = (num - 1) // 2
+    tried = {low: accuracy(low), low + 1: accuracy(low + 1)}
+    step = 1 if tried[low + 1] > tried[low] else -1
+    best = low + max(step, 0)
+    while 0 <= best + step < num:
+        tried[best + step] = accuracy(best + step)
+        if tried[best + step] <= tried[best]:
+            break
+        best += step
+    return tried
+
+
+def _accuracy(
+    study: Study, progress: Progress, candidates: Sequence[Variant], usual: Any, reached: dict[Any, float], number: int
+) -> float:
+    """What a candidate reaches; the one chosen before is among those of the next setting and is not run again."""
+    own = candidates[number]
+    settings, key = changed(usual, own.config), "average_accuracy"
+    if own.method in UPPER_BOUNDS:
+        key = "local_average_accuracy"
+    if settings not in reached:
+        reached[settings] = run_all(study, [own], progress, lambda _: None)[own.name][0][key]
+    return reached[settings]
 
 
 def _told(value: Any) -> str:
@@ -113,7 +140,10 @@ def _page(tasks: str, rows: Sequence[Mapping[str, Any]]) -> str:
         (
             row["title"],
             row["setting"],
-            ", ".join(f"{_told(v)}: {100 * a:.1f}" for v, a in zip(row["values"], row["accuracies"], strict=True)),
+            ", ".join(
+                f"{_told(value)}: {'–' if reached is None else f'{100 * reached:.1f}'}"
+                for value, reached in zip(row["values"], row["accuracies"], strict=True)
+            ),
             _told(row["chosen"]) + (" (an end)" if row["at_the_end"] else ""),
         )
         for row in rows

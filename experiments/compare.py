@@ -33,7 +33,8 @@ from cheem_jax.backbone.alexnet import shapes_of as alexnet_shapes
 from cheem_jax.backbone.config import at_image_size, config_of
 from cheem_jax.backbone.params import init_params
 from cheem_jax.backbone.weights import Pretrained
-from cheem_jax.baselines.catalogue import NAMES, NEED_A_ROUTER, Name, Networks, check_name, preset_of
+from cheem_jax.baselines.catalogue import NAMES, NEED_A_ROUTER, Networks, check_name, preset_of
+from cheem_jax.cheem.config import QUICK_PLUS
 from cheem_jax.cli.main import parse, run_command
 from cheem_jax.continual import RunConfig, run_stream
 from cheem_jax.data.demo import demo_stream
@@ -49,7 +50,8 @@ class Compare(Study):
     """Methods side by side on one stream."""
 
     methods: str = "all"
-    """Names separated by commas, or all."""
+    """Names separated by commas, or all. `cheem:closed_form` is CHEEM with the search of `quick_plus`, and
+    `lora_cl:nearest` is LoRA-CL that begins from the most similar task; all other settings are the preset's."""
     router: str = "vit_nano"
     """Lighter networks of `cheem_lite` and `moe_adapters`, separated by commas: backbones, or alexnet."""
     router_weights: Path | None = None
@@ -82,7 +84,11 @@ def variants_of(settings: Compare) -> list[Variant]:
     """A variant per method as it is, and per router where it needs one."""
     routers = list(dict.fromkeys(name.strip() for name in settings.router.split(",")))
     variants = []
-    for method in methods_of(settings.methods):
+    for name in methods_of(settings.methods):
+        if name in OTHERS:
+            variants.append(OTHERS[name])
+            continue
+        method = check_name(name)
         if method not in NEED_A_ROUTER:
             variants.append(Variant(method, METHODS[method], method))
             continue
@@ -95,12 +101,27 @@ def variants_of(settings: Compare) -> list[Variant]:
     return variants
 
 
-def methods_of(text: str) -> list[Name]:
+OTHERS = {
+    "cheem:closed_form": Variant(
+        "cheem-closed_form", f"{METHODS['cheem']}, closed-form score", "cheem",
+        # as many training passes as `quick`: 4 for the supernet, 8 for the winner and 2 for each of two more finalists
+        {"supernet.epochs": 4, **{
+            name: getattr(QUICK_PLUS, name) for name in ("ops", "search", "score", "score_images", "finalists")
+        }},
+    ),
+    "lora_cl:nearest": Variant(
+        "lora_cl-nearest", f"{METHODS['lora_cl']}, from the nearest task", "lora_cl", {"begin": "nearest"}
+    ),
+}  # fmt: skip
+"""Methods with other settings than a preset's, where a comparison without them would be incomplete."""
+
+
+def methods_of(text: str) -> list[str]:
     """The methods that are asked for, in the order of the table."""
     if text == "all":
         return list(NAMES)
-    asked = {check_name(name.strip()) for name in text.split(",")}
-    return [name for name in NAMES if name in asked]
+    asked = {name if name in OTHERS else check_name(name) for name in (word.strip() for word in text.split(","))}
+    return [name for method in NAMES for name in (method, *OTHERS) if name in asked and name.split(":")[0] == method]
 
 
 def write(directory: Path, found: Found, titles: Mapping[str, str] = METHODS) -> None:

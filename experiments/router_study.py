@@ -7,7 +7,7 @@
 Routers infer tasks from what the frozen backbone says, so no run is made again: an image is answered rightly where a
 router infers its task and the run's answer with the task ID given is right. Of a collected run those answers are all
 there is, which is enough for accuracy on test images. A run of CHEEM with its networks is needed for the choice on
-validation images and for the second look at close calls, unless an earlier study is given: what it found counts too.
+validation images, unless an earlier study is given: what it found counts too.
 """
 
 import dataclasses
@@ -23,17 +23,19 @@ from charts import check_folder
 from collect import right_of
 from studies.paper.collected import Cell, Collected, check_right
 from studies.paper.collected import load as load_collected
-from studies.paper.merit import behind_pass
 from studies.paper.paired import Estimate, accuracy_difference
 from studies.routers.page import NAMES as METHODS
 from studies.routers.page import page_of
-from studies.routers.trying import PAPER, Seen, Tried, attempt, candidates, kept, look, seen_of, title_of, tuned
+from studies.routers.trying import PAPER, Tried, attempt, candidates, kept, seen_of, title_of
 
-from cheem_jax.backbone.flops import pass_flops
+from cheem_jax.backbone.config import ViTConfig
+from cheem_jax.backbone.flops import executed_flops, executed_pass_flops, pass_flops
 from cheem_jax.backbone.params import build
 from cheem_jax.cli.main import parse, run_command
+from cheem_jax.core.architecture import from_strings
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.keys import Keys
+from cheem_jax.core.ops import Placement
 from cheem_jax.core.routing import RouterConfig
 from cheem_jax.engine.choice import make_executor
 from cheem_jax.engine.executor import Executor
@@ -57,7 +59,7 @@ class RouterStudy:
     collected: Path | None = None
     """A folder that `collect.py` has filled: runs whose networks are gone, for accuracy on test."""
     earlier: Path | None = None
-    """`routers.json` of an earlier study of collected runs: what it found on validation images and at a second look."""
+    """`routers.json` of an earlier study of collected runs: what it found on validation images."""
     weights: Path | None = None
     """The backbone's weights file; default: where the runs had it."""
     stream: str | None = None
@@ -67,7 +69,7 @@ class RouterStudy:
 
 
 def main(settings: RouterStudy) -> None:
-    """Try every router, choose one, look twice at close calls, write page and numbers."""
+    """Try every router, choose one, write page and numbers."""
     progress, out = Progress(), settings.out
     check_folder("--out", out)
     runs = runs_of(settings.runs, is_chosen=settings.earlier is not None)
@@ -112,7 +114,6 @@ def main(settings: RouterStudy) -> None:
             row["validation"] = (ours + before * known["validation"]) / (num + before)
         validated += earlier["validated"]
     best = chosen(rows)
-    looked = [second_look(run, settings, tasks, seen, best["config"], out, progress) for run in opened]
     same = [agreement(run, tried[PAPER][run.results["seed"]]) for run in opened]
     again = {
         own.run.results["seed"]: same_answers(own, tried[PAPER][own.run.results["seed"]])
@@ -120,7 +121,6 @@ def main(settings: RouterStudy) -> None:
     }  # fmt: skip
     if earlier is not None:
         same += earlier["same_as_run"]
-        looked += earlier["second_look"] if earlier["chosen"]["config"] == best["config"] else []
     found = {
         "stream": loaded.stream.name, "backbone": loaded.pretrained.config.name, "image_size": loaded.size,
         "tasks": [task.name for task in tasks], "rows": rows, "chosen": best, "near_best": NEAR_BEST,
@@ -128,7 +128,6 @@ def main(settings: RouterStudy) -> None:
         "validated": sorted(validated),
         "same_as_run": same, "same_answers": [share for _, share in sorted(again.items())],
         "by_task": by_task(runs, given, tried, best),
-        "second_look": sorted(looked, key=lambda one: one["seed"]),
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "routers.json", json.dumps(found, indent=1) + "\n")
@@ -267,6 +266,13 @@ def flops_of(runs: Sequence[RunRecord], config: RouterConfig, executor: Executor
     return found
 
 
+def behind_pass(vit: ViTConfig, placement: Placement, task: Mapping[str, Any], until: int) -> int:
+    """The router's pass up to a block, and a task's network from where it leaves what that pass has computed."""
+    begin = next((index for index, expert in enumerate(task["experts"][:until]) if expert != 0), until)
+    own = executed_flops(vit, placement, from_strings(task["architecture"]), len(task["classes"]), begin=begin)
+    return executed_pass_flops(vit, placement, until) + own
+
+
 def told_estimate(estimate: Estimate) -> dict[str, Any]:
     """As JSON values."""
     return {name: value for name, value in estimate._asdict().items() if name != "per_seed"}
@@ -309,22 +315,6 @@ def by_task(
         row["given"] = float(np.mean([given[run.directory][index].mean() for run in owners]))
         found.append(row)
     return found
-
-
-def second_look(
-    run: RunRecord, settings: RouterStudy, tasks: Sequence[Any], seen: Sequence[Seen], config: Mapping[str, Any],
-    out: Path, progress: Progress,
-) -> dict[str, Any]:  # fmt: skip
-    """What a second network for close calls brings to one run, beside the chosen router alone."""
-    file = out / "looked" / f"{run.results['seed']}-{short(config, run.config, run.results)}.npz"
-    memory, keys = open_memory(run.directory, weights=settings.weights), Keys(run.results["seed"])
-    found = tuned(look(memory, tasks, seen, RouterConfig(**config), keys, file, progress.say))
-    rows = []
-    for row in found["rows"]:
-        right = row.pop("right")
-        gain = accuracy_difference([right], [found["alone"]])
-        rows.append({**row, "accuracy": mean_over_tasks(right), "gain": told_estimate(gain)})
-    return {"seed": run.results["seed"], "alone": mean_over_tasks(found["alone"]), "rows": rows}
 
 
 if __name__ == "__main__":

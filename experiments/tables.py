@@ -39,8 +39,8 @@ class Tables:
     only: str | None = None
     """Names of tables, separated by commas; default: all."""
     results: Path | None = None
-    """Folder with collected runs: the page of results is written, and no table. Next to it may be `again` (CHEEM's
-    runs on another kind of processor), `at_N` (the same images at N pixels), `notes.md`, and what studies wrote."""
+    """Folder with collected runs: the page of results is written, and no table. Next to it may be `notes.md`, the
+    `chosen.json` of `compare.py --choose` and the `routers.json` of `router_study.py`."""
     page: Path = Path("docs/results.md")
     """Where that page is written; its figure lies in the folder of the same name."""
 

@@ -51,6 +51,22 @@ def test_every_choice_is_of_settings_that_the_method_has(method, preset):
     assert len(choosing.grids_of(method)) <= 3
 
 
+@pytest.mark.parametrize(
+    ("accuracies", "tried"),
+    [((1, 2, 3, 4), {1, 2, 3}), ((4, 3, 2, 1), {0, 1, 2}), ((9, 2, 3, 1), {1, 2, 3}), ((3, 3, 3, 3), {0, 1, 2}),
+     ((1, 3, 2), {0, 1, 2}), ((3, 1, 2), {1, 2}), ((1, 2), {0, 1}), ((5, 4, 3, 2, 1), {0, 1, 2, 3})],
+)  # fmt: skip
+def test_a_grid_is_tried_from_the_middle_towards_the_better_side(accuracies, tried):
+    asked = []
+
+    def accuracy(number):
+        asked.append(number)
+        return accuracies[number]
+
+    assert choosing.climbed(accuracy, len(accuracies)) == {number: accuracies[number] for number in tried}
+    assert len(asked) == len(set(asked))
+
+
 @pytest.mark.full
 def test_settings_are_chosen_on_validation_images_and_never_on_test_images(settings, monkeypatch, capsys):
     settings = dataclasses.replace(settings, methods="diki", choose="warm,cold")
@@ -60,7 +76,7 @@ def test_settings_are_chosen_on_validation_images_and_never_on_test_images(setti
     rows = json.loads((settings.run_dir / "chosen.json").read_text())
     assert [row["setting"] for row in rows] == ["rate", "length"]
     for row in rows:
-        assert row["chosen"] == row["values"][int(np.argmax(row["accuracies"]))]
+        assert row["chosen"] == row["values"][int(np.nanargmax(np.array(row["accuracies"], float)))]
     config = json.loads((settings.run_dir / "diki" / "seed-0" / "config.json").read_text())
     assert (config["diki"]["fit"]["learning_rate"], config["diki"]["length"]) == tuple(row["chosen"] for row in rows)
     shown = (settings.run_dir / "chosen.md").read_text()

@@ -180,6 +180,7 @@ def variant_of(run: RunRecord) -> str:
     if results["method"] in ("cheem", "cheem_lite"):
         found += [results["placement"]] if results["placement"] != "mlp_down" else []
         found += _unusual(settings)
+    found += ["from the nearest task"] if settings.get("begin") == "nearest" else []
     router = settings.get("router", {})
     kind = router.get("kind", "kmeans"), router.get("features", "last")
     found += [f"router {' '.join(kind)}"] if kind != ("kmeans", "last") else []
@@ -198,7 +199,9 @@ def _unusual(cheem: Mapping[str, Any]) -> list[str]:
     epsilons = exploration.get("epsilon", 0.3), search.get("epsilon", 0.5)
     if epsilons != (0.3, 0.5):
         found.append(f"eps1 {epsilons[0]:g}, eps2 {epsilons[1]:g}")
-    if (tolerance := search.get("tolerance", 0.02)) != 0.02:
+    if cheem.get("score") == "closed_form":
+        found.append("closed-form score")  # which comes without a tolerance
+    elif (tolerance := search.get("tolerance", 0.02)) != 0.02:
         found.append(f"tau {tolerance:g}")
     # two settings that no longer exist, of published runs
     found += ["shared-prefix FLOPs"] if search.get("cost", "network") != "network" else []

@@ -37,8 +37,6 @@ from experiments.bench.peer import CheemPeer
 NUM_DRAWS, NUM_CLASSES, RANK = 12, 20, 16
 OURS, IMAGES, EAGER, COMPILED = "ours", "ours from images", "PyTorch eager", "torch.compile"
 SINGLE, AUTOCAST = "ours float32", "PyTorch autocast"
-GOAL_FLOAT32 = 1.3
-"""How many times as fast as PyTorch, eager and compiled."""
 LARGEST_DIFFERENCE = 1e-3
 """Of losses and gradients between the sides, relative to the largest entry of an array."""
 
@@ -82,6 +80,11 @@ class Ours:
         peer.set_learned(learned, self.fitting.state.head.params)
 
 
+def goal() -> float:
+    """How many times as fast as PyTorch, eager and compiled; PyTorch's kernels are better on Intel's processors."""
+    return 1.5 if "Intel" in measure.machine()["cpu"] else 1.8
+
+
 def main(settings: Bench) -> None:
     """Measure everything and write `steps.json`."""
     pretrained = measure.backbone("deit_tiny", 32 if settings.quick else None)
@@ -109,14 +112,14 @@ def main(settings: Bench) -> None:
         samples[f"supernet step, {num}"] = times
         what, flops = f"supernet step, {num} images, float32", num * mean_flops(pretrained.config, architectures)
         share = measure.share_of_peak(flops, statistics.mean(times[OURS]))
-        rows += compare(what, medians(times), GOAL_FLOAT32, share, f"torch.compile's programs took {warm:.0f} s")
+        rows += compare(what, medians(times), goal(), share, f"torch.compile's programs took {warm:.0f} s")
         if num == sizes[0]:
             found, fine = finetuning(ours, peers, images, labels), f"fine-tuning step, {num} images, float32"
             samples[fine] = found
             architecture = finetuned(depth)
             flops = num * measure.step_flops(pretrained.config, architecture, RANK, begin=2)
             share = measure.share_of_peak(flops, medians(found)[OURS])
-            rows += compare(fine, medians(found), GOAL_FLOAT32, share)
+            rows += compare(fine, medians(found), goal(), share)
             found = bfloat16(pretrained, ours, architectures, images, labels, rounds)
             samples["bfloat16"] = found
             seconds, what = medians(found), f"supernet step, {num} images"
@@ -229,7 +232,7 @@ def evaluation(executor: Stages, peer: CheemPeer, quick: bool) -> tuple[Row, dic
     what = f"{num_candidates} candidates on {num_images} images, float32, against {EAGER}"
     networks = [dense_network(ours.supernet, ours.fitting.state, row, {}) for row in codes]
     share = measure.share_of_peak(num_images * measure.tree_flops(executor.config, networks), seconds[OURS])
-    return Row(what, seconds, ratio(seconds, EAGER, OURS), GOAL_FLOAT32, share=share, note=note), times
+    return Row(what, seconds, ratio(seconds, EAGER, OURS), goal(), share=share, note=note), times
 
 
 def forward_passes(

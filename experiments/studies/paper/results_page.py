@@ -1,30 +1,25 @@
-"""`docs/results.md` from collected runs: every number is computed, and no sentence presupposes how it came out."""
+"""The page of results from collected runs: every number is computed, and no sentence presupposes how it came out."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from charts import frame, legend_below, mean_std, spread
+from flax.traverse_util import flatten_dict
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from cheem_jax.backbone.config import CONFIGS
 from cheem_jax.core.atomic import write_atomically
-from cheem_jax.core.routing import RouterConfig
 from cheem_jax.report.comparison import comparison, measure
 from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid
-from studies.paper import results_setting
-from studies.paper.claims import CHEEM, claims, in_short, paired_grid, unbeaten, verdict_grid
-from studies.paper.collected import Cell, Cells, is_usual, load, usual_of
-from studies.paper.merit import ahead_line, cost_of_router, merit_section, sides_of
+from cheem_jax.run.differences import REMOVED, without_removed
+from studies.paper.claims import CHEEM, claims, compared, in_short, shown, unbeaten, verdict_grid
+from studies.paper.collected import Cell, Cells, Collected, is_usual, load, usual_of
 from studies.paper.paired import RESAMPLES
-from studies.paper.printed import Cell as PrintedCell
-from studies.paper.printed import printed
-from studies.paper.results_setting import Beside, load_beside, setting_sections
-from studies.routers.page import NAMES, sections_of, told_gain
+from studies.routers.page import compared_grid, told_gain
 
 Results = Mapping[str, Any]
 
@@ -32,151 +27,130 @@ Results = Mapping[str, Any]
 class Row(NamedTuple):
     """A row of the tables: runs of one cell, or the reference inside those of CHEEM."""
 
+    cell: Cell
     title: str
-    method: str
     runs: Sequence[Results]
 
 
-ROUTERS = "routers.json"
-"""What the study of routers on the same runs left beside them."""
+class Beside(NamedTuple):
+    """What stands beside the folder of the runs."""
+
+    notes: str = ""
+    """Written by hand, taken as it is."""
+    routers: Mapping[str, Any] | None = None
+    """What the study of routers found on the same runs."""
+    chosen: Sequence[Mapping[str, Any]] = ()
+    """Settings that `compare.py --choose` chose."""
+
+
+NOTES, ROUTERS, CHOSEN = "notes.md", "routers.json", "chosen.json"
 
 
 def write_page(results: Path, page: Path) -> int:
-    """The page, and its figures in the folder of the page's name; returns the number of runs."""
-    cells, folder, notes = load(results), page.with_suffix(""), results.parent / "notes.md"
+    """The page, and its figure in the folder of the page's name; returns the number of runs."""
+    cells, folder = load(results), page.with_suffix("")
+    texts = [file.read_text() if (file := results.parent / name).is_file() else "" for name in (NOTES, ROUTERS, CHOSEN)]
+    beside = Beside(texts[0], json.loads(texts[1] or "null"), json.loads(texts[2] or "[]"))
     rows = rows_of(cells)
-    file = results.parent / ROUTERS
-    routers = json.loads(file.read_text()) if file.is_file() else None
     folder.mkdir(parents=True, exist_ok=True)
-    by_hand = notes.read_text() if notes.is_file() else ""
-    text = page_of(cells, rows, by_hand, f"{folder.name}/accuracy.png", routers, load_beside(results, cells))
-    accuracy_figure({row.title: row.runs for row in rows}, folder / "accuracy.png")
+    text = page_of(cells, rows, beside, f"{folder.name}/accuracy.png", results.parent.as_posix())
+    accuracy_figure({row.title: row.runs for row in rows if is_usual_row(cells, row)}, folder / "accuracy.png")
     write_atomically(page, text)
     return sum(map(len, cells.values()))
 
 
-def page_of(
-    cells: Cells, rows: Sequence[Row], notes: str, picture: str, routers: Mapping[str, Any] | None, beside: Beside,
-) -> str:  # fmt: skip
-    """The whole page as Markdown; `notes` was written by hand and is taken as it is."""
+def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str, folder: str) -> str:
+    """The whole page as Markdown, with at most five tables."""
     first = rows[0].runs[0]
     judged = [(claim, claim.check(cells)) for claim in claims()]
-    changed = results_setting.changed_verdicts(beside.again, cells, judged)
-    others = [cell for cell in cells if not is_usual(cells, cell)]
-    pairs = [(cell.title, cell, usual_of(cells, cell.method) or Cell(cell.method)) for cell in others]
-    variants = [Row(cell.title, cell.method, results_of(cells, cell)) for cell in others]
-    baselines = [
-        (cell.title, CHEEM, cell) for cell in cells
-        if CHEEM in cells and cell.method not in (*UPPER_BOUNDS, CHEEM.method) and is_usual(cells, cell)
+    usual = [row for row in rows if is_usual_row(cells, row)]
+    others = [
+        (row.title, CHEEM, row.cell) for row in usual
+        if {CHEEM, row.cell} <= cells.keys() and row.cell.method not in (*UPPER_BOUNDS, CHEEM.method)
     ]  # fmt: skip
-    measured, titles = measured_of(rows), {row.method: row.title for row in reversed(rows)}
-    searched = [row for row, cell in zip(variants, others, strict=True) if cell == RESUMED]
-    sides = sides_of(titles, measured, routers, added_by(routers, first))
-    deviation = " ± standard deviation" if any(len(row.runs) > 1 for row in rows) else ""
     parts = [
         f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
-        HEAD,
+        f"`experiments/tables.py` makes this page from the records of finished runs in `{folder}`; a test compares.",
         "## In short",
         WORDS,
-        in_short(judged, changed)
-        + unbeaten(baselines, cells, measured)
-        + ahead_line(sides)
-        + beyond(routers)
-        + results_setting.sizes_lines(beside.sizes, measured, routers, first["image_size"]),
-        "## What the paper claims, checked here",
-        CLAIMS,
-        verdict_grid(judged).to_markdown(),
-        "The rules; an interval on both sides of a limit leaves a claim undecided:",
-        "\n".join(f"- ({claim.letter}) {claim.rule}." for claim, _ in judged),
+        in_short(judged) + unbeaten(others, cells, measured_of(usual)) + beyond(beside.routers),
+        *(["## What these runs do not show", beside.notes.strip()] if beside.notes else []),
         "## Methods",
         METHODS_TEXT,
-        method_grid(rows).to_markdown(),
+        method_grid(rows, cells).to_markdown(),
         f"![Average accuracy of every method and run, with the task ID given and inferred]({picture})",
-        *([BASELINES_TEXT, paired_grid("CHEEM minus", baselines, cells)] if baselines else []),
-        *(["### Variants and other orders", method_grid(variants).to_markdown()] if variants else []),
-        *([PAIRED_TEXT, paired_grid("variant", pairs, cells)] if others else []),
-        *results_setting.again_section(beside.again, cells, [*(cell for _, _, cell in baselines), *others], changed),
         "## Accuracy by task",
-        f"After the last task, in %, mean{deviation} over runs.",
-        task_grid(
-            [*rows, *variants],
-            lambda run: last_row(run, "local_accuracy" if run["method"] in UPPER_BOUNDS else "accuracy"),
-        ),
-        "## What task-ID inference costs",
-        "Accuracy with the task ID given minus task-agnostic accuracy, in points: lost by the router, or, with one "
-        "head over all tasks, to classes of other tasks.",
-        task_grid(
-            [row for row in rows if row.method not in UPPER_BOUNDS],
-            lambda run: last_row(run, "local_accuracy") - last_row(run, "accuracy"),
-        ),
-        "## Figure of merit",
-        merit_section(sides, {row.title: measured_of([row])[row.method] for row in searched}),
-        *(router_parts(routers, cells) if routers else []),
-        "## The paper's numbers",
-        *beside_the_paper(rows, first["backbone"]),
-        *setting_sections(cells, routers is not None),
-        *(["## What these runs do not show", notes.strip()] if notes else []),
+        TASKS_TEXT,
+        task_grid(rows),
+        "## What the paper claims, checked here",
+        CLAIMS,
+        "\n".join(f"- ({claim.letter}) {claim.rule}." for claim, _ in judged),
+        verdict_grid(judged).to_markdown(),
+        *(router_parts(beside.routers, cells) if beside.routers else []),
+        "## Settings, machines, commands",
+        *setting_parts(cells, beside.chosen),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-HEAD = "`experiments/tables.py` makes this page from the records of finished runs in `docs/results`; a test compares."
-WORDS = """The setting: exemplar-free continual learning of one task after another with a pretrained backbone, the
-task ID not given at test time. *Accuracy*, unless it says otherwise, is task-agnostic: the mean over tasks after the
-last one, the task ID inferred by the *router* of a method with a network per task. *HEE* samples architectures by task
-similarity, *uniform* all candidates alike. *Frozen, linear heads*: ridge regressions on frozen features, one per task.
-Two variants are of searches that the library no longer has: *shared-prefix FLOPs* counted what runs after the router's
-pass; *trained samples* trained sampled architectures and kept the best. The table of settings names their commits."""
-CLAIMS = f"""Differences in points of average accuracy unless a unit is given, paired by seed and test image. Intervals:
-bootstrap, {RESAMPLES:,} resamples over seeds and, within each task, test images (over tasks for a correlation and for
-parameters); *over tasks* also resamples the tasks, for other tasks like these. Images count as independent, which
-frames of one traffic sign are not. p: two-sided, of no difference, also where the rule asks for more; uncorrected, so
-one of twenty lines without a difference is expected below 0.05. **One seed**: nothing is said about other seeds; with
-two or three, intervals are rather too narrow. A claim holds if all its lines do, and does not if one does not."""
-BASELINES_TEXT = """CHEEM with the paper's router minus each method without the task ID, paired as above. This compares
-accuracy alone, not cost."""
-PAIRED_TEXT = """Each variant minus its method as it is, paired as above."""
-METHODS_TEXT = """Means over runs, ± standard deviation over seeds (n − 1). *Right after learning*: each task, among the
-tasks so far. *Forgetting*: drop from a task's best accuracy so far, over all tasks but the last. FLOPs are per image,
-by the paper's convention and as executed, counted from the recorded networks. Parameters added are per task, in % of
-the backbone; stored are those of all tasks together. Hours are from the fastest to the slowest run, on shared machines.
-Methods marked * are given the task ID: references, not baselines."""
+WORDS = """Tasks are learned one after another from a pretrained backbone, no image is kept, and the task ID is not
+given at test time. *Accuracy* is task-agnostic unless it says otherwise: the mean over tasks after the last one, the
+task ID inferred by the *router* of a method with a network per task. *HEE* samples architectures by task similarity,
+*uniform* all candidates alike. *Frozen, linear heads*: ridge regressions on frozen features, one per task."""
+METHODS_TEXT = f"""Means over runs, ± standard deviation over seeds (n − 1). *CHEEM minus*: difference of average
+accuracy in points, paired by seed and test image, with the 95 % interval (bootstrap, {RESAMPLES:,} resamples over
+seeds and, within each task, test images); the task ID is given to both sides where a method is marked *, a reference
+that is given it. It compares accuracy alone, not cost. *Forgetting*: drop from a task's best accuracy so far, over
+all tasks but the last. FLOPs are per image, by the paper's convention and as executed. Parameters added are per task,
+in % of the backbone; stored are those of all tasks. Hours are from the fastest to the slowest run, on shared
+machines."""
+TASKS_TEXT = """After the last task, in %, mean ± standard deviation over runs; task-agnostic, of methods marked *
+with the task ID given. The first line has the training images and the classes."""
+CLAIMS = """*Over tasks* also resamples the tasks, for other tasks like these. Images count as independent, which
+frames of one traffic sign are not. p: two-sided, of no difference, uncorrected. **One seed** says nothing about other
+seeds; with two or three, intervals are rather too narrow. A claim holds if all its lines do, and does not if one does
+not; an interval on both sides of a limit leaves it undecided. The rules:"""
 
 
-RESUMED = Cell("cheem", "shared-prefix FLOPs")
-"""CHEEM whose search counts what runs behind the router's pass."""
+def is_usual_row(cells: Cells, row: Row) -> bool:
+    """Whether a row is of a method as it is."""
+    return row.cell not in cells or is_usual(cells, row.cell)
 
 
 def rows_of(cells: Cells) -> list[Row]:
-    """The usual runs of every method; where frozen heads were no run of their own, those beside CHEEM stand in."""
-    rows = [Row(title_of(cell), cell.method, results_of(cells, cell)) for cell in cells if is_usual(cells, cell)]
-    if Cell("frozen_linear") not in cells and Cell("cheem") in cells:
+    """All cells, variants behind; where frozen heads were no run of their own, those beside CHEEM stand in."""
+    found = [Row(cell, title_of(cell), results_of(cells, cell)) for cell in cells]
+    usual = [row for row in found if is_usual(cells, row.cell)]
+    frozen = Cell("frozen_linear")
+    if frozen not in cells and CHEEM in cells:
         kept = ("seed", "router", "backbone", "image_size", "tasks")
         inside = [
             {**run["yardsticks"]["frozen_linear"], **{key: run[key] for key in kept}, "method": "frozen_linear"}
-            for run in results_of(cells, Cell("cheem"))
+            for run in results_of(cells, CHEEM)
             if "frozen_linear" in run["yardsticks"]
         ]
-        if inside:
-            rows.append(Row("frozen, linear heads (inside CHEEM's runs)", "frozen_linear", inside))
-    if not rows:
+        usual += [Row(frozen, "frozen, linear heads (inside CHEEM's runs)", inside)] if inside else []
+    if not usual:
         raise ValueError("no collected run is of a method as it is, in the usual order; collect one")
-    return rows
+    return usual + [row for row in found if row not in usual]
 
 
 def measured_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Means over runs by method, of the first row of each."""
-    found = comparison({row.method: row.runs for row in reversed(rows)})
-    return {row["method"]: row for row in reversed(found)}
+    """Means over runs by method."""
+    return {row["method"]: row for row in comparison({row.cell.method: row.runs for row in rows})}
 
 
 def router_parts(found: Mapping[str, Any], cells: Cells) -> list[str]:
     """The study of routers, and the collected runs that it should have counted and did not."""
-    known = [(run["method"], run["seed"]) for run in found["runs"]]
-    own = [(name, seed) for name in NAMES for seed in cells.get(Cell(name), {})]
-    left_out = [f"{METHODS[name]} with seed {seed}" for name, seed in own if (name, seed) not in known]
-    shown = [f"Not counted here yet: {', '.join(left_out)}."] if left_out else []
-    return ["## Which router loses least", sections_of(found), *shown]
+    known = {(run["method"], run["seed"]) for run in found["runs"]}
+    left_out = [
+        f"{METHODS[name]} with seed {seed}"
+        for name in sorted({method for method, _ in known})
+        for seed in cells.get(Cell(name), {})
+        if (name, seed) not in known
+    ]
+    told = [f"Not counted here yet: {', '.join(left_out)}."] if left_out else []
+    return ["## Which router loses least", compared_grid(found), *told]
 
 
 def title_of(cell: Cell) -> str:
@@ -190,11 +164,6 @@ def results_of(cells: Cells, cell: Cell) -> list[Results]:
 def names_of(run: Results) -> list[str]:
     """The tasks in the order in which they were learned."""
     return [task["name"] for task in run["tasks"]]
-
-
-def last_row(run: Results, name: str) -> np.ndarray:
-    """Accuracy by task after the last one, in %."""
-    return 100 * np.array(run[name][-1], float)
 
 
 def beyond(routers: Mapping[str, Any] | None) -> str:
@@ -212,18 +181,9 @@ def beyond(routers: Mapping[str, Any] | None) -> str:
     )
 
 
-def added_by(routers: Mapping[str, Any] | None, run: Results) -> dict[str, float]:
-    """What the chosen router adds to FLOPs per image; nothing without that study or of unknown backbones."""
-    if routers is None or run["backbone"] not in CONFIGS:
-        return {}
-    return cost_of_router(run, RouterConfig(**routers["chosen"]["config"]))
-
-
-AT_ONCE = "at_once"
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "average_accuracy": ("average accuracy %", lambda v: f"{100 * v:.1f}"),
     "local_average_accuracy": ("task ID given %", lambda v: f"{100 * v:.1f}"),
-    AT_ONCE: ("right after learning %", lambda v: f"{100 * v:.1f}"),
     "average_forgetting": ("forgetting, points", lambda v: f"{100 * v:.1f}"),
     "flops_paper": ("MFLOPs, paper", lambda v: f"{v / 1e6:,.0f}"),
     "flops_executed": ("MFLOPs, executed", lambda v: f"{v / 1e6:,.0f}"),
@@ -233,81 +193,156 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 
 
-def method_grid(rows: Sequence[Row]) -> Grid:
-    """Means over runs of every measure."""
+def method_grid(rows: Sequence[Row], cells: Cells) -> Grid:
+    """Means over runs of every measure, and CHEEM's lead."""
     lines = []
     for row, measured in zip(rows, comparison({str(n): row.runs for n, row in enumerate(rows)}), strict=True):
-        cells = [row.title, ", ".join(str(seed) for seed in measured["seeds"])]
-        for name, (_, shown) in COLUMNS.items():
-            value = at_once(row) if name == AT_ONCE else measured[name]
+        told = [row.title, ", ".join(str(seed) for seed in measured["seeds"])]
+        for name, (_, text) in COLUMNS.items():
+            value = measured[name]
             if value is None:
-                cells.append(NONE)
+                told.append(NONE)
             elif name == "seconds":
-                cells.append(
-                    " to ".join(dict.fromkeys(shown(end(run[name] for run in row.runs)) for end in (min, max)))
-                )
+                ends = (text(end(run[name] for run in row.runs)) for end in (min, max))
+                told.append(" to ".join(dict.fromkeys(ends)))
             else:
-                cells.append(shown(value["mean"]) + ("" if value["std"] is None else f" ± {shown(value['std'])}"))
-        lines.append(tuple(cells))
-    return Grid("", ("method", "seeds", *(title for title, _ in COLUMNS.values())), tuple(lines), 1)
+                told.append(text(value["mean"]) + ("" if value["std"] is None else f" ± {text(value['std'])}"))
+        told.insert(4, _lead(row, cells))
+        lines.append(tuple(told))
+    columns = [title for title, _ in COLUMNS.values()]
+    return Grid("", ("method", "seeds", *columns[:2], "CHEEM minus", *columns[2:]), tuple(lines), 1)
 
 
-def at_once(row: Row) -> dict[str, Any] | None:
-    """Accuracy on each task right after it was learned, among the tasks so far, mean over tasks."""
-    if row.method in UPPER_BOUNDS:
-        return None
-    found = [np.mean([line[index] for index, line in enumerate(run["accuracy"])]) for run in row.runs]
-    return mean_std([float(value) for value in found])
+def _lead(row: Row, cells: Cells) -> str:
+    if row.cell == CHEEM or not {CHEEM, row.cell} <= cells.keys():
+        return NONE
+    is_given = row.cell.method in UPPER_BOUNDS
+    value, interval, *_ = shown(compared("", cells, CHEEM, row.cell, lambda _: "", given=(is_given, is_given)))
+    return value if interval == NONE else f"{value.removesuffix(' points')} ({interval})"
 
 
-def task_grid(rows: Sequence[Row], measure: Callable[[Results], np.ndarray]) -> str:
+def task_grid(rows: Sequence[Row]) -> str:
     """A row per method, a column per task and their mean."""
-    names = names_of(rows[0].runs[0])
-    lines = []
+    first = rows[0].runs[0]
+    names, tasks = names_of(first), first["tasks"]
+    lines = [("*images, classes*", *(f"{t['num_train']:,}, {len(t['classes'])}" for t in tasks), "")]
     for row in rows:
-        values = np.array([measure(run)[[names_of(run).index(name) for name in names]] for run in row.runs])
+        key = "local_accuracy" if row.cell.method in UPPER_BOUNDS else "accuracy"
+        values = 100 * np.array([[run[key][-1][names_of(run).index(name)] for name in names] for run in row.runs])
         values = np.column_stack([values, values.mean(axis=1)])
         lines.append((row.title, *(spread(column.tolist()) for column in values.T)))
     return Grid("", ("method", *names, "mean"), tuple(lines), 1).to_markdown()
 
 
-PAPER = {"average_accuracy": "accuracy %", "average_forgetting": "forgetting", "flops": "GFLOPs"}
-
-
-def beside_the_paper(rows: Sequence[Row], backbone: str) -> list[str]:
-    """Ours and the paper's numbers of the same backbone on its two benchmarks."""
-    tables = printed()
-    theirs = {**tables["upper_bounds"], **tables["breakdown"]}
-    places = [stream for stream in ("mtil", "vdd") if PrintedCell(stream, backbone, "cheem", "flops") in theirs]
-    if not places:
-        return [f"The paper prints no results of {backbone}."]
-    ours = measured_of(rows)
-    told = dict.fromkeys(
-        [*(row.method for row in rows), *(cell.method for cell in theirs if cell.backbone == backbone)]
-    )
-    lines = []
-    for method in told:
-        line = [title_of(Cell(method))]
-        for name in PAPER:
-            line.append(_ours(ours.get(method), name, is_told=method in UPPER_BOUNDS))
-            cells = [PrintedCell(stream, backbone, method, name) for stream in places]
-            line += [theirs[cell].text if cell in theirs else NONE for cell in cells]
-        lines.append(tuple(line))
-    sources = ["here", *(f"paper, {stream.upper()}" for stream in places)]
-    columns = ("method", *(f"{title}, {source}" for title in PAPER.values() for source in sources))
+def setting_parts(cells: Cells, chosen: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What was run with which settings, on what, and how to run it again."""
+    runs = [run for found in cells.values() for run in found.values()]
+    results, config = runs[0].run.results, runs[0].run.config
     return [
-        f"Other data: the paper trains {backbone} on its full benchmarks, at 224 pixels, with its own settings. "
-        "Compare rows within a column, never across columns.",
-        Grid("", columns, tuple(lines), 1).to_markdown(),
+        f"{len(runs)} runs from the weights {results['source']} (SHA-256 {config['weights_sha256'][:12]}…). Settings "
+        "that decide how long a method learns, and of variants what differs; all are in each run's `config.json`. "
+        + (CHOICE if chosen else ""),
+        setting_grid(cells, chosen).to_markdown(),
+        "All versions are in each run's `record.json`, with its command. Machines:",
+        "\n".join(machines(runs)),
+        "DATA and WEIGHTS are the images and the weights. With equal code, versions and machine a new run has the same "
+        "numbers: collect it into another folder, and `experiments/reproduce.py` compares them.",
+        "```bash\n" + "\n".join(commands(cells)) + "\n```",
     ]
 
 
-def _ours(row: Mapping[str, Any] | None, name: str, *, is_told: bool) -> str:
-    if row is None:
-        return NONE
-    key = {"flops": "flops_paper"}.get(name, "local_average_accuracy" if is_told and "accuracy" in name else name)
-    value = row[key]
-    return NONE if value is None else f"{value['mean'] / 1e9:.2f}" if name == "flops" else f"{100 * value['mean']:.1f}"
+CHOICE = """*Tried*: accuracy in % on validation images, by `compare.py --choose`, the chosen value in bold."""
+LENGTHS = (
+    "epochs", "learning_rate", "learning_rates", "schedule", "batch_size", "rank", "population", "generations",
+)  # fmt: skip
+
+
+def setting_grid(cells: Cells, chosen: Sequence[Mapping[str, Any]]) -> Grid:
+    """Epochs, learning rates and batch size of every method, what sets its variants apart, and what was tried."""
+    rows = []
+    for cell, found in cells.items():
+        run, usual = next(iter(found.values())), usual_of(cells, cell.method)
+        config, is_variant = settings_of(run), usual not in (None, cell)
+        if usual is None or not is_variant:
+            told = [f"{name} {value}" for name, value in config.items() if name.split(".")[-1] in LENGTHS]
+        else:
+            as_it_is = settings_of(next(iter(cells[usual].values())))
+            told = [f"{name} {value}" for name, value in config.items() if as_it_is.get(name) != value]
+        gone = not REMOVED.keys().isdisjoint(config)
+        told += [f"no longer a setting, measured at commit {commit_of(run)}"] if gone else []
+        told += [] if cell.order == "default" else [f"the tasks in the order {' '.join(run.run.order)}"]
+        like = f"as {usual.title}, but for " if usual is not None and is_variant else ""
+        tried = "; ".join(_tried(row) for row in chosen if row["title"] == cell.title)
+        rows.append((cell.title, like + ", ".join(told), *([tried or NONE] if chosen else [])))
+    return Grid("", ("method", "settings", *(["tried"] if chosen else [])), tuple(rows), 3)
+
+
+def _tried(row: Mapping[str, Any]) -> str:
+    told = [
+        f"**{value}: {100 * reached:.1f}**" if value == row["chosen"] else f"{value}: {100 * reached:.1f}"
+        for value, reached in zip(row["values"], row["accuracies"], strict=True)
+        if reached is not None
+    ]
+    return f"{row['setting']} {', '.join(told)}{' (an end of the grid)' if row['at_the_end'] else ''}"
+
+
+def settings_of(run: Collected) -> dict[str, Any]:
+    """A method's settings by dotted names."""
+    return flatten_dict(without_removed(run.run.config.get(run.run.results["method"], {})), sep=".")
+
+
+def commit_of(run: Collected) -> str:
+    """The commit of the code that a run was begun with."""
+    return (run.record.get("conditions", {}).get("code", {}).get("commit") or "?")[:7]
+
+
+def machines(runs: Sequence[Collected]) -> list[str]:
+    """Processor, JAX and code of the runs, those that share all of it together."""
+    groups: dict[str, list[str]] = {}
+    for run in runs:
+        conditions = run.record.get("conditions", {})
+        device = conditions.get("device", {})
+        accelerator = "" if device.get("platform", "cpu") == "cpu" else f", {device['count']} × {device['kind']}"
+        told = (
+            f"{device.get('processor', 'unknown processor')}, threads: {device.get('threads', '?')}{accelerator}; jax "
+            f"{conditions.get('versions', {}).get('jax', '?')}; commit {commit_of(run)}"
+        )
+        groups.setdefault(told, []).append(run.place)
+    return [f"- {told}: {', '.join(names)}." for told, names in groups.items()]
+
+
+SHARED = (
+    "--stream", "--data-dir", "--tasks", "--base-data", "--backbone", "--weights", "--image-size", "--preset",
+    "--router", "--router-weights",
+)  # fmt: skip
+"""Options of a recorded command that `compare.py` has as well."""
+
+
+def commands(cells: Cells) -> Iterator[str]:
+    """Commands that make the usual runs, those of the same seeds together."""
+    groups: dict[str, list[str]] = {}
+    shared: dict[str, str] = {}
+    for cell, found in cells.items():
+        if is_usual(cells, cell):
+            groups.setdefault(",".join(map(str, found)), []).append(cell.method)
+            for run in found.values():
+                shared = options(run.record["command"]) | shared
+    told = " ".join(f"{name} {shared[name]}" for name in SHARED if shared.get(name, "None") != "None")
+    for seeds, methods in groups.items():
+        names = ",".join(dict.fromkeys(methods))
+        yield f"python experiments/compare.py {told} \\\n    --methods {names} --seeds {seeds} --run-dir RUNS"
+
+
+def options(command: Sequence[str]) -> dict[str, str]:
+    """Options of a recorded command, each with its values."""
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for word in command[1:]:
+        if word.startswith("--"):
+            values = found[word] = []
+        else:
+            values.append(word)
+    return {name: " ".join(values) for name, values in found.items()}
 
 
 FOUND, GIVEN = "#1f77b4", "#c0792b"

@@ -15,7 +15,6 @@ from cheem_jax.run.results import results_of
 from studies.paper import claims
 from studies.paper.claims import FAILS, HOLDS, NOT_RUN, OPEN, above, below, in_short, within
 from studies.paper.collected import load, packed
-from studies.paper.merit import ahead_line, merit_section, sides_of
 from studies.paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
 
 ROOT = Path(__file__).parents[3]
@@ -114,16 +113,14 @@ def test_verdicts_follow_from_where_the_interval_lies():
 
 
 def write(
-    folder: Path, method: str = "cheem", seed: int = 0, rate: float = 0.8, names: Sequence[str] = NAMES,
-    processor: str = "a processor", pixels: int | None = None, **config,
-) -> Path:  # fmt: skip
+    folder: Path, method: str = "cheem", seed: int = 0, rate: float = 0.8, names: Sequence[str] = NAMES, **config
+) -> Path:
     """A collected run with 200 test images per task, of which about `rate` are right."""
     rng, directory = np.random.default_rng(seed), folder / f"{method}{len(list(folder.glob('*')))}/seed-{seed}"
     luck = {name: rng.random((2, 200)) for name in NAMES}  # the same for all methods
     given = tuple(luck[name][0] < rate for name in names)
     right = tuple(is_right & (luck[name][1] < 0.9) for is_right, name in zip(given, names, strict=True))
     results = results_of(list(entries(names=names, classes=("cat", "dog"), method=method, seed=seed)))
-    results["image_size"] = pixels or results["image_size"]
     for name, found in (("accuracy", right), ("local_accuracy", given)):
         results[name][-1] = [float(task.mean()) for task in found]
     results["average_accuracy"], results["local_average_accuracy"] = (
@@ -141,7 +138,7 @@ def write(
             f"--{method}.epochs", "3", "--seed", str(seed), "--run-dir", "RUN_DIR",
         ],
         "data": {"stream": "DATA", "split_seed": 0},
-        "conditions": {"device": {"processor": processor, "threads": 2, "platform": "cpu"}},
+        "conditions": {"device": {"processor": "a processor", "threads": 2, "platform": "cpu"}},
     }  # fmt: skip
     held = {"tasks": list(names), "seed": seed, "weights_sha256": "w", method: {"epochs": 3, "batch_size": 8, **config}}
     directory.mkdir(parents=True)
@@ -170,7 +167,7 @@ def test_the_page_is_the_same_when_made_again_and_says_what_was_not_run(tmp_path
     assert first == page_of(tmp_path) and picture == (tmp_path / "docs/results/accuracy.png").read_bytes()
     assert line_of(first, "CHEEM − LoRA-CL") == ["no run of LoRA-CL", "–", "–", "–", "–", "not run"]
     assert line_of(first, "CHEEM in other orders")[-1] == "not run"
-    assert first.endswith("## What these runs do not show\n\n- Written by hand.\n")
+    assert "## What these runs do not show\n\n- Written by hand.\n\n## Methods" in first
     assert "nan" not in first and "None" not in first and "frozen, linear heads (inside CHEEM's runs)" in first
     assert "(a), (b)" not in first and str(tmp_path) not in first
 
@@ -204,73 +201,35 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     assert unbeaten.startswith("S-Prompts (CHEEM −1") and not {"L2P", "LoRA-CL", "full"} & set(
         re.findall(r"[\w-]+", unbeaten)
     )
-    against = page[page.index("| CHEEM minus |") :].split("\n\n")[0]
-    assert [line.split(" | ")[0] for line in against.splitlines()[2:]] == ["| LoRA-CL", "| S-Prompts", "| L2P"]
-    assert "### Variants and other orders" in page and "| CHEEM, uniform | 0 |" in page
-    assert "| as CHEEM, but for the tasks in the order three one two |" in page
-    assert "| CHEEM, uniform | 0 | as CHEEM, but for sampling uniform |" in page
-    assert "| CHEEM, order2 | 0.0 points | 0.0 to 0.0 | 0.0 to 0.0 | 1.000 | 0: 0.0 |" in page
+    leads = {}
+    for line in page[page.index("| method | seeds |") :].split("\n\n")[0].splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        leads[cells[0]] = cells[4]
+    assert leads["CHEEM"] == "–" and leads["CHEEM, order2"] == "0.0 (0.0 to 0.0)"
+    assert leads["LoRA-CL"] == f"{alone[0].removesuffix(' points')} ({alone[1]})"
+    bound = line_of(page, "CHEEM − full fine-tuning, task ID given to both")
+    assert leads["full fine-tuning *"] == f"{bound[0].removesuffix(' points')} ({bound[1]})"
+    assert "as CHEEM, but for the tasks in the order three one two |" in page
+    assert "| CHEEM, uniform | as CHEEM, but for sampling uniform |" in page
     assert "--methods cheem,s_prompts --seeds 0,1,2" in page and "--methods lora_cl --seeds 1,7" in page
-    assert "| CHEEM, shared-prefix FLOPs, executed |" in page  # of the figures of merit
     assert "python experiments/compare.py --stream DATA --tasks one,two,three" in page
 
 
-def test_runs_on_another_processor_and_on_larger_pictures_stand_beside_the_others(tmp_path):
-    write(tmp_path / "runs", rate=0.8)
-    write(tmp_path / "runs", seed=1, rate=0.9)
-    write(tmp_path / "runs", "s_prompts", rate=0.6)
-    write(tmp_path / "runs", "lora_cl", seed=1, rate=0.6)  # never made again
-    write(tmp_path / "runs", sampling="uniform", rate=0.7)
-    plain = page_of(tmp_path)
-    assert "kind of processor" not in plain and "The same pictures at" not in plain
-    write(tmp_path / "again", rate=0.7, processor="another")
-    write(tmp_path / "at_64", "frozen_linear", rate=0.99, pixels=64)
-    write(tmp_path / "at_128", "frozen_linear", rate=0.5, pixels=128)
+def test_the_other_search_and_chosen_settings_have_lines_of_their_own(tmp_path):
+    write(tmp_path / "runs", rate=0.7)
+    write(tmp_path / "runs", score="closed_form", rate=0.9)
+    write(tmp_path / "runs", "lora_cl", rate=0.8)
+    write(tmp_path / "runs", "lora_cl", begin="nearest", rate=0.75)
+    row = {"title": "LoRA-CL", "setting": "rate", "values": [1e-3, 3e-3, 1e-2], "accuracies": [0.5, 0.75, None]}
+    (tmp_path / "chosen.json").write_text(json.dumps([{**row, "chosen": 3e-3, "at_the_end": False}]))
     page = page_of(tmp_path)
-    section = page[page.index("### The same seed on another kind of processor") :]
-    rows = {line.split(" | ")[0][2:]: line.split(" | ")[1:] for line in section.splitlines() if " − " in line}
-    assert list(rows) == ["CHEEM run again − CHEEM above", "CHEEM − S-Prompts", "CHEEM, uniform − CHEEM"]
-    first = float(rows["CHEEM run again − CHEEM above"][0].removesuffix(" points").replace("−", "-"))
-    above, again = (float(rows["CHEEM − S-Prompts"][side].removesuffix(" points")) for side in (0, 2))
-    assert first < -5 and again - above == pytest.approx(first, abs=0.11)
-    assert rows["CHEEM, uniform − CHEEM"][2] == "0.0 points"  # the same answers
-    assert "other networks for 0 of 3 tasks" in section and "- another, 2 threads" in section
-    short = page[page.index("## In short") : page.index("## What the paper")]
-    small, large = (short.index(f"- At {pixels} pixels instead of {first_size(tmp_path)}") for pixels in (64, 128))
-    assert small < large and short.count("more than any method without the task ID") == 1
-    write(tmp_path / "runs", "tuna", rate=1.0)
-    assert "more than any method without" not in page_of(tmp_path)
-
-
-def first_size(tmp_path: Path) -> int:
-    return next(iter(load(tmp_path / "runs")[claims.CHEEM].values())).run.results["image_size"]
-
-
-def test_a_verdict_that_hangs_on_the_processor_is_named(tmp_path):
-    write(tmp_path / "runs", rate=0.8)
-    write(tmp_path / "runs", "s_prompts", rate=0.7)
-    write(tmp_path / "again", rate=0.7, processor="another")
-    assert "With CHEEM's run on another kind of processor (b) would be “not decided” instead of “holds”." in page_of(
-        tmp_path
-    )
-
-
-@pytest.mark.parametrize(
-    ("folder", "run", "why"),
-    [
-        ("again", {"rate": 0.7}, "both ran on a processor"),
-        ("again", {"seed": 1, "processor": "another"}, "no run there is of its method, settings and seed"),
-        ("again", {"names": NAMES[::-1], "processor": "another"}, "its tasks are three, two, one"),
-        ("again", {"batch_size": 4, "processor": "another"}, r"its settings differ from .*: cheem.batch_size is .*"),
-        ("at_64", {"method": "frozen_linear"}, r"its size is \d+ as well"),
-    ],
-)
-def test_what_does_not_belong_beside_the_runs_is_named(folder, run, why, tmp_path):
-    write(tmp_path / "runs")
-    write(tmp_path / folder, **run)
-    with pytest.raises(ValueError, match=f"{folder}.*seed-.* is not a run .*: {why}; remove it"):
-        page_of(tmp_path)
-    assert not (tmp_path / "docs/results.md").exists()
+    assert line_of(page, "CHEEM − LoRA-CL")[-1] == "**does not hold** (one seed)"
+    assert line_of(page, "CHEEM, closed-form score − LoRA-CL")[-1] == "holds (one seed)"
+    assert "rate 0.001: 50.0, **0.003: 75.0** |" in page and "(an end of the grid)" not in page
+    table = page[page.index("| method | seeds |") :].split("\n\n")[0]
+    names = [line.split(" | ")[0] for line in table.splitlines()[2:]]
+    assert names[:2] == ["| CHEEM", "| LoRA-CL"] and "| LoRA-CL, from the nearest task" in names[2:]
+    assert page.count("| --- |") <= 5
 
 
 def test_all_lines_of_a_claim_decide_it():
@@ -322,49 +281,3 @@ def test_a_folder_that_is_not_there_is_named_by_its_option(tmp_path):
     with pytest.raises(ValueError, match="--results names .*nowhere, which is not a folder"):
         tables.main(tables.Tables(results=tmp_path / "nowhere", page=tmp_path / "results.md"))
     assert not (tmp_path / "results.md").exists()
-
-
-def test_the_figure_of_merit_is_told_by_both_counts_and_of_both_routers():
-    def row(accuracy, paper, executed, **given):
-        values = {"average_accuracy": accuracy, "flops_paper": paper, "flops_executed": executed, **given}
-        return {name: {"mean": value, "std": None} for name, value in values.items()}
-
-    measured = {
-        "cheem": row(0.6, 2.0, 1.5), "lora_cl": row(0.5, 3.0, 2.5), "l2p": row(0.75, 3.0, 2.5),
-        "full_finetune": row(0.0, 1.0, 1.0, local_average_accuracy=0.7),
-    }  # fmt: skip
-    titles = {name: name.upper() for name in measured}
-    chosen = {
-        "features": "early",
-        "title": "LDA",
-        "cheem": {"accuracy": 0.65},
-        "flops": {"paper": 1.6, "executed": 1.0},
-    }
-    page = merit_section(sides_of(titles, measured, {"chosen": chosen}, {}), {})
-
-    def cells(method):
-        [line] = [line for line in page.splitlines() if line.startswith(f"| {method} |")]
-        return [cell.strip() for cell in line.strip("|").split("|")][1:]
-
-    # gaps 0.2 and 0.1, FLOPs 3 / 2 and 2.5 / 1.5; then gaps 0.2 and 0.05, FLOPs 3 / 1.6 and 2.5 / 1
-    assert cells("LORA_CL") == ["20.0", "3.00", "3.33", "7.50", "10.00"]
-    assert cells("CHEEM") == ["10.0", "–", "–", "2.50", "3.00"]
-    assert cells("L2P") == ["-5.0", "–", "–", "–", "–"] and "FULL_FINETUNE" not in page
-    assert cells("CHEEM, early LDA") == ["5.0", "0.40", "0.33", "–", "–"]
-    added, lora = {"paper": -0.4, "executed": -0.5}, {**chosen, "lora_cl": {"accuracy": 0.6}}
-    fair = merit_section(sides_of(titles, measured, {"chosen": lora}, added), {})
-    # with the same router: gaps 0.1 and 0.05, FLOPs 2.6 / 1.6 and 2 / 1
-    [line] = [line for line in fair.splitlines() if line.startswith("| LORA_CL, early LDA |")]
-    assert [cell.strip() for cell in line.strip("|").split("|")][1:] == ["10.0", "1.30", "1.33", "3.25", "4.00"]
-    other = merit_section(sides_of(titles, measured, None, {}), {"CHEEM, resumed": row(0.65, 2.5, 1.0)})
-    [line] = [line for line in other.splitlines() if line.startswith("| LORA_CL |")]
-    assert line == "| LORA_CL | 20.0 | 3.00 | 3.33 | 4.80 | 10.00 |"  # gaps 0.2 and 0.05, FLOPs 3 / 2.5 and 2.5 / 1
-    assert "LDA" not in merit_section(sides_of(titles, measured, None, {}), {})
-    few = {**measured, "ewc": {**row(0.58, 1.0, 1.0), "seeds": [0]}}  # gaps 0.12 and 0.1, half of the FLOPs
-    lora = {**chosen, "lora_cl": {"accuracy": 0.69}}  # gaps 0.01 and 0.05, FLOPs 2.6 / 1.6
-    assert ahead_line(sides_of({**titles, "ewc": "EWC"}, few, {"chosen": lora}, added)).endswith(
-        "CHEEM with the paper's router: L2P (not below the reference), EWC (0.60, one seed); "
-        "than CHEEM, early LDA: L2P (not below the reference), LORA_CL, early LDA (0.33)."
-    )
-    assert ahead_line(sides_of(titles, {"cheem": measured["cheem"]}, None, {})) == ""
-    assert "needs runs of CHEEM and of full" in merit_section(None, {})

@@ -22,7 +22,7 @@ def page_of(found: Mapping[str, Any]) -> str:
 
 def sections_of(found: Mapping[str, Any]) -> str:
     """All tables, without a heading of the first level."""
-    return "\n\n".join([_compared(found), _by_task(found), _looked_twice(found), _all(found)])
+    return "\n\n".join([compared_grid(found), _by_task(found), _all(found)])
 
 
 def _percent(value: float) -> str:
@@ -50,7 +50,8 @@ def shown_rows(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [row for row in found["rows"] if row["config"] in wanted]
 
 
-def _compared(found: Mapping[str, Any]) -> str:
+def compared_grid(found: Mapping[str, Any]) -> str:
+    """The routers worth knowing, with what the columns mean."""
     methods = [method for method in NAMES if any(method in row for row in found["rows"])]
     head = ["reads", "router", "validation %", "task found %"]
     for method in methods:
@@ -80,8 +81,7 @@ best there, the one in bold keeps the fewest bytes and was chosen. CHEEM's archi
 too, so other columns, on test images, are lower. *Gain*: over the paper's router (first row), 95 % interval as above.
 *Task found*: share of images whose task is inferred rightly. FLOPs include the router's pass. The paper's router,
 computed again, {again}; last bits and seeds of k-means explain the rest. Times are of one process on a shared machine.
-Shown: the paper's router, the chosen one, the best of each kind on validation images; all {len(found["rows"])} are
-below.
+Shown of {len(found["rows"])}: the paper's router, the chosen one, the best of each kind on validation images.
 
 {Grid("", tuple(head), tuple(rows), 2).to_markdown()}"""
 
@@ -119,23 +119,3 @@ def _by_task(found: Mapping[str, Any]) -> str:
 ({chosen["features"]}, {chosen["title"]}) recovers {100 * share:.0f} %.
 
 {Grid("", ("task", *columns.values()), rows, 1).to_markdown()}"""
-
-
-def _looked_twice(found: Mapping[str, Any]) -> str:
-    rows = tuple(
-        (
-            str(one["seed"]), f"{100 * row['share']:g}", _percent(row["second"]), _percent(one["alone"]),
-            _percent(row["accuracy"]), told_gain(row["gain"]),
-        )
-        for one in found["second_look"]
-        for row in one["rows"]
-    )  # fmt: skip
-    head = (
-        "seed", "two networks, set on validation %", "two networks, test %", "router alone %", "decided together %",
-        "gain",
-    )  # fmt: skip
-    return f"""A second look at close calls: the networks of both nearest tasks answer, and the confidence of their
-heads decides together with the router's lead, weighted on validation images. *Two networks* is the share of images with
-a second one; the bound is set on validation images (interval over images alone, one seed per row).
-
-{Grid("", head, rows, 1).to_markdown()}"""

@@ -11,9 +11,9 @@ import pytest
 import router_study
 
 from cheem_jax.backbone.config import CONFIGS, at_image_size
+from cheem_jax.backbone.flops import executed_pass_flops
 from cheem_jax.core.routing import RouterConfig
-from studies.paper.merit import behind_pass, cost_of_router
-from studies.routers.trying import PAPER, Looked, by_task, decide
+from studies.routers.trying import PAPER
 
 SHORT = (
     "--stream demo --preset demo --backbone vit_nano --tasks shapes,letters --cheem.supernet.epochs 1 "
@@ -71,32 +71,12 @@ def test_a_second_call_computes_the_same_from_what_is_kept(studied):
 
 
 @pytest.mark.full
-def test_alone_the_second_looks_router_is_the_chosen_one(studied):
-    _, found, _ = studied
-    alone = np.mean([one["alone"] for one in found["second_look"]])
-    assert alone == pytest.approx(found["chosen"]["cheem"]["accuracy"])
-    assert all(0 <= row["second"] <= 1 for one in found["second_look"] for row in one["rows"])
-
-
-@pytest.mark.full
 def test_the_page_has_a_row_for_each_router_and_task(studied):
     folder, found, _ = studied
     page = (folder / "out/routers.md").read_text()
     # once with all that is known of it and once in the list of all
     assert page.count("\n| last |") == 4 and page.count("\n| early |") == 2 and "\n| shapes |" in page
     assert f"**{found['chosen']['title']}**" in page
-
-
-def test_close_calls_are_decided_by_router_and_heads():
-    # the second task is right for all three; its head is surer of the first two, and the router sure of the second
-    looked = Looked(
-        np.array([1, 1, 1]), np.array([4, 4, 4]), np.array([[0, 1]] * 3), np.array([1.0, 9.0, 1.0]),
-        np.log(np.array([[0.5, 0.9], [0.5, 0.9], [0.9, 0.5]])), np.array([[4, 4]] * 3),
-    )  # fmt: skip
-    right, second = decide(looked, closest=2.0, scale=10.0, weight=1.0)
-    assert right.tolist() == [True, False, False] and second == pytest.approx(2 / 3)
-    assert not decide(looked, closest=2.0, scale=1.0, weight=1.0)[0].any()  # the router's lead counts ten times more
-    assert [own.tolist() for own in by_task(looked, right)] == [[], [True, False, False]]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +107,7 @@ def test_collected_runs_count_by_their_answers(studied, collected):
     _, both, _ = studied
     found = told_by(collected[0])
     assert sorted(run["seed"] for run in found["runs"]) == [0, 1]
-    assert found["validated"] == [1] and [one["seed"] for one in found["second_look"]] == [1]
+    assert found["validated"] == [1]
     for ours, theirs in zip(found["rows"], both["rows"], strict=True):
         assert ours["flops"] == pytest.approx(theirs["flops"])
         assert ours["cheem"]["accuracy"] == pytest.approx(theirs["cheem"]["accuracy"])
@@ -143,9 +123,6 @@ def test_an_earlier_study_counts_as_if_its_networks_were_still_there(studied, co
     assert found["validated"] == [0, 1] and found["chosen"]["config"] == both["chosen"]["config"]
     for ours, theirs in zip(found["rows"], both["rows"], strict=True):
         assert ours["validation"] == pytest.approx(theirs["validation"])
-    # its second look is of the router that it chose
-    same = told_by(collected[0])["chosen"]["config"] == found["chosen"]["config"]
-    assert [one["seed"] for one in found["second_look"]] == ([0, 1] if same else [0])
     assert "with seeds 0, 1. Of" in (collected[1].out / "routers.md").read_text()
 
     with pytest.raises(ValueError, match=r"is of CHEEM with seeds \[0, 1\] on demo; expected seeds of --collected"):
@@ -167,7 +144,7 @@ def test_an_earlier_choice_serves_new_runs_of_other_methods(studied, collected, 
     router_study.main(settings)
     found = told_by(settings)
     assert {(run["method"], run["seed"]) for run in found["runs"]} == {("lora_cl", 0), ("cheem", 0), ("cheem", 1)}
-    for name in ("validated", "same_as_run", "second_look"):
+    for name in ("validated", "same_as_run"):
         assert found[name] == both[name]
     for ours, theirs in zip(found["rows"], both["rows"], strict=True):
         assert ours["validation"] == theirs["validation"]
@@ -178,8 +155,10 @@ def test_an_earlier_choice_serves_new_runs_of_other_methods(studied, collected, 
     result = json.loads((tmp_path / "runs/results.json").read_text())  # its networks leave the backbone at once
     vit = at_image_size(CONFIGS["vit_nano"], result["image_size"])
     for router in FEW:
-        counts = [behind_pass(vit, "mlp_down", task, router.until(vit.depth)) for task in result["tasks"]]
-        assert np.mean(counts) == result["flops"]["executed"] + cost_of_router(result, router)["executed"]
+        until = router.until(vit.depth)
+        counts = [router_study.behind_pass(vit, "mlp_down", task, until) for task in result["tasks"]]
+        whole, begun = (executed_pass_flops(vit, "mlp_down", end) for end in (vit.depth, until))
+        assert np.mean(counts) == result["flops"]["executed"] + begun - whole
     with pytest.raises(ValueError, match="hold no finished run of cheem with"):
         router_study.main(dataclasses.replace(settings, earlier=None))
 
