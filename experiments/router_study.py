@@ -104,7 +104,7 @@ def main(settings: RouterStudy) -> None:
         rows.append(row_of(config, own, tried[PAPER], runs, given, told))
         rows[-1]["flops"] = {name: float(np.mean(one)) for name, one in flops_of(owners, config, executor).items()}
         progress.say(
-            f"{config.features}, {title_of(config)}: task found on test {100 * rows[-1]['found']['test']:.1f} %"
+            f"{config.features}, {title_of(config)}: task ID right on test {100 * rows[-1]['found']['test']:.1f} %"
         )
     validated = [run.results["seed"] for run in opened]
     if earlier is not None:

@@ -73,8 +73,7 @@ TERMS = (
 """Words that no other project uses in this sense; each pattern begins at a word."""
 
 ALLOWED = {
-    "docs/results.md": 20,
-    "docs/results/notes.md": 1,
+    "docs/results.md": 1,  # a folder of runs
 }
 """Hits of pages that are still to be rewritten. The numbers may only fall."""
 

@@ -11,7 +11,7 @@ from studies.paper.collected import Cell, Cells, Collected
 from studies.paper.paired import Estimate, accuracy_difference, mean_difference, rank_correlation
 from studies.paper.printed import TOLD_METHOD, printed
 
-HOLDS, FAILS, OPEN, NOT_RUN = "holds", "does not hold", "not decided", "not run"
+HOLDS, FAILS, OPEN, NOT_RUN = "confirmed", "refuted", "not decided", "not run"
 EQUAL, FAR, ORDERS = 0.01, 0.20, 0.02
 """Accuracy that counts as equal, as a collapse, and as insensitive to the order."""
 CHEEM = Cell("cheem")
@@ -188,7 +188,7 @@ def insensitive_to_the_order(cells: Cells) -> list[Verdict]:
 
 def claims() -> list[Claim]:
     """All claims, in the order of the page."""
-    zero = "interval above 0 holds, below 0 does not"
+    zero = "interval above 0 confirms it, below 0 refutes it"
     return [
         Claim("a", "CHEEM is more accurate than LoRA-CL", f"average accuracy; {zero}", better_than("lora_cl")),
         Claim("b", "CHEEM is more accurate than S-Prompts", f"average accuracy; {zero}", better_than("s_prompts")),
@@ -215,8 +215,8 @@ def claims() -> list[Claim]:
         ),
         Claim(
             "g", "CHEEM is insensitive to the order of the tasks",
-            f"the whole interval within ± {100 * ORDERS:.0f} points holds, all outside does not; a small p says that "
-            "the order matters, not by how much",
+            f"the whole interval within ± {100 * ORDERS:.0f} points confirms it, all outside refutes it; a small p says "
+            "that the order matters, not by how much",
             insensitive_to_the_order,
         ),
         Claim(
@@ -229,7 +229,7 @@ def claims() -> list[Claim]:
 def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
     """The claims by what became of them."""
     titles = {
-        HOLDS: "Hold here", FAILS: "**Do not hold here**", OPEN: "Not decided by these runs",
+        HOLDS: "Confirmed here", FAILS: "**Refuted here**", OPEN: "Not decided by these runs",
         NOT_RUN: "Not run, or not in full",
     }  # fmt: skip
     found = {word: [f"({c.letter}) {c.title}" for c, lines in judged if of_claim(lines) == word] for word in titles}

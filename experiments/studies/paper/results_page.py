@@ -53,13 +53,13 @@ def write_page(results: Path, page: Path) -> int:
     beside = Beside(texts[0], json.loads(texts[1] or "null"), json.loads(texts[2] or "[]"))
     rows = rows_of(cells)
     folder.mkdir(parents=True, exist_ok=True)
-    text = page_of(cells, rows, beside, f"{folder.name}/accuracy.png", results.parent.as_posix())
+    text = page_of(cells, rows, beside, f"{folder.name}/accuracy.png")
     accuracy_figure({row.title: row.runs for row in rows if is_usual_row(cells, row)}, folder / "accuracy.png")
     write_atomically(page, text)
     return sum(map(len, cells.values()))
 
 
-def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str, folder: str) -> str:
+def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> str:
     """The whole page as Markdown, with at most five tables."""
     first = rows[0].runs[0]
     judged = [(claim, claim.check(cells)) for claim in claims()]
@@ -70,7 +70,7 @@ def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str, fol
     ]  # fmt: skip
     parts = [
         f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
-        f"`experiments/tables.py` makes this page from the records of finished runs in `{folder}`; a test compares.",
+        "`experiments/tables.py --results` makes this page from the records of finished runs; a test compares.",
         "## In short",
         WORDS,
         in_short(judged) + unbeaten(others, cells, measured_of(usual)) + beyond(beside.routers),
@@ -108,8 +108,8 @@ TASKS_TEXT = """After the last task, in %, mean ± standard deviation over runs;
 with the task ID given. The first line has the training images and the classes."""
 CLAIMS = """*Over tasks* also resamples the tasks, for other tasks like these. Images count as independent, which
 frames of one traffic sign are not. p: two-sided, of no difference, uncorrected. **One seed** says nothing about other
-seeds; with two or three, intervals are rather too narrow. A claim holds if all its lines do, and does not if one does
-not; an interval on both sides of a limit leaves it undecided. The rules:"""
+seeds; with two or three, intervals are rather too narrow. A claim is confirmed if all its lines are, and refuted if
+one is; an interval on both sides of a limit leaves it undecided. The rules:"""
 
 
 def is_usual_row(cells: Cells, row: Row) -> bool:

@@ -172,7 +172,7 @@ def test_the_page_is_the_same_when_made_again_and_says_what_was_not_run(tmp_path
     assert "(a), (b)" not in first and str(tmp_path) not in first
 
 
-def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
+def test_the_same_sentence_is_confirmed_or_refuted_as_the_numbers_say(tmp_path):
     for seed in (0, 1, 2):
         write(tmp_path / "runs", seed=seed, rate=0.8)
         write(tmp_path / "runs", "s_prompts", seed=seed, rate=0.95)
@@ -186,16 +186,16 @@ def test_the_same_sentence_holds_or_does_not_as_the_numbers_say(tmp_path):
     write(tmp_path / "runs", search={"cost": "resumed"})
     page = page_of(tmp_path)
     worse, alone = line_of(page, "CHEEM − S-Prompts"), line_of(page, "CHEEM − LoRA-CL")
-    assert worse[-1] == "**does not hold**" and worse[0].startswith("−1") and worse[4].count(":") == 3
-    assert alone[-1] == "holds (one seed)" and alone[4].startswith("1: +2")
+    assert worse[-1] == "**refuted**" and worse[0].startswith("−1") and worse[4].count(":") == 3
+    assert alone[-1] == "confirmed (one seed)" and alone[4].startswith("1: +2")
     assert "rests on a single seed" in page
-    assert line_of(page, "S-Prompts − L2P")[-1] == "holds (one seed)"
-    assert line_of(page, "CHEEM − full fine-tuning, task ID given to both")[-1] == "holds (one seed)"
+    assert line_of(page, "S-Prompts − L2P")[-1] == "confirmed (one seed)"
+    assert line_of(page, "CHEEM − full fine-tuning, task ID given to both")[-1] == "confirmed (one seed)"
     assert line_of(page, "CHEEM, order2 − usual order")[:2] == ["0.0 points", "0.0 to 0.0"]
     # parameters: 1.5 against 1.5 + 1 and the letters e of "one", "two" and "three", 1, 0 and 2
     assert line_of(page, "HEE − uniform, parameters added per task")[0] == "−2.00 % of the backbone"
-    [good] = re.findall(r"^- Hold here: (.*)$", page, re.MULTILINE)
-    [bad] = re.findall(r"^- \*\*Do not hold here\*\*: (.*)$", page, re.MULTILINE)
+    [good] = re.findall(r"^- Confirmed here: (.*)$", page, re.MULTILINE)
+    [bad] = re.findall(r"^- \*\*Refuted here\*\*: (.*)$", page, re.MULTILINE)
     assert [re.findall(r"\((\w)\)", claims) for claims in (good, bad)] == [["a", "e", "g"], ["b", "c"]]
     [unbeaten] = re.findall(r"^- \*\*More accurate\*\* than CHEEM with the paper's router: (.*)$", page, re.MULTILINE)
     assert unbeaten.startswith("S-Prompts (CHEEM −1") and not {"L2P", "LoRA-CL", "full"} & set(
@@ -223,13 +223,13 @@ def test_the_other_search_and_chosen_settings_have_lines_of_their_own(tmp_path):
     row = {"title": "LoRA-CL", "setting": "rate", "values": [1e-3, 3e-3, 1e-2], "accuracies": [0.5, 0.75, None]}
     (tmp_path / "chosen.json").write_text(json.dumps([{**row, "chosen": 3e-3, "at_the_end": False}]))
     page = page_of(tmp_path)
-    assert line_of(page, "CHEEM − LoRA-CL")[-1] == "**does not hold** (one seed)"
-    assert line_of(page, "CHEEM, closed-form score − LoRA-CL")[-1] == "holds (one seed)"
+    assert line_of(page, "CHEEM − LoRA-CL")[-1] == "**refuted** (one seed)"
+    assert line_of(page, "CHEEM, closed-form score − LoRA-CL")[-1] == "confirmed (one seed)"
     assert "rate 0.001: 50.0, **0.003: 75.0** |" in page and "(an end of the grid)" not in page
     table = page[page.index("| method | seeds |") :].split("\n\n")[0]
     names = [line.split(" | ")[0] for line in table.splitlines()[2:]]
     assert names[:2] == ["| CHEEM", "| LoRA-CL"] and "| LoRA-CL, from the nearest task" in names[2:]
-    assert page.count("| --- |") <= 5
+    assert sum(line.startswith("| ---") for line in page.splitlines()) <= 5
 
 
 def test_all_lines_of_a_claim_decide_it():
@@ -238,9 +238,9 @@ def test_all_lines_of_a_claim_decide_it():
         lines = [claims.Verdict("x", None if word == NOT_RUN else found, "points", (0, 1), word) for word in words]
         return in_short([(claims.claims()[0], lines)])
 
-    assert judged(HOLDS, HOLDS).startswith("- Hold here") and judged(HOLDS, OPEN).startswith("- Not decided")
+    assert judged(HOLDS, HOLDS).startswith("- Confirmed here") and judged(HOLDS, OPEN).startswith("- Not decided")
     assert judged(HOLDS, NOT_RUN).startswith("- Not run, or not in full")
-    assert judged(NOT_RUN, FAILS, OPEN).startswith("- **Do not hold here**")
+    assert judged(NOT_RUN, FAILS, OPEN).startswith("- **Refuted here**")
 
 
 def test_damaged_and_mixed_runs_end_in_one_error(tmp_path):
@@ -265,6 +265,23 @@ def test_the_page_has_no_tables_of_runs_beside_it(tmp_path):
         tables.main(tables.Tables(results=tmp_path, only="fom"))
     with pytest.raises(ValueError, match=r"contains no collected run; .*experiments/collect.py"):
         load(tmp_path)
+
+
+def test_figures_of_the_readme_are_those_of_the_records():
+    page = (ROOT / "docs/results.md").read_text()
+    [frozen] = load(ROOT / "docs/results/at_224")[claims.Cell("frozen_linear")].values()
+    larger, routers = frozen.run.results, json.loads((ROOT / "docs/results/routers.json").read_text())
+    known = {*re.findall(r"[\d,]*\d(?:\.\d+)?", page), f"{larger['flops']['paper'] / 1e6:,.0f}"}
+    known |= {f"{100 * larger[key]:.1f}" for key in ("average_accuracy", "local_average_accuracy")}
+    # the pass of the chosen router ends earlier
+    saved = routers["rows"][0]["flops"]["paper"] - routers["chosen"]["flops"]["paper"]
+    for found in load(ROOT / "docs/results/runs").values():
+        mean = np.mean([own.run.results["flops"]["paper"] for own in found.values()])
+        known.add(f"{(mean - saved) / 1e6:,.0f}")
+    table = re.search(r"^\| method \| seeds .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    figures = [re.findall(r"\d[\d,.]*", " ".join(line.split("|")[3:])) for line in table[0].splitlines()[2:] if line]
+    assert len(figures) > 10 and all(len(row) >= 2 for row in figures)
+    assert [row for row in figures if not known.issuperset(row)] == []
 
 
 @pytest.mark.full

@@ -53,7 +53,7 @@ def shown_rows(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def compared_grid(found: Mapping[str, Any]) -> str:
     """The routers worth knowing, with what the columns mean."""
     methods = [method for method in NAMES if any(method in row for row in found["rows"])]
-    head = ["reads", "router", "validation %", "task found %"]
+    head = ["reads", "router", "validation %", "task ID right %"]
     for method in methods:
         head += [f"{METHODS[method]} %", f"{METHODS[method]}, gain"]
     head += ["MFLOPs, paper", "MFLOPs, executed", "kB a task", "µs an image"]
@@ -79,7 +79,7 @@ over the frozen backbone computes anyway: {reads}; with *early* the pass ends at
 CHEEM's accuracy on validation images with {validated}. Of the routers within {100 * found["near_best"]:g} points of the
 best there, the one in bold keeps the fewest bytes and was chosen. CHEEM's architectures were chosen on these images
 too, so other columns, on test images, are lower. *Gain*: over the paper's router (first row), 95 % interval as above.
-*Task found*: share of images whose task is inferred rightly. FLOPs include the router's pass. The paper's router,
+*Task ID right*: share of images whose task is inferred rightly. FLOPs include the router's pass. The paper's router,
 computed again, {again}; last bits and seeds of k-means explain the rest. Times are of one process on a shared machine.
 Shown of {len(found["rows"])}: the paper's router, the chosen one, the best of each kind on validation images.
 
@@ -91,7 +91,7 @@ def _title(row: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def _all(found: Mapping[str, Any]) -> str:
-    head = ("reads", "router", "validation %", "task found %", "CHEEM %", "over the paper's", "kB a task")
+    head = ("reads", "router", "validation %", "task ID right %", "CHEEM %", "over the paper's", "kB a task")
     rows = tuple(
         (
             row["features"], _title(row, found), _percent(row["validation"]), _percent(row["found"]["test"]),
@@ -106,7 +106,7 @@ def _all(found: Mapping[str, Any]) -> str:
 
 def _by_task(found: Mapping[str, Any]) -> str:
     columns = {
-        "paper_found": "task found, paper's router %", "chosen_found": "task found, chosen %",
+        "paper_found": "task ID right, paper's router %", "chosen_found": "task ID right, chosen %",
         "paper": "accuracy, paper's router %", "chosen": "accuracy, chosen %", "given": "task ID given %",
     }  # fmt: skip
     means = {key: sum(row[key] for row in found["by_task"]) / len(found["by_task"]) for key in columns}
