@@ -215,8 +215,8 @@ def claims() -> list[Claim]:
         ),
         Claim(
             "g", "CHEEM is insensitive to the order of the tasks",
-            f"the whole interval within ± {100 * ORDERS:.0f} points confirms it, all outside refutes it; a small p says "
-            "that the order matters, not by how much",
+            f"the whole interval within ± {100 * ORDERS:.0f} points confirms it, all outside refutes it; a small p "
+            "says that the order matters, not by how much",
             insensitive_to_the_order,
         ),
         Claim(
