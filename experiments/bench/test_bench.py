@@ -86,22 +86,19 @@ def test_nothing_runs_backward_before_the_first_op_that_learns():
     assert measure.step_flops(CONFIG, late, rank, begin=depth - 2) == forward + 2 * pair + backward - saved
 
 
-def test_tables_show_a_missed_goal_and_what_was_not_run(tmp_path):
-    folder = tmp_path / "benchmarks"
+def test_a_record_says_which_goal_was_missed_and_what_was_not_run(tmp_path, capsys):
     rows = [
         measure.Row("a step", {"ours": 0.2, "PyTorch": 0.3}, 1.5, 2.0, share=0.41),
         measure.Row("programs", {}, 4.0, 5.0, "at most", "programs"),
-        measure.Row("without torch", {"ours": 0.2}, None, 2.0),
+        measure.Row("without torch", {}, None, 2.0),
     ]
-    measure.save(folder, "steps", rows)
-    run.main(run.All("tables", folder))
-    lines = (folder / "tables.txt").read_text().splitlines()
-    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in lines if line.startswith("| ")}
-    assert cells["a step"][1:7] == ["ours: 200 ms<br>PyTorch: 300 ms", "1.50 ×", "41 %", "–", "at least 2", "**no**"]
-    assert cells["programs"][2:7] == ["4 programs", "–", "–", "at most 5", "yes"]
-    assert cells["without torch"][2:7] == ["not measured", "–", "–", "at least 2", "–"]
-    machine = json.loads((folder / "steps.json").read_text())["machine"]
-    assert any(machine["cpu"] in line and f"jax {machine['jax']}" in line for line in lines)
+    measure.save(tmp_path / "benchmarks", "steps", rows)
+    step, programs, without = capsys.readouterr().out.splitlines()
+    assert step.endswith("1.5 x, 41 % of the matrix peak, goal: at least 2: no")
+    assert programs == "programs: 4 programs, goal: at most 5: yes" and without == "without torch: not measured"
+    found = json.loads((tmp_path / "benchmarks/steps.json").read_text())
+    assert [row["met"] for row in found["rows"]] == [False, True, None]
+    assert found["machine"]["cpu"] and found["machine"]["jax"]
 
 
 def test_generated_photographs_are_all_different_and_about_as_large_as_real_ones():

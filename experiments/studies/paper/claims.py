@@ -279,12 +279,6 @@ def verdict_grid(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> Grid:
     return Grid("", columns, tuple(rows), 3)
 
 
-def paired_grid(heading: str, pairs: Sequence[tuple[str, Cell, Cell]], cells: Cells) -> str:
-    """A row per pair of a title: the average accuracy of the one minus that of the other."""
-    lines = [compared(title, cells, one, other, lambda _: "") for title, one, other in pairs]
-    return Grid("", (heading, *NUMBERS), tuple((line.claim, *shown(line)) for line in lines), 1).to_markdown()
-
-
 NUMBERS = ("measured", "95 % interval", "over tasks", "p", "by seed")
 
 

@@ -25,7 +25,7 @@ Results = Mapping[str, Any]
 
 
 class Row(NamedTuple):
-    """A row of the tables: runs of one cell, or the reference inside those of CHEEM."""
+    """A row of the tables: runs of one cell."""
 
     cell: Cell
     title: str
@@ -54,7 +54,7 @@ def write_page(results: Path, page: Path) -> int:
     rows = rows_of(cells)
     folder.mkdir(parents=True, exist_ok=True)
     text = page_of(cells, rows, beside, f"{folder.name}/accuracy.png")
-    accuracy_figure({row.title: row.runs for row in rows if is_usual_row(cells, row)}, folder / "accuracy.png")
+    accuracy_figure({row.title: row.runs for row in rows if is_usual(cells, row.cell)}, folder / "accuracy.png")
     write_atomically(page, text)
     return sum(map(len, cells.values()))
 
@@ -63,10 +63,10 @@ def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> 
     """The whole page as Markdown, with at most five tables."""
     first = rows[0].runs[0]
     judged = [(claim, claim.check(cells)) for claim in claims()]
-    usual = [row for row in rows if is_usual_row(cells, row)]
+    usual = [row for row in rows if is_usual(cells, row.cell)]
     others = [
         (row.title, CHEEM, row.cell) for row in usual
-        if {CHEEM, row.cell} <= cells.keys() and row.cell.method not in (*UPPER_BOUNDS, CHEEM.method)
+        if CHEEM in cells and row.cell.method not in (*UPPER_BOUNDS, CHEEM.method)
     ]  # fmt: skip
     parts = [
         f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
@@ -112,27 +112,12 @@ seeds; with two or three, intervals are rather too narrow. A claim is confirmed 
 one is; an interval on both sides of a limit leaves it undecided. The rules:"""
 
 
-def is_usual_row(cells: Cells, row: Row) -> bool:
-    """Whether a row is of a method as it is."""
-    return row.cell not in cells or is_usual(cells, row.cell)
-
-
 def rows_of(cells: Cells) -> list[Row]:
-    """All cells, variants behind; where frozen heads were no run of their own, those beside CHEEM stand in."""
+    """All cells, variants behind."""
     found = [Row(cell, title_of(cell), results_of(cells, cell)) for cell in cells]
-    usual = [row for row in found if is_usual(cells, row.cell)]
-    frozen = Cell("frozen_linear")
-    if frozen not in cells and CHEEM in cells:
-        kept = ("seed", "router", "backbone", "image_size", "tasks")
-        inside = [
-            {**run["yardsticks"]["frozen_linear"], **{key: run[key] for key in kept}, "method": "frozen_linear"}
-            for run in results_of(cells, CHEEM)
-            if "frozen_linear" in run["yardsticks"]
-        ]
-        usual += [Row(frozen, "frozen, linear heads (inside CHEEM's runs)", inside)] if inside else []
-    if not usual:
+    if not any(is_usual(cells, cell) for cell in cells):
         raise ValueError("no collected run is of a method as it is, in the usual order; collect one")
-    return usual + [row for row in found if row not in usual]
+    return sorted(found, key=lambda row: not is_usual(cells, row.cell))
 
 
 def measured_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
@@ -214,7 +199,7 @@ def method_grid(rows: Sequence[Row], cells: Cells) -> Grid:
 
 
 def _lead(row: Row, cells: Cells) -> str:
-    if row.cell == CHEEM or not {CHEEM, row.cell} <= cells.keys():
+    if row.cell == CHEEM or CHEEM not in cells:
         return NONE
     is_given = row.cell.method in UPPER_BOUNDS
     value, interval, *_ = shown(compared("", cells, CHEEM, row.cell, lambda _: "", given=(is_given, is_given)))
