@@ -269,7 +269,7 @@ def test_the_page_has_no_tables_of_runs_beside_it(tmp_path):
 
 def test_figures_of_the_readme_are_those_of_the_records():
     page = (ROOT / "docs/results.md").read_text()
-    [frozen] = load(ROOT / "docs/results/at_224")[claims.Cell("frozen_linear")].values()
+    [frozen] = load(ROOT / "docs/results/eleven_224/runs")[claims.Cell("frozen_linear")].values()
     larger, routers = frozen.run.results, json.loads((ROOT / "docs/results/routers.json").read_text())
     known = {*re.findall(r"[\d,]*\d(?:\.\d+)?", page), f"{larger['flops']['paper'] / 1e6:,.0f}"}
     known |= {f"{100 * larger[key]:.1f}" for key in ("average_accuracy", "local_average_accuracy")}
