@@ -22,6 +22,7 @@ def test_the_smoke_part_and_the_first_run_leave_their_records_and_no_checkpoint(
     assert not any("checkpoints" in name for name in names)
 
 
+@pytest.mark.full
 def test_what_does_not_end_in_time_is_interrupted_and_what_fails_is_told(tmp_path):
     begun = time.monotonic()
     told = gpu.limited(["-c", "import time; time.sleep(600)"], 0.5)

@@ -44,6 +44,7 @@ def test_a_change_keeps_the_form_and_only_the_identity_keeps_the_image(monkeypat
     assert (name == "identity") == any(np.array_equal(found, like) for like in (image, image[:, ::-1]))
 
 
+@pytest.mark.full
 def test_only_training_sees_augmented_images():
     learned = {}
     for config in (small.QUICK, AUGMENTED):

@@ -42,6 +42,7 @@ def fitted(programs: AutoEncoders, features: np.ndarray, advance=lambda num, not
     return programs.fit(jax.random.key(0), jax.random.key(1), features, advance)
 
 
+@pytest.mark.full
 def test_the_error_of_an_image_is_the_mean_square_that_numpy_computes():
     made = init_autoencoder(jax.random.key(3), 6, 4)
     made = made._replace(down_bias=made.down_bias + 0.3, up_bias=made.up_bias - 0.2)

@@ -120,6 +120,7 @@ def test_products_of_rotated_queries_and_keys_depend_on_offsets_only_and_class_t
     assert min(abs(np.diff(sorted([one, right, below, left])))) > 1e-2
 
 
+@pytest.mark.full
 def test_a_rotary_backbone_has_no_position_embedding_and_keeps_its_weights_at_another_image_size():
     config = dataclasses.replace(NANO, rotary=100.0, num_registers=4)
     params = init_params(config, jax.random.key(0))

@@ -121,6 +121,7 @@ def test_a_prepared_data_set_stays_and_the_folder_may_go(prepare, tmp_path):
     assert {file: file.stat().st_mtime_ns for file in directory.iterdir()} == before
 
 
+@pytest.mark.full
 def test_an_error_midway_leaves_nothing_and_the_next_attempt_succeeds(prepare, tmp_path):
     contents = official.cars()
     last = contents["cars_test.tgz"].popitem()

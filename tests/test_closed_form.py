@@ -142,6 +142,7 @@ def test_candidates_in_parts_score_as_all_at_once(monkeypatch):
     np.testing.assert_array_equal(in_parts, right)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, precision, apart", [("whole", "float32", 1), ("scan", "float32", 1), ("stages", "bfloat16", 3)]
 )
@@ -158,6 +159,7 @@ def test_more_candidates_compile_nothing(compilations):
     assert programs.count == 0
 
 
+@pytest.mark.full
 def test_the_report_says_what_the_search_ranked_by():
     config = dataclasses.replace(small.QUICK, score="closed_form", score_images=24)
     stages = executor_of("stages")

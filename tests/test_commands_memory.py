@@ -248,6 +248,7 @@ def test_wrong_data_leave_no_memory_behind(capsys, tmp_path, photos):
     assert status == 2 and "not empty" in err and [file.name for file in taken.iterdir()] == ["letter.txt"]
 
 
+@pytest.mark.full
 def test_broken_images_are_left_out_where_that_is_asked_for_and_the_record_names_them(capsys, copied, tmp_path):
     task = demo_stream(image_size=32).tasks[2]
     folder = write_task(tmp_path / "more", task, num=4)

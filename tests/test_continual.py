@@ -495,6 +495,7 @@ def test_settings_that_cannot_work_with_the_stream_are_refused_before_anything_i
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_a_run_writes_event_files_as_it_goes_and_tells_beforehand_where_it_cannot(tmp_path, monkeypatch):
     config = RunConfig(preset_of("frozen_linear", "quick"), "quick")
     run_stream(small.stream(2), small.pretrained(), config, tmp_path / "run", quiet(), tensorboard=True)

@@ -59,6 +59,7 @@ def test_a_stream_goes_on_exactly_where_it_was(plan):
     np.testing.assert_array_equal(np.stack(list(stream.follow(ORDER[2:]))), np.stack(unbroken[2:]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_picture_that_breaks_later_is_named(tmp_path, workers):
     plan = plan_task(pictures(tmp_path / "pets"))

@@ -46,6 +46,7 @@ def test_a_task_moves_its_own_slot_and_the_general_prompt_alone():
     np.testing.assert_allclose(np.sum(reports[1]["slots_chosen"], axis=1), 1.0)
 
 
+@pytest.mark.full
 def test_a_copied_slot_begins_as_the_task_before_ended():
     dual = learner(DualPrompt, ORIGINAL)
     first = dual.begin_task(jax.random.key(0), {}, 0)

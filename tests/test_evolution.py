@@ -30,6 +30,7 @@ def run(score=toy_score, flops=no_cost, seed=0, **settings):
     return search(jax.random.key(seed), score, flops, config=config, **SPACE)
 
 
+@pytest.mark.full
 def test_the_known_optimum_is_found():
     winner, scored = run()
     np.testing.assert_array_equal(winner, GOAL)

@@ -214,6 +214,10 @@ def test_impossible_settings_are_refused():
     ):
         with pytest.raises(ValueError, match=sentence):
             dataclasses.replace(CONFIG, **wrong)
+
+
+@pytest.mark.full
+def test_penalties_are_compared_on_a_stream_that_is_known_beforehand():
     tasks = small.stream(2).tasks
     ewc = ewc_with(penalties=(1.0, 2.0))
     with pytest.raises(ValueError, match=r"starts with 'task0': call check\(tasks\) first, or give one penalty"):

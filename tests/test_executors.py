@@ -160,7 +160,8 @@ def test_other_backbones_are_the_plain_modules_in_all_executors(own, precision):
         close(gradients(one, supernet, state, architecture, data), wanted, 1e-5 if precision == "float32" else 2e-2)
 
 
-@pytest.mark.parametrize("name", [pytest.param("whole", marks=pytest.mark.full), "scan"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["whole", "scan"])
 def test_training_leaves_every_learner_where_the_stages_leave_it(name):
     rng = np.random.default_rng(3)
     supernet, state = trained_supernet("mlp_down", 2)
@@ -211,7 +212,9 @@ def test_forward_passes_equal_those_of_the_stages(name, placement):
 
 
 @pytest.mark.parametrize("placement", ["mlp_down", pytest.param("attn_proj", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", ["stages", pytest.param("whole", marks=pytest.mark.full), pytest.param("scan", marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("until", [pytest.param(1, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)])
 def test_a_pass_resumed_at_a_block_ends_as_an_unbroken_one(name, until, placement):
     (supernet, state), one = trained_supernet(placement, 1), executor(name, placement)
@@ -267,6 +270,7 @@ def test_an_error_in_one_part_is_raised():
     assert list(side_by_side(lambda part: 2 * part, [1, 2, 3])) == [2, 4, 6]
 
 
+@pytest.mark.full
 def test_one_program_serves_every_architecture_of_the_scan_and_one_each_signature_of_whole(compilations):
     rng = np.random.default_rng(0)
     scan, whole = Scan(VIT, "mlp_down", steps_per_call=3), Whole(VIT, "mlp_down", programs=2)

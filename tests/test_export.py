@@ -235,6 +235,7 @@ def test_weights_that_tasks_share_are_in_the_file_once():
     assert one_expert < together - alone < 1.5 * one_expert
 
 
+@pytest.mark.full
 def test_a_state_dict_for_timm_holds_the_merged_expert_and_exact_zeros_where_a_branch_is_skipped(tmp_path):
     subject, file = example.subject(), tmp_path / "chained.safetensors"
     file.write_text("an older one")
@@ -332,6 +333,7 @@ def test_a_memory_in_bfloat16_is_refused():
         dataclasses.replace(example.subject(), vit=vit)
 
 
+@pytest.mark.full
 def test_a_rotary_gated_backbone_is_exported_as_a_program_and_refused_for_timm(tmp_path):
     config = dataclasses.replace(small.CONFIG, rotary=100.0, gated=True, activation="silu")
     params = init_params(config, jax.random.key(0)) | params_of(

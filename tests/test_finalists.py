@@ -50,6 +50,7 @@ def test_less_than_one_finalist_is_refused():
         CheemConfig(finalists=0)
 
 
+@pytest.mark.full
 def test_the_winner_leads_on_validation_images_and_is_what_it_becomes_alone():
     cheem, learning, trained = learning_of(3)
     found = cheem.final(learning, trained)
@@ -98,6 +99,7 @@ STOPS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("places", STOPS)
 def test_going_on_is_exact(tmp_path, places):
     settings = dataclasses.replace(small.QUICK, finalists=3)

@@ -109,7 +109,7 @@ def test_the_first_draws_do_not_depend_on_how_many_are_drawn():
     np.testing.assert_array_equal(few, many[:8])
 
 
-@settings(max_examples=12)  # each may compile
+@settings(max_examples=5)  # each may compile
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=4), st.integers(0, 2**31), st.floats(0, 1))
 def test_every_sampled_architecture_is_a_candidate_of_its_block(sizes, seed, epsilon):
     rng = np.random.default_rng(seed)

@@ -53,6 +53,7 @@ def test_tasks_learned_in_any_order_and_by_either_method_get_the_same_weights():
         chex.assert_trees_all_equal(pairs_of(methods[0], "task1"), pairs_of(other, "task1"))
 
 
+@pytest.mark.full
 def test_merged_and_unmerged_pairs_agree_and_a_zero_pair_changes_nothing():
     expert = small.backbone().blocks[0].expert("mlp_down")
     keys = jax.random.split(jax.random.key(0), 3)

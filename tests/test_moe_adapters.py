@@ -155,6 +155,7 @@ def plain_block(block, x, experts, router):
     return y, chosen
 
 
+@pytest.mark.full
 def test_every_image_runs_the_two_experts_of_its_own_task_as_numpy_does(begun):
     moe, vit, experts = anew(begun), small.backbone(), random_experts()
     routers = np.random.default_rng(1).normal(0, 1, (4, 4, 16, 6)).astype(np.float32)
