@@ -70,6 +70,7 @@ def files_below(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BUILDERS)
 def test_what_a_builder_stores_is_what_its_reader_reads(tfds, prepare, tmp_path, capfd, name):
     stored, read, contents, key_feature, text = BUILDERS[name]

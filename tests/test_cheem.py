@@ -108,6 +108,7 @@ def test_the_same_seed_learns_the_same_and_another_seed_does_not(tmp_path):
     assert not np.array_equal(first.tasks[0].head.weight, other.tasks[0].head.weight)
 
 
+@pytest.mark.full
 def test_a_new_task_sees_the_base_neutral_without_means_and_measured_with_them():
     stages = Stages(small.backbone(), "mlp_down")
     neutral = learner(stages=stages)

@@ -125,6 +125,7 @@ def test_a_folder_is_answered_and_what_is_left_out_is_counted(capsys, memory, ph
     assert status == 0 and len(out.splitlines()) == 1 and f"{tmp_path.name}: 1 file ignored (.mp4)" in err
 
 
+@pytest.mark.full
 def test_a_list_with_missing_and_broken_files_is_answered_as_far_as_it_goes(
     capsys, memory, photos, tmp_path, monkeypatch
 ):

@@ -294,6 +294,7 @@ def test_large_distances_excuse_no_wrong_logit():
         check(subject, None, lambda images: jax.device_get(program(images)))
 
 
+@pytest.mark.full
 def test_a_file_without_its_description_is_not_left_behind(tmp_path):
     # names have 255 bytes at most: the temporary file's has as many, the one for the description five more
     place = tmp_path / ("x" * (255 - len(f"..stablehlo.{os.getpid()}.tmp")) + ".stablehlo")

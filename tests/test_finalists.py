@@ -63,6 +63,7 @@ def test_the_winner_leads_on_validation_images_and_is_what_it_becomes_alone():
     assert found.fit.progress.losses == again.progress.losses
 
 
+@pytest.mark.full
 def test_a_finalist_that_fails_loses_and_only_where_all_fail_there_is_no_network(monkeypatch):
     cheem, learning, trained = learning_of(2)
     scored = learning.underway.searched.scored

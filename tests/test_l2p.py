@@ -43,6 +43,7 @@ def test_keys_that_no_image_selects_keep_their_bytes():
     np.testing.assert_array_equal(moved[never[:30]] > 0, False)
 
 
+@pytest.mark.full
 def test_the_prefix_of_an_image_is_that_of_its_nearest_keys_in_numpy():
     l2p = learner(L2p, CONFIG)
     prompts = l2p.begin_task(jax.random.key(0), {}, 0)

@@ -254,6 +254,7 @@ def test_a_fourth_task_compiles_nothing_anew(begun, compilations):
     assert programs.count == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("smoothing", [0.0, pytest.param(0.2, marks=pytest.mark.full)])
 def test_the_loss_is_optaxs_over_the_tasks_own_classes(smoothing):
     logits, labels = jax.random.normal(jax.random.key(0), (5, 4)), jnp.array([0, 1, 2, 1, 0])

@@ -165,6 +165,7 @@ def test_the_inner_archive_of_caltech101_will_do(tmp_path):
     assert examples(read_caltech101(tmp_path / "a")) == examples(read_caltech101(tmp_path / "b"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", READERS)
 def test_folders_archives_and_a_second_reading_agree(tmp_path, name):
     read, contents = READERS[name]

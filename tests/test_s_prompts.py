@@ -27,6 +27,7 @@ def begun():
     return learner(SPrompts, CONFIG)
 
 
+@pytest.mark.full
 def test_s_prompts_learn_save_open_and_answer_per_image(begun, tmp_path):
     check_method(begun, tmp_path)
 

@@ -94,6 +94,7 @@ def test_the_lowest_entropy_is_chosen_image_by_image():
     np.testing.assert_array_equal(most_certain(probabilities, np.zeros((2, 2), np.float32)), probabilities[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("universal", ["merged", "latest"])
 def test_scores_are_those_of_the_most_certain_adapter_and_the_universal_one_in_numpy(universal):
     tuna, images = fresh(begun()), small.task("colours", 0).test.images

@@ -123,6 +123,7 @@ def test_wrong_settings_are_named():
         search_study.SearchStudy(sampled=3)
 
 
+@pytest.mark.full
 def test_a_rank_correlation_has_an_interval_and_none_where_all_are_equal():
     x = np.array([0.1, 0.2, 0.3, 0.4, 0.5])
     found = correlation((x, x**2))
