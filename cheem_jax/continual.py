@@ -23,7 +23,6 @@ from cheem_jax.report.status import Status
 from cheem_jax.report.tensorboard import check_installed, write_events
 from cheem_jax.run import fingerprint
 from cheem_jax.run.checkpoint import load_manifest, load_meta, saved_tasks
-from cheem_jax.run.differences import leaves
 from cheem_jax.run.directory import check_space, claim, hold
 from cheem_jax.run.method import Answers, Method, Networks
 from cheem_jax.run.progress import Progress
@@ -116,7 +115,7 @@ def run_stream(
             record.write("run", **setting, executor=networks.executor.name, data=data, **shared, **start.since())
         elif num_finished < num_tasks or (bound is not None and _missing_bounds(directory, num_tasks)):
             record.write("continued", **shared, **start.since())
-            if changed := "; ".join(map(str, leaves(begin["conditions"], conditions))):
+            if changed := fingerprint.apart(begin["conditions"], conditions):
                 progress.say(f"begun under other conditions, so numbers may differ: {changed}")
 
         for remark in remarks(config, networks.executor, notes, base):

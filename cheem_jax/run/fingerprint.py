@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from cheem_jax import __version__
+from cheem_jax.run.differences import leaves
 from cheem_jax.run.record import to_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "scikit-learn", "pillow")
@@ -43,6 +44,11 @@ def take(identity: Mapping[str, Any]) -> dict[str, Any]:
 def digest(fingerprint: Mapping[str, Any]) -> str:
     """A name for the fingerprint: 16 hex digits."""
     return _hash(fingerprint)[:16]
+
+
+def apart(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Where two fingerprints differ, in words; empty where they are equal."""
+    return "; ".join(map(str, leaves(there, here)))
 
 
 @functools.cache
