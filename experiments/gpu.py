@@ -45,14 +45,14 @@ PARTS = ("smoke", "profile", "bench", "runs")
 HERE = Path(__file__).parent
 LARGEST_DIFFERENCE: dict[Precision, float] = {"float32": 1e-2, "bfloat16": 5e-2}
 """Of a loss from the CPU's in float32, as a share of the first one; accelerators round products more."""
+FIRST = ("frozen_linear", "lora_cl", "cheem:closed_form", "cheem", "full_finetune", "s_prompts", "lora_cl:nearest")
+ONCE = ("moal", "tuna", "diki", "coda_prompt", "l2p", "dualprompt", "ewc")
 QUEUE = (
-    ("frozen_linear", "quick", 0), ("lora_cl", "quick", 0), ("cheem", "quick_plus", 0), ("cheem", "quick", 0),
-    ("full_finetune", "quick", 0), ("s_prompts", "quick", 0),
-    *((method, preset, seed) for seed in (1, 2) for method, preset in (
-        ("cheem", "quick_plus"), ("lora_cl", "quick"), ("cheem", "quick"))),
-    *((method, "quick", 0) for method in ("moal", "tuna", "diki", "coda_prompt", "l2p", "dualprompt", "ewc")),
+    *((method, "quick", 0) for method in FIRST),
+    *((method, "quick", seed) for seed in (1, 2) for method in ("cheem:closed_form", "lora_cl", "cheem")),
+    *((method, "quick", 0) for method in ONCE),
     ("cheem", "paper", 0),
-)  # fmt: skip
+)
 """Method, preset and seed of the runs, the most wanted first."""
 GRACE = 60
 """Seconds that a part has to stop after an interruption."""
@@ -121,7 +121,7 @@ def commands(settings: Gpu, parts: Sequence[str]) -> Iterator[tuple[str, list[st
         options = [word for name, value in given.items() if value is not None for word in (name, str(value))]
         options += ["--backbone", "vit_nano", "--tasks", "shapes,colours"] if small else ["--backbone", "deit_tiny"]
         for method, preset, seed in QUEUE[:2] if small else QUEUE:
-            place = out / "runs" / f"{method}-{preset}"
+            place = out / "runs" / f"{method.replace(':', '-')}-{preset}"
             own = ["--methods", method, "--preset", "demo" if small else preset, "--seeds", f"{seed}"]
             command = [f"{HERE}/compare.py", "--stream", settings.stream, *own, *options, "--run-dir", f"{place}"]
             yield f"{method}, {preset}, seed {seed}", command

@@ -1,10 +1,9 @@
-"""What devices say to each other in a step, read from the compiled programs, and an estimate of what limits scaling.
+"""What devices say to each other in a step, read from the compiled programs.
 
     python -m experiments.bench.collectives
 
 Nothing runs here: a process with eight devices of a CPU compiles the programs that a step, an evaluation and a search
-call, at the shapes of ViT-B/16 with 224 pixels, and their text tells each collective and its bytes. The estimate puts
-these bytes and the step's FLOPs over data-sheet rates; its other inputs are assumed, and all of them are written down.
+call, at the shapes of ViT-B/16 with 224 pixels, and their text tells each collective and its bytes.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ from cheem_jax.engine import executor as shared
 from cheem_jax.engine.choice import EngineConfig, Name, make_executor
 from cheem_jax.engine.executor import Batch, Dense, Executor, Gather
 from cheem_jax.engine.layout import SMALL, Layout
-from experiments.bench.measure import Bench, Row, command, in_child, save, say, step_flops
+from experiments.bench.measure import Bench, Row, command, in_child, save, say
 
 DEVICES, BATCH, SCAN_STEPS = 8, 64, 2
 NUM_CLASSES, RANK = 100, 40
@@ -300,135 +299,6 @@ def gathered_bytes(config: ViTConfig, architecture: Architecture) -> int:
     return 4 * total
 
 
-# ---- the estimate
-
-
-@dataclasses.dataclass(frozen=True)
-class Accelerators:
-    """Inputs of the estimate: rates of an H100 SXM from its data sheet, and what is assumed. None is measured."""
-
-    float32: float = 494.5e12
-    """Dense products per second, operands in TF32 (data sheet)."""
-    bfloat16: float = 989e12
-    """The same in bfloat16 (data sheet)."""
-    memory: float = 3.35e12
-    """Bytes per second of the device's memory (data sheet)."""
-    inside: float = 450e9
-    """Bytes per second that a device sends within a node: NVLink's 900 GB/s count both directions (data sheet)."""
-    between: float = 50e9
-    """Bytes per second that a device sends to other nodes: 400 Gb/s InfiniBand for each (data sheet)."""
-    node: int = 8
-    """Devices of a node."""
-    efficiency: float = 0.4
-    """Part of the peak that a step reaches on enough images (assumed)."""
-    latency_inside: float = 3e-6
-    """Seconds per hop within a node (assumed)."""
-    latency_between: float = 10e-6
-    """Seconds per hop between nodes (assumed)."""
-    dispatch: float = 50e-6
-    """Seconds that the host needs per compiled function for the devices of its node (assumed)."""
-
-
-class Work(NamedTuple):
-    """What one step does, on however many devices."""
-
-    flops: float
-    """Per image."""
-    weight_bytes: float
-    """Read or written on each device, whatever the batch."""
-    reduces: int
-    reduced: float
-    """Bytes of all sums over the devices together."""
-    dispatches: float
-
-
-class Estimate(NamedTuple):
-    """Seconds of a step's parts; arithmetic and sums follow each other, the host works beside them."""
-
-    arithmetic: float
-    reducing: float
-    dispatching: float
-
-    @property
-    def step(self) -> float:
-        """Seconds of a step."""
-        return max(self.arithmetic + self.reducing, self.dispatching)
-
-    @property
-    def limit(self) -> str:
-        """What a step waits for: the host, if all else is done before it, or the longer part of all else."""
-        if self.dispatching > self.arithmetic + self.reducing:
-            return "host dispatch"
-        return "arithmetic" if self.arithmetic > self.reducing else "all-reduce"
-
-
-def estimate(work: Work, batch: int, num: int, machine: Accelerators, peak: float) -> Estimate:
-    """A step of `batch` images over `num` devices; each has at least one image, filled up where there are too few."""
-    images = math.ceil(batch / num)
-    # a roofline: products, or the weights that every device reads whatever its share of the batch
-    arithmetic = max(work.flops * images / (peak * machine.efficiency), work.weight_bytes / machine.memory)
-    reducing = work.reduces * reduce_seconds(work.reduced / work.reduces, num, machine)
-    return Estimate(arithmetic, reducing, work.dispatches * machine.dispatch)
-
-
-def reduce_seconds(num_bytes: float, num: int, machine: Accelerators) -> float:
-    """One sum over `num` devices: a ring within each node, and between nodes a ring or a tree, whichever is faster.
-
-    Between nodes each device exchanges its part of what its node has summed up.
-    """
-    inside, nodes = min(num, machine.node), math.ceil(num / machine.node)
-    seconds = 2 * (inside - 1) * (num_bytes / inside / machine.inside + machine.latency_inside)
-    if nodes == 1:
-        return seconds
-    part = num_bytes / inside
-    ring = 2 * (nodes - 1) * (part / nodes / machine.between + machine.latency_between)
-    tree = 2 * part / machine.between + 2 * math.ceil(math.log2(nodes)) * machine.latency_between
-    return seconds + min(ring, tree)
-
-
-def weight_bytes(config: ViTConfig, architecture: Architecture) -> int:
-    """Bytes of weights that a step reads and writes: a pass and its gradient, and Adam's seven arrays."""
-    frozen = config.depth * (4 * config.width**2 + 2 * config.width * config.mlp_width)
-    return 4 * 2 * frozen + 7 * reduced_bytes(config, architecture)
-
-
-def estimates(entries: Sequence[dict[str, Any]], machine: Accelerators) -> list[dict[str, Any]]:
-    """Steps of `stages` over ViT-B/16 at the paper's settings: global batches grow with the devices, or do not."""
-    config, found = CONFIGS["vit_base"], []
-    kinds = architectures(config.depth)
-    for entry in entries:
-        architecture = kinds.get(entry["what"].removeprefix("step, "))
-        if architecture is None or (entry["executor"], entry["fsdp"], entry["backbone"]) != ("stages", 1, config.name):
-            continue
-        sums = entry["kinds"]["all-reduce"]
-        work = Work(
-            step_flops(config, architecture, RANK, begin=0), weight_bytes(config, architecture), sums["count"],
-            sums["bytes"], entry["dispatches"],
-        )  # fmt: skip
-        for batch in (64, 512, 4096):
-            for num in (8, 64, 512):
-                half, full = (estimate(work, batch, num, machine, peak) for peak in (machine.bfloat16, machine.float32))
-                found.append({
-                    "what": entry["what"], "batch": batch, "devices": num,
-                    "float32_seconds": full.arithmetic, "bfloat16_seconds": half.arithmetic,
-                    "reduce_seconds": full.reducing, "dispatch_seconds": full.dispatching, "step_seconds": full.step,
-                    "limit": full.limit, "bfloat16_step_seconds": half.step, "bfloat16_limit": half.limit,
-                    "images_per_second": batch / full.step, "bfloat16_images_per_second": batch / half.step,
-                })  # fmt: skip
-    return found
-
-
-def gathers(entries: Sequence[dict[str, Any]], machine: Accelerators) -> list[dict[str, Any]]:
-    """What bringing together split weights adds to a step, over rings of one node's devices."""
-    found = []
-    for entry in entries:
-        if entry["executor"] == "stages" and entry["fsdp"] > 1 and entry["what"].startswith("step"):
-            num, own = entry["fsdp"], entry["kinds"]["all-gather"]
-            seconds = (num - 1) * (own["bytes"] / num / machine.inside + own["count"] * machine.latency_inside)
-            found.append({"what": entry["what"], "devices": num, "seconds": seconds})
-    return found
-
-
 # ---- what is written
 
 
@@ -436,11 +306,7 @@ def main(settings: Bench) -> None:
     """Compile in a process with eight devices; write `collectives.json`."""
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
     found = in_child(compile_all, settings.quick, environment=environment)
-    machine = Accelerators()
-    save(
-        settings.out, "collectives", rows_of(found), quick=settings.quick, programs=found,
-        inputs=dataclasses.asdict(machine), estimates=estimates(found, machine), gathers=gathers(found, machine),
-    )  # fmt: skip
+    save(settings.out, "collectives", rows_of(found), quick=settings.quick, programs=found)
 
 
 def rows_of(found: Sequence[dict[str, Any]]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Collectives are read from programs' text as often as they run, and the estimate is arithmetic one can check."""
+"""Collectives are read from programs' text as often as they run."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import pytest
 
 from cheem_jax.backbone.config import CONFIGS
 from experiments.bench import collectives
-from experiments.bench.collectives import Accelerators, Collective, Work, estimate, reduce_seconds
+from experiments.bench.collectives import Collective
 
 REDUCER = """
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -15,10 +15,6 @@ REDUCER = """
   ROOT %sum = f32[] add(%a, %b)
 }
 """
-MACHINE = Accelerators(
-    memory=1e3, inside=100.0, between=10.0, node=8, efficiency=0.5, latency_inside=0.5, latency_between=1.0,
-    dispatch=0.25,
-)  # fmt: skip
 
 
 def found_in(*lines: str, before: str = "") -> list[Collective]:
@@ -128,36 +124,6 @@ def test_frozen_weights_are_gathered_once_for_a_pass_and_once_for_its_gradient()
         up + 2 * (3 * attention + 2 * up)
     )
     assert collectives.gathered_bytes(config, (collectives.REUSE,) * 4) == 4 * (3 * attention + 4 * up)
-
-
-def test_a_sum_within_a_node_is_a_ring():
-    # 2 (8 - 1) steps of an eighth of the 800 bytes at 100 bytes a second, and a hop of half a second each
-    assert reduce_seconds(800.0, 8, MACHINE) == pytest.approx(14 * (1.0 + 0.5))
-    assert reduce_seconds(800.0, 1, MACHINE) == 0
-
-
-def test_between_nodes_each_device_sends_its_part_by_ring_or_tree():
-    # two nodes: 100 bytes per device, 2 (2 - 1) steps of 50 bytes at 10 bytes a second and a hop of a second each
-    assert reduce_seconds(800.0, 16, MACHINE) == pytest.approx(21 + 2 * (5.0 + 1.0))
-    # 64 nodes and hardly any bytes: 2 x 6 hops of the tree instead of 2 x 63
-    assert reduce_seconds(8e-9, 512, MACHINE) == pytest.approx(14 * 0.5 + 12 * 1.0)
-
-
-def test_a_step_waits_for_the_host_or_for_arithmetic_and_sums_together():
-    work = Work(flops=100.0, weight_bytes=500.0, reduces=2, reduced=1600.0, dispatches=40)
-    found = estimate(work, batch=64, num=8, machine=MACHINE, peak=200.0)
-    assert found.arithmetic == pytest.approx(8 * 100.0 / (200.0 * 0.5))
-    assert found.reducing == pytest.approx(2 * 21.0)
-    assert found.dispatching == 10.0
-    assert found.step == pytest.approx(8.0 + 42.0) and found.limit == "all-reduce"
-    # one image each, and the weights take longer to read than the image to compute
-    alone = estimate(work._replace(flops=10.0), batch=4, num=8, machine=MACHINE, peak=200.0)
-    assert alone.arithmetic == pytest.approx(0.5)
-    # the host's 45 seconds are the longest, but hidden behind the other two
-    assert estimate(work._replace(dispatches=180), 64, 8, MACHINE, 200.0).limit == "all-reduce"
-    slow = estimate(work._replace(dispatches=1000), 64, 8, MACHINE, 200.0)
-    assert slow.step == 250.0 and slow.limit == "host dispatch"
-    assert estimate(work._replace(flops=1000.0), 64, 8, MACHINE, 200.0).limit == "arithmetic"
 
 
 def test_bytes_beyond_what_must_be_sent_miss_the_goal():
