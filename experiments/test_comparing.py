@@ -79,6 +79,8 @@ def test_settings_are_chosen_on_validation_images_and_never_on_test_images(setti
         assert row["chosen"] == row["values"][int(np.nanargmax(np.array(row["accuracies"], float)))]
     config = json.loads((settings.run_dir / "diki" / "seed-0" / "config.json").read_text())
     assert (config["diki"]["fit"]["learning_rate"], config["diki"]["length"]) == tuple(row["chosen"] for row in rows)
+    tried = json.loads((settings.run_dir / "choice" / "diki-rate-0" / "seed-0" / "config.json").read_text())
+    assert 2 * tried["diki"]["fit"]["epochs"] == config["diki"]["fit"]["epochs"]
     shown = (settings.run_dir / "chosen.md").read_text()
     assert "Settings chosen on warm, cold" in shown and "(an end)" in shown
 
