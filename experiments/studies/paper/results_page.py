@@ -210,7 +210,9 @@ def task_grid(rows: Sequence[Row]) -> str:
     """A row per method, a column per task and their mean."""
     first = rows[0].runs[0]
     names, tasks = names_of(first), first["tasks"]
-    lines = [("*images, classes*", *(f"{t['num_train']:,}, {len(t['classes'])}" for t in tasks), "")]
+    lines: list[tuple[str, ...]] = [
+        ("*images, classes*", *(f"{t['num_train']:,}, {len(t['classes'])}" for t in tasks), "")
+    ]
     for row in rows:
         key = "local_accuracy" if row.cell.method in UPPER_BOUNDS else "accuracy"
         values = 100 * np.array([[run[key][-1][names_of(run).index(name)] for name in names] for run in row.runs])
