@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """What stands beside the folder of the runs."""
+    """What studies and people left next to the folder of the runs."""
 
     notes: str = ""
     """Written by hand, taken as it is."""
