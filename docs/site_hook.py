@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 FILES = ("CITATION.cff", "LICENSE")
 FOLDER = "project"
-WIDE = ("results.md",)
+WIDE = ("results.md", "results_96.md")
 """Pages whose tables need the place of the list of contents."""
 LINK = re.compile(r"(\]\()([^)\s#:]+)(?=[)#])")
 

@@ -90,7 +90,7 @@ DEMO = dataclasses.replace(
 """`quick` with more and larger steps, for tasks of a few hundred small images."""
 
 PLUS = {"router": RouterConfig("lda", "early")}
-"""The router that paid on small real sets (docs/results.md), as a change of any settings."""
+"""The router that paid on small real sets (docs/results_96.md), as a change of any settings."""
 
 QUICK_PLUS = dataclasses.replace(
     QUICK,

@@ -100,8 +100,8 @@ def in_common(cells: Cells, ours: Cell, theirs: Cell) -> tuple[dict[int, tuple[C
 
 
 def searches(cells: Cells) -> list[Cell]:
-    """CHEEM as the paper has it, and with the other search where that was run."""
-    return [CHEEM, *([CLOSED_FORM] if CLOSED_FORM in cells else [])]
+    """CHEEM as the paper has it and with the other search, those that were run; the former where neither was."""
+    return [cell for cell in (CHEEM, CLOSED_FORM) if cell in cells] or [CHEEM]
 
 
 def better_than(method: str) -> Callable[[Cells], list[Verdict]]:

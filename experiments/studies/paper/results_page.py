@@ -14,9 +14,21 @@ from matplotlib.lines import Line2D
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.comparison import comparison, measure
 from cheem_jax.report.figures import DPI, FAINT, INK, save
-from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid
-from cheem_jax.run.differences import REMOVED, without_removed
-from studies.paper.claims import CHEEM, claims, compared, in_short, shown, unbeaten, verdict_grid
+from cheem_jax.report.table import NONE, UPPER_BOUNDS, Grid
+from cheem_jax.run.differences import without_removed
+from studies.paper.claims import (
+    CHEEM,
+    NOT_RUN,
+    Claim,
+    Verdict,
+    claims,
+    compared,
+    in_short,
+    searches,
+    shown,
+    unbeaten,
+    verdict_grid,
+)
 from studies.paper.collected import Cell, Cells, Collected, is_usual, load, usual_of
 from studies.paper.paired import RESAMPLES
 from studies.routers.page import compared_grid, told_gain
@@ -36,7 +48,7 @@ class Beside(NamedTuple):
     """What studies and people left next to the folder of the runs."""
 
     notes: str = ""
-    """Written by hand, taken as it is."""
+    """Written by hand, taken as it is: what was compared, and what that does not show."""
     routers: Mapping[str, Any] | None = None
     """What the study of routers found on the same runs."""
     chosen: Sequence[Mapping[str, Any]] = ()
@@ -64,6 +76,7 @@ def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> 
     first = rows[0].runs[0]
     judged = [(claim, claim.check(cells)) for claim in claims()]
     usual = [row for row in rows if is_usual(cells, row.cell)]
+    tabled = [(claim, lines) for claim, lines in judged if any(line.word != NOT_RUN for line in lines)]
     others = [
         (row.title, CHEEM, row.cell) for row in usual
         if CHEEM in cells and row.cell.method not in (*UPPER_BOUNDS, CHEEM.method)
@@ -74,7 +87,7 @@ def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> 
         "## In short",
         WORDS,
         in_short(judged) + unbeaten(others, cells, measured_of(usual)) + beyond(beside.routers),
-        *(["## What these runs do not show", beside.notes.strip()] if beside.notes else []),
+        *([beside.notes.strip()] if beside.notes else []),
         "## Methods",
         METHODS_TEXT,
         method_grid(rows, cells).to_markdown(),
@@ -82,10 +95,7 @@ def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> 
         "## Accuracy by task",
         TASKS_TEXT,
         task_grid(rows),
-        "## What the paper claims, checked here",
-        CLAIMS,
-        "\n".join(f"- ({claim.letter}) {claim.rule}." for claim, _ in judged),
-        verdict_grid(judged).to_markdown(),
+        *(claim_parts(tabled) if tabled else []),
         *(router_parts(beside.routers, cells) if beside.routers else []),
         "## Settings, machines, commands",
         *setting_parts(cells, beside.chosen),
@@ -125,14 +135,18 @@ def measured_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return {row["method"]: row for row in comparison({row.cell.method: row.runs for row in rows})}
 
 
+def claim_parts(tabled: Sequence[tuple[Claim, Sequence[Verdict]]]) -> list[str]:
+    """The rules and verdicts of the claims that were compared."""
+    rules = "\n".join(f"- ({claim.letter}) {claim.rule}." for claim, _ in tabled)
+    return ["## What the paper claims, checked here", CLAIMS, rules, verdict_grid(tabled).to_markdown()]
+
+
 def router_parts(found: Mapping[str, Any], cells: Cells) -> list[str]:
     """The study of routers, and the collected runs that it should have counted and did not."""
-    known = {(run["method"], run["seed"]) for run in found["runs"]}
     left_out = [
-        f"{METHODS[name]} with seed {seed}"
-        for name in sorted({method for method, _ in known})
-        for seed in cells.get(Cell(name), {})
-        if (name, seed) not in known
+        f"{cell.title} with seed {seed}"
+        for cell in cells
+        for seed in sorted(set(cells[cell]) - set(found["runs"].get(cell.title, cells[cell])))
     ]
     told = [f"Not counted here yet: {', '.join(left_out)}."] if left_out else []
     return ["## Which router loses least", compared_grid(found), *told]
@@ -157,9 +171,9 @@ def beyond(routers: Mapping[str, Any] | None) -> str:
         return ""
     chosen = routers["chosen"]
     gains = [
-        f"{METHODS[method]} {told_gain(chosen[method]['gain'])} points to {100 * chosen[method]['accuracy']:.1f} %"
-        for method in METHODS if method in chosen
-    ]  # fmt: skip
+        f"{title} {told_gain(own['gain'])} points to {100 * own['accuracy']:.1f} %"
+        for title, own in chosen["methods"].items()
+    ]
     return (
         f"\n- Beyond the paper, the router chosen on validation images ({chosen['features']} {chosen['title']}), with "
         f"the same networks: {'; '.join(gains)}."
@@ -199,10 +213,11 @@ def method_grid(rows: Sequence[Row], cells: Cells) -> Grid:
 
 
 def _lead(row: Row, cells: Cells) -> str:
-    if row.cell == CHEEM or CHEEM not in cells:
+    ours = searches(cells)[0]
+    if row.cell == ours or ours not in cells:
         return NONE
     is_given = row.cell.method in UPPER_BOUNDS
-    value, interval, *_ = shown(compared("", cells, CHEEM, row.cell, lambda _: "", given=(is_given, is_given)))
+    value, interval, *_ = shown(compared("", cells, ours, row.cell, lambda _: "", given=(is_given, is_given)))
     return value if interval == NONE else f"{value.removesuffix(' points')} ({interval})"
 
 
@@ -246,7 +261,9 @@ LENGTHS = (
 
 def setting_grid(cells: Cells, chosen: Sequence[Mapping[str, Any]]) -> Grid:
     """Epochs, learning rates and batch size of every method, what sets its variants apart, and what was tried."""
-    rows = []
+    rows, tried = [], dict[str, str]()
+    for row in chosen:
+        tried[row["title"]] = "; ".join(filter(None, (tried.get(row["title"]), _tried(row))))
     for cell, found in cells.items():
         run, usual = next(iter(found.values())), usual_of(cells, cell.method)
         config, is_variant = settings_of(run), usual not in (None, cell)
@@ -255,12 +272,10 @@ def setting_grid(cells: Cells, chosen: Sequence[Mapping[str, Any]]) -> Grid:
         else:
             as_it_is = settings_of(next(iter(cells[usual].values())))
             told = [f"{name} {value}" for name, value in config.items() if as_it_is.get(name) != value]
-        gone = not REMOVED.keys().isdisjoint(config)
-        told += [f"no longer a setting, measured at commit {commit_of(run)}"] if gone else []
         told += [] if cell.order == "default" else [f"the tasks in the order {' '.join(run.run.order)}"]
         like = f"as {usual.title}, but for " if usual is not None and is_variant else ""
-        tried = "; ".join(_tried(row) for row in chosen if row["title"] == cell.title)
-        rows.append((cell.title, like + ", ".join(told), *([tried or NONE] if chosen else [])))
+        rows.append((cell.title, like + ", ".join(told), *([tried.pop(cell.title, NONE)] if chosen else [])))
+    rows += [(title, "its run is not finished", told) for title, told in tried.items()]
     return Grid("", ("method", "settings", *(["tried"] if chosen else [])), tuple(rows), 3)
 
 
