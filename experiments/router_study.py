@@ -31,6 +31,7 @@ from cheem_jax.core.atomic import write_atomically
 from cheem_jax.core.keys import Keys
 from cheem_jax.core.ops import Placement
 from cheem_jax.core.routing import RouterConfig
+from cheem_jax.data.task import fingerprint as data_hash
 from cheem_jax.engine.choice import EngineConfig, make_executor
 from cheem_jax.run.progress import Progress
 
@@ -67,8 +68,9 @@ def main(settings: RouterStudy) -> None:
     loaded = images_of(next(iter(runs.values()))[0], settings, progress)
     tasks, vit = loaded.stream.tasks, build(loaded.pretrained.config, loaded.pretrained.params)
     executor = make_executor(vit, "mlp_down", EngineConfig(), batch_size=BATCH_SIZE)
-    place = out / "seen" / f"{loaded.pretrained.sha256[:12]}-{loaded.size}-{loaded.stream.name}"
-    seen = [seen_of(task, executor, place / f"{task.name}.npz", BATCH_SIZE, progress.say) for task in tasks]
+    place = out / "seen" / loaded.pretrained.sha256[:12]
+    files = [place / f"{task.name}-{data_hash(task)[:12]}.npz" for task in tasks]
+    seen = [seen_of(task, executor, file, BATCH_SIZE, progress.say) for task, file in zip(tasks, files, strict=True)]
     seeds = sorted({own.run.results["seed"] for found in runs.values() for own in found})
     rows, paper = [], dict[int, Tried]()
     for config in candidates():
@@ -108,13 +110,14 @@ def images_of(own: Collected, settings: RouterStudy, progress: Progress) -> mtil
     loaded = mtil.load(source, progress)
     if loaded.pretrained.sha256 != own.run.config["weights_sha256"]:
         raise ValueError(f"the runs had other weights than {loaded.pretrained.source!r}; give theirs with --weights")
-    if {task.name: task.split_sha256 for task in loaded.stream.tasks} != results["split_sha256"]:
-        raise ValueError(f"--stream {settings.stream} has other images or splits than the runs have seen")
+    known = own.run.config["data_sha256"]
+    if others := [task.name for task in loaded.stream.tasks if data_hash(task) != known[task.name]]:
+        raise ValueError(f"--stream {settings.stream} has other images than the runs have seen: {', '.join(others)}")
     return loaded
 
 
 def routed(given: ByTask, named: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Images whose task is named and whose class is then right."""
+    """Images whose task is inferred rightly and whose class is then right."""
     return [right & (own == index) for index, (right, own) in enumerate(zip(given, named, strict=True))]
 
 
@@ -138,19 +141,23 @@ def row_of(
             split: float(np.mean([[np.mean(named == i) for i, named in enumerate(one.named[split])] for one in seeds]))
             for split in ("val", "test")
         },
-        "flops": flops_of([own for found in runs.values() for own in found], config, vit),
+        "flops": flops_of(runs, config, vit),
         "bytes_per_task": seeds[0].bytes_per_task,
         "seconds_per_task": float(np.mean([one.seconds_per_task for one in seeds])),
         "microseconds_per_image": float(np.mean([one.microseconds_per_image for one in seeds])),
     }  # fmt: skip
 
 
-def flops_of(runs: Sequence[Collected], config: RouterConfig, vit: ViTConfig) -> dict[str, float] | None:
-    """Per image, mean over the tasks of CHEEM behind such a router: by the paper's convention and as it runs."""
-    until, owners = config.until(vit.depth), [own.run.results for own in runs if own.run.results["method"] == "cheem"]
-    tasks = [(results["placement"], task) for results in owners for task in results["tasks"]]
-    if not tasks:
+def flops_of(runs: Runs, config: RouterConfig, vit: ViTConfig) -> dict[str, float] | None:
+    """Per image, mean over the tasks of CHEEM behind such a router: by the paper's convention and as it runs.
+
+    Of several searches the first counts; None without a run of CHEEM.
+    """
+    owners = next((found for found in runs.values() if found[0].run.results["method"] == "cheem"), None)
+    if owners is None:
         return None
+    until = config.until(vit.depth)
+    tasks = [(own.run.results["placement"], task) for own in owners for task in own.run.results["tasks"]]
     paper = [pass_flops(vit, placement, until) + task["flops"] for placement, task in tasks]
     executed = [behind_pass(vit, placement, task, until) for placement, task in tasks]
     return {"paper": float(np.mean(paper)), "executed": float(np.mean(executed))}

@@ -208,8 +208,8 @@ def method_grid(rows: Sequence[Row], cells: Cells) -> Grid:
                 told.append(text(value["mean"]) + ("" if value["std"] is None else f" ± {text(value['std'])}"))
         told.insert(4, _lead(row, cells))
         lines.append(tuple(told))
-    columns = [title for title, _ in COLUMNS.values()]
-    return Grid("", ("method", "seeds", *columns[:2], "CHEEM minus", *columns[2:]), tuple(lines), 1)
+    columns, lead = [title for title, _ in COLUMNS.values()], f"{searches(cells)[0].title} minus"
+    return Grid("", ("method", "seeds", *columns[:2], lead, *columns[2:]), tuple(lines), 1)
 
 
 def _lead(row: Row, cells: Cells) -> str:
@@ -241,7 +241,7 @@ def setting_parts(cells: Cells, chosen: Sequence[Mapping[str, Any]]) -> list[str
     runs = [run for found in cells.values() for run in found.values()]
     results, config = runs[0].run.results, runs[0].run.config
     return [
-        f"{len(runs)} runs from the weights {results['source']} (SHA-256 {config['weights_sha256'][:12]}…). Settings "
+        f"Runs: {len(runs)}, from the weights {results['source']} (SHA-256 {config['weights_sha256'][:12]}…). Settings "
         "that decide how long a method learns, and of variants what differs; all are in each run's `config.json`. "
         + (CHOICE if chosen else ""),
         setting_grid(cells, chosen).to_markdown(),

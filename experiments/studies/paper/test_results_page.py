@@ -235,6 +235,16 @@ def test_the_other_search_and_chosen_settings_have_lines_of_their_own(tmp_path):
     assert sum(line.startswith("| ---") for line in page.splitlines()) <= 5
 
 
+def test_the_other_search_is_compared_where_the_papers_was_not_run(tmp_path):
+    write(tmp_path / "runs", score="closed_form", rate=0.8)
+    write(tmp_path / "runs", "lora_cl", rate=0.5)
+    page = page_of(tmp_path)
+    assert line_of(page, "CHEEM, closed-form score − LoRA-CL")[-1] == "confirmed (one seed)"
+    assert "no run of CHEEM" not in page and "| CHEEM, closed-form score minus |" in page
+    [lora] = [line.split(" | ") for line in page.splitlines() if line.startswith("| LoRA-CL | 0 |")]
+    assert lora[4].startswith("+")
+
+
 def test_all_lines_of_a_claim_decide_it():
     def judged(*words: str) -> str:
         found = Estimate(0.1, 0.0, 0.2, 1.0, (0.1,))

@@ -68,7 +68,7 @@ class Tried(NamedTuple):
     """One router over all tasks of a stream."""
 
     named: dict[str, list[Int[np.ndarray, "_"]]]
-    """By split and true task: the task that each image is said to be of."""
+    """By split and true task: the task that is inferred for each image."""
     bytes_per_task: float
     """Kept of a task, mean over tasks."""
     seconds_per_task: float
