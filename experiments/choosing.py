@@ -9,7 +9,9 @@ over the training images as CHEEM has in both phases together, half of them for 
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from charts import write_page
@@ -98,6 +100,28 @@ def choose(study: Study, tasks: str, variants: Sequence[Variant], progress: Prog
                 "at_the_end": best in (0, len(values) - 1),
             })  # fmt: skip
             write_page(study.run_dir / "chosen", _page(tasks, rows), rows)
+        chosen.append(variant._replace(config=config))
+    return chosen
+
+
+def chosen_before(file: Path, variants: Sequence[Variant], preset: Any) -> list[Variant]:
+    """The variants with the settings of an earlier choice, which its `chosen.json` records."""
+    try:
+        rows = json.loads(file.read_text())
+        found = {(row["method"], row["setting"]): row["chosen"] for row in rows}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"--choose is {file}; expected the chosen.json of an earlier choice ({error!r})") from error
+    chosen = []
+    for variant in variants:
+        settings = grids_of(variant.method)
+        if missing := [name for name in settings if (variant.name, name) not in found]:
+            raise ValueError(
+                f"--choose: {file} has no {missing[0]} of {variant.name}; name tasks instead, to choose on their images"
+            )
+        config = {**budget(variant.method, preset), **variant.config}
+        for setting in settings:
+            value = found[variant.name, setting]
+            config |= change(variant.method, setting, tuple(value) if isinstance(value, list) else value)
         chosen.append(variant._replace(config=config))
     return chosen
 

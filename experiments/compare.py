@@ -24,7 +24,7 @@ import jax
 import numpy as np
 import study
 from charts import mean_std, spread, write_page
-from choosing import choose
+from choosing import choose, chosen_before
 from rich.console import Console
 from study import Found, Study, Variant, changed
 
@@ -58,7 +58,8 @@ class Compare(Study):
     """Weights of the router; of several routers, those of alexnet."""
     choose: str | None = None
     """Names of tasks, separated by commas, on whose validation images the rate and at most two further settings of
-    every method are chosen first; all methods then have the same number of epochs and the cosine schedule."""
+    every method are chosen first; all methods then have the same number of epochs and the cosine schedule. Or the
+    `chosen.json` of an earlier choice, whose settings are taken."""
     smoke: bool = False
     """Run every method on two blocks with random weights, which shows that it works and no accuracy."""
     run_dir: Path = Path("runs/compare")
@@ -71,7 +72,9 @@ def main(settings: Compare) -> None:
     if settings.smoke:
         smoke(variants, settings.backbone or "deit_tiny", progress)
         return
-    if settings.choose is not None:
+    if settings.choose is not None and settings.choose.endswith(".json"):
+        variants = chosen_before(Path(settings.choose), variants, settings.chosen_preset)
+    elif settings.choose is not None:
         variants = choose(settings, settings.choose, variants, progress)
     titles = {variant.name: variant.title for variant in variants}
     found = study.run_all(settings, variants, progress, lambda found: write(settings.run_dir, found, titles))
