@@ -96,6 +96,46 @@ def test_settings_are_chosen_on_validation_images_and_never_on_test_images(setti
     assert read(settings.run_dir / "choice" / "diki-rate-0" / "seed-0") == before
 
 
+CHOSEN = [
+    {"method": "diki", "setting": "rate", "chosen": 1e-2},
+    {"method": "diki", "setting": "layers", "chosen": "first8"},
+    {"method": "diki", "setting": "cov_shrinkage", "chosen": 0.1},
+    {"method": "ewc", "setting": "rate", "chosen": 1e-4},
+    {"method": "ewc", "setting": "penalties", "chosen": [1e6]},
+]
+
+
+def test_an_earlier_choice_gives_the_settings_that_choosing_gave(tmp_path):
+    file = tmp_path / "chosen.json"
+    file.write_text(json.dumps(CHOSEN))
+    variants = compare.variants_of(compare.Compare(methods="diki,ewc,frozen_linear"))
+    found = {one.name: one.config for one in choosing.chosen_before(file, variants, "quick")}
+    both = {"fit.epochs": 16, "fit.schedule": "cosine"}
+    assert found == {
+        "diki": both | {"fit.learning_rate": 1e-2, "layers": "first8", "cov_shrinkage": 0.1},
+        "ewc": both | {"fit.learning_rate": 1e-4, "penalties": (1e6,)},
+        "frozen_linear": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "No such file"), ("{", "JSONDecodeError"), ("[3]", "TypeError"), ('{"a": 1}', "TypeError"),
+     ("[{}]", "KeyError"), ("[]", "has no rate of diki; name tasks instead"),
+     (json.dumps(CHOSEN[:1]), "has no layers of diki")],
+)  # fmt: skip
+def test_what_is_no_earlier_choice_is_refused(settings, text, message, tmp_path, capsys):
+    file = tmp_path / "chosen.json"
+    if text is not None:
+        file.write_text(text)
+    settings = dataclasses.replace(settings, methods="diki", choose=str(file), run_dir=tmp_path / "runs")
+    with pytest.raises(SystemExit) as stop:
+        run_command(compare.main, settings, settings.run_dir)
+    said = " ".join(capsys.readouterr().err.split())
+    assert stop.value.code == 2 and message in said and str(file) in said.replace(" ", "")
+    assert not settings.run_dir.exists()
+
+
 @pytest.mark.full
 def test_a_comparison_that_was_stopped_goes_on_and_finished_runs_stay_as_they_are(settings, monkeypatch, capsys):
     run = mtil.run
