@@ -131,8 +131,12 @@ def close_to_the_bound(cells: Cells) -> list[Verdict]:
 
 def easy_tasks_skip_more(cells: Cells) -> list[Verdict]:
     """Rank correlation over tasks of the accuracy of frozen heads with the number of blocks that chose Skip."""
-    title, x, y, seeds = "rank correlation", [], [], []
-    for seed, collected in cells.get(CHEEM, {}).items():
+    return [_skips_of(cells, ours) for ours in searches(cells)]
+
+
+def _skips_of(cells: Cells, ours: Cell) -> Verdict:
+    title, x, y, seeds = f"{ours.title}: rank correlation", [], [], []
+    for seed, collected in cells.get(ours, {}).items():
         results, order = collected.run.results, collected.run.order
         frozen = results["yardsticks"].get("frozen_linear", {}).get("local_accuracy")
         if frozen is None and seed in cells.get(Cell("frozen_linear"), {}):
@@ -144,15 +148,14 @@ def easy_tasks_skip_more(cells: Cells) -> list[Verdict]:
             chosen = [from_strings(task["architecture"]) for task in results["tasks"]]
             y.append([sum(choice.kind == "skip" for choice in architecture) for architecture in chosen])
     if not seeds:
-        why = "no run of CHEEM with frozen heads beside it"
-        return [Verdict(title, None, "", (), NOT_RUN, why)]
+        return Verdict(title, None, "", (), NOT_RUN, "no run of CHEEM with frozen heads beside it")
     try:
         found = rank_correlation(np.array(x, float), np.array(y, float))
     except ValueError:
         why = "in some run all tasks skip equally often, so that nothing can correlate"
-        return [Verdict(title, None, "", tuple(seeds), OPEN, why)]
+        return Verdict(title, None, "", tuple(seeds), OPEN, why)
     word = above(found) if found.p < 0.05 else OPEN
-    return [Verdict(title, found, "", tuple(seeds), word)]
+    return Verdict(title, found, "", tuple(seeds), word)
 
 
 def fewer_parameters_than_uniform(cells: Cells) -> list[Verdict]:
@@ -244,7 +247,7 @@ def in_short(judged: Sequence[tuple[Claim, Sequence[Verdict]]]) -> str:
 
 
 def unbeaten(
-    baselines: Sequence[tuple[str, Cell, Cell]], cells: Cells, measured: Mapping[str, Mapping[str, Any]]
+    baselines: Sequence[tuple[str, Cell, Cell]], cells: Cells, measured: Mapping[Cell, Mapping[str, Any]]
 ) -> str:
     """Methods of which these runs do not show that CHEEM is more accurate, as more lines."""
     told: dict[str, list[str]] = {FAILS: [], OPEN: []}
@@ -252,12 +255,12 @@ def unbeaten(
         line = compared(title, cells, ours, theirs, above)
         if line.estimate is not None and line.word != HOLDS:
             value, interval, *_ = shown(line)
-            ratio = measured[theirs.method]["flops_paper"]["mean"] / measured[ours.method]["flops_paper"]["mean"]
+            ratio = measured[theirs]["flops_paper"]["mean"] / measured[ours]["flops_paper"]["mean"]
             alone = "one seed; " if len(line.seeds) == 1 else ""
             told[line.word].append(f"{title} (CHEEM {value}, {interval}; {alone}{ratio:.1f} times CHEEM's FLOPs)")
     words = {FAILS: "**More accurate** than", OPEN: "No significant difference from"}
     return "".join(
-        f"\n- {words[word]} CHEEM with the paper's router: {'; '.join(found)}."
+        f"\n- {words[word]} {baselines[0][1].title} with the paper's router: {'; '.join(found)}."
         for word, found in told.items() if found
     )  # fmt: skip
 

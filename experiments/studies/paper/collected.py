@@ -61,6 +61,15 @@ def is_usual(cells: Cells, cell: Cell) -> bool:
     return cell.order == "default" and cell.variant in ("", run["router"])
 
 
+OF_THEIR_OWN = {"closed-form score": "cheem:closed_form", "from the nearest task": "lora_cl:nearest"}
+"""Variants that `compare.py` runs as methods, and what they are called there."""
+
+
+def is_compared(cells: Cells, cell: Cell) -> bool:
+    """Whether runs are of a method that is compared with others, not of an ablation."""
+    return is_usual(cells, cell) or (cell.order == "default" and cell.variant in OF_THEIR_OWN)
+
+
 def usual_of(cells: Cells, method: str) -> Cell | None:
     """The usual runs of a method, if there are some."""
     return next((cell for cell in cells if cell.method == method and is_usual(cells, cell)), None)

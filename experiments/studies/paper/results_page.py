@@ -17,7 +17,6 @@ from cheem_jax.report.figures import DPI, FAINT, INK, save
 from cheem_jax.report.table import NONE, UPPER_BOUNDS, Grid
 from cheem_jax.run.differences import without_removed
 from studies.paper.claims import (
-    CHEEM,
     NOT_RUN,
     Claim,
     Verdict,
@@ -29,7 +28,7 @@ from studies.paper.claims import (
     unbeaten,
     verdict_grid,
 )
-from studies.paper.collected import Cell, Cells, Collected, is_usual, load, usual_of
+from studies.paper.collected import OF_THEIR_OWN, Cell, Cells, Collected, is_compared, is_usual, load, usual_of
 from studies.paper.paired import RESAMPLES
 from studies.routers.page import compared_grid, told_gain
 
@@ -66,27 +65,27 @@ def write_page(results: Path, page: Path) -> int:
     rows = rows_of(cells)
     folder.mkdir(parents=True, exist_ok=True)
     text = page_of(cells, rows, beside, f"{folder.name}/accuracy.png")
-    accuracy_figure({row.title: row.runs for row in rows if is_usual(cells, row.cell)}, folder / "accuracy.png")
+    accuracy_figure({row.title: row.runs for row in rows if is_compared(cells, row.cell)}, folder / "accuracy.png")
     write_atomically(page, text)
     return sum(map(len, cells.values()))
 
 
 def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> str:
     """The whole page as Markdown, with at most five tables."""
-    first = rows[0].runs[0]
+    first, ours = rows[0].runs[0], searches(cells)[0]
     judged = [(claim, claim.check(cells)) for claim in claims()]
-    usual = [row for row in rows if is_usual(cells, row.cell)]
+    compared = [row for row in rows if is_compared(cells, row.cell)]
     tabled = [(claim, lines) for claim, lines in judged if any(line.word != NOT_RUN for line in lines)]
     others = [
-        (row.title, CHEEM, row.cell) for row in usual
-        if CHEEM in cells and row.cell.method not in (*UPPER_BOUNDS, CHEEM.method)
+        (row.title, ours, row.cell) for row in compared
+        if ours in cells and row.cell.method not in (*UPPER_BOUNDS, ours.method)
     ]  # fmt: skip
     parts = [
         f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
         "`experiments/tables.py --results` makes this page from the records of finished runs; a test compares.",
         "## In short",
         WORDS,
-        in_short(judged) + unbeaten(others, cells, measured_of(usual)) + beyond(beside.routers),
+        in_short(judged) + unbeaten(others, cells, measured_of(compared)) + beyond(beside.routers),
         *([beside.notes.strip()] if beside.notes else []),
         "## Methods",
         METHODS_TEXT,
@@ -127,12 +126,13 @@ def rows_of(cells: Cells) -> list[Row]:
     found = [Row(cell, title_of(cell), results_of(cells, cell)) for cell in cells]
     if not any(is_usual(cells, cell) for cell in cells):
         raise ValueError("no collected run is of a method as it is, in the usual order; collect one")
-    return sorted(found, key=lambda row: not is_usual(cells, row.cell))
+    return sorted(found, key=lambda row: not is_compared(cells, row.cell))
 
 
-def measured_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+def measured_of(rows: Sequence[Row]) -> dict[Cell, dict[str, Any]]:
     """Means over runs by method."""
-    return {row["method"]: row for row in comparison({row.cell.method: row.runs for row in rows})}
+    measured = comparison({str(number): row.runs for number, row in enumerate(rows)})
+    return {row.cell: found for row, found in zip(rows, measured, strict=True)}
 
 
 def claim_parts(tabled: Sequence[tuple[Claim, Sequence[Verdict]]]) -> list[str]:
@@ -247,13 +247,14 @@ def setting_parts(cells: Cells, chosen: Sequence[Mapping[str, Any]]) -> list[str
         setting_grid(cells, chosen).to_markdown(),
         "All versions are in each run's `record.json`, with its command. Machines:",
         "\n".join(machines(runs)),
-        "DATA and WEIGHTS are the images and the weights. With equal code, versions and machine a new run has the same "
+        f"DATA and WEIGHTS are the images and the weights{CHOICE_FILE if chosen else ''}. With equal code, versions and machine a new run has the same "
         "numbers: collect it into another folder, and `experiments/reproduce.py` compares them.",
-        "```bash\n" + "\n".join(commands(cells)) + "\n```",
+        "```bash\n" + "\n".join(commands(cells, is_chosen=bool(chosen))) + "\n```",
     ]
 
 
 CHOICE = """*Tried*: accuracy in % on validation images, by `compare.py --choose`, the chosen value in bold."""
+CHOICE_FILE = ", CHOSEN is `chosen.json` next to the runs"
 LENGTHS = (
     "epochs", "learning_rate", "learning_rates", "schedule", "batch_size", "rank", "population", "generations",
 )  # fmt: skip
@@ -320,16 +321,18 @@ SHARED = (
 """Options of a recorded command that `compare.py` has as well."""
 
 
-def commands(cells: Cells) -> Iterator[str]:
-    """Commands that make the usual runs, those of the same seeds together."""
+def commands(cells: Cells, *, is_chosen: bool) -> Iterator[str]:
+    """Commands that make the runs of all methods, those of the same seeds together."""
     groups: dict[str, list[str]] = {}
     shared: dict[str, str] = {}
     for cell, found in cells.items():
-        if is_usual(cells, cell):
-            groups.setdefault(",".join(map(str, found)), []).append(cell.method)
+        if is_compared(cells, cell):
+            name = OF_THEIR_OWN.get(cell.variant, cell.method)
+            groups.setdefault(",".join(map(str, found)), []).append(name)
             for run in found.values():
                 shared = options(run.record["command"]) | shared
     told = " ".join(f"{name} {shared[name]}" for name in SHARED if shared.get(name, "None") != "None")
+    told += " --choose CHOSEN" if is_chosen else ""
     for seeds, methods in groups.items():
         names = ",".join(dict.fromkeys(methods))
         yield f"python experiments/compare.py {told} \\\n    --methods {names} --seeds {seeds} --run-dir RUNS"

@@ -231,15 +231,19 @@ def test_the_other_search_and_chosen_settings_have_lines_of_their_own(tmp_path):
     assert "rate 0.001: 50.0, **0.003: 75.0** |" in page and "(an end of the grid)" not in page
     table = page[page.index("| method | seeds |") :].split("\n\n")[0]
     names = [line.split(" | ")[0] for line in table.splitlines()[2:]]
-    assert names[:2] == ["| CHEEM", "| LoRA-CL"] and "| LoRA-CL, from the nearest task" in names[2:]
+    assert names == ["| CHEEM", "| CHEEM, closed-form score", "| LoRA-CL", "| LoRA-CL, from the nearest task"]
+    assert "--choose CHOSEN \\\n    --methods cheem,cheem:closed_form,lora_cl,lora_cl:nearest --seeds 0" in page
     assert sum(line.startswith("| ---") for line in page.splitlines()) <= 5
 
 
 def test_the_other_search_is_compared_where_the_papers_was_not_run(tmp_path):
     write(tmp_path / "runs", score="closed_form", rate=0.8)
     write(tmp_path / "runs", "lora_cl", rate=0.5)
+    write(tmp_path / "runs", "s_prompts", rate=0.9)
     page = page_of(tmp_path)
     assert line_of(page, "CHEEM, closed-form score − LoRA-CL")[-1] == "confirmed (one seed)"
+    assert "- **More accurate** than CHEEM, closed-form score with the paper's router: S-Prompts (" in page
+    assert "| (d) easy tasks skip more blocks | CHEEM, closed-form score: rank correlation |" in page
     assert "no run of CHEEM" not in page and "| CHEEM, closed-form score minus |" in page
     [lora] = [line.split(" | ") for line in page.splitlines() if line.startswith("| LoRA-CL | 0 |")]
     assert lora[4].startswith("+")
