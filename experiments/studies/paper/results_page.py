@@ -247,8 +247,9 @@ def setting_parts(cells: Cells, chosen: Sequence[Mapping[str, Any]]) -> list[str
         setting_grid(cells, chosen).to_markdown(),
         "All versions are in each run's `record.json`, with its command. Machines:",
         "\n".join(machines(runs)),
-        f"DATA and WEIGHTS are the images and the weights{CHOICE_FILE if chosen else ''}. With equal code, versions and machine a new run has the same "
-        "numbers: collect it into another folder, and `experiments/reproduce.py` compares them.",
+        f"DATA and WEIGHTS are the images and the weights{CHOICE_FILE if chosen else ''}. With equal code, versions "
+        "and machine a new run has the same numbers: collect it into another folder, and `experiments/reproduce.py` "
+        "compares them.",
         "```bash\n" + "\n".join(commands(cells, is_chosen=bool(chosen))) + "\n```",
     ]
 
