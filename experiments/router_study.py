@@ -16,8 +16,7 @@ from typing import Any
 import mtil
 import numpy as np
 from charts import check_folder
-from studies.paper.claims import CLOSED_FORM
-from studies.paper.collected import ByTask, Cells, Collected, is_usual, load
+from studies.paper.collected import ByTask, Cells, Collected, is_compared, load
 from studies.paper.paired import accuracy_difference
 from studies.routers.page import page_of
 from studies.routers.trying import Tried, attempt, candidates, seen_of, title_of
@@ -93,7 +92,7 @@ def main(settings: RouterStudy) -> None:
 
 def runs_of(cells: Cells, folder: Path) -> Runs:
     """The runs that a router serves; ValueError without any."""
-    wanted = [cell for cell in cells if cell.method in METHODS and (is_usual(cells, cell) or cell == CLOSED_FORM)]
+    wanted = [cell for cell in cells if cell.method in METHODS and is_compared(cells, cell)]
     if not wanted:
         raise ValueError(f"--results {folder} contains no run of {', '.join(METHODS)} in the usual order; collect one")
     return {cell.title: list(cells[cell].values()) for cell in wanted}
