@@ -287,15 +287,9 @@ def test_the_page_has_no_tables_of_runs_beside_it(tmp_path):
 def test_figures_of_the_readme_are_those_of_the_records():
     pages = "".join((ROOT / f"docs/{name}.md").read_text() for name in ("results", "results_96"))
     known = set(re.findall(r"[\d,]*\d(?:\.\d+)?", pages))
-    routers = json.loads((ROOT / "docs/results_96/routers.json").read_text())
-    # the pass of the chosen router ends earlier
-    saved = routers["rows"][0]["flops"]["paper"] - routers["chosen"]["flops"]["paper"]
-    for found in load(ROOT / "docs/results_96/runs").values():
-        mean = np.mean([own.run.results["flops"]["paper"] for own in found.values()])
-        known.add(f"{(mean - saved) / 1e6:,.0f}")
     table = re.search(r"^\| method \| seeds .*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     figures = [re.findall(r"\d[\d,.]*", " ".join(line.split("|")[3:])) for line in table[0].splitlines()[2:] if line]
-    assert len(figures) > 10 and all(len(row) >= 2 for row in figures)
+    assert len(figures) >= 3 and all(len(row) >= 4 for row in figures)
     assert [row for row in figures if not known.issuperset(row)] == []
 
 
