@@ -130,7 +130,7 @@ def rows_of(cells: Cells) -> list[Row]:
 
 
 def measured_of(rows: Sequence[Row]) -> dict[Cell, dict[str, Any]]:
-    """Means over runs by method."""
+    """Means over runs of every measure, by cell."""
     measured = comparison({str(number): row.runs for number, row in enumerate(rows)})
     return {row.cell: found for row, found in zip(rows, measured, strict=True)}
 
@@ -194,8 +194,9 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 def method_grid(rows: Sequence[Row], cells: Cells) -> Grid:
     """Means over runs of every measure, and CHEEM's lead."""
-    lines = []
-    for row, measured in zip(rows, comparison({str(n): row.runs for n, row in enumerate(rows)}), strict=True):
+    lines, by_cell = [], measured_of(rows)
+    for row in rows:
+        measured = by_cell[row.cell]
         told = [row.title, ", ".join(str(seed) for seed in measured["seeds"])]
         for name, (_, text) in COLUMNS.items():
             value = measured[name]
