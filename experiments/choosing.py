@@ -26,6 +26,7 @@ RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 LOWER_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
 """Of methods that train the whole backbone."""
 FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "cheem": {"ops.rank": (4, 16, 64)},
     "lora_cl": {"rank": (4, 16, 64)},
     "lora_finetune": {"rank": (4, 16, 64)},
     "s_prompts": {"length": (5, 10, 20)},
@@ -38,7 +39,8 @@ FURTHER: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "moal": {"bottleneck": (16, 64), "hidden": (1000, 5000)},
     "moe_adapters": {"bottleneck": (8, 64)},
 }
-"""At most two settings per method besides the rate: those that its own paper varies."""
+"""At most two settings per method besides the rate: those that its own paper varies, and the rank of LoRA for all that
+have it, CHEEM among them: to choose it for one of them only would be unfair."""
 
 
 def grids_of(method: str) -> dict[str, tuple[Any, ...]]:
