@@ -40,6 +40,7 @@ def sound(monkeypatch):
     """JAX is not asked again."""
     told = {"devices": {"platform": "cpu", "kind": "cpu", "count": 1, "seconds": 0.5}}
     monkeypatch.setattr(doctor, "_probe", lambda settings: (told, None))
+    monkeypatch.setattr(doctor, "HUGE_PAGES", Path("no/such/file"))
 
 
 @pytest.fixture
@@ -103,6 +104,22 @@ def test_a_gpu_that_jax_does_not_use_is_told_with_the_extra(installed, sound, gp
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     _, (note,) = doctor.look(doctor.Doctor())
     assert note.way_out == "unset JAX_PLATFORMS"
+
+
+@pytest.mark.parametrize(
+    ("given", "libc", "tunables", "is_told"),
+    [("always [madvise] never", ("glibc", "2.36"), "", True), ("[always] madvise never", ("glibc", "2.36"), "", False),
+     ("always [madvise] never", ("glibc", "2.31"), "", False), ("always [madvise] never", ("", ""), "", False),
+     ("always [madvise] never", ("glibc", "2.36"), "glibc.malloc.hugetlb=1", False)],
+)  # fmt: skip
+def test_huge_pages_that_nobody_asks_for_are_a_note(given, libc, tunables, is_told, sound, monkeypatch, tmp_path):
+    (tmp_path / "enabled").write_text(given)
+    monkeypatch.setattr(doctor, "HUGE_PAGES", tmp_path / "enabled")
+    monkeypatch.setattr(doctor.platform, "libc_ver", lambda: libc)
+    monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    _, problems = doctor.look(doctor.Doctor())
+    notes = [problem for problem in problems if "glibc.malloc.hugetlb=1" in problem.way_out]
+    assert bool(notes) == is_told and not any(note.needed for note in notes)
 
 
 def test_what_is_needed_and_missing_is_a_problem_and_what_is_old_a_note(installed, sound, capsys):

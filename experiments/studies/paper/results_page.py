@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from cheem_jax.core.atomic import write_atomically
 from cheem_jax.report.comparison import comparison, measure
 from cheem_jax.report.figures import DPI, FAINT, INK, save
-from cheem_jax.report.table import NONE, UPPER_BOUNDS, Grid
+from cheem_jax.report.table import METHODS, NONE, UPPER_BOUNDS, Grid
 from cheem_jax.run.differences import without_removed
 from studies.paper.claims import (
     NOT_RUN,
@@ -54,6 +54,9 @@ class Beside(NamedTuple):
     """Settings that `compare.py --choose` chose."""
 
 
+REFERENCES = ("lora_cl", "frozen_linear", "full_finetune")
+"""What a reader compares CHEEM with first: no search, no learning, no sharing."""
+COSTS = ("flops_paper", "params_added_percent", "seconds")
 NOTES, ROUTERS, CHOSEN = "notes.md", "routers.json", "chosen.json"
 
 
@@ -78,14 +81,14 @@ def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> 
     tabled = [(claim, lines) for claim, lines in judged if any(line.word != NOT_RUN for line in lines)]
     others = [
         (row.title, ours, row.cell) for row in compared
-        if ours in cells and row.cell.method not in (*UPPER_BOUNDS, ours.method)
+        if ours in cells and row.cell.method not in (*UPPER_BOUNDS, *REFERENCES, ours.method)
     ]  # fmt: skip
     parts = [
         f"# Results: {len(first['tasks'])} tasks, {first['backbone']}, {first['image_size']} pixels",
         "`experiments/tables.py --results` makes this page from the records of finished runs; a test compares.",
         "## In short",
         WORDS,
-        in_short(judged) + unbeaten(others, cells, measured_of(compared)) + beyond(beside.routers),
+        answer(compared, cells) + in_short(judged) + unbeaten(others, cells, measured_of(compared)) + beyond(beside.routers),
         *([beside.notes.strip()] if beside.notes else []),
         "## Methods",
         METHODS_TEXT,
@@ -165,6 +168,32 @@ def names_of(run: Results) -> list[str]:
     return [task["name"] for task in run["tasks"]]
 
 
+def answer(rows: Sequence[Row], cells: Cells) -> str:
+    """CHEEM's accuracy and cost next to those of the references, as two lines; of its searches the last."""
+    ours, measured = searches(cells)[-1], measured_of(rows)
+    if ours not in measured:
+        return ""
+    shown_cells = [row.cell for row in rows if row.cell == ours or row.cell in map(Cell, REFERENCES)]
+
+    def told(cell: Cell, names: Sequence[str]) -> list[str]:
+        values = [(COLUMNS[name][1], measured[cell][name]) for name in names]
+        return [NONE if value is None else text(value["mean"]) for text, value in values]
+
+    differences = [
+        f"minus {cell.title}{', task ID given to both' if cell.method in UPPER_BOUNDS else ''} {_lead(cell, cells, ours)}"
+        for cell in shown_cells
+        if cell != ours
+    ]
+    missing = [METHODS[method] for method in REFERENCES if Cell(method) not in cells]
+    costs = [f"{cell.title} {', '.join(told(cell, COSTS))}" for cell in shown_cells]
+    found, given = told(ours, ("average_accuracy", "local_average_accuracy"))
+    return (
+        f"- **{ours.title}: {found} %**, {given} with the task ID given; in points, "
+        f"{'; '.join([*differences, *(f'{title}: not run' for title in missing)])}.\n"
+        f"- MFLOPs per image, % of the backbone added per task, hours: {'; '.join(costs)}.\n"
+    )
+
+
 def beyond(routers: Mapping[str, Any] | None) -> str:
     """What the chosen router gains, as one more line."""
     if routers is None:
@@ -207,18 +236,17 @@ def method_grid(rows: Sequence[Row], cells: Cells) -> Grid:
                 told.append(" to ".join(dict.fromkeys(ends)))
             else:
                 told.append(text(value["mean"]) + ("" if value["std"] is None else f" ± {text(value['std'])}"))
-        told.insert(4, _lead(row, cells))
+        told.insert(4, _lead(row.cell, cells, searches(cells)[0]))
         lines.append(tuple(told))
     columns, lead = [title for title, _ in COLUMNS.values()], f"{searches(cells)[0].title} minus"
     return Grid("", ("method", "seeds", *columns[:2], lead, *columns[2:]), tuple(lines), 1)
 
 
-def _lead(row: Row, cells: Cells) -> str:
-    ours = searches(cells)[0]
-    if row.cell == ours or ours not in cells:
+def _lead(cell: Cell, cells: Cells, ours: Cell) -> str:
+    if cell == ours or ours not in cells:
         return NONE
-    is_given = row.cell.method in UPPER_BOUNDS
-    value, interval, *_ = shown(compared("", cells, ours, row.cell, lambda _: "", given=(is_given, is_given)))
+    is_given = cell.method in UPPER_BOUNDS
+    value, interval, *_ = shown(compared("", cells, ours, cell, lambda _: "", given=(is_given, is_given)))
     return value if interval == NONE else f"{value.removesuffix(' points')} ({interval})"
 
 
