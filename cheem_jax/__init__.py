@@ -1,4 +1,4 @@
-"""Continual learning with Vision Transformers that never forget and store no old images.
+"""Continual learning with Vision Transformers: earlier tasks keep their parameters, no old image is stored.
 
 `create`, `open` and `begin_with` give an `OpenMemory`: see `cheem_jax.memory`. The rest are CHEEM's parts for research:
 docs/guides/research.md goes through them.

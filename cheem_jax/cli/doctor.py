@@ -89,7 +89,7 @@ def look(settings: Doctor) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
         way_out = way_out or "read what `python -c 'import jax; jax.devices()'` prints"
         problems.append(Problem(f"JAX does not use {gpus[0]}", way_out, needed=False))
     if devices.get("platform") == "cpu" and _asks_for_small_pages():
-        what = "memory comes in small pages: training takes up to 1.4 times as long"
+        what = "memory comes in small pages, and training may take up to 1.4 times as long"
         problems.append(Problem(what, "set GLIBC_TUNABLES=glibc.malloc.hugetlb=1 before it starts", needed=False))
     for step, found in (("programs", programs), ("hub", hub)):
         if "reason" in found:

@@ -28,7 +28,7 @@ from cheem_jax.core.paths import shown, with_absolute_paths
 
 Settings = TypeVar("Settings")
 
-PURPOSE = "Continual learning with Vision Transformers that never forget and store no old images."
+PURPOSE = "Continual learning with Vision Transformers: earlier tasks keep their parameters, no old image is stored."
 STATUS = (
     "Exit status: 0 done; 1 done in part (doctor: something is broken); 2 bad input or something missing; "
     "128 + N stopped by signal N."
