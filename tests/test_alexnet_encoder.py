@@ -40,8 +40,3 @@ def test_all_numbers_of_images_share_one_program_and_company_changes_nothing(net
         np.testing.assert_array_equal(features.compute(IMAGES[2:]), together[2:])
         np.testing.assert_array_equal(features.compute(IMAGES[::-1])[::-1], together)
     assert programs.count == 0
-
-
-def test_images_of_another_size_are_refused(network):
-    with pytest.raises(ValueError, match="images of 64 x 64 pixels, expected 63 x 63"):
-        AlexNetEncoder(network).features(np.zeros((2, 64, 64, 3), np.uint8), batch_size=2)

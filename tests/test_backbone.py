@@ -10,7 +10,7 @@ from cheem_jax.backbone.config import CONFIGS, at_image_size, config_of
 from cheem_jax.backbone.params import build, check_params, init_params, params_of, shapes_of
 from cheem_jax.backbone.vit import rotate, rotations
 from cheem_jax.backbone.weights import Pretrained, load_pretrained, resize
-from cheem_jax.core.ops import Reuse, Skip
+from cheem_jax.core.ops import Reuse
 
 NANO = CONFIGS["vit_nano"]
 
@@ -75,38 +75,6 @@ def test_patches_are_read_row_by_row_and_each_in_height_width_channel_order(nano
     expected = patch @ params["patch.kernel"] + params["patch.bias"] + params["position"][7]
     tokens = nnx.jit(lambda vit, images: vit.embed(images))(nano, images)
     np.testing.assert_allclose(tokens[0, 7], expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
-def test_reusing_the_base_everywhere_is_the_plain_backbone_bit_for_bit(nano, placement):
-    @nnx.jit
-    def both(vit, images):
-        ops = [Reuse(block.expert(placement)) for block in vit.blocks]
-        return vit(images, ops, placement=placement)
-
-    plain = nnx.jit(lambda vit, images: vit(images))
-    images = _images(3, 32, 32)
-    np.testing.assert_array_equal(both(nano, images), plain(nano, images))
-
-
-@pytest.mark.parametrize("placement", ["mlp_down", "attn_proj"])
-def test_skipping_everywhere_leaves_the_other_residual_branch_alone(nano, placement):
-    @nnx.jit
-    def skipped(vit, images):
-        return vit(images, [Skip()] * NANO.depth, placement=placement)
-
-    @nnx.jit
-    def other_branch(vit, images):
-        x = vit.embed(images)
-        for block in vit.blocks:
-            if placement == "mlp_down":
-                x = x + block.proj(block.mix_tokens(x))
-            else:
-                x = x + block.down(block.mix_channels(x))
-        return vit.features(x)
-
-    images = _images(2, 32, 32)
-    np.testing.assert_allclose(skipped(nano, images), other_branch(nano, images), rtol=0, atol=1e-5)
 
 
 def test_products_of_rotated_queries_and_keys_depend_on_offsets_only_and_class_token_and_registers_do_not_turn():

@@ -245,6 +245,35 @@ def test_what_a_task_keeps_does_not_grow_with_its_images(kind):
     assert all(values.dtype == np.float32 for values in arrays_of(places_of(config)[0]))
 
 
+# ---- centroids
+
+
+def test_l1_and_l2_can_name_different_tasks():
+    # from (1, 0): L1 distances 0.6 and 0.7, L2 distances 0.6 and 0.495
+    centroids = [np.array([[0.4, 0.0]], np.float32), np.array([[0.65, 0.35]], np.float32)]
+    feature = np.array([[2.0, 0.0]], np.float32)
+    assert route(feature, centroids, RouterConfig(metric="l1"))[0] == 0
+    assert route(feature, centroids, RouterConfig(metric="l2"))[0] == 1
+    assert route(feature, centroids, RouterConfig(metric="cosine"))[0] == 0
+
+
+def test_centroids_are_those_of_normalised_features_and_not_renormalised():
+    features = np.array([[3.0, 0.0], [0.0, 2.0]], np.float32)
+    (centroid,) = fit_centroids(features, seed=0, config=RouterConfig(num_centroids=1))
+    np.testing.assert_allclose(centroid, [0.5, 0.5], atol=1e-6)
+
+
+def test_fewer_images_than_centroids_give_as_many_centroids_as_images():
+    features = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    assert fit_centroids(features, seed=0, config=RouterConfig()).shape == (3, 4)
+    same = np.ones((10, 4), np.float32)
+    assert fit_centroids(same, seed=0, config=RouterConfig()).shape == (1, 4)
+
+
+def test_a_zero_feature_stays_zero():
+    assert not normalise(np.zeros((1, 3), np.float32)).any()
+
+
 # ---- settings
 
 

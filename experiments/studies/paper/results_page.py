@@ -88,7 +88,10 @@ def page_of(cells: Cells, rows: Sequence[Row], beside: Beside, picture: str) -> 
         "`experiments/tables.py --results` makes this page from the records of finished runs; a test compares.",
         "## In short",
         WORDS,
-        answer(compared, cells) + in_short(judged) + unbeaten(others, cells, measured_of(compared)) + beyond(beside.routers),
+        answer(compared, cells)
+        + in_short(judged)
+        + unbeaten(others, cells, measured_of(compared))
+        + beyond(beside.routers),
         *([beside.notes.strip()] if beside.notes else []),
         "## Methods",
         METHODS_TEXT,
@@ -179,16 +182,17 @@ def answer(rows: Sequence[Row], cells: Cells) -> str:
         values = [(COLUMNS[name][1], measured[cell][name]) for name in names]
         return [NONE if value is None else text(value["mean"]) for text, value in values]
 
+    given = {method: ", task ID given to both" for method in UPPER_BOUNDS}
     differences = [
-        f"minus {cell.title}{', task ID given to both' if cell.method in UPPER_BOUNDS else ''} {_lead(cell, cells, ours)}"
+        f"minus {cell.title}{given.get(cell.method, '')} {_lead(cell, cells, ours)}"
         for cell in shown_cells
         if cell != ours
     ]
     missing = [METHODS[method] for method in REFERENCES if Cell(method) not in cells]
     costs = [f"{cell.title} {', '.join(told(cell, COSTS))}" for cell in shown_cells]
-    found, given = told(ours, ("average_accuracy", "local_average_accuracy"))
+    found, with_task = told(ours, ("average_accuracy", "local_average_accuracy"))
     return (
-        f"- **{ours.title}: {found} %**, {given} with the task ID given; in points, "
+        f"- **{ours.title}: {found} %**, {with_task} with the task ID given; in points, "
         f"{'; '.join([*differences, *(f'{title}: not run' for title in missing)])}.\n"
         f"- MFLOPs per image, % of the backbone added per task, hours: {'; '.join(costs)}.\n"
     )

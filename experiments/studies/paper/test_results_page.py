@@ -213,7 +213,8 @@ def test_the_same_sentence_is_confirmed_or_refuted_as_the_numbers_say(tmp_path):
     bound = line_of(page, "CHEEM − full fine-tuning, task ID given to both")
     assert leads["full fine-tuning *"] == f"{bound[0].removesuffix(' points')} ({bound[1]})"
     assert f"with the task ID given; in points, minus LoRA-CL {leads['LoRA-CL']}; " in page
-    assert f"minus full fine-tuning, task ID given to both {leads['full fine-tuning *']}; frozen, linear heads: " in page
+    assert f"minus full fine-tuning, task ID given to both {leads['full fine-tuning *']}; " in page
+    assert "; frozen, linear heads: not run.\n" in page
     assert "as CHEEM, but for the tasks in the order three one two |" in page
     assert "| CHEEM, uniform | as CHEEM, but for sampling uniform |" in page
     assert "--methods cheem,s_prompts --seeds 0,1,2" in page and "--methods lora_cl --seeds 1,7" in page
